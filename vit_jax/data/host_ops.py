@@ -1,0 +1,177 @@
+"""Operations on one uint8 image, run by the loader before images are batched.
+
+Letters: H and W height and width, C channels.
+"""
+
+import dataclasses
+import math
+
+import cv2
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+Pixels = UInt8[np.ndarray, "H W C"]
+Size = int | tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class InceptionCrop:
+    """Crops a random part of random shape and resizes it (Szegedy et al., 2015).
+
+    Args:
+      size: height and width of the result in pixels.
+      area: smallest and largest part of the image's area.
+      ratio: smallest and largest width by height of the part.
+    """
+
+    size: Size | None = None
+    area: tuple[float, float] = (0.05, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+
+    def __post_init__(self):
+        _check_size(self.size)
+        if not 0 < self.area[0] <= self.area[1] <= 1:
+            raise ValueError(f"area={self.area} is not 0 < least <= most <= 1")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise ValueError(f"ratio={self.ratio} is not 0 < least <= most")
+
+    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        top, left, height, width = self.box(*image.shape[:2], rng)
+        part = image[top : top + height, left : left + width]
+        target = _pair(self.size)
+        shrinks = height >= target[0] and width >= target[1]
+        # Area averaging antialiases; it is nearest-neighbour when enlarging.
+        how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+        out = cv2.resize(np.ascontiguousarray(part), target[::-1], interpolation=how)
+        return out.reshape(*target, image.shape[-1])
+
+    def box(
+        self, height: int, width: int, rng: np.random.Generator
+    ) -> tuple[int, int, int, int]:
+        """Draws a part: top, left, height and width, in pixels."""
+        low, high = map(math.log, self.ratio)
+        for _ in range(10):
+            area = height * width * (self.area[0] + rng.random() * np.ptp(self.area))
+            ratio = math.exp(low + rng.random() * (high - low))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                return _below(height - h + 1, rng), _below(width - w + 1, rng), h, w
+        # An extreme shape: the largest central part whose ratio is allowed.
+        w = max(1, min(width, round(height * self.ratio[1])))
+        h = max(1, min(height, round(width / self.ratio[0])))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+
+@dataclasses.dataclass(frozen=True)
+class Resize:
+    """Resizes to exactly `size` pixels, bilinear and antialiased."""
+
+    size: Size | None = None
+
+    def __post_init__(self):
+        _check_size(self.size)
+
+    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        return resize_bilinear(image, _pair(self.size))
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeSmall:
+    """Resizes the short side to `size` pixels and keeps the aspect ratio."""
+
+    size: int
+
+    def __post_init__(self):
+        if type(self.size) is not int or self.size < 1:
+            raise ValueError(f"size={self.size!r} is not a positive whole number")
+
+    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        height, width = image.shape[:2]
+        scale = self.size / min(height, width)
+        return resize_bilinear(image, (round(height * scale), round(width * scale)))
+
+
+@dataclasses.dataclass(frozen=True)
+class CentralCrop:
+    """Cuts `size` pixels out of the middle."""
+
+    size: Size | None = None
+
+    def __post_init__(self):
+        _check_size(self.size)
+
+    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        (top, left), (height, width) = _room(image, self.size), _pair(self.size)
+        top, left = top // 2, left // 2
+        return image[top : top + height, left : left + width]
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCrop:
+    """Cuts `size` pixels out of a random place."""
+
+    size: Size | None = None
+
+    def __post_init__(self):
+        _check_size(self.size)
+
+    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+        (top, left), (height, width) = _room(image, self.size), _pair(self.size)
+        top, left = _below(top + 1, rng), _below(left + 1, rng)
+        return image[top : top + height, left : left + width]
+
+
+class TooSmall(ValueError):
+    """A crop is larger than the image."""
+
+
+def resize_bilinear(image: Pixels, size: tuple[int, int]) -> Pixels:
+    """Resizes to (height, width) with Pillow's antialiased bilinear filter."""
+    if image.shape[:2] == size:
+        return image
+    grey = image.shape[-1] == 1
+    # Pillow knows one or three channels, and one has no axis of its own.
+    picture = Image.fromarray(image[..., 0] if grey else np.ascontiguousarray(image))
+    out = np.array(picture.resize(size[::-1], Image.Resampling.BILINEAR))
+    return out[..., None] if grey else out
+
+
+def _room(image: np.ndarray, size: Size) -> tuple[int, int]:
+    """Returns by how many rows and columns the image is larger than the crop."""
+    height, width = _pair(size)
+    room = image.shape[0] - height, image.shape[1] - width
+    if min(room) < 0:
+        raise TooSmall(
+            f"crop of {height}x{width} from an image of "
+            f"{image.shape[0]}x{image.shape[1]}: put resize_small before it"
+        )
+    return room
+
+
+def _below(stop: int, rng: np.random.Generator) -> int:
+    # From `random`, whose stream numpy keeps, unlike that of `integers`.
+    return int(rng.random() * stop)
+
+
+def _pair(size: Size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _check_size(size: Size | None) -> None:
+    if size is None:  # The parser puts data.image_size.
+        return
+    pair = _pair(size) if isinstance(size, (int, tuple, list)) else ()
+    if len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair):
+        raise ValueError(f"size={size!r} is not a whole number or (height, width)")
+
+
+HOST_OPS = {
+    "inception_crop": InceptionCrop,
+    "resize": Resize,
+    "resize_small": ResizeSmall,
+    "central_crop": CentralCrop,
+    "random_crop": RandomCrop,
+}
+# What may prepare images for evaluation: the operations without randomness.
+EVAL_OPS = ("resize", "resize_small", "central_crop")

@@ -1,0 +1,250 @@
+"""Batches: step number -> rows -> records -> arrays, the same on any machine.
+
+Every batch is a pure function of (config, seed, step), so a run resumes from its step
+number alone, and threads, loader processes and hosts change only the speed.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Self
+
+import numpy as np
+from jaxtyping import Integer
+from ml_collections import ConfigDict
+
+from vit_jax.data import decode, ops, order
+from vit_jax.data.records import Batch, Loader
+from vit_jax.data.sources import Source
+from vit_jax.errors import UserError
+
+
+def train_batches(
+    source: Source,
+    data: ConfigDict,
+    *,
+    batch_size: int,
+    seed: int,
+    start: int,
+    stop: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> "Batches":
+    """Iterates over this process's part of the batches of steps start..stop-1.
+
+    Args:
+      source: training split.
+      data: `config.data`.
+      batch_size: images a step over all processes; process p gets the p-th of
+        `process_count` equal blocks of rows.
+      seed: of the run.
+      start: first step.
+      stop: step after the last.
+      process_index: this process.
+      process_count: all processes.
+
+    Returns:
+      An iterator to be closed, of dicts: image uint8 (b, h, w, c); label int32 (b,);
+      index uint32 (b,), the row's position in the run modulo 2**32; skipped int32
+      (b,), how many damaged records were passed over to fill the row.
+
+    Raises:
+      UserError: a record is damaged or does not fit the config; raised by `next`.
+    """
+    local = _local(batch_size, process_count)
+    host = ops.parse_train(data.ops, data.image_size).host
+    loader = Loader.from_config(source, data, "data.ops", host, seed)
+    load = _TrainBatch(loader, batch_size, process_index * local, local)
+    return Batches(load, range(start, stop), data)
+
+
+def eval_batches(
+    source: Source,
+    data: ConfigDict,
+    *,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> "Batches":
+    """Iterates once over the records, in their order; the last batch is padded.
+
+    Args:
+      source: split to evaluate.
+      data: `config.data`.
+      batch_size: images a batch over all processes.
+      process_index: this process.
+      process_count: all processes; all of them get the same number of batches.
+
+    Returns:
+      An iterator to be closed, of dicts: image, label and skipped as for training
+      (a damaged record that is skipped counts 1 and is masked); index uint32 (b,), the
+      record's number; mask bool (b,), false where a row is padding.
+
+    Raises:
+      UserError: a record is damaged or does not fit the config; raised by `next`.
+    """
+    local = _local(batch_size, process_count)
+    host = ops.parse_eval(data.eval_ops, data.image_size)
+    loader = Loader.from_config(source, data, "data.eval_ops", host, seed=0)
+    load = _EvalBatch(loader, batch_size, process_index * local, local)
+    return Batches(load, range(-(-len(source) // batch_size)), data)
+
+
+def _local(batch_size: int, process_count: int) -> int:
+    if batch_size % process_count:
+        raise UserError(
+            f"batch_size={batch_size} does not divide over {process_count} processes: "
+            f"use a multiple of {process_count}"
+        )
+    return batch_size // process_count
+
+
+@dataclasses.dataclass(frozen=True)
+class _TrainBatch:
+    """Makes rows first..first+rows-1 of a step's batch."""
+
+    loader: Loader
+    batch_size: int
+    first: int
+    rows: int
+
+    def __call__(self, step: int) -> Batch:
+        positions = step * self.batch_size + self.first + np.arange(self.rows)
+        examples = len(self.loader.source)
+        records = order.records_at(positions, examples, self.loader.seed)
+        if self.loader.gathers:
+            batch = self.loader.gather(records)
+        else:
+            batch = self._load(records, positions)
+        return {**batch, "index": positions.astype(np.uint32)}
+
+    def _load(
+        self,
+        records: Integer[np.ndarray, " b"],
+        positions: Integer[np.ndarray, " b"],
+    ) -> Batch:
+        batch = self.loader.empty(self.rows)
+        for row in range(self.rows):
+            record, position = int(records[row]), int(positions[row])
+            image, label, skipped = self._load_readable(record, position)
+            batch["image"][row], batch["label"][row] = image, label
+            batch["skipped"][row] = skipped
+        return batch
+
+    def _load_readable(self, record: int, position: int) -> tuple:
+        """Loads a record or, if skipping is on, the next one that is readable."""
+        examples = len(self.loader.source)
+        for skipped in range(examples):
+            try:
+                here = (record + skipped) % examples
+                return *self.loader.load(here, position), skipped
+            except decode.DamagedImage as error:
+                self.loader.refuse(here, error)
+        raise UserError(f"none of the {examples} records can be read")
+
+
+@dataclasses.dataclass(frozen=True)
+class _EvalBatch:
+    """Makes rows first..first+rows-1 of an evaluation batch."""
+
+    loader: Loader
+    batch_size: int
+    first: int
+    rows: int
+
+    def __call__(self, number: int) -> Batch:
+        records = number * self.batch_size + self.first + np.arange(self.rows)
+        there = records < len(self.loader.source)
+        batch = self.loader.empty(self.rows) | {
+            "index": records.astype(np.uint32),
+            "mask": there.copy(),
+        }
+        if self.loader.gathers:
+            for key, values in self.loader.gather(records[there]).items():
+                batch[key][there] = values
+            return batch
+        for row in np.flatnonzero(there):
+            record = int(records[row])
+            try:
+                batch["image"][row], batch["label"][row] = self.loader.load(record, 0)
+            except decode.DamagedImage as error:
+                self.loader.refuse(record, error)
+                batch["skipped"][row], batch["mask"][row] = 1, False
+        return batch
+
+
+class Batches:
+    """Iterator over batches; close it, or use it in a `with` block.
+
+    Args:
+      load: number -> batch; picklable.
+      numbers: which batches, in order.
+      data: `config.data`, for the numbers of threads, processes and prefetched batches.
+    """
+
+    def __init__(self, load, numbers: range, data: ConfigDict):
+        self._length = len(numbers)
+        if load.loader.gathers:  # Faster than handing it to a thread.
+            self._batches = map(load, numbers)
+        else:
+            self._batches = _read_ahead(_Guarded(load), numbers, data)
+
+    def __len__(self) -> int:
+        """Returns the number of batches from the first to the last."""
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        if isinstance(batch, UserError):
+            self.close()
+            raise batch
+        # From another process they lie in shared memory that Grain takes back; as
+        # arrays of their own they may live as long as anyone wants.
+        return {k: v if v.flags.owndata else np.array(v) for k, v in batch.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops threads and processes; a second call does nothing."""
+        batches, self._batches = self._batches, iter(())
+        if hasattr(batches, "close"):
+            batches.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Guarded:
+    """Returns a UserError instead of raising it, so that it leaves Grain unwrapped."""
+
+    load: _TrainBatch | _EvalBatch
+
+    def __call__(self, number: int) -> Batch | UserError:
+        try:
+            return self.load(number)
+        except UserError as error:
+            return error
+
+
+def _read_ahead(load: _Guarded, numbers: range, data: ConfigDict) -> Iterator:
+    """Loads batches in threads of this process, or in `data.workers` processes."""
+    import grain
+
+    # One thread makes one batch, so more threads than batches would idle.
+    options = grain.ReadOptions(
+        num_threads=min(data.threads, data.prefetch),
+        prefetch_buffer_size=data.prefetch,
+    )
+    batches = grain.MapDataset.range(numbers.start, numbers.stop).map(load)
+    batches = batches.to_iter_dataset(options)
+    if data.workers:
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():  # Grain reads flags; a notebook has none.
+            flags.FLAGS.mark_as_parsed()
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(data.workers))
+    return iter(batches)

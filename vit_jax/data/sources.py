@@ -1,0 +1,90 @@
+"""Data sets: one small protocol, and `open_source` that picks the right reader."""
+
+from typing import Protocol
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from vit_jax.data.digits import open_digits
+from vit_jax.data.folder import open_folder
+from vit_jax.data.made import open_made
+from vit_jax.data.tfds_source import open_tfds, small_in_memory
+from vit_jax.errors import UserError
+
+
+class Source(Protocol):
+    """Labelled images that can be read in any order.
+
+    Attributes:
+      class_names: names in label order; may be empty.
+      images: uint8 array (N, H, W, C) if the set lies in memory, else None.
+      labels: integer array (N,) if the set lies in memory, else None.
+    """
+
+    class_names: tuple[str, ...]
+    images: np.ndarray | None
+    labels: np.ndarray | None
+
+    def __len__(self) -> int:
+        """Returns the number of records."""
+
+    def __getitem__(self, i: int) -> dict:
+        """Returns {"image": encoded bytes or uint8 HWC array, "label": int}."""
+
+    def describe(self, i: int) -> str:
+        """Names record i for a message: a file path, or "cifar10 train record 17"."""
+
+
+def open_source(data: ConfigDict, split: str) -> Source:
+    """Opens a split of the configured data set and checks it against the config.
+
+    Args:
+      data: `config.data`.
+      split: split expression, see `splits.py`; `data.split` for training.
+
+    Raises:
+      UserError: the set, the split, a size, or a label is not as the config says.
+    """
+    if data.name == "digits":
+        source = open_digits(split, data.channels)
+    elif data.name == "made":
+        source = open_made(
+            split, data.image_size, data.channels, data.classes, data.examples
+        )
+    elif data.name == "folder":
+        source = open_folder(data.data_dir, split, data.split)
+    else:
+        source = open_tfds(
+            data.name, data.data_dir, split, data.image_key, data.label_key
+        )
+        source = small_in_memory(source, data.channels)
+    _check(source, data, split)
+    return source
+
+
+def check_label(label: int, classes: int, record: str) -> None:
+    """Raises UserError unless 0 <= label < classes, naming the record."""
+    if not 0 <= label < classes:
+        raise UserError(
+            f"{record} has label {label}, but data.classes={classes} allows 0 to "
+            f"{classes - 1}: set --config.data.classes to the number of classes"
+        )
+
+
+def _check(source: Source, data: ConfigDict, split: str) -> None:
+    known = len(source.class_names)
+    if known and known != data.classes:
+        raise UserError(
+            f"data.classes={data.classes}, but {data.name} has {known} classes: "
+            f"set --config.data.classes={known}"
+        )
+    if source.labels is not None:
+        bad = (source.labels < 0) | (source.labels >= data.classes)
+        for i in np.flatnonzero(bad)[:1]:
+            check_label(int(source.labels[i]), data.classes, source.describe(i))
+    sized = data.name != "made" and split == data.split and data.examples
+    if sized and data.examples != len(source):
+        raise UserError(
+            f"data.examples={data.examples}, but split {split!r} of {data.name} has "
+            f"{len(source)}: set --config.data.examples={len(source)}"
+        )
