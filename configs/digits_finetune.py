@@ -1,0 +1,29 @@
+"""The digits ViT at twice the resolution: SGD, resized position embeddings, new head.
+
+Run:    python -m vit_jax.train --config=configs/digits_finetune.py \
+            --config.init=runs/digits --workdir=runs/digits_finetune
+        after configs/digits.py.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import digits
+from configs.common import parse_arg, quick
+
+ARGUMENTS = {"quick": False}
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    c = digits.get_config()
+    c.name = "digits_finetune"
+    c.epochs = 20
+    c.init = "?"  # To be stated: the workdir of configs/digits.py.
+
+    c.data.image_size = (16, 16)
+    c.data.ops = f"resize | {c.data.ops}"
+    c.data.eval_ops = "resize"
+    c.model.representation = False  # The whole pretraining head is replaced.
+    c.optim = dict(name="sgd", rate=0.03, decay="cosine", momentum=0.9, clip_norm=1.0)
+    c.every = dict(log=50, evaluate=50, checkpoint=200)  # Steps.
+    return quick(c) if arg.quick else c

@@ -1,0 +1,61 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax.models import attention
+from vit_jax.models.layers import Block, SelfAttention
+
+B, N, M, H, K = 2, 5, 7, 3, 4  # Distinct, so that no swapped axis can pass.
+
+
+def test_self_attention_agrees_with_flax_on_the_same_parameters():
+    x = jax.random.normal(jax.random.key(0), (B, N, H * K))
+    ours, reference = SelfAttention(heads=H), nn.MultiHeadDotProductAttention(H)
+    params = reference.init(jax.random.key(1), x, x)
+    np.testing.assert_allclose(
+        ours.apply(params, x), reference.apply(params, x, x), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_attention_agrees_with_a_loop_over_numpy():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.array(rng.normal(size=(B, H, n, K)), "f") for n in (N, M, M))
+    expected = np.zeros((B, H, N, K))
+    for b in range(B):
+        for h in range(H):
+            for n in range(N):
+                scores = np.exp(k[b, h] @ q[b, h, n] / np.sqrt(K))
+                expected[b, h, n] = scores / scores.sum() @ v[b, h]
+    np.testing.assert_allclose(attention.attend(q, k, v), expected, atol=1e-5)
+
+
+def test_attention_softmax_is_in_float32_for_bfloat16_operands():
+    # Logits of 0 and 300: their bfloat16 neighbours are 2 apart.
+    q = jnp.full((1, 1, 1, 1), 1.0, jnp.bfloat16)
+    k = jnp.array([300.0, 301.0], jnp.bfloat16).reshape(1, 1, 2, 1)
+    v = jnp.array([0.0, 1.0], jnp.bfloat16).reshape(1, 1, 2, 1)
+    text = str(jax.make_jaxpr(attention.attend)(q, k, v))
+    assert "exp" in text and "f32[1,1,1,2] = exp" in text.replace(":", "")
+
+
+def test_block_of_drop_path_one_is_the_identity_in_training():
+    block = Block(heads=H, hidden=9, drop_path=1.0)
+    x = jax.random.normal(jax.random.key(0), (B, N, H * K))
+    params = block.init(jax.random.key(1), x)
+    y = block.apply(params, x, train=True, rngs={"dropout": jax.random.key(2)})
+    np.testing.assert_array_equal(y, x)
+
+
+def test_drop_path_keeps_or_drops_whole_images_and_rescales():
+    rate = 0.5
+    block = Block(heads=H, hidden=9, drop_path=rate)
+    x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (1, N, H * K)), (64, N, 12))
+    params = block.init(jax.random.key(1), x)
+
+    branch = block.apply(params, x) - x
+    y = block.apply(params, x, train=True, rngs={"dropout": jax.random.key(2)}) - x
+    unchanged = np.abs(y).max(axis=(1, 2)) == 0
+    # Both branches are dropped for about a quarter of 64 images.
+    assert 6 <= unchanged.sum() <= 28
+    assert np.abs(branch).max() > 1e-3

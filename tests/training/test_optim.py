@@ -1,0 +1,147 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from vit_jax.errors import UserError
+from vit_jax.training import optim
+
+TOTAL, WARMUP, PEAK = 100, 10, 0.5
+PARAMS = {
+    "embedding": {"kernel": jnp.full((3, 2), 2.0), "bias": jnp.full(2, 2.0)},
+    "head": {"kernel": jnp.full((2, 5), 2.0)},
+}
+ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
+ONES = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+def rates(steps_per_epoch=7.0, total=TOTAL, **options):
+    config = tiny_config(optim={"rate": PEAK, "warmup_steps": WARMUP} | options)
+    rate = optim.schedule(config, total, steps_per_epoch)
+    return lambda step: float(rate(jnp.int32(step)))
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "rsqrt", "constant"])
+def test_warmup_is_linear_from_zero_to_the_peak(decay):
+    rate = rates(decay=decay)
+    assert rate(0) == 0
+    assert rate(WARMUP // 2) == pytest.approx(PEAK / 2)
+    assert rate(WARMUP) == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+@pytest.mark.parametrize("end", [0.0, 0.1])
+def test_linear_and_cosine_pass_their_middle_and_end(decay, end):
+    rate = rates(decay=decay, end_rate=end)
+    assert rate((WARMUP + TOTAL) // 2) == pytest.approx((PEAK + end) / 2)
+    assert rate(TOTAL) == pytest.approx(end, abs=1e-7)
+
+
+def test_linear_and_cosine_differ_a_quarter_of_the_way():
+    quarter = WARMUP + (TOTAL - WARMUP) // 3
+    assert rates(decay="linear")(quarter) == pytest.approx(PEAK * 2 / 3)
+    assert rates(decay="cosine")(quarter) == pytest.approx(PEAK * 0.75)
+
+
+def test_rsqrt_falls_as_the_root_and_cools_down_to_zero():
+    rate = rates(decay="rsqrt", timescale=20, cooldown_steps=30)
+    assert rate(WARMUP + 60) == pytest.approx(PEAK / 2)  # 1 + 60 / 20 = 2 ** 2
+    assert rate(TOTAL - 15) == pytest.approx(PEAK / np.sqrt(1 + 75 / 20) / 2)
+    assert rate(TOTAL) == 0
+
+
+def test_constant_stays():
+    rate = rates(decay="constant")
+    assert rate(WARMUP) == rate(TOTAL) == pytest.approx(PEAK)
+
+
+def test_no_warmup_starts_at_the_peak():
+    assert rates(warmup_steps=0, decay="linear")(0) == pytest.approx(PEAK)
+
+
+def test_warmup_counts_epochs_or_a_fraction_as_well():
+    for options in ({"warmup_epochs": 2.0}, {"warmup_fraction": 0.14}):
+        rate = rates(warmup_steps=0, decay="constant", **options)
+        assert rate(14) == pytest.approx(PEAK)
+        assert rate(13) == pytest.approx(PEAK * 13 / 14)
+
+
+def test_rate_may_be_stated_per_256_images():
+    config = tiny_config(batch_size=64, optim={"rate": 0.0, "rate_per_256": 0.4})
+    assert optim.schedule(config, 10, 1.0)(0) == pytest.approx(0.1)
+
+
+def test_a_warmup_longer_than_the_run_is_refused():
+    with pytest.raises(UserError, match="warmup takes 10 steps but the run only 9"):
+        rates(total=9)
+    with pytest.raises(UserError, match=r"warmup \(10 steps\) and cooldown \(95\)"):
+        rates(decay="rsqrt", cooldown_steps=95)
+
+
+def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
+    config = tiny_config(optim=options)
+    tx = optim.optimizer(config, params, lambda step: rate)
+    state = tx.init(params)
+    for _ in range(steps):
+        updates, state = tx.update(grads, state, params)
+    return updates
+
+
+def test_weight_decay_is_times_the_scheduled_rate_and_on_kernels_only():
+    updates = update(ZEROS, weight_decay=0.1)
+    assert updates["embedding"]["kernel"] == pytest.approx(-PEAK * 0.1 * 2.0)
+    assert updates["head"]["kernel"] == pytest.approx(-PEAK * 0.1 * 2.0)
+    assert not updates["embedding"]["bias"].any()
+
+
+def test_weight_decay_mask_is_a_regular_expression():
+    updates = update(ZEROS, weight_decay=0.1, decay_mask=("^head/",))
+    assert not updates["embedding"]["kernel"].any()
+    assert updates["head"]["kernel"].all()
+
+
+@pytest.mark.parametrize("key", ["decay_mask", "freeze"])
+def test_an_expression_that_matches_nothing_is_an_error(key):
+    with pytest.raises(UserError, match=f"optim.{key}: 'kernal' matches none of the 3"):
+        update(ZEROS, weight_decay=0.1, **{key: ("head", "kernal")})
+    with pytest.raises(UserError, match=r"'\(' is not a regular expression"):
+        update(ZEROS, weight_decay=0.1, **{key: ("(",)})
+
+
+def test_adam_first_step_is_the_rate_whatever_the_gradient():
+    grads = jax.tree.map(lambda x: 1e-3 * x, ONES)
+    assert update(grads)["head"]["kernel"] == pytest.approx(-PEAK, rel=1e-4)
+
+
+def test_momentum_adds_up():
+    updates = update(ONES, name="sgd", momentum=0.9, steps=3)
+    assert updates["head"]["kernel"] == pytest.approx(-PEAK * (1 + 0.9 + 0.81))
+    plain = update(ONES, name="sgd", momentum=0.0, steps=3)
+    assert plain["head"]["kernel"] == pytest.approx(-PEAK)
+
+
+def test_gradients_are_clipped_at_their_global_norm():
+    norm = np.sqrt(6 + 2 + 10)
+    updates = update(ONES, name="sgd", momentum=0.0, clip_norm=1.5)
+    assert updates["head"]["kernel"] == pytest.approx(-PEAK * 1.5 / norm)
+    loose = update(ONES, name="sgd", momentum=0.0, clip_norm=norm + 1)
+    assert loose["head"]["kernel"] == pytest.approx(-PEAK)
+
+
+def test_frozen_parameters_stay_and_do_not_count_for_clipping():
+    options = {"name": "sgd", "momentum": 0.9, "clip_norm": 1.0, "weight_decay": 0.1}
+    updates = update(ONES, freeze=("^embedding",), decay_mask=("kernel",), **options)
+    assert not updates["embedding"]["kernel"].any()
+    assert not updates["embedding"]["bias"].any()
+    expected = -PEAK * (1 / np.sqrt(10) + 0.1 * 2.0)
+    assert updates["head"]["kernel"] == pytest.approx(expected)
+
+
+def test_freezing_ends_after_its_steps():
+    options = {"name": "sgd", "momentum": 0.0, "freeze": ("bias",), "freeze_steps": 2}
+    moved = [
+        bool(update(ONES, steps=steps, **options)["embedding"]["bias"].any())
+        for steps in (1, 2, 3)
+    ]
+    assert moved == [False, False, True]

@@ -1,0 +1,77 @@
+"""What all verbs share: flags, config overrides, and how errors are shown."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from vit_jax import config as configuration
+from vit_jax.errors import UserError
+
+EXIT_USER_ERROR = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags of a verb; `--config.key=value` overrides are added by `parse`.
+
+    Args:
+      doc: of the verb; its first line is shown by --help.
+    """
+
+    def __init__(self, doc: str):
+        super().__init__(
+            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        self.add_argument("--debug", action="store_true", help="show tracebacks")
+
+    def error(self, message: str) -> None:
+        """Ends with one line, as every other bad input does."""
+        print(f"error: {message}; --help lists the flags", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses a command line.
+
+    Args:
+      parser: with the verb's flags.
+      argv: words; those of this process if None.
+
+    Returns:
+      The flags, and `overrides`: dotted config key to value.
+    """
+    words, overrides = [], {}
+    rest = list(sys.argv[1:] if argv is None else argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--config."):
+            words.append(word)
+            continue
+        key, equals, value = word.removeprefix("--config.").partition("=")
+        if not equals:
+            if not rest:
+                parser.error(f"--config.{key} has no value")
+            value = rest.pop(0)
+        overrides[key] = configuration.parse_override(value)
+    flags = parser.parse_args(words)
+    flags.overrides = overrides
+    return flags
+
+
+def load_config(flags: argparse.Namespace) -> ConfigDict:
+    """Loads the config that the flags name."""
+    return configuration.load(flags.config, flags.overrides)
+
+
+def run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> None:
+    """Runs a verb and exits: 0, its own code, or 2 after one line on bad input."""
+    flags = parse(parser)
+    try:
+        sys.exit(main(flags) or 0)
+    except UserError as error:
+        if flags.debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)

@@ -1,0 +1,137 @@
+"""Transformer layers of the Vision Transformer (arXiv:2010.11929, appendix A).
+
+Parameters are named and shaped as in the published Google checkpoints.
+Letters: B images, N tokens, H heads, K head width, D model width, F hidden width.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.models import attention
+
+GELU = {"tanh": lambda x: nn.gelu(x), "erf": lambda x: nn.gelu(x, approximate=False)}
+
+_kernel_init = nn.initializers.xavier_uniform()
+_bias_init = nn.initializers.normal(1e-6)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention.
+
+    Attributes:
+      heads: number of heads; divides the width.
+      dtype: of the computation.
+    """
+
+    heads: int
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        """Attends from every token to every token."""
+        D = x.shape[-1]
+
+        def project(name):
+            return nn.DenseGeneral(
+                (self.heads, D // self.heads),
+                kernel_init=_kernel_init,
+                dtype=self.dtype,
+                name=name,
+            )
+
+        # Head-major operands: see attention.attend.
+        q, k, v = (
+            jnp.swapaxes(project(name)(x), 1, 2) for name in ("query", "key", "value")
+        )
+        y = jnp.swapaxes(attention.attend(q, k, v), 1, 2)
+        return nn.DenseGeneral(
+            D, axis=(-2, -1), kernel_init=_kernel_init, dtype=self.dtype, name="out"
+        )(y)
+
+
+class Mlp(nn.Module):
+    """Two dense layers with a GELU between them and dropout after each.
+
+    Attributes:
+      hidden: units of the first layer.
+      dropout: rate.
+      gelu: flavour, a key of GELU.
+      dtype: of the computation.
+    """
+
+    hidden: int
+    dropout: float = 0.0
+    gelu: str = "tanh"
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B N D"], *, train: bool = False
+    ) -> Float[Array, "B N D"]:
+        """Transforms each token by itself."""
+        B, N, D = x.shape
+
+        def dense(features, name):
+            return nn.Dense(
+                features,
+                kernel_init=_kernel_init,
+                bias_init=_bias_init,
+                dtype=self.dtype,
+                name=name,
+            )
+
+        # Tokens of all images in one axis: XLA's CPU backward pass of the 3-D
+        # product is nearly twice as slow (docs/decisions.md).
+        x = x.reshape(B * N, D)
+        x = GELU[self.gelu](dense(self.hidden, "Dense_0")(x))
+        x = nn.Dropout(self.dropout, deterministic=not train)(x)
+        x = dense(D, "Dense_1")(x)
+        x = nn.Dropout(self.dropout, deterministic=not train)(x)
+        return x.reshape(B, N, D)
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm encoder block: attention, then MLP, each with a residual.
+
+    Attributes:
+      heads, hidden, dropout, gelu, dtype: see SelfAttention and Mlp.
+      drop_path: rate of stochastic depth (arXiv:1603.09382) of both branches.
+      epsilon: of the LayerNorms.
+    """
+
+    heads: int
+    hidden: int
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    gelu: str = "tanh"
+    epsilon: float = 1e-6
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B N D"], *, train: bool = False
+    ) -> Float[Array, "B N D"]:
+        """Returns tokens of the same shape."""
+
+        def norm(name):
+            return nn.LayerNorm(epsilon=self.epsilon, dtype=self.dtype, name=name)
+
+        def drop_path(y):
+            # One draw an image: the whole branch stays or goes.
+            return nn.Dropout(
+                self.drop_path, broadcast_dims=(1, 2), deterministic=not train
+            )(y)
+
+        y = norm("LayerNorm_0")(x)
+        y = SelfAttention(
+            self.heads, self.dtype, name="MultiHeadDotProductAttention_1"
+        )(y)
+        y = nn.Dropout(self.dropout, deterministic=not train)(y)
+        x = x + drop_path(y)
+
+        y = norm("LayerNorm_2")(x)
+        y = Mlp(self.hidden, self.dropout, self.gelu, self.dtype, name="MlpBlock_3")(
+            y, train=train
+        )
+        return x + drop_path(y)

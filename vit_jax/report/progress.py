@@ -1,0 +1,104 @@
+"""What a person sees of a run: one line that moves, or a plain log."""
+
+import sys
+import time
+
+
+class Progress:
+    """Reports progress and keeps the time spent in steps.
+
+    The first step of a start is not counted: it compiles. Nor is what happens between
+    `pause` and `resume` (evaluation, waiting for a save).
+
+    Args:
+      start: steps taken before.
+      total: steps of the run.
+      batch_size: images a step, all devices.
+      devices: number of devices.
+      active: whether this process prints.
+    """
+
+    def __init__(
+        self, start: int, total: int, batch_size: int, devices: int, *, active: bool
+    ):
+        self._total, self._batch, self._devices = total, batch_size, devices
+        self._terminal = sys.stdout.isatty()
+        self._active = active
+        self._step = self._logged = start
+        self._seconds = self._logged_seconds = 0.0
+        self._since = None
+        self._width = 0
+        self._first = start + 1
+        self._rate = 0.0
+
+    def done(self, step: int) -> None:
+        """Notes that `step` steps are done (called when their result is there)."""
+        self._settle()
+        self._step = step
+        if step == self._first:  # It compiled: the clock starts here.
+            self._logged, self._seconds, self._logged_seconds = step, 0.0, 0.0
+            self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stops the clock."""
+        self._settle()
+        self._since = None
+
+    def resume(self) -> None:
+        """Starts the clock again."""
+        if self._step >= self._first:
+            self._since = time.perf_counter()
+
+    @property
+    def images_per_second(self) -> float:
+        """Mean over all counted steps of this start; 0 if there was only one."""
+        steps = self._step - self._first
+        return steps * self._batch / self._seconds if self._seconds else 0.0
+
+    def log(self, step: int, loss: float, rate: float) -> dict[str, float]:
+        """Prints a line and returns the speed since the last one."""
+        steps = step - self._logged
+        seconds = self._seconds - self._logged_seconds
+        if steps and seconds:
+            self._rate = steps * self._batch / seconds
+        self._logged, self._logged_seconds = step, self._seconds
+        left = (self._total - step) * self._batch / self._rate if self._rate else 0
+        speed = {
+            "images_per_second": self._rate,
+            "images_per_second_per_device": self._rate / self._devices,
+        }
+        self._print(
+            f"step {step}/{self._total}  loss {loss:.4f}  rate {rate:.2e}  "
+            f"{self._rate:.0f} images/s  {self._rate / self._devices:.0f} a device  "
+            f"{_clock(left)} left"
+        )
+        return speed
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        if self._active:
+            if self._terminal and self._width:
+                print("\r" + " " * self._width + "\r", end="")
+                self._width = 0
+            print(text, flush=True)
+
+    def _print(self, line: str) -> None:
+        if not self._active:
+            return
+        if self._terminal:
+            print("\r" + line.ljust(self._width), end="", flush=True)
+            self._width = len(line)
+        else:
+            print(line, flush=True)
+
+    def _settle(self) -> None:
+        if self._since is not None:
+            now = time.perf_counter()
+            self._seconds += now - self._since
+            self._since = now
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

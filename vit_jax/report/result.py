@@ -1,0 +1,76 @@
+"""`report.json` and the table at the end of a run."""
+
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+
+import jax
+import numpy as np
+from etils import epath
+
+from vit_jax.report.writer import replace_text
+
+FILE = "report.json"
+
+
+def params_sha256(params: dict) -> str:
+    """Hashes parameters: path, shape and bytes of each, in path order."""
+    digest = hashlib.sha256()
+    leaves = {
+        "/".join(k.key for k in path): np.asarray(jax.device_get(leaf))
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    for path in sorted(leaves):
+        digest.update(f"{path}{leaves[path].shape}".encode())
+        digest.update(np.ascontiguousarray(leaves[path]).tobytes())
+    return digest.hexdigest()
+
+
+def commit() -> str | None:
+    """Returns the commit of this code, "-dirty" if files differ; None outside git."""
+    here = pathlib.Path(__file__).parent
+
+    def git(*words):
+        return subprocess.run(
+            ["git", "-C", str(here), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def read(workdir: str | os.PathLike) -> dict | None:
+    """Returns the report of a finished run, or None."""
+    path = epath.Path(workdir) / FILE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write(workdir: str | os.PathLike, report: dict) -> None:
+    """Writes the report."""
+    replace_text(epath.Path(workdir) / FILE, json.dumps(report, indent=2) + "\n")
+
+
+def table(report: dict) -> str:
+    """Lays the report out for a terminal."""
+    head = [
+        ("config", report["config"]),
+        ("commit", report["commit"] or "unknown"),
+        ("devices", f"{report['devices']} x {report['device_kind']}"),
+        ("steps", report["steps"]),
+        ("wall seconds", f"{report['wall_seconds']:.1f}"),
+        ("images/s", f"{report['images_per_second']:.0f}"),
+        ("params sha256", report["params_sha256"]),
+    ]
+    lines = [f"{name:<14} {value}" for name, value in head]
+    lines += ["", f"{'evaluation':<14} {'parameters':<10} {'top-1':>8} {'loss':>8}"]
+    for name, kinds in report["final"].items():
+        for kind, scores in kinds.items():
+            lines.append(
+                f"{name:<14} {kind:<10} {scores['top1']:>8.2%} {scores['loss']:>8.4f}"
+            )
+    return "\n".join(lines)

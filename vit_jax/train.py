@@ -1,0 +1,47 @@
+"""Trains a model: python -m vit_jax.train --config=configs/digits.py --workdir=DIR
+
+Any key of vit_jax/config.py can be set: --config.optim.rate=0.01. A workdir that holds
+a checkpoint is resumed. Exit codes: 0 done, 2 bad input (one line says what), 75
+preempted (SIGTERM): saved, the same command goes on.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from vit_jax import cli
+
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again.
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Runs the training that the flags describe; returns the exit code."""
+    config = cli.load_config(flags)
+
+    # After the config, so that its errors come at once.
+    from vit_jax.parallel import distributed
+    from vit_jax.training import guards, loop
+
+    distributed.start()
+    workdir = flags.workdir or new_workdir(config.name)
+    try:
+        loop.train(config, workdir)
+    except guards.Preempted as preempted:
+        print(preempted, file=sys.stderr, flush=True)
+        return EXIT_PREEMPTED
+    return 0
+
+
+def new_workdir(name: str) -> str:
+    """Names a folder under runs/ that does not exist yet."""
+    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
+    return next(name for name in names if not Path(name).exists())
+
+
+if __name__ == "__main__":
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--config", required=True, help="file, or file:argument")
+    parser.add_argument("--workdir", default="", help="default: a new one under runs/")
+    cli.run(main, parser)

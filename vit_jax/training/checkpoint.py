@@ -1,0 +1,198 @@
+"""Checkpoints of the whole training state, by Orbax: asynchronous and atomic."""
+
+import os
+import shutil
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+from orbax.checkpoint import v1 as ocp
+
+from vit_jax import config as configuration
+from vit_jax.errors import UserError
+from vit_jax.training.state import TrainState
+from vit_jax.weights import workdir as layout
+
+_policies = ocp.training.preservation_policies
+
+
+class Checkpointer:
+    """Saves and restores the state of one run under `workdir/checkpoints`.
+
+    A save that is killed leaves a temporary folder, which the next start removes; the
+    step before it stays the latest. Use as a context manager: leaving it waits for the
+    save in progress.
+
+    Args:
+      workdir: folder of the run.
+      config: complete config; goes with every checkpoint.
+      class_names: in label order; goes with every checkpoint.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        config: ConfigDict,
+        class_names: tuple[str, ...],
+    ):
+        self._folder = epath.Path(workdir).resolve() / layout.FOLDER
+        self._config = configuration.to_json(config)
+        self._class_names = list(class_names)
+        self._saving = None
+        keep = [_policies.LatestN(config.keep.last)]
+        if config.keep.every:
+            keep.append(_policies.EveryNSteps(config.keep.every))
+        self._orbax = ocp.training.Checkpointer(
+            self._folder,
+            # The loop says when: at its interval, at the end and on preemption.
+            save_decision_policy=ocp.training.save_decision_policies.AnySavePolicy([]),
+            preservation_policy=_policies.AnyPreservationPolicy(keep),
+            cleanup_tmp_directories=True,
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """The newest finished step, or None."""
+        latest = self._orbax.latest
+        return None if latest is None else latest.step
+
+    def restore(self, like: TrainState) -> tuple[TrainState, float]:
+        """Reads the latest checkpoint.
+
+        Args:
+          like: shapes, types and shardings (`jax.ShapeDtypeStruct`) of the state.
+
+        Returns:
+          The state, and the seconds that had been trained when it was saved.
+        """
+        tree = self._orbax.load(self.latest, _as_tree(like))
+        stored = self._orbax.metadata(self.latest).custom_metadata
+        state = like.replace(**({"average": None} | tree))
+        return state, stored["seconds"]
+
+    def save(self, step: int, state: TrainState, seconds: float) -> None:
+        """Begins to save, after the previous save has ended.
+
+        Args:
+          step: optimiser steps taken.
+          state: to save; it is copied before this returns.
+          seconds: trained so far.
+
+        Raises:
+          UserError: there is not enough disk, before or while writing.
+        """
+        self.wait()
+        if step == self.latest:
+            return
+        self._check_disk(state)
+        about = {
+            "config": self._config,
+            "class_names": self._class_names,
+            "seconds": seconds,
+        }
+        try:
+            self._saving = self._orbax.save_async(
+                step, _as_tree(state), force=True, custom_metadata=about
+            )
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Waits for the save in progress.
+
+        Raises:
+          UserError: it failed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.result()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            self.wait()
+        except UserError:
+            if error is None:
+                raise
+        finally:
+            self._orbax.close()
+
+    def _check_disk(self, state: TrainState) -> None:
+        if "://" in str(self._folder):
+            return  # A bucket has no end.
+        # The new checkpoint is whole before an old one goes.
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise UserError(
+                f"not enough disk to save a checkpoint: it takes {_gigabytes(needed)}, "
+                f"{self._folder} has {_gigabytes(free)} free; {self._remedy()}"
+            )
+
+    def _failed(self, error: BaseException) -> UserError:
+        reason = " ".join(str(error).split())[:300]
+        return UserError(
+            f"the checkpoint could not be saved under {self._folder} ({reason}); "
+            f"{self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        last = f"step {self.latest} is" if self.latest else "no checkpoint is"
+        return f"{last} safe there: free space or lower keep.last, then start again"
+
+
+def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
+    """Refuses a workdir that holds a run of another config.
+
+    Raises:
+      UserError: with the keys that differ.
+    """
+    if not layout.has_checkpoint(workdir):
+        return
+    stored = layout.read_config(workdir)
+    changed = [
+        line
+        for line in configuration.differences(stored, configuration.to_json(config))
+        if not line.startswith(_MAY_CHANGE)
+    ]
+    if changed:
+        raise UserError(
+            f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
+            "choose another --workdir, or state the same config"
+        )
+
+
+# What may differ between the parts of one run: it does not touch the result.
+_MAY_CHANGE = (
+    "every.",
+    "keep.",
+    "mesh.",
+    "evals.",
+    "debug_nans",
+    "init:",
+    "data.data_dir",
+    "data.workers",
+    "data.threads",
+    "data.prefetch",
+)
+
+
+def _as_tree(state: TrainState) -> dict:
+    tree = {
+        "step": state.step,
+        "params": state.params,
+        "opt_state": state.opt_state,
+        "average": state.average,
+        "key": state.key,
+    }
+    return {name: value for name, value in tree.items() if value is not None}
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3f} GB"

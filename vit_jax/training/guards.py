@@ -1,0 +1,98 @@
+"""What ends a run before its time: signals, numbers that are not finite, memory."""
+
+import contextlib
+import math
+import signal
+
+import jax
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from vit_jax.errors import UserError
+
+
+class Preempted(Exception):
+    """The run was asked to end (SIGTERM) and has saved its state."""
+
+
+class Preemption:
+    """Notices SIGTERM; use as a context manager around the loop.
+
+    Several processes agree on the step through JAX's coordination service.
+    """
+
+    def __init__(self):
+        self._asked = False
+        self._before = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process, running alone, was asked to end."""
+        return self._asked
+
+    def reached(self, step: int) -> bool:
+        """Tells, the same in all processes, whether to end after `step` steps."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._asked
+
+    def __enter__(self) -> "Preemption":
+        # With several processes JAX's own handler must stay.
+        if jax.process_count() == 1:
+            with contextlib.suppress(ValueError):  # Not the main thread: a notebook.
+                self._before = signal.signal(signal.SIGTERM, self._on_signal)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _on_signal(self, *_) -> None:
+        self._asked = True
+
+
+def check_finite(step: int, metrics: dict[str, float], last_good: int | None) -> None:
+    """Refuses to go on from numbers that are not finite.
+
+    Args:
+      step: whose metrics these are.
+      metrics: of the step.
+      last_good: step of the latest checkpoint, or None.
+
+    Raises:
+      UserError: naming the step, the metrics and the last good checkpoint.
+    """
+    bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    if bad:
+        good = (
+            f"the checkpoint of step {last_good} is the last good one"
+            if last_good
+            else "no checkpoint was saved before"
+        )
+        what = ", ".join(f"{name}={value}" for name, value in bad.items())
+        raise UserError(
+            f"training stopped at step {step}: {what}; {good}; lower optim.rate, set "
+            "optim.clip_norm, or set debug_nans=True to name the operation"
+        )
+
+
+@contextlib.contextmanager
+def clear_errors(config: ConfigDict):
+    """Turns what the device says into one line that names the remedy.
+
+    Raises:
+      UserError: the device is out of memory, or `debug_nans` found an operation.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        raise UserError(f"debug_nans: {' '.join(str(error).split())[:400]}") from error
+    except jax.errors.JaxRuntimeError as error:
+        text = " ".join(str(error).split())
+        if "RESOURCE_EXHAUSTED" not in text and "ut of memory" not in text:
+            raise
+        raise UserError(
+            f"out of memory ({text[:200]}): lower batch_size (now {config.batch_size}), "
+            f"raise optim.accumulate (now {config.optim.accumulate}), set "
+            "model.dtype='bfloat16', or choose a smaller data.image_size or model"
+        ) from error

@@ -1,0 +1,160 @@
+"""From config to optax: schedule, optimiser, weight decay, clipping, freezing."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from vit_jax import config as configuration
+from vit_jax.errors import UserError
+
+Schedule = Callable[[jax.Array | int], jax.Array | float]
+
+
+def schedule(config: ConfigDict, total_steps: int, steps_per_epoch: float) -> Schedule:
+    """Builds the learning rate as a function of the step.
+
+    Args:
+      config: complete config; `config.optim` and `batch_size` are read.
+      total_steps: length of the run.
+      steps_per_epoch: training examples by batch size.
+
+    Returns:
+      Function from the steps already taken to the rate of the next one: linear from 0
+      over the warmup, then the decay over the rest of the run.
+
+    Raises:
+      UserError: the warmup, or warmup and cooldown, are longer than the run.
+    """
+    optim = config.optim
+    peak = optim.rate or optim.rate_per_256 * config.batch_size / 256
+    warmup = configuration.steps(optim, "warmup", total_steps, steps_per_epoch)
+    rest = total_steps - warmup
+    if rest < 0:
+        raise UserError(
+            f"the warmup takes {warmup} steps but the run only {total_steps}: lower "
+            "optim.warmup_steps or raise total_steps"
+        )
+    if optim.decay == "constant":
+        decay = optax.constant_schedule(peak)
+    elif optim.decay == "linear":
+        decay = optax.linear_schedule(peak, optim.end_rate, max(1, rest))
+    elif optim.decay == "cosine":
+        decay = optax.cosine_decay_schedule(
+            peak, max(1, rest), alpha=optim.end_rate / peak
+        )
+    else:
+        decay = _rsqrt(peak, optim.timescale, optim.cooldown_steps, warmup, total_steps)
+    ramp = optax.linear_schedule(0.0, peak, max(1, warmup))
+    return optax.join_schedules([ramp, decay], [warmup])
+
+
+def _rsqrt(
+    peak: float, timescale: int, cooldown: int, warmup: int, total_steps: int
+) -> Schedule:
+    """Reciprocal square root with a linear cooldown to 0 (arXiv:2106.04560)."""
+    if warmup + cooldown > total_steps:
+        raise UserError(
+            f"warmup ({warmup} steps) and cooldown ({cooldown}) are longer than the run "
+            f"({total_steps}): lower optim.cooldown_steps or raise total_steps"
+        )
+
+    def rate(steps_after_warmup):
+        rate = peak / jnp.sqrt(1 + steps_after_warmup / timescale)
+        left = (total_steps - warmup - steps_after_warmup) / max(1, cooldown)
+        return rate * jnp.clip(left, 0, 1) if cooldown else rate
+
+    return rate
+
+
+def optimizer(
+    config: ConfigDict, params: dict, rate: Schedule
+) -> optax.GradientTransformation:
+    """Builds the optimiser.
+
+    Args:
+      config: complete config; `config.optim` is read.
+      params: model parameters, as arrays or shapes; only their paths count.
+      rate: from `schedule`.
+
+    Returns:
+      optax transformation: clipping, Adam or momentum, weight decay that is decoupled
+      from the loss and multiplied by the scheduled rate, the rate, freezing.
+
+    Raises:
+      UserError: a regular expression of `decay_mask` or `freeze` matches no parameter.
+    """
+    optim = config.optim
+    chain = []
+    if optim.clip_norm:
+        chain.append(optax.clip_by_global_norm(optim.clip_norm))
+    if optim.name == "adam":
+        chain.append(optax.scale_by_adam(b1=optim.b1, b2=optim.b2, eps=optim.eps))
+    elif optim.momentum:
+        chain.append(optax.trace(decay=optim.momentum, nesterov=optim.nesterov))
+    if optim.weight_decay:
+        mask = match(params, optim.decay_mask, "optim.decay_mask")
+        chain.append(optax.add_decayed_weights(optim.weight_decay, mask))
+    chain.append(optax.scale_by_learning_rate(rate))
+    if optim.freeze:
+        # Gradients before, so that clipping and moments do not see them, and updates
+        # after, so that weight decay does not move them.
+        gate = _freeze(
+            match(params, optim.freeze, "optim.freeze"), optim.freeze_steps
+        )
+        chain = [gate, *chain, gate]
+    return optax.chain(*chain)
+
+
+def match(params: dict, patterns: Sequence[str], name: str) -> dict:
+    """Marks the parameters whose path matches any of the regular expressions.
+
+    Args:
+      params: nested dict; a path is "Transformer/encoderblock_0/.../kernel".
+      patterns: searched for, not anchored.
+      name: config key that holds them, for the message.
+
+    Returns:
+      Nested dict of bools.
+
+    Raises:
+      UserError: an expression matches nothing, or is not a regular expression.
+    """
+    paths = ["/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(params)]
+    for pattern in patterns:
+        try:
+            matched = any(re.search(pattern, path) for path in paths)
+        except re.error as error:
+            raise UserError(
+                f"{name}: {pattern!r} is not a regular expression ({error})"
+            ) from error
+        if not matched:
+            raise UserError(
+                f"{name}: {pattern!r} matches none of the {len(paths)} parameters, "
+                f"such as {paths[0]}"
+            )
+    marks = [any(re.search(pattern, path) for pattern in patterns) for path in paths]
+    return jax.tree.unflatten(jax.tree.structure(params), marks)
+
+
+def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
+    """Zeroes what is masked for `until` steps, or always if that is 0."""
+
+    def update(updates, state, params=None):
+        del params
+        frozen = jnp.asarray(True) if not until else state.count < until
+        updates = jax.tree.map(
+            lambda u, m: jnp.where(frozen, jnp.zeros_like(u), u) if m else u,
+            updates,
+            mask,
+        )
+        return updates, optax.ScaleByScheduleState(state.count + 1)
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
+
+    return optax.GradientTransformation(init, update)

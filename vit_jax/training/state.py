@@ -1,0 +1,61 @@
+"""All that a step changes, and how it comes into being on the mesh."""
+
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from vit_jax.models import Model
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What a checkpoint holds.
+
+    Attributes:
+      step: optimiser steps taken, int32.
+      params: nested dict, float32.
+      opt_state: of the optax transformation.
+      average: Polyak average of `params`, or None.
+      key: typed PRNG key of the run; every draw is a function of it and the step.
+    """
+
+    step: jax.Array
+    params: dict
+    opt_state: optax.OptState
+    average: dict | None
+    key: jax.Array
+
+
+def init_params(model: Model, seed: int) -> dict:
+    """Draws the initial parameters of a run."""
+    return model.init(jax.random.fold_in(jax.random.key(seed), 0))
+
+
+def create(params: dict, tx: optax.GradientTransformation, config: ConfigDict) -> TrainState:
+    """Builds the state before the first step; call it under jit with shardings."""
+    return TrainState(
+        step=jnp.zeros([], jnp.int32),
+        params=params,
+        opt_state=tx.init(params),
+        average=jax.tree.map(jnp.copy, params) if config.average.decay else None,
+        key=jax.random.fold_in(jax.random.key(config.seed), 1),
+    )
+
+
+def average(old: dict, params: dict, step: jax.Array, decay: float) -> dict:
+    """Moves the Polyak average towards the parameters.
+
+    Args:
+      old: average so far.
+      params: after the step.
+      step: steps taken, this one included.
+      decay: weight of the old average in a long run. The first steps use less,
+        (1 + step) / (10 + step), so that a short run is not stuck at its initial values.
+
+    Returns:
+      The new average.
+    """
+    decay = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda a, p: a + (1 - decay) * (p - a), old, params)

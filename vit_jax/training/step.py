@@ -1,0 +1,137 @@
+"""One optimiser step, as one jitted function."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax.data import device_ops
+from vit_jax.models import Model
+from vit_jax.parallel import mesh as meshes
+from vit_jax.training import losses
+from vit_jax.training import state as states
+from vit_jax.training.optim import Schedule
+
+Step = Callable[[states.TrainState, dict], tuple[states.TrainState, dict]]
+
+
+def build(
+    model: Model,
+    tx: optax.GradientTransformation,
+    rate: Schedule,
+    ops: tuple,
+    config: ConfigDict,
+    mesh: Mesh,
+) -> Step:
+    """Builds the training step.
+
+    Args:
+      model: network.
+      tx: optimiser.
+      rate: its schedule, only to be logged.
+      ops: device transforms of the training images.
+      config: complete config.
+      mesh: of all devices.
+
+    Returns:
+      Jitted function from state and batch (image uint8 (B, Y, X, C), label (B,), index
+      (B,), split over the mesh) to the next state and scalars: loss, top1, grad_norm,
+      param_norm, rate. The state passed in is used up.
+    """
+    loss_fn = functools.partial(_loss, model, config)
+
+    def step(state, batch):
+        images, labels = prepare(batch, ops, state.key, config)
+        key = jax.random.fold_in(state.key, state.step)
+        grads, scores = accumulate(
+            loss_fn, state.params, images, labels, key, config.optim.accumulate
+        )
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        average = state.average
+        if average is not None:
+            average = states.average(
+                average, params, state.step + 1, config.average.decay
+            )
+        metrics = scores | {
+            "grad_norm": optax.global_norm(grads),
+            "param_norm": optax.global_norm(params),
+            "rate": jnp.asarray(rate(state.step), jnp.float32),
+        }
+        state = state.replace(
+            step=state.step + 1, params=params, opt_state=opt_state, average=average
+        )
+        return state, metrics
+
+    everywhere = meshes.replicated(mesh)
+    return jax.jit(
+        step,
+        # debug_nans runs a failed step again, which needs its input.
+        donate_argnums=() if config.debug_nans else (0,),
+        in_shardings=(everywhere, meshes.batched(mesh)),
+        out_shardings=everywhere,
+    )
+
+
+def prepare(
+    batch: dict, ops: tuple, key: jax.Array, config: ConfigDict
+) -> tuple[jax.Array, jax.Array]:
+    """Transforms and normalises a batch on the device.
+
+    Returns:
+      Images (B, Y, X, C), float32, and labels (B, classes) that sum to 1.
+    """
+    labels = losses.one_hot(batch["label"], config.data.classes)
+    images, labels = device_ops.apply(
+        ops, batch["image"], labels, batch["index"], key
+    )
+    return device_ops.normalize(images, config.data.mean, config.data.std), labels
+
+
+def accumulate(loss_fn, params, images, labels, key, microbatches: int):
+    """Averages the gradients of a batch's microbatches.
+
+    Args:
+      loss_fn: (params, images, labels, key) -> (loss, scores), both batch means.
+      params: to differentiate by.
+      images: (B, ...).
+      labels: (B, classes).
+      key: of dropout.
+      microbatches: how many; divides B.
+
+    Returns:
+      Gradients and scores of the whole batch.
+    """
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if microbatches == 1:
+        return grad_fn(params, images, labels, key)
+
+    def split(x):
+        # Each microbatch takes a part of every device's images.
+        x = x.reshape(len(x) // microbatches, microbatches, *x.shape[1:])
+        return jnp.swapaxes(x, 0, 1)
+
+    def body(total, xs):
+        images, labels, i = xs
+        part = grad_fn(params, images, labels, jax.random.fold_in(key, i))
+        return jax.tree.map(lambda t, p: t + p / microbatches, total, part), None
+
+    xs = (split(images), split(labels), jnp.arange(microbatches))
+    zero = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype),
+        jax.eval_shape(grad_fn, params, *jax.tree.map(lambda x: x[0], xs[:2]), key),
+    )
+    return jax.lax.scan(body, zero, xs)[0]
+
+
+def _loss(model, config, params, images, labels, key):
+    images = images.astype(config.model.dtype)
+    logits = model.apply(params, images, train=True, key=key)["logits"]
+    targets = losses.smooth(labels, config.loss.label_smoothing)
+    loss = losses.LOSSES[config.loss.name](logits, targets).mean()
+    top1 = (logits.argmax(-1) == labels.argmax(-1)).mean()
+    return loss, {"loss": loss, "top1": top1}
