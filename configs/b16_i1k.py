@@ -1,0 +1,38 @@
+"""ViT-B/16 on ImageNet-1k from scratch, 300 epochs (arXiv:2010.11929, table 3).
+
+Run:    python -m vit_jax.train --config=configs/b16_i1k.py --workdir=gs://...
+Try:    the same with --config=configs/b16_i1k.py:quick (3 steps, any machine)
+Result: not run by us; the authors report 74.79 % upstream precision at 1 at 224 px
+        (github.com/google-research/vision_transformer, issue 62)
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg, quick
+
+ARGUMENTS = dict(quick=False)
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    c = ConfigDict()
+    c.seed, c.epochs, c.batch_size = 0, 300, 4096
+
+    c.data = dict(name="imagenet2012", split="train", classes=1_000)
+    c.data.examples = 1_281_167  # Of train, from the TFDS catalogue.
+    c.data.ops = "inception_crop | flip"
+    c.data.eval_ops = "resize_small(256) | central_crop"
+    c.evals = dict(val="validation")
+
+    c.model = dict(variant="B/16", head="token", representation=True, dropout=0.1)
+    c.model.dtype = "bfloat16"
+    c.loss = dict(name="softmax", label_smoothing=0.0)
+
+    c.optim = dict(name="adam", b1=0.9, b2=0.999, rate=3e-3, warmup_steps=10_000)
+    c.optim.decay = "cosine"
+    c.optim.weight_decay = 0.3  # Times the scheduled rate; kernels only.
+    c.optim.clip_norm = 1.0
+    c.average = dict(decay=0.0)
+    c.every = dict(log=50, evaluate=5_000, checkpoint=1_000)  # Steps.
+
+    return quick(c) if arg.quick else c

@@ -1,0 +1,81 @@
+"""What recipes share: their argument, and the `quick` version of any of them."""
+
+from types import SimpleNamespace
+
+from ml_collections import ConfigDict
+
+from vit_jax.errors import UserError
+
+
+def parse_arg(arg: str | None, **arguments: object) -> SimpleNamespace:
+    """Reads the part of --config=file.py:PART behind the colon.
+
+    Args:
+      arg: "model=B/16,dataset=cifar100,quick", or "" or None for all defaults.
+      **arguments: name to default. A tuple lists the allowed values, first the default;
+        a bool is a flag, set by its bare name; otherwise the default gives the type.
+
+    Returns:
+      An object with one attribute for each argument.
+
+    Raises:
+      UserError: an unknown name or value; the line names the known ones.
+    """
+    values = {
+        name: default[0] if isinstance(default, tuple) else default
+        for name, default in arguments.items()
+    }
+    for word in filter(None, (arg or "").split(",")):
+        name, equals, text = word.partition("=")
+        if name not in arguments:
+            known = ", ".join(arguments) or "none"
+            raise UserError(f"config argument {name!r} is unknown; it takes {known}")
+        is_flag = isinstance(arguments[name], bool)
+        values[name] = _value(
+            name, text if equals or not is_flag else "True", arguments
+        )
+    return SimpleNamespace(**values)
+
+
+def _value(name: str, text: str, arguments: dict) -> object:
+    default = arguments[name]
+    if isinstance(default, bool):
+        default = (default, not default)
+    if isinstance(default, tuple):
+        by_text = {str(value).lower(): value for value in default}
+        if text.lower() in by_text:
+            return by_text[text.lower()]
+        known = ", ".join(map(str, default))
+        raise UserError(f"config argument {name}={text!r} is not one of {known}")
+    try:
+        return type(default)(text)
+    except ValueError:
+        kind = type(default).__name__
+        raise UserError(
+            f"config argument {name}={text!r} is not of type {kind}"
+        ) from None
+
+
+def quick(config: ConfigDict) -> ConfigDict:
+    """Turns a recipe into 3 steps of a tiny model on made data, for any machine.
+
+    What the recipe is about stays: patch, head, losses, optimiser, transforms.
+    """
+    c = config
+    c.init, c.epochs, c.total_steps, c.batch_size = "", 0, 3, 8
+    patch = int(c.model.variant.split("/")[1])
+    c.model.update(width=16, depth=2, heads=2, mlp_dim=32)
+    c.data.update(name="made", data_dir="", split="train", examples=20, workers=0)
+    c.data.image_size = (2 * patch, 2 * patch)
+    c.evals = {name: "val" for name in c.get("evals", {})}
+    c.every = dict(log=1, evaluate=0, checkpoint=1_000)  # The last two: at the end.
+
+    optim = c.optim.to_dict()
+    warmups = [optim.pop(f"warmup_{u}", 0) for u in ("steps", "epochs", "fraction")]
+    optim["warmup_steps"] = int(any(warmups))
+    for key in ("cooldown_steps", "freeze_steps"):
+        if optim.get(key, 0):
+            optim[key] = 1
+    optim["accumulate"] = min(2, optim.get("accumulate", 1))
+    c.optim = optim
+    return c

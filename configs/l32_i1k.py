@@ -1,0 +1,23 @@
+"""ViT-L/32 on ImageNet-1k from scratch, 300 epochs (arXiv:2010.11929, table 3).
+
+Run:    python -m vit_jax.train --config=configs/l32_i1k.py --workdir=gs://...
+Try:    the same with --config=configs/l32_i1k.py:quick (3 steps, any machine)
+Result: not run by us; the authors report 66.90 % upstream precision at 1 at 224 px
+        (github.com/google-research/vision_transformer, issue 62)
+
+All but the variant is as in b16_i1k.py.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import b16_i1k
+from configs.common import parse_arg, quick
+
+ARGUMENTS = dict(quick=False)
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    c = b16_i1k.get_config()
+    c.model.variant = "L/32"
+    return quick(c) if arg.quick else c
