@@ -1,0 +1,295 @@
+"""Every recipe builds with every argument, and states the paper's numbers."""
+
+import importlib
+import itertools
+import json
+import pathlib
+
+import pytest
+
+from configs.common import parse_arg, quick
+from configs.transfer import DATASETS, SWEEP
+from vit_jax import config
+from vit_jax.errors import UserError
+
+ROOT = pathlib.Path(__file__).parent.parent
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "paper_tables.json"
+PAPER = json.loads(GOLDEN.read_text())
+RECIPES = sorted(
+    path.stem
+    for path in (ROOT / "configs").glob("*.py")
+    if path.stem not in ("__init__", "common")
+)
+MOST = 200  # Combinations up to here are all built; above, each value in turn.
+
+
+def spec(stem, **chosen):
+    path = str(ROOT / "configs" / f"{stem}.py")
+    return ":".join([path, ",".join(f"{k}={v}" for k, v in chosen.items())]).strip(":")
+
+
+def arguments(stem):
+    """Returns the choices of arguments to build: all combinations, or one by one."""
+    choices = {
+        name: default
+        if isinstance(default, tuple)
+        else (default, not default)
+        if isinstance(default, bool)
+        else (default,)
+        for name, default in importlib.import_module(
+            f"configs.{stem}"
+        ).ARGUMENTS.items()
+    }
+    every = [
+        dict(zip(choices, values)) for values in itertools.product(*choices.values())
+    ]
+    if len(every) <= MOST:
+        return every
+    return [{name: value} for name, values in choices.items() for value in values]
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_recipe_builds_with_every_argument(stem):
+    for chosen in arguments(stem):
+        c = config.load(spec(stem, **chosen))
+        assert c.is_locked, chosen
+        assert config.differences(c, config.complete(c)) == [], chosen
+        assert c.data.name and c.data.ops is not None and c.evals, chosen
+        assert bool(c.total_steps) != bool(c.epochs), chosen
+        patch = int(c.model.variant.split("/")[1])
+        assert [side % patch for side in c.data.image_size] == [0, 0], chosen
+        if chosen.get("quick"):
+            assert (c.total_steps, c.data.name, c.init) == (3, "made", ""), chosen
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_recipe_defaults_equal_its_first_arguments(stem):
+    assert (
+        config.differences(
+            config.load(spec(stem)), config.load(spec(stem, **arguments(stem)[0]))
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_recipe_is_short_and_opens_with_command_and_result(stem):
+    text = (ROOT / "configs" / f"{stem}.py").read_text()
+    doc = importlib.import_module(f"configs.{stem}").__doc__
+    assert text.count("\n") < 80
+    assert f"configs/{stem}.py" in doc
+    for word in ("Run:", "Result:"):
+        assert f"\n{word}" in doc
+
+
+@pytest.mark.skipif(
+    not (ROOT.parent / "shared/paper/tables.json").exists(),
+    reason="only where the transcription of all tables lies beside the checkout",
+)
+def test_golden_tables_equal_the_transcription():
+    tables = json.loads((ROOT.parent / "shared/paper/tables.json").read_text())
+    assert {key: tables[key] for key in PAPER} == PAPER
+
+
+def table3(model, data):
+    """Returns epochs, rate, decay, weight decay and dropout of a row of table 3."""
+    rows = [row for row in PAPER["table3"]["rows"] if row[:2] == [model, data]]
+    assert len(rows) == 1
+    return tuple(rows[0][2:])
+
+
+def of_table3(c, epochs=None):
+    """Returns the same of a config; `epochs` replaces a number such as "30/90"."""
+    assert (c.batch_size, c.optim.name, c.optim.warmup_steps) == (4096, "adam", 10_000)
+    assert (c.optim.b1, c.optim.b2) == (0.9, 0.999)
+    assert (c.data.image_size, c.model.representation) == ((224, 224), True)
+    dropout, decay = c.model.dropout, c.optim.weight_decay
+    return epochs or c.epochs, c.optim.rate, c.optim.decay, decay, dropout
+
+
+@pytest.mark.parametrize("size", ["16", "32"])
+def test_b_on_imagenet21k_is_the_row_of_table_3(size):
+    c = config.load(spec(f"b{size}_i21k"))
+    assert of_table3(c) == table3("ViT-B/{16,32}", "I21k")
+    assert (c.model.variant, c.optim.clip_norm) == (f"B/{size}", 0.0)
+
+
+@pytest.mark.parametrize("variant", ["L/16", "L/32", "H/14"])
+def test_l_and_h_on_imagenet21k_are_the_row_of_table_3(variant):
+    stem = variant.replace("/", "").lower() + "_i21k"
+    epochs = {
+        c.epochs: c for c in (config.load(spec(stem, epochs=e)) for e in (30, 90))
+    }
+    assert sorted(epochs) == [30, 90]
+    for c in epochs.values():
+        assert of_table3(c, epochs="30/90") == table3("ViT-L/{16,32}", "I21k")
+        assert (c.model.variant, c.optim.clip_norm) == (variant, 0.0)
+
+
+@pytest.mark.parametrize("variant", ["B/16", "B/32", "L/16", "L/32", "H/14"])
+def test_imagenet_recipes_are_the_row_of_table_3(variant):
+    c = config.load(spec(variant.replace("/", "").lower() + "_i1k"))
+    assert of_table3(c) == table3("ViT-*", "ImageNet")
+    assert (c.model.variant, c.optim.clip_norm) == (variant, 1.0)
+    assert config.total_steps(c, c.data.examples) == round(300 * 1_281_167 / 4096)
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "epochs"),
+    [
+        ("B/16", "ViT-B/{16,32}", 7),
+        ("B/32", "ViT-B/{16,32}", 7),
+        ("L/32", "ViT-L/32", 7),
+        ("L/16", "ViT-L/16", 7),
+        ("L/16-14ep", "ViT-L/16", 14),
+        ("H/14", "ViT-H/14", 14),
+    ],
+)
+def test_jft_recipes_are_the_rows_of_table_3(model, row, epochs):
+    c = config.load(spec("jft", model=model))
+    printed = table3(row, "JFT")
+    assert str(epochs) in str(printed[0]).split("/")
+    assert c.epochs == epochs
+    assert of_table3(c, epochs=printed[0]) == printed
+    assert c.model.variant == model.removesuffix("-14ep")
+
+
+def test_imagenet21k_ends_and_starts_as_its_authors_add():
+    added = PAPER["author_additions"]["I21k pretraining"]
+    c = config.load(spec("b16_i21k"))
+    assert c.optim.end_rate == added["linear decay end value"]
+    assert c.model.head_bias == added["head bias init"]
+
+
+@pytest.mark.parametrize("variant", ["B/16", "B/32", "L/16", "L/32", "H/14"])
+@pytest.mark.parametrize("data", ["i21k", "i1k"])
+def test_docstring_states_the_upstream_precision(variant, data):
+    key = {"i21k": "I21k", "i1k": "ImageNet scratch 300 epochs, 224 px"}[data]
+    stem = f"{variant.replace('/', '').lower()}_{data}"
+    doc = importlib.import_module(f"configs.{stem}").__doc__
+    precision = PAPER["upstream_val_prec1"][key].get(variant)
+    assert (f"{precision:.2f} %" if precision else "no number") in doc
+
+
+TABLE_4 = {  # TFDS name: the paper's name, percent held out.
+    "imagenet2012": ("ImageNet", 1),
+    "cifar100": ("CIFAR100", 2),
+    "cifar10": ("CIFAR10", 2),
+    "oxford_iiit_pet": ("Pets", 10),
+    "oxford_flowers102": ("Flowers", 10),
+}
+
+
+@pytest.mark.parametrize("dataset", TABLE_4)
+def test_transfer_is_the_row_of_table_4(dataset):
+    name, held_out = TABLE_4[dataset]
+    steps, rates = PAPER["table4"][name]
+    assert list(SWEEP[dataset]) == rates
+    for rate in (0.0, *rates):
+        c = config.load(spec("transfer", model="B/16", dataset=dataset, rate=rate))
+        assert (c.total_steps, c.batch_size) == (steps, 512)
+        assert c.optim.rate == (rate or rates[2])
+        assert (c.optim.name, c.optim.momentum, c.optim.decay) == ("sgd", 0.9, "cosine")
+        assert (c.optim.weight_decay, c.optim.clip_norm) == (0.0, 1.0)
+        assert (c.data.image_size, c.average.decay) == ((384, 384), 0.0)
+        assert c.data.split == "train"
+    dev = config.load(spec("transfer", dataset=dataset, dev=True))
+    assert dev.data.split == f"train[:{100 - held_out}%]"
+    assert dev.evals.to_dict() == {"dev": f"train[{100 - held_out}%:]"}
+
+
+def test_table_4_and_transfer_name_the_same_data_sets():
+    assert set(TABLE_4) == set(DATASETS) == set(SWEEP)
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "resolution", "size", "average"),
+    [
+        ("L/16", "imagenet2012", 512, 512, 0.9999),
+        ("H/14", "imagenet2012", 0, 518, 0.9999),
+        ("H/14", "cifar10", 0, 518, 0.0),
+        ("L/16", "imagenet2012", 0, 384, 0.0),
+    ],
+)
+def test_transfer_of_table_2_is_larger_and_averaged(
+    model, dataset, resolution, size, average
+):
+    chosen = {"model": model, "dataset": dataset, "resolution": resolution}
+    c = config.load(spec("transfer", **chosen))
+    assert c.data.image_size == (size, size)
+    assert c.average.decay == average
+
+
+def test_arguments_take_their_defaults():
+    known = {"model": ("B/16", "L/16"), "epochs": (90, 30), "rate": 0.1, "quick": False}
+    for arg in (None, ""):
+        assert vars(parse_arg(arg, **known)) == {
+            "model": "B/16",
+            "epochs": 90,
+            "rate": 0.1,
+            "quick": False,
+        }
+
+
+def test_arguments_are_read_with_their_types():
+    known = {
+        "model": ("B/16", "L/16"),
+        "epochs": (90, 30),
+        "rate": 0.1,
+        "size": 7,
+        "name": "a",
+        "on": True,
+    }
+    arg = parse_arg("model=L/16,epochs=30,rate=1e-3,size=9,name=b,on=False", **known)
+    assert vars(arg) == {
+        "model": "L/16",
+        "epochs": 30,
+        "rate": 1e-3,
+        "size": 9,
+        "name": "b",
+        "on": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("quick", True), ("quick=true", True), ("quick=False", False)]
+)
+def test_flag_is_its_bare_name_or_has_a_value(text, value):
+    assert parse_arg(text, quick=False).quick is value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle=B/16", "'modle' is unknown; it takes model, size, quick"),
+        ("fast", "'fast' is unknown; it takes model, size, quick"),
+        ("model=X/16", "model='X/16' is not one of B/16, L/16"),
+        ("model", "model='' is not one of B/16, L/16"),
+        ("quick=maybe", "quick='maybe' is not one of False, True"),
+        ("size=big", "size='big' is not of type int"),
+    ],
+)
+def test_wrong_argument_is_named_with_the_known_ones(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_arg(text, model=("B/16", "L/16"), size=7, quick=False)
+
+
+def test_recipe_without_arguments_takes_none():
+    with pytest.raises(UserError, match="'quick' is unknown; it takes none"):
+        parse_arg("quick")
+
+
+@pytest.mark.parametrize(
+    ("stated", "warmup"),
+    [
+        ({}, 0),
+        ({"warmup_steps": 10_000}, 1),
+        ({"warmup_epochs": 5.0}, 1),
+        ({"warmup_fraction": 0.1}, 1),
+    ],
+)
+def test_quick_shortens_any_warmup(stated, warmup):
+    c = config.load(spec("b16_i1k")).to_dict()
+    c["optim"] |= {"warmup_steps": 0, **stated}
+    done = config.complete(quick(config.complete(c).copy_and_resolve_references()))
+    assert config.steps(done.optim, "warmup", done.total_steps, 2.5) == warmup
