@@ -73,9 +73,6 @@ def quick(config: ConfigDict) -> ConfigDict:
     optim = c.optim.to_dict()
     warmups = [optim.pop(f"warmup_{u}", 0) for u in ("steps", "epochs", "fraction")]
     optim["warmup_steps"] = int(any(warmups))
-    for key in ("cooldown_steps", "freeze_steps"):
-        if optim.get(key, 0):
-            optim[key] = 1
-    optim["accumulate"] = min(2, optim.get("accumulate", 1))
-    c.optim = optim
+    most = {"cooldown_steps": 1, "freeze_steps": 1, "accumulate": 2}
+    c.optim = optim | {k: min(n, optim[k]) for k, n in most.items() if k in optim}
     return c
