@@ -4,6 +4,7 @@ Orientation tags of cameras are ignored, as in the published recipes.
 """
 
 import io
+import zlib
 
 import cv2
 import numpy as np
@@ -45,6 +46,8 @@ def decode(
         image = Image.open(io.BytesIO(data))
         if image.width * image.height > MAX_PIXELS:
             raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
+        if image.format == "PNG":
+            _check_png(data)
         if _is_plain(image, data):
             pixels = _decode_plain(data, channels)
             if pixels is not None:
@@ -56,6 +59,22 @@ def decode(
         raise DamagedImage(f"has too many pixels ({error})") from error
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise DamagedImage(f"cannot be decoded ({error})") from error
+
+
+def _check_png(data: bytes) -> None:
+    """Raises DamagedImage unless every critical chunk is whole.
+
+    OpenCV and Pillow both may fill up an image whose pixels end in the middle.
+    """
+    start, kind = 8, b""
+    while kind != b"IEND":
+        length = int.from_bytes(data[start : start + 4], "big")
+        kind, end = data[start + 4 : start + 8], start + 8 + length
+        checksum = zlib.crc32(data[start + 4 : end]).to_bytes(4, "big")
+        critical = kind[:1].isupper()  # PNG specification, 5.4.
+        if not kind or (critical and data[end : end + 4] != checksum):
+            raise DamagedImage(f"cannot be decoded (its PNG chunk {kind!r} is damaged)")
+        start = end + 4
 
 
 def _is_plain(image: Image.Image, data: bytes) -> bool:

@@ -8,6 +8,7 @@ Letters: B examples, H and W height and width, C channels, K classes.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Key, Num, UInt32
 
 Images = Num[Array, "B H W C"]
 Labels = Float[Array, "B K"]
+Given = Any  # What a user wrote in a config; `__post_init__` checks it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Flip:
 class PadCrop:
     """Shifts by up to `pad` pixels each way: pads with black and crops back."""
 
-    pad: int = 4
+    pad: Given = 4
 
     def __post_init__(self):
         if type(self.pad) is not int or self.pad < 0:
@@ -57,9 +59,9 @@ class Affine:
       scale: smallest and largest factor; over 1 enlarges.
     """
 
-    shift: float = 0.0
-    rotate: float = 0.0
-    scale: tuple[float, float] = (1.0, 1.0)
+    shift: Given = 0.0
+    rotate: Given = 0.0
+    scale: Given = (1.0, 1.0)
 
     def __post_init__(self):
         if len(self.scale) != 2 or not 0 < self.scale[0] <= self.scale[1]:
@@ -85,7 +87,7 @@ class Mixup:
       alpha: of the Beta(alpha, alpha) that one share a batch is drawn from.
     """
 
-    alpha: float
+    alpha: Given
 
     def __post_init__(self):
         if self.alpha <= 0:

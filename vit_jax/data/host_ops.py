@@ -1,18 +1,20 @@
 """Operations on one uint8 image, run by the loader before images are batched.
 
-Letters: H and W height and width, C channels.
+Letters: H and W height and width before, h and w after, C channels.
 """
 
 import dataclasses
 import math
+from typing import Any
 
 import cv2
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-Pixels = UInt8[np.ndarray, "H W C"]
-Size = int | tuple[int, int]
+Before = UInt8[np.ndarray, "H W C"]
+After = UInt8[np.ndarray, "h w C"]
+Given = Any  # What a user wrote in a config; `__post_init__` checks it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +22,14 @@ class InceptionCrop:
     """Crops a random part of random shape and resizes it (Szegedy et al., 2015).
 
     Args:
-      size: height and width of the result in pixels.
+      size: height and width of the result in pixels, or one number for both.
       area: smallest and largest part of the image's area.
       ratio: smallest and largest width by height of the part.
     """
 
-    size: Size | None = None
-    area: tuple[float, float] = (0.05, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    size: Given = None
+    area: Given = (0.05, 1.0)
+    ratio: Given = (3 / 4, 4 / 3)
 
     def __post_init__(self):
         _check_size(self.size)
@@ -36,7 +38,7 @@ class InceptionCrop:
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"ratio={self.ratio} is not 0 < least <= most")
 
-    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
         top, left, height, width = self.box(*image.shape[:2], rng)
         part = image[top : top + height, left : left + width]
         target = _pair(self.size)
@@ -67,12 +69,12 @@ class InceptionCrop:
 class Resize:
     """Resizes to exactly `size` pixels, bilinear and antialiased."""
 
-    size: Size | None = None
+    size: Given = None
 
     def __post_init__(self):
         _check_size(self.size)
 
-    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
         return resize_bilinear(image, _pair(self.size))
 
 
@@ -80,13 +82,13 @@ class Resize:
 class ResizeSmall:
     """Resizes the short side to `size` pixels and keeps the aspect ratio."""
 
-    size: int
+    size: Given
 
     def __post_init__(self):
         if type(self.size) is not int or self.size < 1:
             raise ValueError(f"size={self.size!r} is not a positive whole number")
 
-    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
         height, width = image.shape[:2]
         scale = self.size / min(height, width)
         return resize_bilinear(image, (round(height * scale), round(width * scale)))
@@ -96,12 +98,12 @@ class ResizeSmall:
 class CentralCrop:
     """Cuts `size` pixels out of the middle."""
 
-    size: Size | None = None
+    size: Given = None
 
     def __post_init__(self):
         _check_size(self.size)
 
-    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
         (top, left), (height, width) = _room(image, self.size), _pair(self.size)
         top, left = top // 2, left // 2
         return image[top : top + height, left : left + width]
@@ -111,12 +113,12 @@ class CentralCrop:
 class RandomCrop:
     """Cuts `size` pixels out of a random place."""
 
-    size: Size | None = None
+    size: Given = None
 
     def __post_init__(self):
         _check_size(self.size)
 
-    def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
         (top, left), (height, width) = _room(image, self.size), _pair(self.size)
         top, left = _below(top + 1, rng), _below(left + 1, rng)
         return image[top : top + height, left : left + width]
@@ -126,7 +128,7 @@ class TooSmall(ValueError):
     """A crop is larger than the image."""
 
 
-def resize_bilinear(image: Pixels, size: tuple[int, int]) -> Pixels:
+def resize_bilinear(image: Before, size: tuple[int, int]) -> After:
     """Resizes to (height, width) with Pillow's antialiased bilinear filter."""
     if image.shape[:2] == size:
         return image
@@ -137,7 +139,7 @@ def resize_bilinear(image: Pixels, size: tuple[int, int]) -> Pixels:
     return out[..., None] if grey else out
 
 
-def _room(image: np.ndarray, size: Size) -> tuple[int, int]:
+def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
     """Returns by how many rows and columns the image is larger than the crop."""
     height, width = _pair(size)
     room = image.shape[0] - height, image.shape[1] - width
@@ -154,11 +156,11 @@ def _below(stop: int, rng: np.random.Generator) -> int:
     return int(rng.random() * stop)
 
 
-def _pair(size: Size) -> tuple[int, int]:
+def _pair(size: Given) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _check_size(size: Size | None) -> None:
+def _check_size(size: Given) -> None:
     if size is None:  # The parser puts data.image_size.
         return
     pair = _pair(size) if isinstance(size, (int, tuple, list)) else ()

@@ -6,7 +6,6 @@ number alone, and threads, loader processes and hosts change only the speed.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Self
 
 import numpy as np
 from jaxtyping import Integer
@@ -204,7 +203,7 @@ class Batches:
         # arrays of their own they may live as long as anyone wants.
         return {k: v if v.flags.owndata else np.array(v) for k, v in batch.items()}
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_) -> None:

@@ -1,6 +1,6 @@
 """Data sets: one small protocol, and `open_source` that picks the right reader."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -12,6 +12,7 @@ from vit_jax.data.tfds_source import open_tfds, small_in_memory
 from vit_jax.errors import UserError
 
 
+@runtime_checkable
 class Source(Protocol):
     """Labelled images that can be read in any order.
 

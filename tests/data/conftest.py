@@ -1,0 +1,66 @@
+"""Configs and images for the tests of the data package."""
+
+import io
+import pathlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import config
+
+REAL = pathlib.Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.fixture
+def data_config():
+    """Makes `config.data` from the keys that a test is about."""
+
+    def make(**data):
+        data = {"name": "made", "classes": 3, "image_size": (13, 17), **data}
+        raw = {"batch_size": 8, "optim": {"rate": 0.1}, "data": data}
+        return config.complete(raw).data
+
+    return make
+
+
+@pytest.fixture
+def photograph():
+    """A smooth 37x53 RGB image, so that lossy formats come close."""
+    noise = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return np.array(Image.fromarray(noise).resize((53, 37), Image.Resampling.BICUBIC))
+
+
+@pytest.fixture
+def encode():
+    """Encodes an array or a picture as a file of some format."""
+
+    def to_bytes(pixels, format, **options):
+        picture = Image.fromarray(pixels) if isinstance(pixels, np.ndarray) else pixels
+        stream = io.BytesIO()
+        picture.save(stream, format, **options)
+        return stream.getvalue()
+
+    return to_bytes
+
+
+@pytest.fixture
+def folder(tmp_path, photograph, encode):
+    """An image folder of 3 classes, 19 training and 4 validation images."""
+    rng = np.random.default_rng(1)
+    for split, counts in {"train": (9, 6, 4), "val": (2, 0, 2)}.items():
+        for name, count in zip(("ant", "bee", "cat"), counts, strict=True):
+            for i in range(count):
+                path = tmp_path / split / name / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pixels = np.roll(photograph, rng.integers(50), axis=1)
+                path.write_bytes(encode(pixels, "PNG"))
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def flowers():
+    """The folder of tf_flowers; skips where it is not."""
+    if not (REAL / "flowers").is_dir():
+        pytest.skip(f"no real images at {REAL / 'flowers'}")
+    return REAL / "flowers"

@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data.decode import DamagedImage, decode
+
+LOSSY = {"JPEG": {"quality": 95, "subsampling": 0}, "WEBP": {"quality": 98}}
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_format_agrees_with_the_pixels(photograph, encode, format, channels):
+    image = decode(encode(photograph, format, **LOSSY.get(format, {})), channels)
+    expected = photograph
+    if channels == 1:
+        expected = np.array(Image.fromarray(photograph).convert("L"))[..., None]
+    assert (image.shape, image.dtype) == ((37, 53, channels), np.uint8)
+    error = np.abs(image.astype(int) - expected).mean()
+    assert error < (3 if format in LOSSY else 0.6 if channels == 1 else 1e-9)
+
+
+def test_grey_files_become_rgb(photograph, encode):
+    grey = np.array(Image.fromarray(photograph).convert("L"))
+    np.testing.assert_array_equal(decode(encode(grey, "PNG")), np.stack([grey] * 3, -1))
+    assert decode(encode(grey, "JPEG")).shape == (37, 53, 3)
+    np.testing.assert_array_equal(decode(encode(grey, "PNG"), 1)[..., 0], grey)
+
+
+@pytest.mark.parametrize("format", ["PNG", "GIF"])
+def test_palettes_are_looked_up(photograph, encode, format):
+    palette = Image.fromarray(photograph).quantize(200)
+    expected = np.array(palette.convert("RGB"))
+    np.testing.assert_array_equal(decode(encode(palette, format)), expected)
+
+
+def test_cmyk_jpegs_become_rgb(photograph, encode):
+    cmyk = Image.fromarray(photograph).convert("CMYK")
+    image = decode(encode(cmyk, "JPEG", quality=98, subsampling=0))
+    assert np.abs(image.astype(int) - photograph).mean() < 3
+    assert decode(encode(cmyk, "JPEG"), 1).shape == (37, 53, 1)
+
+
+def test_sixteen_bits_keep_the_high_byte(encode):
+    values = np.arange(35 * 700, step=35, dtype=np.uint16).reshape(20, 35) * 2
+    image = decode(encode(values, "PNG"), 1)
+    np.testing.assert_array_equal(image[..., 0], values >> 8)
+
+
+def test_transparency_is_laid_over_white(encode):
+    pixels = np.zeros((3, 5, 4), np.uint8)
+    pixels[0] = (10, 20, 30, 255)
+    pixels[1] = (10, 20, 30, 0)
+    for format in ("PNG", "WEBP"):
+        image = decode(encode(pixels, format, lossless=True))
+        assert tuple(image[0, 0]) == (10, 20, 30)
+        assert tuple(image[1, 0]) == (255, 255, 255)
+
+
+def test_of_an_animation_the_first_frame_counts(encode):
+    frames = [Image.new("RGB", (7, 5), colour) for colour in ("red", "blue")]
+    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert tuple(decode(data)[0, 0]) == (255, 0, 0)
+
+
+def test_the_camera_orientation_is_ignored(photograph, encode):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Turned by a quarter.
+    data = encode(photograph, "JPEG", exif=exif)
+    np.testing.assert_array_equal(decode(data), decode(encode(photograph, "JPEG")))
+
+
+def test_a_thumbnail_does_not_pass_for_the_end_of_the_image(photograph, encode):
+    thumbnail = encode(photograph[:8, :8], "JPEG")
+    exif = b"Exif\0\0MM\0\x2a\0\0\0\x08" + bytes(6) + thumbnail
+    data = encode(photograph, "JPEG", exif=exif, quality=95)
+    assert decode(data).shape == (37, 53, 3)
+    for cut in (len(thumbnail) + 60, len(data) // 2 + 300, len(data) - 200):
+        with pytest.raises(DamagedImage, match="cannot be decoded"):
+            decode(data[:cut])
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
+@pytest.mark.parametrize("kept", [0.03, 0.3, 0.6, 0.95])
+def test_a_truncated_image_is_damaged(photograph, encode, format, kept):
+    data = encode(photograph, format)
+    with pytest.raises(DamagedImage, match="cannot be decoded"):
+        decode(data[: int(kept * len(data))])
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_an_image_whose_end_was_never_written_is_damaged(photograph, encode, format):
+    data = encode(photograph, format)
+    half = len(data) // 2
+    with pytest.raises(DamagedImage, match="cannot be decoded"):
+        decode(data[:half] + bytes(len(data) - half))
+
+
+def test_no_bytes_and_other_bytes_are_damaged():
+    with pytest.raises(DamagedImage, match="is empty"):
+        decode(b"")
+    with pytest.raises(DamagedImage, match="cannot identify"):
+        decode(b"<html>not found</html>")
+
+
+@pytest.mark.parametrize("side", [11_000, 60_000])
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_absurdly_large_image_is_damaged(encode, side):
+    data = bytearray(encode(np.zeros((1, 1), np.uint8), "BMP"))
+    data[18:26] = side.to_bytes(4, "little") * 2  # Width and height.
+    with pytest.raises(DamagedImage, match="too many"):
+        decode(bytes(data))
+
+
+def test_an_array_passes_and_grey_is_repeated(photograph):
+    np.testing.assert_array_equal(decode(photograph), photograph)
+    assert decode(photograph[..., :1]).shape == (37, 53, 3)
+    with pytest.raises(DamagedImage, match="has 3 channels, not 1"):
+        decode(photograph, 1)

@@ -1,0 +1,192 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from PIL import Image
+
+from vit_jax.data import device_ops, ops
+
+B, H, W, C, K = 16, 9, 13, 3, 5
+KEY = jax.random.key(0)
+
+
+def batch(count=B, seed=0):
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (count, H, W, C), dtype=np.uint8)
+    labels = np.eye(K, dtype=np.float32)[rng.integers(0, K, count)]
+    return jnp.array(images), jnp.array(labels), jnp.arange(count, dtype=jnp.uint32)
+
+
+def apply(spec, *batch, key=KEY):
+    parsed = ops.parse_train(spec, (H, W)).device
+    return jax.jit(partial(device_ops.apply, parsed))(*batch, key)
+
+
+def test_no_operation_gives_the_images_as_floats():
+    images, labels, index = batch()
+    out, same = apply("", images, labels, index)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, images)
+    np.testing.assert_array_equal(same, labels)
+
+
+def test_normalize_subtracts_and_divides_by_channel():
+    images, *_ = batch()
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    expected = (np.asarray(images) / 255 - mean) / std
+    out = device_ops.normalize(images, mean, std)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    half = device_ops.normalize(images, (0.5,), std)
+    np.testing.assert_allclose(half, (np.asarray(images) / 255 - 0.5) / std, atol=1e-6)
+
+
+def test_flip_mirrors_half_of_the_images():
+    images, labels, index = batch(1000)
+    out, _ = apply("flip", images, labels, index)
+    same = (out == images).all((1, 2, 3))
+    mirrored = (out == images[:, :, ::-1]).all((1, 2, 3))
+    assert bool((same | mirrored).all())
+    assert 0.42 < float(mirrored.mean()) < 0.58  # 5 standard deviations.
+
+
+def test_pad_crop_is_a_crop_of_the_padded_image():
+    images, labels, index = batch(500)
+    out, _ = apply("pad_crop(2)", images, labels, index)
+    padded = np.pad(images, ((0, 0), (2, 2), (2, 2), (0, 0)))
+    places = []
+    for i in range(500):
+        places += [
+            (y, x)
+            for y in range(5)
+            for x in range(5)
+            if (padded[i, y : y + H, x : x + W] == out[i]).all()
+        ]
+    assert len(places) == 500
+    counts = np.unique(places, axis=0, return_counts=True)[1]
+    assert len(counts) == 25
+    assert counts.max() < 20 + 5 * 4.5
+
+
+def test_affine_without_a_motion_changes_nothing():
+    images, labels, index = batch()
+    out, _ = apply("affine()", images, labels, index)
+    np.testing.assert_allclose(out, images, atol=1e-3)
+
+
+def warp(images, angle=0.0, scale=1.0, down=0.0, right=0.0):
+    values = (jnp.full(len(images), v) for v in (angle, scale, down, right))
+    return np.asarray(jax.jit(device_ops.warp)(jnp.asarray(images), *values))
+
+
+def test_warp_shifts_by_whole_pixels_into_black():
+    images, *_ = batch()
+    expected = np.zeros(images.shape)
+    expected[:, 2:, :-3] = images[:, :-2, 3:]
+    np.testing.assert_allclose(warp(images, down=2.0, right=-3.0), expected, atol=1e-3)
+
+
+def test_warp_by_a_quarter_turn_is_a_transposition():
+    square = batch()[0][:, :, :H]
+    expected = np.rot90(square, axes=(1, 2))
+    out = warp(square, angle=np.pi / 2)
+    np.testing.assert_allclose(out, expected, atol=0.01)
+
+
+def test_warp_agrees_with_pillow_inside():
+    smooth = np.random.default_rng(0).uniform(0, 255, (4, 5)).astype(np.float32)
+    smooth = Image.fromarray(smooth).resize((W, H), Image.Resampling.BICUBIC)
+    angle, scale, down, right = 0.3, 1.2, 0.7, -1.1
+    out = warp(np.asarray(smooth)[None, :, :, None], angle, scale, down, right)[
+        0, ..., 0
+    ]
+    # Pillow maps a pixel's centre (x + 0.5, y + 0.5) of the result to the source.
+    c, s = np.cos(angle) / scale, np.sin(angle) / scale
+    cx, cy = W / 2, H / 2
+    matrix = (c, -s, cx - c * (cx + right) + s * (cy + down))
+    matrix += (s, c, cy - s * (cx + right) - c * (cy + down))
+    expected = smooth.transform(
+        (W, H), Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=-1
+    )
+    expected = np.asarray(expected)
+    inside = (expected != -1) & (out > 0)
+    inside[[0, -1]] = inside[:, [0, -1]] = False
+    assert inside.mean() > 0.4
+    # Pillow repeats the border pixels, which touches what samples near the border.
+    close = np.abs(out - expected)[inside] < 0.05
+    assert close.mean() > 0.9
+
+
+def test_affine_motions_stay_within_their_limits():
+    # A ramp shows where the centre pixel came from.
+    ramp = jnp.arange(101.0)[None, :, None, None] * jnp.ones((400, 1, 101, 1))
+    index = jnp.arange(400, dtype=jnp.uint32)
+    out, _ = apply("affine(shift=0.1)", ramp, jnp.zeros((400, 1)), index)
+    moved = 50 - np.asarray(out)[:, 50, 50, 0]
+    assert abs(moved).max() <= 10.1
+    assert abs(moved).max() > 9.5
+    assert abs(moved.mean()) < 1.5
+
+
+def test_mixup_blends_images_and_labels_with_the_same_share():
+    images, labels, index = batch()
+    out, soft = apply("mixup(0.7)", images, labels, index)
+    before = np.asarray(images, np.float32)
+    partner = np.roll(before, 1, axis=0)
+    share = float(
+        ((out - partner) * (before - partner)).sum() / np.square(before - partner).sum()
+    )
+    assert 0 < share < 1
+    np.testing.assert_allclose(out, share * before + (1 - share) * partner, atol=1e-2)
+    expected = share * labels + (1 - share) * np.roll(labels, 1, axis=0)
+    np.testing.assert_allclose(soft, expected, atol=1e-5)
+    np.testing.assert_allclose(soft.sum(1), 1, atol=1e-6)
+
+
+def test_mixup_shares_are_beta_distributed():
+    images, labels = jnp.zeros((2, 1, 1, 1)), jnp.eye(2)
+    draw = lambda i: device_ops.Mixup(0.5)(images, labels, jnp.stack([i, i + 1]), KEY)
+    _, soft = jax.vmap(draw)(jnp.arange(3000, dtype=jnp.uint32))
+    share = np.asarray(soft[:, 0, 0])
+    assert abs(share.mean() - 0.5) < 0.035
+    assert abs(share.var() - 0.125) < 0.01  # Beta(a, a): 1 / (8 a + 4).
+
+
+ALL = "flip | pad_crop(2) | affine(shift=0.1, rotate=9, scale=(0.9, 1.1))"
+
+
+def test_an_example_is_treated_by_its_index_whatever_the_batch():
+    images, labels, index = batch()
+    out, _ = apply(ALL, images, labels, index)
+    order = jnp.array([11, 3, 7])
+    some, _ = apply(ALL, images[order], labels[order], index[order])
+    np.testing.assert_allclose(some, out[order], atol=1e-3)
+    other, _ = apply(ALL, images, labels, index + 16)
+    assert not np.allclose(other, out)
+    rekeyed, _ = apply(ALL, images, labels, index, key=jax.random.key(1))
+    assert not np.allclose(rekeyed, out)
+
+
+def test_the_largest_index_is_accepted():
+    images, labels, _ = batch()
+    index = jnp.full(B, 2**32 - 1, jnp.uint32)
+    assert apply(ALL, images, labels, index)[0].shape == images.shape
+
+
+def test_sharded_batches_give_the_same_without_gathering_images():
+    parsed = ops.parse_train(ALL + " | mixup(0.3)", (H, W)).device
+    step = jax.jit(lambda *args: device_ops.apply(parsed, *args))
+    images, labels, index = batch()
+    expected, soft = step(images, labels, index, KEY)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    arguments = [place(x, P("data")) for x in (images, labels, index)]
+    compiled = step.lower(*arguments, place(KEY, P())).compile()
+    out, out_soft = compiled(*arguments, place(KEY, P()))
+    np.testing.assert_allclose(out, expected, atol=1e-3)
+    np.testing.assert_allclose(out_soft, soft, atol=1e-6)
+    assert "all-gather(" not in compiled.as_text()
+    assert out.sharding.spec == P("data")

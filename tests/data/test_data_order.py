@@ -1,0 +1,68 @@
+import threading
+
+import numpy as np
+import pytest
+
+from vit_jax.data import order
+
+N, SEED = 107, 5
+
+
+def at(*positions):
+    return order.records_at(np.array(positions), N, SEED)
+
+
+def test_every_epoch_holds_every_record_once():
+    records = order.records_at(np.arange(3 * N), N, SEED).reshape(3, N)
+    for epoch in records:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(N))
+    assert (records[0] != records[1]).mean() > 0.9
+
+
+def test_a_position_has_its_record_whatever_was_asked_before():
+    stream = order.records_at(np.arange(3 * N), N, SEED)
+    for k in (2 * N + 1, 0, N - 1, N):
+        assert at(k)[0] == stream[k]
+    np.testing.assert_array_equal(at(N - 1, N, 2 * N), stream[[N - 1, N, 2 * N]])
+
+
+def test_a_far_position_is_reached_at_once():
+    far = 10**12
+    assert at(far)[0] == order.permutation(N, SEED, far // N)[far % N]
+
+
+def test_seeds_give_unrelated_orders():
+    a, b = order.permutation(N, 0, 0), order.permutation(N, 1, 0)
+    assert (a == b).sum() < 8  # One fixed point is expected.
+    assert order.permutation(N, -1, 0).shape == (N,)
+
+
+def test_each_record_is_as_likely_at_each_place():
+    counts = np.zeros((7, 7))
+    for epoch in range(4900):
+        counts[np.arange(7), order.permutation(7, 3, epoch)] += 1
+    # 49 cells of 700 expected; chi-squared with 36 degrees of freedom is below 80
+    # but for 4 of 100 000 draws.
+    assert np.square(counts - 700).sum() / 700 < 80
+
+
+def test_the_order_is_the_sorting_of_the_philox_stream():
+    bits = np.random.Philox(key=[SEED, order._STREAM], counter=[0, 0, 0, 2])
+    words = [int(bits.random_raw()) for _ in range(N)]
+    expected = sorted(range(N), key=words.__getitem__)
+    np.testing.assert_array_equal(order.permutation(N, SEED, 2), expected)
+
+
+def test_threads_make_a_permutation_once(monkeypatch):
+    order.permutation.cache_clear()
+    threads = [threading.Thread(target=at, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order.permutation.cache_info().misses == 1
+
+
+def test_a_cached_permutation_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        order.permutation(N, SEED, 0)[0] = 1

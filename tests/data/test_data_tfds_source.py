@@ -1,0 +1,118 @@
+import json
+
+import numpy as np
+import pytest
+
+from vit_jax.data import tfds_source
+from vit_jax.data.arrays import ArraySource
+from vit_jax.data.sources import open_source
+from vit_jax.errors import UserError
+
+SIZES = {"train": 23, "test": 7}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Prepares a small data set, `tiny_set/red:1.2.0`, as any user would."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    class TinySet(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.2.0")
+        BUILDER_CONFIGS = (tfds.core.BuilderConfig(name="red"),)
+        pkg_dir_path = tmp_path_factory.mktemp("code")
+
+        def _info(self):
+            features = {
+                "picture": tfds.features.Image(shape=(5, 9, 3), encoding_format="png"),
+                "kind": tfds.features.ClassLabel(names=["a", "b", "c"]),
+            }
+            features = tfds.features.FeaturesDict(features)
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager):
+            return {name: self._generate_examples(name) for name in SIZES}
+
+        def _generate_examples(self, split="train"):
+            for i in range(SIZES[split]):
+                yield i, {"picture": png(pixels(i)), "kind": i % 3}
+
+    def png(values):
+        import io
+
+        from PIL import Image
+
+        stream = io.BytesIO()
+        Image.fromarray(values).save(stream, "PNG")
+        stream.seek(0)
+        return stream
+
+    where = tmp_path_factory.mktemp("tfds")
+    TinySet(
+        data_dir=where, config="red", file_format="array_record"
+    ).download_and_prepare()
+    return where
+
+
+def pixels(i):
+    return np.full((5, 9, 3), (i, 100, 200), np.uint8)
+
+
+@pytest.fixture
+def make(data_config, prepared):
+    keys = {"image_key": "picture", "label_key": "kind", "data_dir": str(prepared)}
+    return lambda **more: data_config(**{"name": "tiny_set/red", **keys, **more})
+
+
+@pytest.mark.parametrize("name", ["tiny_set/red", "tiny_set/red:1.2.0"])
+def test_a_small_tfds_set_lies_in_memory(make, name):
+    source = open_source(make(name=name), "train")
+    assert isinstance(source, ArraySource)
+    assert source.class_names == ("a", "b", "c")
+    assert sorted(source.images[:, 0, 0, 0]) == list(range(23))  # TFDS shuffles them.
+    for i in range(23):
+        number = source.images[i, 0, 0, 0]
+        np.testing.assert_array_equal(source.images[i], pixels(number))
+        assert source.labels[i] == number % 3
+    assert source.describe(4) == f"{name} train record 4"
+
+
+def test_a_large_tfds_set_stays_encoded(make, monkeypatch):
+    monkeypatch.setattr(tfds_source, "_MEMORY", 1000)
+    source = open_source(make(), "train[5:9]+test")
+    assert (len(source), source.images) == (4 + 7, None)
+    assert source[2]["image"].startswith(b"\x89PNG")
+    assert source.describe(2) == "tiny_set/red train[5:9]+test record 2"
+
+
+def test_a_set_that_is_not_prepared_says_how_to_prepare_it(make, prepared):
+    for name in ("tiny_set/blue", "no_such_set", "tiny_set/red:9.9.9"):
+        match = rf"'{name}'.*{prepared}.*tfds build {name} --file_format=array_record"
+        with pytest.raises(UserError, match=match):
+            open_source(make(name=name), "train")
+
+
+def test_a_missing_split_lists_those_that_exist(make):
+    with pytest.raises(UserError, match=r"no split 'val'; it has test, train"):
+        open_source(make(), "val")
+
+
+@pytest.mark.parametrize("key", ["image_key", "label_key"])
+def test_a_missing_feature_lists_those_that_exist(make, key):
+    with pytest.raises(UserError, match=rf"data\.{key}='x'.*it has kind, picture"):
+        open_source(make(**{key: "x"}), "train")
+
+
+def test_a_set_prepared_as_tfrecord_is_a_user_error(make, prepared, tmp_path):
+    there = prepared / "tiny_set" / "red" / "1.2.0"
+    copy = tmp_path / "tiny_set" / "red" / "1.2.0"
+    copy.mkdir(parents=True)
+    for path in there.glob("*.json"):
+        (copy / path.name).write_bytes(path.read_bytes())
+    info = json.loads((copy / "dataset_info.json").read_text())
+    (copy / "dataset_info.json").write_text(
+        json.dumps(info | {"fileFormat": "tfrecord"})
+    )
+    with pytest.raises(
+        UserError, match="is prepared as tfrecord, but only array_record"
+    ):
+        open_source(make(data_dir=str(tmp_path)), "train")
