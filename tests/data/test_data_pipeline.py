@@ -1,6 +1,4 @@
 import dataclasses
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -250,37 +248,3 @@ def test_a_batch_that_does_not_divide_over_the_processes_is_a_user_error(make):
 def test_grey_images_keep_one_channel(make):
     data, source = make(channels=1)
     assert stream(source, data)[0]["image"].shape == (12, 13, 17, 1)
-
-
-QUIET = """
-import multiprocessing
-from vit_jax import config
-from vit_jax.data import pipeline, sources
-
-if __name__ == "__main__":
-    raw = {"batch_size": 4, "optim": {"rate": 0.1}}
-    raw["data"] = dict(name="made", classes=3, image_size=(5, 7), workers=2)
-    raw["data"]["ops"] = "inception_crop"
-    data = config.complete(raw).data
-    source = sources.open_source(data, "train")
-    options = dict(batch_size=4, seed=0, start=0, stop=10**6)
-    with pipeline.train_batches(source, data, **options) as batches:
-        kept = [next(batches) for _ in range(5)]
-    batches.close()
-    assert list(batches) == []
-    print(len(kept), multiprocessing.active_children())
-"""
-
-
-def test_closing_leaves_no_process_and_no_noise(tmp_path):
-    script = tmp_path / "quiet.py"
-    script.write_text(QUIET)
-    run = subprocess.run(
-        [sys.executable, "-W", "error", script],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ".", "PATH": ""},
-        timeout=60,
-    )
-    assert (run.stdout, run.stderr) == ("5 []\n", "")

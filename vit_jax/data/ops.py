@@ -91,5 +91,11 @@ def _parse_one(
             given["size"] = tuple(image_size)
         return name, op(**given)
     except (TypeError, ValueError, IndexError) as error:
-        signature = str(inspect.signature(op)).removesuffix(" -> None")
-        raise UserError(f"{where}: {error}; it is {name}{signature}") from error
+        usage = f"{name}({', '.join(_parameters(op))})"
+        raise UserError(f"{where}: {error}; it is {usage}") from error
+
+
+def _parameters(op: type) -> list[str]:
+    empty = inspect.Parameter.empty
+    parameters = inspect.signature(op).parameters.values()
+    return [str(parameter.replace(annotation=empty)) for parameter in parameters]
