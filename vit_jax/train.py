@@ -1,6 +1,6 @@
 """Trains a model: python -m vit_jax.train --config=configs/digits.py --workdir=DIR
 
-Any key of vit_jax/config.py can be set: --config.optim.rate=0.01. A workdir that holds
+Any key of vit_jax/schema.py can be set: --config.optim.rate=0.01. A workdir that holds
 a checkpoint is resumed. Exit codes: 0 done, 2 bad input (one line says what), 75
 preempted (SIGTERM): saved, the same command goes on.
 """

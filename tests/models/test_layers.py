@@ -50,7 +50,9 @@ def test_block_of_drop_path_one_is_the_identity_in_training():
 def test_drop_path_keeps_or_drops_whole_images_and_rescales():
     rate = 0.5
     block = Block(heads=H, hidden=9, drop_path=rate)
-    x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (1, N, H * K)), (64, N, 12))
+    x = jnp.broadcast_to(
+        jax.random.normal(jax.random.key(0), (1, N, H * K)), (64, N, 12)
+    )
     params = block.init(jax.random.key(1), x)
 
     branch = block.apply(params, x) - x

@@ -89,9 +89,7 @@ def test_non_square_images_and_one_channel_work():
 
 
 def test_head_starts_at_zero_with_its_bias():
-    model = models.create(
-        "B/4", classes=5, image_size=(8, 8), head_bias=-10.0, **TINY
-    )
+    model = models.create("B/4", classes=5, image_size=(8, 8), head_bias=-10.0, **TINY)
     out = model.apply(model.init(jax.random.key(0)), jnp.ones((2, 8, 8, 3)))
     np.testing.assert_array_equal(out["logits"], np.full((2, 5), -10.0))
 
@@ -113,9 +111,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     outs = {}
     for dtype in ("float32", "bfloat16"):
-        model = models.create(
-            "B/4", classes=5, image_size=(8, 12), dtype=dtype, **TINY
-        )
+        model = models.create("B/4", classes=5, image_size=(8, 12), dtype=dtype, **TINY)
         params = trained_like(model.init(jax.random.key(0)))
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         outs[dtype] = model.apply(params, images.astype(dtype))["logits"]
@@ -171,7 +167,11 @@ def test_gelu_flavours_differ_a_little():
     [
         ("B16", {}, "model.variant='B16' is not SIZE/PATCH"),
         ("X/16", {}, "a size out of Ti, S, B, L, H"),
-        ("B/16", {"image_size": (224, 230)}, "width 230 is not a multiple of the patch"),
+        (
+            "B/16",
+            {"image_size": (224, 230)},
+            "width 230 is not a multiple of the patch",
+        ),
         ("B/16", {"image_size": (20, 32)}, "height 20 .* such as 16"),
         ("B/16", {"heads": 7}, "width 768 does not divide into 7 heads"),
     ],

@@ -38,7 +38,9 @@ def test_resize_to_the_same_grid_changes_nothing():
 
 def params(positions=10, classes=4, extra=None):
     tree = {
-        "Transformer": {"posembed_input": {"pos_embedding": np.ones((1, positions, 6))}},
+        "Transformer": {
+            "posembed_input": {"pos_embedding": np.ones((1, positions, 6))}
+        },
         "head": {"kernel": np.ones((6, classes)), "bias": np.ones(classes)},
     }
     return tree | (extra or {})

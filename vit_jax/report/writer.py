@@ -27,7 +27,9 @@ class MetricWriter:
         epath.Path(workdir).mkdir(parents=True, exist_ok=True)
         if step and self._path.exists():
             self._lines = [
-                line for line in map(_parse, self._path.read_text().splitlines()) if line
+                line
+                for line in map(_parse, self._path.read_text().splitlines())
+                if line
             ]
             self._lines = [line for line in self._lines if line["step"] <= step]
         self._rewrite()
@@ -36,9 +38,12 @@ class MetricWriter:
             purge_step=step + 1 if step else None,
         )
 
-    def has(self, step: int, metric: str) -> bool:
-        """Tells whether a metric of a step is written already."""
-        return any(line["step"] == step and metric in line for line in self._lines)
+    def has(self, step: int, part: str) -> bool:
+        """Tells whether a metric with `part` in its name is written for a step."""
+        return any(
+            line["step"] == step and any(part in name for name in line)
+            for line in self._lines
+        )
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Writes numbers, named "part/metric", after `step` steps."""

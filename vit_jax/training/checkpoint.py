@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from typing import Self
 
 import jax
 from etils import epath
@@ -111,7 +112,7 @@ class Checkpointer:
         except Exception as error:
             raise self._failed(error) from error
 
-    def __enter__(self) -> "Checkpointer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, error, trace) -> None:

@@ -6,9 +6,7 @@ import os
 import time
 
 import jax
-import numpy as np
 from clu import parameter_overview
-from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax import config as configuration
@@ -64,13 +62,11 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     total = configuration.total_steps(config, len(source))
 
     # Model.
-    options = config.model.to_dict()
     model = models.create(
-        options.pop("variant"),
+        **config.model,
         classes=data.classes,
         image_size=data.image_size,
         channels=data.channels,
-        **options,
     )
     init = functools.partial(states.init_params, model, config.seed)
     expected = jax.eval_shape(init)
@@ -124,13 +120,13 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
             parameter_overview.get_parameter_overview(expected, include_stats=False),
         )
         count = sum(x.size for x in jax.tree.leaves(expected))
-        for line in (
+        progress.say(
             f"{config.name}: {config.model.variant}, {count:,} parameters, "
             f"{len(source):,} images, {total:,} steps of {config.batch_size} on "
-            f"{jax.device_count()} x {jax.devices()[0].device_kind}; workdir {workdir}",
-            *notes,
-        ):
-            progress.say(line)
+            f"{jax.device_count()} x {jax.devices()[0].device_kind}; workdir {workdir}"
+        )
+        for note in notes:
+            progress.say(note)
 
         def seconds():
             return trained_seconds + time.perf_counter() - began
@@ -166,7 +162,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
                 for kind, values in kinds.items()
                 for metric, value in values.items()
             }
-            if flat and not writer.has(step, next(iter(flat))):
+            if flat and not writer.has(step, "/raw/"):
                 writer.scalars(step, flat)
             tops = [f"{k[:-5]} {v:.2%}" for k, v in flat.items() if k.endswith("/top1")]
             progress.say(f"step {step}/{total}  top-1: {', '.join(tops)}")
@@ -182,13 +178,14 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
                 "command goes on from there"
             )
 
-        # A start that was killed in an evaluation owes it still.
+        # A start that was ended in an evaluation owes it still.
         final, skipped = None, 0
-        owed = start and every.evaluate and start % every.evaluate == 0
-        if owed and start < total and eval_sources:
-            if not writer.has(start, f"{next(iter(eval_sources))}/raw/top1"):
-                if evaluate(start) is None:
-                    leave(start)
+        due_before = (
+            start and every.evaluate and start % every.evaluate == 0 and config.evals
+        )
+        owed = due_before and start < total and not writer.has(start, "/raw/")
+        if owed and evaluate(start) is None:
+            leave(start)
 
         batches = pipeline.train_batches(
             source,
@@ -214,7 +211,12 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
                     return bool(interval) and step % interval == 0 or step == total
 
                 ending = preemption.reached(step)
-                if due(every.log) or due(every.evaluate) or due(every.checkpoint) or ending:
+                if (
+                    due(every.log)
+                    or due(every.evaluate)
+                    or due(every.checkpoint)
+                    or ending
+                ):
                     values, waiting = settle(*waiting), None
                 if due(every.log):
                     speed = progress.log(step, values["loss"], values["rate"])

@@ -102,9 +102,7 @@ def optimizer(
     if optim.freeze:
         # Gradients before, so that clipping and moments do not see them, and updates
         # after, so that weight decay does not move them.
-        gate = _freeze(
-            match(params, optim.freeze, "optim.freeze"), optim.freeze_steps
-        )
+        gate = _freeze(match(params, optim.freeze, "optim.freeze"), optim.freeze_steps)
         chain = [gate, *chain, gate]
     return optax.chain(*chain)
 
@@ -123,7 +121,9 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
     Raises:
       UserError: an expression matches nothing, or is not a regular expression.
     """
-    paths = ["/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(params)]
+    paths = [
+        "/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(params)
+    ]
     for pattern in patterns:
         try:
             matched = any(re.search(pattern, path) for path in paths)

@@ -33,7 +33,9 @@ def init_params(model: Model, seed: int) -> dict:
     return model.init(jax.random.fold_in(jax.random.key(seed), 0))
 
 
-def create(params: dict, tx: optax.GradientTransformation, config: ConfigDict) -> TrainState:
+def create(
+    params: dict, tx: optax.GradientTransformation, config: ConfigDict
+) -> TrainState:
     """Builds the state before the first step; call it under jit with shardings."""
     return TrainState(
         step=jnp.zeros([], jnp.int32),

@@ -86,9 +86,7 @@ def prepare(
       Images (B, Y, X, C), float32, and labels (B, classes) that sum to 1.
     """
     labels = losses.one_hot(batch["label"], config.data.classes)
-    images, labels = device_ops.apply(
-        ops, batch["image"], labels, batch["index"], key
-    )
+    images, labels = device_ops.apply(ops, batch["image"], labels, batch["index"], key)
     return device_ops.normalize(images, config.data.mean, config.data.std), labels
 
 

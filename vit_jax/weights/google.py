@@ -45,6 +45,4 @@ _PUBLISHED = {
 
 
 def _as_published(name: str) -> str:
-    return re.sub(
-        r"(?<=/)(\w+_\d)(?=/)", lambda m: _PUBLISHED.get(m[1], m[1]), name
-    )
+    return re.sub(r"(?<=/)(\w+_\d)(?=/)", lambda m: _PUBLISHED.get(m[1], m[1]), name)

@@ -1,6 +1,6 @@
 """`config.init`: the parameters that a run starts from."""
 
-import pathlib
+from etils import epath
 
 from vit_jax.errors import UserError
 from vit_jax.weights import google, surgery, workdir
@@ -29,12 +29,12 @@ def load(
     Raises:
       UserError: nothing to load there, or it does not fit the model.
     """
-    place = pathlib.Path(path)
+    place = epath.Path(path)
     if place.is_dir():
         found = workdir.load(place, average=average)
         old_grid = _grid(found.config)
         given, what = found.params, f"{found.kind} parameters of step {found.step}"
-    elif place.is_file():
+    elif place.exists():
         given, old_grid, what = google.load(place), None, "npz checkpoint"
     else:
         raise UserError(

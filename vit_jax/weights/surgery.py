@@ -130,7 +130,9 @@ def _check(given: dict, wanted: dict) -> None:
         if given[key].shape != wanted[key].shape
     ]
     wrong += [f"{'/'.join(k)} is missing" for k in sorted(wanted.keys() - given.keys())]
-    wrong += [f"{'/'.join(k)} is left over" for k in sorted(given.keys() - wanted.keys())]
+    wrong += [
+        f"{'/'.join(k)} is left over" for k in sorted(given.keys() - wanted.keys())
+    ]
     if wrong:
         shown = "; ".join(wrong[:4])
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""

@@ -1,0 +1,105 @@
+"""Every key that a config can hold: its default, its type and its meaning."""
+
+# What the sections may hold. A value gives the default and, by its type, the type.
+COMMON = {
+    "": {
+        "name": "",  # Recipe name; the config file's stem unless stated.
+        "seed": 0,  # Of initialisation, data order, augmentation and dropout.
+        "total_steps": 0,  # Length of the run: this ...
+        "epochs": 0.0,  # ... or this many passes over the training split.
+        "batch_size": 0,  # Images a step, over all devices and microbatches.
+        "init": "",  # Workdir or .npz file to start from; "" is from scratch.
+        "init_average": True,  # Take a workdir's averaged parameters if it has them.
+        "init_head": "replace",  # "replace": new zero head, or "keep".
+        "debug_nans": False,  # Stop at the operation that makes the first NaN (slow).
+    },
+    "data": {
+        "name": "",  # "digits", "folder", "made", or a TFDS name such as "cifar10".
+        "data_dir": "",  # Where it lies; "" is TFDS's own, ~/tensorflow_datasets.
+        "split": "train",  # Training split; TFDS's slicing syntax, all sources.
+        "classes": 0,  # Number of classes; labels outside [0, classes) are an error.
+        "examples": 0,  # Size of `split` where the data is not at hand; checked.
+        "image_size": (224, 224),  # Height and width that reach the model, in pixels.
+        "channels": 3,  # 1 or 3.
+        "image_key": "image",  # TFDS feature names.
+        "label_key": "label",
+        "ops": "",  # Training transforms; see vit_jax/data/ops.py.
+        "eval_ops": "",  # Evaluation transforms.
+        "mean": (0.5,),  # Subtracted, one or a channel, as a fraction of 255 ...
+        "std": (0.5,),  # ... then divided by.
+        "workers": 0,  # Loader processes; 0 loads in threads of this process.
+        "threads": 4,  # Loader threads a process.
+        "prefetch": 8,  # Batches read ahead, a process.
+        "on_error": "raise",  # A damaged image: "raise", or "skip" (counted).
+    },
+    "model": {
+        "variant": "B/16",  # Size letter and patch; models/variants.py.
+        "width": 0,  # These four replace the variant's own numbers when not 0.
+        "depth": 0,
+        "heads": 0,
+        "mlp_dim": 0,
+        "head": "token",  # Classifier input: "token" or "gap" (mean pooling).
+        "representation": False,  # One tanh layer of the model's width before the head.
+        "dropout": 0.0,
+        "stochastic_depth": 0.0,  # Drop rate of the last block; 0 at the first, linear.
+        "head_bias": 0.0,  # Initial bias of the classifier; -10 suits sigmoid.
+        "gelu": "tanh",  # "tanh" (Google's) or "erf" (timm, Hugging Face).
+        "epsilon": 1e-6,  # Of the LayerNorms.
+        "dtype": "float32",  # Of the computation; parameters stay float32.
+    },
+    "loss": {
+        "name": "softmax",  # "softmax" or "sigmoid" cross-entropy.
+        "label_smoothing": 0.0,
+    },
+    "optim": {
+        "name": "adam",  # "adam" or "sgd".
+        "rate": 0.0,  # Peak learning rate: this ...
+        "rate_per_256": 0.0,  # ... or this, times batch_size / 256.
+        "decay": "cosine",  # "linear", "cosine", "rsqrt" or "constant".
+        "warmup_steps": 0,  # Linear warmup, as one of these three.
+        "warmup_epochs": 0.0,
+        "warmup_fraction": 0.0,  # Of total_steps.
+        "weight_decay": 0.0,  # Decoupled from the loss, times the scheduled rate.
+        "decay_mask": (r"/kernel$",),  # Regular expressions: what weight decay touches.
+        "clip_norm": 0.0,  # Largest global gradient norm; 0 is off.
+        "accumulate": 1,  # Microbatches a step.
+        "freeze": (),  # Regular expressions: parameters that do not move ...
+        "freeze_steps": 0,  # ... for this many steps; 0 is the whole run.
+    },
+    "average": {
+        "decay": 0.9999,  # Polyak averaging of the parameters; 0 is off.
+    },
+    "every": {  # Steps.
+        "log": 50,
+        "evaluate": 0,  # 0: only at the end.
+        "checkpoint": 1_000,
+    },
+    "keep": {
+        "last": 2,  # This many newest checkpoints stay ...
+        "every": 0,  # ... and those at multiples of this step; 0 is none.
+    },
+    "mesh": {"data": -1},  # Devices an axis; -1 is all that are left.
+    "evals": {},  # Name of an evaluation: split of the data set.
+}
+
+# Keys that exist only under one choice, so that a key nobody reads is found.
+_END = {"end_rate": 0.0}  # Rate at the last step.
+CHOICES = {
+    ("optim", "name"): {
+        "adam": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
+        "sgd": {"momentum": 0.9, "nesterov": False},
+    },
+    ("optim", "decay"): {
+        "linear": _END,
+        "cosine": _END,
+        # peak / sqrt(1 + steps after warmup / timescale), at the end linearly to 0.
+        "rsqrt": {"timescale": 10_000, "cooldown_steps": 0},
+        "constant": {},
+    },
+    ("", "init_head"): {"replace": {}, "keep": {}},
+    ("model", "head"): {"token": {}, "gap": {}},
+    ("model", "gelu"): {"tanh": {}, "erf": {}},
+    ("model", "dtype"): {"float32": {}, "bfloat16": {}},
+    ("loss", "name"): {"softmax": {}, "sigmoid": {}},
+    ("data", "on_error"): {"raise": {}, "skip": {}},
+}
