@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from typing import Self
 
 import jax
 from etils import epath
@@ -112,7 +111,7 @@ class Checkpointer:
         except Exception as error:
             raise self._failed(error) from error
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace) -> None:

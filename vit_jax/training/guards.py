@@ -3,7 +3,6 @@
 import contextlib
 import math
 import signal
-from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -37,7 +36,7 @@ class Preemption:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._asked
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         # With several processes JAX's own handler must stay.
         if jax.process_count() == 1:
             with contextlib.suppress(ValueError):  # Not the main thread: a notebook.
