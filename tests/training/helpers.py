@@ -20,7 +20,7 @@ def tiny_config(**sections):
         "model": {
             "variant": "Ti/4",
             "width": 12,
-            "depth": 2,
+            "depth": 1,
             "heads": 3,
             "mlp_dim": 20,
         },

@@ -39,7 +39,7 @@ def build(model: Model, config: ConfigDict, mesh: Mesh) -> EvalStep:
       The loss is the softmax cross-entropy, whatever the training loss.
     """
 
-    def step(params, batch):
+    def eval_step(params, batch):
         images = device_ops.normalize(
             batch["image"], config.data.mean, config.data.std
         ).astype(config.model.dtype)
@@ -56,7 +56,7 @@ def build(model: Model, config: ConfigDict, mesh: Mesh) -> EvalStep:
 
     everywhere = meshes.replicated(mesh)
     return jax.jit(
-        step,
+        eval_step,
         in_shardings=(everywhere, meshes.batched(mesh)),
         out_shardings=everywhere,
     )

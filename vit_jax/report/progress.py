@@ -62,7 +62,7 @@ class Progress:
         if steps and seconds:
             self._rate = steps * self._batch / seconds
         self._logged, self._logged_seconds = step, self._seconds
-        left = (self._total - step) * self._batch / self._rate if self._rate else 0
+        left = (self._total - step) * self._batch / self._rate if self._rate else 0.0
         speed = {
             "images_per_second": self._rate,
             "images_per_second_per_device": self._rate / self._devices,

@@ -49,7 +49,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     jax.config.update("jax_debug_nans", config.debug_nans)
 
     # Mesh.
-    mesh = meshes.create(config.mesh)
+    mesh = meshes.create(config.mesh.to_dict())
     meshes.check_batch(config.batch_size, config.optim.accumulate, mesh)
     checkpoint.check_workdir(workdir, config)
 

@@ -1,5 +1,7 @@
 """All that a step changes, and how it comes into being on the mesh."""
 
+from typing import Any
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,9 @@ import optax
 from ml_collections import ConfigDict
 
 from vit_jax.models import Model
+
+
+Leaf = Any  # An array, or what a tree of them is mapped to: a shape, a sharding.
 
 
 @flax.struct.dataclass
@@ -21,11 +26,11 @@ class TrainState:
       key: typed PRNG key of the run; every draw is a function of it and the step.
     """
 
-    step: jax.Array
+    step: Leaf
     params: dict
     opt_state: optax.OptState
     average: dict | None
-    key: jax.Array
+    key: Leaf
 
 
 def init_params(model: Model, seed: int) -> dict:

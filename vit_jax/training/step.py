@@ -44,7 +44,7 @@ def build(
     """
     loss_fn = functools.partial(_loss, model, config)
 
-    def step(state, batch):
+    def train_step(state, batch):
         images, labels = prepare(batch, ops, state.key, config)
         key = jax.random.fold_in(state.key, state.step)
         grads, scores = accumulate(
@@ -58,8 +58,8 @@ def build(
                 average, params, state.step + 1, config.average.decay
             )
         metrics = scores | {
-            "grad_norm": optax.global_norm(grads),
-            "param_norm": optax.global_norm(params),
+            "grad_norm": optax.tree.norm(grads),
+            "param_norm": optax.tree.norm(params),
             "rate": jnp.asarray(rate(state.step), jnp.float32),
         }
         state = state.replace(
@@ -69,7 +69,7 @@ def build(
 
     everywhere = meshes.replicated(mesh)
     return jax.jit(
-        step,
+        train_step,
         # debug_nans runs a failed step again, which needs its input.
         donate_argnums=() if config.debug_nans else (0,),
         in_shardings=(everywhere, meshes.batched(mesh)),

@@ -1,0 +1,39 @@
+"""A ViT from scratch on CIFAR-10 at 32x32 with patch 4.
+
+Data:   `tfds build cifar10 --file_format=array_record`, or any TFDS preparation of it in
+        ArrayRecord; --config.data.data_dir= says where.
+Run:    python -m vit_jax.train --config=configs/cifar10.py --workdir=runs/cifar10
+        (one GPU), or --config=configs/cifar10.py:size=small (a few CPU cores)
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg, quick
+
+ARGUMENTS = {"size": ("full", "small"), "mixup": False, "quick": False}
+
+# Depth, width, heads, MLP; epochs; drop rate of the last block.
+SIZES = {
+    "full": ((7, 384, 6, 1536), 300, 0.1),
+    "small": ((6, 96, 3, 192), 12, 0.0),
+}
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    (depth, width, heads, mlp_dim), epochs, drop = SIZES[arg.size]
+    c = ConfigDict()
+    c.name = "cifar10"
+    c.seed, c.epochs, c.batch_size = 0, epochs, 128
+
+    c.data = dict(name="cifar10", split="train", classes=10, examples=50_000)
+    c.data.image_size = (32, 32)
+    c.data.ops = "flip | pad_crop(4)" + (" | mixup(0.8)" if arg.mixup else "")
+    c.model = dict(variant="Ti/4", depth=depth, width=width, heads=heads)
+    c.model.update(mlp_dim=mlp_dim, head="gap", stochastic_depth=drop)
+    c.optim = dict(name="adam", rate=1e-3, decay="cosine", warmup_fraction=0.05)
+    c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
+
+    c.evals = dict(test="test")
+    c.every = dict(log=50, evaluate=391, checkpoint=391)  # Steps; 391 are an epoch.
+    return quick(c) if arg.quick else c

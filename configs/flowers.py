@@ -1,0 +1,33 @@
+"""A ViT from scratch, or fine-tuned, on a folder of photographs.
+
+Data:   DIR/train/<class>/... and DIR/val/<class>/...: JPEG, PNG, WebP, GIF or BMP;
+        the classes are the sorted folder names. For another folder than tf_flowers set
+        --config.data.classes to the number of yours.
+Run:    python -m vit_jax.train --config=configs/flowers.py \
+            --config.data.data_dir=DIR --workdir=runs/flowers
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg, quick
+
+ARGUMENTS = {"quick": False}
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    c = ConfigDict()
+    c.name = "flowers"
+    c.seed, c.epochs, c.batch_size = 0, 30, 64
+
+    c.data = dict(name="folder", data_dir="", split="train", classes=5)
+    c.data.image_size = (64, 64)
+    c.data.ops = "inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)"
+    c.data.eval_ops = "resize_small(72) | central_crop"
+    c.model = dict(variant="Ti/8", width=96, depth=6, heads=3, mlp_dim=192, head="gap")
+    c.optim = dict(name="adam", rate=1e-3, decay="cosine", warmup_epochs=3)
+    c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
+
+    c.evals = dict(val="val")
+    c.every = dict(log=50, evaluate=250, checkpoint=250)  # Steps.
+    return quick(c) if arg.quick else c

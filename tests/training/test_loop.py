@@ -1,0 +1,181 @@
+"""Whole runs of a tiny model, in this process, on eight fake devices."""
+
+import json
+import logging
+import struct
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_config
+from tensorboardX.proto import event_pb2
+
+from vit_jax.training import loop
+from vit_jax.weights import workdir as workdirs
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A finished run: its config, workdir and report."""
+    workdir = tmp_path_factory.mktemp("runs") / "base"
+    config = tiny_config(data={"ops": "random_crop | flip | mixup(0.3)"})
+    return config, workdir, loop.train(config, workdir)
+
+
+def lines(workdir):
+    return [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(workdir):
+    """Reads TensorBoard's record files: length, its checksum, event, checksum."""
+    for path in (workdir / "tensorboard").iterdir():
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            yield event_pb2.Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+
+
+def test_report_holds_what_was_asked(base):
+    _, workdir, report = base
+    assert report == json.loads((workdir / "report.json").read_text())
+    assert report["config"] == "tiny"
+    assert report["steps"] == 6
+    assert report["devices"] == 8
+    assert report["wall_seconds"] > 0
+    assert report["images_per_second"] > 0
+    assert len(report["params_sha256"]) == 64
+    for kind in ("raw", "ema"):
+        scores = report["final"]["val"][kind]
+        assert 0 <= scores["top1"] <= 1
+        assert scores["examples"] == 20
+
+
+def test_metrics_are_logged_at_their_cadence(base):
+    _, workdir, report = base
+    train = [x for x in lines(workdir) if "train/loss" in x]
+    assert [x["step"] for x in train] == [2, 4, 6]
+    for name in ("loss", "top1", "grad_norm", "param_norm", "rate"):
+        assert all(np.isfinite(x[f"train/{name}"]) for x in train)
+    last = lines(workdir)[-1]
+    assert last["val/ema/top1"] == report["final"]["val"]["ema"]["top1"]
+
+
+def test_tensorboard_shows_scalars_config_and_images(base):
+    _, workdir, _ = base
+    seen = {}
+    for event in events(workdir):
+        for value in event.summary.value:
+            seen.setdefault(value.tag, []).append((event.step, value))
+    assert [step for step, _ in seen["train/loss"]] == [2, 4, 6]
+    assert [step for step, _ in seen["val/raw/top1"]] == [6]
+    (config,) = [v for tag, v in seen.items() if tag.startswith("config")]
+    assert b'"batch_size": 8' in config[0][1].tensor.string_val[0]
+    assert any(
+        value.image.encoded_image_string[1:4] == b"PNG"
+        for tag, values in seen.items()
+        if tag.startswith("train/images")
+        for _, value in values
+    )
+
+
+def test_checkpoint_interval_does_not_follow_the_evaluation(base):
+    _, workdir, _ = base
+    steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir())
+    assert steps == [3, 6]
+
+
+def test_finished_run_only_evaluates_and_keeps_its_report(base, capsys):
+    config, workdir, report = base
+    before = lines(workdir)
+    again = loop.train(config, workdir)
+    assert "this run is finished (6 steps): evaluating only" in capsys.readouterr().out
+    assert again == report
+    assert lines(workdir) == before
+
+
+def test_same_seed_gives_the_same_parameters_whatever_the_loader_workers(
+    base, tmp_path
+):
+    _, _, report = base
+    config = tiny_config(
+        data={"ops": "random_crop | flip | mixup(0.3)", "workers": 2, "threads": 1}
+    )
+    assert loop.train(config, tmp_path)["params_sha256"] == report["params_sha256"]
+
+
+def test_another_seed_gives_other_parameters(base, tmp_path):
+    _, _, report = base
+    config = tiny_config(data={"ops": "random_crop | flip | mixup(0.3)"}, seed=4)
+    assert loop.train(config, tmp_path)["params_sha256"] != report["params_sha256"]
+
+
+def test_the_second_step_compiles_nothing(tmp_path, caplog):
+    config = tiny_config(every={"log": 1, "evaluate": 2, "checkpoint": 2})
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        loop.train(config, tmp_path)
+    text = [r.getMessage() for r in caplog.records]
+    names = [t.split()[1] for t in text if t.startswith("Compiling ")]
+    first = names.index("jit(train_step)")
+    assert set(names[first + 1 :]) <= {"jit(eval_step)"}
+    assert names.count("jit(eval_step)") == 1
+
+
+def test_keep_last_and_every(tmp_path):
+    config = tiny_config(every={"checkpoint": 1}, keep={"last": 2, "every": 3})
+    loop.train(config, tmp_path)
+    steps = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
+    assert steps == [3, 5, 6]
+
+
+def test_frozen_body_stays_while_the_head_trains(tmp_path):
+    config = tiny_config(optim={"freeze": ("^(?!head/)",), "weight_decay": 0.1})
+    loop.train(config, tmp_path)
+    trained = workdirs.load(tmp_path, average=False).params
+    config = tiny_config(optim={"freeze": (".",)})
+    loop.train(config, tmp_path / "still")
+    still = workdirs.load(tmp_path / "still", average=False).params
+    assert (trained["head"]["kernel"] != still["head"]["kernel"]).any()
+    for tree in (trained, still):
+        del tree["head"]
+    jax.tree.map(np.testing.assert_array_equal, trained, still)
+
+
+def test_fine_tuning_starts_from_the_average_at_another_resolution(
+    base, tmp_path, capsys
+):
+    _, workdir, _ = base
+    config = tiny_config(
+        init=str(workdir),
+        data={"image_size": (16, 20), "classes": 3},
+        optim={"name": "sgd", "rate": 0.01},
+    )
+    report = loop.train(config, tmp_path)
+    out = capsys.readouterr().out
+    assert f"start: average parameters of step 6 from {workdir}" in out
+    assert "position embeddings: resized from (2, 3) to (4, 5)" in out
+    assert "head: replaced by a linear layer of zeros" in out
+    assert np.isfinite(report["final"]["val"]["raw"]["loss"])
+
+
+def test_checkpoint_carries_config_and_class_names(tmp_path):
+    pictures = tmp_path / "pictures"
+    for split, name in [("train", "b"), ("train", "a"), ("val", "a")]:
+        folder = pictures / split / name
+        folder.mkdir(parents=True)
+        for i in range(8):
+            _write_png(folder / f"{i}.png", value=20 * i)
+    config = tiny_config(
+        data={"name": "folder", "data_dir": str(pictures), "classes": 2, "examples": 0},
+        total_steps=1,
+    )
+    report = loop.train(config, tmp_path / "run")
+    stored = workdirs.load(tmp_path / "run")
+    assert stored.class_names == ("a", "b") == tuple(report["class_names"])
+    assert stored.config["data"]["image_size"] == [8, 12]
+
+
+def _write_png(path, value):
+    from PIL import Image
+
+    Image.new("RGB", (12, 8), (value, 0, 255 - value)).save(path)

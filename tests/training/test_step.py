@@ -1,0 +1,88 @@
+import functools
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from vit_jax import models
+from vit_jax.data import ops
+from vit_jax.parallel import mesh as meshes
+from vit_jax.training import optim
+from vit_jax.training import state as states
+from vit_jax.training import step as steps
+
+B = 16
+
+
+@functools.cache
+def run(devices=1, accumulate=1, spec="flip | mixup(3.0)", dropout=0.0):
+    """Takes three steps; returns the state and the last metrics."""
+    config = tiny_config(
+        batch_size=B,
+        optim={"rate": 0.01, "name": "sgd", "accumulate": accumulate},
+        model={"dropout": dropout},
+    )
+    mesh = jax.make_mesh(
+        (devices,),
+        ("data",),
+        devices=jax.devices()[:devices],
+        axis_types=(jax.sharding.AxisType.Auto,),
+    )
+    model = models.create(**config.model, classes=5, image_size=(8, 12), channels=3)
+    tx = optim.optimizer(
+        config, jax.eval_shape(model.init, jax.random.key(0)), lambda step: 0.01
+    )
+    state = jax.jit(
+        lambda: states.create(states.init_params(model, 0), tx, config),
+        out_shardings=meshes.replicated(mesh),
+    )()
+    device_ops = ops.parse_train(spec, (8, 12)).device
+    step = steps.build(model, tx, lambda step: 0.01, device_ops, config, mesh)
+    rng = np.random.default_rng(0)
+    batch = {
+        "image": rng.integers(0, 256, (B, 8, 12, 3), np.uint8),
+        "label": rng.integers(0, 5, B).astype(np.int32),
+        "index": np.arange(B, dtype=np.uint32),
+    }
+    for _ in range(3):
+        state, metrics = step(state, meshes.to_devices(batch, mesh))
+    return state, metrics
+
+
+def near(a, b, atol):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
+
+
+@pytest.mark.parametrize("microbatches", [2, 16])
+def test_accumulation_equals_the_large_batch(microbatches):
+    whole, metrics = run()
+    parts, same = run(accumulate=microbatches)
+    near(whole.params, parts.params, atol=1e-6)
+    near(metrics, same, atol=1e-5)
+
+
+def test_accumulation_works_across_devices():
+    whole, _ = run()
+    parts, _ = run(devices=4, accumulate=2)
+    near(whole.params, parts.params, atol=1e-6)
+
+
+def test_microbatches_draw_their_own_dropout():
+    alike, _ = run(accumulate=1, dropout=0.5)
+    other, _ = run(accumulate=2, dropout=0.5)
+    differs = jax.tree.map(lambda a, b: np.abs(a - b).max(), alike.params, other.params)
+    assert max(jax.tree.leaves(differs)) > 1e-5
+
+
+def test_eight_devices_equal_one():
+    one, metrics = run()
+    eight, same = run(devices=8)
+    near(one.params, eight.params, atol=1e-6)
+    near(metrics, same, atol=1e-5)
+
+
+def test_mixup_changes_what_is_learnt():
+    plain, _ = run(spec="flip")
+    mixed, _ = run()
+    assert (plain.params["head"]["kernel"] != mixed.params["head"]["kernel"]).any()
