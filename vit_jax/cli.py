@@ -11,6 +11,7 @@ from vit_jax import config as configuration
 from vit_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
+_UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,8 +62,18 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_config(flags: argparse.Namespace) -> ConfigDict:
-    """Loads the config that the flags name."""
-    return configuration.load(flags.config, flags.overrides)
+    """Loads the config that the flags name.
+
+    Raises:
+      UserError: it is not a config, or leaves `init` to be stated and it is not.
+    """
+    config = configuration.load(flags.config, flags.overrides)
+    if config.init == _UNSTATED:
+        raise UserError(
+            f"init={config.init!r}: {flags.config} starts from a checkpoint that is "
+            "yours to state: set --config.init to the workdir of a run or a .npz file"
+        )
+    return config
 
 
 def run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> None:
@@ -73,5 +84,6 @@ def run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> Non
     except UserError as error:
         if flags.debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        line = " ".join(str(error).splitlines())
+        print(f"error: {line}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)

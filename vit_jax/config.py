@@ -8,6 +8,7 @@ would read is an error.
 import ast
 import difflib
 import importlib.util
+import math
 import numbers
 import pathlib
 import sys
@@ -170,7 +171,15 @@ def _run_config_file(path: pathlib.Path, arg: str | None) -> ConfigDict:
     sys.path.insert(0, root)
     try:
         spec.loader.exec_module(module)
-        return module.get_config(arg)
+        return ConfigDict(module.get_config(arg))
+    except UserError:
+        raise
+    except Exception as error:  # It is the user's code: it may raise anything.
+        raise UserError(
+            f"config file {path} does not run: {type(error).__name__}: {error}; it "
+            "must define get_config(arg=None) that returns a ConfigDict; --debug "
+            "shows the line"
+        ) from error
     finally:
         sys.path.remove(root)
 
@@ -196,7 +205,8 @@ def _given(raw: Mapping, section: str) -> dict:
 
 def _fit(name: str, value: object, default: object) -> object:
     if isinstance(default, tuple) and isinstance(value, (list, tuple)):
-        return tuple(value)
+        one = default[0] if default else ""
+        return tuple(_fit(f"{name}[{i}]", item, one) for i, item in enumerate(value))
     if isinstance(default, tuple) and isinstance(value, str):
         return (value,)
     if type(default) is float and _is_number(value, numbers.Real):
@@ -229,18 +239,55 @@ def _unknown_key(name: str, known: Mapping[str, Mapping]) -> str:
     return f"unknown config key {name}; the nearest known key is {nearest[0]}"
 
 
+# Numbers are finite and not negative; these have other bounds.
+_ANY_SIGN = ("mesh.data", "model.head_bias")
+_AT_LEAST_1 = (
+    "batch_size",
+    "data.classes",
+    "data.image_size",
+    "every.checkpoint",
+    "every.log",
+    "keep.last",
+    "optim.accumulate",
+)
+_BELOW_1 = (
+    "average.decay",
+    "loss.label_smoothing",
+    "model.dropout",
+    "model.stochastic_depth",
+    "optim.b1",
+    "optim.b2",
+    "optim.momentum",
+)
+
+
 def _check_values(config: ConfigDict) -> None:
-    positive = {
-        "batch_size": config.batch_size,
-        "data.classes": config.data.classes,
-        "optim.accumulate": config.optim.accumulate,
-        "every.log": config.every.log,
-        "every.checkpoint": config.every.checkpoint,
-        "keep.last": config.keep.last,
-    }
-    for name, value in positive.items():
-        if value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
+    for name, value in _flatten(config).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if not _is_number(number, numbers.Real):
+                continue
+            least = 1 if name in _AT_LEAST_1 else 0
+            if not math.isfinite(number):
+                raise UserError(f"{name}={value} must be finite")
+            if name not in _ANY_SIGN and number < least:
+                raise UserError(f"{name}={value} must be at least {least}")
+            if name in _BELOW_1 and number >= 1:
+                raise UserError(f"{name}={value} must be below 1")
+    data = config.data
+    if config.seed >= 2**32:
+        raise UserError(f"seed={config.seed} must be below 2**32")
+    if data.channels not in (1, 3):
+        raise UserError(f"data.channels={data.channels} must be 1 (grey) or 3 (RGB)")
+    for name in ("mean", "std"):
+        if len(data[name]) not in (1, data.channels):
+            raise UserError(
+                f"data.{name}={data[name]} must have one number, or one for each of "
+                f"data.channels={data.channels}"
+            )
+    if not all(data.std):
+        raise UserError(
+            f"data.std={data.std} must not hold 0: images are divided by it"
+        )
     if bool(config.optim.rate) == bool(config.optim.rate_per_256):
         raise UserError(
             f"config states optim.rate={config.optim.rate} and optim.rate_per_256="

@@ -17,7 +17,7 @@ def start() -> None:
     JAX_PROCESS_ID. Anything else runs alone. Call before the first computation.
 
     Raises:
-      UserError: only some of the three variables are set.
+      UserError: only some of the three variables are set, or one is no such number.
     """
     given = [name for name in _NAMES if name in os.environ]
     if given:
@@ -28,6 +28,13 @@ def start() -> None:
                 "processes needs all three, or none of them"
             )
         address, count, process = (os.environ[name] for name in _NAMES)
+        if not (
+            count.isdecimal() and process.isdecimal() and int(process) < int(count)
+        ):
+            raise UserError(
+                f"JAX_NUM_PROCESSES={count!r} and JAX_PROCESS_ID={process!r}: set the "
+                "number of processes, and for each of them its own from 0 to one less"
+            )
         jax.distributed.initialize(address, int(count), int(process))
     elif _on_cluster():
         jax.distributed.initialize()

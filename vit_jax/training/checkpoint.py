@@ -1,6 +1,7 @@
 """Checkpoints of the whole training state, by Orbax: asynchronous and atomic."""
 
 import os
+import pathlib
 import shutil
 
 import jax
@@ -148,11 +149,12 @@ class Checkpointer:
 
 
 def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
-    """Refuses a workdir that holds a run of another config.
+    """Refuses a workdir that cannot be written or holds a run of another config.
 
     Raises:
-      UserError: with the keys that differ.
+      UserError: with what stands in the way, or the keys that differ.
     """
+    _check_writable(workdir)
     if not layout.has_checkpoint(workdir):
         return
     stored = layout.read_config(workdir)
@@ -165,6 +167,23 @@ def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
         raise UserError(
             f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
             "choose another --workdir, or state the same config"
+        )
+
+
+def _check_writable(workdir: str | os.PathLike) -> None:
+    if "://" in str(workdir):
+        return  # A bucket tells when it is written.
+    path = pathlib.Path(workdir).absolute()
+    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise UserError(
+            f"--workdir={workdir}: {there} is a file, not a folder: choose another "
+            "--workdir"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"--workdir={workdir}: {there} cannot be written: choose another --workdir "
+            "or change its permissions"
         )
 
 

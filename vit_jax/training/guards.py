@@ -81,15 +81,20 @@ def clear_errors(config: ConfigDict):
     """Turns what the device says into one line that names the remedy.
 
     Raises:
-      UserError: the device is out of memory, or `debug_nans` found an operation.
+      UserError: device or host are out of memory, or `debug_nans` found an operation.
     """
     try:
         yield
     except FloatingPointError as error:
-        raise UserError(f"debug_nans: {' '.join(str(error).split())[:400]}") from error
-    except jax.errors.JaxRuntimeError as error:
+        # The first line says what; the rest is advice on JAX's own settings.
+        raise UserError(
+            f"debug_nans: {str(error).splitlines()[0]}: --debug shows the line of code; "
+            "lower optim.rate or set optim.clip_norm if it comes from training"
+        ) from error
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
         text = " ".join(str(error).split())
-        if "RESOURCE_EXHAUSTED" not in text and "ut of memory" not in text:
+        on_device = "RESOURCE_EXHAUSTED" in text or "ut of memory" in text
+        if not on_device and not isinstance(error, MemoryError):
             raise
         raise UserError(
             f"out of memory ({text[:200]}): lower batch_size (now {config.batch_size}), "
