@@ -47,6 +47,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
         "process_count": jax.process_count(),
     }
     jax.config.update("jax_debug_nans", config.debug_nans)
+    jax.config.update("jax_debug_infs", config.debug_nans)
 
     # Mesh.
     mesh = meshes.create(config.mesh.to_dict())
@@ -197,7 +198,9 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
             **processes,
         )
         waiting = None  # The last step and its metrics, while the device is at it.
-        with batches, jax.transfer_guard("disallow"):
+        # debug_nans runs a failed step again, operation by operation, which transfers.
+        guard = "allow" if config.debug_nans else "disallow"
+        with batches, jax.transfer_guard(guard):
             for step, batch in enumerate(batches, start + 1):
                 skipped += int(batch.pop("skipped").sum())
                 if step == 1:
@@ -241,6 +244,8 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
         checkpoints.wait()
 
         # Report.
+        if skipped:
+            progress.say(f"skipped damaged images {skipped} times (data.on_error=skip)")
         report = {
             "config": config.name,
             "commit": result.commit(),
