@@ -1,12 +1,23 @@
 """Strict settings for every test: rank promotion raises, eight fake devices."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before JAX starts. Most tests use one of the devices.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+# One compilation cache for this session and all processes that it starts: the same
+# small programs come again and again.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.mkdtemp(prefix="vit_jax_tests_")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 from absl import flags

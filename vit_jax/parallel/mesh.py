@@ -62,7 +62,9 @@ def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> No
 def to_devices(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict:
     """Makes global arrays of what each process loaded of a batch."""
     sharding = batched(mesh)
-    return {
-        name: jax.make_array_from_process_local_data(sharding, value)
-        for name, value in batch.items()
-    }
+    # This transfer is meant, but with several processes JAX does not mark it so.
+    with jax.transfer_guard_host_to_device("allow"):
+        return {
+            name: jax.make_array_from_process_local_data(sharding, value)
+            for name, value in batch.items()
+        }

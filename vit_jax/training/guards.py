@@ -3,6 +3,7 @@
 import contextlib
 import math
 import signal
+import traceback
 
 import jax
 from jax.experimental import multihost_utils
@@ -87,9 +88,12 @@ def clear_errors(config: ConfigDict):
         yield
     except FloatingPointError as error:
         # The first line says what; the rest is advice on JAX's own settings.
+        what = str(error).splitlines()[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [f for f in frames if "vit_jax" in f.filename] or frames
         raise UserError(
-            f"debug_nans: {str(error).splitlines()[0]}: --debug shows the line of code; "
-            "lower optim.rate or set optim.clip_norm if it comes from training"
+            f"debug_nans: {what} at {ours[-1].filename}:{ours[-1].lineno} "
+            f"({ours[-1].line}): lower optim.rate or set optim.clip_norm"
         ) from error
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         text = " ".join(str(error).split())

@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 
 from vit_jax.models import Model
 
-
 Leaf = Any  # An array, or what a tree of them is mapped to: a shape, a sharding.
 
 

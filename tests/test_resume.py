@@ -1,0 +1,172 @@
+"""Runs as processes that are killed and started again."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from vit_jax.weights import workdir as workdirs
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# Saving takes a while beside such steps, and so does an evaluation of 4,000 images.
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 60, 8
+    c.data = dict(name="made", classes=5, examples=4000, image_size=(8, 12))
+    c.data.ops = "random_crop | flip | mixup(0.3)"
+    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model.dropout = 0.1
+    c.optim = dict(rate=0.01, warmup_steps=5)
+    c.evals = dict(val="val")
+    c.every = dict(log=1, evaluate=20, checkpoint=7)
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "resumed.py"
+    path.write_text(CONFIG)
+    return path
+
+
+def start(config, workdir, *words, **environment):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "vit_jax.train",
+            f"--config={config}",
+            f"--workdir={workdir}",
+            *words,
+        ],
+        cwd=ROOT,
+        env=env | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out
+
+
+def wait_for_line(process, part):
+    for line in process.stdout:
+        if part in line:
+            return line
+    raise AssertionError(f"the run ended without printing {part!r}")
+
+
+def report(workdir):
+    return json.loads((workdir / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    finish(start(config, workdir))
+    return workdir
+
+
+def kill_in_a_step(process, workdir):
+    wait_for_line(process, "step 11/60")
+    process.kill()
+
+
+def kill_in_a_save(process, workdir):
+    """Kills while a checkpoint is written: a temporary folder is there."""
+    folder = workdir / "checkpoints"
+    while not any("tmp" in p.name for p in folder.glob("*")):
+        assert process.poll() is None, process.stdout.read()
+    process.kill()
+    process.wait()
+    assert any("tmp" in p.name for p in folder.glob("*"))
+
+
+def kill_in_an_evaluation(process, workdir):
+    """Kills between the line of a step and the line of its evaluation."""
+    wait_for_line(process, "step 40/60  loss")
+    time.sleep(0.15)
+    process.kill()
+    assert "top-1" not in process.stdout.read()
+
+
+def test_killed_runs_end_as_the_undisturbed_one(config, undisturbed, tmp_path):
+    workdir = tmp_path / "killed"
+    for kill in (kill_in_a_step, kill_in_a_save, kill_in_an_evaluation):
+        process = start(config, workdir)
+        with process.stdout:
+            kill(process, workdir)
+        assert process.wait() == -signal.SIGKILL
+    out = finish(start(config, workdir))
+    # The save of step 35 may have been under way still when the last kill came.
+    assert re.search("resume: step (28|35) of", out)
+
+    a, b = report(undisturbed), report(workdir)
+    assert a["params_sha256"] == b["params_sha256"]
+    assert a["final"] == b["final"]
+
+    # Each step and evaluation stands once in the metrics, with the same numbers.
+    def metrics(folder):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        speed = "images_per_second"
+        return [
+            {k: v for k, v in json.loads(line).items() if speed not in k}
+            for line in lines
+        ]
+
+    assert metrics(undisturbed) == metrics(workdir)
+    # The whole state is the same, not only the parameters.
+    one, two = (workdirs.load(w, average=True).params for w in (undisturbed, workdir))
+    np.testing.assert_array_equal(one["head"]["kernel"], two["head"]["kernel"])
+
+
+def test_sigterm_saves_exits_with_75_and_resumes(config, undisturbed, tmp_path):
+    workdir = tmp_path / "asked"
+    process = start(config, workdir)
+    wait_for_line(process, "step 11/60")
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    assert time.monotonic() - asked < 10
+    assert "is saved in" in out
+    (saved,) = (
+        int(p.name) for p in (workdir / "checkpoints").iterdir() if int(p.name) > 7
+    )
+    assert saved >= 11
+
+    assert f"resume: step {saved} of" in finish(start(config, workdir))
+    assert report(workdir)["params_sha256"] == report(undisturbed)["params_sha256"]
+
+
+def test_sigterm_in_an_evaluation_is_heeded_and_the_evaluation_made_up_for(
+    config, undisturbed, tmp_path
+):
+    workdir = tmp_path / "evaluating"
+    process = start(config, workdir)
+    wait_for_line(process, "step 20/60  loss")
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    assert "top-1" not in out
+    out = finish(start(config, workdir))
+    assert "step 20/60  top-1" in out
+    assert report(workdir)["params_sha256"] == report(undisturbed)["params_sha256"]

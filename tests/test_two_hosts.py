@@ -1,0 +1,131 @@
+"""Two processes that train together, as two hosts do."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from vit_jax.weights import workdir as workdirs
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 8, 12
+    c.data = dict(name="made", classes=5, examples=37, image_size=(8, 12))
+    c.data.ops = "random_crop | flip | mixup(0.3)"
+    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    # Not Adam: it blows up the rounding of gradients that are 0 but for it (the bias
+    # of the keys, which the softmax cancels).
+    c.optim = dict(name="sgd", rate=0.1, accumulate=2)
+    c.evals = dict(val="val")
+    c.every = dict(log=1, evaluate=4, checkpoint=3)
+    return c
+"""
+
+
+def start(config, workdir, hosts, devices, *words):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = []
+    for host in range(hosts):
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONUNBUFFERED": "1",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        if hosts > 1:
+            env |= {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(hosts),
+                "JAX_PROCESS_ID": str(host),
+            }
+        processes.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "vit_jax.train",
+                    f"--config={config}",
+                    f"--workdir={workdir}",
+                    *words,
+                ],
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return processes
+
+
+def finish(processes, code=0):
+    outs = [process.communicate(timeout=200)[0] for process in processes]
+    assert [p.returncode for p in processes] == [code] * len(processes), outs
+    return outs
+
+
+def report(workdir):
+    return json.loads((workdir / "report.json").read_text())
+
+
+def assert_same(one, two):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        workdirs.load(one, average=False).params,
+        workdirs.load(two, average=False).params,
+    )
+    a, b = report(one)["final"]["val"]["raw"], report(two)["final"]["val"]["raw"]
+    assert a["examples"] == b["examples"] == 37
+    assert abs(a["loss"] - b["loss"]) < 1e-5
+
+
+def test_two_hosts_train_to_the_parameters_of_one(tmp_path):
+    config = tmp_path / "pair.py"
+    config.write_text(CONFIG)
+    finish(start(config, tmp_path / "one", hosts=1, devices=1))
+    first, second = finish(start(config, tmp_path / "two", hosts=2, devices=3))
+    assert report(tmp_path / "two")["devices"] == 6
+    assert_same(tmp_path / "one", tmp_path / "two")
+    # Only the first process prints and writes.
+    assert "step 8/8" in first
+    assert "step" not in second
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+
+
+def test_sigterm_to_one_host_ends_both_at_the_same_step_and_they_resume(tmp_path):
+    config = tmp_path / "pair.py"
+    config.write_text(CONFIG.replace("3, 8, 12", "3, 20_000, 12"))
+    words = ("--config.every.log=100", "--config.every.evaluate=0")
+    words += ("--config.every.checkpoint=100000",)
+    processes = start(config, tmp_path / "two", 2, 1, *words)
+    for line in processes[0].stdout:
+        if "step 100/" in line:
+            break
+    processes[1].send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    outs = finish(processes, code=75)
+    assert time.monotonic() - asked < 60
+    (step,) = {out.split("SIGTERM: step ")[1].split()[0] for out in outs}
+    resumed = start(config, tmp_path / "two", 2, 1, *words)
+    line = next(x for x in resumed[0].stdout if "resume:" in x)
+    assert f"step {step} of" in line
+    for process in resumed:
+        process.kill()
+        process.communicate()
