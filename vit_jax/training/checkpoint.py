@@ -1,7 +1,9 @@
 """Checkpoints of the whole training state, by Orbax: asynchronous and atomic."""
 
+import logging
 import os
 import pathlib
+import re
 import shutil
 
 import jax
@@ -40,6 +42,7 @@ class Checkpointer:
         self._config = configuration.to_json(config)
         self._class_names = list(class_names)
         self._saving = None
+        logging.getLogger("absl").addFilter(_not_of_a_failed_save)
         keep = [_policies.LatestN(config.keep.last)]
         if config.keep.every:
             keep.append(_policies.EveryNSteps(config.keep.every))
@@ -117,12 +120,19 @@ class Checkpointer:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            self.wait()
+            try:
+                self.wait()
+            finally:
+                self._close()
         except UserError:
             if error is None:
                 raise
-        finally:
+
+    def _close(self) -> None:
+        try:
             self._orbax.close()
+        except Exception as error:  # It raises a failed save once more.
+            raise self._failed(error) from error
 
     def _check_disk(self, state: TrainState) -> None:
         if "://" in str(self._folder):
@@ -132,12 +142,15 @@ class Checkpointer:
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise UserError(
-                f"not enough disk to save a checkpoint: it takes {_gigabytes(needed)}, "
-                f"{self._folder} has {_gigabytes(free)} free; {self._remedy()}"
+                f"not enough disk to save a checkpoint: it takes {_readable(needed)}, "
+                f"{self._folder} has {_readable(free)} free; {self._remedy()}"
             )
 
     def _failed(self, error: BaseException) -> UserError:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())
+        # TensorStore names long paths before it comes to the point.
+        code = re.search(r"os_error_code='(\d+)'", reason)
+        reason = os.strerror(int(code[1])) if code else reason[:300]
         return UserError(
             f"the checkpoint could not be saved under {self._folder} ({reason}); "
             f"{self._remedy()}"
@@ -213,5 +226,10 @@ def _as_tree(state: TrainState) -> dict:
     return {name: value for name, value in tree.items() if value is not None}
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3f} GB"
+def _not_of_a_failed_save(record: logging.LogRecord) -> bool:
+    """Drops the tracebacks that Orbax's threads log: `wait` raises the error."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

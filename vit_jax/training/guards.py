@@ -1,6 +1,7 @@
 """What ends a run before its time: signals, numbers that are not finite, memory."""
 
 import contextlib
+import errno
 import math
 import signal
 import traceback
@@ -82,7 +83,7 @@ def clear_errors(config: ConfigDict):
     """Turns what the device says into one line that names the remedy.
 
     Raises:
-      UserError: device or host are out of memory, or `debug_nans` found an operation.
+      UserError: device, host or disk are full, or `debug_nans` found an operation.
     """
     try:
         yield
@@ -94,6 +95,12 @@ def clear_errors(config: ConfigDict):
         raise UserError(
             f"debug_nans: {what} at {ours[-1].filename}:{ours[-1].lineno} "
             f"({ours[-1].line}): lower optim.rate or set optim.clip_norm"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(
+            f"the workdir cannot be written ({error}): free space, then start again"
         ) from error
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         text = " ".join(str(error).split())
