@@ -171,7 +171,10 @@ def _run_config_file(path: pathlib.Path, arg: str | None) -> ConfigDict:
     sys.path.insert(0, root)
     try:
         spec.loader.exec_module(module)
-        return ConfigDict(module.get_config(arg))
+        config = module.get_config(arg)
+        if not isinstance(config, ConfigDict):
+            raise TypeError(f"get_config returned {config!r}")
+        return config
     except UserError:
         raise
     except Exception as error:  # It is the user's code: it may raise anything.

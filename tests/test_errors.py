@@ -1,0 +1,576 @@
+"""What a user can get wrong ends with exit code 2 and one line that says what to do.
+
+Every case is a process, started as users start it.
+"""
+
+import io
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.weights import workdir as workdirs
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# 27,005 parameters: a checkpoint takes about a megabyte.
+RECIPE = """
+from ml_collections import ConfigDict
+
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.name, c.seed, c.total_steps, c.batch_size = "tiny", 3, 6, 8
+    c.data = dict(name="made", classes=5, image_size=(8, 12))
+    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=1_000)
+    c.optim = dict(rate=0.01)
+    c.evals = dict(val="val")
+    c.every = dict(log=2, checkpoint=3)
+    return c
+"""
+
+# Limits a resource of this process, then becomes the program.
+LIMITED = (
+    "import os, resource, sys\n"
+    "name, size = sys.argv[1:3]\n"
+    "resource.setrlimit(getattr(resource, name), (int(size), int(size)))\n"
+    "os.execv(sys.executable, [sys.executable, *sys.argv[3:]])"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Returns a folder that holds the recipe, tiny.py."""
+    folder = tmp_path_factory.mktemp("errors")
+    (folder / "tiny.py").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(place):
+    """Starts a training run of the recipe: words of the command line -> its end."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        # The runs share what they compile.
+        "JAX_COMPILATION_CACHE_DIR": str(place / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+    def run(*words, limit=None, **more_environment):
+        if not any(str(word).startswith("--config=") for word in words):
+            words = (f"--config={place / 'tiny.py'}", *words)
+        command = ["-m", "vit_jax.train", *map(str, words)]
+        if limit:
+            pytest.importorskip("resource")
+            command = ["-c", LIMITED, *map(str, limit), *command]
+        return subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment | more_environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def refused(start):
+    """Starts a run that must be refused and returns its one line."""
+
+    def run(*words, **options):
+        end = start(*words, **options)
+        assert (end.returncode, end.stderr.count("\n")) == (2, 1), end.stderr
+        assert end.stderr.startswith("error: ")
+        assert "Traceback" not in end.stderr + end.stdout
+        return end.stderr
+
+    return run
+
+
+def says(line, *parts):
+    """Checks that the line names every one of the parts."""
+    assert [part for part in map(str, parts) if part not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        pytest.param(
+            ["--config.optim.rte=1"],
+            ["unknown config key optim.rte", "nearest known key is optim.rate"],
+            id="unknown config key",
+        ),
+        pytest.param(
+            ["--config.optim.momentum=0.9"],
+            ["optim.momentum", "only with optim.name=sgd"],
+            id="config key of another choice",
+        ),
+        pytest.param(
+            ["--config.optim.rate=fast"],
+            ["optim.rate='fast'", "is str", "takes float"],
+            id="config value of the wrong type",
+        ),
+        pytest.param(
+            ["--config.data.image_size=(8,12.5)"],
+            ["data.image_size[1]=12.5", "is float", "takes int"],
+            id="config value with an element of the wrong type",
+        ),
+        pytest.param(
+            ["--config.optim.name=adamw"],
+            ["optim.name='adamw'", "adam, sgd"],
+            id="config value that is no choice",
+        ),
+        pytest.param(
+            ["--config.model.dropout=1.5"],
+            ["model.dropout=1.5", "below 1"],
+            id="config value out of its bounds",
+        ),
+        pytest.param(
+            ["--config.total_steps"],
+            ["--config.total_steps has no value", "--help"],
+            id="config key without a value",
+        ),
+        pytest.param(
+            ["--config=configs/digits.py:quik"],
+            ["config argument 'quik'", "it takes quick"],
+            id="config argument that does not exist",
+        ),
+        pytest.param(
+            ["--config=configs/digit.py"],
+            ["config file configs/digit.py not found", "digits.py"],
+            id="config file that does not exist",
+        ),
+        pytest.param(
+            ["--config=configs/digits_finetune.py"],
+            ["init='?'", "configs/digits_finetune.py", "--config.init", ".npz"],
+            id="fine-tuning config whose init is not stated",
+        ),
+        pytest.param(
+            ["--workdri=w"], ["unrecognized", "--workdri=w", "--help"], id="bad flag"
+        ),
+    ],
+)
+def test_command_line_is_refused_at_once_for_an(refused, words, parts):
+    says(refused(*words), *parts)
+
+
+def test_command_line_without_a_config_is_refused(start):
+    end = subprocess.run(
+        [sys.executable, "-m", "vit_jax.train"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert end.returncode == 2
+    assert re.fullmatch(r"error: .*required: --config; --help.*\n", end.stderr)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def get_config(arg=None) return 1", "SyntaxError"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("c = 1", "has no attribute 'get_config'"),
+        ("def get_config(arg=None): return None", "TypeError"),
+    ],
+)
+def test_config_file_that_does_not_run_is_refused(refused, tmp_path, text, what):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    says(refused(f"--config={path}"), path, what, "get_config(arg=None)", "--debug")
+
+
+def test_debug_gives_the_traceback_as_well(start):
+    end = start("--config.optim.rte=1", "--debug")
+    assert end.returncode == 2
+    assert end.stderr.startswith("Traceback (most recent call last):\n")
+    assert end.stderr.splitlines()[-1].startswith("error: unknown config key optim.rte")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        pytest.param(
+            ["--config.data.image_size=(8,13)"],
+            ["image width 13", "patch 4", "data.image_size", "such as 12"],
+            id="image size that the patch does not divide",
+        ),
+        pytest.param(
+            ["--config.model.heads=5"],
+            ["width 12", "5 heads", "model.heads"],
+            id="width that the heads do not divide",
+        ),
+        pytest.param(
+            ["--config.data.ops=fliip"],
+            ["data.ops='fliip'", "unknown operation 'fliip'", "flip,"],
+            id="unknown transform",
+        ),
+        pytest.param(
+            ["--config.data.ops=random_crop(8 | flip"],
+            ["cannot read 'random_crop(8'", "'inception_crop(224) | flip'"],
+            id="transform that cannot be read",
+        ),
+        pytest.param(
+            ["--config.optim.weight_decay=0.1", "--config.optim.decay_mask=/kernl$"],
+            ["optim.decay_mask", "'/kernl$'", "none of the 24 parameters", "such as"],
+            id="decay mask that matches nothing",
+        ),
+        pytest.param(
+            ["--config.data.name=digits", "--config.data.split=trian"],
+            ["'trian'", "digits", "it has test, train"],
+            id="split that does not exist",
+        ),
+        pytest.param(
+            ["--config.data.name=digits", "--config.data.split=train[:9%"],
+            ["'train[:9%'", "train[:90%]"],
+            id="split that cannot be read",
+        ),
+        pytest.param(
+            ["--config.data.name=digits", "--config.evals.val=test"],
+            ["data.classes=5", "digits has 10 classes", "--config.data.classes=10"],
+            id="number of classes that is not that of the data set",
+        ),
+        pytest.param(
+            ["--config.mesh.data=3"],
+            ["'data': 3", "1 devices", "-1"],
+            id="mesh of more devices than there are",
+        ),
+        pytest.param(
+            ["--config.epochs=1"],
+            ["total_steps=6", "epochs=1.0", "exactly one"],
+            id="length stated twice",
+        ),
+    ],
+)
+def test_run_is_refused_before_it_computes_for_an(refused, tmp_path, words, parts):
+    says(refused(f"--workdir={tmp_path / 'run'}", *words), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_batch_that_the_devices_do_not_divide_is_refused(refused, tmp_path):
+    line = refused(
+        f"--workdir={tmp_path}",
+        "--config.batch_size=12",
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )
+    says(line, "batch_size=12", "8 devices", "set it to a multiple of 8")
+
+
+def test_half_set_variables_of_several_processes_are_refused(refused, tmp_path):
+    some = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2"}
+    line = refused(f"--workdir={tmp_path}", **some)
+    says(line, *some, "not JAX_PROCESS_ID", "all three, or none")
+
+
+def test_number_of_a_process_that_is_none_is_refused(refused, tmp_path):
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    values = dict(zip(names, ("localhost:1", "2", "2"), strict=True))
+    line = refused(f"--workdir={tmp_path}", **values)
+    says(line, "JAX_NUM_PROCESSES='2'", "JAX_PROCESS_ID='2'", "from 0 to one less")
+
+
+# Data sets.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Returns an image folder of 5 classes, and the words that choose it."""
+    rng = np.random.default_rng(0)
+    for split, count in {"train": 6, "val": 2}.items():
+        for name in "abcde":
+            where = tmp_path / "images" / split / name
+            where.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (8, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(where / f"{i}.png")
+    return tmp_path / "images"
+
+
+def of_folder(folder, run):
+    data = ("--config.data.name=folder", f"--config.data.data_dir={folder}")
+    return (*data, f"--workdir={run}")
+
+
+def test_image_folder_that_does_not_exist_is_named(refused, tmp_path):
+    line = refused(*of_folder(tmp_path / "absent", tmp_path / "run"))
+    says(line, f"data.data_dir='{tmp_path / 'absent'}'", "data_dir/<split>/<class>")
+
+
+def test_split_that_an_image_folder_lacks_is_named(refused, folder, tmp_path):
+    words = of_folder(folder, tmp_path / "run")
+    line = refused(*words, "--config.data.split=training")
+    says(line, "'training'", folder / "training", "has train, val")
+
+
+def test_empty_class_folder_is_named(refused, folder, tmp_path):
+    for path in (folder / "train" / "c").iterdir():
+        path.unlink()
+    line = refused(*of_folder(folder, tmp_path / "run"))
+    says(line, folder / "train" / "c", "has no images", "add some or remove")
+
+
+def test_damaged_image_is_named_or_skipped_and_counted(
+    start, refused, folder, tmp_path
+):
+    damaged = folder / "train" / "b" / "2.png"
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    words = of_folder(folder, tmp_path / "run")
+    says(refused(*words), damaged, "--config.data.on_error=skip")
+
+    end = start(*words, "--config.data.on_error=skip")
+    assert (end.returncode, end.stderr) == (0, "")
+    count = json.loads((tmp_path / "run" / "report.json").read_text())["skipped_images"]
+    assert count >= 1
+    assert f"skipped damaged images {count} times" in end.stdout
+
+
+@pytest.fixture(scope="module")
+def prepared(place):
+    """Prepares a TFDS set of 8 labels, and returns the words that choose it."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    class TinySet(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path = place
+
+        def _info(self):
+            features = {
+                "picture": tfds.features.Image(shape=(8, 12, 3)),
+                "label": tfds.features.Scalar(np.int64),
+            }
+            features = tfds.features.FeaturesDict(features)
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            for i in range(16):
+                stream = io.BytesIO()
+                Image.fromarray(np.full((8, 12, 3), i, np.uint8)).save(stream, "PNG")
+                stream.seek(0)
+                yield i, {"picture": stream, "label": i % 8}
+
+    where = place / "tfds"
+    TinySet(data_dir=where, file_format="array_record").download_and_prepare()
+    return (
+        "--config.data.name=tiny_set",
+        f"--config.data.data_dir={where}",
+        "--config.data.image_key=picture",
+        "--config.evals.val=train",
+    )
+
+
+def test_tfds_set_that_is_not_there_says_where_and_how_to_prepare_it(refused, tmp_path):
+    words = ("--config.data.name=cifar10", f"--config.data.data_dir={tmp_path}")
+    line = refused(f"--workdir={tmp_path / 'run'}", *words)
+    build = f"tfds build cifar10 --file_format=array_record --data_dir={tmp_path}"
+    says(line, "data.name='cifar10'", f"set in {tmp_path} ", build)
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        pytest.param(
+            "--config.data.image_key=image",
+            ["data.image_key='image'", "it has label, picture"],
+            id="field",
+        ),
+        pytest.param(
+            "--config.data.split=test",
+            ["'test'", "tiny_set", "it has train"],
+            id="split",
+        ),
+    ],
+)
+def test_tfds_set_tells_what_it_has_instead_of_a(
+    refused, prepared, tmp_path, word, parts
+):
+    says(refused(*prepared, word, f"--workdir={tmp_path / 'run'}"), *parts)
+
+
+def test_label_out_of_range_is_named_with_its_record(refused, prepared, tmp_path):
+    line = refused(*prepared, f"--workdir={tmp_path / 'run'}")
+    assert re.search(r"tiny_set train record \d+ has label [567], but", line)
+    says(line, "data.classes=5", "0 to 4", "--config.data.classes")
+
+
+# Workdirs and checkpoints.
+
+
+@pytest.fixture(scope="module")
+def finished(start, place):
+    """Returns the workdir of a finished run: checkpoints at 3 and 6."""
+    end = start(f"--workdir={place / 'finished'}")
+    assert (end.returncode, end.stderr) == (0, "")
+    return place / "finished"
+
+
+@pytest.fixture
+def halfway(finished, tmp_path):
+    """Copies a run as it was after its first checkpoint, of step 3 of 6."""
+
+    def copy(name):
+        shutil.copytree(finished, tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "6")
+        (tmp_path / name / "report.json").unlink()
+        return tmp_path / name
+
+    return copy
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a file system of its own; skips where that is not permitted."""
+    mounted = []
+
+    def mount(name, options):
+        where = tmp_path / name
+        where.mkdir(exist_ok=True)
+        again = "remount," if where in mounted else ""
+        command = ["mount", "-t", "tmpfs", "-o", again + options, "tmpfs", where]
+        if sys.platform != "linux" or subprocess.run(command, check=False).returncode:
+            pytest.skip("this user may not mount a file system")
+        mounted.append(where)
+        return where
+
+    yield mount
+    for where in set(mounted):
+        subprocess.run(["umount", where], check=True)
+
+
+def sha256_of(run):
+    return json.loads((run / "report.json").read_text())["params_sha256"]
+
+
+def test_workdir_of_another_config_is_refused_with_the_difference(refused, finished):
+    line = refused(f"--workdir={finished}", "--config.seed=4")
+    says(line, finished, "seed: 3 -> 4", "another --workdir")
+
+
+def test_workdir_that_is_a_file_is_refused(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        line = refused(f"--workdir={path}")
+        says(line, f"--workdir={path}", "is a file", "choose another --workdir")
+
+
+def test_workdir_that_cannot_be_written_is_refused(refused, request, tmp_path):
+    if os.geteuid() == 0:  # Root writes everywhere but to a read-only file system.
+        where = request.getfixturevalue("disk")("sealed", "size=99k,ro")
+    else:
+        where = tmp_path / "sealed"
+        where.mkdir(mode=0o555)
+    line = refused(f"--workdir={where / 'run'}")
+    says(line, f"{where} cannot be written", "choose another --workdir")
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_init_without_anything_to_load_is_refused(refused, tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    line = refused(f"--workdir={tmp_path / 'run'}", f"--config.init={tmp_path / name}")
+    says(line, tmp_path / name, "give the workdir of a")
+
+
+def test_init_of_another_shape_is_refused_with_both_shapes(refused, finished, tmp_path):
+    line = refused(
+        f"--workdir={tmp_path}",
+        f"--config.init={finished}",
+        "--config.init_head=keep",
+        "--config.model.width=24",
+    )
+    says(line, "does not fit the model", "Transformer/encoder_norm/bias is (12,)", "24")
+
+
+def test_init_from_a_damaged_npz_is_refused(refused, tmp_path):
+    whole, damaged = tmp_path / "whole.npz", tmp_path / "damaged.npz"
+    np.savez(whole, **{"head/kernel": np.zeros((50, 50)), "head/bias": np.ones(50)})
+    data = bytearray(whole.read_bytes())
+    for damage in (data[:5000], data[:5000] + bytes([255] * 50) + data[5050:], b"PK"):
+        damaged.write_bytes(damage)
+        line = refused(f"--workdir={tmp_path / 'run'}", f"--config.init={damaged}")
+        says(line, damaged, "is not a readable .npz checkpoint")
+
+
+def test_save_that_fails_midway_leaves_the_checkpoint_before_it(
+    start, refused, halfway, finished
+):
+    run = halfway("run")
+    line = refused(f"--workdir={run}", limit=("RLIMIT_FSIZE", 200_000))
+    says(line, "could not be saved", run, "File too large", "step 3 is safe", "free sp")
+    assert workdirs.load(run).step == 3
+
+    end = start(f"--workdir={run}")
+    assert (end.returncode, end.stderr) == (0, "")
+    assert f"resume: step 3 of {run}" in end.stdout
+    assert sha256_of(run) == sha256_of(finished)
+
+
+def test_disk_that_is_too_small_leaves_the_checkpoint_before_it(
+    start, refused, halfway, finished, disk
+):
+    run = halfway("run")
+    used = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+    where = disk("disk", f"size={used + 250_000}")
+    shutil.copytree(run, where / "run")
+    line = refused(f"--workdir={where / 'run'}")
+    says(line, "not enough disk", "it takes 0.4", where, "step 3 is safe", "keep.la")
+    assert workdirs.load(where / "run").step == 3
+
+    disk("disk", "size=9m")
+    end = start(f"--workdir={where / 'run'}")
+    assert (end.returncode, end.stderr) == (0, "")
+    assert sha256_of(where / "run") == sha256_of(finished)
+
+
+# Memory and numbers.
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        pytest.param("--config.model.mlp_dim=2000000000", "now 8", id="device"),
+        pytest.param("--config.batch_size=1000000000000", "lower batch", id="host"),
+    ],
+)
+def test_lack_of_memory_names_what_to_lower_on_the(refused, tmp_path, word, part):
+    # The limit of 69 GB is not filled: one array of 96 GB or 8 TB is refused.
+    limit = ("RLIMIT_AS", 2**36)
+    line = refused(f"--workdir={tmp_path}", word, limit=limit)
+    says(line, "out of memory", "batch_size", "optim.accumulate", "image_size", part)
+
+
+DIVERGES = (
+    "--config.optim.name=sgd",
+    "--config.optim.rate=1e18",
+    "--config.every.checkpoint=1",
+)
+
+
+def test_number_that_is_not_finite_ends_the_run_before_it_is_saved(refused, tmp_path):
+    line = refused(f"--workdir={tmp_path}", *DIVERGES)
+    says(line, "stopped at step 2", "param_norm=inf", "checkpoint of step 1", "lower")
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    last = workdirs.load(tmp_path, average=False)
+    assert last.step == 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(last.params))
+
+
+def test_debug_nans_names_the_operation_and_its_line(refused, tmp_path):
+    line = refused(f"--workdir={tmp_path}", *DIVERGES, "--config.debug_nans=True")
+    assert re.search(r"debug_nans: .*\(inf\) encountered in \w+ at .*\.py:\d+ \(", line)
+    says(line, "lower optim.rate")
