@@ -4,6 +4,7 @@ Data:   `tfds build cifar10 --file_format=array_record`, or any TFDS preparation
         ArrayRecord; --config.data.data_dir= says where.
 Run:    python -m vit_jax.train --config=configs/cifar10.py --workdir=runs/cifar10
         (one GPU), or --config=configs/cifar10.py:size=small (a few CPU cores)
+Result: full: not run by us; small: docs/benchmarks.md has the curve
 """
 
 from ml_collections import ConfigDict
@@ -35,5 +36,5 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
 
     c.evals = dict(test="test")
-    c.every = dict(log=50, evaluate=391, checkpoint=391)  # Steps; 391 are an epoch.
+    c.every = dict(log=50, evaluate_epochs=1, checkpoint_epochs=1)
     return quick(c) if arg.quick else c

@@ -50,7 +50,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     size = arg.resolution or (518 if arg.model == "H/14" else 384)
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 0, steps, 512
-    c.init, c.init_head = "", "replace"
+    c.init, c.init_head = "?", "replace"
 
     c.data = dict(name=arg.dataset, split="train", classes=classes)
     c.evals = dict(test=test)

@@ -343,7 +343,7 @@ def prepared(place):
     """Prepares a TFDS set of 8 labels, and returns the words that choose it."""
     tfds = pytest.importorskip("tensorflow_datasets")
 
-    class TinySet(tfds.core.GeneratorBasedBuilder):
+    class LabelledSet(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.0.0")
         pkg_dir_path = place
 
@@ -366,9 +366,9 @@ def prepared(place):
                 yield i, {"picture": stream, "label": i % 8}
 
     where = place / "tfds"
-    TinySet(data_dir=where, file_format="array_record").download_and_prepare()
+    LabelledSet(data_dir=where, file_format="array_record").download_and_prepare()
     return (
-        "--config.data.name=tiny_set",
+        "--config.data.name=labelled_set",
         f"--config.data.data_dir={where}",
         "--config.data.image_key=picture",
         "--config.evals.val=train",
@@ -392,7 +392,7 @@ def test_tfds_set_that_is_not_there_says_where_and_how_to_prepare_it(refused, tm
         ),
         pytest.param(
             "--config.data.split=test",
-            ["'test'", "tiny_set", "it has train"],
+            ["'test'", "labelled_set", "it has train"],
             id="split",
         ),
     ],
@@ -405,7 +405,7 @@ def test_tfds_set_tells_what_it_has_instead_of_a(
 
 def test_label_out_of_range_is_named_with_its_record(refused, prepared, tmp_path):
     line = refused(*prepared, f"--workdir={tmp_path / 'run'}")
-    assert re.search(r"tiny_set train record \d+ has label [567], but", line)
+    assert re.search(r"labelled_set train record \d+ has label [567], but", line)
     says(line, "data.classes=5", "0 to 4", "--config.data.classes")
 
 

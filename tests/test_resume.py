@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -132,9 +133,9 @@ def test_killed_runs_end_as_the_undisturbed_one(config, undisturbed, tmp_path):
         ]
 
     assert metrics(undisturbed) == metrics(workdir)
-    # The whole state is the same, not only the parameters.
-    one, two = (workdirs.load(w, average=True).params for w in (undisturbed, workdir))
-    np.testing.assert_array_equal(one["head"]["kernel"], two["head"]["kernel"])
+    for average in (True, False):
+        one, two = (workdirs.load(w, average=average) for w in (undisturbed, workdir))
+        jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
 
 
 def test_sigterm_saves_exits_with_75_and_resumes(config, undisturbed, tmp_path):

@@ -41,7 +41,7 @@ def test_recipe_initialises(recipe):
     examples = config.data.examples or 10_000_000
     total = configuration.total_steps(config, examples)
     rate = optim.schedule(config, total, examples / config.batch_size)
-    tx = optim.optimizer(config, params, rate)
+    tx = optim.optimizer(config, params, rate, total, examples / config.batch_size)
     state = jax.eval_shape(lambda p: states.create(p, tx, config), params)
     assert (state.average is None) == (config.average.decay == 0)
     assert float(rate(total)) <= 1e-5 < config.optim.rate

@@ -11,6 +11,7 @@ import time
 
 import jax
 import numpy as np
+import pytest
 
 from vit_jax.weights import workdir as workdirs
 
@@ -29,7 +30,7 @@ def get_config(arg=None):
     # of the keys, which the softmax cancels).
     c.optim = dict(name="sgd", rate=0.1, accumulate=2)
     c.evals = dict(val="val")
-    c.every = dict(log=1, evaluate=4, checkpoint=3)
+    c.every = dict(log=1, evaluate=4, checkpoint=4)
     return c
 """
 
@@ -96,7 +97,16 @@ def test_two_hosts_train_to_the_parameters_of_one(tmp_path):
     config = tmp_path / "pair.py"
     config.write_text(CONFIG)
     finish(start(config, tmp_path / "one", hosts=1, devices=1))
+    # Ended after the evaluation of step 4, and gone on from the checkpoint there.
+    part = start(config, tmp_path / "two", 2, 3)
+    for line in part[0].stdout:
+        if "step 5/8" in line:
+            break
+    for process in part:
+        process.kill()
+        process.communicate()
     first, second = finish(start(config, tmp_path / "two", hosts=2, devices=3))
+    assert "resume: step 4 of" in first
     assert report(tmp_path / "two")["devices"] == 6
     assert_same(tmp_path / "one", tmp_path / "two")
     # Only the first process prints and writes.
@@ -109,6 +119,7 @@ def test_two_hosts_train_to_the_parameters_of_one(tmp_path):
     assert steps == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_host_ends_both_at_the_same_step_and_they_resume(tmp_path):
     config = tmp_path / "pair.py"
     config.write_text(CONFIG.replace("3, 8, 12", "3, 20_000, 12"))

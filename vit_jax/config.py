@@ -99,7 +99,7 @@ def steps(node: ConfigDict, name: str, total_steps: int, steps_per_epoch: float)
     """Returns a length in steps that `node` states as steps, epochs or a fraction.
 
     Args:
-      node: config section with `{name}_steps` and maybe `_epochs`, `_fraction`.
+      node: config section with `{name}_steps`, `{name}_epochs` and `{name}_fraction`.
       name: which length, for instance "warmup".
       total_steps: length of the run.
       steps_per_epoch: training examples by batch size.
@@ -107,12 +107,18 @@ def steps(node: ConfigDict, name: str, total_steps: int, steps_per_epoch: float)
     Raises:
       UserError: more than one of them is set.
     """
-    units = {"steps": 1, "epochs": steps_per_epoch, "fraction": total_steps}
-    given = {u: node.get(f"{name}_{u}", 0) for u in units if node.get(f"{name}_{u}", 0)}
+    units = {
+        f"{name}_steps": 1,
+        f"{name}_epochs": steps_per_epoch,
+        f"{name}_fraction": total_steps,
+    }
+    given = {key: node[key] for key in units if node.get(key, 0)}
     if len(given) > 1:
-        names = " and ".join(f"{name}_{u}={v}" for u, v in given.items())
-        raise UserError(f"config states {names}: keep one of them")
-    return sum(round(value * units[unit]) for unit, value in given.items())
+        stated = " and ".join(f"{key}={value}" for key, value in given.items())
+        raise UserError(
+            f"config states {stated}: keep one of them, set the others to 0"
+        )
+    return sum(max(1, round(value * units[key])) for key, value in given.items())
 
 
 def total_steps(config: ConfigDict, examples: int) -> int:
@@ -252,6 +258,7 @@ _AT_LEAST_1 = (
     "every.log",
     "keep.last",
     "optim.accumulate",
+    "optim.timescale",
 )
 _BELOW_1 = (
     "average.decay",

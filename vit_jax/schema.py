@@ -64,15 +64,20 @@ COMMON = {
         "clip_norm": 0.0,  # Largest global gradient norm; 0 is off.
         "accumulate": 1,  # Microbatches a step.
         "freeze": (),  # Regular expressions: parameters that do not move ...
-        "freeze_steps": 0,  # ... for this many steps; 0 is the whole run.
+        "freeze_steps": 0,  # ... for this long, one of three; 0 is the whole run.
+        "freeze_epochs": 0.0,
+        "freeze_fraction": 0.0,
     },
     "average": {
         "decay": 0.9999,  # Polyak averaging of the parameters; 0 is off.
     },
-    "every": {  # Steps.
+    "every": {  # Intervals in steps, and in epochs beside them; 0 is none.
         "log": 50,
-        "evaluate": 0,  # 0: only at the end.
+        "log_epochs": 0.0,
+        "evaluate": 0,  # The last step is evaluated and saved in any case.
+        "evaluate_epochs": 0.0,
         "checkpoint": 1_000,
+        "checkpoint_epochs": 0.0,
     },
     "keep": {
         "last": 2,  # This many newest checkpoints stay ...
@@ -83,7 +88,7 @@ COMMON = {
 }
 
 # Keys that exist only under one choice, so that a key nobody reads is found.
-_END = {"end_rate": 0.0}  # Rate at the last step.
+_END = {"end_rate": 0.0}  # Where the decay ends, one step after the last.
 CHOICES = {
     ("optim", "name"): {
         "adam": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
@@ -93,7 +98,12 @@ CHOICES = {
         "linear": _END,
         "cosine": _END,
         # peak / sqrt(1 + steps after warmup / timescale), at the end linearly to 0.
-        "rsqrt": {"timescale": 10_000, "cooldown_steps": 0},
+        "rsqrt": {
+            "timescale": 10_000,
+            "cooldown_steps": 0,
+            "cooldown_epochs": 0.0,
+            "cooldown_fraction": 0.0,
+        },
         "constant": {},
     },
     ("", "init_head"): {"replace": {}, "keep": {}},

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from vit_jax import cli
+from vit_jax.errors import UserError
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again.
 
@@ -23,7 +24,8 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.parallel import distributed
     from vit_jax.training import guards, loop
 
-    distributed.start()
+    if distributed.start() > 1 and not flags.workdir:
+        raise UserError("several processes need the same --workdir: state it")
     workdir = flags.workdir or new_workdir(config.name)
     try:
         loop.train(config, workdir)

@@ -114,7 +114,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
         model = models.create("B/4", classes=5, image_size=(8, 12), dtype=dtype, **TINY)
         params = trained_like(model.init(jax.random.key(0)))
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-        outs[dtype] = model.apply(params, images.astype(dtype))["logits"]
+        outs[dtype] = jax.jit(model.apply)(params, images.astype(dtype))["logits"]
         assert outs[dtype].dtype == jnp.float32
     # bfloat16 has 8 bits: one part in 256 an operation.
     np.testing.assert_allclose(outs["bfloat16"], outs["float32"], atol=0.15)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import struct
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from helpers import tiny_config
 from tensorboardX.proto import event_pb2
 
+from vit_jax.errors import UserError
 from vit_jax.training import loop
 from vit_jax.weights import workdir as workdirs
 
@@ -179,3 +181,62 @@ def _write_png(path, value):
     from PIL import Image
 
     Image.new("RGB", (12, 8), (value, 0, 255 - value)).save(path)
+
+
+def test_a_changed_data_set_is_refused_on_resume(base):
+    config, workdir, _ = base
+    changed = config.copy_and_resolve_references()
+    with changed.unlocked():
+        changed.data.examples = 21
+    with pytest.raises(UserError, match="another config .*data.examples: 20 -> 21"):
+        loop.train(changed, workdir)
+
+
+def test_a_finished_run_takes_further_evaluations(base, tmp_path):
+    config, workdir, report = base
+    copy = tmp_path / "copy"
+    shutil.copytree(workdir, copy)
+    more = config.copy_and_resolve_references()
+    with more.unlocked():
+        more.evals.more = "other"
+    final = loop.train(more, copy)["final"]
+    assert final["val"] == report["final"]["val"]
+    assert set(final) == {"val", "more"}
+    assert "more/raw/top1" in lines(copy)[-1]
+
+
+def test_a_run_that_lost_its_report_does_not_make_up_a_speed(base, tmp_path):
+    config, workdir, report = base
+    copy = tmp_path / "copy"
+    shutil.copytree(workdir, copy)
+    (copy / "report.json").unlink()
+    again = loop.train(config, copy)
+    assert again["images_per_second"] is None
+    assert again["final"] == report["final"]
+    assert again["params_sha256"] == report["params_sha256"]
+
+
+def test_a_folder_that_gained_images_is_refused_on_resume(tmp_path):
+    pictures = tmp_path / "pictures"
+    for split in ("train", "val"):
+        for name in "ab":
+            (pictures / split / name).mkdir(parents=True)
+            for i in range(4):
+                _write_png(pictures / split / name / f"{i}.png", value=20 * i)
+    config = tiny_config(
+        data={"name": "folder", "data_dir": str(pictures), "classes": 2, "examples": 0},
+        total_steps=1,
+    )
+    loop.train(config, tmp_path / "run")
+    _write_png(pictures / "train" / "a" / "new.png", value=9)
+    with pytest.raises(UserError, match="images were 8, now 9"):
+        loop.train(config, tmp_path / "run")
+
+
+def test_the_loop_stops_transfers_that_nobody_meant(tmp_path, monkeypatch):
+    def careless(step, values, checkpoints):
+        jax.numpy.sin(np.ones(3))  # Moves a host array to the device.
+
+    monkeypatch.setattr(loop.guards, "check_finite", careless)
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        loop.train(tiny_config(), tmp_path)

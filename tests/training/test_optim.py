@@ -81,7 +81,7 @@ def test_a_warmup_longer_than_the_run_is_refused():
 
 def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
     config = tiny_config(optim=options)
-    tx = optim.optimizer(config, params, lambda step: rate)
+    tx = optim.optimizer(config, params, lambda step: rate, 100, 7.0)
     state = tx.init(params)
     for _ in range(steps):
         updates, state = tx.update(grads, state, params)
@@ -136,6 +136,18 @@ def test_frozen_parameters_stay_and_do_not_count_for_clipping():
     assert not updates["embedding"]["bias"].any()
     expected = -PEAK * (1 / np.sqrt(10) + 0.1 * 2.0)
     assert updates["head"]["kernel"] == pytest.approx(expected)
+
+
+def test_what_thaws_under_adam_starts_at_the_rate():
+    options = {"name": "adam", "freeze": ("bias",), "freeze_steps": 200}
+    update_ = update(ONES, steps=201, **options)["embedding"]["bias"]
+    assert update_ == pytest.approx(-PEAK, rel=1e-3)
+
+
+def test_freezing_counts_epochs_as_well():
+    options = {"name": "sgd", "freeze": ("bias",), "freeze_epochs": 1.0}
+    assert not update(ONES, steps=7, **options)["embedding"]["bias"].any()
+    assert update(ONES, steps=8, **options)["embedding"]["bias"].all()
 
 
 def test_freezing_ends_after_its_steps():

@@ -31,7 +31,7 @@ def run(devices=1, accumulate=1, spec="flip | mixup(3.0)", dropout=0.0):
     )
     model = models.create(**config.model, classes=5, image_size=(8, 12), channels=3)
     tx = optim.optimizer(
-        config, jax.eval_shape(model.init, jax.random.key(0)), lambda step: 0.01
+        config, jax.eval_shape(model.init, jax.random.key(0)), lambda step: 0.01, 9, 9.0
     )
     state = jax.jit(
         lambda: states.create(states.init_params(model, 0), tx, config),

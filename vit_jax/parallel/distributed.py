@@ -1,6 +1,8 @@
 """Starting as one of several processes."""
 
+import importlib.util
 import os
+import pathlib
 
 import jax
 
@@ -9,12 +11,15 @@ from vit_jax.errors import UserError
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def start() -> None:
+def start() -> int:
     """Joins the other processes of the job, if there are any.
 
     A job of several processes is one on a TPU pod slice, under SLURM, or one that sets
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID. Anything else runs alone. Call before the first computation.
+
+    Returns:
+      The number of processes.
 
     Raises:
       UserError: only some of the three variables are set, or one is no such number.
@@ -38,10 +43,14 @@ def start() -> None:
         jax.distributed.initialize(address, int(count), int(process))
     elif _on_cluster():
         jax.distributed.initialize()
+    return jax.process_count()
 
 
 def _on_cluster() -> bool:
-    pod = len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
+    # The hosts of a TPU slice learn of each other from its metadata, through JAX.
+    chips = any(pathlib.Path("/dev").glob("accel[0-9]*"))
+    chips = chips or any(pathlib.Path("/dev/vfio").glob("[0-9]*"))
+    pod = chips and importlib.util.find_spec("libtpu") is not None
     # A SLURM step of several tasks; a batch script alone has no step.
     slurm = "SLURM_STEP_ID" in os.environ and int(
         os.environ.get("SLURM_STEP_NUM_TASKS", "1")

@@ -38,6 +38,7 @@ def commit() -> str | None:
         ).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", __file__)  # Not installed in another's.
         dirty = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
@@ -55,6 +56,22 @@ def write(workdir: str | os.PathLike, report: dict) -> None:
     replace_text(epath.Path(workdir) / FILE, json.dumps(report, indent=2) + "\n")
 
 
+def flatten(scores: dict) -> dict[str, float]:
+    """Names scores "evaluation/parameters/metric"."""
+    return {
+        f"{name}/{kind}/{metric}": value
+        for name, kinds in scores.items()
+        for kind, values in kinds.items()
+        for metric, value in values.items()
+    }
+
+
+def line(scores: dict) -> str:
+    """Puts the accuracies of all evaluations into one line."""
+    tops = {k: v for k, v in flatten(scores).items() if k.endswith("/top1")}
+    return "top-1: " + ", ".join(f"{k[:-5]} {v:.2%}" for k, v in tops.items())
+
+
 def table(report: dict) -> str:
     """Lays the report out for a terminal."""
     head = [
@@ -63,7 +80,7 @@ def table(report: dict) -> str:
         ("devices", f"{report['devices']} x {report['device_kind']}"),
         ("steps", report["steps"]),
         ("wall seconds", f"{report['wall_seconds']:.1f}"),
-        ("images/s", f"{report['images_per_second']:.0f}"),
+        ("images/s", _number(report["images_per_second"])),
         ("params sha256", report["params_sha256"]),
     ]
     lines = [f"{name:<14} {value}" for name, value in head]
@@ -74,3 +91,7 @@ def table(report: dict) -> str:
                 f"{name:<14} {kind:<10} {scores['top1']:>8.2%} {scores['loss']:>8.4f}"
             )
     return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "not measured in this start" if value is None else f"{value:.0f}"

@@ -22,20 +22,16 @@ class MetricWriter:
         self._lines = []
         self._path = epath.Path(workdir) / "metrics.jsonl"
         self._events = None
+        if step and self._path.exists():
+            lines = map(_parse, self._path.read_bytes().splitlines())
+            self._lines = [line for line in lines if line and line["step"] <= step]
         if not active:
             return
         epath.Path(workdir).mkdir(parents=True, exist_ok=True)
-        if step and self._path.exists():
-            self._lines = [
-                line
-                for line in map(_parse, self._path.read_text().splitlines())
-                if line
-            ]
-            self._lines = [line for line in self._lines if line["step"] <= step]
         self._rewrite()
         self._events = tensorboardX.SummaryWriter(
             str(epath.Path(workdir) / "tensorboard"),
-            purge_step=step + 1 if step else None,
+            purge_step=step + 1,
         )
 
     def has(self, step: int, part: str) -> bool:
@@ -87,9 +83,10 @@ def replace_text(path: epath.Path, text: str) -> None:
     new.replace(path)
 
 
-def _parse(line: str) -> dict | None:
+def _parse(line: bytes) -> dict | None:
     """Reads a line; a killed process may have left half of one."""
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:
+        values = json.loads(line)
+    except ValueError:
         return None
+    return values if isinstance(values, dict) and "step" in values else None

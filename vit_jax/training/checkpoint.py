@@ -7,11 +7,11 @@ import re
 import shutil
 
 import jax
-from etils import epath
 from ml_collections import ConfigDict
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import config as configuration
+from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
 from vit_jax.training.state import TrainState
 from vit_jax.weights import workdir as layout
@@ -29,19 +29,24 @@ class Checkpointer:
     Args:
       workdir: folder of the run.
       config: complete config; goes with every checkpoint.
-      class_names: in label order; goes with every checkpoint.
+      source: training split; its size and class names go with every checkpoint.
     """
 
     def __init__(
         self,
         workdir: str | os.PathLike,
         config: ConfigDict,
-        class_names: tuple[str, ...],
+        source: Source,
     ):
-        self._folder = epath.Path(workdir).resolve() / layout.FOLDER
-        self._config = configuration.to_json(config)
-        self._class_names = list(class_names)
+        self._workdir = workdir
+        self._folder = layout.absolute(workdir) / layout.FOLDER
+        self._about = {
+            "config": configuration.to_json(config),
+            "class_names": list(source.class_names),
+            "examples": len(source),
+        }
         self._saving = None
+        self._last = self.latest  # Finished or under way.
         logging.getLogger("absl").addFilter(_not_of_a_failed_save)
         keep = [_policies.LatestN(config.keep.last)]
         if config.keep.every:
@@ -57,22 +62,38 @@ class Checkpointer:
     @property
     def latest(self) -> int | None:
         """The newest finished step, or None."""
-        latest = self._orbax.latest
-        return None if latest is None else latest.step
+        # From the disk: Orbax counts a save as soon as it begins.
+        return max(layout.steps(self._workdir), default=None)
 
-    def restore(self, like: TrainState) -> tuple[TrainState, float]:
+    def restore(
+        self, shapes: TrainState, sharding: jax.sharding.Sharding
+    ) -> tuple[TrainState, float]:
         """Reads the latest checkpoint.
 
         Args:
-          like: shapes, types and shardings (`jax.ShapeDtypeStruct`) of the state.
+          shapes: the state as `jax.eval_shape` gives it.
+          sharding: of every array.
 
         Returns:
           The state, and the seconds that had been trained when it was saved.
+
+        Raises:
+          UserError: the data set has changed since then.
         """
-        tree = self._orbax.load(self.latest, _as_tree(like))
         stored = self._orbax.metadata(self.latest).custom_metadata
-        state = like.replace(**({"average": None} | tree))
-        return state, stored["seconds"]
+        for key, what in (("examples", "images"), ("class_names", "classes")):
+            if stored[key] != self._about[key]:
+                raise UserError(
+                    f"the training split has changed since {self._workdir} was begun: "
+                    f"{what} were {stored[key]}, now {self._about[key]}; restore the "
+                    "data, or begin anew in another --workdir with --config.init="
+                    f"{self._workdir}"
+                )
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+        )
+        tree = self._orbax.load(self.latest, _as_tree(like))
+        return shapes.replace(**({"average": None} | tree)), stored["seconds"]
 
     def save(self, step: int, state: TrainState, seconds: float) -> None:
         """Begins to save, after the previous save has ended.
@@ -86,18 +107,17 @@ class Checkpointer:
           UserError: there is not enough disk, before or while writing.
         """
         self.wait()
-        if step == self.latest:
+        if step == self._last:
             return
         self._check_disk(state)
-        about = {
-            "config": self._config,
-            "class_names": self._class_names,
-            "seconds": seconds,
-        }
         try:
             self._saving = self._orbax.save_async(
-                step, _as_tree(state), force=True, custom_metadata=about
+                step,
+                _as_tree(state),
+                force=True,
+                custom_metadata=self._about | {"seconds": seconds},
             )
+            self._last = step
         except OSError as error:
             raise self._failed(error) from error
 
@@ -157,8 +177,13 @@ class Checkpointer:
         )
 
     def _remedy(self) -> str:
-        last = f"step {self.latest} is" if self.latest else "no checkpoint is"
-        return f"{last} safe there: free space or lower keep.last, then start again"
+        return f"{self.safe()}: free space or lower keep.last, then start again"
+
+    def safe(self) -> str:
+        """Says which checkpoint is good, for a message."""
+        if self.latest is None:
+            return "no checkpoint was saved before"
+        return f"the checkpoint of step {self.latest} is safe in {self._workdir}"
 
 
 def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
@@ -206,6 +231,7 @@ _MAY_CHANGE = (
     "keep.",
     "mesh.",
     "evals.",
+    "optim.accumulate",
     "debug_nans",
     "init:",
     "data.data_dir",

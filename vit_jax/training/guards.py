@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from vit_jax.errors import UserError
+from vit_jax.training.checkpoint import Checkpointer
 
 
 class Preempted(Exception):
@@ -53,28 +54,27 @@ class Preemption:
         self._asked = True
 
 
-def check_finite(step: int, metrics: dict[str, float], last_good: int | None) -> None:
+def check_finite(
+    step: int, metrics: dict[str, float], checkpoints: Checkpointer
+) -> None:
     """Refuses to go on from numbers that are not finite.
 
     Args:
       step: whose metrics these are.
       metrics: of the step.
-      last_good: step of the latest checkpoint, or None.
+      checkpoints: of the run.
 
     Raises:
       UserError: naming the step, the metrics and the last good checkpoint.
     """
     bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     if bad:
-        good = (
-            f"the checkpoint of step {last_good} is the last good one"
-            if last_good
-            else "no checkpoint was saved before"
-        )
+        checkpoints.wait()  # The one under way is of finite numbers.
         what = ", ".join(f"{name}={value}" for name, value in bad.items())
         raise UserError(
-            f"training stopped at step {step}: {what}; {good}; lower optim.rate, set "
-            "optim.clip_norm, or set debug_nans=True to name the operation"
+            f"training stopped at step {step}: {what}; {checkpoints.safe()}; lower "
+            "optim.rate or set optim.clip_norm in another --workdir, or set "
+            "debug_nans=True here to name the operation"
         )
 
 

@@ -47,7 +47,8 @@ def schedule(config: ConfigDict, total_steps: int, steps_per_epoch: float) -> Sc
             peak, max(1, rest), alpha=optim.end_rate / peak
         )
     else:
-        decay = _rsqrt(peak, optim.timescale, optim.cooldown_steps, warmup, total_steps)
+        cooldown = configuration.steps(optim, "cooldown", total_steps, steps_per_epoch)
+        decay = _rsqrt(peak, optim.timescale, cooldown, warmup, total_steps)
     ramp = optax.linear_schedule(0.0, peak, max(1, warmup))
     return optax.join_schedules([ramp, decay], [warmup])
 
@@ -71,7 +72,11 @@ def _rsqrt(
 
 
 def optimizer(
-    config: ConfigDict, params: dict, rate: Schedule
+    config: ConfigDict,
+    params: dict,
+    rate: Schedule,
+    total_steps: int,
+    steps_per_epoch: float,
 ) -> optax.GradientTransformation:
     """Builds the optimiser.
 
@@ -79,6 +84,8 @@ def optimizer(
       config: complete config; `config.optim` is read.
       params: model parameters, as arrays or shapes; only their paths count.
       rate: from `schedule`.
+      total_steps: length of the run.
+      steps_per_epoch: training examples by batch size.
 
     Returns:
       optax transformation: clipping, Adam or momentum, weight decay that is decoupled
@@ -100,10 +107,13 @@ def optimizer(
         chain.append(optax.add_decayed_weights(optim.weight_decay, mask))
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.freeze:
-        # Gradients before, so that clipping and moments do not see them, and updates
-        # after, so that weight decay does not move them.
-        gate = _freeze(match(params, optim.freeze, "optim.freeze"), optim.freeze_steps)
-        chain = [gate, *chain, gate]
+        mask = match(params, optim.freeze, "optim.freeze")
+        until = configuration.steps(optim, "freeze", total_steps, steps_per_epoch)
+        # After the rest, so that weight decay does not move them either. What is frozen
+        # for good is hidden from clipping and moments too; what will move needs
+        # moments that are warm, or Adam's first free steps are several times too long.
+        gate = _freeze(mask, until)
+        chain = [*chain, gate] if until else [gate, *chain, gate]
     return optax.chain(*chain)
 
 

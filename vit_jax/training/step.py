@@ -45,8 +45,9 @@ def build(
     loss_fn = functools.partial(_loss, model, config)
 
     def train_step(state, batch):
-        images, labels = prepare(batch, ops, state.key, config)
-        key = jax.random.fold_in(state.key, state.step)
+        augment_key, dropout_key = jax.random.split(state.key)
+        images, labels = prepare(batch, ops, augment_key, config)
+        key = jax.random.fold_in(dropout_key, state.step)
         grads, scores = accumulate(
             loss_fn, state.params, images, labels, key, config.optim.accumulate
         )

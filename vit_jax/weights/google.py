@@ -3,8 +3,10 @@
 import os
 import re
 import zipfile
+import zlib
 
 import numpy as np
+from etils import epath
 from flax.traverse_util import unflatten_dict
 
 from vit_jax.errors import UserError
@@ -23,11 +25,11 @@ def load(path: str | os.PathLike) -> dict:
       UserError: the file is not an npz archive of plain arrays.
     """
     try:
-        with open(path, "rb") as stream:
+        with epath.Path(path).open("rb") as stream:
             if not zipfile.is_zipfile(stream):
                 raise ValueError("it is not a zip archive")
             flat = dict(np.load(stream, allow_pickle=False))
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is not a readable .npz checkpoint: {error}") from error
     linen = any("/LayerNorm_1/" in name for name in flat)
     return unflatten_dict(

@@ -18,6 +18,7 @@ def fit(
     grid: tuple[int, int],
     old_grid: tuple[int, int] | None = None,
     head: str = "replace",
+    head_bias: float = 0.0,
 ) -> tuple[dict, list[str]]:
     """Makes loaded parameters those of a model.
 
@@ -31,6 +32,7 @@ def fit(
       grid: the model's patches down and across.
       old_grid: those of the loaded position embeddings; a square if None.
       head: "replace" or "keep".
+      head_bias: initial bias of a replaced head.
 
     Returns:
       The fitted parameters and a line for each thing that was changed.
@@ -45,7 +47,8 @@ def fit(
         given = {k: v for k, v in given.items() if k[0] not in ("head", "pre_logits")}
         for key, value in wanted.items():
             if key[0] == "head":
-                given[key] = np.zeros(value.shape, value.dtype)
+                fill = head_bias if key[-1] == "bias" else 0.0
+                given[key] = np.full(value.shape, fill, value.dtype)
         notes.append("head: replaced by a linear layer of zeros")
 
     have, want = given.get(_POSITIONS), wanted.get(_POSITIONS)

@@ -34,7 +34,7 @@ class Checkpoint:
 
 def has_checkpoint(workdir: str | os.PathLike) -> bool:
     """Tells whether a folder is a workdir with at least one finished checkpoint."""
-    return bool(_steps(epath.Path(workdir)))
+    return bool(steps(workdir))
 
 
 def load(workdir: str | os.PathLike, *, average: bool = True) -> Checkpoint:
@@ -75,16 +75,22 @@ def load(workdir: str | os.PathLike, *, average: bool = True) -> Checkpoint:
 
 def read_config(workdir: str | os.PathLike) -> dict:
     """Returns the config of the newest checkpoint as plain dicts."""
-    return ocp.metadata(_newest(epath.Path(workdir))).custom_metadata["config"]
+    return ocp.metadata(_newest(workdir)).custom_metadata["config"]
 
 
-def _newest(workdir: epath.Path) -> epath.Path:
-    return workdir.resolve() / FOLDER / str(_steps(workdir)[-1])
-
-
-def _steps(workdir: epath.Path) -> list[int]:
+def steps(workdir: str | os.PathLike) -> list[int]:
     """Returns the steps that have a finished checkpoint, ascending."""
-    folder = workdir / FOLDER
+    folder = epath.Path(workdir) / FOLDER
     if not folder.is_dir():
         return []
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal())
+
+
+def absolute(workdir: str | os.PathLike) -> epath.Path:
+    """Returns the path that Orbax wants: absolute, or in a bucket as it is."""
+    path = epath.Path(workdir)
+    return path if "://" in str(workdir) else path.resolve()
+
+
+def _newest(workdir: str | os.PathLike) -> epath.Path:
+    return absolute(workdir) / FOLDER / str(steps(workdir)[-1])
