@@ -3,6 +3,7 @@
 Every case is a process, started as users start it.
 """
 
+import importlib.util
 import io
 import json
 import os
@@ -574,3 +575,10 @@ def test_debug_nans_names_the_operation_and_its_line(refused, tmp_path):
     line = refused(f"--workdir={tmp_path}", *DIVERGES, "--config.debug_nans=True")
     assert re.search(r"debug_nans: .*\(inf\) encountered in \w+ at .*\.py:\d+ \(", line)
     says(line, "lower optim.rate")
+
+
+def test_a_bucket_without_its_packages_says_what_to_install(refused):
+    if importlib.util.find_spec("gcsfs"):
+        pytest.skip("gcsfs is installed")
+    line = refused("--config=configs/digits.py", "--workdir=gs://bucket/run")
+    assert "pip install 'vit_jax[gcs]'" in line

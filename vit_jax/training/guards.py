@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import math
+import re
 import signal
 import traceback
 
@@ -95,6 +96,12 @@ def clear_errors(config: ConfigDict):
         raise UserError(
             f"debug_nans: {what} at {ours[-1].filename}:{ours[-1].lineno} "
             f"({ours[-1].line}): lower optim.rate or set optim.clip_norm"
+        ) from error
+    except ImportError as error:
+        if not re.search("gcsfs|google-cloud-storage|google.cloud", str(error)):
+            raise
+        raise UserError(
+            "paths in a bucket (gs://) need more packages: pip install 'vit_jax[gcs]'"
         ) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
