@@ -8,7 +8,6 @@ would read is an error.
 import ast
 import difflib
 import importlib.util
-import math
 import numbers
 import pathlib
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from vit_jax import bounds
 from vit_jax.errors import UserError
 from vit_jax.schema import CHOICES, COMMON
 
@@ -91,7 +91,7 @@ def complete(raw: Mapping | ConfigDict) -> ConfigDict:
             for key, default in defaults.items()
         }
     config = ConfigDict({**done.pop(""), **done}, convert_dict=True)
-    _check_values(config)
+    bounds.check(config, _flatten(config))
     return config.lock()
 
 
@@ -218,9 +218,9 @@ def _fit(name: str, value: object, default: object) -> object:
         return tuple(_fit(f"{name}[{i}]", item, one) for i, item in enumerate(value))
     if isinstance(default, tuple) and isinstance(value, str):
         return (value,)
-    if type(default) is float and _is_number(value, numbers.Real):
+    if type(default) is float and bounds.is_number(value, numbers.Real):
         return float(value)
-    if type(default) is int and _is_number(value, numbers.Integral):
+    if type(default) is int and bounds.is_number(value, numbers.Integral):
         return int(value)
     if type(value) is not type(default):
         raise UserError(
@@ -228,10 +228,6 @@ def _fit(name: str, value: object, default: object) -> object:
             f"but it takes {type(default).__name__} (as {default!r})"
         )
     return value
-
-
-def _is_number(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _unknown_key(name: str, known: Mapping[str, Mapping]) -> str:
@@ -246,67 +242,6 @@ def _unknown_key(name: str, known: Mapping[str, Mapping]) -> str:
             )
     nearest = difflib.get_close_matches(name, [n for n in names if n], 1, cutoff=0)
     return f"unknown config key {name}; the nearest known key is {nearest[0]}"
-
-
-# Numbers are finite and not negative; these have other bounds.
-_ANY_SIGN = ("mesh.data", "model.head_bias")
-_AT_LEAST_1 = (
-    "batch_size",
-    "data.classes",
-    "data.image_size",
-    "every.checkpoint",
-    "every.log",
-    "keep.last",
-    "optim.accumulate",
-    "optim.timescale",
-)
-_BELOW_1 = (
-    "average.decay",
-    "loss.label_smoothing",
-    "model.dropout",
-    "model.stochastic_depth",
-    "optim.b1",
-    "optim.b2",
-    "optim.momentum",
-)
-
-
-def _check_values(config: ConfigDict) -> None:
-    for name, value in _flatten(config).items():
-        for number in value if isinstance(value, tuple) else (value,):
-            if not _is_number(number, numbers.Real):
-                continue
-            least = 1 if name in _AT_LEAST_1 else 0
-            if not math.isfinite(number):
-                raise UserError(f"{name}={value} must be finite")
-            if name not in _ANY_SIGN and number < least:
-                raise UserError(f"{name}={value} must be at least {least}")
-            if name in _BELOW_1 and number >= 1:
-                raise UserError(f"{name}={value} must be below 1")
-    data = config.data
-    if config.seed >= 2**32:
-        raise UserError(f"seed={config.seed} must be below 2**32")
-    if data.channels not in (1, 3):
-        raise UserError(f"data.channels={data.channels} must be 1 (grey) or 3 (RGB)")
-    for name in ("mean", "std"):
-        if len(data[name]) not in (1, data.channels):
-            raise UserError(
-                f"data.{name}={data[name]} must have one number, or one for each of "
-                f"data.channels={data.channels}"
-            )
-    if not all(data.std):
-        raise UserError(
-            f"data.std={data.std} must not hold 0: images are divided by it"
-        )
-    if bool(config.optim.rate) == bool(config.optim.rate_per_256):
-        raise UserError(
-            f"config states optim.rate={config.optim.rate} and optim.rate_per_256="
-            f"{config.optim.rate_per_256}: set exactly one of them"
-        )
-    if len(config.data.image_size) != 2:
-        raise UserError(
-            f"data.image_size={config.data.image_size} is not (height, width)"
-        )
 
 
 def _flatten(tree: Mapping | ConfigDict, prefix: str = "") -> dict[str, object]:

@@ -1,0 +1,82 @@
+"""Bounds on the numbers of a config."""
+
+import math
+import numbers
+
+from ml_collections import ConfigDict
+
+from vit_jax.errors import UserError
+
+# Numbers are finite and not negative; these have other bounds.
+_ANY_SIGN = ("mesh.data", "model.head_bias")
+_AT_LEAST_1 = (
+    "batch_size",
+    "data.classes",
+    "data.image_size",
+    "every.checkpoint",
+    "every.log",
+    "keep.last",
+    "optim.accumulate",
+    "optim.timescale",
+)
+_BELOW_1 = (
+    "average.decay",
+    "loss.label_smoothing",
+    "model.dropout",
+    "model.stochastic_depth",
+    "optim.b1",
+    "optim.b2",
+    "optim.momentum",
+)
+
+
+def check(config: ConfigDict, flat: dict[str, object]) -> None:
+    """Refuses values that no run could use.
+
+    Args:
+      config: complete config.
+      flat: the same, dotted key to value.
+
+    Raises:
+      UserError: naming the key, the value and the bound.
+    """
+    for name, value in flat.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if not is_number(number, numbers.Real):
+                continue
+            least = 1 if name in _AT_LEAST_1 else 0
+            if not math.isfinite(number):
+                raise UserError(f"{name}={value} must be finite")
+            if name not in _ANY_SIGN and number < least:
+                raise UserError(f"{name}={value} must be at least {least}")
+            if name in _BELOW_1 and number >= 1:
+                raise UserError(f"{name}={value} must be below 1")
+    data = config.data
+    if config.seed >= 2**32:
+        raise UserError(f"seed={config.seed} must be below 2**32")
+    if data.channels not in (1, 3):
+        raise UserError(f"data.channels={data.channels} must be 1 (grey) or 3 (RGB)")
+    for name in ("mean", "std"):
+        if len(data[name]) not in (1, data.channels):
+            raise UserError(
+                f"data.{name}={data[name]} must have one number, or one for each of "
+                f"data.channels={data.channels}"
+            )
+    if not all(data.std):
+        raise UserError(
+            f"data.std={data.std} must not hold 0: images are divided by it"
+        )
+    if bool(config.optim.rate) == bool(config.optim.rate_per_256):
+        raise UserError(
+            f"config states optim.rate={config.optim.rate} and optim.rate_per_256="
+            f"{config.optim.rate_per_256}: set exactly one of them"
+        )
+    if len(config.data.image_size) != 2:
+        raise UserError(
+            f"data.image_size={config.data.image_size} is not (height, width)"
+        )
+
+
+def is_number(value: object, kind: type) -> bool:
+    """Tells whether a value is a number of a kind; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
