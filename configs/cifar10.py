@@ -4,7 +4,7 @@ Data:   `tfds build cifar10 --file_format=array_record`, or any TFDS preparation
         ArrayRecord; --config.data.data_dir= says where.
 Run:    python -m vit_jax.train --config=configs/cifar10.py --workdir=runs/cifar10
         (one GPU), or --config=configs/cifar10.py:size=small (a few CPU cores)
-Result: full: not run by us; small: docs/benchmarks.md has the curve
+Result: full: not run by us; small: 66.4 % top-1 after 12 epochs (docs/benchmarks.md)
 """
 
 from ml_collections import ConfigDict
