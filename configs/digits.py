@@ -1,7 +1,7 @@
 """A small ViT from scratch on scikit-learn's 1,797 handwritten digits.
 
 Run:    python -m vit_jax.train --config=configs/digits.py --workdir=runs/digits
-Result: 98.5 % top-1 on 355 test digits, mean of 3 seeds, 38 s on 2 CPU cores
+Result: 98.4 % top-1 on 355 test digits, mean of 3 seeds, 43 s on 2 CPU cores
 """
 
 from ml_collections import ConfigDict
@@ -15,7 +15,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
     c.name = "digits"
-    c.seed, c.epochs, c.batch_size = 0, 100, 64
+    c.seed, c.epochs, c.batch_size = 0, 150, 64
 
     c.data = dict(name="digits", split="train", classes=10, examples=1_442)
     c.data.image_size, c.data.channels = (8, 8), 1
@@ -27,5 +27,5 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
 
     c.evals = dict(test="test")
-    c.every = dict(log=100, evaluate=500, checkpoint=500)  # Steps.
+    c.every = dict(log=200, evaluate=500, checkpoint=500)  # Steps.
     return quick(c) if arg.quick else c

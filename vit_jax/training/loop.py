@@ -46,7 +46,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
 
 
 def _train(config, workdir, preemption) -> dict:
-    began = time.perf_counter()
+    began, commit = time.perf_counter(), result.commit()  # Of the code that runs.
     data, every = config.data, config.every
     first_process = jax.process_index() == 0
     jax.config.update("jax_debug_nans", config.debug_nans)
@@ -206,7 +206,7 @@ def _train(config, workdir, preemption) -> dict:
             skipped = int(multihost_utils.process_allgather(np.int32(skipped)).sum())
         report = {
             "config": config.name,
-            "commit": result.commit(),
+            "commit": commit,
             "devices": jax.device_count(),
             "device_kind": jax.devices()[0].device_kind,
             "steps": total,
