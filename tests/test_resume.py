@@ -157,6 +157,7 @@ def test_sigterm_saves_exits_with_75_and_resumes(config, undisturbed, tmp_path):
     assert report(workdir)["params_sha256"] == report(undisturbed)["params_sha256"]
 
 
+@pytest.mark.slow
 def test_sigterm_in_an_evaluation_is_heeded_and_the_evaluation_made_up_for(
     config, undisturbed, tmp_path
 ):
@@ -171,3 +172,17 @@ def test_sigterm_in_an_evaluation_is_heeded_and_the_evaluation_made_up_for(
     out = finish(start(config, workdir))
     assert "step 20/60  top-1" in out
     assert report(workdir)["params_sha256"] == report(undisturbed)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [2.0, 4.0, 8.0, 14.0])
+def test_sigterm_ends_the_digits_run_within_ten_seconds_at_any_time(tmp_path, delay):
+    process = start("configs/digits.py", tmp_path / "run")
+    time.sleep(delay)  # Data, compilation, the first steps or later ones.
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    out, _ = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 10
+    assert process.returncode in (75, -signal.SIGTERM), out
+    if delay > 10:
+        assert "is saved in" in out

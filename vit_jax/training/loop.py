@@ -130,12 +130,15 @@ def _train(config, workdir, preemption) -> dict:
 
         def leave(step):
             """Saves and ends, as SIGTERM asks."""
-            checkpoints.save(step, state, seconds())
-            checkpoints.wait()
+            if step > start:
+                checkpoints.save(step, state, seconds())
+                checkpoints.wait()
             writer.close()
+            saved = (
+                f"step {step} of {total} is saved" if step else "nothing to save yet"
+            )
             raise guards.Preempted(
-                f"SIGTERM: step {step} of {total} is saved in {workdir}; the same "
-                "command goes on from there"
+                f"SIGTERM: {saved} in {workdir}; the same command goes on from there"
             )
 
         def evaluate(step):
@@ -169,6 +172,8 @@ def _train(config, workdir, preemption) -> dict:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
+        if preemption.asked:  # Before the first step, which compiles, begins.
+            leave(start)
         waiting = None  # The last step and its metrics, while the device is at it.
         # debug_nans runs a failed step again, operation by operation, which transfers.
         guard = "allow" if config.debug_nans else "disallow"
