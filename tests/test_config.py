@@ -1,13 +1,14 @@
 """The schema of configs: defaults, checks, overrides and lengths."""
 
 import json
+import pathlib
 import re
 import textwrap
 
 import pytest
 from ml_collections import ConfigDict
 
-from vit_jax import config
+from vit_jax import config, schema
 from vit_jax.errors import UserError
 
 
@@ -238,3 +239,27 @@ def test_missing_config_file_is_named_with_those_that_exist(recipe):
         config.load(path)
     with pytest.raises(UserError, match="not found; nowhere/ has none"):
         config.load("nowhere/a.py")
+
+
+def test_every_key_of_the_schema_is_read_somewhere():
+    """Model keys are read as arguments by name, lengths through config.steps."""
+    root = pathlib.Path(config.__file__).parent
+    files = [p for p in root.rglob("*.py") if p.name not in ("schema.py", "bounds.py")]
+    code = "\n".join(path.read_text() for path in files)
+    unread = []
+    for section, keys in schema.COMMON.items():
+        options = [
+            o
+            for (s, _), all_ in schema.CHOICES.items()
+            if s == section
+            for o in all_.values()
+        ]
+        for key in {*keys, *(k for o in options for k in o)}:
+            length, _, unit = key.rpartition("_")
+            by_unit = unit in ("steps", "epochs", "fraction") and (
+                f'"{length}"' in code
+            )
+            direct = rf"\.{key}\b" if section != "model" else rf"\b{key}\b"
+            if not by_unit and not re.search(direct, code):
+                unread.append(f"{section}.{key}")
+    assert unread == []
