@@ -80,7 +80,8 @@ class Checkpointer:
         Raises:
           UserError: the data set has changed since then.
         """
-        stored = self._orbax.metadata(self.latest).custom_metadata
+        latest = self.latest  # Each look lists the folder.
+        stored = self._orbax.metadata(latest).custom_metadata
         for key, what in (("examples", "images"), ("class_names", "classes")):
             if stored[key] != self._about[key]:
                 raise UserError(
@@ -92,7 +93,7 @@ class Checkpointer:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
-        tree = self._orbax.load(self.latest, _as_tree(like))
+        tree = self._orbax.load(latest, _as_tree(like))
         return shapes.replace(**({"average": None} | tree)), stored["seconds"]
 
     def save(self, step: int, state: TrainState, seconds: float) -> None:
@@ -181,9 +182,10 @@ class Checkpointer:
 
     def safe(self) -> str:
         """Says which checkpoint is good, for a message."""
-        if self.latest is None:
+        latest = self.latest
+        if latest is None:
             return "no checkpoint was saved before"
-        return f"the checkpoint of step {self.latest} is safe in {self._workdir}"
+        return f"the checkpoint of step {latest} is safe in {self._workdir}"
 
 
 def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
