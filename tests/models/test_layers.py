@@ -4,17 +4,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.models import attention
-from vit_jax.models.layers import Block, SelfAttention
+from vit_jax.models.layers import Block, MultiHeadAttention
 
 B, N, M, H, K = 2, 5, 7, 3, 4  # Distinct, so that no swapped axis can pass.
 
 
 def test_self_attention_agrees_with_flax_on_the_same_parameters():
     x = jax.random.normal(jax.random.key(0), (B, N, H * K))
-    ours, reference = SelfAttention(heads=H), nn.MultiHeadDotProductAttention(H)
+    ours, reference = MultiHeadAttention(heads=H), nn.MultiHeadDotProductAttention(H)
     params = reference.init(jax.random.key(1), x, x)
     np.testing.assert_allclose(
-        ours.apply(params, x), reference.apply(params, x, x), rtol=1e-5, atol=1e-6
+        ours.apply(params, x, x), reference.apply(params, x, x), rtol=1e-5, atol=1e-6
     )
 
 

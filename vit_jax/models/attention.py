@@ -1,6 +1,6 @@
 """Scaled dot-product attention (arXiv:2010.11929, appendix A).
 
-Letters: B images, H heads, N query and M key tokens, K head width.
+Letters: B images, H heads, N query and M key tokens, K head width, R offsets.
 """
 
 import jax
@@ -12,15 +12,42 @@ def attend(
     query: Float[Array, "B H N K"],
     key: Float[Array, "B H M K"],
     value: Float[Array, "B H M K"],
+    relative: Float[Array, "H R K"] | None = None,
 ) -> Float[Array, "B H N K"]:
     """Mixes the values by the softmax of the scaled query-key products.
 
     Head-major operands, because the same einsum over token-major ones takes four
     times as long on CPU. The softmax is in float32 whatever the operands are.
+
+    Args:
+      query, key, value: of each head.
+      relative: a key for each offset of a query's place from a key's, from -(N - 1)
+        to N - 1; its products with the query are added to the logits (arXiv:2010.11929,
+        appendix D.4). Needs M = N.
+
+    Returns:
+      Mixed values.
     """
-    scale = query.shape[-1] ** -0.5
+    query = query * query.shape[-1] ** -0.5
     logits = jnp.einsum(
-        "bhnk,bhmk->bhnm", query * scale, key, preferred_element_type=jnp.float32
+        "bhnk,bhmk->bhnm", query, key, preferred_element_type=jnp.float32
     )
+    if relative is not None:
+        logits += _by_offset(
+            jnp.einsum(
+                "bhnk,hrk->bhnr", query, relative, preferred_element_type=jnp.float32
+            )
+        )
     weights = jax.nn.softmax(logits).astype(value.dtype)
     return jnp.einsum("bhnm,bhmk->bhnk", weights, value)
+
+
+def _by_offset(x: Float[Array, "B H N R"]) -> Float[Array, "B H N N"]:
+    """Picks entry n - m + N - 1 of row n for column m, without a gather.
+
+    In the reversed rows the entries wanted begin one place earlier in each row than in
+    the row before; one column more makes that the same place of rows one shorter.
+    """
+    B, H, N, R = x.shape
+    x = jnp.pad(x[..., ::-1], ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(B, H, -1)
+    return x[..., N - 1 : N - 1 + N * R].reshape(B, H, N, R)[..., :N]

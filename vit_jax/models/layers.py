@@ -16,8 +16,8 @@ _kernel_init = nn.initializers.xavier_uniform()
 _bias_init = nn.initializers.normal(1e-6)
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention.
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention of some tokens to others.
 
     Attributes:
       heads: number of heads; divides the width.
@@ -28,23 +28,36 @@ class SelfAttention(nn.Module):
     dtype: str = "float32"
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        """Attends from every token to every token."""
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        context: Float[Array, "B M D"],
+        relative: Float[Array, "H R K"] | None = None,
+    ) -> Float[Array, "B N D"]:
+        """Attends from every token of `x` to every token of `context`.
+
+        Args:
+          x: tokens that ask.
+          context: tokens that are looked at; `x` itself for self-attention.
+          relative: see attention.attend.
+
+        Returns:
+          What was found, for each token of `x`.
+        """
         D = x.shape[-1]
 
-        def project(name):
-            return nn.DenseGeneral(
+        def project(name, tokens):
+            y = nn.DenseGeneral(
                 (self.heads, D // self.heads),
                 kernel_init=_kernel_init,
                 dtype=self.dtype,
                 name=name,
-            )
+            )(tokens)
+            return jnp.swapaxes(y, 1, 2)  # Head-major: see attention.attend.
 
-        # Head-major operands: see attention.attend.
-        q, k, v = (
-            jnp.swapaxes(project(name)(x), 1, 2) for name in ("query", "key", "value")
-        )
-        y = jnp.swapaxes(attention.attend(q, k, v), 1, 2)
+        q = project("query", x)
+        k, v = project("key", context), project("value", context)
+        y = jnp.swapaxes(attention.attend(q, k, v, relative), 1, 2)
         return nn.DenseGeneral(
             D, axis=(-2, -1), kernel_init=_kernel_init, dtype=self.dtype, name="out"
         )(y)
@@ -95,7 +108,7 @@ class Block(nn.Module):
     """Pre-LayerNorm encoder block: attention, then MLP, each with a residual.
 
     Attributes:
-      heads, hidden, dropout, gelu, dtype: see SelfAttention and Mlp.
+      heads, hidden, dropout, gelu, dtype: see MultiHeadAttention and Mlp.
       drop_path: rate of stochastic depth (arXiv:1603.09382) of both branches.
       epsilon: of the LayerNorms.
     """
@@ -110,7 +123,11 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B N D"], *, train: bool = False
+        self,
+        x: Float[Array, "B N D"],
+        relative: Float[Array, "H R K"] | None = None,
+        *,
+        train: bool = False,
     ) -> Float[Array, "B N D"]:
         """Returns tokens of the same shape."""
 
@@ -124,9 +141,9 @@ class Block(nn.Module):
             )(y)
 
         y = norm("LayerNorm_0")(x)
-        y = SelfAttention(
+        y = MultiHeadAttention(
             self.heads, self.dtype, name="MultiHeadDotProductAttention_1"
-        )(y)
+        )(y, y, relative)
         y = nn.Dropout(self.dropout, deterministic=not train)(y)
         x = x + drop_path(y)
 
@@ -135,3 +152,56 @@ class Block(nn.Module):
             y, train=train
         )
         return x + drop_path(y)
+
+
+class MapHead(nn.Module):
+    """Multihead attention pooling (arXiv:2106.04560, section 3.2).
+
+    A learned probe attends to the tokens; an MLP with a residual follows.
+
+    Attributes:
+      heads, hidden, gelu, epsilon, dtype: see Block.
+    """
+
+    heads: int
+    hidden: int
+    gelu: str = "tanh"
+    epsilon: float = 1e-6
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
+        """Returns one vector an image."""
+        B, _, D = x.shape
+        probe = self.param("probe", _kernel_init, (1, 1, D), jnp.float32)
+        x = MultiHeadAttention(
+            self.heads, self.dtype, name="MultiHeadDotProductAttention_0"
+        )(jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D)), x)
+        y = nn.LayerNorm(epsilon=self.epsilon, dtype=self.dtype, name="LayerNorm_0")(x)
+        mlp = Mlp(self.hidden, gelu=self.gelu, dtype=self.dtype, name="MlpBlock_0")
+        return (x + mlp(y))[:, 0]
+
+
+def classify(
+    pre_logits: Float[Array, "*B D"], classes: int, bias: float, name: str = "head"
+) -> dict[str, Float[Array, "..."]]:
+    """Applies the linear classifier, which starts at zero; call it in a compact method.
+
+    Args:
+      pre_logits: features, float32.
+      classes: L; 0 is no classifier.
+      bias: its initial bias.
+      name: of its parameters.
+
+    Returns:
+      "pre_logits", and unless `classes` is 0 "logits" (*B, L).
+    """
+    outputs = {"pre_logits": pre_logits}
+    if classes:
+        outputs["logits"] = nn.Dense(
+            classes,
+            kernel_init=nn.initializers.zeros,
+            bias_init=nn.initializers.constant(bias),
+            name=name,
+        )(pre_logits)
+    return outputs

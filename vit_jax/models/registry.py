@@ -1,14 +1,15 @@
 """Models as plain functions: what the rest of the code sees of Flax."""
 
 import dataclasses
+import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import UserError
-from vit_jax.models import variants
-from vit_jax.models.vit import VisionTransformer
+from vit_jax.models import positions, variants, vit
+from vit_jax.models.resnet import ResNet
 
 Params = dict  # Nested: name to arrays or to further dicts.
 
@@ -19,18 +20,20 @@ class Model:
 
     Attributes:
       module: the Flax module; nothing outside this package uses it.
+      options: what `create` was given, defaults included.
       image_shape: (height, width, channels) of its input.
-      patch: side of a patch, in pixels.
+      patch: side of what becomes one token (or one of the last features), in pixels.
     """
 
     module: nn.Module
+    options: dict
     image_shape: tuple[int, int, int]
     patch: int
 
     @property
     def grid(self) -> tuple[int, int]:
         """Patches down and across."""
-        return self.image_shape[0] // self.patch, self.image_shape[1] // self.patch
+        return tuple(math.ceil(side / self.patch) for side in self.image_shape[:2])
 
     def init(self, key: jax.Array) -> Params:
         """Draws initial parameters, a nested dict of float32 arrays."""
@@ -54,38 +57,76 @@ class Model:
           key: of their draws; needed with `train`.
 
         Returns:
-          "logits" (batch, classes) and "pre_logits" (batch, width), float32.
+          "logits" (batch, classes), unless there are no classes, and "pre_logits"
+          (batch, width), float32.
         """
         rngs = {"dropout": key} if train else None
         return self.module.apply({"params": params}, images, train=train, rngs=rngs)
 
 
 def create(
-    variant: str, *, classes: int, image_size: tuple[int, int] = (224, 224), **options
+    variant: str,
+    *,
+    classes: int,
+    image_size: tuple[int, int] = (224, 224),
+    channels: int = 3,
+    **options,
 ) -> Model:
     """Builds a model by name.
 
     Args:
-      variant: such as "B/16".
-      classes: width of the classifier.
+      variant: such as "B/16", "R50+B/16" or "R50x1"; `variants.NAMES` has them all.
+      classes: width of the classifier; 0 is none.
       image_size: height and width of the input, in pixels.
-      **options: `channels` (3 unless given); `width`, `depth`, `heads` and `mlp_dim`,
-        which replace the variant's numbers unless 0; and the further attributes of
-        `vit_jax.models.vit.VisionTransformer`.
+      channels: of the input.
+      **options: `width`, `depth`, `heads` and `mlp_dim` of the encoder, `blocks` and
+        `stem_width` of the ResNet, which replace the variant's numbers unless 0 or
+        (); and the further attributes of `vit.VisionTransformer` or `resnet.ResNet`.
 
     Returns:
       The model.
 
     Raises:
-      UserError: unknown variant, an image side that is not a multiple of the patch,
-        or heads that do not divide the width.
+      UserError: unknown variant or option, an image side that is not a multiple of the
+        patch, or numbers that do not fit each other.
     """
-    size, patch = variants.parse(variant)
-    numbers = dataclasses.asdict(size)
+    parsed = variants.parse(variant)
+    numbers = {}
+    for part in filter(None, (parsed.size, parsed.resnet)):
+        numbers |= dataclasses.asdict(part)
     for name in numbers:
         numbers[name] = options.pop(name, 0) or numbers[name]
-    channels = options.pop("channels", 3)
+    if "blocks" in numbers:
+        numbers["blocks"] = tuple(numbers["blocks"])
+        _check_stem(**{k: numbers[k] for k in ("blocks", "stem_width")})
+    stride = 4 * 2 ** max(0, len(numbers["blocks"]) - 1) if parsed.resnet else 1
 
+    if parsed.size:
+        build = vit.VisionTransformer
+        numbers["patch"] = parsed.patch
+        _check_sides(variant, image_size, parsed.patch * stride)
+    else:
+        build = ResNet
+    module = _build(build, variant, {"classes": classes, **numbers, **options})
+    if parsed.size:
+        _check_encoder(module)
+    used = {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
+    used = {k: v for k, v in used.items() if k not in ("parent", "name", "patch")}
+    used |= {"variant": variant, "image_size": tuple(image_size), "channels": channels}
+    return Model(module, used, (*image_size, channels), parsed.patch * stride)
+
+
+def _build(build: type, variant: str, options: dict) -> nn.Module:
+    known = {f.name for f in dataclasses.fields(build)} - {"parent", "name"}
+    if unknown := sorted(options.keys() - known):
+        raise UserError(
+            f"model option {unknown[0]}={options[unknown[0]]!r} is not one of "
+            f"{variant}; it takes {', '.join(sorted(known - {'patch'}))}"
+        )
+    return build(**options)
+
+
+def _check_sides(variant: str, image_size: tuple[int, int], patch: int) -> None:
     for side, pixels in zip(("height", "width"), image_size, strict=True):
         if pixels % patch:
             raise UserError(
@@ -93,10 +134,47 @@ def create(
                 f"{variant}: set data.image_size to one, such as "
                 f"{max(1, round(pixels / patch)) * patch}"
             )
-    if numbers["width"] % numbers["heads"]:
+
+
+def _check_stem(blocks: tuple[int, ...], stem_width: int) -> None:
+    if any(count < 1 for count in blocks):
+        raise UserError(f"model.blocks={blocks} must be at least 1 unit a stage")
+    if stem_width % 32:
         raise UserError(
-            f"model width {numbers['width']} does not divide into "
-            f"{numbers['heads']} heads: change model.width or model.heads"
+            f"model.stem_width={stem_width} is not a multiple of the 32 groups of "
+            "GroupNorm: change model.stem_width"
         )
-    module = VisionTransformer(classes=classes, patch=patch, **numbers, **options)
-    return Model(module, (*image_size, channels), patch)
+
+
+def _check_encoder(module: vit.VisionTransformer) -> None:
+    """Raises UserError unless the options fit each other."""
+    for name, known in (
+        ("head", vit.HEADS),
+        ("posemb", positions.KINDS),
+        ("posemb_at", positions.PLACES),
+    ):
+        if getattr(module, name) not in known:
+            raise UserError(
+                f"model.{name}={getattr(module, name)!r} is not one of "
+                f"{', '.join(known)}"
+            )
+    if module.width % module.heads:
+        raise UserError(
+            f"model width {module.width} does not divide into "
+            f"{module.heads} heads: change model.width or model.heads"
+        )
+    if module.posemb in ("learned2d", "sincos2d") and module.width % 4:
+        raise UserError(
+            f"model width {module.width} is not a multiple of 4, as "
+            f"posemb={module.posemb} needs: change model.width or model.posemb"
+        )
+    if module.posemb == "relative" and module.posemb_at == "stem":
+        raise UserError(
+            "model.posemb_at='stem' has no meaning with posemb=relative, which acts in "
+            "the attention of each layer: set it to 'every' or 'shared'"
+        )
+    if module.distillation and module.head != "token":
+        raise UserError(
+            f"model.distillation=True needs head=token, not {module.head}: its token "
+            "stands beside the class token"
+        )

@@ -1,4 +1,4 @@
-"""The Vision Transformer (arXiv:2010.11929, section 3.1).
+"""The Vision Transformer (arXiv:2010.11929, section 3.1) and its hybrids.
 
 Parameters are named and shaped as in the published Google checkpoints.
 Letters: B images, Y by X pixels, C channels, N tokens, D model width, L classes.
@@ -8,18 +8,31 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from vit_jax.models.layers import Block
+from vit_jax.models import resnet
+from vit_jax.models.layers import Block, MapHead, classify
+from vit_jax.models.positions import AddPositions
+
+HEADS = ("token", "gap", "map", "none")
 
 
 class Encoder(nn.Module):
     """Position embeddings, the blocks and the final LayerNorm.
 
-    Attributes: as VisionTransformer.
+    Attributes:
+      grid: patches down and across.
+      extra: tokens in front of the patches.
+      final_norm: whether the LayerNorm after the last block is there.
+      others: as VisionTransformer.
     """
 
+    grid: tuple[int, int]
+    extra: int
+    final_norm: bool
     depth: int
     heads: int
     mlp_dim: int
+    posemb: str
+    posemb_at: str
     dropout: float
     stochastic_depth: float
     gelu: str
@@ -31,9 +44,19 @@ class Encoder(nn.Module):
         self, x: Float[Array, "B N D"], *, train: bool = False
     ) -> Float[Array, "B N D"]:
         """Returns the normalised tokens of the last block."""
-        x = AddPositionEmbedding(name="posembed_input")(x)
-        x = nn.Dropout(self.dropout, deterministic=not train)(x)
+
+        def positions(name):
+            return AddPositions(self.posemb, self.grid, self.extra, name=name)
+
+        if self.posemb_at != "every":
+            add = positions("posembed_input")
         for i in range(self.depth):
+            if self.posemb_at == "every":
+                add = positions(f"posembed_{i}")
+            if i == 0 or self.posemb_at != "stem":
+                x = add(x)
+            if i == 0:
+                x = nn.Dropout(self.dropout, deterministic=not train)(x)
             x = Block(
                 heads=self.heads,
                 hidden=self.mlp_dim,
@@ -43,38 +66,52 @@ class Encoder(nn.Module):
                 epsilon=self.epsilon,
                 dtype=self.dtype,
                 name=f"encoderblock_{i}",
-            )(x, train=train)
+            )(x, self._relative(x, i), train=train)
+        if not self.final_norm:
+            return x
         return nn.LayerNorm(
             epsilon=self.epsilon, dtype=self.dtype, name="encoder_norm"
         )(x)
 
-
-class AddPositionEmbedding(nn.Module):
-    """Adds one learned vector a position, the class token's included."""
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        """Returns tokens that know their place."""
+    def _relative(self, x, layer):
+        """Returns a layer's key for each offset of two tokens, if it has them."""
+        if self.posemb != "relative":
+            return None
+        name = "relative_embedding"
+        if self.posemb_at == "every":
+            name = f"{name}_{layer}"
+        elif layer:
+            return self.get_variable("params", name).astype(x.dtype)
         _, N, D = x.shape
-        embedding = self.param(
-            "pos_embedding", nn.initializers.normal(0.02), (1, N, D), jnp.float32
-        )
-        return x + embedding.astype(x.dtype)
+        shape = (self.heads, 2 * N - 1, D // self.heads)
+        init = nn.initializers.normal(0.02)
+        return self.param(name, init, shape, jnp.float32).astype(x.dtype)
 
 
 class VisionTransformer(nn.Module):
     """Image classifier.
 
     Attributes:
-      classes: L.
-      patch: side of the square patches, in pixels.
+      classes: L; 0 is no classifier.
+      patch: side of the square patches, in pixels or in features of the stem.
       width: D.
       depth: number of blocks.
       heads: attention heads a block.
       mlp_dim: hidden units of the MLPs.
-      head: what is classified: the "token" [class], or "gap", the mean of the patches.
+      blocks: units of each stage of the ResNet stem.
+      stem_width: features of the stem's root; 0 is no stem.
+      head: what is classified: the "token" [class], "gap", the mean of the patches,
+        "map", what attention pooling gives, or "none": every token by itself.
+      class_token: whether there is a class token although another head is chosen.
+      distillation: whether a second token has a second classifier; the logits are the
+        mean of both (DeiT, arXiv:2012.12877, section 4).
       representation: whether a tanh layer of width D stands before the classifier
         (the paper's pretraining head).
+      pooled_norm: whether the final LayerNorm comes after the pooling (timm's fc_norm).
+      posemb: kind of position embedding, see positions.AddPositions; "relative" puts
+        its keys into the attention.
+      posemb_at: where they act: at the "stem", at "every" layer, or "shared", the same
+        at every layer (arXiv:2010.11929, table 8). "relative" has no stem.
       dropout: rate after every dense layer but query, key, value (and the two of the
         head), and after adding the position embeddings.
       stochastic_depth: drop rate of the last block, falling linearly to 0 at the first.
@@ -90,8 +127,15 @@ class VisionTransformer(nn.Module):
     depth: int
     heads: int
     mlp_dim: int
+    blocks: tuple[int, ...] = ()
+    stem_width: int = 0
     head: str = "token"
+    class_token: bool = False
+    distillation: bool = False
     representation: bool = False
+    pooled_norm: bool = False
+    posemb: str = "learned"
+    posemb_at: str = "stem"
     dropout: float = 0.0
     stochastic_depth: float = 0.0
     head_bias: float = 0.0
@@ -110,9 +154,13 @@ class VisionTransformer(nn.Module):
           train: whether dropout and stochastic depth act (needs an rng "dropout").
 
         Returns:
-          "pre_logits" (B, D), the features that few-shot evaluation uses, and
-          "logits" (B, L), float32.
+          "pre_logits" (B, D), the features that few-shot evaluation uses (with
+          distillation the class token's), and "logits" (B, L), float32; with head
+          "none" (B, N, D) and (B, N, L).
         """
+        x = images
+        if self.stem_width:
+            x = resnet.stem(x, self.blocks, self.stem_width, self.dtype)
         x = nn.Conv(
             self.width,
             (self.patch, self.patch),
@@ -120,17 +168,24 @@ class VisionTransformer(nn.Module):
             padding="VALID",
             dtype=self.dtype,
             name="embedding",
-        )(images)
-        x = x.reshape(len(x), -1, self.width)
-        if self.head == "token":
-            token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
-            token = jnp.broadcast_to(token.astype(x.dtype), (len(x), 1, self.width))
-            x = jnp.concatenate([token, x], axis=1)
+        )(x)
+        B, *grid, D = x.shape
+        x = x.reshape(B, -1, D)
+        names = ["cls"] if self.head == "token" or self.class_token else []
+        names += ["dist"] if self.distillation else []
+        tokens = [self.param(n, nn.initializers.zeros, (1, 1, D)) for n in names]
+        tokens = [jnp.broadcast_to(t.astype(x.dtype), (B, 1, D)) for t in tokens]
+        x = jnp.concatenate([*tokens, x], axis=1)
 
         x = Encoder(
+            grid=tuple(grid),
+            extra=len(tokens),
+            final_norm=not self.pooled_norm,
             depth=self.depth,
             heads=self.heads,
             mlp_dim=self.mlp_dim,
+            posemb=self.posemb,
+            posemb_at=self.posemb_at,
             dropout=self.dropout,
             stochastic_depth=self.stochastic_depth,
             gelu=self.gelu,
@@ -138,15 +193,37 @@ class VisionTransformer(nn.Module):
             dtype=self.dtype,
             name="Transformer",
         )(x, train=train)
+        return self._classify(x, len(tokens))
 
-        x = x[:, 0] if self.head == "token" else x.mean(axis=1)
+    def _classify(self, x, extra):
+        if self.distillation:
+            x = self._features(x[:, :2])
+            outputs, other = (
+                classify(x[:, i], self.classes, self.head_bias, name)
+                for i, name in enumerate(("head", "head_dist"))
+            )
+            if self.classes:
+                outputs["logits"] = (outputs["logits"] + other["logits"]) / 2
+            return outputs
+        if self.head == "token":
+            x = x[:, 0]
+        elif self.head == "gap":
+            x = x[:, extra:].mean(axis=1)
+        elif self.head == "map":
+            x = MapHead(
+                self.heads,
+                self.mlp_dim,
+                self.gelu,
+                self.epsilon,
+                self.dtype,
+                name="MAPHead_0",
+            )(x)
+        return classify(self._features(x), self.classes, self.head_bias)
+
+    def _features(self, x):
+        """Returns what the classifier sees, float32."""
+        if self.pooled_norm:
+            x = nn.LayerNorm(epsilon=self.epsilon, dtype=self.dtype, name="fc_norm")(x)
         if self.representation:
             x = nn.tanh(nn.Dense(self.width, dtype=self.dtype, name="pre_logits")(x))
-        pre_logits = x.astype(jnp.float32)
-        logits = nn.Dense(
-            self.classes,
-            kernel_init=nn.initializers.zeros,
-            bias_init=nn.initializers.constant(self.head_bias),
-            name="head",
-        )(pre_logits)
-        return {"pre_logits": pre_logits, "logits": logits}
+        return x.astype(jnp.float32)

@@ -1,0 +1,254 @@
+"""ResNets: the BiT baselines, and the stem of the hybrids.
+
+Both have GroupNorm and standardised convolutions (BiT, arXiv:1912.11370, section 4.1),
+but they come from two codebases, and published weights need the exact constants of
+each. Parameters are named as in the published checkpoints of each.
+Letters: B images, Y by X pixels, C channels, L classes.
+"""
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.models.layers import classify
+
+_GROUPS = 32
+
+Features = Float[Array, "B Y X C"]
+
+
+class StdConv(nn.Module):
+    """Convolution without bias whose kernel is standardised over each output channel.
+
+    Attributes:
+      features: output channels.
+      kernel_size: side of the kernel, in pixels.
+      stride: step in pixels.
+      padding: pixels around, or "SAME".
+      epsilon: added to the variance, or to the deviation if `of_deviation`.
+      of_deviation: see epsilon.
+      dtype: of the computation.
+    """
+
+    features: int
+    kernel_size: int
+    stride: int = 1
+    padding: int | str = 0
+    epsilon: float = 1e-10
+    of_deviation: bool = False
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: Features) -> Float[Array, "..."]:
+        """Convolves."""
+        side = self.kernel_size
+        kernel = self.param(
+            "kernel",
+            nn.initializers.lecun_normal(),
+            (side, side, x.shape[-1], self.features),
+            jnp.float32,
+        )
+        kernel -= kernel.mean((0, 1, 2))
+        variance = jnp.square(kernel).mean((0, 1, 2))
+        if self.of_deviation:
+            kernel /= jnp.sqrt(variance) + self.epsilon
+        else:
+            kernel /= jnp.sqrt(variance + self.epsilon)
+        padding = self.padding
+        conv = nn.Conv(
+            self.features,
+            (side, side),
+            strides=self.stride,
+            padding=[(padding, padding)] * 2 if isinstance(padding, int) else padding,
+            use_bias=False,
+            dtype=self.dtype,
+            parent=None,
+        )
+        return conv.apply({"params": {"kernel": kernel}}, x)
+
+
+def _norm(name: str, epsilon: float, dtype: str, **kwargs) -> nn.GroupNorm:
+    # The exact variance: the fast one, E[x^2] - E[x]^2, loses digits.
+    return nn.GroupNorm(
+        _GROUPS,
+        epsilon=epsilon,
+        use_fast_variance=False,
+        dtype=dtype,
+        name=name,
+        **kwargs,
+    )
+
+
+class PreActivationUnit(nn.Module):
+    """Bottleneck unit of BiT: GroupNorm and ReLU before each convolution.
+
+    Attributes:
+      features: of the bottleneck; a quarter of the output's.
+      stride: of the 3x3 convolution and the projection.
+      dtype: of the computation.
+    """
+
+    features: int
+    stride: int = 1
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: Features) -> Float[Array, "..."]:
+        """Returns features at 1 / stride of the resolution."""
+        conv = functools.partial(StdConv, dtype=self.dtype)
+        norm = functools.partial(_norm, epsilon=1e-5, dtype=self.dtype)
+
+        y = nn.relu(norm("gn1")(x))
+        if x.shape[-1] != 4 * self.features or self.stride != 1:
+            x = conv(4 * self.features, 1, self.stride, name="conv_proj")(y)
+        y = conv(self.features, 1, name="conv1")(y)
+        y = nn.relu(norm("gn2")(y))
+        y = conv(self.features, 3, self.stride, padding=1, name="conv2")(y)
+        y = nn.relu(norm("gn3")(y))
+        return x + conv(4 * self.features, 1, name="conv3")(y)
+
+
+class Root(nn.Module):
+    """First convolution and pooling of BiT.
+
+    Attributes:
+      features: output channels.
+      dtype: of the computation.
+    """
+
+    features: int
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, images: Features) -> Float[Array, "..."]:
+        """Returns features at a quarter of the resolution."""
+        x = StdConv(self.features, 7, 2, 3, dtype=self.dtype, name="conv_root")(images)
+        return nn.max_pool(x, (3, 3), (2, 2), padding=[(1, 1), (1, 1)])
+
+
+class Stage(nn.Module):
+    """Units one after the other.
+
+    Attributes:
+      unit: makes one, given its stride and name.
+      count: of units.
+      stride: of the first; the others have 1.
+      digits: in the names, "unit1" or "unit01".
+    """
+
+    unit: Callable
+    count: int
+    stride: int
+    digits: int
+
+    @nn.compact
+    def __call__(self, x: Features) -> Float[Array, "..."]:
+        """Returns features at 1 / stride of the resolution."""
+        for i in range(self.count):
+            name = f"unit{i + 1:0{self.digits}}"
+            x = self.unit(stride=1 if i else self.stride, name=name)(x)
+        return x
+
+
+class ResNet(nn.Module):
+    """Image classifier of BiT ("ResNet (BiT)" in arXiv:2010.11929, section 4.1).
+
+    Attributes:
+      classes: L; 0 is no classifier.
+      blocks: units of each stage.
+      stem_width: features of the root.
+      head_bias: initial bias of the classifier.
+      dtype: of the computation; parameters and logits are float32.
+    """
+
+    classes: int
+    blocks: tuple[int, ...]
+    stem_width: int
+    head_bias: float = 0.0
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(
+        self, images: Float[Array, "B Y X C"], *, train: bool = False
+    ) -> dict[str, Float[Array, "..."]]:
+        """Classifies images.
+
+        Args:
+          images: normalised.
+          train: changes nothing: there is no random layer.
+
+        Returns:
+          "pre_logits" (B, 4 * width of the last stage), the mean of the last features,
+          and "logits" (B, L), float32.
+        """
+        x = Root(self.stem_width, self.dtype, name="root_block")(images)
+        for i, count in enumerate(self.blocks):
+            unit = functools.partial(
+                PreActivationUnit, self.stem_width * 2**i, dtype=self.dtype
+            )
+            x = Stage(unit, count, 2 if i else 1, 2, name=f"block{i + 1}")(x)
+        x = nn.relu(_norm("norm-pre-head", 1e-5, self.dtype)(x))
+        pre_logits = x.astype(jnp.float32).mean((1, 2))
+        return classify(pre_logits, self.classes, self.head_bias)
+
+
+class PostActivationUnit(nn.Module):
+    """Bottleneck unit of the hybrids' stem: GroupNorm after each convolution.
+
+    Attributes: as PreActivationUnit.
+    """
+
+    features: int
+    stride: int = 1
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: Features) -> Float[Array, "..."]:
+        """Returns features at 1 / stride of the resolution."""
+        conv = functools.partial(_stem_conv, dtype=self.dtype)
+        norm = functools.partial(_norm, epsilon=1e-6, dtype=self.dtype)
+
+        y = nn.relu(norm("gn1")(conv(self.features, 1, name="conv1")(x)))
+        y = conv(self.features, 3, self.stride, name="conv2")(y)
+        y = nn.relu(norm("gn2")(y))
+        y = conv(4 * self.features, 1, name="conv3")(y)
+        # A unit begins as the identity.
+        y = norm("gn3", scale_init=nn.initializers.zeros)(y)
+        if x.shape[-1] != 4 * self.features or self.stride != 1:
+            x = conv(4 * self.features, 1, self.stride, name="conv_proj")(x)
+            x = norm("gn_proj")(x)
+        return nn.relu(x + y)
+
+
+def stem(
+    images: Features, blocks: tuple[int, ...], width: int, dtype: str
+) -> Float[Array, "..."]:
+    """Applies the ResNet in front of a hybrid's encoder.
+
+    A function, not a module, because the published checkpoints have its parameters
+    beside the encoder's: call it in a compact method.
+
+    Args:
+      images: normalised.
+      blocks: units of each stage.
+      width: features of the root.
+      dtype: of the computation.
+
+    Returns:
+      Features at 1/4 of the resolution, halved by each stage but the first.
+    """
+    x = _stem_conv(width, 7, 2, dtype=dtype, name="conv_root")(images)
+    x = nn.relu(_norm("gn_root", 1e-6, dtype)(x))
+    x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
+    for i, count in enumerate(blocks):
+        unit = functools.partial(PostActivationUnit, width * 2**i, dtype=dtype)
+        x = Stage(unit, count, 2 if i else 1, 1, name=f"block{i + 1}")(x)
+    return x
+
+
+_stem_conv = functools.partial(
+    StdConv, padding="SAME", epsilon=1e-5, of_deviation=True
+)
