@@ -1,0 +1,260 @@
+"""Hugging Face's format, in and out: ViT and DeiT, with and without a classifier.
+
+Files have the names of transformers 4 (`vit.encoder.layer.0.attention...`), which
+version 5 still writes; what it shows in memory (`vit.layers.0.attention...`) is read
+too.
+"""
+
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Collection
+
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import save_file
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models import variants
+from vit_jax.weights import fold, linen, torch_layout
+from vit_jax.weights import hugging_face_config as configs
+from vit_jax.weights.files import Tensors
+from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.timm_names import POSITIONS
+from vit_jax.weights.torch_layout import (
+    CONV,
+    SAME,
+    Entry,
+    dense,
+    from_heads,
+    norm,
+    to_heads,
+)
+
+_ANCHOR = "embeddings.patch_embeddings.projection.weight"
+_PREFIXES = ("vit.", "deit.", "")
+
+# Names in memory of transformers 5 to names in files, in this order.
+_NEW = (
+    (r"^layers\.", "encoder.layer."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+)
+
+
+def recognises(names: Collection[str]) -> bool:
+    """Tells whether these are the names of a file in this format."""
+    return any(prefix + _ANCHOR in names for prefix in _PREFIXES)
+
+
+def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+    """Reads a checkpoint.
+
+    Args:
+      tensors: of the file or folder.
+      heads: attention heads; 0 takes them from config.json, the known sizes, or one
+        for 64 features.
+
+    Returns:
+      The checkpoint in our terms.
+
+    Raises:
+      UserError: not a network that this project has.
+    """
+    facts = configs.read(tensors.sidecars.get("config.json", {}))
+    flat, notes = _rename(tensors.flat), []
+    if "classifier.weight" in flat and "pooler.dense.weight" in flat:
+        flat = {k: v for k, v in flat.items() if not k.startswith("pooler.")}
+        notes.append("pooler: dropped, because the classifier does not see it")
+    distilled = "embeddings.distillation_token" in flat
+    if distilled and "classifier.weight" in flat:
+        flat = fold.one_classifier(flat, "classifier", "distillation_classifier")
+        flat = {re.sub("^classifier", "cls_classifier", k): v for k, v in flat.items()}
+        notes.append("classifier: of the class token alone, written as a pair")
+    bias = "cls_classifier.bias" if distilled else "classifier.bias"
+    form = {
+        "depth": len({n.split(".")[2] for n in flat if n.startswith("encoder.layer.")}),
+        "heads": heads or facts.heads,
+        "classes": len(flat.get(bias, ())),
+        "distillation": distilled,
+        "representation": "pooler.dense.weight" in flat,
+    }
+    if not form["heads"]:
+        form["heads"], more = _guess_heads(flat, form["depth"])
+        notes += more
+    if not tensors.sidecars.get("config.json"):
+        notes.append("config.json: none, so exact GELU and epsilon 1e-12")
+    ours = torch_layout.read(flat, _table(form), tensors.path)
+    preprocess, more = configs.read_preprocess(
+        tensors.sidecars.get("preprocessor_config.json", {})
+    )
+    names = facts.class_names
+    return Pretrained(
+        params=unflatten_dict(ours, sep="/"),
+        options=_options(ours, form, facts, tensors.path),
+        format="hugging_face",
+        source=tensors.path,
+        preprocess=preprocess,
+        class_names=names if len(names) == form["classes"] else (),
+        notes=(*notes, *more),
+    )
+
+
+def _rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Takes the model's name off and gives all the names of files."""
+    prefix = next(p for p in _PREFIXES if p + _ANCHOR in flat)
+    renamed = {}
+    for name, value in flat.items():
+        name = name.removeprefix(prefix)
+        for new, old in _NEW:
+            name = re.sub(new, old, name)
+        renamed[name] = value
+    return renamed
+
+
+def _guess_heads(flat: dict[str, np.ndarray], depth: int) -> tuple[int, list[str]]:
+    width = len(flat[_ANCHOR])
+    for size in variants.SIZES.values():
+        if (size.width, size.depth) == (width, depth):
+            return size.heads, []
+    guess = max(1, width // 64)
+    return guess, [f"heads: nothing says how many, so {guess}, one for 64 features"]
+
+
+def _options(
+    ours: dict[str, np.ndarray], form: dict, facts: configs.Facts, source: str
+) -> dict:
+    rest = {name: value for name, value in ours.items() if name != POSITIONS}
+    sizes = linen.transformer_options(rest)
+    patch = ours["embedding/kernel"].shape[0]
+    patches = ours[POSITIONS].shape[1] - 1 - form["distillation"]
+    size = facts.image_size
+    if size is None or math.prod(side // patch for side in size) != patches:
+        side = math.isqrt(patches)
+        if side * side != patches:
+            raise UserError(
+                f"{source} has position embeddings of {patches} patches, which are no "
+                "square grid: keep its config.json beside it"
+            )
+        size = (side * patch, side * patch)
+    return {
+        **sizes,
+        "image_size": size,
+        "classes": form["classes"],
+        "head": "token",
+        "distillation": form["distillation"],
+        "representation": form["representation"],
+        "gelu": facts.gelu,
+        "epsilon": facts.epsilon,
+    }
+
+
+def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
+    """Writes a folder that `AutoModelForImageClassification.from_pretrained` loads.
+
+    Args:
+      pretrained: with parameters that fit its options.
+      folder: exists; gets model.safetensors, config.json and, if it is known how
+        images are prepared, preprocessor_config.json.
+
+    Returns:
+      A line for each thing that was rewritten or left out.
+
+    Raises:
+      UserError: transformers has no such network or image processor.
+    """
+    model = models.create(**pretrained.options)
+    flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
+    _check(options)
+    flat, options = fold.norm_each_token(flat, options)
+    flat, options, notes = fold.plain_positions(flat, options, model.grid)
+    options["patch"] = model.patch
+    if options["posemb"] == "none":
+        tokens = math.prod(model.grid) + 1 + options["distillation"]
+        flat[POSITIONS] = np.zeros((1, tokens, options["width"]), np.float32)
+        notes.append("position embeddings: none, written as zeros")
+
+    folder = pathlib.Path(folder)
+    files = {"config.json": configs.write(options, pretrained.class_names)}
+    if pretrained.preprocess:
+        files["preprocessor_config.json"] = configs.write_preprocess(
+            pretrained.preprocess, options["channels"]
+        )
+    else:
+        notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
+    arrays = torch_layout.write(flat, _table(options))
+    prefix = files["config.json"]["model_type"] + "."
+    heads = ("classifier.", "cls_classifier.", "distillation_classifier.")
+    if options["classes"]:  # The models without a classifier have no prefix.
+        arrays = {
+            k if k.startswith(heads) else prefix + k: v for k, v in arrays.items()
+        }
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return notes
+
+
+def _check(options: dict) -> None:
+    if "depth" not in options or options["stem_width"]:
+        raise UserError(
+            f"variant={options['variant']!r}: Hugging Face's ViT has no ResNet: write it "
+            "with --to=timm or --to=google"
+        )
+    if options["head"] != "token":
+        raise UserError(
+            f"head={options['head']!r}: Hugging Face's ViT classifies the class token "
+            "only: write it with --to=timm"
+        )
+    if options["representation"] and (options["classes"] or options["distillation"]):
+        raise UserError(
+            "representation=True: Hugging Face's ViTForImageClassification has no tanh "
+            "layer before the classifier: write it with --to=google or --to=safetensors"
+        )
+
+
+def _table(options: dict) -> list[Entry]:
+    """Lists the arrays of an encoder, without the prefix of the model."""
+    heads, embed = options["heads"], "embeddings"
+    table = [
+        *dense(f"{embed}.patch_embeddings.projection", "embedding", CONV),
+        Entry(f"{embed}.cls_token", ("cls",), SAME),
+        Entry(f"{embed}.position_embeddings", (POSITIONS,), SAME),
+        *norm("layernorm", "Transformer/encoder_norm"),
+    ]
+    for i in range(options["depth"]):
+        theirs, ours = f"encoder.layer.{i}", f"Transformer/encoderblock_{i}"
+        attention = f"{ours}/MultiHeadDotProductAttention_1"
+        table += norm(f"{theirs}.layernorm_before", f"{ours}/LayerNorm_0")
+        for name in ("query", "key", "value"):
+            table += [
+                Entry(
+                    f"{theirs}.attention.attention.{name}.{kind}",
+                    (f"{attention}/{name}/{leaf}",),
+                    to_heads(heads),
+                )
+                for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
+            ]
+        table += dense(
+            f"{theirs}.attention.output.dense", f"{attention}/out", from_heads(heads)
+        )
+        table += norm(f"{theirs}.layernorm_after", f"{ours}/LayerNorm_2")
+        table += dense(f"{theirs}.intermediate.dense", f"{ours}/MlpBlock_3/Dense_0")
+        table += dense(f"{theirs}.output.dense", f"{ours}/MlpBlock_3/Dense_1")
+    if options["representation"]:
+        table += dense("pooler.dense", "pre_logits")
+    if options["distillation"]:
+        table.append(Entry(f"{embed}.distillation_token", ("dist",), SAME))
+    if options["classes"] and options["distillation"]:
+        table += dense("cls_classifier", "head")
+        table += dense("distillation_classifier", "head_dist")
+    elif options["classes"]:
+        table += dense("classifier", "head")
+    return table

@@ -1,0 +1,215 @@
+"""Hugging Face's `config.json` and `preprocessor_config.json`."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from vit_jax.errors import UserError
+from vit_jax.weights.pretrained import Preprocess
+
+# Names that transformers gives to the two GELUs, the first one is written.
+_ACTIVATIONS = {
+    "erf": ("gelu", "gelu_python"),
+    "tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
+}
+# Pillow's numbers (Image.Resampling).
+_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
+_WRITTEN = ("nearest", "lanczos", "bilinear", "bicubic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a model's config says; the defaults are what holds without one.
+
+    Attributes:
+      heads: attention heads; 0 where nothing says so.
+      gelu: "tanh" or "erf".
+      epsilon: of the LayerNorms.
+      image_size: height and width, or None.
+      class_names: in label order; empty if they are only numbered.
+      architecture: class of the saved model; "" where nothing says so.
+    """
+
+    heads: int = 0
+    gelu: str = "erf"
+    epsilon: float = 1e-12
+    image_size: tuple[int, int] | None = None
+    class_names: tuple[str, ...] = ()
+    architecture: str = ""
+
+
+def read(config: Mapping) -> Facts:
+    """Reads a model's config.
+
+    Args:
+      config: content of config.json; empty if there is none.
+
+    Raises:
+      UserError: an activation that no model here has.
+    """
+    if "model_type" not in config:
+        return Facts()
+    activation = config.get("hidden_act", "gelu")
+    gelu = [ours for ours, theirs in _ACTIVATIONS.items() if activation in theirs]
+    if not gelu:
+        known = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
+        raise UserError(
+            f"hidden_act={activation!r} in config.json is not one of {known}, which "
+            "models of this project have"
+        )
+    labels = config.get("id2label") or {}
+    numbers = range(len(labels))
+    names = tuple(labels.get(str(i), f"LABEL_{i}") for i in numbers)
+    size = config.get("image_size", 224)
+    return Facts(
+        heads=config.get("num_attention_heads", 12),
+        gelu=gelu[0],
+        epsilon=config.get("layer_norm_eps", 1e-12),
+        image_size=(size, size) if isinstance(size, int) else tuple(size),
+        class_names=() if names == tuple(f"LABEL_{i}" for i in numbers) else names,
+        architecture=(config.get("architectures") or [""])[0],
+    )
+
+
+def read_preprocess(config: Mapping) -> tuple[Preprocess | None, list[str]]:
+    """Reads how images are prepared.
+
+    Args:
+      config: content of preprocessor_config.json; empty if there is none.
+
+    Returns:
+      It, or None where nothing says so, and a line for each thing that is not known.
+    """
+    if not config.get("do_resize", bool(config)):
+        return None, []
+    notes, size = [], config.get("size", 224)
+    crop = config.get("crop_size") if config.get("do_center_crop") else None
+    if config.get("do_rescale", True) and config.get("rescale_factor", 0) > 1 / 254:
+        notes.append("rescale_factor: not 1/255, so ignored")
+    resample = config.get("resample", 2)
+    if resample not in _RESAMPLE:
+        notes.append(f"resample={resample}: not known, so bicubic")
+    mean, std = (0.0,) * 3, (1.0,) * 3
+    if config.get("do_normalize", True):
+        mean, std = (config.get(f"image_{n}", (0.5,) * 3) for n in ("mean", "std"))
+    out, fraction, squash = _geometry(size, crop)
+    return Preprocess(
+        image_size=out,
+        interpolation=_RESAMPLE.get(resample, "bicubic"),
+        crop_fraction=fraction,
+        squash=squash,
+        mean=tuple(mean),
+        std=tuple(std),
+    ), notes
+
+
+def _geometry(
+    size: int | Mapping, crop: int | Mapping | None
+) -> tuple[tuple[int, int], float, bool]:
+    """Returns the image size, the crop fraction and whether images are squashed."""
+    out = _pair(crop if crop is not None else size)
+    if isinstance(size, Mapping) and "shortest_edge" in size:
+        return out, _fraction(min(out), size["shortest_edge"]), False
+    # Both sides are resized; a crop after that is not ours, and small.
+    return out, 1.0, True
+
+
+def _pair(size: int | Mapping) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    edge = size.get("shortest_edge", 224)
+    return size.get("height", edge), size.get("width", edge)
+
+
+def _fraction(side: int, edge: int) -> float:
+    """Returns the crop fraction for which side / fraction is the edge, rounded down."""
+    fraction = side / edge
+    while math.floor(side / fraction) < edge:
+        fraction = math.nextafter(fraction, 0)
+    return fraction
+
+
+def write(options: Mapping, class_names: Sequence[str]) -> dict:
+    """Writes a model's config.
+
+    Args:
+      options: all of them, as of `models.Model`.
+      class_names: in label order; may be empty.
+
+    Returns:
+      Content of config.json.
+    """
+    kind = "DeiT" if options["distillation"] else "ViT"
+    task = "ForImageClassification" if options["classes"] else "Model"
+    if options["classes"] and options["distillation"]:
+        task += "WithTeacher"
+    height, width = options["image_size"]
+    config = {
+        "architectures": [kind + task],
+        "model_type": kind.lower(),
+        "hidden_size": options["width"],
+        "num_hidden_layers": options["depth"],
+        "num_attention_heads": options["heads"],
+        "intermediate_size": options["mlp_dim"],
+        "hidden_act": _ACTIVATIONS[options["gelu"]][0],
+        "layer_norm_eps": options["epsilon"],
+        "image_size": height if height == width else [height, width],
+        "patch_size": options["patch"],
+        "num_channels": options["channels"],
+        "qkv_bias": True,
+        "encoder_stride": options["patch"],
+        "dtype": "float32",
+    }
+    if options["classes"]:
+        names = class_names or [f"LABEL_{i}" for i in range(options["classes"])]
+        config["id2label"] = {str(i): name for i, name in enumerate(names)}
+        config["label2id"] = {name: i for i, name in enumerate(names)}
+    return config
+
+
+def write_preprocess(preprocess: Preprocess, channels: int) -> dict:
+    """Writes how images are prepared.
+
+    Args:
+      preprocess: ours.
+      channels: of the model's input.
+
+    Returns:
+      Content of preprocessor_config.json.
+
+    Raises:
+      UserError: no image processor of transformers does that.
+    """
+    if preprocess.interpolation not in _WRITTEN:
+        raise UserError(
+            f"interpolation={preprocess.interpolation!r}: Hugging Face's image "
+            f"processors have {', '.join(_WRITTEN)}: write it with --to=timm"
+        )
+    height, width = preprocess.image_size
+    config = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": channels == 3,
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "resample": {v: k for k, v in _RESAMPLE.items()}[preprocess.interpolation],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(preprocess.mean),
+        "image_std": list(preprocess.std),
+    }
+    if preprocess.squash:
+        return config
+    if height != width:
+        raise UserError(
+            f"a centre crop of {height}x{width}: Hugging Face's image processors resize "
+            "the short side, whichever it is: write it with --to=timm"
+        )
+    # The processor of BiT crops in every release of transformers, that of ViT did not.
+    edge = math.floor(height / preprocess.crop_fraction)
+    return config | {
+        "image_processor_type": "BitImageProcessor",
+        "size": {"shortest_edge": edge},
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+    }
