@@ -63,16 +63,22 @@ def quick(config: ConfigDict) -> ConfigDict:
     """
     c = config
     c.init, c.epochs, c.total_steps, c.batch_size = "", 0, 3, 8
-    patch = int(c.model.variant.split("/")[1])
-    c.model.update(width=16, depth=2, heads=2, mlp_dim=32)
+    variant, token = c.model.variant, 32  # Pixels a token.
+    if "/" in variant:  # All but the ResNets have an encoder.
+        token = int(variant.split("/")[1])
+        c.model.update(width=16, depth=2, heads=2, mlp_dim=32)
+    if variant.startswith("R"):
+        c.model.update(blocks=(1, 1, 1) if token == 16 else (1, 1, 1, 1), stem_width=32)
     c.data.update(name="made", data_dir="", split="train", examples=20, workers=0)
-    c.data.image_size = (2 * patch, 2 * patch)
+    c.data.image_size = (2 * token, 2 * token)
     c.evals = {name: "val" for name in c.get("evals", {})}
     c.every = dict(log=1, evaluate=0, checkpoint=1_000)  # The last two: at the end.
 
     optim = c.optim.to_dict()
     warmups = [optim.pop(f"warmup_{u}", 0) for u in ("steps", "epochs", "fraction")]
     optim["warmup_steps"] = int(any(warmups))
+    if "boundaries" in optim:
+        optim["boundaries"] = (2,)
     most = {"cooldown_steps": 1, "freeze_steps": 1, "accumulate": 2}
     c.optim = optim | {k: min(n, optim[k]) for k, n in most.items() if k in optim}
     return c

@@ -1,4 +1,4 @@
-"""ViTs on JFT-300M or a set like it (arXiv:2010.11929, table 3).
+"""ViTs, hybrids and ResNets on JFT-300M or a set like it (arXiv:2010.11929, table 3).
 
 Run:    python -m vit_jax.train --config=configs/jft.py:model=L/16 --workdir=gs://... \\
             --config.data.name=YOURS --config.data.classes=...
@@ -7,8 +7,7 @@ Result: not run by us; the paper's results are those after transfer (its table 6
 
 JFT-300M is not public: give the name of your set, and `--config.data.split=` and
 `--config.evals.val=` where its splits have other names. The paper does not state the
-loss and the last rate on JFT: they are those of ImageNet-21k, see b16_i21k.py. The rows
-of table 3 for ResNets and hybrids are not here, as there are no such models yet.
+loss and the last rate on JFT: they are those of ImageNet-21k, see b16_i21k.py.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +15,7 @@ from ml_collections import ConfigDict
 from configs import b16_i21k
 from configs.common import parse_arg, quick
 
-# Epochs and peak rate. Table 3 lists L/16 twice, with 7 and with 14 epochs.
+# Epochs and peak rate. Table 3 lists L/16 and R50+L/16 with 7 and with 14 epochs.
 ROWS = {
     "B/16": (7, 8e-4),
     "B/32": (7, 8e-4),
@@ -24,6 +23,16 @@ ROWS = {
     "L/16": (7, 4e-4),
     "L/16-14ep": (14, 4e-4),
     "H/14": (14, 3e-4),
+    "R50x1": (7, 1e-3),
+    "R50x2": (7, 1e-3),
+    "R101x1": (7, 8e-4),
+    "R152x1": (7, 6e-4),
+    "R152x2": (7, 6e-4),
+    "R50+B/16": (7, 8e-4),
+    "R50+B/32": (7, 8e-4),
+    "R50+L/32": (7, 2e-4),
+    "R50+L/16": (7, 4e-4),
+    "R50+L/16-14ep": (14, 4e-4),
 }
 ARGUMENTS = dict(model=tuple(ROWS), quick=False)
 
@@ -34,7 +43,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.epochs, c.optim.rate = ROWS[arg.model]
     c.optim.weight_decay = 0.1
     c.model.variant = arg.model.removesuffix("-14ep")
-    c.model.dropout = 0.0
+    if "/" in c.model.variant:
+        c.model.dropout = 0.0
+    else:  # ResNets have one linear layer for a head, and no dropout.
+        for key in ("head", "representation", "dropout"):
+            del c.model[key]
     # 18 291 classes: arXiv:1707.02968.
     c.data.update(name="jft300m", split="train", classes=18_291)
     c.evals = dict(val="validation")

@@ -7,9 +7,10 @@ import pathlib
 
 import pytest
 
+from configs import bit_hyperrule
 from configs.common import parse_arg, quick
 from configs.transfer import DATASETS, SWEEP
-from vit_jax import config
+from vit_jax import config, models
 from vit_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -56,8 +57,8 @@ def test_recipe_builds_with_every_argument(stem):
         assert config.differences(c, config.complete(c)) == [], chosen
         assert c.data.name and c.data.ops is not None and c.evals, chosen
         assert bool(c.total_steps) != bool(c.epochs), chosen
-        patch = int(c.model.variant.split("/")[1])
-        assert [side % patch for side in c.data.image_size] == [0, 0], chosen
+        # Refuses a size that is no multiple of the patch, and numbers that do not fit.
+        models.create(**c.model, classes=3, image_size=c.data.image_size)
         if chosen.get("quick"):
             assert (c.total_steps, c.data.name, c.init) == (3, "made", ""), chosen
 
@@ -102,8 +103,10 @@ def of_table3(c, epochs=None):
     """Returns the same of a config; `epochs` replaces a number such as "30/90"."""
     assert (c.batch_size, c.optim.name, c.optim.warmup_steps) == (4096, "adam", 10_000)
     assert (c.optim.b1, c.optim.b2) == (0.9, 0.999)
-    assert (c.data.image_size, c.model.representation) == ((224, 224), True)
-    dropout, decay = c.model.dropout, c.optim.weight_decay
+    assert c.data.image_size == (224, 224)
+    # ResNets have neither a representation layer nor dropout.
+    assert c.model.get("representation", True)
+    dropout, decay = c.model.get("dropout", 0), c.optim.weight_decay
     return epochs or c.epochs, c.optim.rate, c.optim.decay, decay, dropout
 
 
@@ -143,6 +146,16 @@ def test_imagenet_recipes_are_the_row_of_table_3(variant):
         ("L/16", "ViT-L/16", 7),
         ("L/16-14ep", "ViT-L/16", 14),
         ("H/14", "ViT-H/14", 14),
+        ("R50x1", "R50x{1,2}", 7),
+        ("R50x2", "R50x{1,2}", 7),
+        ("R101x1", "R101x1", 7),
+        ("R152x1", "R152x{1,2}", 7),
+        ("R152x2", "R152x{1,2}", 7),
+        ("R50+B/16", "R50+ViT-B/{16,32}", 7),
+        ("R50+B/32", "R50+ViT-B/{16,32}", 7),
+        ("R50+L/32", "R50+ViT-L/32", 7),
+        ("R50+L/16", "R50+ViT-L/16", 7),
+        ("R50+L/16-14ep", "R50+ViT-L/16", 14),
     ],
 )
 def test_jft_recipes_are_the_rows_of_table_3(model, row, epochs):
@@ -293,3 +306,21 @@ def test_quick_shortens_any_warmup(stated, warmup):
     c["optim"] |= {"warmup_steps": 0, **stated}
     done = config.complete(quick(config.complete(c).copy_and_resolve_references()))
     assert config.steps(done.optim, "warmup", done.total_steps, 2.5) == warmup
+
+
+@pytest.mark.parametrize("dataset", bit_hyperrule.DATASETS)
+def test_bit_hyperrule_is_the_protocol(dataset):
+    """../shared/paper/protocols.md, "BiT hyper-rule"."""
+    c = config.load(spec("bit_hyperrule", dataset=dataset))
+    large = dataset == "imagenet2012"
+    if dataset.startswith("oxford"):
+        stairs = (100, 200, 300, 400, 500)
+    else:
+        stairs = (500, *((6, 12, 18, 20) if large else (3, 6, 9, 10)))
+        stairs = (500, *(1000 * n for n in stairs[1:]))
+    assert (c.optim.warmup_steps, *c.optim.boundaries, c.total_steps) == stairs
+    assert (c.optim.rate, c.optim.factor, c.batch_size) == (0.003, 0.1, 512)
+    resized, size = (160, 128) if dataset.startswith("cifar") else (512, 480)
+    assert c.data.image_size == (size, size)
+    assert c.data.ops.startswith(f"resize({resized}) | random_crop | flip")
+    assert ("mixup(0.1)" in c.data.ops) == (not dataset.startswith("oxford"))

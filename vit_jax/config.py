@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import numbers
 import pathlib
+import re
 import sys
 from collections.abc import Mapping
 
@@ -17,7 +18,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import bounds
 from vit_jax.errors import UserError
-from vit_jax.schema import CHOICES, COMMON
+from vit_jax.schema import CHOICES, COMMON, FORMS
 
 # Sections whose keys the user names.
 _FREE = ("evals",)
@@ -196,8 +197,13 @@ def _run_config_file(path: pathlib.Path, arg: str | None) -> ConfigDict:
 def _known_keys(raw: Mapping) -> dict[str, dict]:
     """Returns section -> key -> default under the choices that `raw` makes."""
     known = {section: dict(keys) for section, keys in COMMON.items()}
+    variant = raw.get("model", {}).get("variant", COMMON["model"]["variant"])
+    form = next(form for form in FORMS if re.fullmatch(form, str(variant)))
+    known["model"] |= FORMS[form]
     for (section, key), options in CHOICES.items():
-        value = _given(raw, section).get(key, COMMON[section][key])
+        if key not in known[section]:
+            continue
+        value = _given(raw, section).get(key, known[section][key])
         if not isinstance(value, str) or value not in options:
             name = f"{section}.{key}".strip(".")
             raise UserError(f"{name}={value!r} is not one of {', '.join(options)}")
@@ -240,6 +246,8 @@ def _unknown_key(name: str, known: Mapping[str, Mapping]) -> str:
                 f"config key {name} is read only with {place}.{choice}="
                 f"{' or '.join(under)}"
             )
+    if section == ["model"] and any(key in keys for keys in FORMS.values()):
+        return f"config key {name} is not one of this form of model.variant"
     nearest = difflib.get_close_matches(name, [n for n in names if n], 1, cutoff=0)
     return f"unknown config key {name}; the nearest known key is {nearest[0]}"
 

@@ -56,6 +56,19 @@ def test_constant_stays():
     assert rate(WARMUP) == rate(TOTAL) == pytest.approx(PEAK)
 
 
+def test_staircase_drops_at_each_boundary():
+    rate = rates(decay="staircase", boundaries=(30, 70), factor=0.2)
+    assert rate(WARMUP) == rate(29) == pytest.approx(PEAK)
+    assert rate(30) == rate(69) == pytest.approx(PEAK / 5)
+    assert rate(70) == rate(TOTAL) == pytest.approx(PEAK / 25)
+
+
+@pytest.mark.parametrize("boundaries", [(70, 30), (30, TOTAL), (WARMUP,)])
+def test_staircase_out_of_order_is_an_error(boundaries):
+    with pytest.raises(UserError, match=r"must ascend between .* \(10\) .* \(100\)"):
+        rates(decay="staircase", boundaries=boundaries)
+
+
 def test_no_warmup_starts_at_the_peak():
     assert rates(warmup_steps=0, decay="linear")(0) == pytest.approx(PEAK)
 

@@ -65,7 +65,7 @@ def sincos2d(grid: tuple[int, int], width: int) -> Float[Array, "YX D"]:
     rates = 10_000.0 ** -jnp.linspace(0, 1, width // 4)
     rows, columns = (
         jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
-        for angles in (jnp.arange(side)[:, None] * rates for side in grid)
+        for angles in (jnp.outer(jnp.arange(side), rates) for side in grid)
     )
     return _on_grid(rows, columns)
 

@@ -1,11 +1,14 @@
 """Models as plain functions: what the rest of the code sees of Flax."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.models import positions, variants, vit
@@ -20,7 +23,7 @@ class Model:
 
     Attributes:
       module: the Flax module; nothing outside this package uses it.
-      options: what `create` was given, defaults included.
+      options: what `create` takes to build it again, defaults included.
       image_shape: (height, width, channels) of its input.
       patch: side of what becomes one token (or one of the last features), in pixels.
     """
@@ -68,7 +71,7 @@ def create(
     variant: str,
     *,
     classes: int,
-    image_size: tuple[int, int] = (224, 224),
+    image_size: Sequence[int] = (224, 224),
     channels: int = 3,
     **options,
 ) -> Model:
@@ -81,7 +84,7 @@ def create(
       channels: of the input.
       **options: `width`, `depth`, `heads` and `mlp_dim` of the encoder, `blocks` and
         `stem_width` of the ResNet, which replace the variant's numbers unless 0 or
-        (); and the further attributes of `vit.VisionTransformer` or `resnet.ResNet`.
+        (0,); and the further attributes of `vit.VisionTransformer` or `resnet.ResNet`.
 
     Returns:
       The model.
@@ -91,42 +94,48 @@ def create(
         patch, or numbers that do not fit each other.
     """
     parsed = variants.parse(variant)
-    numbers = {}
-    for part in filter(None, (parsed.size, parsed.resnet)):
-        numbers |= dataclasses.asdict(part)
-    for name in numbers:
-        numbers[name] = options.pop(name, 0) or numbers[name]
-    if "blocks" in numbers:
-        numbers["blocks"] = tuple(numbers["blocks"])
-        _check_stem(**{k: numbers[k] for k in ("blocks", "stem_width")})
-    stride = 4 * 2 ** max(0, len(numbers["blocks"]) - 1) if parsed.resnet else 1
-
+    options = _numbers(parsed, options) | {"classes": classes}
+    patch = parsed.patch
+    if parsed.resnet:
+        _check_stem(options["blocks"], options["stem_width"])
+        patch *= 4 * 2 ** max(0, len(options["blocks"]) - 1)
     if parsed.size:
-        build = vit.VisionTransformer
-        numbers["patch"] = parsed.patch
-        _check_sides(variant, image_size, parsed.patch * stride)
+        _check_sides(variant, image_size, patch)
+        build = functools.partial(vit.VisionTransformer, patch=parsed.patch)
+        known = _fields(vit.VisionTransformer) - {"patch"}
+        known -= set() if parsed.resnet else {"blocks", "stem_width"}
     else:
-        build = ResNet
-    module = _build(build, variant, {"classes": classes, **numbers, **options})
-    if parsed.size:
-        _check_encoder(module)
-    used = {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
-    used = {k: v for k, v in used.items() if k not in ("parent", "name", "patch")}
-    used |= {"variant": variant, "image_size": tuple(image_size), "channels": channels}
-    return Model(module, used, (*image_size, channels), parsed.patch * stride)
-
-
-def _build(build: type, variant: str, options: dict) -> nn.Module:
-    known = {f.name for f in dataclasses.fields(build)} - {"parent", "name"}
+        build, known = ResNet, _fields(ResNet)
     if unknown := sorted(options.keys() - known):
         raise UserError(
             f"model option {unknown[0]}={options[unknown[0]]!r} is not one of "
-            f"{variant}; it takes {', '.join(sorted(known - {'patch'}))}"
+            f"{variant}; it takes {', '.join(sorted(known))}"
         )
-    return build(**options)
+    module = build(**options)
+    if parsed.size:
+        _check_encoder(module)
+    used = {name: getattr(module, name) for name in sorted(known)}
+    used |= {"variant": variant, "image_size": tuple(image_size), "channels": channels}
+    return Model(module, used, (*image_size, channels), patch)
 
 
-def _check_sides(variant: str, image_size: tuple[int, int], patch: int) -> None:
+def _numbers(parsed: variants.Variant, options: dict) -> dict:
+    """Returns the options with the variant's numbers where they state none."""
+    numbers = {}
+    for part in filter(None, (parsed.size, parsed.resnet)):
+        numbers |= dataclasses.asdict(part)
+    stated = {k: v for k, v in options.items() if k not in numbers or np.any(v)}
+    numbers |= stated
+    if "blocks" in numbers:
+        numbers["blocks"] = tuple(numbers["blocks"])  # From JSON it is a list.
+    return numbers
+
+
+def _fields(module: type[nn.Module]) -> set[str]:
+    return {f.name for f in dataclasses.fields(module)} - {"parent", "name"}
+
+
+def _check_sides(variant: str, image_size: Sequence[int], patch: int) -> None:
     for side, pixels in zip(("height", "width"), image_size, strict=True):
         if pixels % patch:
             raise UserError(

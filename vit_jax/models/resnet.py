@@ -51,8 +51,8 @@ class StdConv(nn.Module):
             (side, side, x.shape[-1], self.features),
             jnp.float32,
         )
-        kernel -= kernel.mean((0, 1, 2))
-        variance = jnp.square(kernel).mean((0, 1, 2))
+        kernel -= kernel.mean((0, 1, 2), keepdims=True)
+        variance = jnp.square(kernel).mean((0, 1, 2), keepdims=True)
         if self.of_deviation:
             kernel /= jnp.sqrt(variance) + self.epsilon
         else:
@@ -249,6 +249,4 @@ def stem(
     return x
 
 
-_stem_conv = functools.partial(
-    StdConv, padding="SAME", epsilon=1e-5, of_deviation=True
-)
+_stem_conv = functools.partial(StdConv, padding="SAME", epsilon=1e-5, of_deviation=True)

@@ -27,7 +27,8 @@ def schedule(config: ConfigDict, total_steps: int, steps_per_epoch: float) -> Sc
       over the warmup, then the decay over the rest of the run.
 
     Raises:
-      UserError: the warmup, or warmup and cooldown, are longer than the run.
+      UserError: the warmup, or warmup and cooldown, are longer than the run, or
+        `boundaries` are not in order between the warmup and the end.
     """
     optim = config.optim
     peak = optim.rate or optim.rate_per_256 * config.batch_size / 256
@@ -46,11 +47,32 @@ def schedule(config: ConfigDict, total_steps: int, steps_per_epoch: float) -> Sc
         decay = optax.cosine_decay_schedule(
             peak, max(1, rest), alpha=optim.end_rate / peak
         )
+    elif optim.decay == "staircase":
+        decay = _staircase(peak, optim.boundaries, optim.factor, warmup, total_steps)
     else:
         cooldown = configuration.steps(optim, "cooldown", total_steps, steps_per_epoch)
         decay = _rsqrt(peak, optim.timescale, cooldown, warmup, total_steps)
     ramp = optax.linear_schedule(0.0, peak, max(1, warmup))
     return optax.join_schedules([ramp, decay], [warmup])
+
+
+def _staircase(
+    peak: float,
+    boundaries: Sequence[int],
+    factor: float,
+    warmup: int,
+    total_steps: int,
+) -> Schedule:
+    """Constant rate, multiplied by `factor` at each boundary."""
+    stairs = [warmup, *boundaries, total_steps]
+    if any(a >= b for a, b in zip(stairs, stairs[1:], strict=False)):
+        raise UserError(
+            f"optim.boundaries={tuple(boundaries)} must ascend between the end of the "
+            f"warmup ({warmup}) and that of the run ({total_steps})"
+        )
+    return optax.piecewise_constant_schedule(
+        peak, {step - warmup: factor for step in boundaries}
+    )
 
 
 def _rsqrt(

@@ -1,0 +1,62 @@
+"""Fine-tuning of the ResNet baselines by the BiT hyper-rule (arXiv:1912.11370, 3.3).
+
+Run:    python -m vit_jax.train --workdir=gs://... --config.init=CHECKPOINT \\
+            --config=configs/bit_hyperrule.py:model=R50x1,dataset=cifar100
+Try:    the same with ,quick (3 steps, any machine, no checkpoint)
+Result: not run by us
+
+`init` is to be filled in: a workdir, a published BiT checkpoint, or `bit:R50x1`. The
+rule sets the length by the number of training images and the resolution by their size;
+there is no weight decay. For a set of yours add a row to `DATASETS`.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg, quick
+
+# Classes, training images, whether they are under 96 x 96 pixels, split to report on.
+DATASETS = {
+    "cifar100": (100, 50_000, True, "test"),
+    "cifar10": (10, 50_000, True, "test"),
+    "imagenet2012": (1_000, 1_281_167, False, "validation"),
+    "oxford_iiit_pet": (37, 3_680, False, "test"),
+    "oxford_flowers102": (102, 1_020, False, "test"),
+}
+# Training images below which a schedule holds: end of the warmup, three steps at which
+# the rate is divided by ten, last step.
+SCHEDULES = {
+    20_000: (100, 200, 300, 400, 500),
+    500_000: (500, 3_000, 6_000, 9_000, 10_000),
+    float("inf"): (500, 6_000, 12_000, 18_000, 20_000),
+}
+ARGUMENTS = dict(
+    model=("R50x1", "R50x2", "R101x1", "R152x1", "R152x2", "R152x4", "R200x3"),
+    dataset=tuple(DATASETS),
+    quick=False,
+)
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    classes, images, small, test = DATASETS[arg.dataset]
+    warmup, *drops, end = SCHEDULES[min(n for n in SCHEDULES if images < n)]
+    resized, size = (160, 128) if small else (512, 480)
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 0, end, 512
+    c.init, c.init_head = "?", "replace"
+
+    c.data = dict(name=arg.dataset, split="train", classes=classes)
+    c.evals = dict(test=test)
+    c.data.image_size = (size, size)
+    c.data.ops = f"resize({resized}) | random_crop | flip"
+    c.data.ops += "" if images < 20_000 else " | mixup(0.1)"
+    c.data.eval_ops = "resize"
+
+    c.model = dict(variant=arg.model, dtype="bfloat16")
+    c.loss = dict(name="softmax")
+    c.optim = dict(name="sgd", momentum=0.9, rate=3e-3, warmup_steps=warmup)
+    c.optim.update(decay="staircase", boundaries=tuple(drops), factor=0.1)
+    c.average = dict(decay=0.0)
+    c.every = dict(log=50, evaluate=max(100, end // 10), checkpoint=1_000)  # Steps.
+
+    return quick(c) if arg.quick else c

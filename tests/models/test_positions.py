@@ -1,0 +1,143 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax import models
+from vit_jax.models import attention, positions
+
+Y, X, D = 3, 5, 12
+TINY = {"width": D, "depth": 3, "heads": 3, "mlp_dim": 20}
+
+
+def build(**options):
+    return models.create("B/4", classes=7, image_size=(4 * Y, 4 * X), **TINY, **options)
+
+
+def random_like(params, key=3):
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(key), len(leaves))
+    values = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, values)
+
+
+def names(model):
+    params = model.init(jax.random.key(0))
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {"/".join(str(k.key) for k in path): leaf.shape for path, leaf in paths}
+
+
+def test_sincos2d_is_sines_and_cosines_of_column_then_row():
+    table = np.asarray(positions.sincos2d((Y, X), D)).reshape(Y, X, D)
+    rates = [10_000 ** -(i / 2) for i in range(3)]
+    y, x = 2, 4
+    expected = [f(a * r) for a in (x, y) for f in (math.sin, math.cos) for r in rates]
+    np.testing.assert_allclose(table[y, x], expected, atol=1e-6)
+
+
+def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
+    add = positions.AddPositions("learned2d", (Y, X), extra=2)
+    params = random_like(add.init(jax.random.key(0), jnp.zeros((1, 2 + Y * X, D))))
+    out = add.apply(params, jnp.zeros((1, 2 + Y * X, D)))[0]
+    rows, columns = (params["params"][f"{n}_embedding"] for n in ("row", "column"))
+    assert (rows.shape, columns.shape) == ((Y, D // 2), (X, D // 2))
+    np.testing.assert_array_equal(out[:2], 0)
+    np.testing.assert_array_equal(
+        out[2:].reshape(Y, X, D)[1, 3], np.concatenate([columns[3], rows[1]])
+    )
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned2d"])
+def test_stem_and_shared_have_one_table_and_every_layer_its_own(kind):
+    count = {
+        at: sum("posemb" in name for name in names(build(posemb=kind, posemb_at=at)))
+        for at in positions.PLACES
+    }
+    tables = 1 if kind == "learned" else 2
+    assert count == {"stem": tables, "shared": tables, "every": 3 * tables}
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d"])
+def test_positions_act_before_the_layers_they_are_meant_for(kind):
+    """With silent blocks the encoder's input to its last norm is a plain sum."""
+    images = jax.random.normal(jax.random.key(1), (2, 4 * Y, 4 * X, 3))
+    for at, times in (("stem", 1), ("shared", 3)):
+        model = build(posemb=kind, posemb_at=at, head="none")
+        params = random_like(model.init(jax.random.key(0)))
+        for i in range(TINY["depth"]):
+            block = params["Transformer"][f"encoderblock_{i}"]
+            for part, last in (
+                ("MultiHeadDotProductAttention_1", "out"),
+                ("MlpBlock_3", "Dense_1"),
+            ):
+                block[part][last] = jax.tree.map(jnp.zeros_like, block[part][last])
+        norm = params["Transformer"]["encoder_norm"]
+        norm["scale"], norm["bias"] = jnp.ones(D), jnp.zeros(D)
+        embedding = params["embedding"]
+        patches = jax.lax.conv_general_dilated(
+            images,
+            embedding["kernel"],
+            (4, 4),
+            "VALID",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        x = patches.reshape(2, Y * X, D) + embedding["bias"][None, None]
+        add = positions.AddPositions(kind, (Y, X), 0)
+        table = params["Transformer"].get("posembed_input", {})
+        place = add.apply({"params": table}, jnp.zeros((1, Y * X, D)))
+        x = x + times * place
+        x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        out = model.apply(params, images)["pre_logits"]
+        np.testing.assert_allclose(out, x, atol=1e-4)
+
+
+def test_relative_attention_adds_the_product_with_the_offsets_key():
+    rng = np.random.default_rng(0)
+    B, H, N, K = 2, 3, 5, 4
+    q, k, v = (rng.normal(size=(B, H, N, K)).astype("f") for _ in range(3))
+    keys = rng.normal(size=(H, 2 * N - 1, K)).astype("f")
+    expected = np.zeros((B, H, N, K))
+    for b in range(B):
+        for h in range(H):
+            for n in range(N):
+                scores = [
+                    q[b, h, n] @ (k[b, h, m] + keys[h, n - m + N - 1]) / np.sqrt(K)
+                    for m in range(N)
+                ]
+                weights = np.exp(scores) / np.exp(scores).sum()
+                expected[b, h, n] = weights @ v[b, h]
+    ours = attention.attend(*map(jnp.asarray, (q, k, v, keys)))
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+def test_relative_has_a_table_a_layer_or_one_for_all():
+    every = names(build(posemb="relative", posemb_at="every"))
+    shared = names(build(posemb="relative", posemb_at="shared"))
+    tokens = 1 + Y * X
+    of_every = {n: s for n, s in every.items() if "relative" in n}
+    assert of_every == {
+        f"Transformer/relative_embedding_{i}": (3, 2 * tokens - 1, 4) for i in range(3)
+    }
+    assert {n for n in shared if "relative" in n} == {"Transformer/relative_embedding"}
+    assert not {n for n in every if "posembed" in n}
+
+
+@pytest.mark.parametrize("at", ["every", "shared"])
+def test_every_layer_of_a_relative_model_sees_the_order_of_its_tokens(at):
+    model = build(posemb="relative", posemb_at=at)
+    params = random_like(model.init(jax.random.key(0)))
+    images = jax.random.normal(jax.random.key(1), (1, 4 * Y, 4 * X, 3))
+    turned = jnp.roll(images, 4, axis=2)
+    a, b = (model.apply(params, x)["logits"] for x in (images, turned))
+    assert np.abs(a - b).max() > 1e-3
+
+
+def test_without_positions_the_order_of_the_patches_is_not_seen():
+    model = build(posemb="none")
+    params = random_like(model.init(jax.random.key(0)))
+    images = jax.random.normal(jax.random.key(1), (1, 4 * Y, 4 * X, 3))
+    a, b = (model.apply(params, x)["logits"] for x in (images, jnp.roll(images, 4, 2)))
+    np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+    assert not {n for n in names(model) if "pos" in n.lower() or "relative" in n}
