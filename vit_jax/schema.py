@@ -8,9 +8,11 @@ COMMON = {
         "total_steps": 0,  # Length of the run: this ...
         "epochs": 0.0,  # ... or this many passes over the training split.
         "batch_size": 0,  # Images a step, over all devices and microbatches.
-        "init": "",  # Workdir or .npz file to start from; "" is from scratch.
+        "init": "",  # Workdir, weights or their address to start from; "": none.
         "init_average": True,  # Take a workdir's averaged parameters if it has them.
-        "init_head": "replace",  # "replace": new zero head, or "keep".
+        "init_head": "replace",  # "replace": new zero head, "keep", or "drop".
+        "init_posemb": "linear",  # How they are resized: "linear" or "bicubic" (timm's).
+        "init_allow": (),  # Regular expressions: what may be missing or left over.
         "debug_nans": False,  # Stop at the operation that makes the first NaN (slow).
     },
     "data": {
@@ -32,19 +34,9 @@ COMMON = {
         "prefetch": 8,  # Batches read ahead, a process.
         "on_error": "raise",  # A damaged image: "raise", or "skip" (counted).
     },
-    "model": {
-        "variant": "B/16",  # Size letter and patch; models/variants.py.
-        "width": 0,  # These four replace the variant's own numbers when not 0.
-        "depth": 0,
-        "heads": 0,
-        "mlp_dim": 0,
-        "head": "token",  # Classifier input: "token" or "gap" (mean pooling).
-        "representation": False,  # One tanh layer of the model's width before the head.
-        "dropout": 0.0,
-        "stochastic_depth": 0.0,  # Drop rate of the last block; 0 at the first, linear.
+    "model": {  # And the keys of its form, see FORMS.
+        "variant": "B/16",  # "B/16", "R50+B/16", "R50x1"; models/variants.py.
         "head_bias": 0.0,  # Initial bias of the classifier; -10 suits sigmoid.
-        "gelu": "tanh",  # "tanh" (Google's) or "erf" (timm, Hugging Face).
-        "epsilon": 1e-6,  # Of the LayerNorms.
         "dtype": "float32",  # Of the computation; parameters stay float32.
     },
     "loss": {
@@ -55,7 +47,7 @@ COMMON = {
         "name": "adam",  # "adam" or "sgd".
         "rate": 0.0,  # Peak learning rate: this ...
         "rate_per_256": 0.0,  # ... or this, times batch_size / 256.
-        "decay": "cosine",  # "linear", "cosine", "rsqrt" or "constant".
+        "decay": "cosine",  # Or "linear", "rsqrt", "staircase", "constant".
         "warmup_steps": 0,  # Linear warmup, as one of these three.
         "warmup_epochs": 0.0,
         "warmup_fraction": 0.0,  # Of total_steps.
@@ -87,6 +79,33 @@ COMMON = {
     "evals": {},  # Name of an evaluation: split of the data set.
 }
 
+_ENCODER = {
+    "width": 0,  # These four replace the variant's own numbers when not 0.
+    "depth": 0,
+    "heads": 0,
+    "mlp_dim": 0,
+    "head": "token",  # Classifier input: "token", "gap" (mean) or "map" (attention).
+    "distillation": False,  # DeiT's second token, whose classifier is averaged in.
+    "representation": False,  # One tanh layer of the model's width before the head.
+    "pooled_norm": False,  # The final LayerNorm after the pooling, as timm's fc_norm.
+    "posemb": "learned",  # Or "none", "learned2d", "relative", "sincos2d".
+    "dropout": 0.0,
+    "stochastic_depth": 0.0,  # Drop rate of the last block; 0 at the first, linear.
+    "gelu": "tanh",  # "tanh" (Google's) or "erf" (timm, Hugging Face).
+    "epsilon": 1e-6,  # Of the LayerNorms.
+}
+_RESNET = {
+    "blocks": (0,),  # Units of each stage and features of the root, which replace
+    "stem_width": 0,  # the variant's own when not 0.
+}
+
+# Keys of a model by the form of its variant; the first that matches.
+FORMS = {
+    r"R\d+x\d+": _RESNET,
+    r"R.*\+.*": _ENCODER | _RESNET,
+    r".*": _ENCODER,
+}
+
 # Keys that exist only under one choice, so that a key nobody reads is found.
 _END = {"end_rate": 0.0}  # Where the decay ends, one step after the last.
 CHOICES = {
@@ -105,9 +124,24 @@ CHOICES = {
             "cooldown_fraction": 0.0,
         },
         "constant": {},
+        # Constant, times `factor` at each of the steps `boundaries`.
+        "staircase": {"boundaries": (0,), "factor": 0.1},
     },
-    ("", "init_head"): {"replace": {}, "keep": {}},
-    ("model", "head"): {"token": {}, "gap": {}},
+    ("", "init_head"): {"replace": {}, "keep": {}, "drop": {}},
+    ("", "init_posemb"): {"linear": {}, "bicubic": {}},
+    ("model", "head"): {
+        "token": {},
+        "gap": {"class_token": False},  # Keep a class token beside the patches.
+        "map": {"class_token": False},
+    },
+    ("model", "posemb"): {
+        "learned": {"posemb_at": "stem"},  # Where: "stem", "every" layer or "shared".
+        "learned2d": {"posemb_at": "stem"},
+        "sincos2d": {"posemb_at": "stem"},
+        "relative": {"posemb_at": "every"},  # Or "shared".
+        "none": {},
+    },
+    ("model", "posemb_at"): {"stem": {}, "every": {}, "shared": {}},
     ("model", "gelu"): {"tanh": {}, "erf": {}},
     ("model", "dtype"): {"float32": {}, "bfloat16": {}},
     ("loss", "name"): {"softmax": {}, "sigmoid": {}},
