@@ -105,7 +105,7 @@ def test_choice_brings_its_keys():
     [
         (stated(optim={"name": "adm"}), "optim.name='adm' is not one of adam, sgd"),
         (stated(optim={"name": ["sgd"]}), r"optim.name=\['sgd'\] is not one of"),
-        (stated(init_head="drop"), "init_head='drop' is not one of replace, keep"),
+        (stated(init_head="new"), "init_head='new' is not one of replace, keep, drop"),
         (stated(seed="1"), r"seed='1' is str, but it takes int \(as 0\)"),
         (stated(seed=1.0), "seed=1.0 is float, but it takes int"),
         (stated(seed=True), "seed=True is bool, but it takes int"),

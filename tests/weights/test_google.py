@@ -1,35 +1,132 @@
+import re
+
 import numpy as np
 import pytest
+from trees import SIZE, assert_same, encoder, random_flat
 
+from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import google
+from vit_jax.models import variants
+from vit_jax.weights import google, linen, open_pretrained
+from vit_jax.weights.pretrained import Preprocess
 
 
-def test_names_become_levels_and_block_names_the_published_ones(tmp_path):
-    names = {
-        "Transformer/encoderblock_0/LayerNorm_1/scale": "LayerNorm_2",
-        "Transformer/encoderblock_0/MlpBlock_0/Dense_0/bias": "MlpBlock_3",
+def counted_by_kind(name):
+    """Names as Linen gives them: LayerNorm_1 for LayerNorm_2 and so on."""
+    for published, linen_name in (
+        ("LayerNorm_2", "LayerNorm_1"),
+        ("MultiHeadDotProductAttention_1", "MultiHeadDotProductAttention_0"),
+        ("MlpBlock_3", "MlpBlock_0"),
+    ):
+        name = name.replace(f"/{published}/", f"/{linen_name}/")
+    return name
+
+
+def save(path, flat, rename=lambda name: name):
+    np.savez(path, **{rename(name): value for name, value in flat.items()})
+    return path
+
+
+@pytest.mark.parametrize("rename", [lambda name: name, counted_by_kind])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"head": "gap"}, {"representation": True}, {"classes": 0}, {"channels": 1}],
+    ids=str,
+)
+def test_both_ways_of_counting_give_our_tree_and_options(tmp_path, rename, options):
+    model = encoder(**options)
+    flat = random_flat(model)
+    found = open_pretrained(save(tmp_path / "a.npz", flat, rename))
+    assert found.format == "google"
+    assert_same(found.params, flat)
+    assert models.create(**found.options).options == model.options
+    assert found.preprocess == Preprocess((12, 12), squash=True)
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "side"),
+    [
+        ("R50+Ti/16", {"blocks": (1, 1, 2), "stem_width": 32}, 48),
+        ("R26+S/32", {}, 96),
+        ("R+Ti/16", {}, 64),  # Tokens of 32 pixels, whatever its name says.
+    ],
+)
+def test_hybrids_are_named_by_their_stem(tmp_path, variant, options, side):
+    model = models.create(variant, classes=5, image_size=(side, side), **options)
+    shapes = {
+        # As the published files have GroupNorm's.
+        k: v.reshape(1, 1, 1, -1) if re.search(r"(gn\d|gn_\w+)/", k) else v
+        for k, v in zeros(model).items()
     }
-    np.savez(tmp_path / "a.npz", **{name: np.ones(2) for name in names})
-    tree = google.load(tmp_path / "a.npz")
-    assert set(tree["Transformer"]["encoderblock_0"]) == set(names.values())
+    found = open_pretrained(save(tmp_path / "a.npz", shapes))
+    assert models.create(**found.options).options == model.options
+    assert_same(found.params, zeros(model))
 
 
-def test_published_names_stay(tmp_path):
+def zeros(model):
+    return {k: np.zeros_like(v) for k, v in random_flat(model).items()}
+
+
+@pytest.mark.parametrize("size", variants.SIZES)
+def test_published_sizes_are_named_without_differing_numbers(size):
+    known = variants.SIZES[size]
+    D, F, H, N = known.width, known.mlp_dim, known.heads, 16 * 16 + 1
+    block = "Transformer/encoderblock_0"
+    query = f"{block}/MultiHeadDotProductAttention_1/query/kernel"
+    flat = {
+        "embedding/kernel": (14, 14, 3, D),
+        f"{block}/MlpBlock_3/Dense_0/kernel": (D, F),
+        query: (D, H, D // H),
+        "Transformer/posembed_input/pos_embedding": (1, N, D),
+        "cls": (1, 1, D),
+    } | {f"Transformer/encoderblock_{i}/x": (1,) for i in range(known.depth)}
+    # One number in memory, however large the array is.
+    flat = {name: np.broadcast_to(np.float32(0), shape) for name, shape in flat.items()}
+    assert linen.transformer_options(flat) == {
+        "variant": f"{size}/14",
+        "image_size": (224, 224),
+        "channels": 3,
+    }
+
+
+def test_parameters_of_an_optimiser_are_found_and_its_state_is_left(tmp_path):
+    flat = random_flat(encoder())
+    state = {"opt/state/step": np.array(3), "opt/state/cls/mu": np.ones(12)}
+    whole = {f"opt/target/{name}": value for name, value in flat.items()} | state
+    found = open_pretrained(save(tmp_path / "a.npz", whole))
+    assert_same(found.params, flat)
+    assert found.notes == ("ignored 2 arrays beside the network: opt/state",)
+
+
+def test_names_counted_in_both_ways_are_refused(tmp_path):
+    flat = random_flat(encoder())
     name = "Transformer/encoderblock_0/LayerNorm_2/scale"
-    np.savez(tmp_path / "a.npz", **{name: np.ones(2)})
-    tree = google.load(tmp_path / "a.npz")
-    assert set(tree["Transformer"]["encoderblock_0"]) == {"LayerNorm_2"}
+    flat[counted_by_kind(name)] = flat[name]
+    with pytest.raises(
+        UserError, match=r"LayerNorm_\d/scale stands twice in the check"
+    ):
+        open_pretrained(save(tmp_path / "a.npz", flat))
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 broken"])
-def test_damaged_files_are_named(tmp_path, content):
-    (tmp_path / "a.npz").write_bytes(content)
-    with pytest.raises(UserError, match=r"a.npz is not a readable .npz checkpoint"):
-        google.load(tmp_path / "a.npz")
+def test_grid_that_cannot_be_guessed_is_refused(tmp_path):
+    flat = random_flat(encoder(image_size=(12, 16)))
+    with pytest.raises(UserError, match="12 patches are not a square grid"):
+        open_pretrained(save(tmp_path / "a.npz", flat))
 
 
-def test_pickled_content_is_not_run(tmp_path):
-    np.savez(tmp_path / "a.npz", x=np.array([{}], dtype=object))
-    with pytest.raises(UserError, match="not a readable"):
-        google.load(tmp_path / "a.npz")
+def test_a_mixer_is_not_taken_for_a_transformer(tmp_path):
+    flat = {"stem/kernel": np.ones(3), "MixerBlock_0/LayerNorm_0/bias": np.ones(3)}
+    message = "in none of the known formats .*google.* such as MixerBlock_0/LayerNorm_0"
+    with pytest.raises(UserError, match=message):
+        open_pretrained(save(tmp_path / "a.npz", flat))
+
+
+def test_shapes_of_another_network_are_refused():
+    flat = random_flat(encoder())
+    flat["embedding/kernel"] = flat["embedding/kernel"].reshape(-1, SIZE["width"])
+    assert google.recognises(flat)
+    with pytest.raises(
+        UserError, match=r"shape \(48, 12\) .* not those of a Vision Tr"
+    ):
+        linen.transformer_options(flat)

@@ -94,7 +94,7 @@ def _train(config, workdir, preemption) -> dict:
             state, trained_seconds = checkpoints.restore(shapes, everywhere)
             notes = [f"resume: step {start} of {workdir}"]
         elif config.init:
-            params, notes = start_weights.load(config, expected, model.grid)
+            params, notes = start_weights.load(config, model, init)
             state = place(create)(jax.device_put(params, everywhere))
         else:
             state = place(lambda: create(init()))()

@@ -1,50 +1,58 @@
-"""Checkpoints in the npz format of google-research/vision_transformer."""
+"""The npz format of google-research/vision_transformer: original, AugReg, SAM, hybrids.
 
-import os
-import re
-import zipfile
-import zlib
+Its names are ours; only the parts of a block are counted in two ways.
+"""
 
-import numpy as np
-from etils import epath
+from collections.abc import Collection
+
 from flax.traverse_util import unflatten_dict
 
-from vit_jax.errors import UserError
+from vit_jax.weights import linen
+from vit_jax.weights.files import Tensors
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+_ANCHOR = "Transformer/posembed_input/pos_embedding"
 
 
-def load(path: str | os.PathLike) -> dict:
-    """Reads an npz checkpoint, whose names are ours with "/" between the levels.
-
-    Args:
-      path: of the file.
-
-    Returns:
-      Nested dict of arrays.
-
-    Raises:
-      UserError: the file is not an npz archive of plain arrays.
-    """
-    try:
-        with epath.Path(path).open("rb") as stream:
-            if not zipfile.is_zipfile(stream):
-                raise ValueError("it is not a zip archive")
-            flat = dict(np.load(stream, allow_pickle=False))
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is not a readable .npz checkpoint: {error}") from error
-    linen = any("/LayerNorm_1/" in name for name in flat)
-    return unflatten_dict(
-        {_as_published(n) if linen else n: value for n, value in flat.items()}, sep="/"
+def recognises(names: Collection[str]) -> bool:
+    """Tells whether these are the names of a file in this format."""
+    return (
+        linen.find_prefix(names, _ANCHOR) in ("", "opt/target/")
+        and linen.find_prefix(names, "embedding/kernel") is not None
+        and linen.find_prefix(names, "MAPHead_0/probe") is None
     )
 
 
-# The published files count the submodules of a block; what later code writes counts
-# those of each class.
-_PUBLISHED = {
-    "LayerNorm_1": "LayerNorm_2",
-    "MultiHeadDotProductAttention_0": "MultiHeadDotProductAttention_1",
-    "MlpBlock_0": "MlpBlock_3",
-}
+def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+    """Reads a checkpoint.
 
+    Args:
+      tensors: of the file.
+      heads: not needed; the shapes tell.
 
-def _as_published(name: str) -> str:
-    return re.sub(r"(?<=/)(\w+_\d)(?=/)", lambda m: _PUBLISHED.get(m[1], m[1]), name)
+    Returns:
+      The checkpoint in our terms.
+
+    Raises:
+      UserError: the shapes are not those of a Vision Transformer or hybrid.
+    """
+    flat, notes = linen.strip(tensors.flat, _ANCHOR)
+    flat = linen.flatten_norms(linen.rename_blocks(flat))
+    sizes = linen.transformer_options(flat)
+    options = {
+        **sizes,
+        "classes": len(flat.get("head/bias", ())),
+        "head": "token" if "cls" in flat else "gap",
+        "representation": "pre_logits/kernel" in flat,
+        "gelu": "tanh",
+        "epsilon": 1e-6,
+    }
+    return Pretrained(
+        params=unflatten_dict(flat, sep="/"),
+        options=options,
+        format="google",
+        source=tensors.path,
+        # input_pipeline.py there: the whole image is resized, bilinear, to [-1, 1].
+        preprocess=Preprocess(options["image_size"], squash=True),
+        notes=notes,
+    )

@@ -1,23 +1,25 @@
 """`config.init`: the parameters that a run starts from."""
 
-from etils import epath
+from collections.abc import Callable
+
 from ml_collections import ConfigDict
 
+from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import variants
-from vit_jax.weights import google, surgery, workdir
+from vit_jax.weights import loading
+from vit_jax.weights.pretrained import Preprocess
 
 
 def load(
-    config: ConfigDict, expected: dict, grid: tuple[int, int]
+    config: ConfigDict, model: models.Model, init: Callable[[], dict]
 ) -> tuple[dict, list[str]]:
-    """Loads a workdir or an .npz file and fits it to a model.
+    """Loads a checkpoint of any kind and fits it to a run's model.
 
     Args:
-      config: complete config; `init`, `init_head`, `init_average` and
-        `model.head_bias` are read.
-      expected: the model's parameters, as arrays or shapes.
-      grid: the model's patches down and across.
+      config: complete config; `init`, its companions, `data.mean` and `data.std` are
+        read, and `model.head_bias`.
+      model: of the run.
+      init: gives the run's initial parameters, for those that may be missing.
 
     Returns:
       The parameters and a line for each thing that was loaded or changed.
@@ -25,31 +27,33 @@ def load(
     Raises:
       UserError: nothing to load there, or it does not fit the model.
     """
-    place = epath.Path(config.init)
-    if place.is_dir():
-        found = workdir.load(place, average=config.init_average)
-        old_grid = _grid(found.config)
-        given, what = found.params, f"{found.kind} parameters of step {found.step}"
-    elif place.exists():
-        given, old_grid, what = google.load(place), None, "npz checkpoint"
-    else:
-        raise UserError(
-            f"config.init={config.init!r} is neither a workdir nor a file: give the "
-            "workdir of a finished run or a .npz checkpoint"
+    try:
+        loaded = loading.load(
+            config.init,
+            model,
+            head=config.init_head,
+            head_bias=config.model.head_bias,
+            init_allow=config.init_allow,
+            posemb_resize=config.init_posemb,
+            average=config.init_average,
+            init=init,
         )
-    params, notes = surgery.fit(
-        given,
-        expected,
-        grid=grid,
-        old_grid=old_grid,
-        head=config.init_head,
-        head_bias=config.model.head_bias,
-    )
-    return params, [f"start: {what} from {config.init}", *notes]
+    except UserError as error:
+        raise UserError(f"config.init={config.init!r}: {error}") from error
+    found = loaded.pretrained
+    lines = loaded.table()
+    if found.format == "workdir":  # Its first note says what of it was taken.
+        lines[:2] = [f"{found.notes[0]} from {found.source}"]
+    lines[0] = f"start: {lines[0]}"
+    return loaded.params, lines + _normalisation(found.preprocess, config.data)
 
 
-def _grid(config: dict) -> tuple[int, int]:
-    """Returns the patches down and across of a run's model."""
-    _, patch = variants.parse(config["model"]["variant"])
-    height, width = config["data"]["image_size"]
-    return height // patch, width // patch
+def _normalisation(preprocess: Preprocess | None, data: ConfigDict) -> list[str]:
+    """Returns a line for each of mean and std in which the run differs."""
+    lines = []
+    for name in ("mean", "std") if preprocess else ():
+        old, new = getattr(preprocess, name), getattr(data, name)
+        # One number is for all channels.
+        if set(old) != set(new) if 1 in (len(old), len(new)) else old != tuple(new):
+            lines.append(f"differs: {name} {old} in the checkpoint, data.{name}={new}")
+    return lines

@@ -8,7 +8,9 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from vit_jax.data import host_ops, ops
 from vit_jax.errors import UserError
+from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 FOLDER = "checkpoints"  # In the workdir; one folder a step below it.
 
@@ -71,6 +73,61 @@ def load(workdir: str | os.PathLike, *, average: bool = True) -> Checkpoint:
         config=stored.custom_metadata["config"],
         class_names=tuple(stored.custom_metadata["class_names"]),
     )
+
+
+def pretrained(workdir: str | os.PathLike, *, average: bool = True) -> Pretrained:
+    """Reads the newest checkpoint as any other published one.
+
+    Args and Raises: as `load`.
+
+    Returns:
+      The checkpoint; its first note tells which parameters of which step.
+    """
+    found = load(workdir, average=average)
+    data, model = found.config["data"], found.config["model"]
+    preprocess = _preprocess(data)
+    notes = [f"{found.kind} parameters of step {found.step}"]
+    if preprocess is None:
+        notes.append(f"data.eval_ops={data['eval_ops']!r} is no resize and crop")
+    return Pretrained(
+        params=found.params,
+        options={
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in model.items()},
+            "classes": data["classes"],
+            "image_size": tuple(data["image_size"]),
+            "channels": data["channels"],
+        },
+        format="workdir",
+        source=str(workdir),
+        preprocess=preprocess,
+        class_names=found.class_names,
+        notes=tuple(notes),
+    )
+
+
+def _preprocess(data: dict) -> Preprocess | None:
+    """Returns what a run's evaluation does to its images, if it is of the usual kind."""
+    image_size = tuple(data["image_size"])
+    mean, std = (
+        tuple(data[name]) * (data["channels"] if len(data[name]) == 1 else 1)
+        for name in ("mean", "std")
+    )
+    common = {"image_size": image_size, "mean": mean, "std": std}
+    match ops.parse_eval(data["eval_ops"], image_size):
+        case ():  # The images are of this size already.
+            return Preprocess(**common, squash=True)
+        case (host_ops.Resize(size=size),) if _pair(size) == image_size:
+            return Preprocess(**common, squash=True)
+        case (
+            host_ops.ResizeSmall(size=short),
+            host_ops.CentralCrop(size=size),
+        ) if _pair(size) == image_size:
+            return Preprocess(**common, crop_fraction=min(image_size) / short)
+    return None
+
+
+def _pair(size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def read_config(workdir: str | os.PathLike) -> dict:

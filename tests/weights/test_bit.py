@@ -1,0 +1,79 @@
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from test_google import save
+from trees import assert_same, random_flat
+
+from vit_jax import models
+from vit_jax.models import variants
+from vit_jax.weights import bit, open_pretrained
+from vit_jax.weights.files import Tensors
+
+NARROW = {"blocks": (1, 2, 1, 1), "stem_width": 32}
+
+
+def tiny(classes=5, channels=3):
+    return models.create("R50x1", classes=classes, channels=channels, **NARROW)
+
+
+def to_big_vision(flat):
+    return {
+        f"params/{k}": v.reshape(1, 1, 1, -1)
+        if re.search(r"(gn\d|norm-pre-head)/", k)
+        else v
+        for k, v in flat.items()
+    }
+
+
+def to_original(flat, count):
+    """Names of the first release; some of its files count the convolutions."""
+    renamed = {}
+    for i, (name, value) in enumerate(flat.items()):
+        conv = f"standardized_conv2d_{i}" if count and i else "standardized_conv2d"
+        name = name.replace("root_block/conv_root/", f"root_block/{conv}/")
+        name = name.replace("conv_proj/", f"a/proj/{conv}/")
+        for number, letter in enumerate("abc", 1):
+            name = name.replace(f"conv{number}/", f"{letter}/{conv}/")
+            name = name.replace(f"gn{number}/", f"{letter}/group_norm/")
+        name = name.replace("norm-pre-head/", "group_norm/")
+        if "group_norm" in name:
+            name = name.replace("/scale", "/gamma").replace("/bias", "/beta")
+        name = name.replace("head/", "head/conv2d/")
+        if name == "head/conv2d/kernel":
+            value = value[None, None]
+        renamed[f"resnet/{name}"] = value
+    return renamed
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        to_big_vision,
+        lambda flat: to_original(flat, count=False),
+        lambda flat: to_original(flat, count=True),
+    ],
+    ids=["big_vision", "original", "original, counted"],
+)
+@pytest.mark.parametrize("options", [{}, {"classes": 0}, {"channels": 1}], ids=str)
+def test_both_layouts_give_our_tree_and_options(tmp_path, rename, options):
+    model = tiny(**options)
+    flat = random_flat(model)
+    found = open_pretrained(save(tmp_path / "a.npz", rename(flat)))
+    assert found.format == "bit"
+    assert_same(found.params, flat)
+    assert models.create(**found.options).options == model.options
+    assert "image size: not in the file, so 224x224" in found.notes
+
+
+@pytest.mark.parametrize("variant", [n for n in variants.NAMES if "/" not in n])
+def test_published_sizes_are_named_without_differing_numbers(variant):
+    model = models.create(variant, classes=3)
+    shapes = flatten_dict(jax.eval_shape(model.init, jax.random.key(0)), sep="/")
+    # One number in memory, however large the array is.
+    flat = {k: np.broadcast_to(np.float32(0), v.shape) for k, v in shapes.items()}
+    options = bit.read(Tensors(flat, {}, {}, "x")).options
+    assert options.keys() == {"variant", "classes", "image_size", "channels"}
+    assert options["variant"] == variant

@@ -1,0 +1,86 @@
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from trees import assert_same, encoder, random_flat
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.weights import Preprocess, Pretrained, open_pretrained, own
+
+
+def example(**changes):
+    model = encoder(head="map", gelu="erf", epsilon=1e-12, image_size=(8, 12))
+    flat = random_flat(model)
+    # As a transposed view of another library's weights would be.
+    flat["embedding/bias"] = np.arange(24, dtype=np.float32)[::2]
+    fields = {
+        "params": own.unflatten_dict(flat, sep="/"),
+        "options": model.options,
+        "format": "timm",
+        "source": "hf://owner/name",
+        "preprocess": Preprocess(
+            (8, 12), (0.4, 0.5, 0.6), (0.1, 0.2, 0.3), "area", 0.9
+        ),
+        "class_names": ("cat", "größerer Hund", 'a "b", c\n'),
+    } | changes
+    return flat, Pretrained(**fields)
+
+
+def test_round_trip_is_exact(tmp_path):
+    flat, pretrained = example()
+    own.write(pretrained, tmp_path / "a.safetensors")
+    found = open_pretrained(tmp_path / "a.safetensors")
+    assert_same(found.params, flat)
+    assert found.format == "vit_jax"
+    assert found.options == pretrained.options
+    assert found.preprocess == pretrained.preprocess
+    assert found.class_names == pretrained.class_names
+    assert models.create(**found.options).image_shape == (8, 12, 3)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_what_nothing_says_stays_unsaid(tmp_path):
+    _, pretrained = example(preprocess=None, class_names=())
+    own.write(pretrained, tmp_path / "a.safetensors")
+    found = open_pretrained(tmp_path)
+    assert (found.preprocess, found.class_names) == (None, ())
+
+
+def test_blocks_come_back_as_a_tuple(tmp_path):
+    options = {"variant": "R50x1", "classes": 2, "blocks": (1, 1), "stem_width": 32}
+    _, pretrained = example(options=options)
+    own.write(pretrained, tmp_path / "a.safetensors")
+    assert open_pretrained(tmp_path).options["blocks"] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"format_version": 2}, "is of format version 2, .* those up to 1: update it"),
+        ({"format_version": 1}, "has a damaged vit_jax header: KeyError"),
+        ("{", "has a damaged vit_jax header: JSONDecodeError"),
+    ],
+)
+def test_header_that_cannot_be_used_is_refused(tmp_path, header, message):
+    text = header if isinstance(header, str) else json.dumps(header)
+    save_file({"cls": np.ones(3)}, tmp_path / "a.safetensors", {"vit_jax": text})
+    with pytest.raises(UserError, match=message):
+        open_pretrained(tmp_path / "a.safetensors")
+
+
+def test_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    _, pretrained = example()
+    with pytest.raises(UserError, match=r"absent/a.safetensors cannot be written"):
+        own.write(pretrained, tmp_path / "absent" / "a.safetensors")
+
+    def full(*args):
+        save_file(*args)
+        raise OSError("No space left on device")
+
+    (tmp_path / "a.safetensors").write_bytes(b"before")
+    monkeypatch.setattr(own.safetensors.numpy, "save_file", full)
+    with pytest.raises(UserError, match="cannot be written: No space left"):
+        own.write(pretrained, tmp_path / "a.safetensors")
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"before"]

@@ -1,0 +1,34 @@
+"""Small models with random numbers everywhere, as checkpoints have them."""
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from vit_jax import models
+
+SIZE = {"width": 12, "depth": 2, "heads": 3, "mlp_dim": 20}
+
+
+def encoder(variant="Ti/4", classes=7, image_size=(12, 12), **options):
+    return models.create(
+        variant, classes=classes, image_size=image_size, **SIZE | options
+    )
+
+
+def random_flat(model, seed=0):
+    """Returns names joined by "/" to random arrays of a model's shapes."""
+    shapes = flatten_dict(jax.eval_shape(model.init, jax.random.key(0)), sep="/")
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(size=shape.shape, scale=0.3).astype(np.float32)
+        for name, shape in sorted(shapes.items())
+    }
+
+
+def assert_same(params, flat):
+    """Checks that a nested dict holds exactly these arrays, to the bit."""
+    found = flatten_dict(params, sep="/")
+    assert found.keys() == flat.keys()
+    for name, value in flat.items():
+        assert found[name].dtype == value.dtype, name
+        np.testing.assert_array_equal(found[name], value, err_msg=name)

@@ -1,0 +1,122 @@
+"""The npz format of google-research/big_vision (models/vit.py), all its ages."""
+
+from collections.abc import Collection
+
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from vit_jax.weights import linen
+from vit_jax.weights.files import Tensors
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+_ANCHOR = "embedding/kernel"
+_POSITIONS = "Transformer/posembed_input/pos_embedding"
+_OLD_POSITIONS = ("pos_embedding", "Transformer/pos_embedding")
+_SCANNED = "Transformer/encoderblock/"
+
+
+def recognises(names: Collection[str]) -> bool:
+    """Tells whether these are the names of a file in this format."""
+    prefix = linen.find_prefix(names, _ANCHOR)
+    return prefix is not None and any(
+        name.startswith(f"{prefix}Transformer/encoderblock") for name in names
+    )
+
+
+def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+    """Reads a checkpoint, or the image tower of one with two towers.
+
+    Args:
+      tensors: of the file.
+      heads: not needed; the shapes tell.
+
+    Returns:
+      The checkpoint in our terms.
+
+    Raises:
+      UserError: the shapes are not those of a Vision Transformer.
+    """
+    flat, notes = linen.strip(tensors.flat, _ANCHOR)
+    flat = linen.rename_blocks(_gather_map_head(_unstack(flat)))
+    flat, more = _place_positions(flat)
+    sizes = linen.transformer_options(flat)
+    if _POSITIONS not in flat:
+        sizes["posemb"] = "sincos2d"
+        more += ("no position embeddings: taken as fixed sines and cosines (sincos2d)",)
+    kinds = {"MAPHead_0/probe": "map", "cls": "token"}
+    options = {
+        **sizes,
+        "classes": len(flat.get("head/bias", ())),
+        "head": next((kind for name, kind in kinds.items() if name in flat), "gap"),
+        "representation": "pre_logits/kernel" in flat,
+        "gelu": "tanh",
+        "epsilon": 1e-6,
+    }
+    if options["head"] == "map" and "cls" in flat:
+        options["class_token"] = True
+    return Pretrained(
+        params=unflatten_dict(flat, sep="/"),
+        options=options,
+        format="big_vision",
+        source=tensors.path,
+        preprocess=_preprocess(tensors, options["image_size"]),
+        notes=notes + more,
+    )
+
+
+def _unstack(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Splits the layers that a scan keeps in one array along its first axis."""
+    layers = {}
+    for name, value in flat.items():
+        if name.startswith(_SCANNED):
+            rest = name.removeprefix(_SCANNED)
+            for i, layer in enumerate(value):
+                layers[f"Transformer/encoderblock_{i}/{rest}"] = layer
+        else:
+            layers[name] = value
+    return layers
+
+
+def _gather_map_head(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Puts a MAP head whose parts stand at the top level where later files have it."""
+    if "probe" not in flat:
+        return flat
+    parts = ("probe", "MultiHeadDotProductAttention_", "LayerNorm_", "MlpBlock_")
+    return {
+        f"MAPHead_0/{name}" if name.startswith(parts) else name: value
+        for name, value in flat.items()
+    }
+
+
+def _place_positions(
+    flat: dict[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """Gives position embeddings our name, and a row for each extra token."""
+    flat, notes = dict(flat), ()
+    for name in _OLD_POSITIONS:
+        if name in flat:
+            flat[_POSITIONS] = flat.pop(name)
+    if _POSITIONS not in flat:
+        return flat, notes
+    positions, square = flat[_POSITIONS], _is_square(flat[_POSITIONS].shape[1])
+    if "cls" in flat and square:
+        # There the class token comes after the positions are added: it has none.
+        row = np.zeros_like(positions[:, :1])
+        flat[_POSITIONS] = np.concatenate([row, positions], axis=1)
+        notes = ("position embedding of the class token: none in the file, so zeros",)
+    elif "cls" not in flat and not square and _is_square(positions.shape[1] - 1):
+        flat[_POSITIONS] = positions[:, 1:]
+        notes = ("position embedding of a class token that is not there: dropped",)
+    return flat, notes
+
+
+def _is_square(patches: int) -> bool:
+    return int(np.sqrt(patches)) ** 2 == patches
+
+
+def _preprocess(tensors: Tensors, image_size: tuple[int, int]) -> Preprocess:
+    # configs/vit_i1k.py and vit_i21k.py there evaluate on the centre 224 of 256
+    # pixels, the image towers (configs/proj/image_text) on the whole image, squashed.
+    if linen.find_prefix(tensors.flat, _ANCHOR).endswith("img/"):
+        return Preprocess(image_size, squash=True)
+    return Preprocess(image_size, crop_fraction=224 / 256)

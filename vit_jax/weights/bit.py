@@ -1,0 +1,94 @@
+"""The npz formats of BiT ResNets (arXiv:1912.11370): big_vision's and the original."""
+
+import re
+from collections.abc import Collection
+
+from flax.traverse_util import unflatten_dict
+
+from vit_jax.models import variants
+from vit_jax.weights import linen
+from vit_jax.weights.files import Tensors
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+_ANCHOR = "root_block/conv_root/kernel"
+
+
+def recognises(names: Collection[str]) -> bool:
+    """Tells whether these are the names of a file in one of the two formats."""
+    original = any(n.startswith("resnet/root_block/standardized_conv2d") for n in names)
+    return original or linen.find_prefix(names, _ANCHOR) is not None
+
+
+def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+    """Reads a checkpoint.
+
+    Args:
+      tensors: of the file.
+      heads: not needed; there are none.
+
+    Returns:
+      The checkpoint in our terms.
+    """
+    flat, notes = tensors.flat, ()
+    if linen.find_prefix(flat, _ANCHOR) is None:
+        flat = {_rename(name): value for name, value in flat.items()}
+        if "head/kernel" in flat:  # A 1x1 convolution there.
+            kernel = flat["head/kernel"]
+            flat["head/kernel"] = kernel.reshape(-1, kernel.shape[-1])
+    else:
+        flat, notes = linen.strip(flat, _ANCHOR)
+    flat = linen.flatten_norms(flat)
+    blocks = linen.stem_blocks(flat)
+    channels, stem_width = flat[_ANCHOR].shape[2:]
+    options = {
+        **variant_options(blocks, int(stem_width)),
+        "classes": len(flat.get("head/bias", ())),
+        "image_size": (224, 224),  # Any would do, and nothing in the file tells.
+        "channels": int(channels),
+    }
+    return Pretrained(
+        params=unflatten_dict(flat, sep="/"),
+        options=options,
+        format="bit",
+        source=tensors.path,
+        # The original code evaluates on the whole image, squashed, in [-1, 1].
+        preprocess=Preprocess(options["image_size"], squash=True),
+        notes=(*notes, "image size: not in the file, so 224x224"),
+    )
+
+
+# Name there, as a regular expression, to name here. Some of the published files count
+# their convolutions: standardized_conv2d_17.
+_NAMES = (
+    (r"^resnet/", ""),
+    (r"standardized_conv2d(_\d+)?", "conv"),
+    (r"group_norm(_\d+)?", "gn"),
+    (r"/gamma$", "/scale"),
+    (r"/beta$", "/bias"),
+    (r"^root_block/conv/", "root_block/conv_root/"),
+    (r"^gn/", "norm-pre-head/"),
+    (r"^head/conv2d/", "head/"),
+    (r"/a/proj/conv/", "/conv_proj/"),
+    (r"/a/(conv|gn)/", r"/\g<1>1/"),
+    (r"/b/(conv|gn)/", r"/\g<1>2/"),
+    (r"/c/(conv|gn)/", r"/\g<1>3/"),
+)
+
+
+def _rename(name: str) -> str:
+    for pattern, ours in _NAMES:
+        name = re.sub(pattern, ours, name)
+    return name
+
+
+def variant_options(blocks: tuple[int, ...], stem_width: int) -> dict:
+    """Returns "variant", and "blocks" and "stem_width" if they are not the variant's."""
+    names = {known: name for name, known in variants.RESNETS.items()}
+    factor = stem_width / 64
+    name = f"{names.get(blocks, 'R50')}x{max(1, round(factor))}"
+    options = {"variant": name}
+    if blocks not in names:
+        options["blocks"] = blocks
+    if factor != max(1, round(factor)):
+        options["stem_width"] = stem_width
+    return options

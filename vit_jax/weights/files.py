@@ -1,0 +1,206 @@
+"""Weight files of every kind as one dict of arrays, told by content, not by name."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import zipfile
+import zlib
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from vit_jax.errors import UserError
+from vit_jax.weights import torch_file
+
+# What a folder may hold, best first; any single file with a suffix comes after these.
+_FOLDER = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+_SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt")
+
+# A JSON file of these names belongs to the weights if it has one of these keys.
+_SIDECARS = {
+    "config.json": ("architectures", "model_type", "architecture", "pretrained_cfg"),
+    "preprocessor_config.json": ("image_mean", "size", "do_resize", "do_normalize"),
+}
+
+# What often lies where weights should.
+_HINTS = {
+    b"version https://git-lfs": "it is a Git LFS pointer: run `git lfs pull` there",
+    b"<": "it is a web page: download the file itself",
+}
+
+# float16 and bfloat16 become float32, which holds all their values.
+_WIDENED = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """What a file or folder holds, under the names that it has there.
+
+    Attributes:
+      flat: name to array.
+      metadata: of the safetensors header.
+      sidecars: file name to content, of the JSON files that describe the weights.
+      path: of the file or folder.
+    """
+
+    flat: dict[str, np.ndarray]
+    metadata: dict[str, str]
+    sidecars: dict[str, dict]
+    path: str
+
+
+def read(path: str | os.PathLike) -> Tensors:
+    """Reads an .npz, .safetensors or PyTorch file, or a folder with one model.
+
+    Args:
+      path: local; of a file, or of a folder with one such file, or with the parts and
+        the index of a sharded one.
+
+    Returns:
+      Its arrays, those of half precision as float32.
+
+    Raises:
+      UserError: nothing to read there, more than one model, or a damaged file.
+    """
+    path = pathlib.Path(path)
+    parts, promised = _folder(path) if path.is_dir() else ([path], ())
+    flat, metadata, described = {}, {}, False
+    for part in parts:
+        kind, arrays, header = _read_file(part)
+        flat |= {name: _widen(value) for name, value in arrays.items()}
+        metadata |= header
+        described |= kind != "npz"
+    if missing := sorted(set(promised) - flat.keys()):
+        raise UserError(
+            f"{path} lacks {len(missing)} arrays that its index names, such as "
+            f"{missing[0]}: download all its parts of one version"
+        )
+    if not flat:
+        raise UserError(f"{path} holds no arrays: give a file with weights")
+    folder = path if path.is_dir() else path.parent
+    return Tensors(flat, metadata, _sidecars(folder) if described else {}, str(path))
+
+
+def _folder(path: pathlib.Path) -> tuple[list[pathlib.Path], tuple[str, ...]]:
+    """Returns the weight files of a folder and the names that an index promises."""
+    for name in _FOLDER:
+        file = path / name
+        if file.is_file() and name.endswith(".index.json"):
+            parts = _json(file).get("weight_map")
+            if not isinstance(parts, dict) or not all(
+                isinstance(part, str) and part == pathlib.PurePath(part).name
+                for part in parts.values()
+            ):
+                raise UserError(
+                    f"{file} has no weight_map from names to files beside it: download "
+                    "it again"
+                )
+            return [path / part for part in sorted(set(parts.values()))], tuple(parts)
+        if file.is_file():
+            return [file], ()
+    found = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in _SUFFIXES)
+    if not found:
+        raise UserError(
+            f"{path} holds no weights ({', '.join(_SUFFIXES)}): give the workdir of a "
+            "finished run, a file with weights or a folder with one"
+        )
+    if len(found) > 1:
+        raise UserError(
+            f"{path} holds {', '.join(p.name for p in found)}: give the path of one"
+        )
+    return found, ()
+
+
+def _read_file(
+    path: pathlib.Path,
+) -> tuple[str, dict[str, np.ndarray], dict[str, str]]:
+    """Returns the kind, the arrays and the header of one file."""
+    kind = "weights"
+    try:
+        kind = _kind(path)
+        if kind == "safetensors":
+            with safetensors.safe_open(path, framework="np") as file:
+                names = file.keys()
+                arrays = {name: file.get_tensor(name) for name in names}
+                return kind, arrays, file.metadata() or {}
+        if kind == "npz":
+            with np.load(path, allow_pickle=False) as file:
+                return kind, dict(file), {}
+    except UserError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        zlib.error,
+        zipfile.BadZipFile,
+        safetensors.SafetensorError,
+    ) as error:
+        what = f".{kind} checkpoint" if kind != "weights" else "weights file"
+        raise UserError(f"{path} is not a readable {what}: {error}") from error
+    return kind, torch_file.read(path), {}
+
+
+def _kind(path: pathlib.Path) -> str:
+    """Returns "npz", "safetensors" or "torch"."""
+    with path.open("rb") as file:
+        start = file.read(32)
+    if start[:2] == b"PK":
+        if not zipfile.is_zipfile(path):  # A torn archive lost its table at the end.
+            name = "PyTorch" if path.suffix in (".pth", ".pt", ".bin") else ".npz"
+            raise UserError(
+                f"{path} is not a readable {name} checkpoint: the archive is cut off or "
+                "damaged"
+            )
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        if any(name.endswith("data.pkl") for name in names):
+            return "torch"
+        if not all(name.endswith(".npy") for name in names):
+            raise UserError(f"{path} is an archive of {names[0]}: give what is in it")
+        return "npz"
+    if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+        return "torch"  # A bare pickle, as before PyTorch 1.6.
+    if start[8:9] == b"{":  # After the length of the header.
+        return "safetensors"
+    other = f"it begins with {start[:8]!r}" if start else "it is empty"
+    hints = (text for sign, text in _HINTS.items() if start.startswith(sign))
+    raise UserError(
+        f"{path} is neither a readable .npz checkpoint, nor .safetensors, nor a PyTorch "
+        f"file: {next(hints, other)}"
+    )
+
+
+def _sidecars(folder: pathlib.Path) -> dict[str, dict]:
+    found = {
+        name: _json(folder / name) for name in _SIDECARS if (folder / name).exists()
+    }
+    return {
+        name: content
+        for name, content in found.items()
+        if any(key in content for key in _SIDECARS[name])
+    }
+
+
+def _json(path: pathlib.Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _widen(array: np.ndarray) -> np.ndarray:
+    # numpy's own files know no bfloat16: it comes back as two bytes without a meaning.
+    if array.dtype == np.dtype("V2"):
+        array = array.view(ml_dtypes.bfloat16)
+    return array.astype(np.float32) if array.dtype in _WIDENED else array

@@ -1,0 +1,162 @@
+"""Any published checkpoint, opened or fitted to a model."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.weights import files, recognise, surgery, workdir
+from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.settle import Row
+
+# Options that change what the same parameters compute.
+_FLAVOURS = (
+    "head",
+    "class_token",
+    "distillation",
+    "pooled_norm",
+    "posemb",
+    "posemb_at",
+    "gelu",
+    "epsilon",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Parameters that fit a model, and how they came to.
+
+    Attributes:
+      params: nested dict of arrays, as from `Model.init`.
+      rows: what was loaded, resized, replaced, missing, left over or differs.
+      pretrained: the checkpoint itself.
+    """
+
+    params: dict
+    rows: tuple[Row, ...]
+    pretrained: Pretrained
+
+    def table(self) -> list[str]:
+        """Returns a line for the checkpoint, one for each note, one for each row."""
+        found = self.pretrained
+        cells = [
+            (f"{row.what}: {row.action}", *map(_shape, (row.before, row.after)))
+            for row in self.rows
+        ]
+        if any(before or after for _, before, after in cells):
+            cells.insert(0, ("", "checkpoint", "model"))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = (
+            "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        )
+        return [
+            f"{found.format} checkpoint of {found.options['variant']}: {found.source}",
+            *found.notes,
+            *lines,
+        ]
+
+
+def open_pretrained(
+    place: str | os.PathLike, *, average: bool = True, heads: int = 0
+) -> Pretrained:
+    """Reads a checkpoint of any known format.
+
+    Args:
+      place: a workdir, a file or folder with weights, or anything that `fetch` takes:
+        "hf://owner/name", "timm/...", "gs://...", "https://...", "augreg:B/16".
+      average: take a workdir's averaged parameters if it has them.
+      heads: attention heads, for the files that do not tell (timm's without config).
+
+    Returns:
+      The checkpoint in our terms.
+
+    Raises:
+      UserError: nothing there, not readable, or of no known format.
+    """
+    name = os.fspath(place)
+    if not _is_remote(name):
+        if workdir.has_checkpoint(name):
+            return workdir.pretrained(name, average=average)
+        if not pathlib.Path(name).exists():
+            raise UserError(
+                f"{name!r} is neither a workdir nor a file: give the workdir of a "
+                "finished run, a file or folder with weights, or where they are "
+                "published, as hf://owner/name"
+            )
+        path = pathlib.Path(name)
+    else:
+        from vit_jax.weights import fetch
+
+        path = fetch.fetch(name)
+    tensors = files.read(path)
+    found = recognise.reader(tensors).read(tensors, heads)
+    return dataclasses.replace(found, source=name)
+
+
+def load(
+    place: str | os.PathLike,
+    model: models.Model,
+    *,
+    head: str = "keep",
+    head_bias: float = 0.0,
+    init_allow: Sequence[str] = (),
+    posemb_resize: str = "linear",
+    average: bool = True,
+    init: Callable[[], dict] | None = None,
+) -> Loaded:
+    """Reads a checkpoint of any known format and fits it to a model.
+
+    Args:
+      place, average: see `open_pretrained`.
+      model: the parameters are for.
+      head, head_bias, init_allow, posemb_resize: see `surgery.fit`.
+      init: gives the initial values of what may be missing; `model.init` with key 0
+        if None.
+
+    Returns:
+      The parameters, and a table of what was done.
+
+    Raises:
+      UserError: nothing to load there, or it does not fit the model.
+    """
+    init = init or functools.partial(model.init, jax.random.key(0))
+    found = open_pretrained(place, average=average, heads=model.options.get("heads", 0))
+    source = models.create(**found.options)
+    params, rows = surgery.fit(
+        found.params,
+        jax.eval_shape(init),
+        grid=model.grid,
+        old_grid=source.grid,
+        head=head,
+        head_bias=head_bias,
+        init_allow=init_allow,
+        posemb_resize=posemb_resize,
+        init=init,
+    )
+    rows += [
+        Row("differs", f"{key} {old} in the checkpoint, {new} in the model")
+        for key, old, new in _differences(source.options, model.options)
+    ]
+    return Loaded(params, tuple(rows), found)
+
+
+def _differences(old: dict, new: dict) -> list[tuple]:
+    return [
+        (key, old[key], new[key])
+        for key in _FLAVOURS
+        if key in old and key in new and old[key] != new[key]
+    ]
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape)) if shape else ""
+
+
+def _is_remote(name: str) -> bool:
+    return "://" in name
