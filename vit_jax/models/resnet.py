@@ -116,17 +116,22 @@ class Root(nn.Module):
 
     Attributes:
       features: output channels.
+      zero_pool: see ResNet.
       dtype: of the computation.
     """
 
     features: int
+    zero_pool: bool = False
     dtype: str = "float32"
 
     @nn.compact
     def __call__(self, images: Features) -> Float[Array, "..."]:
         """Returns features at a quarter of the resolution."""
         x = StdConv(self.features, 7, 2, 3, dtype=self.dtype, name="conv_root")(images)
-        return nn.max_pool(x, (3, 3), (2, 2), padding=[(1, 1), (1, 1)])
+        if self.zero_pool:
+            x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        border = (0, 0) if self.zero_pool else (1, 1)
+        return nn.max_pool(x, (3, 3), (2, 2), padding=[border, border])
 
 
 class Stage(nn.Module):
@@ -160,6 +165,8 @@ class ResNet(nn.Module):
       classes: L; 0 is no classifier.
       blocks: units of each stage.
       stem_width: features of the root.
+      zero_pool: whether zeros around the image take part in the root's max pooling, as
+        in BiT's first code and timm; they do not in big_vision.
       head_bias: initial bias of the classifier.
       dtype: of the computation; parameters and logits are float32.
     """
@@ -167,6 +174,7 @@ class ResNet(nn.Module):
     classes: int
     blocks: tuple[int, ...]
     stem_width: int
+    zero_pool: bool = False
     head_bias: float = 0.0
     dtype: str = "float32"
 
@@ -184,7 +192,7 @@ class ResNet(nn.Module):
           "pre_logits" (B, 4 * width of the last stage), the mean of the last features,
           and "logits" (B, L), float32.
         """
-        x = Root(self.stem_width, self.dtype, name="root_block")(images)
+        x = Root(self.stem_width, self.zero_pool, self.dtype, name="root_block")(images)
         for i, count in enumerate(self.blocks):
             unit = functools.partial(
                 PreActivationUnit, self.stem_width * 2**i, dtype=self.dtype
