@@ -94,15 +94,16 @@ _ENCODER = {
     "gelu": "tanh",  # "tanh" (Google's) or "erf" (timm, Hugging Face).
     "epsilon": 1e-6,  # Of the LayerNorms.
 }
-_RESNET = {
+_STEM = {
     "blocks": (0,),  # Units of each stage and features of the root, which replace
     "stem_width": 0,  # the variant's own when not 0.
 }
 
 # Keys of a model by the form of its variant; the first that matches.
 FORMS = {
-    r"R\d+x\d+": _RESNET,
-    r"R.*\+.*": _ENCODER | _RESNET,
+    # Zeros take part in the root's max pooling: so have timm and BiT's first code.
+    r"R\d+x\d+": _STEM | {"zero_pool": False},
+    r"R.*\+.*": _ENCODER | _STEM,
     r".*": _ENCODER,
 }
 
