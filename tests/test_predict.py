@@ -1,0 +1,505 @@
+"""`python -m vit_jax.predict`, on a small model with random parameters."""
+
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import cli, config, models, predict, weights
+from vit_jax.errors import UserError
+from vit_jax.evaluation import inputs, prediction
+from vit_jax.training import loop
+from vit_jax.weights import own
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+ROOT = pathlib.Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
+
+NAMES = ("apple", "Bär", "a cat, or two", "dog", "eel")
+OPTIONS = {
+    "variant": "Ti/8",
+    "classes": 5,
+    "image_size": (16, 24),
+    "width": 12,
+    "depth": 1,
+    "heads": 3,
+    "mlp_dim": 17,
+}
+PREPROCESS = Preprocess(
+    (16, 24), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", crop_fraction=0.9
+)
+
+
+@pytest.fixture(scope="module")
+def pretrained():
+    """A model of 5 classes whose predictions differ from image to image."""
+    model = models.create(**OPTIONS)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
+    rng = np.random.default_rng(1)
+    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    return Pretrained(
+        params=jax.tree.unflatten(tree, leaves),
+        options=OPTIONS,
+        format="vit_jax",
+        source="tiny",
+        preprocess=PREPROCESS,
+        class_names=NAMES,
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, pretrained):
+    """A folder with the model and ten images of many kinds, two of them damaged."""
+    folder = tmp_path_factory.mktemp("predict")
+    own.write(pretrained, folder / "tiny.safetensors")
+    images = folder / "images"
+    (images / "deeper" / ".hidden").mkdir(parents=True)
+    rng = np.random.default_rng(2)
+
+    def picture(mode="RGB"):
+        noise = rng.integers(0, 256, (29, 41, 3), dtype=np.uint8)
+        return Image.fromarray(noise).convert(mode)
+
+    picture().save(images / "b.JPG")
+    picture("CMYK").save(images / "cmyk.jpeg")
+    picture("L").save(images / "grey.png")
+    picture("P").save(images / "palette.gif")
+    picture().save(images / "deeper" / "scan.tiff")
+    picture("RGBA").save(images / "deeper" / "clear.webp")
+    picture().save(images / "deeper" / ".hidden" / "no.png")
+    deep = rng.integers(0, 1 << 16, (29, 41), dtype=np.uint16)
+    Image.fromarray(deep).save(images / "a sixteen.png")
+    picture().save(images / "torn.png")
+    whole = (images / "torn.png").read_bytes()
+    (images / "torn.png").write_bytes(whole[: len(whole) // 2])
+    (images / "empty.bmp").write_bytes(b"")
+    (images / "notes.txt").write_text("no image")
+    return folder
+
+
+# In the order of a listing of the folder.
+GOOD = (
+    "a sixteen.png",
+    "b.JPG",
+    "cmyk.jpeg",
+    "deeper/clear.webp",
+    "deeper/scan.tiff",
+    "grey.png",
+    "palette.gif",
+)
+DAMAGED = {
+    "empty.bmp": "is empty (0 bytes)",
+    "torn.png": "cannot be decoded (its PNG chunk b'IDAT' is damaged)",
+}
+
+
+@pytest.fixture(scope="module")
+def command(place):
+    """Returns the words and the environment of a process."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+
+    def make(*words):
+        model = f"--model={place / 'tiny.safetensors'}"
+        words = [sys.executable, "-m", "vit_jax.predict", model, *map(str, words)]
+        return {"args": words, "cwd": ROOT, "env": environment}
+
+    return make
+
+
+@pytest.fixture
+def run(place, capsys):
+    """Runs the verb in this process: words -> (exit code, stdout, stderr)."""
+
+    def start(*words):
+        words = [str(word) for word in words]
+        if not any(word.startswith("--model=") for word in words):
+            words.append(f"--model={place / 'tiny.safetensors'}")
+        code = predict.main(cli.parse(predict.parser(), words))
+        end = capsys.readouterr()
+        return code, end.out, end.err
+
+    return start
+
+
+def probabilities(out):
+    """Returns file -> label -> probability of lines of JSON."""
+    lines = [json.loads(line) for line in out.splitlines()]
+    return {
+        line["file"]: {p["label"]: p["probability"] for p in line["predictions"]}
+        for line in lines
+    }
+
+
+def expected(pretrained, path):
+    """Works one image's probabilities out, without the code under test."""
+    with Image.open(path) as file:
+        image = file.copy()
+    if image.mode == "I;16":
+        image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
+    elif image.mode in ("RGBA", "P"):
+        image = Image.alpha_composite(
+            Image.new("RGBA", image.size, "white"), image.convert("RGBA")
+        )
+    # 17 and 26 pixels at least: 29 / 17 is the more, so 41 / (41 / 26) and 18.4.
+    image = image.convert("RGB").resize((26, 18), Image.Resampling.BICUBIC)
+    pixels = np.asarray(image, np.float64)[1:17, 1:25] / 255
+    pixels = (pixels - PREPROCESS.mean) / PREPROCESS.std
+    return np.asarray(jax.nn.softmax(applied(pretrained, pixels)))
+
+
+def applied(pretrained, pixels):
+    """Returns the logits of one image of normalised pixels."""
+    model = models.create(**pretrained.options)
+    apply = jax.jit(lambda params, image: model.apply(params, image)["logits"])
+    return apply(pretrained.params, pixels[None].astype(np.float32))[0]
+
+
+def test_a_folder_as_a_process_reports_what_is_damaged(place, command, pretrained):
+    images = place / "images"
+    end = subprocess.run(
+        **command(images, images / "absent.png", "--topk=2"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert end.returncode == 1, end.stderr
+    assert end.stderr.splitlines() == [
+        *(f"{images / name}: {why}" for name, why in DAMAGED.items()),
+        f"{images / 'absent.png'}: cannot be read (No such file or directory)",
+    ]
+    heading, *lines = end.stdout.splitlines()
+    assert heading.split() == ["file", "probability", "class"]
+    # One below the other, however long the paths are.
+    column = heading.index("class")
+    assert {line[column - 4 : column] for line in lines} == {" %  "}
+    rows = [re.split(r"  +", line) for line in lines]
+    assert [row[0] for row in rows[::2]] == [f"{images / name}" for name in GOOD]
+    assert {row[0] for row in rows[1::2]} == {""}
+    for name, *best in zip(GOOD, rows[::2], rows[1::2], strict=True):
+        chances = expected(pretrained, images / name)
+        for row, label in zip(best, np.argsort(-chances), strict=False):
+            assert row[2] == NAMES[label]
+            assert float(row[1].removesuffix(" %")) == pytest.approx(
+                100 * chances[label], abs=0.006
+            )
+
+
+def test_a_pipe_is_answered_line_by_line_and_may_close(place, command):
+    one, other = place / "images" / "b.JPG", place / "images" / "grey.png"
+    process = subprocess.Popen(
+        **command("-", "--json", "--batch_size=1", "--topk=1"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for path in (one, other, one):  # Each before the next is known.
+        process.stdin.write(f"{path}\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline())
+        assert answer["file"] == str(path)
+        assert list(answer["predictions"][0]) == ["label", "name", "probability"]
+    # As `| head` leaves it, while there is more to come.
+    process.stdout.close()
+    process.stdin.write(f"{one}\n" * 10)
+    process.stdin.flush()
+    assert (process.wait(60), process.stderr.read()) == (0, "")
+    process.stderr.close()
+    process.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "message"),
+    [
+        (["absent.png"], b"", "no image: 'absent.png' does not exist"),
+        (["configs"], b"", "no image in configs: their names end in .jpg .jpeg"),
+        (["-"], b"", "no image in -: their names"),
+        (["-"], b"x.png\n\ny.png", "no image: 'x.png' does not exist"),
+        (["x", "--topk=0"], b"", "--topk: '0' is not a whole number from 1 on"),
+        (["x", "--mean=a,b"], b"", "--mean: 'a,b' is not numbers with commas"),
+        (["x", "--crop=half"], b"", "--crop: 'half' is not numbers"),
+        (["x", "--resolution=ax2"], b"", "'a' is not a whole number from 1 on"),
+        ([], b"", "required: IMAGE"),
+    ],
+)
+def test_bad_input_ends_with_one_line_before_jax_starts(command, words, stdin, message):
+    given = command(*words)
+    given["env"] = given["env"] | {"JAX_PLATFORMS": "none of these"}
+    end = subprocess.run(**given, input=stdin, capture_output=True, check=False)
+    assert (end.returncode, end.stdout) == (2, b"")
+    line = end.stderr.decode()
+    assert line.startswith("error: ")
+    assert line.count("\n") == 1
+    assert message in line
+
+
+def test_an_image_may_come_down_the_pipe(place, command, run):
+    path = place / "images" / "cmyk.jpeg"
+    with path.open("rb") as file:
+        end = subprocess.run(
+            **command("-", "--json"), stdin=file, capture_output=True, check=False
+        )
+    assert (end.returncode, end.stderr) == (0, b"")
+    given = probabilities(end.stdout)["-"]
+    known = probabilities(run(path, "--json")[1])[str(path)]
+    np.testing.assert_allclose(
+        [given[label] for label in known], list(known.values()), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 32])
+def test_the_batch_size_does_not_matter(place, run, pretrained, batch_size):
+    images = place / "images"
+    code, out, _ = run(images, "--json", f"--batch_size={batch_size}", "--topk=9")
+    found = probabilities(out)
+    assert code == 1
+    assert list(found) == [f"{images / name}" for name in GOOD]
+    for path, chances in found.items():
+        assert list(chances.values()) == sorted(chances.values(), reverse=True)
+        wanted = expected(pretrained, path)
+        assert len(chances) == len(wanted)  # There are not nine classes.
+        np.testing.assert_allclose(
+            [chances[label] for label in range(5)], wanted, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_one_program_is_compiled_for_all_batches(place, pretrained):
+    classifier = prediction.Classifier(pretrained)
+    images = [(name, str(place / "images" / name)) for name in (*GOOD, *DAMAGED)]
+    results = list(prediction.predict(classifier, images * 3, batch_size=4))
+    assert [name for name, _ in results] == [*GOOD, *DAMAGED] * 3
+    assert classifier._logits._cache_size() == 1
+
+
+def test_flags_replace_what_travelled(place, run, pretrained):
+    path = place / "images" / "b.JPG"
+
+    def chances(*words):
+        _, out, err = run(path, "--json", *words)
+        assert err == ""
+        return probabilities(out)[str(path)]
+
+    usual = chances()
+    same = chances("--mean=0.4,0.5,0.6", "--crop=0.9", "--interpolation=bicubic")
+    assert same == usual
+    for other in (
+        "--mean=0.4",
+        "--std=0.2",
+        "--crop=1",
+        "--crop=squash",
+        "--interpolation=nearest",
+        "--resolution=24x32",  # Position embeddings are resized.
+        "--resolution=32",
+    ):
+        assert chances(other) != usual
+    squashed = Image.open(path).resize((24, 16), Image.Resampling.BICUBIC)
+    classifier = prediction.Classifier(pretrained)
+    (wanted,) = np.asarray(classifier.logits(np.array(squashed)[None]))
+    wanted = classifier.rank(wanted, 5)
+    found = chances("--crop=squash")
+    assert list(found) == [one.label for one in wanted]
+    np.testing.assert_allclose(
+        list(found.values()), [one.probability for one in wanted], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model=absent"], "'absent' is neither a workdir nor a file"),
+        (["--interpolation=cubic"], "interpolation='cubic' is not one of nearest"),
+        (["--crop=1.5"], r"crop=1\.5 is not a fraction"),
+        (["--mean=0.1,0.2"], r"mean=0\.1,0\.2 has 2 numbers, but .* 3 channels"),
+        (["--resolution=20"], "image height 20 is not a multiple of the patch 8"),
+        (["--labels=absent.txt"], "--labels=absent.txt cannot be read"),
+        (["--config.seed=3"], "--config.seed: predicting takes no config"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(place, run, words, message):
+    with pytest.raises(UserError, match=message):
+        run(place / "images" / "b.JPG", *words)
+
+
+def test_labels_are_read_with_and_without_synsets(place, run, tmp_path):
+    file, path = tmp_path / "labels.txt", place / "images" / "b.JPG"
+    for lines in (
+        "n00000001\tein Hai\nn00000002 two\nn00000003 three\nn00000004 4\nn00000005 e\n",
+        "ein Hai\ntwo\nthree\n4\ne\n\n",
+    ):
+        file.write_text(lines, encoding="utf-8")
+        _, out, _ = run(path, f"--labels={file}")
+        names = [line.split(" %  ")[1] for line in out.splitlines()[1:]]
+        assert sorted(names) == ["4", "e", "ein Hai", "three", "two"]
+    for lines, message in (
+        ("one\ntwo\n", "there are 2 class names, but .* has 5 classes"),
+        ("one\n\nthree\n", "has no name in line 2: give one name a line"),
+        ("", "has no name in line 1"),
+    ):
+        file.write_text(lines)
+        with pytest.raises(UserError, match=message):
+            run(path, f"--labels={file}")
+
+
+def replaced(pretrained, **fields):
+    return Pretrained(**{**vars(pretrained), **fields})
+
+
+def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_path):
+    plain = replaced(pretrained, preprocess=None, class_names=())
+    own.write(plain, tmp_path / "plain.safetensors")
+    words = place / "images" / "b.JPG", f"--model={tmp_path}/plain.safetensors"
+    _, out, err = run(*words)
+    assert re.fullmatch(
+        r"\S+ does not tell how its images are prepared; assumed: 16x24, bilinear, "
+        r"whole image, mean 0\.5,0\.5,0\.5, std 0\.5,0\.5,0\.5\n",
+        err,
+    )
+    assert re.findall(r"  (class \d)\n", out)
+    stated = "--mean=0.5", "--std=0.5", "--interpolation=bilinear", "--crop=squash"
+    assert run(*words, *stated) == (0, out, "")
+
+
+def test_models_without_a_classifier_or_with_broken_weights_are_refused(
+    place, pretrained
+):
+    headless = replaced(pretrained, options=OPTIONS | {"classes": 0})
+    with pytest.raises(UserError, match=r"tiny has no classifier \(classes=0\)"):
+        prediction.Classifier(headless)
+    lacking = {k: v for k, v in pretrained.params.items() if k != "embedding"}
+    message = "does not fit the model: embedding/bias is missing; embedding/kernel is"
+    with pytest.raises(UserError, match=message):
+        prediction.Classifier(replaced(pretrained, params=lacking))
+    broken = {**pretrained.params, "cls": np.full((1, 1, 12), np.nan, np.float32)}
+    classifier = prediction.Classifier(replaced(pretrained, params=broken))
+    images = [("b", str(place / "images" / "b.JPG"))]
+    with pytest.raises(UserError, match="output for b is not finite"):
+        list(prediction.predict(classifier, images))
+
+
+def test_a_sigmoid_run_gives_every_class_its_own_probability(
+    place, run, tmp_path, capsys
+):
+    recipe = config.complete(
+        {
+            "total_steps": 2,
+            "batch_size": 8,
+            "data": {"name": "made", "classes": 3, "image_size": (8, 12)},
+            "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3}
+            | {"mlp_dim": 17, "head_bias": -2.0},
+            "loss": {"name": "sigmoid"},
+            "optim": {"rate": 0.1},
+            "average": {"decay": 0.9},
+        }
+    )
+    loop.train(recipe, tmp_path / "run")
+    capsys.readouterr()
+    path = place / "images" / "b.JPG"
+    words = path, f"--model={tmp_path}/run", "--json"
+    average, raw = (
+        probabilities(run(*words, *more)[1])[str(path)] for more in ((), ("--raw",))
+    )
+    assert average != raw
+
+    found = weights.open_pretrained(tmp_path / "run")
+    image = Image.open(path).resize((12, 8), Image.Resampling.BILINEAR)
+    logits = applied(found, np.asarray(image) / 127.5 - 1)
+    np.testing.assert_allclose(
+        [average[label] for label in range(3)], jax.nn.sigmoid(logits), rtol=1e-4
+    )
+
+
+def test_stdin_holds_paths_or_one_image(tmp_path):
+    def found(data):
+        read, write = os.pipe()
+        os.write(write, data)
+        os.close(write)
+        with os.fdopen(read):
+            return list(inputs.find(["-"], stdin=read))
+
+    (tmp_path / "a.png").touch()
+    (tmp_path / "b.jpg").touch()
+    assert found(b"x.png\r\n\n y\xff.jpg") == [
+        ("x.png", "x.png"),
+        (" y\udcff.jpg", " y\udcff.jpg"),
+    ]
+    listed = [(f"{tmp_path}/{name}",) * 2 for name in ("a.png", "b.jpg")]
+    assert found(os.fsencode(tmp_path)) == listed
+    # A path of no image, though it begins like one.
+    assert found(b"BMW.jpg\nGIF89a.gif")[0] == ("BMW.jpg", "BMW.jpg")
+    for format in ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF"):
+        stream = io.BytesIO()
+        Image.new("RGB", (17, 13)).save(stream, format)
+        assert found(stream.getvalue()) == [("-", stream.getvalue())]
+
+
+def test_the_reader_keeps_no_more_than_it_was_told_ahead():
+    seen = []
+
+    def count():
+        for i in range(1_000):
+            seen.append(i)
+            yield i
+
+    results = inputs.ahead(count(), lambda i: -i, threads=2, limit=3)
+    assert [next(results) for _ in range(4)] == [0, -1, -2, -3]
+    results.close()
+    assert len(seen) < 20
+
+    def fails():
+        yield 1
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(inputs.ahead(fails(), lambda i: i, threads=1, limit=2))
+
+
+needs_deit = pytest.mark.skipif(
+    not (SHARED / "parity" / "deit_tiny_timm.safetensors").is_file(),
+    reason="needs ../shared",
+)
+DEIT = (
+    f"--model={SHARED}/parity/deit_tiny_timm.safetensors",
+    f"--labels={SHARED}/data/imagenet_classes.txt",
+    "--mean=0.485,0.456,0.406",
+    "--std=0.229,0.224,0.225",
+    "--interpolation=bicubic",
+    "--crop=0.875",
+)
+
+
+@needs_deit
+@pytest.mark.slow
+def test_deit_names_the_sample_photographs(run):
+    samples = SHARED / "data" / "imagenet_samples"
+    labels = (SHARED / "data" / "imagenet_classes.txt").read_text().splitlines()
+    names = dict(line.split("\t") for line in labels)
+    code, out, err = run(samples, *DEIT, "--json", "--topk=1")
+    assert (code, err) == (0, "")
+    right = {}
+    for line in out.splitlines():
+        line = json.loads(line)
+        wnid = pathlib.Path(line["file"]).name.split("_")[0]
+        right[wnid] = line["predictions"][0]["name"] == names[wnid]
+    assert len(right) == 500
+    assert np.mean(list(right.values())) == pytest.approx(0.778, abs=0.004)
+    for wnid in ("n01440764", "n02123597", "n02129604"):  # Tench, Siamese cat, tiger.
+        assert right[wnid]
+
+
+@needs_deit
+@pytest.mark.slow
+def test_deit_gives_timms_logits():
+    given = np.load(SHARED / "parity" / "deit_tiny.io.npz")
+    found = weights.open_pretrained(SHARED / "parity" / "deit_tiny_timm.safetensors")
+    preprocess = Preprocess((224, 224), tuple(given["mean"]), tuple(given["std"]))
+    classifier = prediction.Classifier(found, preprocess=preprocess)
+    logits = classifier.logits(given["images_uint8"])
+    np.testing.assert_allclose(logits, given["logits"], atol=1e-3, rtol=0)

@@ -1,0 +1,295 @@
+"""Prepared images equal an independent use of Pillow, timm and Hugging Face."""
+
+import io
+import math
+import pathlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data.decode import DamagedImage
+from vit_jax.errors import UserError
+from vit_jax.weights import preprocess as preprocessing
+from vit_jax.weights.pretrained import Preprocess
+
+SAMPLES = pathlib.Path(__file__).parents[3] / "shared" / "data" / "imagenet_samples"
+# Sizes as of models in use, and odd ones; crop fractions of timm's configs.
+SIZES = [(224, 224), (23, 23), (21, 35)]
+FRACTIONS = [1.0, 0.95, 0.9, 0.875]
+
+
+@pytest.fixture(scope="module")
+def picture():
+    """A 37x53 picture (height x width) with detail at all scales."""
+    noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+@pytest.fixture(scope="module")
+def timm_transform():
+    """Makes timm's evaluation transform without its normalisation."""
+    torch = pytest.importorskip("torch", reason="needs PyTorch and timm")
+    patch = pytest.MonkeyPatch()
+    real = torch.library.register_fake
+    # torchvision has no CPU build everywhere, and registers operations that it lacks.
+    patch.setattr(
+        torch.library,
+        "register_fake",
+        lambda op, *a, **k: (
+            (lambda f: f)
+            if isinstance(op, str) and op.startswith("torchvision::")
+            else real(op, *a, **k)
+        ),
+    )
+    create = pytest.importorskip("timm.data", reason="needs timm").create_transform
+    patch.undo()
+
+    def make(preprocess):
+        return create(
+            input_size=(3, *preprocess.image_size),
+            interpolation=preprocess.interpolation,
+            crop_pct=preprocess.crop_fraction,
+            crop_mode="squash" if preprocess.squash else "center",
+            normalize=False,
+        )
+
+    return make
+
+
+def encoded(picture, format="PNG", **options):
+    stream = io.BytesIO()
+    picture.save(stream, format, **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("image_size", "fraction", "resized", "corner"),
+    [
+        # 23 / 0.875 = 26.3; 26 * 53 / 37 = 37.2; margins 3 and 14, halved to even.
+        ((23, 23), 0.875, (26, 37), (2, 7)),
+        # Of 23 and 38.9 the least enlarges; 41 / 0.9 = 45.6: 45 * 53 / 37 = 64.5.
+        ((41, 41), 0.9, (45, 64), (2, 12)),
+        # Not square: (23, 38) as targets; the width decides: 37 / (53 / 38) = 26.5.
+        ((21, 35), 0.9, (27, 38), (3, 2)),
+        ((224, 224), 1.0, (224, 320), (0, 48)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("interpolation", "filter"),
+    [
+        ("bilinear", Image.Resampling.BILINEAR),
+        ("bicubic", Image.Resampling.BICUBIC),
+        ("lanczos", Image.Resampling.LANCZOS),
+        ("nearest", Image.Resampling.NEAREST),
+        ("area", Image.Resampling.BOX),
+    ],
+)
+def test_resized_and_cropped_as_by_hand(
+    picture, image_size, fraction, resized, corner, interpolation, filter
+):
+    preprocess = Preprocess(
+        image_size, interpolation=interpolation, crop_fraction=fraction
+    )
+    (top, left), (height, width) = corner, image_size
+    expected = np.array(picture.resize(resized[::-1], filter))
+    expected = expected[top : top + height, left : left + width]
+    ours = preprocessing.prepare(encoded(picture), preprocess)
+    np.testing.assert_array_equal(ours, expected)
+
+
+def test_a_tall_image_is_cropped_as_a_wide_one(picture):
+    preprocess = Preprocess((23, 23), crop_fraction=0.875)
+    wide = preprocessing.prepare(encoded(picture), preprocess)
+    turned = picture.transpose(Image.Transpose.TRANSPOSE)
+    tall = preprocessing.prepare(encoded(turned), preprocess)
+    # Pillow resizes the width first, and rounds in between.
+    np.testing.assert_allclose(tall.astype(int), wide.transpose(1, 0, 2), atol=1)
+
+
+def test_squashed_images_keep_nothing_of_their_shape(picture):
+    ours = preprocessing.prepare(encoded(picture), Preprocess((21, 35), squash=True))
+    expected = picture.resize((35, 21), Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(ours, np.array(expected))
+    # As DeiT's image processor: both sides to 256, then the middle.
+    both = Preprocess((14, 14), squash=True, crop_fraction=14 / 16)
+    expected = np.array(picture.resize((16, 16), Image.Resampling.BILINEAR))
+    ours = preprocessing.prepare(encoded(picture), both)
+    np.testing.assert_array_equal(ours, expected[1:15, 1:15])
+
+
+def test_an_image_of_the_right_size_is_untouched(picture):
+    preprocess = Preprocess((37, 53), interpolation="bicubic", squash=True)
+    ours = preprocessing.prepare(encoded(picture), preprocess)
+    np.testing.assert_array_equal(ours, np.array(picture))
+
+
+def test_one_channel_and_pixels_instead_of_a_file(picture):
+    grey = picture.convert("L")
+    preprocess = Preprocess((11, 11))
+    ours = preprocessing.prepare(encoded(grey), preprocess, channels=1)
+    assert ours.shape == (11, 11, 1)
+    expected = np.array(grey.resize((15, 11), Image.Resampling.BILINEAR))[:, 2:13]
+    np.testing.assert_array_equal(ours[..., 0], expected)
+    pixels = preprocessing.prepare(np.array(grey)[..., None], preprocess, channels=1)
+    np.testing.assert_array_equal(pixels, ours)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "CMYK", "RGBA", "LA", "1"])
+def test_files_of_every_kind_are_prepared(picture, mode):
+    format = "JPEG" if mode == "CMYK" else "PNG"
+    ours = preprocessing.prepare(
+        encoded(picture.convert(mode), format), Preprocess((11, 13))
+    )
+    assert (ours.shape, ours.dtype) == ((11, 13, 3), np.uint8)
+
+
+def test_the_camera_orientation_is_ignored(picture):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Turned by a quarter.
+    plain, tagged = encoded(picture, "JPEG"), encoded(picture, "JPEG", exif=exif)
+    preprocess = Preprocess((23, 23))
+    expected = Image.open(io.BytesIO(tagged)).convert("RGB")
+    expected = np.array(expected.resize((32, 23), Image.Resampling.BILINEAR))
+    for data in (plain, tagged):
+        np.testing.assert_array_equal(
+            preprocessing.prepare(data, preprocess), expected[:, 4:27]
+        )
+
+
+def test_what_cannot_be_prepared_is_damaged():
+    with pytest.raises(DamagedImage, match="is empty"):
+        preprocessing.prepare(b"", Preprocess((3, 5)))
+    thread = encoded(Image.new("L", (40_000, 2)))
+    with pytest.raises(DamagedImage, match=r"40000x2 pixels.* 4480000x224 .*too many"):
+        preprocessing.prepare(thread, Preprocess((224, 224)))
+    assert preprocessing.prepare(thread, Preprocess((4, 4))).shape == (4, 4, 3)
+
+
+def test_the_fraction_of_two_whole_numbers_gives_both_back():
+    for side in (160, 224, 336, 384, 518):
+        for edge in range(side, 2 * side):
+            preprocess = Preprocess((side, side), crop_fraction=side / edge)
+            assert preprocessing.resized((edge, edge), preprocess) == (edge, edge)
+
+
+def test_the_usual_fractions_round_down_as_timm_does():
+    for side in (112, 160, 192, 224, 240, 256, 288, 299, 336, 384, 392, 448, 512, 518):
+        for percent in range(800, 1001):
+            fraction = percent / 1000
+            short, _ = preprocessing.resized(
+                (side, 2 * side), Preprocess((side, side), crop_fraction=fraction)
+            )
+            if (side * 1000) % percent:
+                assert short == math.floor(side / fraction)
+            else:  # timm is one lower where the quotient's last bit is.
+                assert short == side * 1000 // percent
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"interpolation": "cubic"}, "interpolation='cubic' is not one of nearest"),
+        ({"crop_fraction": 1.15}, r"crop=1\.15 is not a fraction .* set --crop"),
+        ({"crop_fraction": 0.0}, r"crop=0\.0 is not a fraction"),
+        ({"mean": (0.5, 0.5)}, r"mean=0\.5,0\.5 has 2 numbers, .* 3 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, r"std=\(0\.5, 0\.0, 0\.5\) is not above 0"),
+        ({"std": (math.nan,)}, "std=.* is not finite"),
+    ],
+)
+def test_a_preprocessing_without_a_meaning_is_refused(fields, message):
+    preprocessing.check(Preprocess((3, 5)), 3)
+    with pytest.raises(UserError, match=message):
+        preprocessing.check(Preprocess((3, 5), **fields), 3)
+
+
+def test_what_is_assumed_follows_the_format():
+    size = (32, 48)
+    assert preprocessing.assumed("google", size) == Preprocess(size, squash=True)
+    timm = preprocessing.assumed("timm", size)
+    assert timm == Preprocess(size, interpolation="bicubic", crop_fraction=0.9)
+    deit = preprocessing.assumed("timm", size, distillation=True)
+    assert preprocessing.describe(deit) == (
+        "32x48, bicubic, crop 0.9, mean 0.485,0.456,0.406, std 0.229,0.224,0.225"
+    )
+    assert preprocessing.describe(Preprocess(size, squash=True)) == (
+        "32x48, bilinear, whole image, mean 0.5,0.5,0.5, std 0.5,0.5,0.5"
+    )
+
+
+@pytest.mark.parametrize("image_size", SIZES)
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("squash", [False, True])
+def test_pixels_equal_those_of_timm(
+    timm_transform, picture, image_size, fraction, squash
+):
+    for interpolation in ("bilinear", "bicubic", "lanczos", "nearest"):
+        preprocess = Preprocess(
+            image_size,
+            interpolation=interpolation,
+            crop_fraction=fraction,
+            squash=squash,
+        )
+        transform = timm_transform(preprocess)
+        for turn in (Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_90):
+            turned = picture.transpose(turn)
+            np.testing.assert_array_equal(
+                preprocessing.prepare(encoded(turned), preprocess),
+                transform(turned).numpy().transpose(1, 2, 0),
+            )
+
+
+@pytest.mark.skipif(not SAMPLES.is_dir(), reason="needs ../shared/data")
+@pytest.mark.slow
+def test_photographs_equal_those_of_timm(timm_transform):
+    preprocess = Preprocess((224, 224), interpolation="bicubic", crop_fraction=0.875)
+    transform = timm_transform(preprocess)
+    for path in sorted(SAMPLES.iterdir()):
+        expected = transform(Image.open(path).convert("RGB"))
+        np.testing.assert_array_equal(
+            preprocessing.prepare(path.read_bytes(), preprocess),
+            expected.numpy().transpose(1, 2, 0),
+            err_msg=path.name,
+        )
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_pixels_equal_those_of_hugging_face(picture, interpolation):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("torch", reason="needs PyTorch")
+    plain = {"do_rescale": False, "do_normalize": False}
+    filter = Image.Resampling[interpolation.upper()]
+    for processor, preprocess in [
+        (
+            transformers.ViTImageProcessorPil(
+                size={"height": 21, "width": 35}, resample=filter, **plain
+            ),
+            Preprocess((21, 35), interpolation=interpolation, squash=True),
+        ),
+        (
+            transformers.DeiTImageProcessorPil(
+                size={"height": 16, "width": 16},
+                crop_size={"height": 14, "width": 14},
+                resample=filter,
+                **plain,
+            ),
+            Preprocess((14, 14), (0.5,), (0.5,), interpolation, 14 / 16, squash=True),
+        ),
+        (
+            # Margins of 2 and 18 pixels: of odd ones it rounds the half down, we to even.
+            transformers.BitImageProcessorPil(
+                size={"shortest_edge": 46},
+                crop_size={"height": 44, "width": 44},
+                resample=filter,
+                **plain,
+            ),
+            Preprocess((44, 44), (0.5,), (0.5,), interpolation, 44 / 46),
+        ),
+    ]:
+        # 46 * 50 / 37 = 62.2.
+        image = picture.crop((0, 0, 50, 37))
+        theirs = processor(image, return_tensors="np")["pixel_values"][0]
+        np.testing.assert_array_equal(
+            preprocessing.prepare(encoded(image), preprocess),
+            theirs.transpose(1, 2, 0),
+        )

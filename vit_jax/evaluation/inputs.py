@@ -1,0 +1,173 @@
+"""Images that a person names: files, folders, and what comes down a pipe."""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from vit_jax.data import folder
+from vit_jax.errors import UserError
+
+SUFFIXES = (
+    *folder.EXTENSIONS,
+    *(".tif", ".tiff", ".jp2", ".avif", ".ppm", ".pgm", ".pbm", ".pnm"),
+)
+STDIN = "-"
+
+_CHUNK = 1 << 16
+# No path begins like these: they hold bytes that are no text.
+_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*")
+_TEXT_SIGNATURES = (b"GIF87a", b"GIF89a", b"RIFF", b"BM")  # Images if a 0 follows.
+
+Named = tuple[str, str | bytes]  # For a message, and a path or the content.
+T = TypeVar("T")
+
+
+def find(words: Iterable[str], stdin: int = 0) -> Iterator[Named]:
+    """Names the images that words of a command line stand for.
+
+    Args:
+      words: files, taken as they are; folders, searched below for SUFFIXES in the order
+        of their names, hidden ones left out; "-" for standard input, which holds either
+        paths, one a line, or the content of one image.
+      stdin: its file descriptor.
+
+    Yields:
+      A name, and a path or the image's content. That a file exists is not checked.
+    """
+    for word in words:
+        if word == STDIN:
+            yield from _read_stdin(stdin)
+        else:
+            yield from _below(word)
+
+
+def find_some(words: Sequence[str], stdin: int = 0) -> Iterable[Named]:
+    """Does as `find`, and waits until there is an image.
+
+    Returns:
+      A list, or an iterator if it comes down a pipe.
+
+    Raises:
+      UserError: there is not one that exists.
+    """
+    images, first = find(words, stdin), []
+    for name, source in images:
+        first.append((name, source))
+        if isinstance(source, bytes) or os.path.exists(source):
+            break
+    else:
+        raise UserError(
+            f"no image: {first[0][0]!r} does not exist"
+            if first
+            else f"no image in {', '.join(words)}: their names end in "
+            f"{' '.join(SUFFIXES)}"
+        )
+    images = itertools.chain(first, images)
+    return images if STDIN in words else list(images)
+
+
+def load(source: str | bytes) -> bytes:
+    """Returns an image file's content.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    if isinstance(source, bytes):
+        return source
+    with open(source, "rb") as file:
+        return file.read()
+
+
+def ahead(
+    items: Iterable, work: Callable[..., T], *, threads: int, limit: int
+) -> Iterator[T]:
+    """Maps `work` over items in threads, in order, some items ahead of the caller.
+
+    The items are read in a thread too, so that a result is there as soon as its own
+    item is, even if a slow pipe gives no further ones yet.
+
+    Args:
+      items: of any length.
+      work: must not raise.
+      threads: that work.
+      limit: results that wait for the caller at most, 2 or more.
+    """
+    results = queue.Queue(limit)
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+
+    def feed():
+        end = None
+        try:
+            for item in items:
+                results.put(pool.submit(work, item))
+        except (OSError, RuntimeError, ValueError) as error:
+            end = error  # Also that the pool was shut down, when the caller is gone.
+        finally:
+            results.put(end)
+
+    # A daemon, because nothing wakes a thread that waits for a pipe.
+    threading.Thread(target=feed, daemon=True).start()
+    try:
+        while (result := results.get()) is not None:
+            if isinstance(result, Exception):
+                raise result
+            yield result.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                results.get_nowait()
+
+
+def _below(path: str) -> Iterator[Named]:
+    """Yields a file, or the images of a folder and of those in it."""
+    if not os.path.isdir(path):
+        yield path, path
+        return
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except OSError:  # As it is unreadable, whoever opens it will tell.
+        yield path, path
+        return
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _below(entry.path)
+        elif entry.name.lower().endswith(SUFFIXES):
+            yield entry.path, entry.path
+
+
+def _read_stdin(stdin: int) -> Iterator[Named]:
+    # Not through `sys.stdin`, whose lock a waiting thread would keep at exit.
+    try:
+        chunk = os.read(stdin, _CHUNK)
+    except OSError as error:
+        raise UserError(f"standard input cannot be read: {error}") from error
+    if _is_image(chunk):
+        rest = list(iter(lambda: os.read(stdin, _CHUNK), b""))
+        yield STDIN, b"".join([chunk, *rest])
+        return
+    line = b""
+    while chunk:
+        *lines, line = (line + chunk).split(b"\n")
+        yield from _paths(lines)
+        chunk = os.read(stdin, _CHUNK)
+    yield from _paths([line])
+
+
+def _paths(lines: list[bytes]) -> Iterator[Named]:
+    for line in lines:
+        if path := os.fsdecode(line.rstrip(b"\r")):
+            yield from _below(path)
+
+
+def _is_image(start: bytes) -> bool:
+    return start.startswith(_SIGNATURES) or (
+        start.startswith(_TEXT_SIGNATURES) and b"\0" in start[:64]
+    )

@@ -1,0 +1,257 @@
+"""Classes of single images, by any checkpoint."""
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from vit_jax import models
+from vit_jax.data import device_ops
+from vit_jax.data.decode import DamagedImage
+from vit_jax.errors import UserError
+from vit_jax.evaluation import inputs
+from vit_jax.weights import preprocess as preprocessing
+from vit_jax.weights import surgery, workdir
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+# As the library does it that the checkpoint is of.
+_POSEMB_RESIZE = {"timm": "bicubic", "hugging_face": "bicubic"}
+_WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One of the classes that an image may be of.
+
+    Attributes:
+      label: index of the class.
+      name: of the class.
+      probability: 0 to 1.
+    """
+
+    label: int
+    name: str
+    probability: float
+
+
+class Classifier:
+    """A checkpoint, ready to classify images.
+
+    Args:
+      pretrained: what `weights.open_pretrained` returns.
+      preprocess: how images are prepared; `preprocessing_of(pretrained)` if None. Its
+        `image_size` may be another than the checkpoint's: position embeddings are
+        resized.
+      class_names: in label order; the checkpoint's if empty.
+      sigmoid: whether every class has a probability of its own.
+
+    Raises:
+      UserError: there is no classifier, or something does not fit.
+    """
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        *,
+        preprocess: Preprocess | None = None,
+        class_names: tuple[str, ...] = (),
+        sigmoid: bool = False,
+    ):
+        preprocess = preprocess or preprocessing_of(pretrained)
+        source = models.create(**pretrained.options)
+        classes, self._channels = source.options["classes"], source.image_shape[-1]
+        if not classes:
+            raise UserError(
+                f"{pretrained.source} has no classifier (classes=0): give a fine-tuned "
+                "checkpoint"
+            )
+        preprocessing.check(preprocess, self._channels)
+        names = class_names or pretrained.class_names
+        if names and len(names) != classes:
+            raise UserError(
+                f"there are {len(names)} class names, but {pretrained.source} has "
+                f"{classes} classes: give --labels with one line a class"
+            )
+        self._names = names or tuple(f"class {i}" for i in range(classes))
+        self._preprocess, self._sigmoid = preprocess, sigmoid
+
+        wanted = {**pretrained.options, "image_size": preprocess.image_size}
+        model = models.create(**wanted)
+        params, _ = surgery.fit(
+            pretrained.params,
+            jax.eval_shape(model.init, jax.random.key(0)),
+            grid=model.grid,
+            old_grid=source.grid,
+            head="keep",
+            posemb_resize=_POSEMB_RESIZE.get(pretrained.format, "linear"),
+        )
+        self._params = jax.device_put(params)
+
+        def logits(params, images):
+            images = device_ops.normalize(images, preprocess.mean, preprocess.std)
+            images = images.astype(model.options["dtype"])
+            return model.apply(params, images)["logits"]
+
+        self._logits = jax.jit(logits)
+
+    def prepare(
+        self, data: bytes | UInt8[np.ndarray, "H W C"]
+    ) -> UInt8[np.ndarray, "h w c"]:
+        """Decodes, resizes and crops an image; see `weights.preprocess.prepare`."""
+        return preprocessing.prepare(data, self._preprocess, self._channels)
+
+    def logits(self, images: UInt8[np.ndarray, "B h w c"]) -> Float[Array, "B K"]:
+        """Returns the network's output for a batch of prepared images."""
+        return self._logits(self._params, images)
+
+    def rank(
+        self, logits: Float[np.ndarray, " K"], topk: int
+    ) -> tuple[Prediction, ...]:
+        """Returns the most probable classes of an image, best first; at most all."""
+        logits = logits.astype(np.float64)
+        if self._sigmoid:
+            probabilities = np.exp(-np.logaddexp(0, -logits))
+        else:
+            powers = np.exp(logits - logits.max())
+            probabilities = powers / powers.sum()
+        best = np.argsort(-logits, kind="stable")[:topk]
+        return tuple(
+            Prediction(int(i), self._names[i], float(probabilities[i])) for i in best
+        )
+
+
+def preprocessing_of(pretrained: Pretrained) -> Preprocess:
+    """Returns the preprocessing that travelled with a checkpoint, or the usual one.
+
+    The image size is the network's.
+    """
+    options = pretrained.options
+    size = tuple(options.get("image_size", (224, 224)))
+    if pretrained.preprocess:
+        return dataclasses.replace(pretrained.preprocess, image_size=size)
+    return preprocessing.assumed(
+        pretrained.format, size, distillation=options.get("distillation", False)
+    )
+
+
+def is_sigmoid(pretrained: Pretrained) -> bool:
+    """Tells whether a checkpoint was trained with one sigmoid a class.
+
+    Only a run's workdir says so.
+    """
+    if pretrained.format != "workdir":
+        return False
+    return workdir.read_config(pretrained.source)["loss"]["name"] == "sigmoid"
+
+
+def predict(
+    classifier: Classifier,
+    images: Iterable[inputs.Named],
+    *,
+    batch_size: int = 32,
+    topk: int = 5,
+    threads: int | None = None,
+) -> Iterator[tuple[str, tuple[Prediction, ...] | str]]:
+    """Classifies images, as many as there are, in their order.
+
+    Threads read and decode ahead while the device computes. All batches have the shape
+    of the first, so that one program is compiled.
+
+    Args:
+      classifier: to ask.
+      images: as from `inputs.find`.
+      batch_size: images that reach the device at once.
+      topk: classes an image.
+      threads: that decode; one a core, at most 8, if None.
+
+    Yields:
+      The name of an image and its most probable classes, or why it has none.
+
+    Raises:
+      UserError: the network's output is not finite.
+    """
+
+    def load(image: inputs.Named) -> tuple[str, np.ndarray | str]:
+        name, source = image
+        try:
+            return name, classifier.prepare(inputs.load(source))
+        except OSError as error:
+            return name, f"cannot be read ({error.strerror or error})"
+        except DamagedImage as error:
+            return name, str(error)
+
+    threads = threads or min(8, os.cpu_count() or 1)
+    prepared = inputs.ahead(images, load, threads=threads, limit=2 * batch_size)
+    rows = 0
+    for batch in _batches(prepared, batch_size):
+        good = [pixels for _, pixels in batch if not isinstance(pixels, str)]
+        rows = rows or len(good)
+        logits = iter(_padded_logits(classifier, good, rows))
+        for name, pixels in batch:
+            if isinstance(pixels, str):
+                yield name, pixels
+                continue
+            values = next(logits)
+            if not np.isfinite(values).all():
+                raise UserError(
+                    f"the network's output for {name} is not finite: the checkpoint is "
+                    "damaged, or diverged in training"
+                )
+            yield name, classifier.rank(values, topk)
+
+
+def read_labels(path: str | os.PathLike) -> tuple[str, ...]:
+    """Reads class names, one a line in label order.
+
+    Args:
+      path: of a text file. If every line begins with a synset as n01440764, that is
+        left out.
+
+    Raises:
+      UserError: the file cannot be read, or a line has no name.
+    """
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--labels={path} cannot be read: {error}") from error
+    names = [line.strip() for line in lines]
+    while names and not names[-1]:
+        names.pop()
+    if not names or not all(names):
+        line = names.index("") + 1 if names else 1
+        raise UserError(
+            f"--labels={path} has no name in line {line}: give one name a line"
+        )
+    matches = [_WNID.fullmatch(name) for name in names]
+    return tuple(m[1] for m in matches) if all(matches) else tuple(names)
+
+
+def _batches(prepared: Iterable, batch_size: int) -> Iterator[list]:
+    """Groups results so that each group has up to `batch_size` readable images."""
+    batch, good = [], 0
+    for name, pixels in prepared:
+        if isinstance(pixels, str) and not batch:
+            yield [(name, pixels)]  # Nothing is before it that it has to wait for.
+            continue
+        batch.append((name, pixels))
+        good += not isinstance(pixels, str)
+        if good == batch_size:
+            yield batch
+            batch, good = [], 0
+    if batch:
+        yield batch
+
+
+def _padded_logits(
+    classifier: Classifier, images: list[np.ndarray], rows: int
+) -> Float[np.ndarray, "B K"] | tuple:
+    if not images:
+        return ()
+    padded = np.zeros((rows, *images[0].shape), np.uint8)
+    padded[: len(images)] = images
+    return np.asarray(classifier.logits(padded))[: len(images)]

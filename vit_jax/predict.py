@@ -1,0 +1,145 @@
+"""Classifies images: python -m vit_jax.predict --model=PLACE IMAGE|FOLDER|- ...
+
+PLACE is whatever holds weights: a run's workdir, an exported file, a file or folder of
+timm, Hugging Face or Google, hf://owner/name. Images are prepared as the weights say;
+flags replace single parts of that. "-" reads paths from standard input, one a line
+(find photos -name '*.png' | python -m vit_jax.predict --model=PLACE -), or one image's
+content (... - < photo.jpg). Orientation tags of cameras are ignored, as in training.
+Exit codes: 0 done, 1 some images could not be read (one line each says why), 2 bad
+input or no image at all.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+
+from vit_jax import cli
+from vit_jax.errors import UserError
+
+EXIT_DAMAGED = 1
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Classifies what the flags name; returns the exit code."""
+    if flags.overrides:
+        raise UserError(
+            f"--config.{next(iter(flags.overrides))}: predicting takes no config; "
+            "--help lists the flags"
+        )
+    # After the flags, so that their errors come at once; JAX after the images.
+    from vit_jax.evaluation import inputs
+
+    images = inputs.find_some(flags.images)
+
+    from vit_jax.evaluation import prediction
+    from vit_jax.report import predictions as layout
+
+    results = prediction.predict(
+        open_classifier(flags), images, batch_size=flags.batch_size, topk=flags.topk
+    )
+    piped = inputs.STDIN in flags.images
+    table = layout.Table(() if piped else (name for name, _ in images))
+    code = 0
+    for stream in (sys.stdout, sys.stderr):
+        # File names may hold bytes that are no text.
+        stream.reconfigure(errors="backslashreplace")
+    for name, result in results:
+        if isinstance(result, str):
+            print(f"{name}: {result}", file=sys.stderr, flush=True)
+            code = EXIT_DAMAGED
+            continue
+        try:
+            show = layout.to_json if flags.json else table.rows
+            print(show(name, result), flush=True)
+        except BrokenPipeError:  # As `| head` leaves it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return code
+    return code
+
+
+def open_classifier(flags: argparse.Namespace):
+    """Opens the checkpoint, with the flags in place of what travelled with it."""
+    from vit_jax import weights
+    from vit_jax.evaluation import prediction
+    from vit_jax.weights import preprocess as preprocessing
+
+    names = prediction.read_labels(flags.labels) if flags.labels else ()
+    found = weights.open_pretrained(
+        flags.model, average=not flags.raw, heads=flags.heads
+    )
+    given = {
+        "image_size": flags.resolution,
+        "mean": flags.mean,
+        "std": flags.std,
+        "interpolation": flags.interpolation,
+        "crop_fraction": 1.0 if flags.crop == SQUASH else flags.crop,
+        "squash": flags.crop and flags.crop == SQUASH,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    preprocess = dataclasses.replace(prediction.preprocessing_of(found), **given)
+    stated = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
+    if not found.preprocess and not stated:
+        print(
+            f"{flags.model} does not tell how its images are prepared; assumed: "
+            f"{preprocessing.describe(preprocess)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return prediction.Classifier(
+        found,
+        preprocess=preprocess,
+        class_names=names,
+        sigmoid=prediction.is_sigmoid(found),
+    )
+
+
+SQUASH = "squash"
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("images", nargs="+", metavar="IMAGE", help="file, folder, or - for a pipe")
+    add("--model", required=True, help="where the weights are")
+    add("--topk", type=_positive, default=5, help="classes an image; default 5")
+    add("--json", action="store_true", help="a JSON object a line, not a table")
+    add("--batch_size", type=_positive, default=32, help="images at once; default 32")
+    add("--raw", action="store_true", help="a run's last parameters, not their average")
+    add("--labels", default="", help="file of class names, one a line")
+    add("--resolution", type=_size, help="other image size: pixels, or HEIGHTxWIDTH")
+    add("--mean", type=_floats, help="as 0.485,0.456,0.406: fractions of 255")
+    add("--std", type=_floats, help="as 0.229,0.224,0.225")
+    add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
+    add("--crop", type=_crop, help="part of the short side that is kept, or squash")
+    add("--heads", type=_positive, default=0, help="where the weights do not tell")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not numbers with commas between them"
+        ) from error
+
+
+def _size(text: str) -> tuple[int, int]:
+    height, _, width = text.partition("x")
+    return _positive(height), _positive(width or height)
+
+
+def _crop(text: str) -> float | str:
+    return text if text == SQUASH else _floats(text)[0]
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())
