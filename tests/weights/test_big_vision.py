@@ -1,8 +1,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from test_google import counted_by_kind, save
-from trees import assert_same, encoder, random_flat
+from trees import assert_same, counted_by_kind, encoder, random_flat, save
 
 from vit_jax import models
 from vit_jax.weights import open_pretrained

@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from test_google import save
-from trees import assert_same, random_flat
+from trees import assert_same, random_flat, save
 
 from vit_jax import models
 from vit_jax.models import variants
@@ -75,5 +74,7 @@ def test_published_sizes_are_named_without_differing_numbers(variant):
     # One number in memory, however large the array is.
     flat = {k: np.broadcast_to(np.float32(0), v.shape) for k, v in shapes.items()}
     options = bit.read(Tensors(flat, {}, {}, "x")).options
-    assert options.keys() == {"variant", "classes", "image_size", "channels"}
+    assert options.keys() == {
+        *("variant", "classes", "image_size", "channels", "zero_pool")
+    }
     assert options["variant"] == variant

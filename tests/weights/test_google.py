@@ -2,29 +2,13 @@ import re
 
 import numpy as np
 import pytest
-from trees import SIZE, assert_same, encoder, random_flat
+from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
 
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.weights import google, linen, open_pretrained
 from vit_jax.weights.pretrained import Preprocess
-
-
-def counted_by_kind(name):
-    """Names as Linen gives them: LayerNorm_1 for LayerNorm_2 and so on."""
-    for published, linen_name in (
-        ("LayerNorm_2", "LayerNorm_1"),
-        ("MultiHeadDotProductAttention_1", "MultiHeadDotProductAttention_0"),
-        ("MlpBlock_3", "MlpBlock_0"),
-    ):
-        name = name.replace(f"/{published}/", f"/{linen_name}/")
-    return name
-
-
-def save(path, flat, rename=lambda name: name):
-    np.savez(path, **{rename(name): value for name, value in flat.items()})
-    return path
 
 
 @pytest.mark.parametrize("rename", [lambda name: name, counted_by_kind])

@@ -1,89 +1,236 @@
-import pathlib
-
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
+from trees import assert_same, encoder, random_flat
 
 from vit_jax.errors import UserError
-from vit_jax.weights import surgery
+from vit_jax.weights import resample, surgery
+from vit_jax.weights.settle import Row
 
-GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 
-@pytest.mark.parametrize("side", [24, 7])
-def test_position_embeddings_resize_as_in_the_original_code(side):
-    case = np.load(GOLDEN / "google_posemb_interp.npz")
-    resized = surgery.resize_position_embedding(
-        case["posemb_14"], (14, 14), (side, side), tokens=1
+def fit(given, model, old=(3, 3), **options):
+    """Fits flat parameters to a model that draws its own from another seed."""
+    return surgery.fit(
+        unflatten_dict(given, sep="/"),
+        unflatten_dict(random_flat(model), sep="/"),
+        grid=model.grid,
+        old_grid=old,
+        init=lambda: unflatten_dict(random_flat(model, seed=9), sep="/"),
+        **options,
     )
-    np.testing.assert_allclose(resized, case[f"posemb_{side}"], atol=1e-6)
-    assert resized.dtype == np.float32
 
 
-def test_resize_is_exact_on_a_plane_over_a_non_square_grid():
-    def plane(rows, columns):
-        y, x = np.meshgrid(
-            np.linspace(0, 1, rows), np.linspace(0, 1, columns), indexing="ij"
-        )
-        return np.stack([y, x, 2 * y - 3 * x], axis=-1).reshape(1, -1, 3)
-
-    resized = surgery.resize_position_embedding(plane(3, 5), (3, 5), (7, 4), tokens=0)
-    np.testing.assert_allclose(resized, plane(7, 4), atol=1e-12)
+def test_what_fits_is_loaded_as_it_is():
+    flat = random_flat(encoder())
+    fitted, rows = fit(flat, encoder())
+    assert_same(fitted, flat)
+    assert rows == [Row(f"{len(flat)} parameters", "loaded")]
 
 
-def test_resize_to_the_same_grid_changes_nothing():
-    embedding = np.random.default_rng(0).normal(size=(1, 2 + 15, 6))
-    same = surgery.resize_position_embedding(embedding, (3, 5), (3, 5), tokens=2)
-    np.testing.assert_allclose(same, embedding, atol=1e-12)
-
-
-def params(positions=10, classes=4, extra=None):
-    tree = {
-        "Transformer": {
-            "posembed_input": {"pos_embedding": np.ones((1, positions, 6))}
-        },
-        "head": {"kernel": np.ones((6, classes)), "bias": np.ones(classes)},
-    }
-    return tree | (extra or {})
-
-
-def test_fit_replaces_the_whole_head_and_resizes():
-    given = params(extra={"pre_logits": {"kernel": np.ones((6, 6))}})
-    expected = params(positions=1 + 20, classes=7)
-    fitted, notes = surgery.fit(given, expected, grid=(4, 5))
-    assert set(fitted) == {"Transformer", "head"}
-    np.testing.assert_array_equal(fitted["head"]["kernel"], np.zeros((6, 7)))
-    assert fitted["Transformer"]["posembed_input"]["pos_embedding"].shape == (1, 21, 6)
-    assert notes == [
-        "head: replaced by a linear layer of zeros",
-        "position embeddings: resized from (3, 3) to (4, 5)",
+def test_replaced_head_is_zero_but_for_its_bias_and_takes_pre_logits_with_it():
+    flat = random_flat(encoder(representation=True))
+    model = encoder(classes=4, image_size=(16, 20))
+    fitted, rows = fit(flat, model, head="replace", head_bias=-10.0)
+    np.testing.assert_array_equal(fitted["head"]["kernel"], np.zeros((12, 4)))
+    np.testing.assert_array_equal(fitted["head"]["bias"], np.full(4, -10))
+    assert "pre_logits" not in fitted
+    assert rows == [
+        Row(f"{len(flat) - 5} parameters", "loaded"),
+        Row("head", "replaced by a linear layer of zeros", (12, 7), (12, 4)),
+        Row("pre_logits", "dropped with the head", (12, 12)),
+        Row(
+            "position embeddings",
+            "resized from (3, 3) to (4, 5)",
+            (1, 10, 12),
+            (1, 21, 12),
+        ),
     ]
 
 
-def test_fit_keeps_the_head_when_asked():
-    given = params()
-    fitted, notes = surgery.fit(given, params(), grid=(3, 3), head="keep")
-    np.testing.assert_array_equal(fitted["head"]["kernel"], given["head"]["kernel"])
-    assert notes == []
+def test_replaced_head_with_a_representation_layer_draws_that_anew():
+    model = encoder(representation=True)
+    flat = random_flat(encoder())
+    fitted, rows = fit(flat, model, head="replace")
+    # Zeros there as well would never learn.
+    fresh = random_flat(model, seed=9)
+    np.testing.assert_array_equal(
+        fitted["pre_logits"]["kernel"], fresh["pre_logits/kernel"]
+    )
+    assert Row("pre_logits/bias", "new: as initialised", None, (12,)) in rows
+
+
+def test_both_heads_of_a_distilled_model_are_replaced():
+    flat = random_flat(encoder(distillation=True))
+    fitted, rows = fit(flat, encoder(distillation=True, classes=3), head="replace")
+    for name in ("head", "head_dist"):
+        np.testing.assert_array_equal(fitted[name]["kernel"], np.zeros((12, 3)))
+    assert [row.what for row in rows[1:]] == ["head", "head_dist"]
+
+
+@pytest.mark.parametrize("representation", [False, True])
+def test_dropped_head_leaves_the_features(representation):
+    flat = random_flat(encoder(representation=True))
+    model = encoder(classes=0, representation=representation)
+    fitted, rows = fit(flat, model, head="drop")
+    assert_same(fitted, {k: flat[k] for k in random_flat(model)})
+    names = ["head"] if representation else ["head", "pre_logits"]
+    assert [row.what for row in rows[1:]] == names
+
+
+def test_head_is_dropped_only_for_a_model_without_one():
+    with pytest.raises(UserError, match="without classes, but this one has 7"):
+        fit(random_flat(encoder()), encoder(), head="drop")
+
+
+def test_unknown_choices_are_refused():
+    flat = random_flat(encoder())
+    with pytest.raises(UserError, match="head='new' is not one of keep, replace, drop"):
+        fit(flat, encoder(), head="new")
+    with pytest.raises(UserError, match="'nearest' is not one of linear, bicubic"):
+        fit(flat, encoder(), posemb_resize="nearest")
+
+
+def test_positions_of_every_layer_are_resized_by_the_method_asked_for():
+    flat = random_flat(encoder(posemb_at="every", image_size=(12, 20)))
+    model = encoder(posemb_at="every", image_size=(8, 24))
+    fitted, rows = fit(flat, model, old=(3, 5), posemb_resize="bicubic")
+    for i in range(2):
+        name = f"Transformer/posembed_{i}/pos_embedding"
+        expected = resample.positions(
+            flat[name], (3, 5), (2, 6), tokens=1, method="bicubic"
+        )
+        found = fitted["Transformer"][f"posembed_{i}"]["pos_embedding"]
+        np.testing.assert_array_equal(found, expected)
+        action = "resized from (3, 5) to (2, 6), bicubic"
+        assert Row(name, action, (1, 16, 12), (1, 13, 12)) in rows
+
+
+def test_grids_of_as_many_cells_are_still_resized():
+    flat = random_flat(encoder(image_size=(8, 24)))
+    fitted, _ = fit(flat, encoder(image_size=(12, 16)), old=(2, 6))
+    found = fitted["Transformer"]["posembed_input"]["pos_embedding"]
+    expected = resample.positions(flat[POSITIONS], (2, 6), (3, 4), tokens=1)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_tables_of_rows_and_columns_are_resized():
+    flat = random_flat(encoder(posemb="learned2d", image_size=(12, 20)))
+    model = encoder(posemb="learned2d", image_size=(16, 20))
+    fitted, rows = fit(flat, model, old=(3, 5))
+    name = "Transformer/posembed_input/row_embedding"
+    assert rows[1:] == [Row(name, "resized", (3, 6), (4, 6))]
+    found = fitted["Transformer"]["posembed_input"]["row_embedding"]
+    np.testing.assert_array_equal(found, resample.table(flat[name], 4))
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("old", "new", "rows_of", "allow"),
     [
-        (params(classes=5), r"head/kernel is \(6, 5\) in the checkpoint but \(6, 4\)"),
-        (params(extra={"cls": np.ones(3)}), "cls is left over"),
-        ({k: v for k, v in params().items() if k != "head"}, "head/bias is missing"),
+        ({"head": "token"}, {"head": "gap"}, [], ["^cls$"]),
+        ({"head": "gap"}, {"head": "token"}, ["zero"], ["^cls$"]),
+        ({"distillation": True}, {}, ["cls"], ["dist"]),
+        ({}, {"distillation": True}, ["cls", "zero"], ["dist"]),
+    ],
+    ids=["cls dropped", "cls added", "dist dropped", "dist added"],
+)
+def test_rows_of_extra_tokens_follow_the_tokens(old, new, rows_of, allow):
+    flat, model = random_flat(encoder(**old)), encoder(**new)
+    fitted, rows = fit(flat, model, init_allow=allow)
+    found = fitted["Transformer"]["posembed_input"]["pos_embedding"]
+    given = flat[POSITIONS]
+    known = {"zero": np.zeros((1, 12), np.float32), "cls": given[0, :1]}
+    expected = np.concatenate([*(known[name] for name in rows_of), given[0, -9:]])
+    np.testing.assert_array_equal(found[0], expected)
+    assert any(r.what == "position embeddings" and "made rows of" in r[1] for r in rows)
+    for name in ("cls", "dist"):  # New ones stay as the model draws them.
+        if name in fitted and name not in flat:
+            np.testing.assert_array_equal(fitted[name], random_flat(model, 9)[name])
+
+
+def test_patches_and_channels_change_together():
+    flat = random_flat(encoder("Ti/4", image_size=(12, 12)))
+    model = encoder("Ti/7", image_size=(21, 21), channels=1)
+    fitted, rows = fit(flat, model)
+    expected = resample.patch_kernel(
+        resample.input_channels(flat["embedding/kernel"], 1), 7
+    )
+    np.testing.assert_array_equal(fitted["embedding"]["kernel"], expected)
+    name = "embedding/kernel"
+    assert rows[1:] == [
+        Row(name, "input channels made 1 of 3", (4, 4, 3, 12), (4, 4, 1, 12)),
+        Row(
+            name,
+            "patches resized from 4 to 7 (FlexiViT)",
+            (4, 4, 1, 12),
+            (7, 7, 1, 12),
+        ),
+    ]
+
+
+def test_doubles_are_rounded_and_said_to_be():
+    flat = random_flat(encoder())
+    doubles = flat | {"cls": flat["cls"].astype(np.float64) + 1e-12}
+    fitted, rows = fit(doubles, encoder())
+    assert_same(fitted, flat)
+    assert rows[1] == Row("1 parameters", "rounded to the model's precision")
+
+
+def test_missing_and_left_over_parameters_may_be_allowed_by_name():
+    flat = random_flat(encoder(head="gap"))
+    model = encoder(head="map")
+    flat |= {"extra/kernel": np.ones((2, 3), np.float32)}
+    fitted, rows = fit(flat, model, init_allow=["^MAPHead_0/", "extra"])
+    fresh = random_flat(model, seed=9)
+    np.testing.assert_array_equal(
+        fitted["MAPHead_0"]["probe"], fresh["MAPHead_0/probe"]
+    )
+    assert Row("extra/kernel", "left over: not used", (2, 3)) in rows
+    assert Row("MAPHead_0/probe", "missing: as initialised", None, (1, 1, 12)) in rows
+    missing = sum(name.startswith("MAPHead_0/") for name in fresh)
+    assert len(rows) == 1 + missing + 1
+
+
+def changed(drop=(), **extra):
+    flat = random_flat(encoder()) | extra
+    return {name: value for name, value in flat.items() if name not in drop}
+
+
+@pytest.mark.parametrize(
+    ("given", "allow", "message"),
+    [
+        (
+            changed(**{"head/kernel": np.ones((12, 5))}),
+            [],
+            r"does not fit .*: head/kernel is \(12, 5\) in the checkpoint but \(12, 7\)",
+        ),
+        (
+            changed(probe=np.ones(3)),
+            [],
+            "probe is left over; what may be so, name in con",
+        ),
+        (changed(drop=["head/bias"]), [], "head/bias is missing; what may be so"),
+        (
+            changed(drop=["head/bias"]),
+            ["bia$"],
+            "'bia\\$' matches no .* \\(head/bias\\)",
+        ),
+        (changed(), ["head"], r"'head' matches no .* \(there is none\): take it out"),
+        (changed(), ["(head"], r"'\(head' is not a regular expression: missing \)"),
     ],
 )
-def test_what_does_not_fit_is_named(given, message):
+def test_what_does_not_fit_is_named(given, allow, message):
     with pytest.raises(UserError, match=message):
-        surgery.fit(given, params(), grid=(3, 3), head="keep")
+        fit(given, encoder(), init_allow=allow)
+
+
+def test_long_lists_are_cut():
+    with pytest.raises(UserError, match="; and 37 more; what may be so"):
+        fit({"a": np.ones(3)}, encoder(), init_allow=())
 
 
 def test_a_grid_that_cannot_be_guessed_is_refused():
+    flat = random_flat(encoder(image_size=(12, 16)))
     with pytest.raises(UserError, match="12 patches are not a square grid"):
-        surgery.fit(params(positions=13), params(), grid=(3, 3))
-
-
-def test_rows_that_do_not_fit_the_grid_are_refused():
-    with pytest.raises(UserError, match="has 10 rows, but 1 extra tokens and a grid"):
-        surgery.resize_position_embedding(np.ones((1, 10, 2)), (4, 4), (2, 2), tokens=1)
+        fit(flat, encoder(), old=None)

@@ -32,3 +32,19 @@ def assert_same(params, flat):
     for name, value in flat.items():
         assert found[name].dtype == value.dtype, name
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def counted_by_kind(name):
+    """Names as Linen gives them: LayerNorm_1 for LayerNorm_2 and so on."""
+    for published, linen_name in (
+        ("LayerNorm_2", "LayerNorm_1"),
+        ("MultiHeadDotProductAttention_1", "MultiHeadDotProductAttention_0"),
+        ("MlpBlock_3", "MlpBlock_0"),
+    ):
+        name = name.replace(f"/{published}/", f"/{linen_name}/")
+    return name
+
+
+def save(path, flat, rename=lambda name: name):
+    np.savez(path, **{rename(name): value for name, value in flat.items()})
+    return path

@@ -45,6 +45,8 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
         "classes": len(flat.get("head/bias", ())),
         "image_size": (224, 224),  # Any would do, and nothing in the file tells.
         "channels": int(channels),
+        # As big_vision runs the files of both layouts. The first code pools zeros in.
+        "zero_pool": False,
     }
     return Pretrained(
         params=unflatten_dict(flat, sep="/"),

@@ -82,7 +82,7 @@ def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
     allowed = set()
     for pattern in patterns:
         try:
-            matched = {name for name in names if re.search(pattern, name)}
+            matched = set(filter(re.compile(pattern).search, names))
         except re.error as error:
             raise UserError(
                 f"init_allow {pattern!r} is not a regular expression: {error}"
