@@ -314,7 +314,7 @@ def test_flags_replace_what_travelled(place, run, pretrained):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model=absent"], "'absent' is neither a workdir nor a file"),
+        (["--model=absent"], "^'absent' is"),
         (["--interpolation=cubic"], "interpolation='cubic' is not one of nearest"),
         (["--crop=1.5"], r"crop=1\.5 is not a fraction"),
         (["--mean=0.1,0.2"], r"mean=0\.1,0\.2 has 2 numbers, but .* 3 channels"),
@@ -359,12 +359,34 @@ def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_pat
     _, out, err = run(*words)
     assert re.fullmatch(
         r"\S+ does not tell how its images are prepared; assumed: 16x24, bilinear, "
-        r"whole image, mean 0\.5,0\.5,0\.5, std 0\.5,0\.5,0\.5\n",
+        r"whole image, mean 0\.5, std 0\.5\n",
         err,
     )
     assert re.findall(r"  (class \d)\n", out)
     stated = "--mean=0.5", "--std=0.5", "--interpolation=bilinear", "--crop=squash"
     assert run(*words, *stated) == (0, out, "")
+
+
+def test_a_model_of_one_channel_sees_grey(place, run, pretrained, tmp_path):
+    kernel = pretrained.params["embedding"]["kernel"]
+    embedding = {**pretrained.params["embedding"], "kernel": kernel[:, :, :1]}
+    grey = replaced(
+        pretrained,
+        params={**pretrained.params, "embedding": embedding},
+        options=OPTIONS | {"channels": 1},
+        preprocess=Preprocess((16, 24), squash=True),
+    )
+    own.write(grey, tmp_path / "grey.safetensors")
+    path = place / "images" / "b.JPG"
+    words = path, f"--model={tmp_path}/grey.safetensors", "--json"
+    found = probabilities(run(*words)[1])[str(path)]
+    image = Image.open(path).convert("L").resize((24, 16), Image.Resampling.BILINEAR)
+    wanted = jax.nn.softmax(applied(grey, np.asarray(image)[..., None] / 127.5 - 1))
+    np.testing.assert_allclose(
+        [found[label] for label in range(5)], wanted, rtol=0.05, atol=0.01
+    )
+    with pytest.raises(UserError, match=r"mean=0\.1,0\.2,0\.3 has 3 numbers, .* 1 ch"):
+        run(*words, "--mean=0.1,0.2,0.3")
 
 
 def test_models_without_a_classifier_or_with_broken_weights_are_refused(
@@ -499,7 +521,9 @@ def test_deit_names_the_sample_photographs(run):
 def test_deit_gives_timms_logits():
     given = np.load(SHARED / "parity" / "deit_tiny.io.npz")
     found = weights.open_pretrained(SHARED / "parity" / "deit_tiny_timm.safetensors")
-    preprocess = Preprocess((224, 224), tuple(given["mean"]), tuple(given["std"]))
+    preprocess = Preprocess(
+        (224, 224), tuple(given["mean"].tolist()), tuple(given["std"].tolist())
+    )
     classifier = prediction.Classifier(found, preprocess=preprocess)
     logits = classifier.logits(given["images_uint8"])
     np.testing.assert_allclose(logits, given["logits"], atol=1e-3, rtol=0)

@@ -68,15 +68,9 @@ def open_classifier(flags: argparse.Namespace):
     found = weights.open_pretrained(
         flags.model, average=not flags.raw, heads=flags.heads
     )
-    given = {
-        "image_size": flags.resolution,
-        "mean": flags.mean,
-        "std": flags.std,
-        "interpolation": flags.interpolation,
-        "crop_fraction": 1.0 if flags.crop == SQUASH else flags.crop,
-        "squash": flags.crop and flags.crop == SQUASH,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = cli.image_flags(flags)
+    if flags.resolution:
+        given["image_size"] = flags.resolution
     preprocess = dataclasses.replace(prediction.preprocessing_of(found), **given)
     stated = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not found.preprocess and not stated:
@@ -94,51 +88,26 @@ def open_classifier(flags: argparse.Namespace):
     )
 
 
-SQUASH = "squash"
-
-
 def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("images", nargs="+", metavar="IMAGE", help="file, folder, or - for a pipe")
     add("--model", required=True, help="where the weights are")
-    add("--topk", type=_positive, default=5, help="classes an image; default 5")
+    add("--topk", type=cli.positive, default=5, help="classes an image; default 5")
     add("--json", action="store_true", help="a JSON object a line, not a table")
-    add("--batch_size", type=_positive, default=32, help="images at once; default 32")
+    add(
+        "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
+    )
     add("--raw", action="store_true", help="a run's last parameters, not their average")
-    add("--labels", default="", help="file of class names, one a line")
     add("--resolution", type=_size, help="other image size: pixels, or HEIGHTxWIDTH")
-    add("--mean", type=_floats, help="as 0.485,0.456,0.406: fractions of 255")
-    add("--std", type=_floats, help="as 0.229,0.224,0.225")
-    add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
-    add("--crop", type=_crop, help="part of the short side that is kept, or squash")
-    add("--heads", type=_positive, default=0, help="where the weights do not tell")
+    cli.add_image_flags(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not numbers with commas between them"
-        ) from error
 
 
 def _size(text: str) -> tuple[int, int]:
     height, _, width = text.partition("x")
-    return _positive(height), _positive(width or height)
-
-
-def _crop(text: str) -> float | str:
-    return text if text == SQUASH else _floats(text)[0]
+    return cli.positive(height), cli.positive(width or height)
 
 
 if __name__ == "__main__":

@@ -128,15 +128,16 @@ class Classifier:
 def preprocessing_of(pretrained: Pretrained) -> Preprocess:
     """Returns the preprocessing that travelled with a checkpoint, or the usual one.
 
-    The image size is the network's.
+    Its size and channels are the network's.
     """
     options = pretrained.options
     size = tuple(options.get("image_size", (224, 224)))
-    if pretrained.preprocess:
-        return dataclasses.replace(pretrained.preprocess, image_size=size)
-    return preprocessing.assumed(
+    found = pretrained.preprocess or preprocessing.assumed(
         pretrained.format, size, distillation=options.get("distillation", False)
     )
+    # Equal numbers for three channels serve one as well.
+    mean, std = (v[:1] if len(set(v)) == 1 else v for v in (found.mean, found.std))
+    return dataclasses.replace(found, image_size=size, mean=mean, std=std)
 
 
 def is_sigmoid(pretrained: Pretrained) -> bool:

@@ -23,16 +23,6 @@ INTERPOLATIONS = {
     "area": Image.Resampling.BOX,
 }
 
-# What the code that a format belongs to does to images of which nothing more is known.
-_ASSUMED = {
-    "google": {"squash": True},
-    "bit": {"squash": True},
-    "big_vision": {"crop_fraction": 0.875},
-    "timm": {"interpolation": "bicubic", "crop_fraction": 0.9},
-    "hugging_face": {"squash": True},
-    "workdir": {"squash": True},
-    "vit_jax": {"squash": True},
-}
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
@@ -139,12 +129,15 @@ def assumed(
       distillation: whether it is DeiT with its second token, which normalises
         otherwise.
 
-    Source: the evaluation of google-research's vision_transformer and
-    big_transfer, big_vision's configs/vit_s16_i1k.py, the default_cfgs of timm's
-    vision_transformer.py and deit.py, Hugging Face's ViTImageProcessor.
+    Returns:
+      The whole image, bilinear, to [-1, 1], as in Google's code and Hugging Face's
+      ViTImageProcessor; for timm what most of its vision_transformer.py and deit.py
+      state.
     """
-    more = _IMAGENET if format == "timm" and distillation else {}
-    return Preprocess(image_size, **_ASSUMED.get(format, {}), **more)
+    if format != "timm":
+        return Preprocess(image_size, squash=True)
+    more = _IMAGENET if distillation else {}
+    return Preprocess(image_size, interpolation="bicubic", crop_fraction=0.9, **more)
 
 
 def describe(preprocess: Preprocess) -> str:
