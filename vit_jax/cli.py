@@ -11,6 +11,7 @@ from vit_jax import config as configuration
 from vit_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
+SQUASH = "squash"  # A value of --crop.
 _UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
 
 
@@ -74,6 +75,49 @@ def load_config(flags: argparse.Namespace) -> ConfigDict:
             "yours to state: set --config.init to the workdir of a run or a .npz file"
         )
     return config
+
+
+def add_image_flags(parser: Parser) -> None:
+    """Adds flags that say how images are prepared, where weights do not tell."""
+    add = parser.add_argument
+    add("--labels", default="", help="file of class names, one a line")
+    add("--mean", type=_floats, help="as 0.485,0.456,0.406: fractions of 255")
+    add("--std", type=_floats, help="as 0.229,0.224,0.225")
+    add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
+    add("--crop", type=_crop, help="part of the short side that is kept, or squash")
+    add("--heads", type=positive, default=0, help="where the weights do not tell")
+
+
+def image_flags(flags: argparse.Namespace) -> dict:
+    """Returns the fields of `weights.Preprocess` that the flags state."""
+    given = {
+        "mean": flags.mean,
+        "std": flags.std,
+        "interpolation": flags.interpolation,
+        "crop_fraction": 1.0 if flags.crop == SQUASH else flags.crop,
+        "squash": flags.crop and flags.crop == SQUASH,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def positive(text: str) -> int:
+    """Reads a flag's whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not numbers with commas between them"
+        ) from error
+
+
+def _crop(text: str) -> float | str:
+    return text if text == SQUASH else _floats(text)[0]
 
 
 def run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> None:

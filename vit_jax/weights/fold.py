@@ -78,7 +78,7 @@ def one_classifier(flat: Flat, name: str, other: str) -> Flat:
     return flat | twice | zero
 
 
-def norm_each_token(flat: Flat, options: Mapping) -> tuple[Flat, dict]:
+def norm_each_token(flat: Flat, options: Mapping) -> tuple[Flat, dict, list[str]]:
     """Moves a LayerNorm from behind to before the choice of a token: the same thing.
 
     Args:
@@ -86,14 +86,16 @@ def norm_each_token(flat: Flat, options: Mapping) -> tuple[Flat, dict]:
       options: all of them, as of `models.Model`.
 
     Returns:
-      Both, changed if the head is a token's and its norm is pooled.
+      Both, changed if single tokens are classified and their norm comes after the
+      choice, and a note.
     """
     if not options.get("pooled_norm") or options["head"] not in ("token", "none"):
-        return flat, dict(options)
+        return flat, dict(options), []
     moved = {
         k.replace("fc_norm/", "Transformer/encoder_norm/"): v for k, v in flat.items()
     }
-    return moved, {**options, "pooled_norm": False}
+    note = "final LayerNorm: moved before the choice of the token"
+    return moved, {**options, "pooled_norm": False}, [note]
 
 
 def plain_positions(

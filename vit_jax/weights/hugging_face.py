@@ -173,8 +173,9 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     model = models.create(**pretrained.options)
     flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
     _check(options)
-    flat, options = fold.norm_each_token(flat, options)
-    flat, options, notes = fold.plain_positions(flat, options, model.grid)
+    flat, options, notes = fold.norm_each_token(flat, options)
+    flat, options, more = fold.plain_positions(flat, options, model.grid)
+    notes += more
     options["patch"] = model.patch
     if options["posemb"] == "none":
         tokens = math.prod(model.grid) + 1 + options["distillation"]
@@ -203,7 +204,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
 
 def _check(options: dict) -> None:
-    if "depth" not in options or options["stem_width"]:
+    if "depth" not in options or "stem_width" in options:
         raise UserError(
             f"variant={options['variant']!r}: Hugging Face's ViT has no ResNet: write it "
             "with --to=timm or --to=google"

@@ -1,11 +1,12 @@
 """Hugging Face's `config.json` and `preprocessor_config.json`."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 from vit_jax.errors import UserError
+from vit_jax.weights.preprocess import edges
 from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.timm_config import broadcast
 
 # Names that transformers gives to the two GELUs, the first one is written.
 _ACTIVATIONS = {
@@ -109,9 +110,8 @@ def _geometry(
     """Returns the image size, the crop fraction and whether images are squashed."""
     out = _pair(crop if crop is not None else size)
     if isinstance(size, Mapping) and "shortest_edge" in size:
-        return out, _fraction(min(out), size["shortest_edge"]), False
-    # Both sides are resized; a crop after that is not ours, and small.
-    return out, 1.0, True
+        return out, min(out) / size["shortest_edge"], False
+    return out, out[0] / _pair(size)[0], True
 
 
 def _pair(size: int | Mapping) -> tuple[int, int]:
@@ -119,14 +119,6 @@ def _pair(size: int | Mapping) -> tuple[int, int]:
         return size, size
     edge = size.get("shortest_edge", 224)
     return size.get("height", edge), size.get("width", edge)
-
-
-def _fraction(side: int, edge: int) -> float:
-    """Returns the crop fraction for which side / fraction is the edge, rounded down."""
-    fraction = side / edge
-    while math.floor(side / fraction) < edge:
-        fraction = math.nextafter(fraction, 0)
-    return fraction
 
 
 def write(options: Mapping, class_names: Sequence[str]) -> dict:
@@ -185,7 +177,7 @@ def write_preprocess(preprocess: Preprocess, channels: int) -> dict:
             f"interpolation={preprocess.interpolation!r}: Hugging Face's image "
             f"processors have {', '.join(_WRITTEN)}: write it with --to=timm"
         )
-    height, width = preprocess.image_size
+    height, width = edges(preprocess)
     config = {
         "image_processor_type": "ViTImageProcessor",
         "do_convert_rgb": channels == 3,
@@ -195,21 +187,23 @@ def write_preprocess(preprocess: Preprocess, channels: int) -> dict:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(preprocess.mean),
-        "image_std": list(preprocess.std),
+        "image_mean": broadcast(preprocess.mean, channels),
+        "image_std": broadcast(preprocess.std, channels),
     }
-    if preprocess.squash:
+    if preprocess.squash and preprocess.image_size == (height, width):
         return config
-    if height != width:
-        raise UserError(
-            f"a centre crop of {height}x{width}: Hugging Face's image processors resize "
-            "the short side, whichever it is: write it with --to=timm"
-        )
+    if not preprocess.squash:
+        if height != width:
+            raise UserError(
+                f"a centre crop of {preprocess.image_size[0]}x{preprocess.image_size[1]}: "
+                "Hugging Face's image processors resize the short side, whichever it "
+                "is: write it with --to=timm"
+            )
+        config["size"] = {"shortest_edge": height}
+    rows, columns = preprocess.image_size
     # The processor of BiT crops in every release of transformers, that of ViT did not.
-    edge = math.floor(height / preprocess.crop_fraction)
     return config | {
         "image_processor_type": "BitImageProcessor",
-        "size": {"shortest_edge": edge},
         "do_center_crop": True,
-        "crop_size": {"height": height, "width": width},
+        "crop_size": {"height": rows, "width": columns},
     }

@@ -77,6 +77,7 @@ def _read_resnet(tensors: Tensors, facts: timm_config.Facts, heads: int):
         "classes": classes,
         "image_size": facts.image_size or (224, 224),
         "channels": int(channels),
+        "zero_pool": True,
     }
     return ours, options, notes
 
@@ -201,8 +202,14 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
       UserError: timm has no such network.
     """
     model = models.create(**pretrained.options)
-    flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
+    flat = flatten_dict(pretrained.params, sep="/")
+    options = {"blocks": (), "stem_width": 0, **model.options}
     notes, table = [], timm_names.resnet
+    if "depth" not in options and not options["zero_pool"]:
+        notes.append(
+            "root pooling: timm pads with zeros and this model (zero_pool=False) with "
+            "nothing, so logits differ, by what the images have at their border"
+        )
     if "depth" in options:
         table = timm_names.transformer
         if options["representation"]:
@@ -210,14 +217,23 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
                 "representation=True: timm has no tanh layer before the classifier: "
                 "write it with --to=google or --to=safetensors"
             )
-        flat, options = fold.norm_each_token(flat, options)
-        flat, options, notes = fold.plain_positions(flat, options, model.grid)
+        flat, options, notes = fold.norm_each_token(flat, options)
+        flat, options, more = fold.plain_positions(flat, options, model.grid)
+        notes += more
         options["patch"] = flat["embedding/kernel"].shape[0]
         if 0 < options["epsilon"] < 1e-6:
             notes.append(
                 f"epsilon: {options['epsilon']:g} became 1e-6, the least that timm has"
             )
             options["epsilon"] = 1e-6
+        if options["stem_width"]:
+            notes.append(
+                "stem: timm's epsilons (1e-5 in GroupNorm, 1e-8 beside a kernel's "
+                "variance) stand for 1e-6 and 1e-5 beside its deviation: logits differ "
+                "by about 1e-4 of their size"
+            )
+        if options["distillation"] and not options["classes"]:
+            notes.append("features: timm gives the mean of both tokens, we the first")
     config = timm_config.write(options, pretrained.preprocess, pretrained.class_names)
     if pretrained.preprocess is None:
         notes.append("preprocessing: nothing says how, so timm's own defaults hold")

@@ -1,0 +1,120 @@
+"""Converts weights: python -m vit_jax.convert --from=runs/x --to=timm --out=exported
+
+--from takes a run's workdir, a file or folder of any format that this project reads, or
+a place such as hf://owner/name. --to is one of
+  timm         a folder for timm.create_model("local-dir:...")
+  hf           a folder for from_pretrained of transformers
+  google       an .npz file with the published names
+  safetensors  a file of this project, with all that a model needs
+Class names and preprocessing travel with the weights where the format has a place for
+them; flags replace what the source says. --push=owner/name uploads the result with a
+model card. Exit codes: 0 done, 2 bad input (one line says what; nothing is left of
+--out).
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+
+from vit_jax import cli
+from vit_jax.errors import UserError
+
+
+def main(flags: argparse.Namespace) -> None:
+    """Converts what the flags name."""
+    if flags.overrides:
+        raise UserError(
+            f"--config.{next(iter(flags.overrides))}: converting takes no config; "
+            "--help lists the flags"
+        )
+    # After the flags, so that their errors come at once.
+    from vit_jax.weights import card, export, push
+
+    out = pathlib.Path(flags.out)
+    export.check(flags.to, out, overwrite=flags.overwrite)
+    if flags.push:
+        push.check(flags.push)
+    found = open_weights(flags)
+    print(f"read {flags.source}: {found.format} weights of {found.options['variant']}")
+    for note in found.notes:
+        print(f"  {note}")
+    files, notes = export.export(found, flags.to, out, overwrite=flags.overwrite)
+    print(f"wrote {out}")
+    for note in notes:
+        print(f"  {note}")
+    for file in files:
+        print(f"  {file.name}: {file.stat().st_size / 1e6:,.1f} MB")
+    print(f"load it in Python:\n{export.usage(flags.to, found, str(out))}", flush=True)
+    if flags.push:
+        text = card.write(
+            found,
+            flags.push,
+            to=flags.to,
+            usage=export.usage(flags.to, found, flags.push, out.name),
+            license=flags.license,
+            scores=read_scores(flags.source),
+        )
+        url = push.upload(files, flags.push, text, private=flags.private)
+        print(f"pushed to {flags.push}: {url}")
+
+
+def open_weights(flags: argparse.Namespace):
+    """Opens a checkpoint, with the flags in place of what travelled with it."""
+    from vit_jax import weights
+    from vit_jax.evaluation import prediction
+    from vit_jax.weights import preprocess as preprocessing
+
+    names = prediction.read_labels(flags.labels) if flags.labels else ()
+    found = weights.open_pretrained(
+        flags.source, average=not flags.raw, heads=flags.heads
+    )
+    classes = found.options["classes"]
+    if names and len(names) != classes:
+        raise UserError(
+            f"--labels={flags.labels} has {len(names)} names, but the weights are of "
+            f"{classes} classes: give a name a class"
+        )
+    given = cli.image_flags(flags)
+    preprocess = dataclasses.replace(prediction.preprocessing_of(found), **given)
+    preprocessing.check(preprocess, found.options["channels"])
+    notes = found.notes
+    if not found.preprocess and not {"mean", "std", "crop_fraction"} <= given.keys():
+        how = preprocessing.describe(preprocess)
+        notes += (f"how images are prepared: nothing says, so assumed: {how}",)
+    return dataclasses.replace(
+        found,
+        preprocess=preprocess,
+        class_names=names or found.class_names,
+        notes=notes,
+    )
+
+
+def read_scores(source: str) -> dict[str, float]:
+    """Returns the accuracies in a workdir's report; none if it is something else."""
+    from vit_jax.report import result
+
+    report = result.read(source) if os.path.isdir(source) else None
+    scores = result.flatten(report["final"]) if report else {}
+    return {name: value for name, value in scores.items() if name.endswith("/top1")}
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    formats = ("timm", "hf", "google", "safetensors")
+    add("--from", dest="source", required=True, metavar="PLACE", help="see above")
+    add("--to", required=True, choices=formats, help="see above")
+    add("--out", required=True, help="folder or file to make")
+    add("--overwrite", action="store_true", help="replace what is there")
+    add("--raw", action="store_true", help="a run's last parameters, not their average")
+    add("--push", default="", metavar="OWNER/NAME", help="upload to there")
+    add("--private", action="store_true", help="to a private repository, if it is new")
+    add("--license", default="", help="for the model card, as apache-2.0")
+    cli.add_image_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())

@@ -1,0 +1,137 @@
+"""Weights out: any checkpoint in the format of another library, whole or not at all."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.weights import google_out, hugging_face, own, timm
+from vit_jax.weights.pretrained import Pretrained
+
+FORMATS = {  # With the suffix of those that are one file; the others are folders.
+    "timm": "",
+    "hf": "",
+    "google": ".npz",
+    "safetensors": ".safetensors",
+}
+_WRITERS = {
+    "timm": timm.write,
+    "hf": hugging_face.write,
+    "google": google_out.write,
+    "safetensors": own.write,
+}
+# What a folder of ours can hold; nothing else in it is ever removed.
+_NAMES = ("config.json", "model.safetensors", "preprocessor_config.json")
+
+
+def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
+    """Raises UserError unless `export` may write to a place.
+
+    Args:
+      to: one of FORMATS.
+      out: file or folder.
+      overwrite: whether what is there may be replaced.
+    """
+    suffix = FORMATS[to]
+    if suffix and out.suffix != suffix:
+        raise UserError(f"--out={out}: --to={to} writes one file: name it *{suffix}")
+    if not out.exists():
+        return
+    if out.is_dir() == bool(suffix):
+        kind = "file" if suffix else "folder"
+        raise UserError(f"--out={out} is there and is no {kind}: give another")
+    if not overwrite and (suffix or any(out.iterdir())):
+        raise UserError(f"--out={out} is there: give another, or add --overwrite")
+
+
+def export(
+    pretrained: Pretrained, to: str, out: pathlib.Path, *, overwrite: bool = False
+) -> tuple[list[pathlib.Path], list[str]]:
+    """Writes a checkpoint in a format; after an error nothing is left of it.
+
+    Args:
+      pretrained: any checkpoint in our terms.
+      to: one of FORMATS.
+      out: file or folder to make.
+      overwrite: whether what is there may be replaced.
+
+    Returns:
+      The files, and a line for each thing that was rewritten or left out.
+
+    Raises:
+      UserError: the format has no such network, or the place cannot be written.
+    """
+    check(to, out, overwrite=overwrite)
+    notes, names = [], pretrained.class_names
+    if names and len(names) != pretrained.options["classes"]:
+        notes.append(
+            f"class names: {len(names)} for {pretrained.options['classes']} classes, "
+            "so left out"
+        )
+        pretrained = dataclasses.replace(pretrained, class_names=())
+    with _staged(out, bool(FORMATS[to])) as place:
+        notes += _WRITERS[to](pretrained, place) or []
+    files = [out / name for name in _NAMES] if out.is_dir() else [out]
+    return [file for file in files if file.exists()], notes
+
+
+@contextlib.contextmanager
+def _staged(out: pathlib.Path, is_file: bool) -> Iterator[pathlib.Path]:
+    """Gives a place to write to; what is there in the end becomes `out`."""
+    staging = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staging = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        place = staging / out.name
+        if not is_file:
+            place.mkdir()
+        yield place
+        if is_file or not out.exists():
+            os.replace(place, out)
+            return
+        for name in _NAMES:
+            (out / name).unlink(missing_ok=True)
+        for file in place.iterdir():
+            os.replace(file, out / file.name)
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error}") from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def usage(to: str, pretrained: Pretrained, place: str, file: str = "") -> str:
+    """Returns two lines of Python that load what was written.
+
+    Args:
+      to: one of FORMATS.
+      pretrained: what was written.
+      place: path, or "owner/name" on the hub.
+      file: name in a repository on the hub; "" for a local path.
+    """
+    if to == "timm":
+        source = "hf-hub" if file else "local-dir"
+        return (
+            "import timm\n"
+            f'model = timm.create_model("{source}:{place}", pretrained=True)'
+        )
+    if to == "hf":
+        options = models.create(**pretrained.options).options
+        name, more = "AutoModelForImageClassification", ""
+        if not options["classes"]:
+            name = "AutoModel"
+            more = "" if options["representation"] else ", add_pooling_layer=False"
+        return (
+            f"from transformers import {name}\n"
+            f'model = {name}.from_pretrained("{place}"{more})'
+        )
+    place = f"hf://{place}/{file}" if file else place
+    return (
+        "from vit_jax import weights\n"
+        f'found = weights.open_pretrained("{place}")  # found.params, found.options'
+    )
