@@ -31,9 +31,9 @@ def test_both_ways_of_counting_give_our_tree_and_options(tmp_path, rename, optio
 @pytest.mark.parametrize(
     ("variant", "options", "side"),
     [
-        ("R50+Ti/16", {"blocks": (1, 1, 2), "stem_width": 32}, 48),
-        ("R26+S/32", {}, 96),
-        ("R+Ti/16", {}, 64),  # Tokens of 32 pixels, whatever its name says.
+        ("R50+Ti/16", {"blocks": (1, 1, 2), "stem_width": 32, **SIZE}, 48),
+        ("R26+Ti/32", SIZE, 96),
+        ("R+Ti/16", SIZE, 64),  # Tokens of 32 pixels, whatever its name says.
     ],
 )
 def test_hybrids_are_named_by_their_stem(tmp_path, variant, options, side):

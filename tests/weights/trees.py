@@ -15,9 +15,16 @@ def encoder(variant="Ti/4", classes=7, image_size=(12, 12), **options):
     )
 
 
+_SHAPES = {}  # Of the models so far: tracing one takes a tenth of a second.
+
+
 def random_flat(model, seed=0):
     """Returns names joined by "/" to random arrays of a model's shapes."""
-    shapes = flatten_dict(jax.eval_shape(model.init, jax.random.key(0)), sep="/")
+    key = repr(model.options)
+    if key not in _SHAPES:
+        tree = jax.eval_shape(model.init, jax.random.key(0))
+        _SHAPES[key] = flatten_dict(tree, sep="/")
+    shapes = _SHAPES[key]
     rng = np.random.default_rng(seed)
     return {
         name: rng.normal(size=shape.shape, scale=0.3).astype(np.float32)

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 
 import jax
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import files, recognise, surgery, workdir
+from vit_jax.weights import fetch, files, recognise, surgery, workdir
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.settle import Row
 
@@ -24,6 +23,7 @@ _FLAVOURS = (
     "posemb_at",
     "gelu",
     "epsilon",
+    "zero_pool",
 )
 
 
@@ -80,20 +80,15 @@ def open_pretrained(
       UserError: nothing there, not readable, or of no known format.
     """
     name = os.fspath(place)
-    if not _is_remote(name):
-        if workdir.has_checkpoint(name):
-            return workdir.pretrained(name, average=average)
-        if not pathlib.Path(name).exists():
-            raise UserError(
-                f"{name!r} is neither a workdir nor a file: give the workdir of a "
-                "finished run, a file or folder with weights, or where they are "
-                "published, as hf://owner/name"
-            )
-        path = pathlib.Path(name)
-    else:
-        from vit_jax.weights import fetch
-
-        path = fetch.fetch(name)
+    path = fetch.fetch(name)
+    if workdir.has_checkpoint(path):
+        found = workdir.pretrained(path, average=average)
+        return dataclasses.replace(found, source=name)
+    if "://" in os.fspath(path):  # A folder in a bucket, which only runs write.
+        raise UserError(
+            f"{name} has no finished checkpoint: give the workdir of a finished run, or "
+            "one file with weights"
+        )
     tensors = files.read(path)
     found = recognise.reader(tensors).read(tensors, heads)
     return dataclasses.replace(found, source=name)
@@ -128,17 +123,27 @@ def load(
     init = init or functools.partial(model.init, jax.random.key(0))
     found = open_pretrained(place, average=average, heads=model.options.get("heads", 0))
     source = models.create(**found.options)
-    params, rows = surgery.fit(
-        found.params,
-        jax.eval_shape(init),
-        grid=model.grid,
-        old_grid=source.grid,
-        head=head,
-        head_bias=head_bias,
-        init_allow=init_allow,
-        posemb_resize=posemb_resize,
-        init=init,
-    )
+    try:
+        params, rows = surgery.fit(
+            found.params,
+            jax.eval_shape(init),
+            grid=model.grid,
+            old_grid=source.grid,
+            head=head,
+            head_bias=head_bias,
+            init_allow=init_allow,
+            posemb_resize=posemb_resize,
+            init=lambda: jax.device_get(jax.jit(init)()),
+        )
+    except UserError as error:
+        theirs, ours = (
+            options["variant"] for options in (source.options, model.options)
+        )
+        if theirs == ours:
+            raise
+        raise UserError(
+            f"{error}; the checkpoint is a {theirs} and the model a {ours}"
+        ) from error
     rows += [
         Row("differs", f"{key} {old} in the checkpoint, {new} in the model")
         for key, old, new in _differences(source.options, model.options)
@@ -156,7 +161,3 @@ def _differences(old: dict, new: dict) -> list[tuple]:
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape)) if shape else ""
-
-
-def _is_remote(name: str) -> bool:
-    return "://" in name

@@ -44,7 +44,7 @@ def positions(
         )
     patches = embedding[0, tokens:].reshape(*old_grid, D)
     down, across = (MATRICES[method](o, n) for o, n in zip(old_grid, grid, strict=True))
-    patches = np.einsum("ij,jkd,lk->ild", down, patches, across)
+    patches = np.einsum("ij,jkd,lk->ild", down, patches, across, optimize=True)
     patches = patches.reshape(1, -1, D).astype(embedding.dtype)
     return np.concatenate([embedding[:, :tokens], patches], axis=1)
 
@@ -68,7 +68,7 @@ def patch_kernel(
     """
     # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
     matrix = np.linalg.pinv(_bilinear(len(kernel), patch).T)
-    resized = np.einsum("ij,jkcd,lk->ilcd", matrix, kernel, matrix)
+    resized = np.einsum("ij,jkcd,lk->ilcd", matrix, kernel, matrix, optimize=True)
     return resized.astype(kernel.dtype)
 
 

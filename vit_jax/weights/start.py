@@ -39,7 +39,9 @@ def load(
             init=init,
         )
     except UserError as error:
-        raise UserError(f"config.init={config.init!r}: {error}") from error
+        told = config.init in str(error)
+        key = "config.init" if told else f"config.init={config.init!r}"
+        raise UserError(f"{key}: {error}") from error
     found = loaded.pretrained
     lines = loaded.table()
     if found.format == "workdir":  # Its first note says what of it was taken.

@@ -148,9 +148,10 @@ def _resize_positions(
                 action = f"resized from {cells} to {grid}{how}"
                 rows.append(Row(label, action, old.shape, given[name].shape))
             if has != needs:
-                given[name] = _fit_tokens(given[name], has, needs)
+                before = given[name]
+                given[name] = _fit_tokens(before, has, needs)
                 action = f"rows of {_names(has)} made rows of {_names(needs)}"
-                rows.append(Row(label, action, old.shape, given[name].shape))
+                rows.append(Row(label, action, before.shape, given[name].shape))
         elif name.endswith(_TABLES) and old.shape != shape:
             given[name] = resample.table(old, shape[0], method=method)
             rows.append(Row(name, f"resized{how}", old.shape, shape))

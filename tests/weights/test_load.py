@@ -1,0 +1,230 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+from orbax.checkpoint import v1 as ocp
+from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
+
+from vit_jax import config as configuration
+from vit_jax import models, weights
+from vit_jax.errors import UserError
+from vit_jax.weights import Preprocess, start, surgery
+
+STEM = {"blocks": (1, 1), "stem_width": 32}
+
+
+def complete(size=SIZE, **sections):
+    raw = {
+        "name": "tiny",
+        "total_steps": 6,
+        "batch_size": 8,
+        "data": {"name": "made", "classes": 7, "image_size": (12, 12)},
+        "model": {"variant": "Ti/4", **size},
+        "optim": {"rate": 0.01},
+    }
+    for name, value in sections.items():
+        raw[name] = raw.get(name, {}) | value if isinstance(value, dict) else value
+    return configuration.complete(raw)
+
+
+def build(config):
+    return models.create(
+        **config.model,
+        classes=config.data.classes,
+        image_size=config.data.image_size,
+        channels=config.data.channels,
+    )
+
+
+def begin(config):
+    model = build(config)
+    initial = unflatten_dict(random_flat(model, seed=5), sep="/")
+    return start.load(config, model, lambda: initial)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Makes the workdir of a run, by its config; returns it and its parameters."""
+
+    def make(config):
+        raw = random_flat(build(config))
+        average = {name: value + 1 for name, value in raw.items()}
+        trees = {"params": raw, "average": average}
+        ocp.save(
+            tmp_path / "run" / "checkpoints" / "6",
+            {name: unflatten_dict(flat, sep="/") for name, flat in trees.items()},
+            custom_metadata={
+                "config": configuration.to_json(config),
+                "class_names": list("abcdefg"),
+            },
+        )
+        return tmp_path / "run", trees
+
+    return make
+
+
+def test_images_of_another_size_see_the_same_network_after_loading(tmp_path):
+    flat = random_flat(encoder(image_size=(12, 12)))
+    path = save(tmp_path / "a.npz", flat, counted_by_kind)
+    loaded = weights.load(path, encoder(image_size=(20, 8)))
+    expected, _ = surgery.fit(
+        unflatten_dict(flat, sep="/"), loaded.params, grid=(5, 2), old_grid=(3, 3)
+    )
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, expected)
+    assert loaded.table() == [
+        f"google checkpoint of Ti/4: {path}",
+        "                                                    checkpoint  model",
+        f"{len(flat) - 1} parameters: loaded",
+        "position embeddings: resized from (3, 3) to (5, 2)  1x10x12     1x11x12",
+    ]
+
+
+def test_grey_model_of_an_rgb_checkpoint_gives_the_same_on_grey_images(tmp_path):
+    rgb = encoder(depth=1)
+    path = save(tmp_path / "a.npz", random_flat(rgb))
+    grey = encoder(depth=1, channels=1)
+    images = jax.random.normal(jax.random.key(0), (2, 12, 12, 1))
+    outputs = [
+        model.apply(weights.load(path, model).params, jnp.repeat(images, n, axis=3))
+        for model, n in ((grey, 1), (rgb, 3))
+    ]
+    np.testing.assert_allclose(*(o["logits"] for o in outputs), atol=1e-5)
+
+
+def test_options_that_change_results_are_told(tmp_path):
+    path = save(tmp_path / "a.npz", random_flat(encoder()))
+    model = encoder(gelu="erf", epsilon=1e-12)
+    rows = weights.load(path, model).rows[1:]
+    assert [f"{row.what}: {row.action}" for row in rows] == [
+        "differs: gelu tanh in the checkpoint, erf in the model",
+        "differs: epsilon 1e-06 in the checkpoint, 1e-12 in the model",
+    ]
+
+
+def test_missing_parameters_come_from_the_initialisation_given(tmp_path):
+    path = save(tmp_path / "a.npz", random_flat(encoder(depth=1)))
+    model = encoder(depth=1, distillation=True)
+    init = unflatten_dict(random_flat(model, seed=5), sep="/")
+    loaded = weights.load(path, model, init_allow=["dist"], init=lambda: init)
+    for name in ("dist", "head_dist"):
+        jax.tree.map(np.testing.assert_array_equal, loaded.params[name], init[name])
+    drawn = weights.load(path, model, init_allow=["dist"])
+    assert jax.tree.map(np.shape, drawn.params) == jax.tree.map(np.shape, init)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_workdir_is_opened_like_any_other_checkpoint(run, average):
+    config = complete(data={"mean": (0.4,), "std": (0.2, 0.3, 0.4)})
+    folder, trees = run(config)
+    found = weights.open_pretrained(folder, average=average)
+    assert_same(found.params, trees["average" if average else "params"])
+    assert found.format == "workdir"
+    assert found.class_names == tuple("abcdefg")
+    assert models.create(**found.options).options == build(config).options
+    assert found.preprocess == Preprocess(
+        (12, 12), (0.4, 0.4, 0.4), (0.2, 0.3, 0.4), squash=True
+    )
+    kind = "average" if average else "raw"
+    assert found.notes == (f"{kind} parameters of step 6",)
+
+
+@pytest.mark.parametrize(
+    ("ops", "size", "expected"),
+    [
+        ("resize", (8, 12), Preprocess((8, 12), squash=True)),
+        ("resize((8, 12))", (8, 12), Preprocess((8, 12), squash=True)),
+        (
+            "resize_small(16) | central_crop",
+            (12, 12),
+            Preprocess((12, 12), crop_fraction=0.75),
+        ),
+        ("resize_small(16) | central_crop(8)", (12, 12), None),
+        ("resize(16) | central_crop(12)", (12, 12), None),
+        ("resize_small(16)", (12, 12), None),
+    ],
+)
+def test_evaluation_of_a_run_becomes_preprocessing(run, ops, size, expected):
+    folder, _ = run(complete(data={"eval_ops": ops, "image_size": size}))
+    found = weights.open_pretrained(folder)
+    assert found.preprocess == expected
+    assert (expected is None) == any("is no resize and crop" in n for n in found.notes)
+
+
+def test_run_starts_from_published_weights_and_tells_what_differs(tmp_path):
+    path = save(tmp_path / "a.npz", random_flat(encoder(classes=9)))
+    config = complete(
+        init=str(path), data={"mean": (0.5, 0.4, 0.5)}, model={"head_bias": -3.0}
+    )
+    params, lines = begin(config)
+    np.testing.assert_array_equal(params["head"]["bias"], np.full(7, -3))
+    assert lines[0] == f"start: google checkpoint of Ti/4: {path}"
+    assert lines[3].split("  ")[0] == "head: replaced by a linear layer of zeros"
+    assert lines[4:] == [
+        "differs: mean (0.5, 0.5, 0.5) in the checkpoint, data.mean=(0.5, 0.4, 0.5)"
+    ]
+
+
+def test_run_starts_from_a_workdir_and_says_of_which_step(run):
+    config = complete(data={"mean": (0.4,)})
+    folder, _ = run(config)
+    config = complete(init=str(folder), data={"mean": (0.4, 0.4, 0.4)})
+    _, lines = begin(config)
+    assert lines[0] == f"start: average parameters of step 6 from {folder}"
+    assert not any(line.startswith("differs") for line in lines)
+
+
+def test_start_names_the_key_of_the_config(tmp_path):
+    config = complete(init=str(tmp_path / "absent.npz"))
+    message = r"config.init: '.*/absent.npz' is not here .*: give the workdir of a"
+    with pytest.raises(UserError, match=message):
+        begin(config)
+
+
+def test_start_names_the_checkpoint_that_does_not_fit(tmp_path):
+    path = save(tmp_path / "a.npz", random_flat(encoder("S/6", depth=3)))
+    config = complete(init=str(path))
+    message = (
+        r"config.init='.*/a.npz': the checkpoint does not fit the model: Trans.* is "
+        r"left over; .* the checkpoint is a Ti/6 and the model a Ti/4"
+    )
+    with pytest.raises(UserError, match=message):
+        begin(config)
+
+
+def test_folder_in_a_bucket_is_the_workdir_of_a_run(monkeypatch, tmp_path):
+    place = "gs://bucket/runs/x"
+    monkeypatch.setattr(weights.loading.fetch, "fetch", lambda name: place)
+    monkeypatch.setattr(weights.loading.workdir, "has_checkpoint", lambda path: False)
+    with pytest.raises(UserError, match="runs/x has no finished checkpoint: give the"):
+        weights.open_pretrained(place)
+
+
+def test_allowed_names_reach_the_surgery(tmp_path):
+    path = save(tmp_path / "a.npz", random_flat(encoder(head="gap")))
+    config = complete(init=str(path), model={"head": "map"})
+    with pytest.raises(UserError, match="is missing; .* name in config.init_allow"):
+        begin(config)
+    config = complete(
+        init=str(path), model={"head": "map"}, init_allow=("^MAPHead_0/",)
+    )
+    params, lines = begin(config)
+    assert "MAPHead_0" in params
+    assert "differs: head gap in the checkpoint, map in the model" in lines
+
+
+def test_posemb_resize_reaches_the_surgery(tmp_path):
+    path = save(tmp_path / "a.npz", random_flat(encoder()))
+    config = complete(
+        init=str(path), init_posemb="bicubic", data={"image_size": (16, 8)}
+    )
+    _, lines = begin(config)
+    assert any("resized from (3, 3) to (4, 2), bicubic" in line for line in lines)
+
+
+def test_workdir_of_a_resnet_knows_its_blocks(run):
+    config = complete(size={}, model={"variant": "R50x1", **STEM})
+    folder, _ = run(config)
+    found = models.create(**weights.open_pretrained(folder).options)
+    assert found.options == build(config).options
+    assert found.options["blocks"] == STEM["blocks"]
