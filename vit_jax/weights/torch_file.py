@@ -8,11 +8,12 @@ stream of pickles with the storages behind them.
 
 import collections
 import dataclasses
+import io
 import math
 import os
 import pickle
 import zipfile
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -171,7 +172,7 @@ class _Unpickler(pickle.Unpickler):
       storages: by their key in the file and their type; filled here.
     """
 
-    def __init__(self, stream: BinaryIO, storages: dict[tuple[str, str], _Storage]):
+    def __init__(self, stream: io.IOBase, storages: dict[tuple[str, str], _Storage]):
         super().__init__(stream, encoding="utf-8")
         self._storages = storages
 
@@ -189,7 +190,7 @@ class _Unpickler(pickle.Unpickler):
         return self._storages.setdefault((str(key), dtype), _Storage(dtype, count))
 
 
-def _read_zip(stream: BinaryIO) -> Any:
+def _read_zip(stream: io.IOBase) -> Any:
     with zipfile.ZipFile(stream) as archive:
         names = archive.namelist()
         pickled = next((n for n in names if n.split("/")[1:] == ["data.pkl"]), None)
@@ -208,7 +209,7 @@ def _read_zip(stream: BinaryIO) -> Any:
         return content
 
 
-def _read_legacy(stream: BinaryIO) -> Any:
+def _read_legacy(stream: io.IOBase) -> Any:
     storages = {}
     if _Unpickler(stream, {}).load() != _LEGACY_MAGIC:
         raise ValueError("it is neither a zip archive nor a stream of torch.save")

@@ -1,0 +1,318 @@
+"""Files of torch.save: read without PyTorch, and without running what they name."""
+
+import argparse
+import collections
+import dataclasses
+import io
+import os
+import pathlib
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+from vit_jax.errors import UserError
+from vit_jax.weights import torch_file
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """A function or class that a pickle names, without importing it."""
+
+    module: str
+    name: str
+
+    def __call__(self):
+        raise AssertionError("pickles only ask whether this can be called")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Pickled as a call of a name."""
+
+    function: Name
+    arguments: tuple
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Pickled as a reference to numbers that stand elsewhere."""
+
+    key: str
+    kind: str
+    data: np.ndarray
+
+
+class Writer(pickle._Pickler):
+    """Writes the pickle of torch.save; the Python class, to write names of our own."""
+
+    def __init__(self, stream, *, legacy=False):
+        super().__init__(stream, protocol=2)
+        self.legacy = legacy
+
+    def save_name(self, name):
+        self.write(pickle.GLOBAL + f"{name.module}\n{name.name}\n".encode())
+        self.memoize(name)
+
+    dispatch = pickle._Pickler.dispatch | {Name: save_name}
+
+    def persistent_id(self, value):
+        if not isinstance(value, Storage):
+            return None
+        kind = Name("torch", f"{value.kind}Storage")
+        view = (None,) if self.legacy else ()
+        return ("storage", kind, value.key, "cpu", len(value.data), *view)
+
+
+def tensor(storage, shape, strides, offset=0):
+    arguments = (storage, offset, shape, strides, False, collections.OrderedDict())
+    return Call(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
+
+
+def pickled(content, **kwargs):
+    stream = io.BytesIO()
+    Writer(stream, **kwargs).dump(content)
+    return stream.getvalue()
+
+
+def write_zip(path, content, *storages, order=b"little"):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled(content))
+        archive.writestr("archive/byteorder", order)
+        for storage in storages:
+            archive.writestr(f"archive/data/{storage.key}", storage.data.tobytes())
+    return path
+
+
+def write_legacy(path, content, *storages):
+    with path.open("wb") as stream:
+        for part in (LEGACY_MAGIC, 1001, {"little_endian": True}):
+            stream.write(pickled(part))
+        stream.write(pickled(content, legacy=True))
+        stream.write(pickled([storage.key for storage in storages]))
+        for storage in storages:
+            stream.write(len(storage.data).to_bytes(8, "little"))
+            stream.write(storage.data.tobytes())
+    return path
+
+
+@pytest.fixture(params=[write_zip, write_legacy], ids=["zip", "legacy"])
+def write(request):
+    return request.param
+
+
+def floats(key="0"):
+    return Storage(key, "Float", ROWS.reshape(-1))
+
+
+def test_tensors_are_views_of_storages_with_offsets_and_strides(tmp_path, write):
+    storage = floats()
+    content = collections.OrderedDict(
+        whole=tensor(storage, (3, 4), (4, 1)),
+        transposed=tensor(storage, (4, 3), (1, 4)),
+        column=tensor(storage, (3,), (4,), offset=2),
+        repeated=tensor(storage, (2, 3), (0, 1), offset=1),
+        scalar=tensor(storage, (), (), offset=5),
+        empty=tensor(storage, (0, 4), (4, 1)),
+    )
+    found = torch_file.read(write(tmp_path / "a.pth", content, storage))
+    expected = {
+        "whole": ROWS,
+        "transposed": ROWS.T,
+        "column": ROWS[:, 2],
+        "repeated": np.stack([ROWS[0, 1:]] * 2),
+        "scalar": np.float32(5),
+        "empty": ROWS[:0],
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_every_kind_of_number_is_read_and_halves_are_widened(tmp_path, write):
+    upper = (ROWS.reshape(-1).view(np.uint32) >> 16).astype(np.uint16)
+    kinds = {
+        "Double": ROWS.astype(np.float64),
+        "Half": ROWS.astype(np.float16),
+        "Long": ROWS.astype(np.int64),
+        "Byte": ROWS.astype(np.uint8),
+        "Bool": ROWS > 4,
+        "BFloat16": upper,
+    }
+    storages = [
+        Storage(f"{i}", k, v.reshape(-1)) for i, (k, v) in enumerate(kinds.items())
+    ]
+    content = {s.kind: tensor(s, (3, 4), (4, 1)) for s in storages}
+    found = torch_file.read(write(tmp_path / "a.pth", content, *storages))
+    assert found["Half"].dtype == found["BFloat16"].dtype == np.float32
+    np.testing.assert_array_equal(found["Half"], ROWS)
+    # Whole numbers below 256 fit into bfloat16.
+    np.testing.assert_array_equal(found["BFloat16"], ROWS)
+    for kind in ("Double", "Long", "Byte", "Bool"):
+        assert found[kind].dtype == kinds[kind].dtype
+        np.testing.assert_array_equal(found[kind], kinds[kind])
+
+
+@pytest.mark.parametrize(
+    ("key", "prefix"),
+    [("model", ""), ("state_dict", "module."), ("model_ema", "_orig_mod.")],
+)
+def test_a_training_checkpoint_gives_its_parameters(tmp_path, write, key, prefix):
+    storage = floats()
+    parameter = Call(
+        Name("torch._utils", "_rebuild_parameter"),
+        (tensor(storage, (3, 4), (4, 1)), True, collections.OrderedDict()),
+    )
+    content = {
+        "epoch": 299,
+        "args": argparse.Namespace(lr=0.1),
+        key: {f"{prefix}a.weight": parameter, "step": 3}
+        if not prefix
+        else {f"{prefix}a.weight": parameter},
+    }
+    found = torch_file.read(write(tmp_path / "a.pth", content, storage))
+    assert found.keys() == {"a.weight"}
+    np.testing.assert_array_equal(found["a.weight"], ROWS)
+
+
+def test_averaged_parameters_come_before_the_others(tmp_path):
+    storage = floats()
+    content = {
+        "model": {"a": tensor(storage, (1,), (1,), offset=3)},
+        "model_ema": {"a": tensor(storage, (1,), (1,), offset=7)},
+    }
+    found = torch_file.read(write_zip(tmp_path / "a.pth", content, storage))
+    np.testing.assert_array_equal(found["a"], [7])
+
+
+def malicious(marker):
+    """What an attacker may write instead of tensors; each would make a file."""
+    return {
+        "os.system": Call(Name("os", "system"), (f"touch {marker}",)),
+        "posix.system": Call(Name("posix", "system"), (f"touch {marker}",)),
+        "builtins.exec": Call(
+            Name("builtins", "exec"), (f"open({str(marker)!r}, 'w').close()",)
+        ),
+        "pathlib.Path": Call(Name("pathlib", "Path"), (str(marker),)),
+        "torch.load": Call(Name("torch", "load"), (str(marker),)),
+    }
+
+
+@pytest.mark.parametrize("name", malicious(""))
+def test_what_is_no_tensor_is_refused_by_name_and_not_run(tmp_path, write, name):
+    marker = tmp_path / "made"
+    attack = malicious(marker)[name]
+    if name in ("os.system", "builtins.exec"):  # The attack works where it is trusted.
+        pickle.loads(pickled(attack))
+        assert marker.exists()
+        marker.unlink()
+    storage = floats()
+    content = {"model": {"a": tensor(storage, (3, 4), (4, 1)), "b": attack}}
+    path = write(tmp_path / "a.pth", content, storage)
+    with pytest.raises(UserError, match=rf"a.pth was not read: .* asks for {name},"):
+        torch_file.read(path)
+    assert not marker.exists()
+
+
+def test_a_file_of_one_bare_malicious_pickle_is_refused(tmp_path):
+    path = tmp_path / "a.pth"
+    path.write_bytes(pickle.dumps(Evil(tmp_path / "made")))
+    with pytest.raises(UserError, match=rf"asks for {os.name}.system"):
+        torch_file.read(path)
+    assert not (tmp_path / "made").exists()
+
+
+@dataclasses.dataclass(frozen=True)
+class Evil:
+    marker: pathlib.Path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "message"),
+    [
+        ((3, 4), (4, 1), 1, r"a tensor of \(3, 4\) lies outside of its storage"),
+        ((3, 4), (4, -1), 3, "outside of its storage"),
+        ((2,), (1,), -2, "outside of its storage"),
+        ((10**6, 10**6), (0, 0), 0, "is larger than its storage"),
+    ],
+)
+def test_numbers_outside_of_the_file_are_not_reached(
+    tmp_path, write, shape, strides, offset, message
+):
+    storage = floats()
+    content = {"a": tensor(storage, shape, strides, offset)}
+    with pytest.raises(UserError, match=message):
+        torch_file.read(write(tmp_path / "a.pth", content, storage))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "it holds a list, not a state dict"),
+        ({"epoch": 3}, "it has no tensors, only epoch"),
+        ({}, "it has no tensors, only nothing"),
+    ],
+)
+def test_what_is_no_state_dict_is_told(tmp_path, write, content, message):
+    path = write(tmp_path / "a.pth", content)
+    with pytest.raises(UserError, match=f"a.pth is not a readable PyTorch.*{message}"):
+        torch_file.read(path)
+
+
+def test_damaged_files_end_in_one_line(tmp_path, write):
+    storage = floats()
+    content = {"a": tensor(storage, (3, 4), (4, 1))}
+    path = write(tmp_path / "a.pth", content, storage)
+    whole = path.read_bytes()
+    for end in (0, 1, 5, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:end])
+        with pytest.raises(
+            UserError, match=r"a.pth is not a readable PyTorch file: \w"
+        ):
+            torch_file.read(path)
+
+
+def test_other_archives_and_byte_orders_are_told(tmp_path):
+    storage = floats()
+    content = {"a": tensor(storage, (3, 4), (4, 1))}
+    path = write_zip(tmp_path / "a.pth", content, storage, order=b"big")
+    with pytest.raises(UserError, match="byte order is b'big'"):
+        torch_file.read(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "nothing")
+    with pytest.raises(UserError, match=r"a zip archive without a data.pkl"):
+        torch_file.read(path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_pytorch_saved_is_what_it_reads_itself(tmp_path, zipped):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    base = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
+    state = collections.OrderedDict(
+        weight=torch.nn.Parameter(base),
+        permuted=base.permute(2, 0, 1),
+        slice=base[1:, ::2, 3],
+        half=base.half(),
+        bfloat=base.bfloat16(),
+        count=torch.tensor(7),
+        flags=base > 30,
+    )
+    path = tmp_path / "a.pth"
+    content = {"model": state, "epoch": 3, "args": argparse.Namespace(lr=1e-3)}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    found = torch_file.read(path)
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        wide = value.float() if value.dtype.itemsize == 2 else value
+        np.testing.assert_array_equal(found[name], wide.detach().numpy())
