@@ -1,0 +1,224 @@
+"""What a model costs: parameters, multiply-accumulates, memory of its activations.
+
+All of it is read off traced computations; nothing is computed, and no parameter is
+ever made.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from vit_jax.models import layers, resnet
+from vit_jax.models.registry import Model
+
+# Primitives that run what they hold once. Any other that holds a product is an error.
+_CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
+# Primitives that multiply where no trace shows it.
+_OPAQUE = ("pallas_call", "ffi_call", "ragged_dot", "dot_product_attention")
+
+# What repeats in a model; traced once for all that are equal.
+_UNITS = (layers.Block, resnet.PreActivationUnit, resnet.PostActivationUnit)
+
+# A batch that no other axis is a multiple of, so that it tells what grows with it: it is
+# prime, and larger than other axes are.
+_BATCH = 1_000_003
+
+
+def macs(function: Callable, *args) -> int:
+    """Counts the multiply-accumulates of a computation.
+
+    Counted are those of matrix products and convolutions; of a convolution only the
+    products of two numbers that are there, neither padding nor the zeros that a
+    transposed one spreads its input with, as XLA's cost analysis has it. A scan counts
+    for all its steps, a condition as its largest branch, `shard_map` for all devices.
+
+    Args:
+      function: what `jax.make_jaxpr` can trace.
+      *args: its arguments, trees of arrays or of jax.ShapeDtypeStruct.
+
+    Returns:
+      Their number, exact.
+
+    Raises:
+      ValueError: a while loop, whose steps are not known, or a primitive of unknown
+        contents multiplies.
+    """
+    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _count(jaxpr: core.Jaxpr) -> int:
+    return sum(_count_equation(equation) for equation in jaxpr.eqns)
+
+
+def _count_equation(equation: core.JaxprEqn) -> int:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return _count_dot(equation)
+    if name == "conv_general_dilated":
+        return _count_conv(equation)
+    if name.startswith(_OPAQUE):
+        raise ValueError(f"{name}: the products inside cannot be counted")
+
+    inner = [_count(jaxpr) for jaxpr in core.jaxprs_in_params(params)]
+    if name in _CALLS or not any(inner):
+        return sum(inner)
+    if name == "scan":
+        return params["length"] * sum(inner)
+    if name == "cond":
+        return max(inner)
+    if name == "shard_map":
+        sizes = dict(params["mesh"].shape)
+        devices = math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+        return sum(inner) * devices
+    if name == "while":
+        raise ValueError(
+            "unbounded: a while loop multiplies, and how often it runs is not known"
+        )
+    raise ValueError(f"{name}: how often it runs its products is not known")
+
+
+def _count_dot(equation: core.JaxprEqn) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    return equation.outvars[0].aval.size * math.prod(left[i] for i in contracted)
+
+
+def _count_conv(equation: core.JaxprEqn) -> int:
+    params = equation.params
+    image, kernel = (v.aval.shape for v in equation.invars)
+    out = equation.outvars[0].aval.shape
+    spec = params["dimension_numbers"]
+    # Each output of each image sums over the inputs of its group.
+    count = out[spec.out_spec[0]] * out[spec.out_spec[1]] * kernel[spec.rhs_spec[1]]
+    axes = zip(
+        (image[i] for i in spec.lhs_spec[2:]),
+        (kernel[i] for i in spec.rhs_spec[2:]),
+        (out[i] for i in spec.out_spec[2:]),
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    )
+    for side, taps, steps, stride, (before, _), spread, dilation in axes:
+        place = np.add.outer(np.arange(steps) * stride, np.arange(taps) * dilation)
+        place -= before
+        inside = (place >= 0) & (place <= (side - 1) * spread)
+        count *= int((inside & (place % spread == 0)).sum())
+    return count
+
+
+def parameters(model: Model) -> int:
+    """Returns the number of parameters."""
+    leaves = jax.tree.leaves(_shapes(model.module, model.image_shape))
+    return sum(leaf.size for leaf in leaves)
+
+
+def tokens(model: Model) -> int:
+    """Returns the length of the encoder's sequence, 0 for a ResNet.
+
+    Args:
+      model: with class and distillation tokens, they count.
+    """
+    if "head" not in model.options:
+        return 0
+    class_token = model.options["head"] == "token" or model.options["class_token"]
+    return math.prod(model.grid) + class_token + model.options["distillation"]
+
+
+def macs_per_image(model: Model) -> int:
+    """Returns the multiply-accumulates of the forward pass of one image; see `macs`."""
+    return _forward_macs(model.module, model.image_shape)
+
+
+def activation_bytes(model: Model, dtype: str | None = None) -> int:
+    """Returns what the forward pass keeps for the backward pass, in bytes an image.
+
+    Counted are the residuals of `jax.vjp` with respect to the parameters: the arrays
+    that grow with the batch and that the traced forward pass (of training: with
+    dropout, its masks) hands to the backward pass, each once, the image itself
+    included where it is among them. Not counted are parameters and what is computed
+    from them alone (casts, standardised kernels), gradients, optimiser state and
+    buffers that live shorter. XLA keeps fewer where it computes cheap element-wise
+    results again.
+
+    Args:
+      model: with or without a classifier.
+      dtype: of the computation; None is the model's own.
+    """
+    module = model.module if dtype is None else model.module.clone(dtype=dtype)
+    random = any(model.options.get(k) for k in ("dropout", "stochastic_depth"))
+
+    def pullback(params, images, key):
+        def forward(params):
+            rngs = {"dropout": key} if random else None
+            return module.apply({"params": params}, images, train=random, rngs=rngs)
+
+        return jax.vjp(forward, params)[1]
+
+    args = *_abstract(model, _BATCH), jax.eval_shape(jax.random.key, 0)
+    with nn.intercept_methods(_trace_once):
+        jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
+    kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    sizes = [v.aval.size * v.aval.dtype.itemsize for v in kept]
+    return sum(size for size in sizes if size % _BATCH == 0) // _BATCH
+
+
+def training_exaflops(model: Model, images: int) -> float:
+    """Returns the floating-point operations of a training run, in 10^18.
+
+    6 for each multiply-accumulate of the forward pass: an operation each to multiply
+    and to add, and a backward pass of twice the forward pass (the convention of table 6
+    of arXiv:2010.11929).
+
+    Args:
+      model: what is trained.
+      images: seen in training, each epoch's counted.
+    """
+    return 6e-18 * macs_per_image(model) * images
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(module: nn.Module, image_shape: tuple[int, int, int]) -> dict:
+    model = Model(module, {}, image_shape, 1)
+    return jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))
+
+
+@functools.lru_cache(maxsize=16)
+def _forward_macs(module: nn.Module, image_shape: tuple[int, int, int]) -> int:
+    model = Model(module, {}, image_shape, 1)
+    args = _abstract(model, batch=1)
+    with nn.intercept_methods(_trace_once):
+        return macs(model.apply, *args)
+
+
+def _abstract(model: Model, batch: int) -> tuple[dict, jax.ShapeDtypeStruct]:
+    """Returns parameters and images without contents."""
+    images = jax.ShapeDtypeStruct((batch, *model.image_shape), jnp.float32)
+    return _shapes(model.module, model.image_shape), images
+
+
+def _trace_once(call: Callable, args: tuple, kwargs: dict, context) -> object:
+    """Replaces a unit by a cached `jit` of itself: an interceptor of Flax's methods.
+
+    Tracing a model of 40 blocks takes seconds; equal blocks share one trace.
+    """
+    module = context.module
+    # A unit at the root (it has no path) is the one inside the jit.
+    if context.method_name != "__call__" or not module.path or kwargs.get("train"):
+        return call(*args, **kwargs)
+    if not isinstance(module, _UNITS):
+        return call(*args, **kwargs)
+    unit, variables = module.unbind()
+    return _apply(unit.clone(name=None), variables, args)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(unit: nn.Module, variables: dict, args: tuple) -> jax.Array:
+    return unit.apply(variables, *args)

@@ -1,0 +1,209 @@
+"""Shows what models cost: python -m vit_jax.summary --variant=B/16,R50+B/16
+
+One line each. GMACs: multiply-accumulates (10^9) of one image's forward pass. MiB:
+activations that one image keeps for the backward pass (float32, or the config's dtype).
+exaFLOPs: operations (10^18) of training on as many images as the first line says: 7
+epochs of JFT-300M, as in table 6 of arXiv:2010.11929, unless --images or --config says
+otherwise. All is counted in traces; nothing is computed. Exit codes: 0 done, 2 bad
+input (one line says what).
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+
+from vit_jax import cli
+from vit_jax import config as configuration
+from vit_jax.errors import UserError
+
+IMAGES = 7 * 303_000_000
+RESOLUTION = (224, 224)
+CLASSES = 1_000
+HEADING = ("variant", "pixels", "parameters", "GMACs", "tokens", "MiB", "exaFLOPs")
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Prints the costs of the models that the flags name; returns the exit code."""
+    _check(flags)
+    if flags.config:
+        config = configuration.load(flags.config, flags.overrides)
+        models = [_of_config(config)]
+        images = flags.images or _images(config)
+    else:
+        classes = CLASSES if flags.classes is None else flags.classes
+        models = find(flags.variant, flags.resolution, classes)
+        images = IMAGES if flags.images is None else flags.images
+    try:
+        _show(models, images, flags.json)
+    except BrokenPipeError:  # As `| head` leaves it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _check(flags):
+    """Raises UserError for flags that make no sense, alone or together."""
+    keys = {
+        "variant": "model.variant",
+        "resolution": "data.image_size",
+        "classes": "data.classes",
+    }
+    for name, key in keys.items():
+        if flags.config and getattr(flags, name) is not None:
+            raise UserError(
+                f"--{name} and --config exclude each other: use --config.{key}"
+            )
+    for key, value in flags.overrides.items():
+        if not flags.config:
+            raise UserError(f"--config.{key}={value} needs --config=FILE")
+    if flags.images is not None and flags.images < 1:
+        raise UserError(f"--images={flags.images} must be at least 1")
+    if flags.classes is not None and flags.classes < 0:
+        raise UserError(
+            f"--classes={flags.classes} must be at least 0, which is no classifier"
+        )
+
+
+def _of_config(config):
+    """Returns the config's model, and that its resolution is the one asked for."""
+    from vit_jax import models
+
+    model = models.create(
+        **config.model,
+        classes=config.data.classes,
+        image_size=config.data.image_size,
+        channels=config.data.channels,
+    )
+    return model, True
+
+
+def _images(config):
+    """Returns how many images a run of the config sees."""
+    examples = config.data.examples
+    if config.epochs and not examples:
+        from vit_jax.data import sources
+
+        try:
+            examples = len(sources.open_source(config.data, config.data.split))
+        except UserError as error:
+            raise UserError(f"{error}; or state --images") from error
+    return configuration.total_steps(config, examples) * config.batch_size
+
+
+def find(
+    variant: str | None, resolution: str | None, classes: int
+) -> list[tuple[object, bool]]:
+    """Builds models by name.
+
+    Args:
+      variant: names with commas; None is every variant.
+      resolution: as "224" or "224x160"; None is 224.
+      classes: of the classifier; 0 is none.
+
+    Returns:
+      Each model, and whether its resolution is the one asked for, not the nearest that
+      fits its patch.
+
+    Raises:
+      UserError: no such variant, or variant and resolution are stated and do not fit.
+    """
+    from vit_jax import models
+    from vit_jax.models import variants
+
+    names = variants.NAMES if variant is None else variant.split(",")
+    sides = _sides(resolution)
+    found = []
+    for name in names:
+        fitting = sides
+        if variants.parse(name).size:  # A ResNet takes any image.
+            # No pixels are a multiple of every patch.
+            patch = models.create(name, classes=0, image_size=(0, 0)).patch
+            fitting = tuple(max(1, round(side / patch)) * patch for side in sides)
+        if fitting != sides and variant is not None and resolution is not None:
+            near = "x".join(map(str, fitting))
+            raise UserError(
+                f"--resolution={resolution} is not a multiple of the patch {patch} of "
+                f"{name}: use one, such as --resolution={near}"
+            )
+        model = models.create(name, classes=classes, image_size=fitting)
+        found.append((model, fitting == sides))
+    return found
+
+
+def _sides(resolution):
+    """Reads "224" or "224x160"."""
+    if resolution is None:
+        return RESOLUTION
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", resolution)
+    if not match:
+        raise UserError(
+            f"--resolution={resolution} is not a side or height x width in pixels: "
+            "state it as 224 or 224x160"
+        )
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _show(models, images, as_json):
+    """Prints each line as soon as it is known."""
+    if not as_json:
+        print(f"exaFLOPs: training on {images:,} images\n{_line(HEADING)}", flush=True)
+    marked = False
+    for model, as_asked in models:
+        row = _measure(model, images)
+        marked |= not as_asked
+        print(json.dumps(row) if as_json else _line(_cells(row, as_asked)), flush=True)
+    if marked and not as_json:
+        print("* the nearest resolution that fits the patch")
+
+
+def _measure(model, images):
+    from vit_jax.models import cost
+
+    return {
+        "variant": model.options["variant"],
+        "resolution": model.options["image_size"],
+        "classes": model.options["classes"],
+        "parameters": cost.parameters(model),
+        "macs": cost.macs_per_image(model),
+        "tokens": cost.tokens(model),
+        "activation_bytes": cost.activation_bytes(model),
+        "images": images,
+        "exaflops": cost.training_exaflops(model, images),
+    }
+
+
+def _cells(row, as_asked):
+    return (
+        row["variant"],
+        "x".join(map(str, row["resolution"])) + ("" if as_asked else "*"),
+        f"{row['parameters']:,}",
+        _number(row["macs"] / 1e9, 2),
+        row["tokens"] or "-",
+        _number(row["activation_bytes"] / 2**20, 1),
+        _number(row["exaflops"], 1),
+    )
+
+
+def _number(x, decimals):
+    return f"{x:,.{decimals}f}" if x >= 1 else f"{x:.3g}"
+
+
+def _line(cells):
+    first, *others = cells
+    widths = 10, 13, 9, 6, 9, 8
+    columns = (f"{cell:>{width}}" for cell, width in zip(others, widths, strict=True))
+    return "  ".join((f"{first:<10}", *columns))
+
+
+if __name__ == "__main__":
+    # Nothing is computed: leave the accelerators to others.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--variant", help="one or more, with commas; default: all")
+    parser.add_argument("--resolution", help="as 224, or 224x160: height x width")
+    parser.add_argument("--classes", type=int, help=f"default: {CLASSES}")
+    parser.add_argument("--images", type=int, help="of the whole training run")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    parser.add_argument("--config", help="file, or file:argument: its model and run")
+    cli.run(main, parser)
