@@ -107,10 +107,8 @@ def _preprocess(
     if "mean" not in images:
         return None
     mode, crop = images.get("crop_mode", "center"), images.get("crop_pct", 0.875)
-    if mode not in ("center", "squash") or (mode == "squash" and crop != 1):
-        notes.append(
-            f"crop_mode {mode} with crop_pct {crop}: not known, so approximate"
-        )
+    if mode not in ("center", "squash"):
+        notes.append(f"crop_mode {mode}: not known, so center")
     how = images.get("interpolation", "bicubic")
     if how not in _INTERPOLATIONS:
         notes.append(f"interpolation {how}: not known, so bicubic")

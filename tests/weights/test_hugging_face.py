@@ -1,0 +1,379 @@
+"""Hugging Face's names and configs, in and out; test_torch_parity.py asks the library."""
+
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file
+from trees import assert_same, encoder, random_flat
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.weights import Preprocess, Pretrained, files, hugging_face
+from vit_jax.weights import hugging_face_config as configs
+
+SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared" / "parity"
+PREPROCESS = Preprocess(
+    (12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", squash=True
+)
+NAMES = tuple("abcdefg")
+
+
+def model_of(**options):
+    return encoder(**{"image_size": (12, 20), "gelu": "erf"} | options)
+
+
+def made(model, **kwargs):
+    """A checkpoint with random parameters."""
+    return Pretrained(
+        params=unflatten_dict(random_flat(model), sep="/"),
+        options=model.options,
+        format="vit_jax",
+        source="test",
+        **{"preprocess": PREPROCESS, "class_names": NAMES} | kwargs,
+    )
+
+
+def write(folder, model, **kwargs):
+    """Writes a checkpoint; returns its arrays and its config."""
+    hugging_face.write(made(model, **kwargs), folder)
+    config = json.loads((folder / "config.json").read_text())
+    return load_file(folder / "model.safetensors"), config
+
+
+def read(arrays, config=None, preprocess=None, heads=0):
+    sidecars = {"config.json": config, "preprocessor_config.json": preprocess}
+    sidecars = {name: content for name, content in sidecars.items() if content}
+    return hugging_face.read(files.Tensors(dict(arrays), {}, sidecars, "file"), heads)
+
+
+def logits_of(pretrained, key="logits"):
+    model = models.create(**pretrained.options)
+    images = jax.random.normal(jax.random.key(3), (2, *model.image_shape))
+    return np.asarray(model.apply(pretrained.params, images)[key])
+
+
+@pytest.mark.parametrize(
+    ("options", "architecture", "prefix"),
+    [
+        ({}, "ViTForImageClassification", "vit."),
+        ({"channels": 1, "epsilon": 1e-12}, "ViTForImageClassification", "vit."),
+        ({"gelu": "tanh", "image_size": (20, 20)}, "ViTForImageClassification", "vit."),
+        ({"classes": 0}, "ViTModel", ""),
+        ({"classes": 0, "representation": True}, "ViTModel", ""),
+        ({"distillation": True}, "DeiTForImageClassificationWithTeacher", "deit."),
+        ({"distillation": True, "classes": 0}, "DeiTModel", ""),
+    ],
+)
+def test_what_is_written_is_read_back_to_the_bit(
+    tmp_path, options, architecture, prefix
+):
+    model = model_of(**options)
+    names = NAMES[: model.options["classes"]]
+    channels = model.options["channels"]
+    preprocess = Preprocess(
+        model.image_shape[:2],
+        (0.1, 0.2, 0.3)[:channels],
+        (0.4,) * channels,
+        squash=True,
+    )
+    pretrained = made(model, class_names=names, preprocess=preprocess)
+    assert hugging_face.write(pretrained, tmp_path) == []
+    tensors = files.read(tmp_path)
+    assert tensors.sidecars["config.json"]["architectures"] == [architecture]
+    assert f"{prefix}embeddings.cls_token" in tensors.flat
+    assert hugging_face.recognises(tensors.flat.keys())
+    found = hugging_face.read(tensors)
+    assert_same(found.params, random_flat(model))
+    assert models.create(**found.options).options == model.options
+    assert (found.preprocess, found.class_names) == (preprocess, names)
+    assert (found.format, found.notes) == ("hugging_face", ())
+
+
+def test_theirs_to_ours_and_back_changes_no_bit(tmp_path):
+    (tmp_path / "b").mkdir()
+    arrays, config = write(tmp_path, model_of())
+    sidecar = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    hugging_face.write(read(arrays, config, sidecar), tmp_path / "b")
+    again = load_file(tmp_path / "b" / "model.safetensors")
+    assert again.keys() == arrays.keys()
+    for key, value in arrays.items():
+        np.testing.assert_array_equal(again[key], value)
+    for name in ("config.json", "preprocessor_config.json"):
+        assert (tmp_path / "b" / name).read_text() == (tmp_path / name).read_text()
+
+
+def test_names_in_memory_of_version_5_are_read_too(tmp_path):
+    model = model_of()
+    arrays, config = write(tmp_path, model)
+    renamed = {}
+    for name, value in arrays.items():
+        for old, new in (
+            ("encoder.layer.", "layers."),
+            (r"attention\.attention\.(\w)\w+", r"attention.\1_proj"),
+            ("attention.output.dense", "attention.o_proj"),
+            ("intermediate.dense", "mlp.fc1"),
+            ("output.dense", "mlp.fc2"),
+        ):
+            name = re.sub(old, new, name)
+        renamed[name] = value
+    assert "vit.layers.1.attention.q_proj.weight" in renamed
+    assert "vit.layers.1.mlp.fc2.bias" in renamed
+    assert_same(read(renamed, config).params, random_flat(model))
+
+
+def test_the_config_says_what_transformers_needs(tmp_path):
+    _, config = write(tmp_path, model_of(gelu="tanh", epsilon=1e-5))
+    assert config["id2label"] == {str(i): name for i, name in enumerate(NAMES)}
+    assert config["label2id"] == {name: i for i, name in enumerate(NAMES)}
+    expected = {
+        "model_type": "vit",
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "intermediate_size": 20,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-5,
+        "image_size": [12, 20],
+        "patch_size": 4,
+        "num_channels": 3,
+    }
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_the_published_case_has_the_logits_of_transformers():
+    if not (SHARED / "hf_vit").exists():
+        pytest.skip("../shared/parity/hf_vit is not here")
+    found = hugging_face.read(files.read(SHARED / "hf_vit"))
+    outputs = np.load(SHARED / "hf_vit.io.npz")
+    model = models.create(**found.options)
+    logits = model.apply(found.params, jnp.asarray(outputs["images"]))["logits"]
+    np.testing.assert_allclose(logits, outputs["logits"], atol=1e-5)
+    assert found.class_names == ()  # LABEL_0 and so on are no names.
+
+
+def test_a_classifier_of_the_class_token_alone_is_read_as_a_pair(tmp_path):
+    model = model_of(distillation=True)
+    arrays, config = write(tmp_path, model)
+    del arrays["distillation_classifier.weight"], arrays["distillation_classifier.bias"]
+    for leaf in ("weight", "bias"):
+        arrays[f"classifier.{leaf}"] = arrays.pop(f"cls_classifier.{leaf}")
+    config["architectures"] = ["DeiTForImageClassification"]
+    found = read(arrays, config)
+    assert found.options["classes"] == 7
+    assert found.notes == ("classifier: of the class token alone, written as a pair",)
+    features = logits_of(found, "pre_logits")
+    expected = features @ arrays["classifier.weight"].T + arrays["classifier.bias"]
+    np.testing.assert_allclose(logits_of(found), expected, atol=1e-5)
+
+
+def test_a_pooler_beside_a_classifier_is_dropped(tmp_path):
+    arrays, config = write(tmp_path, model_of())
+    arrays["vit.pooler.dense.weight"] = np.ones((12, 12), np.float32)
+    arrays["vit.pooler.dense.bias"] = np.ones(12, np.float32)
+    found = read(arrays, config)
+    assert not found.options["representation"]
+    assert_same(found.params, random_flat(model_of()))
+    assert found.notes == ("pooler: dropped, because the classifier does not see it",)
+
+
+def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
+    arrays, _ = write(tmp_path, model_of(image_size=(16, 16)))
+    found = read(arrays)
+    assert found.options["image_size"] == (16, 16)
+    assert (found.options["gelu"], found.options["epsilon"]) == ("erf", 1e-12)
+    assert found.preprocess is None
+    assert found.notes == (
+        "heads: nothing says how many, so 1, one for 64 features",
+        "config.json: none, so exact GELU and epsilon 1e-12",
+    )
+    heads = models.create(**read(arrays, heads=3).options).options["heads"]
+    assert heads == 3
+    arrays, _ = write(tmp_path, model_of(image_size=(12, 28)))
+    with pytest.raises(
+        UserError, match="embeddings of 21 patches, which are no square"
+    ):
+        read(arrays, heads=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda a, c: a.update({"vit.embeddings.mask_token": np.zeros((1, 1, 12))}),
+            "file has embeddings.mask_token, which is not of a model of this project",
+        ),
+        (lambda a, c: a.pop("classifier.bias"), "has classifier.weight, which is not"),
+        (lambda a, c: a.pop("vit.layernorm.bias"), "lacks layernorm.bias"),
+        (
+            lambda a, c: c.update(hidden_act="quick_gelu"),
+            "hidden_act='quick_gelu' in config.json is not one of gelu, ",
+        ),
+        (
+            lambda a, c: c.update(num_attention_heads=5),
+            r"attention.query.weight has shape \(12, 12\), which does not fit",
+        ),
+    ],
+)
+def test_other_networks_are_refused_by_what_they_have(tmp_path, change, message):
+    arrays, config = write(tmp_path, model_of())
+    change(arrays, config)
+    with pytest.raises(UserError, match=message):
+        read(arrays, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": "gap"}, "head='gap': Hugging Face's ViT classifies .*--to=timm"),
+        ({"head": "map"}, "head='map': Hugging Face's ViT classifies the class token"),
+        ({"representation": True}, "representation=True: .*--to=google"),
+        (
+            {"variant": "R26+S/32", "image_size": (32, 64)},
+            r"variant='R26\+S/32': Hugging Face's ViT has no ResNet",
+        ),
+        (
+            {"posemb": "relative", "posemb_at": "every"},
+            "posemb=relative at posemb_at=every exists in neither timm nor Hugging",
+        ),
+    ],
+)
+def test_what_transformers_cannot_express_is_refused(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        hugging_face.write(made(model_of(**options)), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_resnet_is_refused(tmp_path):
+    model = models.create("R50x1", classes=2, stem_width=32)
+    empty = Pretrained({}, model.options, "vit_jax", "test")
+    with pytest.raises(UserError, match="variant='R50x1': Hugging Face's ViT has no"):
+        hugging_face.write(empty, tmp_path)
+
+
+def test_missing_positions_become_zeros(tmp_path):
+    model = model_of(posemb="none")
+    assert hugging_face.write(made(model, preprocess=None), tmp_path) == [
+        "position embeddings: none, written as zeros",
+        "preprocessing: nothing says how, so no preprocessor_config.json",
+    ]
+    assert not (tmp_path / "preprocessor_config.json").exists()
+    found = hugging_face.read(files.read(tmp_path))
+    np.testing.assert_array_equal(logits_of(found), logits_of(made(model)))
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "expected"),
+    [
+        (
+            Preprocess((20, 20), (0.5,), (0.25,), "bilinear", squash=True),
+            {
+                "image_processor_type": "ViTImageProcessor",
+                "size": {"height": 20, "width": 20},
+                "resample": 2,
+                "image_mean": [0.5] * 3,
+                "image_std": [0.25] * 3,
+                "do_convert_rgb": True,
+            },
+        ),
+        (
+            Preprocess((224, 224), interpolation="lanczos", crop_fraction=0.9),
+            {
+                "image_processor_type": "BitImageProcessor",
+                "size": {"shortest_edge": 248},
+                "crop_size": {"height": 224, "width": 224},
+                "do_center_crop": True,
+                "resample": 1,
+            },
+        ),
+        (
+            Preprocess((224, 112), crop_fraction=0.875, squash=True),
+            {
+                "size": {"height": 256, "width": 128},
+                "crop_size": {"height": 224, "width": 112},
+            },
+        ),
+    ],
+)
+def test_preprocessing_in_their_terms_and_back(preprocess, expected):
+    config = configs.write_preprocess(preprocess, 3)
+    assert {key: config[key] for key in expected} == expected
+    found, notes = configs.read_preprocess(config)
+    assert notes == []
+    assert configs.write_preprocess(found, 3) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # google/vit-base-patch16-224 of 2021: one number for the size.
+        (
+            {
+                "do_normalize": True,
+                "do_resize": True,
+                "feature_extractor_type": "ViTFeatureExtractor",
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "resample": 2,
+                "size": 224,
+            },
+            Preprocess((224, 224), squash=True),
+        ),
+        # facebook/deit-tiny-patch16-224: both sides to 256, then a crop.
+        (
+            {
+                "crop_size": 224,
+                "do_center_crop": True,
+                "do_normalize": True,
+                "do_resize": True,
+                "image_mean": [0.485, 0.456, 0.406],
+                "image_std": [0.229, 0.224, 0.225],
+                "resample": 3,
+                "size": 256,
+            },
+            Preprocess(
+                (224, 224),
+                (0.485, 0.456, 0.406),
+                (0.229, 0.224, 0.225),
+                "bicubic",
+                0.875,
+                squash=True,
+            ),
+        ),
+        (
+            {"do_resize": True, "size": {"shortest_edge": 32}, "do_normalize": False},
+            Preprocess((32, 32), (0.0,) * 3, (1.0,) * 3),
+        ),
+        ({"do_resize": False}, None),
+        ({}, None),
+    ],
+)
+def test_preprocessing_of_the_hub_is_read(config, expected):
+    assert configs.read_preprocess(config) == (expected, [])
+
+
+def test_preprocessing_that_is_not_known_is_told():
+    config = {"size": 32, "resample": 5, "rescale_factor": 1 / 127.5}
+    found, notes = configs.read_preprocess(config)
+    assert found.interpolation == "bicubic"
+    assert notes == [
+        "rescale_factor: not 1/255, so ignored",
+        "resample=5: not known, so bicubic",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "message"),
+    [
+        (Preprocess((12, 20)), "a centre crop of 12x20: .*--to=timm"),
+        (Preprocess((12, 12), interpolation="area"), "interpolation='area': Hugging"),
+    ],
+)
+def test_preprocessing_that_they_lack_is_refused(preprocess, message):
+    with pytest.raises(UserError, match=message):
+        configs.write_preprocess(preprocess, 3)

@@ -1,0 +1,511 @@
+"""timm's names and config.json, in and out; test_torch_parity.py asks timm itself."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+from PIL import Image
+from safetensors.numpy import load_file
+from trees import assert_same, encoder, random_flat
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.weights import Preprocess, Pretrained, files, timm
+
+SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
+PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
+NAMES = tuple("abcdefg")
+STEM = {"blocks": (2, 2, 2, 2), "stem_width": 64}
+
+
+def made(model, **kwargs):
+    """A checkpoint with random parameters."""
+    return Pretrained(
+        params=unflatten_dict(random_flat(model), sep="/"),
+        options=model.options,
+        format="vit_jax",
+        source="test",
+        **{"preprocess": PREPROCESS, "class_names": NAMES} | kwargs,
+    )
+
+
+def write(folder, model, **kwargs):
+    """Writes a checkpoint; returns its arrays and its config."""
+    timm.write(made(model, **kwargs), folder)
+    config = json.loads((folder / "config.json").read_text())
+    return load_file(folder / "model.safetensors"), config
+
+
+def read(arrays, config=None, heads=0):
+    sidecars = {"config.json": config} if config else {}
+    return timm.read(files.Tensors(dict(arrays), {}, sidecars, "file"), heads)
+
+
+MODELS = {
+    "token": lambda: encoder(image_size=(12, 20)),
+    "grey": lambda: encoder(image_size=(12, 20), channels=1),
+    "distilled": lambda: encoder(image_size=(12, 20), distillation=True),
+    "gap": lambda: encoder(image_size=(12, 20), head="gap"),
+    "gap, pooled norm": lambda: encoder(
+        image_size=(12, 20), head="gap", pooled_norm=True, class_token=True
+    ),
+    "map": lambda: encoder(image_size=(12, 20), head="map", class_token=True),
+    "every token": lambda: encoder(image_size=(12, 20), head="none"),
+    "tanh, 1e-5": lambda: encoder(image_size=(12, 20), gelu="erf", epsilon=1e-5),
+    "no positions": lambda: encoder(image_size=(12, 20), posemb="none"),
+    "no classes": lambda: encoder(image_size=(12, 20), classes=0),
+    "hybrid": lambda: encoder("R26+S/32", image_size=(64, 96)),
+    "root": lambda: encoder("R+Ti/16", image_size=(32, 96)),
+    "BiT": lambda: models.create(
+        "R50x1", classes=7, image_size=(12, 20), stem_width=32, zero_pool=True
+    ),
+    "BiT x2": lambda: models.create(
+        "R152x2", classes=0, image_size=(12, 20), stem_width=32, zero_pool=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_is_read_back_to_the_bit(tmp_path, name):
+    model = MODELS[name]()
+    options = model.options
+    pretrained = made(model, class_names=NAMES[: options["classes"]])
+    assert timm.write(pretrained, tmp_path) == (
+        [] if name not in ("hybrid", "root") else [HYBRID_NOTE]
+    )
+    tensors = files.read(tmp_path)
+    assert timm.recognises(tensors.flat.keys())
+    found = timm.read(tensors)
+    assert_same(found.params, random_flat(model))
+    again = models.create(**found.options).options
+    # Sizes have more than one name.
+    same = options.keys() - {"variant"}
+    assert {k: again[k] for k in same} == {k: options[k] for k in same}
+    channels = options["channels"]
+    assert found.preprocess.mean == PREPROCESS.mean[: 3 if channels == 3 else None]
+    assert found.class_names == pretrained.class_names
+    assert (found.format, found.notes) == ("timm", ())
+
+
+HYBRID_NOTE = (
+    "stem: timm's epsilons (1e-5 in GroupNorm, 1e-8 beside a kernel's variance) stand "
+    "for 1e-6 and 1e-5 beside its deviation: logits differ by about 1e-4 of their size"
+)
+
+
+def test_theirs_to_ours_and_back_changes_no_bit(tmp_path):
+    (tmp_path / "b").mkdir()
+    arrays, config = write(tmp_path, encoder(image_size=(12, 20), head="map"))
+    timm.write(read(arrays, config), tmp_path / "b")
+    again = load_file(tmp_path / "b" / "model.safetensors")
+    assert again.keys() == arrays.keys()
+    for key, value in arrays.items():
+        np.testing.assert_array_equal(again[key], value)
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
+
+
+def test_layouts_are_pytorchs(tmp_path):
+    model = encoder(image_size=(12, 20), head="map")
+    flat = random_flat(model)
+    arrays, _ = write(tmp_path, model)
+    np.testing.assert_array_equal(
+        arrays["patch_embed.proj.weight"][5, 2, 1, 3],
+        flat["embedding/kernel"][1, 3, 2, 5],
+    )
+    attention = "Transformer/encoderblock_1/MultiHeadDotProductAttention_1"
+    # Width 12 is 3 heads of 4: row 12 + 2 * 4 + 3 is the last unit of the last key.
+    np.testing.assert_array_equal(
+        arrays["blocks.1.attn.qkv.weight"][23], flat[f"{attention}/key/kernel"][:, 2, 3]
+    )
+    np.testing.assert_array_equal(
+        arrays["blocks.1.attn.qkv.bias"][23], flat[f"{attention}/key/bias"][2, 3]
+    )
+    np.testing.assert_array_equal(
+        arrays["blocks.1.attn.proj.weight"][5, 7],
+        flat[f"{attention}/out/kernel"][1, 3, 5],
+    )
+    pool = "MAPHead_0/MultiHeadDotProductAttention_0"
+    np.testing.assert_array_equal(
+        arrays["attn_pool.kv.weight"][12 + 6], flat[f"{pool}/value/kernel"][:, 1, 2]
+    )
+
+
+def test_the_config_says_what_timm_needs(tmp_path):
+    model = encoder(image_size=(12, 20), head="gap", gelu="tanh")
+    _, config = write(tmp_path, model)
+    assert config["architecture"] == "vit_base_patch16_224"
+    assert config["model_args"] == {
+        "img_size": [12, 20],
+        "patch_size": 4,
+        "in_chans": 3,
+        "embed_dim": 12,
+        "depth": 2,
+        "num_heads": 3,
+        "mlp_ratio": pytest.approx(20 / 12),
+        "global_pool": "avg",
+        "class_token": False,
+        "fc_norm": False,
+        "pos_embed": "learn",
+        "act_layer": "gelu_tanh",
+    }
+    assert int(12 * config["model_args"]["mlp_ratio"]) == 20
+    images = config["pretrained_cfg"]
+    assert images["input_size"] == [3, 12, 20]
+    assert (images["mean"], images["std"]) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    assert (images["interpolation"], images["crop_pct"]) == ("bicubic", 0.9)
+    assert images["crop_mode"] == "center"
+    assert config["label_names"] == list(NAMES)
+    assert config["num_classes"] == images["num_classes"] == 7
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "architecture"),
+    [
+        ("Ti/16", {}, "vit_tiny_patch16_224"),
+        ("L/14", {}, "vit_large_patch14_224"),
+        ("B/14", {}, "vit_base_patch16_224"),
+        ("S/16", {"distillation": True}, "deit_small_distilled_patch16_224"),
+        ("L/16", {"distillation": True}, "deit_base_distilled_patch16_224"),
+        ("R50+L/16", {}, "vit_base_r50_s16_224"),
+        ("R101x1", {}, "resnetv2_101x1_bit"),
+        ("R152x4", {}, "resnetv2_152x2_bit"),
+    ],
+)
+def test_architectures_are_those_of_timm(variant, options, architecture):
+    from vit_jax.weights import timm_architecture
+
+    made = models.create(variant, classes=3, **options).options
+    numbers = (
+        {"blocks": (), "stem_width": 0, "patch": int(variant.split("/")[-1])}
+        if ("/" in variant)
+        else {}
+    )
+    assert timm_architecture.choose(numbers | made)[0] == architecture
+
+
+def test_one_number_stands_for_every_channel(tmp_path):
+    preprocess = Preprocess((12, 20), (0.5,), (0.25,), squash=True)
+    _, config = write(tmp_path, encoder(image_size=(12, 20)), preprocess=preprocess)
+    images = config["pretrained_cfg"]
+    assert (images["mean"], images["std"]) == ([0.5] * 3, [0.25] * 3)
+    assert (images["crop_mode"], images["crop_pct"]) == ("squash", 1.0)
+
+
+def test_crop_fractions_give_the_same_pixels_in_timm(tmp_path):
+    # 224 / (224 / 232) is a little less than 232, and timm rounds down.
+    preprocess = Preprocess((224, 224), crop_fraction=224 / 232)
+    model = encoder("Ti/16", image_size=(224, 224))
+    _, config = write(tmp_path, model, preprocess=preprocess)
+    assert int(224 / config["pretrained_cfg"]["crop_pct"]) == 232
+
+
+def test_layer_scale_is_multiplied_into_the_layers_in_front_of_it(tmp_path):
+    model = encoder(image_size=(12, 20))
+    arrays, config = write(tmp_path, model)
+    for i in range(2):
+        for name, layer in (("ls1.gamma", "attn.proj"), ("gamma_2", "mlp.fc2")):
+            gamma = 2.0 ** np.arange(-6, 6, dtype=np.float32)
+            arrays[f"blocks.{i}.{name}"] = gamma
+            arrays[f"blocks.{i}.{layer}.weight"] /= gamma[:, None]
+            arrays[f"blocks.{i}.{layer}.bias"] /= gamma
+    found = read(arrays, config)
+    assert_same(found.params, random_flat(model))  # Powers of two do not round.
+    assert found.notes == ("LayerScale: multiplied into the layers in front of it",)
+
+
+def test_what_a_file_leaves_out_is_zero(tmp_path):
+    model = encoder(image_size=(12, 20), distillation=True)
+    arrays, config = write(tmp_path, model)
+    arrays["pos_embed"] = arrays["pos_embed"][:, 2:]  # timm's no_embed_class.
+    arrays = {k: v for k, v in arrays.items() if not k.endswith("qkv.bias")}
+    expected = random_flat(model)
+    expected["Transformer/posembed_input/pos_embedding"][:, :2] = 0
+    for name in expected:
+        if name.endswith(("query/bias", "key/bias", "value/bias")):
+            expected[name][:] = 0
+    found = read(arrays, config)
+    assert_same(found.params, expected)
+    assert found.notes == (
+        "biases of query, key and value: none in the file, so zeros",
+        "position embeddings of extra tokens: none in the file, so 0",
+    )
+
+
+def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
+    arrays, _ = write(tmp_path, encoder(image_size=(16, 16)))
+    found = read(arrays)
+    assert found.options["heads"] == 1
+    assert found.notes == ("heads: nothing says how many, so 1, one for 64 features",)
+    assert found.options["image_size"] == (16, 16)
+    assert (found.options["gelu"], found.options["epsilon"]) == ("erf", 1e-6)
+    assert (found.preprocess, found.class_names) == (None, ())
+    stated = read(arrays, heads=3)
+    assert models.create(**stated.options).options["heads"] == 3
+    assert stated.notes == ()
+    model = encoder("H/14", image_size=(28, 28), width=0, depth=0, heads=0, mlp_dim=0)
+    shapes = {"patch_embed.proj.weight": np.zeros((1280, 3, 14, 14))}
+    assert timm._heads(shapes, 32, 0) == (model.options["heads"], [])
+
+
+def test_without_a_config_a_grid_must_be_square(tmp_path):
+    arrays, _ = write(tmp_path, encoder(image_size=(12, 28)))
+    with pytest.raises(
+        UserError, match="embeddings of 21 patches, which are no square"
+    ):
+        read(arrays, heads=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"architecture": "vit_so400m_patch14_siglip_224"}, (16, "erf", 1e-6)),
+        ({"architecture": "vit_giantopt_patch16_siglip_256"}, (16, "tanh", 1e-6)),
+        ({"architecture": "vit_large_patch16_siglip_512"}, (0, "tanh", 1e-6)),
+        ({"architecture": "vit_large_patch16_siglip_384"}, (0, "erf", 1e-6)),
+        ({"architecture": "vit_base_patch16_clip_224"}, (0, "erf", 1e-5)),
+        ({"architecture": "deit3_huge_patch14_224"}, (16, "erf", 1e-6)),
+        (
+            {
+                "architecture": "vit_base_patch16_224",
+                "model_args": {"num_heads": 3, "act_layer": "gelu_tanh"},
+            },
+            (3, "tanh", 1e-6),
+        ),
+        ({"model_type": "vit"}, (0, "erf", 1e-6)),  # Another library's config.
+    ],
+)
+def test_flavours_follow_the_architecture(config, expected):
+    from vit_jax.weights import timm_config
+
+    facts = timm_config.read(config)
+    assert (facts.heads, facts.gelu, facts.epsilon) == expected
+
+
+def test_a_config_as_the_hub_has_them_is_read():
+    from vit_jax.weights import timm_config
+
+    facts = timm_config.read(
+        {
+            "architecture": "vit_tiny_patch16_384",
+            "num_classes": 2,
+            "num_features": 192,
+            "global_pool": "token",
+            "label_names": ["n01", "n02"],
+            "label_descriptions": {"n01": "a tench", "n02": "a crane"},
+            "pretrained_cfg": {
+                "tag": "augreg_in21k_ft_in1k",
+                "custom_load": True,
+                "input_size": [3, 384, 384],
+                "fixed_input_size": True,
+                "interpolation": "hamming",
+                "crop_pct": 1.0,
+                "crop_mode": "border",
+                "mean": [0.5, 0.5, 0.5],
+                "std": [0.5, 0.5, 0.5],
+                "first_conv": "patch_embed.proj",
+                "classifier": "head",
+            },
+        }
+    )
+    assert facts.preprocess == Preprocess((384, 384), interpolation="bicubic")
+    assert facts.class_names == ("a tench", "a crane")
+    assert facts.notes == (
+        "crop_mode border: not known, so center",
+        "interpolation hamming: not known, so bicubic",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda a, c: a.update({"reg_token": np.zeros((1, 4, 12), np.float32)}),
+            "file has reg_token, which is not of a model of this project",
+        ),
+        (
+            lambda a, c: a.update({"blocks.0.attn.q_norm.weight": np.ones(4)}),
+            "has blocks.0.attn.q_norm.weight, which is not of a model",
+        ),
+        (lambda a, c: a.pop("blocks.1.mlp.fc1.bias"), "lacks blocks.1.mlp.fc1.bias"),
+        (
+            lambda a, c: c["model_args"].update(num_heads=5),
+            r"blocks.0.attn.qkv.weight has shape \(36, 12\), which does not fit",
+        ),
+        (
+            lambda a, c: c["model_args"].update(act_layer="quick_gelu"),
+            "act_layer='quick_gelu' in the config.json of vit_base_patch16_224 is not",
+        ),
+        (
+            lambda a, c: c["model_args"].update(global_pool="avgmax"),
+            "global_pool='avgmax' in config.json is not one of 'token', 'avg'",
+        ),
+        (
+            lambda a, c: c["model_args"].update(
+                global_pool="avg", pool_include_prefix=True
+            ),
+            "pooling gap with pool_include_prefix=True and a class token is not",
+        ),
+    ],
+)
+def test_other_networks_are_refused_by_what_they_have(tmp_path, change, message):
+    arrays, config = write(tmp_path, encoder(image_size=(12, 20)))
+    change(arrays, config)
+    with pytest.raises(UserError, match=message):
+        read(arrays, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"representation": True},
+            "representation=True: timm has no tanh .*--to=google",
+        ),
+        (
+            {"posemb": "relative", "posemb_at": "shared"},
+            "posemb=relative at posemb_at=shared exists in neither timm nor",
+        ),
+        ({"posemb_at": "every"}, "posemb=learned at posemb_at=every exists in neither"),
+        ({"epsilon": 1e-4}, "epsilon=0.0001 cannot be stated in timm's config.json"),
+        ({"epsilon": 1e-5, "distillation": True}, "epsilon=1e-05 cannot be stated"),
+        (
+            {"variant": "R50+B/32", "blocks": (1, 1, 1, 1), "image_size": (32, 64)},
+            r"timm has no hybrid with blocks=\(1, 1, 1, 1\), stem_width=64",
+        ),
+        (
+            {"variant": "R26+S/32", "stem_width": 32, "image_size": (32, 64)},
+            r"timm has no hybrid with .* stem_width=32",
+        ),
+    ],
+)
+def test_what_timm_cannot_express_is_refused(tmp_path, options, message):
+    model = encoder(**{"image_size": (12, 20)} | options)
+    with pytest.raises(UserError, match=message):
+        timm.write(made(model), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_resnet_of_other_depth_is_refused(tmp_path):
+    model = models.create("R200x3", classes=2, stem_width=32)
+    empty = Pretrained({}, model.options, "vit_jax", "test")
+    with pytest.raises(UserError, match=r"no BiT ResNet with blocks=\(3, 24, 36, 3\)"):
+        timm.write(empty, tmp_path)
+
+
+def test_parameters_must_be_those_of_the_options(tmp_path):
+    pretrained = made(encoder(image_size=(12, 20)))
+    del pretrained.params["cls"]
+    with pytest.raises(UserError, match="the model lacks cls, which its options ask"):
+        timm.write(pretrained, tmp_path)
+    pretrained.params.update(cls=np.zeros(3), fc_norm={"bias": np.zeros(3)})
+    with pytest.raises(
+        UserError, match="the model has fc_norm/bias, which its options"
+    ):
+        timm.write(pretrained, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["sincos2d", "learned2d"])
+def test_position_embeddings_of_a_grid_are_written_out(tmp_path, kind):
+    model = encoder(image_size=(12, 20), posemb=kind, distillation=True)
+    notes = timm.write(made(model), tmp_path)
+    assert notes == [f"position embeddings: {kind} written out as values"]
+    found = timm.read(files.read(tmp_path))
+    assert (
+        logits_of(found, seed=3).tobytes() == logits_of(made(model), seed=3).tobytes()
+    )
+
+
+@pytest.mark.parametrize("distillation", [False, True])
+def test_a_norm_after_the_choice_of_a_token_moves_before_it(tmp_path, distillation):
+    model = encoder(image_size=(12, 20), pooled_norm=True, distillation=distillation)
+    notes = timm.write(made(model), tmp_path)
+    assert notes == ["final LayerNorm: moved before the choice of the token"]
+    found = timm.read(files.read(tmp_path))
+    np.testing.assert_allclose(
+        logits_of(found, seed=3), logits_of(made(model), seed=3), atol=1e-6
+    )
+
+
+def logits_of(pretrained, seed):
+    model = models.create(**pretrained.options)
+    images = jax.random.normal(jax.random.key(seed), (2, *model.image_shape))
+    return np.asarray(model.apply(pretrained.params, images)["logits"])
+
+
+def test_deviations_are_told(tmp_path):
+    model = encoder(image_size=(12, 20), epsilon=1e-12, classes=0, distillation=True)
+    assert timm.write(made(model, preprocess=None), tmp_path) == [
+        "epsilon: 1e-12 became 1e-6, the least that timm has",
+        "features: timm gives the mean of both tokens, we the first",
+        "preprocessing: nothing says how, so timm's own defaults hold",
+    ]
+
+
+def test_the_tanh_layer_of_old_files_is_kept(tmp_path):
+    arrays, config = write(tmp_path, encoder(image_size=(12, 20)))
+    rng = np.random.default_rng(5)
+    arrays["pre_logits.fc.weight"] = rng.normal(size=(12, 12)).astype(np.float32)
+    arrays["pre_logits.fc.bias"] = rng.normal(size=12).astype(np.float32)
+    found = read(arrays, config)
+    assert found.options["representation"]
+    np.testing.assert_array_equal(
+        found.params["pre_logits"]["kernel"], arrays["pre_logits.fc.weight"].T
+    )
+
+
+def test_other_files_are_not_recognised():
+    assert not timm.recognises(["Transformer/encoder_norm/scale"])
+    assert not timm.recognises(["vit.embeddings.cls_token"])
+    assert not timm.recognises(["layers.0.blocks.0.attn.qkv.weight"])  # Swin.
+
+
+def deit():
+    path = SHARED / "parity" / "deit_tiny_timm.safetensors"
+    if not path.exists():
+        pytest.skip("../shared/parity/deit_tiny_timm.safetensors is not here")
+    found = timm.read(files.read(path))
+    return found, models.create(**found.options)
+
+
+MEAN, STD = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
+
+
+def test_logits_of_deit_are_timms():
+    found, model = deit()
+    outputs = np.load(SHARED / "parity" / "deit_tiny.io.npz")
+    images = (outputs["images_uint8"] / np.float32(255) - MEAN) / STD
+    logits = model.apply(found.params, jnp.asarray(images))["logits"]
+    np.testing.assert_allclose(logits, outputs["logits"], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_deit_classifies_the_sample_photographs_as_well_as_under_timm():
+    found, model = deit()
+    lines = (SHARED / "data" / "imagenet_classes.txt").read_text().splitlines()
+    labels = {line.split()[0]: i for i, line in enumerate(lines)}
+    paths = sorted((SHARED / "data" / "imagenet_samples").glob("*.*"))
+    assert len(paths) == 500
+
+    def prepare(path):
+        image = Image.open(path).convert("RGB")
+        scale = 256 / min(image.size)
+        size = [int(side * scale) for side in image.size]
+        image = image.resize(size, Image.Resampling.BICUBIC)
+        left, top = (round((side - 224) / 2) for side in size)
+        pixels = np.float32(image.crop((left, top, left + 224, top + 224)))
+        return (pixels / 255 - MEAN) / STD
+
+    apply = jax.jit(lambda x: model.apply(found.params, x)["logits"])
+    right = 0
+    for start in range(0, 500, 50):
+        batch = paths[start : start + 50]
+        guesses = apply(np.stack([prepare(p) for p in batch])).argmax(-1)
+        right += sum(
+            labels[p.name.split("_")[0].split(".")[0]] == int(guess)
+            for p, guess in zip(batch, guesses, strict=True)
+        )
+    assert right / 500 == pytest.approx(0.778, abs=0.004)
