@@ -1,0 +1,338 @@
+import hashlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import stand_in
+from huggingface_hub import constants
+
+from vit_jax.errors import UserError
+from vit_jax.weights import fetch, mirrors, web
+
+COMMIT = stand_in.COMMIT
+CONTENT = bytes(range(251)) * 4099
+HASH = hashlib.sha256(CONTENT).hexdigest()
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model(server):
+    """A repository with the weights of three frameworks, the large ones as LFS."""
+    server.large |= {"model.safetensors", "pytorch_model.bin", "tf_model.h5"}
+    server.repositories["timm/vit"] = {
+        "README.md": b"words",
+        "config.json": b"{}",
+        "model.safetensors": CONTENT,
+        "pytorch_model.bin": b"torch",
+        "tf_model.h5": b"tensorflow",
+    }
+    return server
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def offline(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+# What is fetched.
+
+
+def test_weights_and_what_describes_them_are_fetched(model, tmp_path):
+    lines = []
+    folder = fetch.fetch("timm/vit", say=lines.append)
+    assert names(folder) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == CONTENT
+    assert folder == tmp_path / f"hub/models--timm--vit/snapshots/{COMMIT}"
+    assert lines == [f"hf://timm/vit: {folder}"]  # It names the commit.
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "hf://timm/vit/model.safetensors",
+        "hf://timm/vit@main/model.safetensors",
+        f"timm/vit@{COMMIT}/model.safetensors",
+        f"hf://timm/vit/model.safetensors#sha256={HASH}",
+        "https://huggingface.co/timm/vit/blob/main/model.safetensors",
+        "https://hf.co/timm/vit/resolve/main/model.safetensors?download=true",
+    ],
+)
+def test_a_file_comes_with_what_describes_it(model, place):
+    path = fetch.fetch(place)
+    assert path.read_bytes() == CONTENT
+    assert names(path.parent) == ["config.json", "model.safetensors"]
+
+
+def test_other_weights_are_fetched_where_there_are_no_safetensors(model):
+    del model.repositories["timm/vit"]["model.safetensors"]
+    assert names(fetch.fetch("timm/vit")) == ["config.json", "pytorch_model.bin"]
+    model.repositories["a/b"] = {"some.npz": CONTENT, "pytorch_model.bin": b"torch"}
+    assert names(fetch.fetch("hf://a/b")) == ["some.npz"]
+
+
+def test_all_parts_of_sharded_weights_are_fetched(model):
+    parts = {f"model-0000{i}-of-00003.safetensors": b"%d" % i for i in (1, 2, 3)}
+    index = {"model.safetensors.index.json": b"{}"}
+    model.repositories["a/b"] = {"x.bin": b"", "preprocessor_config.json": b"{}"}
+    model.repositories["a/b"] |= parts | index
+    wanted = sorted([*parts, *index, "preprocessor_config.json"])
+    assert names(fetch.fetch("hf://a/b")) == wanted
+    model.repositories["a/c"] = index
+    with pytest.raises(
+        UserError, match=r"has model.safetensors.index.json but no part"
+    ):
+        fetch.fetch("hf://a/c")
+
+
+def test_a_folder_of_a_repository_is_a_model_too(model):
+    files = {
+        "one/model.safetensors": CONTENT,
+        "one/config.json": b"{}",
+        "two/a.bin": b"",
+    }
+    model.repositories["a/b"] = files
+    path = fetch.fetch("hf://a/b/one")
+    assert path.name == "one"
+    assert names(path) == ["config.json", "model.safetensors"]
+    assert names(path.parent) == ["one"]
+
+
+# The cache.
+
+
+def test_what_is_in_the_cache_is_not_fetched_again(model):
+    first = fetch.fetch("timm/vit")
+    model.log.clear()
+    assert fetch.fetch("timm/vit") == first
+    # Only whether the branch has moved.
+    assert model.log == [("GET", "/api/models/timm/vit", "")]
+    model.log.clear()
+    assert fetch.fetch(f"timm/vit@{COMMIT}") == first
+    assert model.log == []
+
+
+def test_a_cache_of_ones_own_is_used(model, tmp_path):
+    path = fetch.fetch("timm/vit", cache_dir=tmp_path / "own")
+    assert path.is_relative_to(tmp_path / "own")
+    model.log.clear()
+    assert fetch.fetch(f"timm/vit@{COMMIT}", cache_dir=tmp_path / "own") == path
+    assert model.log == []
+
+
+@pytest.mark.parametrize("revision", ["", "@main", f"@{COMMIT}"])
+def test_without_a_network_the_cache_is_used(model, monkeypatch, revision):
+    place = f"timm/vit{revision}"
+    path = fetch.fetch(place)
+    offline(monkeypatch)
+    assert fetch.fetch(place) == path
+    assert fetch.fetch(f"{place}/config.json") == path / "config.json"
+
+
+def test_what_another_program_put_into_the_cache_is_used(model, monkeypatch):
+    from huggingface_hub import hf_hub_download
+
+    path = hf_hub_download("timm/vit", "model.safetensors")
+    offline(monkeypatch)
+    assert fetch.fetch("timm/vit") == pathlib.Path(path).parent
+    with pytest.raises(UserError, match="is not in the cache and cannot be reached"):
+        fetch.fetch("timm/vit/pytorch_model.bin")
+
+
+def test_a_hub_that_fails_leaves_the_cache(model):
+    path = fetch.fetch("timm/vit")
+    model.status["/api/models/timm/vit"] = 503
+    assert fetch.fetch("timm/vit") == path
+    with pytest.raises(
+        UserError, match=r"vit/README.md is not given \(503\): try again"
+    ):
+        fetch.fetch("timm/vit/README.md")
+
+
+@pytest.mark.parametrize("revision", ["", f"@{COMMIT}"])
+def test_what_is_not_in_the_cache_is_told(model, monkeypatch, revision):
+    offline(monkeypatch)
+    message = (
+        rf"hf://timm/vit{revision} is not in the cache and cannot be reached \(HF_HUB_O"
+        rf"FFLINE is set\): open {model.url}/timm/vit.* in a browser, save the weights"
+    )
+    with pytest.raises(UserError, match=message):
+        fetch.fetch(f"timm/vit{revision}")
+
+
+@pytest.mark.parametrize("revision", ["", f"@{COMMIT}"])
+def test_a_hub_out_of_reach_is_told(server, monkeypatch, revision):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"cannot be reached \(.*refused\): open"):
+        fetch.fetch(f"hf://a/b{revision}")
+
+
+# Bytes.
+
+
+def test_the_next_call_goes_on_where_the_last_one_broke_off(model, tmp_path):
+    model.break_after[f"/store/{HASH}"] = [700_003, 0]
+    with pytest.raises(UserError, match="broke off after 700003 bytes .* goes on from"):
+        fetch.fetch("timm/vit")
+    model.break_after.clear()
+    model.log.clear()
+    folder = fetch.fetch("timm/vit")
+    assert (folder / "model.safetensors").read_bytes() == CONTENT
+    large = [span for path, span in model.bodies if path == f"/store/{HASH}"]
+    assert large == ["bytes=700003-"]
+    left = [p.suffix for p in (tmp_path / "hub/models--timm--vit/blobs").iterdir()]
+    assert left == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_damaged_content_is_told_and_not_kept(model, monkeypatch, tmp_path, name):
+    def damaged(self, repository, revision, name):
+        self._content(f"/{name}", b"damaged")
+
+    monkeypatch.setattr(stand_in._Handler, "_resolve", damaged)
+    kind = "SHA-256" if name == "model.safetensors" else "SHA-1"
+    with pytest.raises(
+        UserError, match=f"/{name} has the {kind} [0-9a-f]+, not [0-9a-f]"
+    ):
+        fetch.fetch(f"timm/vit/{name}")
+    assert list((tmp_path / "hub/models--timm--vit/blobs").iterdir()) == []
+
+
+def test_a_hash_that_the_hub_does_not_have_costs_no_download(model):
+    with pytest.raises(UserError, match=f"has the SHA-256 {HASH}, not 00000000"):
+        fetch.fetch("timm/vit/model.safetensors", sha256="00000000")
+    assert model.bodies == []
+    fetch.fetch("timm/vit/model.safetensors")
+    with pytest.raises(UserError, match=f"has the SHA-256 {HASH}, not 00000000"):
+        fetch.fetch("timm/vit/model.safetensors", sha256="00000000")
+
+
+def test_the_token_goes_to_the_hub_alone(model):
+    fetch.fetch("timm/vit")
+    tokens = dict(model.tokens)
+    assert tokens.pop(f"/store/{HASH}") == ""
+    assert set(tokens.values()) == {"Bearer secret"}
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("hf://a/b", r"hf://a/b does not exist or is private \(401\): check owner"),
+        ("timm/vit@v9", r"has no revision 'v9' \(404\): see .*/timm/vit/commits"),
+        ("timm/vit@" + "f" * 40, r"has no revision 'ffff.* \(404\)"),
+        (
+            "timm/vit/model.npz",
+            "has no file 'model.npz': it has README.md, config.json, model.safe",
+        ),
+        (
+            "hf://b/none",
+            r"has no weights that are read .*: it has README.md, tf_model.h5",
+        ),
+        ("hf://b/two", r"has more than one model \(a.npz, b.npz\): name a file of it"),
+    ],
+)
+def test_what_a_hub_does_not_have_is_told(model, place, message):
+    model.repositories["b/none"] = {"README.md": b"", "tf_model.h5": b""}
+    model.repositories["b/two"] = {"a.npz": b"a", "b.npz": b"b"}
+    with pytest.raises(UserError, match=message):
+        fetch.fetch(place)
+
+
+@pytest.mark.parametrize("code", ["GatedRepo", ""])
+def test_refused_files_are_told(model, monkeypatch, code):
+    def refused(self, repository, revision, name):
+        self._send(403, b"", {"X-Error-Code": code} if code else {})
+
+    monkeypatch.setattr(stand_in._Handler, "_resolve", refused)
+    message = {
+        "GatedRepo": r"hf://timm/vit is gated \(403\): ask for access at .*/timm/vit, ",
+        "": r"hf://timm/vit is refused \(403\): set HF_TOKEN",
+    }
+    with pytest.raises(UserError, match=message[code]):
+        fetch.fetch("timm/vit")
+
+
+def test_what_is_no_hub_is_told(server, monkeypatch):
+    def page(self, *_):
+        self._send(200, b"<html>")
+
+    monkeypatch.setattr(stand_in._Handler, "_api", page)
+    with pytest.raises(UserError, match=f"{server.url} does not answer as a hub"):
+        fetch.fetch("hf://a/b")
+
+
+# Names.
+
+
+@pytest.fixture
+def two_places(model, monkeypatch):
+    """A name whose first place is a bucket, whose second is on the hub."""
+    monkeypatch.setattr(web, "_remote", lambda place: None)
+    table = {"augreg:X/1": ("gs://bucket/a.npz", "hf://timm/vit")}
+    monkeypatch.setattr(mirrors, "_PLACES", table)
+    return model
+
+
+def test_the_second_place_gives_what_the_first_refuses(two_places):
+    two_places.status["/bucket/a.npz"] = 403
+    lines = []
+    path = fetch.fetch("augreg:X/1", say=lines.append)
+    assert names(path) == ["config.json", "model.safetensors"]
+    assert lines[-1] == "augreg:X/1: from hf://timm/vit"
+    two_places.log.clear()
+    assert fetch.fetch("augreg:X/1") == path
+    assert two_places.log == []
+
+
+def test_the_first_place_is_the_first_choice(two_places):
+    two_places.files["/bucket/a.npz"] = CONTENT
+    assert fetch.fetch("augreg:X/1").name == "a.npz"
+
+
+def test_all_places_that_fail_are_listed(two_places):
+    two_places.status["/bucket/a.npz"] = 403
+    del two_places.repositories["timm/vit"]
+    message = (
+        r"augreg:X/1 is to be had at none of its places \(gs://bucket/a.npz refuses "
+        r"anonymous reads \(403\); hf://timm/vit does not exist or is private \(401\)\)"
+    )
+    with pytest.raises(UserError, match=message) as caught:
+        fetch.fetch("augreg:X/1")
+    assert "\n" not in str(caught.value)
+
+
+# As a process: the library reads its variables when it is imported.
+
+
+def run(tmp_path, place, **variables):
+    code = (
+        "import sys; from vit_jax.weights import fetch; print(fetch.fetch(sys.argv[1]))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, place],
+        cwd=REPOSITORY,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_variables_of_the_hub_are_honoured(model, tmp_path):
+    done = run(tmp_path, "timm/vit", HF_ENDPOINT=model.url, HF_TOKEN="other")
+    assert done.returncode == 0, done.stderr
+    path = pathlib.Path(done.stdout.strip())
+    assert path == tmp_path / f"home/hub/models--timm--vit/snapshots/{COMMIT}"
+    assert model.tokens["/api/models/timm/vit"] == "Bearer other"
+    model.log.clear()
+    where = {"HF_ENDPOINT": model.url, "HF_HUB_OFFLINE": "1"}
+    assert run(tmp_path, "timm/vit", **where).stdout == done.stdout
+    assert "HF_HUB_OFFLINE is set" in run(tmp_path, "timm/other", **where).stderr
+    assert model.log == []
