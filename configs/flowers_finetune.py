@@ -1,0 +1,39 @@
+"""DeiT-Ti/16, published weights, fine-tuned on a folder of photographs at 224.
+
+Data:   as configs/flowers.py: DIR/train/<class>/..., DIR/val/<class>/...
+Run:    python -m vit_jax.train --config=configs/flowers_finetune.py \
+            --config.data.data_dir=DIR --workdir=runs/flowers_finetune
+Result: RESULT
+
+The weights (arXiv:2012.12877, 22 MB) are fetched from their mirrors and kept; a file
+that is at hand is used by --config.init=FILE. GELU and normalisation are those of DeiT.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg, quick
+
+ARGUMENTS = dict(quick=False)
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    c = ConfigDict()
+    c.seed, c.epochs, c.batch_size = 0, 3, 64
+    c.init, c.init_head = "deit:Ti/16", "replace"
+
+    c.data = dict(name="folder", data_dir="", split="train", classes=5)
+    c.data.image_size = (224, 224)
+    c.data.ops = "inception_crop(area=(0.3, 1.0)) | flip"
+    c.data.eval_ops = "resize_small(256) | central_crop"
+    c.data.mean = (0.485, 0.456, 0.406)
+    c.data.std = (0.229, 0.224, 0.225)
+
+    c.model = dict(variant="Ti/16", head="token", gelu="erf")
+    c.optim = dict(name="sgd", momentum=0.9, rate=0.01, decay="cosine")
+    c.optim.update(warmup_steps=10, clip_norm=1.0)
+    c.average = dict(decay=0.0)
+
+    c.evals = dict(val="val")
+    c.every = dict(log=10, evaluate_epochs=1.0, checkpoint=100)  # Steps.
+    return quick(c) if arg.quick else c
