@@ -55,7 +55,7 @@ def upload(
         CommitOperationAdd(pathlib.Path(path).name, str(path)) for path in files
     ]
     try:
-        api.create_repo(repo, private=private, exist_ok=True)
+        api.create_repo(repo, private=private or None, exist_ok=True)
         commit = api.create_commit(
             repo, operations, commit_message="Add weights, converted by vit_jax"
         )

@@ -1,0 +1,545 @@
+"""`python -m vit_jax.convert`, on small models; uploads go to a server of our own."""
+
+import base64
+import hashlib
+import http.server
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from vit_jax import cli, convert, models, weights
+from vit_jax.errors import UserError
+from vit_jax.training import loop
+from vit_jax.weights import Preprocess, Pretrained, export, own, push
+
+ROOT = pathlib.Path(__file__).parents[1]
+OPTIONS = {
+    "variant": "Ti/4",
+    "classes": 5,
+    "image_size": (12, 12),
+    "width": 12,
+    "depth": 2,
+    "heads": 3,
+    "mlp_dim": 20,
+}
+NAMES = ("apple", "Bär", "a cat, or two", "dog", "eel")
+PREPROCESS = Preprocess(
+    (12, 12), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", crop_fraction=0.75
+)
+
+
+def made(**options):
+    """A checkpoint with random parameters."""
+    return filled(models.create(**OPTIONS | options))
+
+
+def filled(model):
+    """A checkpoint of a model, with random parameters."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
+    rng = np.random.default_rng(1)
+    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    return Pretrained(
+        params=jax.tree.unflatten(tree, leaves),
+        options=model.options,
+        format="vit_jax",
+        source="test",
+        preprocess=PREPROCESS,
+        class_names=NAMES,
+    )
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Path of an exported file."""
+    own.write(made(), tmp_path / "source.safetensors")
+    return tmp_path / "source.safetensors"
+
+
+def run(*words):
+    return convert.main(cli.parse(convert.parser(), [str(word) for word in words]))
+
+
+def same_params(a, b):
+    a, b = (flatten_dict(tree, sep="/") for tree in (a, b))
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "files", "usage"),
+    [
+        ("timm", "a", ["config.json", "model.safetensors"], "timm.create_model("),
+        (
+            "hf",
+            "b",
+            ["config.json", "model.safetensors", "preprocessor_config.json"],
+            "AutoModelForImageClassification.from_pretrained(",
+        ),
+        ("google", "c.npz", ["c.npz"], "weights.open_pretrained("),
+        ("safetensors", "d.safetensors", ["d.safetensors"], "open_pretrained("),
+    ],
+)
+def test_every_format_and_back(tmp_path, source, capsys, to, name, files, usage):
+    out = tmp_path / "new" / name
+    assert run("--from", source, "--to", to, "--out", out) is None
+    printed = capsys.readouterr().out
+    assert f"read {source}: vit_jax weights of Ti/4\nwrote {out}\n" in printed
+    assert usage in printed
+    found = sorted(p.name for p in (out.iterdir() if out.is_dir() else [out]))
+    assert found == files
+    assert [p.name for p in out.parent.iterdir()] == [name]  # No temporary folder.
+
+    original, again = made(), weights.open_pretrained(out)
+    assert same_params(again.params, original.params)
+    if to != "google":
+        assert again.preprocess == original.preprocess
+        assert again.class_names == original.class_names
+
+
+def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
+    from vit_jax import config
+
+    workdir = tmp_path / "run"
+    raw = {
+        "name": "tiny",
+        "total_steps": 2,
+        "batch_size": 8,
+        "data": {"name": "made", "examples": 16, "classes": 5, "image_size": (12, 12)},
+        "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 9},
+        "optim": {"rate": 0.1},
+        "average": {"decay": 0.9},
+        "evals": {"val": "val"},
+    }
+    loop.train(config.complete(raw), str(workdir))
+    for name, flags in (("average", ()), ("raw", ("--raw",))):
+        run("--from", workdir, "--to=timm", "--out", tmp_path / name, *flags)
+        assert f"  {name} parameters of step 2\n" in capsys.readouterr().out
+        expected = weights.open_pretrained(workdir, average=not flags)
+        found = weights.open_pretrained(tmp_path / name)
+        assert same_params(found.params, expected.params)
+        assert found.options["image_size"] == (12, 12)
+    scores = convert.read_scores(str(workdir))
+    assert {"val/raw/top1", "val/average/top1"} <= scores.keys()
+    assert all(name.endswith("/top1") for name in scores)
+
+
+def test_flags_replace_what_the_source_says(tmp_path, capsys):
+    source = tmp_path / "source.npz"
+    flat = flatten_dict(made().params, sep="/")
+    np.savez(source, **flat)
+    (tmp_path / "names.txt").write_text("v\nw\nx\ny\nz\n")
+    run(
+        "--from", source, "--to=hf", "--out", tmp_path / "out",
+        "--labels", tmp_path / "names.txt", "--mean=0.1,0.2,0.3", "--std=0.5",
+        "--crop=0.5", "--interpolation=lanczos",
+    )  # fmt: skip
+    found = weights.open_pretrained(tmp_path / "out")
+    assert found.class_names == tuple("vwxyz")
+    assert found.preprocess == Preprocess(
+        (12, 12), (0.1, 0.2, 0.3), (0.5,) * 3, "lanczos", 0.5
+    )
+
+
+def test_what_is_assumed_about_images_is_told(tmp_path, source, capsys):
+    run("--from", source, "--to=timm", "--out", tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    for key in ("mean", "std"):
+        del config["pretrained_cfg"][key]
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    run("--from", tmp_path / "a", "--to=hf", "--out", tmp_path / "b")
+    assert re.search(
+        r"how images are prepared: nothing says, so assumed: 12x12, bicubic, crop 0.9, "
+        r"mean 0.5,?.*, std 0.5",
+        capsys.readouterr().out,
+    )
+
+
+def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
+    pretrained = made(classes=4)
+    _, notes = export.export(pretrained, "hf", tmp_path / "out")
+    assert notes == ["class names: 5 for 4 classes, so left out"]
+    labels = json.loads((tmp_path / "out" / "config.json").read_text())["id2label"]
+    assert labels == {str(i): f"LABEL_{i}" for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--to=google", "--out=x"),
+            r"--out=x: --to=google writes one file: name .*npz",
+        ),
+        (
+            ("--to=safetensors", "--out=x.npz"),
+            r"--out=x.npz: .* name it \*.safetensors",
+        ),
+        (("--to=timm", "--out={source}"), "is there and is no folder: give another"),
+        (
+            ("--to=safetensors", "--out={source}"),
+            "is there: give .* or add --overwrite",
+        ),
+        (("--to=timm", "--out={parent}"), "is there: give another, or add --overwrite"),
+        (("--to=hf", "--out={source}/x"), r"--out=.*/x cannot be written: .*exists"),
+        (
+            ("--to=hf", "--out=x", "--push=a"),
+            "--push='a' has no owner: write owner/name",
+        ),
+        (
+            ("--to=hf", "--out=x", "--push=a/b c"),
+            "--push='a/b c' is no name on the hub",
+        ),
+        (
+            ("--to=hf", "--out=x", "--labels={names}"),
+            "has 2 names, but .* of 5 classes",
+        ),
+        (("--to=hf", "--out=x", "--std=0"), "above 0: set --std"),
+        (
+            ("--to=hf", "--out=x", "--config.seed=3"),
+            "--config.seed: converting takes no",
+        ),
+    ],
+)
+def test_bad_flags_are_told_and_leave_nothing(
+    tmp_path, monkeypatch, source, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    names = tmp_path / "names.txt"
+    names.write_text("a\nb\n")
+    before = sorted(tmp_path.rglob("*"))
+    words = [w.format(source=source, parent=tmp_path, names=names) for w in words]
+    with pytest.raises(UserError, match=message):
+        run("--from", source, *words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
+    for to, out, options, message in (
+        ("google", "a.npz", {"gelu": "erf"}, "gelu='erf': Google's code has no such"),
+        ("google", "a.npz", {"head": "none"}, "head='none': Google's code has no such"),
+        ("google", "a.npz", {"distillation": True}, "distillation=True: Google's"),
+        ("hf", "a", {"head": "gap"}, "head='gap': Hugging Face's ViT"),
+        ("timm", "a", {"representation": True}, "representation=True: timm has no"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export.export(made(**options), to, tmp_path / out)
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fails_leaves_nothing_and_keeps_what_was_there(
+    tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    export.export(made(), "timm", out)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+
+    def fail(arrays, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vit_jax.weights.timm.save_file", fail)
+    with pytest.raises(UserError, match="cannot be written: .*No space left"):
+        export.export(made(), "timm", out, overwrite=True)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_overwriting_replaces_our_files_and_no_others(tmp_path):
+    out = tmp_path / "out"
+    export.export(made(), "hf", out)
+    (out / "notes.txt").write_text("mine")
+    export.export(made(), "timm", out, overwrite=True)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "notes.txt",
+    ]
+    assert weights.open_pretrained(out).format == "timm"
+
+
+def test_an_empty_folder_is_taken(tmp_path):
+    (tmp_path / "out").mkdir()
+    export.export(made(), "timm", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ({"head": "map"}, []),
+        ({"head": "gap", "representation": True}, []),
+        ({"epsilon": 1e-12}, ["epsilon: 1e-12 became 1e-6, Google's"]),
+        (
+            {"posemb": "sincos2d"},
+            ["position embeddings: sincos2d written out as values"],
+        ),
+        ({"variant": "R26+S/32", "image_size": (64, 64)}, []),
+        (
+            {"image_size": (12, 20)},
+            ["grid (3, 5): readers of the format take it as a square"],
+        ),
+    ],
+)
+def test_googles_format_takes_what_its_code_has(tmp_path, options, notes):
+    pretrained = made(**options)
+    _, found = export.export(pretrained, "google", tmp_path / "a.npz")
+    assert found[1:] == notes
+    if "image_size" in options and "variant" not in options:
+        return  # No reader knows the grid.
+    again = weights.open_pretrained(tmp_path / "a.npz")
+    if "posemb" not in options:
+        assert same_params(again.params, pretrained.params)
+
+
+def test_a_resnet_has_the_shapes_of_big_vision(tmp_path):
+    model = models.create("R50x1", classes=3, blocks=(1, 1), stem_width=32)
+    pretrained = filled(model)
+    export.export(pretrained, "google", tmp_path / "a.npz")
+    flat = np.load(tmp_path / "a.npz")
+    assert flat["block2/unit01/gn1/scale"].shape == (1, 1, 1, 128)
+    assert flat["norm-pre-head/bias"].shape == (1, 1, 1, 256)
+    assert same_params(
+        weights.open_pretrained(tmp_path / "a.npz").params, pretrained.params
+    )
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """The hub's HTTP endpoints for uploads, as huggingface_hub 2.4 uses them.
+
+    Attributes:
+      requests: method and path of each, and its JSON if it has some.
+      store: SHA-256 to content, of large files.
+      commits: each a list of its lines.
+      refuse: path to the status that is answered instead.
+    """
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests, self.store, self.commits, self.refuse = [], {}, [], {}
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.answer({"error": "not here"}, 404)
+
+    def do_POST(self):
+        hub, path = self.server, self.path
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if "ndjson" in self.headers["Content-Type"]:
+            content = [json.loads(line) for line in body.splitlines()]
+        else:
+            content = json.loads(body)
+        hub.requests.append((path, content))
+        assert self.headers["Authorization"] == "Bearer secret"
+        if path in hub.refuse:
+            return self.answer({"error": "You may not."}, hub.refuse[path])
+        if path == "/api/repos/create":
+            return self.answer({"url": f"{hub.url}/ann/small"})
+        if path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        if path == "/api/models/ann/small/preupload/main":
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs"
+                    if ".safetensors" in file["path"]
+                    else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in content["files"]
+            ]
+            return self.answer({"files": modes})
+        if path == "/ann/small.git/info/lfs/objects/batch":
+            return self.answer(
+                {"objects": [self.action(o) for o in content["objects"]]}
+            )
+        if path == "/verify":
+            return self.answer({}, 200 if content["oid"] in hub.store else 404)
+        assert path == "/api/models/ann/small/commit/main"
+        hub.commits.append(content)
+        commit = "c" * 40
+        where = f"{hub.url}/ann/small/commit/{commit}"
+        return self.answer({"commitUrl": where, "commitOid": commit})
+
+    def action(self, file):
+        upload = {"href": f"{self.server.url}/store/{file['oid']}"}
+        verify = {"href": f"{self.server.url}/verify"}
+        return {**file, "actions": {"upload": upload, "verify": verify}}
+
+    def do_PUT(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        assert self.path == f"/store/{hashlib.sha256(body).hexdigest()}"
+        if "/store" in self.server.refuse:
+            return self.answer({}, self.server.refuse["/store"])
+        self.server.store[hashlib.sha256(body).hexdigest()] = body
+        return self.answer({})
+
+    def answer(self, content, status=200):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A local server in the place of the hub."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        # Its protocol for large files is closed; the other one is Git LFS's.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        huggingface_hub.close_session()
+        yield server
+        huggingface_hub.close_session()
+        server.shutdown()
+        thread.join()
+
+
+# huggingface_hub uploads to Git LFS in a way that its own HTTP client deprecates.
+uploads = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+def committed(commit, store):
+    """Returns file name to content of a commit."""
+    files = {}
+    for line in commit[1:]:
+        value = line["value"]
+        if line["key"] == "lfsFile":
+            files[value["path"]] = store[value["oid"]]
+        else:
+            files[value["path"]] = base64.b64decode(value["content"])
+    return files
+
+
+@uploads
+def test_pushing_uploads_the_files_and_a_card(tmp_path, source, hub, capsys):
+    run(
+        "--from", source, "--to=timm", "--out", tmp_path / "out",
+        "--push=ann/small", "--private", "--license=apache-2.0",
+    )  # fmt: skip
+    assert capsys.readouterr().out.endswith(
+        f"pushed to ann/small: {hub.url}/ann/small/commit/{'c' * 40}\n"
+    )
+    path, repository = hub.requests[0]
+    assert path == "/api/repos/create"
+    assert (repository["organization"], repository["name"]) == ("ann", "small")
+    assert repository["visibility"] == "private"
+    (commit,) = hub.commits
+    assert commit[0]["value"]["summary"] == "Add weights, converted by vit_jax"
+    files = committed(commit, hub.store)
+    card = files.pop("README.md").decode()
+    assert files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+
+    for line in (
+        "pipeline_tag: image-classification",
+        "library_name: timm",
+        "license: apache-2.0",
+        "# small",
+        "| Classes | 5 |",
+        "| Input | 12x12 pixels, 3 channels |",
+        'model = timm.create_model("hf-hub:ann/small", pretrained=True)',
+    ):
+        assert f"{line}\n" in card
+    assert "resized until it just covers 16x16, and the central 12x12 are cut" in card
+    assert "Mean 0.4, 0.5, 0.6; standard deviation 0.2, 0.3, 0.25." in card
+    assert "5, in this order: apple, Bär, a cat, or two, dog, eel" in card
+
+
+def test_one_file_is_pushed_as_well(tmp_path, source, hub):
+    out = tmp_path / "small.npz"
+    run("--from", source, "--to=google", "--out", out, "--push=ann/small")
+    files = committed(hub.commits[0], hub.store)
+    assert files.keys() == {"README.md", "small.npz"}
+    assert files["small.npz"] == out.read_bytes()
+    card = files["README.md"].decode()
+    assert 'weights.open_pretrained("hf://ann/small/small.npz")' in card
+    assert "library_name" not in card
+    assert "| License | not stated |" in card
+    assert "visibility" not in hub.requests[0][1]
+
+
+@uploads
+@pytest.mark.parametrize(
+    ("refused", "status", "message"),
+    [
+        (
+            "/api/repos/create",
+            401,
+            "ann/small was not uploaded: .*; log in with `hf auth",
+        ),
+        ("/api/repos/create", 403, "the token may not write to ann/small: give one"),
+        ("/api/models/ann/small/commit/main", 403, "the token may not write to"),
+        ("/api/models/ann/small/preupload/main", 404, "no such repository"),
+        (
+            "/store",
+            400,
+            "ann/small was not uploaded: .*; try again; what was converted",
+        ),
+    ],
+)
+def test_an_upload_that_is_refused_is_told_and_keeps_the_files(
+    tmp_path, source, hub, refused, status, message
+):
+    hub.refuse[refused] = status
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=message):
+        run("--from", source, "--to=timm", "--out", out, "--push=ann/small")
+    assert weights.open_pretrained(out).format == "timm"
+
+
+def test_a_hub_that_does_not_answer_is_told(tmp_path, hub):
+    (tmp_path / "a").write_text("a")
+    with pytest.raises(UserError, match="ann/small was not uploaded: .*try again"):
+        push.upload(
+            [tmp_path / "a"], "ann/small", "card", endpoint="http://127.0.0.1:9"
+        )
+
+
+def test_as_a_process(tmp_path, source):
+    def convert(*words):
+        command = [sys.executable, "-m", "vit_jax.convert", "--from", source, *words]
+        return subprocess.run(
+            list(map(str, command)),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = convert("--to=hf", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f'from_pretrained("{tmp_path / "out"}")' in done.stdout
+    again = convert("--to=hf", "--out", tmp_path / "out")
+    assert again.returncode == 2
+    assert again.stderr == (
+        f"error: --out={tmp_path / 'out'} is there: give another, or add --overwrite\n"
+    )
+    wrong = convert("--to=torch", "--out", tmp_path / "x")
+    assert wrong.returncode == 2
+    assert "invalid choice: 'torch'" in wrong.stderr
