@@ -126,7 +126,7 @@ def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
         assert same_params(found.params, expected.params)
         assert found.options["image_size"] == (12, 12)
     scores = convert.read_scores(str(workdir))
-    assert {"val/raw/top1", "val/average/top1"} <= scores.keys()
+    assert scores.keys() == {"val/raw/top1", "val/ema/top1"}
     assert all(name.endswith("/top1") for name in scores)
 
 
