@@ -80,12 +80,7 @@ def open_classifier(flags: argparse.Namespace):
             file=sys.stderr,
             flush=True,
         )
-    return prediction.Classifier(
-        found,
-        preprocess=preprocess,
-        class_names=names,
-        sigmoid=prediction.is_sigmoid(found),
-    )
+    return prediction.Classifier(found, preprocess=preprocess, class_names=names)
 
 
 def parser() -> cli.Parser:

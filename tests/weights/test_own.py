@@ -24,6 +24,7 @@ def example(**changes):
             (8, 12), (0.4, 0.5, 0.6), (0.1, 0.2, 0.3), "area", 0.9
         ),
         "class_names": ("cat", "größerer Hund", 'a "b", c\n'),
+        "loss": "sigmoid",
     } | changes
     return flat, Pretrained(**fields)
 
@@ -37,6 +38,7 @@ def test_round_trip_is_exact(tmp_path):
     assert found.options == pretrained.options
     assert found.preprocess == pretrained.preprocess
     assert found.class_names == pretrained.class_names
+    assert found.loss == "sigmoid"
     assert models.create(**found.options).image_shape == (8, 12, 3)
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 

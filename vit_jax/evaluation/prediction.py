@@ -16,7 +16,7 @@ from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs
 from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights import surgery, workdir
+from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 # As the library does it that the checkpoint is of.
@@ -48,7 +48,6 @@ class Classifier:
         `image_size` may be another than the checkpoint's: position embeddings are
         resized.
       class_names: in label order; the checkpoint's if empty.
-      sigmoid: whether every class has a probability of its own.
 
     Raises:
       UserError: there is no classifier, or something does not fit.
@@ -60,7 +59,6 @@ class Classifier:
         *,
         preprocess: Preprocess | None = None,
         class_names: tuple[str, ...] = (),
-        sigmoid: bool = False,
     ):
         preprocess = preprocess or preprocessing_of(pretrained)
         source = models.create(**pretrained.options)
@@ -78,7 +76,8 @@ class Classifier:
                 f"{classes} classes: give --labels with one line a class"
             )
         self._names = names or tuple(f"class {i}" for i in range(classes))
-        self._preprocess, self._sigmoid = preprocess, sigmoid
+        self._preprocess = preprocess
+        self._sigmoid = pretrained.loss == "sigmoid"
 
         wanted = {**pretrained.options, "image_size": preprocess.image_size}
         model = models.create(**wanted)
@@ -138,16 +137,6 @@ def preprocessing_of(pretrained: Pretrained) -> Preprocess:
     # Equal numbers for three channels serve one as well.
     mean, std = (v[:1] if len(set(v)) == 1 else v for v in (found.mean, found.std))
     return dataclasses.replace(found, image_size=size, mean=mean, std=std)
-
-
-def is_sigmoid(pretrained: Pretrained) -> bool:
-    """Tells whether a checkpoint was trained with one sigmoid a class.
-
-    Only a run's workdir says so.
-    """
-    if pretrained.format != "workdir":
-        return False
-    return workdir.read_config(pretrained.source)["loss"]["name"] == "sigmoid"
 
 
 def predict(

@@ -1,5 +1,6 @@
 """From config to optax: schedule, optimiser, weight decay, clipping, freezing."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -65,7 +66,7 @@ def _staircase(
 ) -> Schedule:
     """Constant rate, multiplied by `factor` at each boundary."""
     stairs = [warmup, *boundaries, total_steps]
-    if any(a >= b for a, b in zip(stairs, stairs[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(stairs)):
         raise UserError(
             f"optim.boundaries={tuple(boundaries)} must ascend between the end of the "
             f"warmup ({warmup}) and that of the run ({total_steps})"

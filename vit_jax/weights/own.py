@@ -1,7 +1,7 @@
 """Our exported files: one .safetensors with our names and all that a model needs.
 
 The header carries, as JSON under "vit_jax": what `models.create` takes, how images
-are prepared, and the names of the classes.
+are prepared, the names of the classes, and the loss.
 """
 
 import dataclasses
@@ -56,6 +56,7 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
             source=tensors.path,
             preprocess=Preprocess(**preprocess) if preprocess else None,
             class_names=header["class_names"],
+            loss=header["loss"],
         )
     except UserError:
         raise
@@ -81,6 +82,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> None:
         "preprocess": pretrained.preprocess
         and dataclasses.asdict(pretrained.preprocess),
         "class_names": pretrained.class_names,
+        "loss": pretrained.loss,
     }
     # The library writes the memory as it lies, so transposed views would be mixed up.
     flat = {

@@ -7,8 +7,8 @@ import dataclasses
 class Preprocess:
     """How images are prepared for a model.
 
-    The short side is resized to `image_size / crop_fraction` and the centre cropped
-    to `image_size`; with `squash` the whole image is resized to `image_size`.
+    The short side is resized to `image_size / crop_fraction`, with `squash` both sides,
+    and the centre cropped to `image_size`.
 
     Attributes:
       image_size: height and width that reach the model, in pixels.
@@ -41,6 +41,7 @@ class Pretrained:
       source: where it came from, for messages.
       preprocess: how its images were prepared, or None where nothing says so.
       class_names: in label order; empty where nothing says so.
+      loss: "softmax", or "sigmoid" where every class has a probability of its own.
       notes: a line for each thing that was folded or dropped on reading.
     """
 
@@ -50,4 +51,5 @@ class Pretrained:
     source: str
     preprocess: Preprocess | None = None
     class_names: tuple[str, ...] = ()
+    loss: str = "softmax"
     notes: tuple[str, ...] = ()

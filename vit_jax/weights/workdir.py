@@ -101,6 +101,7 @@ def pretrained(workdir: str | os.PathLike, *, average: bool = True) -> Pretraine
         source=str(workdir),
         preprocess=preprocess,
         class_names=found.class_names,
+        loss=found.config["loss"]["name"],
         notes=tuple(notes),
     )
 
