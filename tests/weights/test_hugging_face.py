@@ -82,7 +82,12 @@ def test_what_is_written_is_read_back_to_the_bit(
         (0.4,) * channels,
         squash=True,
     )
-    pretrained = made(model, class_names=names, preprocess=preprocess)
+    pretrained = made(
+        model,
+        class_names=names,
+        preprocess=preprocess,
+        loss="sigmoid" if channels == 1 else "softmax",
+    )
     assert hugging_face.write(pretrained, tmp_path) == []
     tensors = files.read(tmp_path)
     assert tensors.sidecars["config.json"]["architectures"] == [architecture]
@@ -93,6 +98,7 @@ def test_what_is_written_is_read_back_to_the_bit(
     assert models.create(**found.options).options == model.options
     assert (found.preprocess, found.class_names) == (preprocess, names)
     assert (found.format, found.notes) == ("hugging_face", ())
+    assert found.loss == pretrained.loss
 
 
 def test_theirs_to_ours_and_back_changes_no_bit(tmp_path):

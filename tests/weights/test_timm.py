@@ -14,7 +14,7 @@ from trees import assert_same, encoder, random_flat
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained, files, timm
+from vit_jax.weights import Preprocess, Pretrained, files, timm, torch_layout
 
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
 PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
@@ -246,9 +246,12 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     stated = read(arrays, heads=3)
     assert models.create(**stated.options).options["heads"] == 3
     assert stated.notes == ()
-    model = encoder("H/14", image_size=(28, 28), width=0, depth=0, heads=0, mlp_dim=0)
-    shapes = {"patch_embed.proj.weight": np.zeros((1280, 3, 14, 14))}
-    assert timm._heads(shapes, 32, 0) == (model.options["heads"], [])
+
+
+def test_known_sizes_tell_their_heads():
+    assert torch_layout.guess_heads(1280, 32) == (16, [])
+    assert torch_layout.guess_heads(768, 12) == (12, [])
+    assert torch_layout.guess_heads(768, 3)[0] == 12
 
 
 def test_without_a_config_a_grid_must_be_square(tmp_path):
@@ -438,10 +441,11 @@ def logits_of(pretrained, seed):
 
 def test_deviations_are_told(tmp_path):
     model = encoder(image_size=(12, 20), epsilon=1e-12, classes=0, distillation=True)
-    assert timm.write(made(model, preprocess=None), tmp_path) == [
+    assert timm.write(made(model, preprocess=None, loss="sigmoid"), tmp_path) == [
         "epsilon: 1e-12 became 1e-6, the least that timm has",
         "features: timm gives the mean of both tokens, we the first",
         "preprocessing: nothing says how, so timm's own defaults hold",
+        "loss: the config does not say that it was sigmoid, not softmax",
     ]
 
 

@@ -295,6 +295,7 @@ def test_other_archives_and_byte_orders_are_told(tmp_path):
         torch_file.read(path)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("zipped", [True, False])
 def test_what_pytorch_saved_is_what_it_reads_itself(tmp_path, zipped):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")

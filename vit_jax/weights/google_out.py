@@ -31,7 +31,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     """
     model = models.create(**pretrained.options)
     flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
-    notes = ["class names and preprocessing: the format has no place for them"]
+    notes = ["class names, preprocessing, loss: the format has no place for them"]
     if "depth" in options:
         _check(options)
         flat, options, more = fold.norm_each_token(flat, options)

@@ -18,40 +18,16 @@ from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import variants
-from vit_jax.weights import fold, linen, torch_layout
+from vit_jax.weights import fold, hugging_face_names, linen, torch_layout
 from vit_jax.weights import hugging_face_config as configs
 from vit_jax.weights.files import Tensors
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.timm_names import POSITIONS
-from vit_jax.weights.torch_layout import (
-    CONV,
-    SAME,
-    Entry,
-    dense,
-    from_heads,
-    norm,
-    to_heads,
-)
-
-_ANCHOR = "embeddings.patch_embeddings.projection.weight"
-_PREFIXES = ("vit.", "deit.", "")
-
-# Names in memory of transformers 5 to names in files, in this order.
-_NEW = (
-    (r"^layers\.", "encoder.layer."),
-    (r"\.attention\.q_proj\.", ".attention.attention.query."),
-    (r"\.attention\.k_proj\.", ".attention.attention.key."),
-    (r"\.attention\.v_proj\.", ".attention.attention.value."),
-    (r"\.attention\.o_proj\.", ".attention.output.dense."),
-    (r"\.mlp\.fc1\.", ".intermediate.dense."),
-    (r"\.mlp\.fc2\.", ".output.dense."),
-)
 
 
 def recognises(names: Collection[str]) -> bool:
     """Tells whether these are the names of a file in this format."""
-    return any(prefix + _ANCHOR in names for prefix in _PREFIXES)
+    return hugging_face_names.find_prefix(names) is not None
 
 
 def read(tensors: Tensors, heads: int = 0) -> Pretrained:
@@ -69,7 +45,7 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
       UserError: not a network that this project has.
     """
     facts = configs.read(tensors.sidecars.get("config.json", {}))
-    flat, notes = _rename(tensors.flat), []
+    flat, notes = hugging_face_names.rename(tensors.flat), []
     if "classifier.weight" in flat and "pooler.dense.weight" in flat:
         flat = {k: v for k, v in flat.items() if not k.startswith("pooler.")}
         notes.append("pooler: dropped, because the classifier does not see it")
@@ -87,11 +63,12 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
         "representation": "pooler.dense.weight" in flat,
     }
     if not form["heads"]:
-        form["heads"], more = _guess_heads(flat, form["depth"])
+        width = len(flat["embeddings.patch_embeddings.projection.weight"])
+        form["heads"], more = torch_layout.guess_heads(width, form["depth"])
         notes += more
     if not tensors.sidecars.get("config.json"):
         notes.append("config.json: none, so exact GELU and epsilon 1e-12")
-    ours = torch_layout.read(flat, _table(form), tensors.path)
+    ours = torch_layout.read(flat, hugging_face_names.table(form), tensors.path)
     preprocess, more = configs.read_preprocess(
         tensors.sidecars.get("preprocessor_config.json", {})
     )
@@ -103,29 +80,9 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
         source=tensors.path,
         preprocess=preprocess,
         class_names=names if len(names) == form["classes"] else (),
+        loss=facts.loss,
         notes=(*notes, *more),
     )
-
-
-def _rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Takes the model's name off and gives all the names of files."""
-    prefix = next(p for p in _PREFIXES if p + _ANCHOR in flat)
-    renamed = {}
-    for name, value in flat.items():
-        name = name.removeprefix(prefix)
-        for new, old in _NEW:
-            name = re.sub(new, old, name)
-        renamed[name] = value
-    return renamed
-
-
-def _guess_heads(flat: dict[str, np.ndarray], depth: int) -> tuple[int, list[str]]:
-    width = len(flat[_ANCHOR])
-    for size in variants.SIZES.values():
-        if (size.width, size.depth) == (width, depth):
-            return size.heads, []
-    guess = max(1, width // 64)
-    return guess, [f"heads: nothing says how many, so {guess}, one for 64 features"]
 
 
 def _options(
@@ -183,14 +140,16 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         notes.append("position embeddings: none, written as zeros")
 
     folder = pathlib.Path(folder)
-    files = {"config.json": configs.write(options, pretrained.class_names)}
+    files = {
+        "config.json": configs.write(options, pretrained.class_names, pretrained.loss)
+    }
     if pretrained.preprocess:
         files["preprocessor_config.json"] = configs.write_preprocess(
             pretrained.preprocess, options["channels"]
         )
     else:
         notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
-    arrays = torch_layout.write(flat, _table(options))
+    arrays = torch_layout.write(flat, hugging_face_names.table(options))
     prefix = files["config.json"]["model_type"] + "."
     heads = ("classifier.", "cls_classifier.", "distillation_classifier.")
     if options["classes"]:  # The models without a classifier have no prefix.
@@ -219,43 +178,3 @@ def _check(options: dict) -> None:
             "representation=True: Hugging Face's ViTForImageClassification has no tanh "
             "layer before the classifier: write it with --to=google or --to=safetensors"
         )
-
-
-def _table(options: dict) -> list[Entry]:
-    """Lists the arrays of an encoder, without the prefix of the model."""
-    heads, embed = options["heads"], "embeddings"
-    table = [
-        *dense(f"{embed}.patch_embeddings.projection", "embedding", CONV),
-        Entry(f"{embed}.cls_token", ("cls",), SAME),
-        Entry(f"{embed}.position_embeddings", (POSITIONS,), SAME),
-        *norm("layernorm", "Transformer/encoder_norm"),
-    ]
-    for i in range(options["depth"]):
-        theirs, ours = f"encoder.layer.{i}", f"Transformer/encoderblock_{i}"
-        attention = f"{ours}/MultiHeadDotProductAttention_1"
-        table += norm(f"{theirs}.layernorm_before", f"{ours}/LayerNorm_0")
-        for name in ("query", "key", "value"):
-            table += [
-                Entry(
-                    f"{theirs}.attention.attention.{name}.{kind}",
-                    (f"{attention}/{name}/{leaf}",),
-                    to_heads(heads),
-                )
-                for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
-            ]
-        table += dense(
-            f"{theirs}.attention.output.dense", f"{attention}/out", from_heads(heads)
-        )
-        table += norm(f"{theirs}.layernorm_after", f"{ours}/LayerNorm_2")
-        table += dense(f"{theirs}.intermediate.dense", f"{ours}/MlpBlock_3/Dense_0")
-        table += dense(f"{theirs}.output.dense", f"{ours}/MlpBlock_3/Dense_1")
-    if options["representation"]:
-        table += dense("pooler.dense", "pre_logits")
-    if options["distillation"]:
-        table.append(Entry(f"{embed}.distillation_token", ("dist",), SAME))
-    if options["classes"] and options["distillation"]:
-        table += dense("cls_classifier", "head")
-        table += dense("distillation_classifier", "head_dist")
-    elif options["classes"]:
-        table += dense("classifier", "head")
-    return table

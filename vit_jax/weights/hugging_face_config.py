@@ -15,6 +15,7 @@ _ACTIVATIONS = {
 }
 # Pillow's numbers (Image.Resampling).
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
+_SIGMOID = "multi_label_classification"
 _WRITTEN = ("nearest", "lanczos", "bilinear", "bicubic")
 
 
@@ -28,7 +29,7 @@ class Facts:
       epsilon: of the LayerNorms.
       image_size: height and width, or None.
       class_names: in label order; empty if they are only numbered.
-      architecture: class of the saved model; "" where nothing says so.
+      loss: "softmax" or "sigmoid".
     """
 
     heads: int = 0
@@ -36,7 +37,7 @@ class Facts:
     epsilon: float = 1e-12
     image_size: tuple[int, int] | None = None
     class_names: tuple[str, ...] = ()
-    architecture: str = ""
+    loss: str = "softmax"
 
 
 def read(config: Mapping) -> Facts:
@@ -68,7 +69,7 @@ def read(config: Mapping) -> Facts:
         epsilon=config.get("layer_norm_eps", 1e-12),
         image_size=(size, size) if isinstance(size, int) else tuple(size),
         class_names=() if names == tuple(f"LABEL_{i}" for i in numbers) else names,
-        architecture=(config.get("architectures") or [""])[0],
+        loss="sigmoid" if config.get("problem_type") == _SIGMOID else "softmax",
     )
 
 
@@ -121,12 +122,13 @@ def _pair(size: int | Mapping) -> tuple[int, int]:
     return size.get("height", edge), size.get("width", edge)
 
 
-def write(options: Mapping, class_names: Sequence[str]) -> dict:
+def write(options: Mapping, class_names: Sequence[str], loss: str) -> dict:
     """Writes a model's config.
 
     Args:
       options: all of them, as of `models.Model`.
       class_names: in label order; may be empty.
+      loss: "softmax" or "sigmoid".
 
     Returns:
       Content of config.json.
@@ -156,6 +158,8 @@ def write(options: Mapping, class_names: Sequence[str]) -> dict:
         names = class_names or [f"LABEL_{i}" for i in range(options["classes"])]
         config["id2label"] = {str(i): name for i, name in enumerate(names)}
         config["label2id"] = {name: i for i, name in enumerate(names)}
+    if loss == "sigmoid":
+        config["problem_type"] = _SIGMOID
     return config
 
 

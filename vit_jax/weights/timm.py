@@ -17,7 +17,6 @@ from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import variants
 from vit_jax.weights import bit, fold, linen, timm_config, timm_names, torch_layout
 from vit_jax.weights.files import Tensors
 from vit_jax.weights.pretrained import Pretrained
@@ -87,8 +86,11 @@ def _read_transformer(tensors: Tensors, facts: timm_config.Facts, heads: int):
     flat, more = fold.query_bias(flat)
     notes += more
     form = _form(flat, facts, tensors.path)
-    form["heads"], more = _heads(flat, form["depth"], heads or facts.heads)
-    notes += more
+    form["heads"] = heads or facts.heads
+    if not form["heads"]:
+        width = len(flat["patch_embed.proj.weight"])
+        form["heads"], more = torch_layout.guess_heads(width, form["depth"])
+        notes += more
     ours = torch_layout.read(flat, timm_names.transformer(form), tensors.path)
 
     embedding = ours.pop(POSITIONS, None)
@@ -150,17 +152,6 @@ def _form(flat: dict[str, np.ndarray], facts: timm_config.Facts, source: str) ->
         "pooled_norm": "fc_norm.weight" in flat,
         "posemb": "learned" if "pos_embed" in flat else "none",
     }
-
-
-def _heads(flat: dict, depth: int, stated: int) -> tuple[int, list[str]]:
-    width = flat["patch_embed.proj.weight"].shape[0]
-    if stated:
-        return stated, []
-    for size in variants.SIZES.values():
-        if (size.width, size.depth) == (width, depth):
-            return size.heads, []
-    guess = max(1, width // 64)
-    return guess, [f"heads: nothing says how many, so {guess}, one for 64 features"]
 
 
 def _image_size(
@@ -237,6 +228,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     config = timm_config.write(options, pretrained.preprocess, pretrained.class_names)
     if pretrained.preprocess is None:
         notes.append("preprocessing: nothing says how, so timm's own defaults hold")
+    if pretrained.loss == "sigmoid":
+        notes.append("loss: the config does not say that it was sigmoid, not softmax")
     folder = pathlib.Path(folder)
     arrays = torch_layout.write(flat, table(options))
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from vit_jax.errors import UserError
+from vit_jax.models import variants
 
 Arrays = list[np.ndarray]
 
@@ -96,6 +97,25 @@ def norm(theirs: str, ours: str) -> list[Entry]:
         Entry(f"{theirs}.weight", (f"{ours}/scale",), SAME),
         Entry(f"{theirs}.bias", (f"{ours}/bias",), SAME),
     ]
+
+
+def guess_heads(width: int, depth: int) -> tuple[int, list[str]]:
+    """Returns the attention heads of a known encoder of these sizes, or a guess.
+
+    PyTorch's arrays do not tell: all heads share one axis.
+
+    Args:
+      width: features a token.
+      depth: blocks.
+
+    Returns:
+      The number, and a note if it is a guess.
+    """
+    for size in variants.SIZES.values():
+        if (size.width, size.depth) == (width, depth):
+            return size.heads, []
+    guess = max(1, width // 64)
+    return guess, [f"heads: nothing says how many, so {guess}, one for 64 features"]
 
 
 def read(
