@@ -188,6 +188,12 @@ def test_a_pooler_beside_a_classifier_is_dropped(tmp_path):
     assert found.notes == ("pooler: dropped, because the classifier does not see it",)
 
 
+def test_the_config_knows_the_heads_better_than_a_guess(tmp_path):
+    arrays, config = write(tmp_path, model_of())
+    found = read(arrays, config, heads=4)
+    assert models.create(**found.options).options["heads"] == 3
+
+
 def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     arrays, _ = write(tmp_path, model_of(image_size=(16, 16)))
     found = read(arrays)

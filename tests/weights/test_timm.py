@@ -235,6 +235,12 @@ def test_what_a_file_leaves_out_is_zero(tmp_path):
     )
 
 
+def test_the_config_knows_the_heads_better_than_a_guess(tmp_path):
+    arrays, config = write(tmp_path, encoder(image_size=(12, 20)))
+    found = read(arrays, config, heads=4)
+    assert models.create(**found.options).options["heads"] == 3
+
+
 def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     arrays, _ = write(tmp_path, encoder(image_size=(16, 16)))
     found = read(arrays)

@@ -35,8 +35,8 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
 
     Args:
       tensors: of the file or folder.
-      heads: attention heads; 0 takes them from config.json, the known sizes, or one
-        for 64 features.
+      heads: attention heads if config.json does not tell; 0 is those of the known
+        sizes, or one for 64 features.
 
     Returns:
       The checkpoint in our terms.
@@ -57,7 +57,7 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     bias = "cls_classifier.bias" if distilled else "classifier.bias"
     form = {
         "depth": len({n.split(".")[2] for n in flat if n.startswith("encoder.layer.")}),
-        "heads": heads or facts.heads,
+        "heads": facts.heads or heads,
         "classes": len(flat.get(bias, ())),
         "distillation": distilled,
         "representation": "pooler.dense.weight" in flat,

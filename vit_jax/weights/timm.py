@@ -37,8 +37,8 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
 
     Args:
       tensors: of the file or folder.
-      heads: attention heads; 0 takes them from config.json, the known sizes, or one
-        for 64 features.
+      heads: attention heads if config.json does not tell; 0 is those of the known
+        sizes, or one for 64 features.
 
     Returns:
       The checkpoint in our terms.
@@ -86,7 +86,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.Facts, heads: int):
     flat, more = fold.query_bias(flat)
     notes += more
     form = _form(flat, facts, tensors.path)
-    form["heads"] = heads or facts.heads
+    form["heads"] = facts.heads or heads
     if not form["heads"]:
         width = len(flat["patch_embed.proj.weight"])
         form["heads"], more = torch_layout.guess_heads(width, form["depth"])
