@@ -28,8 +28,8 @@ from vit_jax.parallel import mesh as meshes
 from vit_jax.training import optim
 from vit_jax.training import state as states
 from vit_jax.training import step as steps
-from vit_jax.weights import timm as timm_weights
-from vit_jax.weights.files import Tensors
+from vit_jax.weights.formats import timm as timm_weights
+from vit_jax.weights.formats.files import Tensors
 
 CASES = {  # timm's name, batch size.
     "S/16": ("vit_small_patch16_224", 16),

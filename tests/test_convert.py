@@ -18,7 +18,9 @@ from flax.traverse_util import flatten_dict
 from vit_jax import cli, convert, models, weights
 from vit_jax.errors import UserError
 from vit_jax.training import loop
-from vit_jax.weights import Preprocess, Pretrained, export, own, push
+from vit_jax.weights import Preprocess, Pretrained, export
+from vit_jax.weights.formats import own
+from vit_jax.weights.places import push
 
 ROOT = pathlib.Path(__file__).parents[1]
 OPTIONS = {
@@ -222,7 +224,6 @@ def test_bad_flags_are_told_and_leave_nothing(
 
 def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
     for to, out, options, message in (
-        ("google", "a.npz", {"gelu": "erf"}, "gelu='erf': Google's code has no such"),
         ("google", "a.npz", {"head": "none"}, "head='none': Google's code has no such"),
         ("google", "a.npz", {"distillation": True}, "distillation=True: Google's"),
         ("hf", "a", {"head": "gap"}, "head='gap': Hugging Face's ViT"),
@@ -231,6 +232,13 @@ def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
         with pytest.raises(UserError, match=message):
             export.export(made(**options), to, tmp_path / out)
         assert not list(tmp_path.iterdir())
+
+
+def test_google_has_one_gelu_and_the_other_is_told(tmp_path):
+    _, notes = export.export(made(gelu="erf"), "google", tmp_path / "a.npz")
+    assert any(note.startswith("gelu: erf became tanh") for note in notes)
+    _, notes = export.export(made(gelu="tanh"), "google", tmp_path / "b.npz")
+    assert not any("gelu" in note for note in notes)
 
 
 def test_a_disk_that_fails_leaves_nothing_and_keeps_what_was_there(
@@ -244,7 +252,7 @@ def test_a_disk_that_fails_leaves_nothing_and_keeps_what_was_there(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vit_jax.weights.timm.save_file", fail)
+    monkeypatch.setattr("vit_jax.weights.formats.timm.save_file", fail)
     with pytest.raises(UserError, match="cannot be written: .*No space left"):
         export.export(made(), "timm", out, overwrite=True)
     assert {path: path.read_bytes() for path in out.iterdir()} == before

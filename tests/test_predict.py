@@ -17,7 +17,7 @@ from vit_jax import cli, config, models, predict, weights
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, prediction
 from vit_jax.training import loop
-from vit_jax.weights import own
+from vit_jax.weights.formats import own
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 ROOT = pathlib.Path(__file__).parents[1]

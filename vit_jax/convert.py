@@ -29,7 +29,8 @@ def main(flags: argparse.Namespace) -> None:
             "--help lists the flags"
         )
     # After the flags, so that their errors come at once.
-    from vit_jax.weights import card, export, push
+    from vit_jax.weights import export
+    from vit_jax.weights.places import card, push
 
     out = pathlib.Path(flags.out)
     export.check(flags.to, out, overwrite=flags.overwrite)

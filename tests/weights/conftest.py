@@ -10,7 +10,7 @@ def server(monkeypatch, tmp_path):
     import huggingface_hub
     from huggingface_hub import constants
 
-    from vit_jax.weights import transfer
+    from vit_jax.weights.places import transfer
 
     with stand_in.serve() as server:
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"

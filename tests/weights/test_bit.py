@@ -6,8 +6,9 @@ from trees import assert_same, random_flat, save
 
 from vit_jax import models
 from vit_jax.models import variants
-from vit_jax.weights import bit, open_pretrained
-from vit_jax.weights.files import Tensors
+from vit_jax.weights import open_pretrained
+from vit_jax.weights.formats import bit
+from vit_jax.weights.formats.files import Tensors
 
 NARROW = {"blocks": (1, 2, 1, 1), "stem_width": 32}
 

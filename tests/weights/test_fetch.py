@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.weights import fetch, web
+from vit_jax.weights.places import fetch, web
 
 CONTENT = bytes(range(256)) * 4097  # A bit more than one chunk of a download.
 HASH = hashlib.sha256(CONTENT).hexdigest()

@@ -9,7 +9,7 @@ import stand_in
 from huggingface_hub import constants
 
 from vit_jax.errors import UserError
-from vit_jax.weights import fetch, mirrors, web
+from vit_jax.weights.places import fetch, mirrors, web
 
 COMMIT = stand_in.COMMIT
 CONTENT = bytes(range(251)) * 4099
@@ -313,7 +313,7 @@ def test_all_places_that_fail_are_listed(two_places):
 
 def run(tmp_path, place, **variables):
     code = (
-        "import sys; from vit_jax.weights import fetch; print(fetch.fetch(sys.argv[1]))"
+        "import sys; from vit_jax.weights.places import fetch; print(fetch.fetch(sys.argv[1]))"
     )
     return subprocess.run(
         [sys.executable, "-c", code, place],

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from vit_jax.errors import UserError
-from vit_jax.weights import files
+from vit_jax.weights.formats import files
 
 A, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(5, np.float32)
 

@@ -7,7 +7,8 @@ from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import variants
-from vit_jax.weights import google, linen, open_pretrained
+from vit_jax.weights import open_pretrained
+from vit_jax.weights.formats import google, linen
 from vit_jax.weights.pretrained import Preprocess
 
 

@@ -14,8 +14,9 @@ from trees import assert_same, encoder, random_flat
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained, files, hugging_face
-from vit_jax.weights import hugging_face_config as configs
+from vit_jax.weights import Preprocess, Pretrained
+from vit_jax.weights.formats import files, hugging_face
+from vit_jax.weights.formats import hugging_face_config as configs
 
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared" / "parity"
 PREPROCESS = Preprocess(

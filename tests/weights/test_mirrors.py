@@ -3,7 +3,7 @@ import re
 import pytest
 
 from vit_jax.models import variants
-from vit_jax.weights import mirrors
+from vit_jax.weights.places import mirrors
 
 NAMES = [name for family in mirrors.families() for name in mirrors.names(family)]
 

@@ -7,7 +7,8 @@ from trees import assert_same, encoder, random_flat
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained, open_pretrained, own
+from vit_jax.weights import Preprocess, Pretrained, open_pretrained
+from vit_jax.weights.formats import own
 
 
 def example(**changes):

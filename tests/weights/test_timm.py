@@ -14,7 +14,8 @@ from trees import assert_same, encoder, random_flat
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained, files, timm, torch_layout
+from vit_jax.weights import Preprocess, Pretrained
+from vit_jax.weights.formats import files, timm, torch_layout
 
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
 PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
@@ -176,7 +177,7 @@ def test_the_config_says_what_timm_needs(tmp_path):
     ],
 )
 def test_architectures_are_those_of_timm(variant, options, architecture):
-    from vit_jax.weights import timm_architecture
+    from vit_jax.weights.formats import timm_architecture
 
     made = models.create(variant, classes=3, **options).options
     numbers = (
@@ -288,14 +289,14 @@ def test_without_a_config_a_grid_must_be_square(tmp_path):
     ],
 )
 def test_flavours_follow_the_architecture(config, expected):
-    from vit_jax.weights import timm_config
+    from vit_jax.weights.formats import timm_config
 
     facts = timm_config.read(config)
     assert (facts.heads, facts.gelu, facts.epsilon) == expected
 
 
 def test_a_config_as_the_hub_has_them_is_read():
-    from vit_jax.weights import timm_config
+    from vit_jax.weights.formats import timm_config
 
     facts = timm_config.read(
         {

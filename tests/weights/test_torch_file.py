@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from vit_jax.errors import UserError
-from vit_jax.weights import torch_file
+from vit_jax.weights.formats import torch_file
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -15,15 +15,8 @@ from safetensors.numpy import load_file
 from trees import encoder, random_flat
 
 from vit_jax import models
-from vit_jax.weights import (
-    Preprocess,
-    Pretrained,
-    files,
-    hugging_face,
-    open_pretrained,
-    preprocess,
-    timm,
-)
+from vit_jax.weights import Preprocess, Pretrained, open_pretrained, preprocess
+from vit_jax.weights.formats import files, hugging_face, timm
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra parity")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import google_out, hugging_face, own, timm
+from vit_jax.weights.formats import google_out, hugging_face, own, timm
 from vit_jax.weights.pretrained import Pretrained
 
 FORMATS = {  # With the suffix of those that are one file; the others are folders.

@@ -9,7 +9,9 @@ import jax
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import fetch, files, recognise, surgery, workdir
+from vit_jax.weights import surgery, workdir
+from vit_jax.weights.formats import files, recognise
+from vit_jax.weights.places import fetch
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.settle import Row
 

@@ -3,8 +3,8 @@
 from types import ModuleType
 
 from vit_jax.errors import UserError
-from vit_jax.weights import big_vision, bit, google, hugging_face, own, timm
-from vit_jax.weights.files import Tensors
+from vit_jax.weights.formats import big_vision, bit, google, hugging_face, own, timm
+from vit_jax.weights.formats.files import Tensors
 
 # The first that recognises the names reads the file: big_vision's names include those
 # of google, which come with its own preprocessing.

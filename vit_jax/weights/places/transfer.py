@@ -5,7 +5,7 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping
 
-from vit_jax.weights import cache
+from vit_jax.weights.places import cache
 
 _WAITS = (1.0, 5.0, 20.0)  # Seconds between attempts that bring nothing new.
 

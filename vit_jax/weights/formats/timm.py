@@ -17,10 +17,17 @@ from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import bit, fold, linen, timm_config, timm_names, torch_layout
-from vit_jax.weights.files import Tensors
+from vit_jax.weights.formats import (
+    bit,
+    fold,
+    linen,
+    timm_config,
+    timm_names,
+    torch_layout,
+)
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.timm_names import POSITIONS
 from vit_jax.weights.pretrained import Pretrained
-from vit_jax.weights.timm_names import POSITIONS
 
 _POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
 

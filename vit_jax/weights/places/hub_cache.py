@@ -11,7 +11,7 @@ import os
 import pathlib
 from typing import Any
 
-from vit_jax.weights import cache, hub_errors, hub_files, transfer
+from vit_jax.weights.places import cache, hub_errors, hub_files, transfer
 
 LIBRARY = "vit_jax"  # In the user agent.
 

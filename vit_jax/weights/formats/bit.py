@@ -6,8 +6,8 @@ from collections.abc import Collection
 from flax.traverse_util import unflatten_dict
 
 from vit_jax.models import variants
-from vit_jax.weights import linen
-from vit_jax.weights.files import Tensors
+from vit_jax.weights.formats import linen
+from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 _ANCHOR = "root_block/conv_root/kernel"

@@ -4,7 +4,7 @@ import fnmatch
 import pathlib
 from collections.abc import Sequence
 
-from vit_jax.weights import cache
+from vit_jax.weights.places import cache
 
 # Best first. Other frameworks' (flax_model.msgpack, tf_model.h5) are not read.
 _WEIGHTS = (

@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from vit_jax.weights.timm_names import POSITIONS
-from vit_jax.weights.torch_layout import (
+from vit_jax.weights.formats.timm_names import POSITIONS
+from vit_jax.weights.formats.torch_layout import (
     CONV,
     SAME,
     Entry,

@@ -15,7 +15,7 @@ import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
-from vit_jax.weights.files import Tensors
+from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 METADATA_KEY = "vit_jax"

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from vit_jax.errors import UserError
+from vit_jax.weights.formats.timm_config import broadcast
 from vit_jax.weights.preprocess import edges
 from vit_jax.weights.pretrained import Preprocess
-from vit_jax.weights.timm_config import broadcast
 
 # Names that transformers gives to the two GELUs, the first one is written.
 _ACTIVATIONS = {

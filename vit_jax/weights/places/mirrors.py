@@ -20,7 +20,7 @@ Sources of the names, as of November 2026:
 
 import re
 
-from vit_jax.weights import mirror_places
+from vit_jax.weights.places import mirror_places
 
 
 def families() -> tuple[str, ...]:

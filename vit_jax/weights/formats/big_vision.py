@@ -5,8 +5,8 @@ from collections.abc import Collection
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from vit_jax.weights import linen
-from vit_jax.weights.files import Tensors
+from vit_jax.weights.formats import linen
+from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 _ANCHOR = "embedding/kernel"

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 
 from vit_jax.errors import UserError
-from vit_jax.weights import torch_file
+from vit_jax.weights.formats import torch_file
 
 # What a folder may hold, best first; any single file with a suffix comes after these.
 _FOLDER = (

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vit_jax.errors import UserError
-from vit_jax.weights import cache, hub_cache, hub_errors, hub_files
+from vit_jax.weights.places import cache, hub_cache, hub_errors, hub_files
 
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 

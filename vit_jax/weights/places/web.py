@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.weights import cache, mirrors, transfer
+from vit_jax.weights.places import cache, mirrors, transfer
 
 _PIECE = 2**24  # Bytes.
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from vit_jax.weights import cache
+from vit_jax.weights.places import cache
 
 
 def failures() -> tuple[type[Exception], ...]:

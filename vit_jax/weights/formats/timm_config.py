@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from vit_jax.errors import UserError
-from vit_jax.weights import timm_architecture
+from vit_jax.weights.formats import timm_architecture
 from vit_jax.weights.preprocess import edges
 from vit_jax.weights.pretrained import Preprocess
 

@@ -18,11 +18,11 @@ from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import fold, hugging_face_names, linen, torch_layout
-from vit_jax.weights import hugging_face_config as configs
-from vit_jax.weights.files import Tensors
+from vit_jax.weights.formats import fold, hugging_face_names, linen, torch_layout
+from vit_jax.weights.formats import hugging_face_config as configs
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.timm_names import POSITIONS
 from vit_jax.weights.pretrained import Pretrained
-from vit_jax.weights.timm_names import POSITIONS
 
 
 def recognises(names: Collection[str]) -> bool:

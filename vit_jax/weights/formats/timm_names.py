@@ -1,6 +1,6 @@
 """Names and layouts of timm's VisionTransformer, its hybrids and its BiT ResNets."""
 
-from vit_jax.weights.torch_layout import (
+from vit_jax.weights.formats.torch_layout import (
     CONV,
     POINTWISE,
     SAME,

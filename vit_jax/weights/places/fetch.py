@@ -9,7 +9,7 @@ from collections.abc import Callable
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.weights import cache, hub, mirrors, web
+from vit_jax.weights.places import cache, hub, mirrors, web
 
 _FORMS = (
     "the workdir of a finished run, a file or folder with weights, "
