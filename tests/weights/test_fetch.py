@@ -32,6 +32,7 @@ def test_a_local_path_is_returned_as_it_is(tmp_path):
             "'runs/x' is not here and is no place .* gs://bucket/file, or a name",
         ),
         ("", "'' is not here"),
+        ("x" * 999, "xxx cannot be read: File name too long"),
         ("ftp://host/a.npz", "'ftp://host/a.npz' is not here"),
         ("augreg:B/15", "'augreg:B/15' is none of augreg:Ti/16, "),
         ("hf://vit", "hf://vit is no place on the hub .* write hf://owner/name"),

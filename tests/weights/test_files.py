@@ -136,6 +136,32 @@ def test_damaged_files_are_named(tmp_path, content, message):
         files.read(tmp_path / "a.npz")
 
 
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            b"{'descr': '<f4', 'fortran_order': False, 'shape': (100000000000000,)}\n",
+            "is not a readable .npz checkpoint: Unable to allocate",
+        ),
+        (b"{'descr': ((((", "is not a readable .npz checkpoint: "),
+    ],
+)
+def test_damaged_headers_of_arrays_are_named(tmp_path, header, message):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        start = b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little")
+        archive.writestr("a.npy", start + header)
+    with pytest.raises(UserError, match=rf"a\.npz .*{message}"):
+        files.read(tmp_path / "a.npz")
+
+
+def test_numbers_that_numpy_lacks_are_refused(tmp_path):
+    header = b'{"a":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="not a readable .safetensors .*float8_e4m3"):
+        files.read(tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
 def test_file_that_is_cut_off_is_named(tmp_path, kind):
     path = tmp_path / f"a.{kind}"

@@ -179,13 +179,15 @@ def test_a_classifier_of_the_class_token_alone_is_read_as_a_pair(tmp_path):
     np.testing.assert_allclose(logits_of(found), expected, atol=1e-5)
 
 
-def test_a_pooler_beside_a_classifier_is_dropped(tmp_path):
-    arrays, config = write(tmp_path, model_of())
-    arrays["vit.pooler.dense.weight"] = np.ones((12, 12), np.float32)
-    arrays["vit.pooler.dense.bias"] = np.ones(12, np.float32)
+@pytest.mark.parametrize(("prefix", "distillation"), [("vit", False), ("deit", True)])
+def test_a_pooler_beside_a_classifier_is_dropped(tmp_path, prefix, distillation):
+    model = model_of(distillation=distillation)
+    arrays, config = write(tmp_path, model)
+    arrays[f"{prefix}.pooler.dense.weight"] = np.ones((12, 12), np.float32)
+    arrays[f"{prefix}.pooler.dense.bias"] = np.ones(12, np.float32)
     found = read(arrays, config)
     assert not found.options["representation"]
-    assert_same(found.params, random_flat(model_of()))
+    assert_same(found.params, random_flat(model))
     assert found.notes == ("pooler: dropped, because the classifier does not see it",)
 
 

@@ -1,15 +1,19 @@
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import save_file
 from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
 
 from vit_jax import config as configuration
 from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, start, surgery
+from vit_jax.weights.formats import hugging_face, timm
 
 STEM = {"blocks": (1, 1), "stem_width": 32}
 
@@ -140,6 +144,7 @@ def test_workdir_is_opened_like_any_other_checkpoint(run, average):
             Preprocess((12, 12), crop_fraction=0.75),
         ),
         ("resize_small(16) | central_crop(8)", (12, 12), None),
+        ("resize_small(16) | central_crop", (16, 12), None),
         ("resize(16) | central_crop(12)", (12, 12), None),
         ("resize_small(16)", (12, 12), None),
     ],
@@ -149,6 +154,40 @@ def test_evaluation_of_a_run_becomes_preprocessing(run, ops, size, expected):
     found = weights.open_pretrained(folder)
     assert found.preprocess == expected
     assert (expected is None) == any("is no resize and crop" in n for n in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("timm", {"architecture": "vit", "model_args": {"num_heads": "3"}}),
+        ("timm", {"architecture": "vit", "model_args": [3]}),
+        ("hugging_face", {"model_type": "vit", "id2label": ["a", "b"]}),
+        ("hugging_face", {"model_type": "vit", "layer_norm_eps": "small"}),
+        ("hugging_face", {"model_type": "vit", "image_size": "12"}),
+    ],
+)
+def test_a_config_of_another_form_is_named(tmp_path, name, content):
+    model = encoder()
+    params = unflatten_dict(random_flat(model), sep="/")
+    given = weights.Pretrained(params, model.options, "vit_jax", "here")
+    {"timm": timm, "hugging_face": hugging_face}[name].write(given, tmp_path)
+    config = tmp_path / "config.json"
+    merged = json.loads(config.read_text()) | content
+    config.write_text(json.dumps(merged))
+    with pytest.raises(UserError, match=f"{tmp_path} has a config.json, a header or"):
+        weights.open_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options", [{"classes": 3}, {"variant": "Ti/4", "classes": 3, "width": "x"}]
+)
+def test_a_header_of_another_form_is_named(tmp_path, options):
+    header = {"format_version": 1, "options": options, "preprocess": None}
+    header |= {"class_names": [], "loss": "softmax"}
+    path = tmp_path / "a.safetensors"
+    save_file({"a": np.ones(2)}, path, {"vit_jax": json.dumps(header)})
+    with pytest.raises(UserError, match=r"a\.safetensors has a config.json, a header"):
+        weights.open_pretrained(path)
 
 
 def test_run_starts_from_published_weights_and_tells_what_differs(tmp_path):

@@ -206,6 +206,16 @@ def changed(drop=(), **extra):
             r"does not fit .*: head/kernel is \(12, 5\) in the checkpoint but \(12, 7\)",
         ),
         (
+            changed(**{"embedding/kernel": np.ones((4, 2, 3, 12))}),
+            [],
+            r"embedding/kernel is \(4, 2, 3, 12\) in the checkpoint but \(4, 4, 3, 12\)",
+        ),
+        (
+            changed(**{POSITIONS: np.ones(())}),
+            [],
+            r"pos_embedding is \(\) in the checkpoint but \(1, 10, 12\)",
+        ),
+        (
             changed(probe=np.ones(3)),
             [],
             "probe is left over; what may be so, name in con",

@@ -92,7 +92,16 @@ def open_pretrained(
             "one file with weights"
         )
     tensors = files.read(path)
-    found = recognise.reader(tensors).read(tensors, heads)
+    try:
+        found = recognise.reader(tensors).read(tensors, heads)
+        models.create(**found.options)
+    except UserError:
+        raise
+    except Exception as error:  # As a number where its config.json should have a list.
+        raise UserError(
+            f"{name} has a config.json, a header or arrays of another form than its "
+            f"format has: {error!r}"
+        ) from error
     return dataclasses.replace(found, source=name)
 
 

@@ -135,8 +135,8 @@ def _resize_positions(
     rows = []
     for name in sorted(given.keys() & wanted.keys()):
         old, shape = given[name], wanted[name].shape
-        if old.shape[-1] != shape[-1]:
-            continue
+        if old.ndim != len(shape) or old.shape[-1] != shape[-1]:
+            continue  # `settle` tells.
         if name.endswith("/pos_embedding"):
             label = "position embeddings" if name == _POSITIONS else name
             has, needs = ([t for t in _TOKENS if t in tree] for tree in (given, wanted))
@@ -184,10 +184,10 @@ def _square_grid(patches: int) -> tuple[int, int]:
 def _resize_input(given: dict, wanted: dict) -> list[Row]:
     """Fits the first kernel to the model's channels and patch size."""
     name = next((n for n in _FIRST_KERNELS if n in wanted), None)
-    if name not in given or given[name].ndim != 4:
-        return []
+    kernel = given.get(name)
+    if np.ndim(kernel) != 4 or kernel.shape[0] != kernel.shape[1]:
+        return []  # `settle` tells.
     rows, shape = [], wanted[name].shape
-    kernel = given[name]
     if kernel.shape[2] != shape[2]:
         given[name] = resample.input_channels(kernel, shape[2])
         action = f"input channels made {shape[2]} of {kernel.shape[2]}"

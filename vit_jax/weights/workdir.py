@@ -122,8 +122,9 @@ def _preprocess(data: dict) -> Preprocess | None:
         case (
             host_ops.ResizeSmall(size=short),
             host_ops.CentralCrop(size=size),
-        ) if _pair(size) == image_size:
-            return Preprocess(**common, crop_fraction=min(image_size) / short)
+        ) if _pair(size) == image_size and image_size[0] == image_size[1]:
+            # A Preprocess with unequal sides resizes both to the crop's aspect.
+            return Preprocess(**common, crop_fraction=image_size[0] / short)
     return None
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import zipfile
-import zlib
 
 import ml_dtypes
 import numpy as np
@@ -135,16 +134,11 @@ def _read_file(
                 return kind, dict(file), {}
     except UserError:
         raise
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        zlib.error,
-        zipfile.BadZipFile,
-        safetensors.SafetensorError,
-    ) as error:
+    except Exception as error:  # Whatever a damaged or hostile header can provoke.
         what = f".{kind} checkpoint" if kind != "weights" else "weights file"
-        raise UserError(f"{path} is not a readable {what}: {error}") from error
+        raise UserError(
+            f"{path} is not a readable {what}: {error or type(error).__name__}"
+        ) from error
     return kind, torch_file.read(path), {}
 
 
@@ -191,7 +185,7 @@ def _sidecars(folder: pathlib.Path) -> dict[str, dict]:
 
 def _json(path: pathlib.Path) -> dict:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(content, dict):

@@ -46,7 +46,8 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     """
     facts = configs.read(tensors.sidecars.get("config.json", {}))
     flat, notes = hugging_face_names.rename(tensors.flat), []
-    if "classifier.weight" in flat and "pooler.dense.weight" in flat:
+    classified = {"classifier.weight", "cls_classifier.weight"} & flat.keys()
+    if classified and "pooler.dense.weight" in flat:
         flat = {k: v for k, v in flat.items() if not k.startswith("pooler.")}
         notes.append("pooler: dropped, because the classifier does not see it")
     distilled = "embeddings.distillation_token" in flat

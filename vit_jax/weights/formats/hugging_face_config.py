@@ -66,7 +66,7 @@ def read(config: Mapping) -> Facts:
     return Facts(
         heads=config.get("num_attention_heads", 12),
         gelu=gelu[0],
-        epsilon=config.get("layer_norm_eps", 1e-12),
+        epsilon=float(config.get("layer_norm_eps", 1e-12)),
         image_size=(size, size) if isinstance(size, int) else tuple(size),
         class_names=() if names == tuple(f"LABEL_{i}" for i in numbers) else names,
         loss="sigmoid" if config.get("problem_type") == _SIGMOID else "softmax",

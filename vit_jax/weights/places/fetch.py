@@ -49,7 +49,11 @@ def fetch(
     say = say or logging.getLogger(__name__).info
     sha256 = _checked(sha256)
     local = pathlib.Path(place).expanduser()
-    if place and local.exists():
+    try:
+        here = bool(place) and local.exists()
+    except OSError as error:  # As its name is too long.
+        raise UserError(f"{place} cannot be read: {error.strerror}") from error
+    if here:
         if sha256 and not cache.is_whole(local, sha256):
             found = "a folder" if local.is_dir() else f"of {cache.digest(local)}"
             raise UserError(f"{place} is {found}, not of the SHA-256 {sha256}")
