@@ -190,6 +190,7 @@ def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
         ),
         (("--to=timm", "--out={parent}"), "is there: give another, or add --overwrite"),
         (("--to=hf", "--out={source}/x"), r"--out=.*/x cannot be written: .*exists"),
+        (("--to=hf", f"--out={'x' * 999}"), r"--out=x* cannot be written: .* too long"),
         (
             ("--to=hf", "--out=x", "--push=a"),
             "--push='a' has no owner: write owner/name",
@@ -231,6 +232,33 @@ def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             export.export(made(**options), to, tmp_path / out)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("to", "out"),
+    [("timm", "a"), ("hf", "a"), ("google", "a.npz"), ("safetensors", "a.safetensors")],
+)
+def test_incomplete_weights_leave_nothing(tmp_path, to, out):
+    for name, value, message in (
+        (
+            "head",
+            {"kernel": np.ones((12, 5), np.float32)},
+            r"head/bias is none.*\(5,\)",
+        ),
+        (
+            "cls",
+            np.ones((1, 2, 12), np.float32),
+            r"cls is \(1, 2, 12\), and .*1, 1, 12",
+        ),
+        ("more", np.ones(3, np.float32), r"more is \(3,\), and its network's none"),
+    ):
+        found = made()
+        found.params[name] = value
+        with pytest.raises(
+            UserError, match=f"test is damaged or incomplete: .*{message}"
+        ):
+            export.export(found, to, tmp_path / out)
         assert not list(tmp_path.iterdir())
 
 

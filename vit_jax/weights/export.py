@@ -8,6 +8,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
+import jax
+from flax.traverse_util import flatten_dict
+
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import google_out, hugging_face, own, timm
@@ -40,8 +43,11 @@ def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
     suffix = FORMATS[to]
     if suffix and out.suffix != suffix:
         raise UserError(f"--out={out}: --to={to} writes one file: name it *{suffix}")
-    if not out.exists():
-        return
+    try:
+        if not out.exists():
+            return
+    except OSError as error:  # As its name is too long.
+        raise UserError(f"--out={out} cannot be written: {error}") from error
     if out.is_dir() == bool(suffix):
         kind = "file" if suffix else "folder"
         raise UserError(f"--out={out} is there and is no {kind}: give another")
@@ -64,9 +70,11 @@ def export(
       The files, and a line for each thing that was rewritten or left out.
 
     Raises:
-      UserError: the format has no such network, or the place cannot be written.
+      UserError: parameters are missing or left over, the format has no such network,
+        or the place cannot be written.
     """
     check(to, out, overwrite=overwrite)
+    _check_complete(pretrained)
     notes, names = [], pretrained.class_names
     if names and len(names) != pretrained.options["classes"]:
         notes.append(
@@ -78,6 +86,25 @@ def export(
         notes += _WRITERS[to](pretrained, place) or []
     files = [out / name for name in _NAMES] if out.is_dir() else [out]
     return [file for file in files if file.exists()], notes
+
+
+def _check_complete(pretrained: Pretrained) -> None:
+    """Raises UserError unless the parameters are exactly those of the network."""
+    model = models.create(**pretrained.options)
+    given, wanted = (
+        {k: v.shape for k, v in flatten_dict(tree, sep="/").items()}
+        for tree in (
+            pretrained.params,
+            jax.eval_shape(model.init, jax.random.key(0)),
+        )
+    )
+    wrong = sorted({name for name, _ in given.items() ^ wanted.items()})
+    if wrong:
+        has, needs = (shapes.get(wrong[0], "none") for shapes in (given, wanted))
+        raise UserError(
+            f"{pretrained.source} is damaged or incomplete: its {wrong[0]} is {has}, and "
+            f"its network's {needs} ({len(wrong)} such parameters)"
+        )
 
 
 @contextlib.contextmanager
