@@ -17,7 +17,7 @@ from vit_jax import cli, config, models, predict, weights
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, prediction
 from vit_jax.training import loop
-from vit_jax.weights.formats import own
+from vit_jax.weights.formats import own, timm
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -225,7 +225,8 @@ def test_a_pipe_is_answered_line_by_line_and_may_close(place, command):
         (["-"], b"x.png\n\ny.png", "no image: 'x.png' does not exist"),
         (["x", "--topk=0"], b"", "--topk: '0' is not a whole number from 1 on"),
         (["x", "--mean=a,b"], b"", "--mean: 'a,b' is not numbers with commas"),
-        (["x", "--crop=half"], b"", "--crop: 'half' is not numbers"),
+        (["x", "--crop=0.9,1"], b"", "--crop: '0.9,1' is neither a number nor squash"),
+        (["x", "--crop=half"], b"", "--crop: 'half' is neither a number"),
         (["x", "--resolution=ax2"], b"", "'a' is not a whole number from 1 on"),
         ([], b"", "required: IMAGE"),
     ],
@@ -367,6 +368,22 @@ def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_pat
     assert run(*words, *stated) == (0, out, "")
 
 
+def test_a_guess_about_the_weights_is_told(place, run, pretrained, tmp_path):
+    place_of = {"pos_embedding": np.ones((1, 10, 12), np.float32)}
+    encoder = pretrained.params["Transformer"] | {"posembed_input": place_of}
+    square = replaced(
+        pretrained,
+        params=pretrained.params | {"Transformer": encoder},
+        options=OPTIONS | {"image_size": (24, 24)},
+    )
+    timm.write(square, tmp_path)
+    (tmp_path / "config.json").unlink()
+    words = place / "images" / "b.JPG", f"--model={tmp_path}"
+    guess = "heads: nothing says how many, so 1, one for 64 features"
+    assert guess in run(*words)[2]
+    assert guess not in run(*words, "--heads=3")[2]
+
+
 def test_a_model_of_one_channel_sees_grey(place, run, pretrained, tmp_path):
     kernel = pretrained.params["embedding"]["kernel"]
     embedding = {**pretrained.params["embedding"], "kernel": kernel[:, :, :1]}
@@ -395,6 +412,9 @@ def test_models_without_a_classifier_or_with_broken_weights_are_refused(
     headless = replaced(pretrained, options=OPTIONS | {"classes": 0})
     with pytest.raises(UserError, match=r"tiny has no classifier \(classes=0\)"):
         prediction.Classifier(headless)
+    tokens = replaced(pretrained, options=OPTIONS | {"head": "none"})
+    with pytest.raises(UserError, match=r"tiny classifies every token .*\(head=none\)"):
+        prediction.Classifier(tokens)
     lacking = {k: v for k, v in pretrained.params.items() if k != "embedding"}
     message = "does not fit the model: embedding/bias is missing; embedding/kernel is"
     with pytest.raises(UserError, match=message):

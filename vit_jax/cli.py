@@ -72,7 +72,8 @@ def load_config(flags: argparse.Namespace) -> ConfigDict:
     if config.init == _UNSTATED:
         raise UserError(
             f"init={config.init!r}: {flags.config} starts from a checkpoint that is "
-            "yours to state: set --config.init to the workdir of a run or a .npz file"
+            "yours to state: set --config.init to the workdir of a run, a file or folder "
+            "with weights, or a name such as paper:B/16-i21k"
         )
     return config
 
@@ -117,7 +118,12 @@ def _floats(text: str) -> tuple[float, ...]:
 
 
 def _crop(text: str) -> float | str:
-    return text if text == SQUASH else _floats(text)[0]
+    try:
+        return text if text == SQUASH else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor {SQUASH}"
+        ) from error
 
 
 def run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> None:

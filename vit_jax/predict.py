@@ -68,6 +68,8 @@ def open_classifier(flags: argparse.Namespace):
     found = weights.open_pretrained(
         flags.model, average=not flags.raw, heads=flags.heads
     )
+    for note in found.notes:  # Such as how many heads were guessed.
+        print(f"{flags.model}: {note}", file=sys.stderr, flush=True)
     given = cli.image_flags(flags)
     if flags.resolution:
         given["image_size"] = flags.resolution

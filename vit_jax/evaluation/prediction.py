@@ -68,6 +68,11 @@ class Classifier:
                 f"{pretrained.source} has no classifier (classes=0): give a fine-tuned "
                 "checkpoint"
             )
+        if source.options.get("head") == "none":
+            raise UserError(
+                f"{pretrained.source} classifies every token by itself (head=none), not "
+                "the image: give a checkpoint with another head"
+            )
         preprocessing.check(preprocess, self._channels)
         names = class_names or pretrained.class_names
         if names and len(names) != classes:
