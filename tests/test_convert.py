@@ -1,6 +1,7 @@
 """`python -m vit_jax.convert`, on small models; uploads go to a server of our own."""
 
 import base64
+import dataclasses
 import hashlib
 import http.server
 import json
@@ -235,6 +236,18 @@ def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+def test_google_readers_assume_how_images_are_prepared_and_that_is_told(tmp_path):
+    _, notes = export.export(made(), "google", tmp_path / "a.npz")
+    assert notes[1] == (
+        "images: readers of the format take it as 12x12, bilinear, whole image, mean "
+        "0.5,0.5,0.5, std 0.5,0.5,0.5, so predictions differ unless they are told "
+        "12x12, bicubic, crop 0.75, mean 0.4,0.5,0.6, std 0.2,0.3,0.25"
+    )
+    usual = dataclasses.replace(made(), preprocess=Preprocess((12, 12), squash=True))
+    _, notes = export.export(usual, "google", tmp_path / "b.npz")
+    assert not any(note.startswith("images") for note in notes)
+
+
 @pytest.mark.parametrize(
     ("to", "out"),
     [("timm", "a"), ("hf", "a"), ("google", "a.npz"), ("safetensors", "a.safetensors")],
@@ -324,7 +337,7 @@ def test_an_empty_folder_is_taken(tmp_path):
     ],
 )
 def test_googles_format_takes_what_its_code_has(tmp_path, options, notes):
-    pretrained = made(**options)
+    pretrained = dataclasses.replace(made(**options), preprocess=None)
     _, found = export.export(pretrained, "google", tmp_path / "a.npz")
     assert found[1:] == notes
     if "image_size" in options and "variant" not in options:

@@ -252,13 +252,16 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     assert (found.preprocess, found.class_names) == (None, ())
     stated = read(arrays, heads=3)
     assert models.create(**stated.options).options["heads"] == 3
-    assert stated.notes == ()
+    assert stated.notes == (
+        "heads: nothing says how many, so 3 as asked for, not the usual 1",
+    )
 
 
 def test_known_sizes_tell_their_heads():
-    assert torch_layout.guess_heads(1280, 32) == (16, [])
-    assert torch_layout.guess_heads(768, 12) == (12, [])
-    assert torch_layout.guess_heads(768, 3)[0] == 12
+    assert torch_layout.choose_heads(0, 0, 1280, 32) == (16, [])
+    assert torch_layout.choose_heads(0, 12, 768, 12) == (12, [])
+    assert torch_layout.choose_heads(0, 0, 768, 3)[0] == 12
+    assert torch_layout.choose_heads(7, 5, 768, 12) == (7, [])
 
 
 def test_without_a_config_a_grid_must_be_square(tmp_path):

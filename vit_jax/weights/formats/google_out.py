@@ -12,8 +12,9 @@ from flax.traverse_util import flatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
+from vit_jax.weights import preprocess
 from vit_jax.weights.formats import fold
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
@@ -32,6 +33,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     model = models.create(**pretrained.options)
     flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
     notes = ["class names, preprocessing, loss: the format has no place for them"]
+    notes += _preprocessing(pretrained.preprocess)
     if "depth" in options:
         _check(options)
         flat, options, more = fold.norm_each_token(flat, options)
@@ -60,6 +62,21 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     with pathlib.Path(path).open("wb") as stream:
         np.savez(stream, **flat)
     return notes
+
+
+def _preprocessing(given: Preprocess | None) -> list[str]:
+    """Returns a note if images are prepared otherwise than readers take for granted."""
+    if given is None:
+        return []
+    half = (0.5,) * len(given.mean), (0.5,) * len(given.std)
+    usual = Preprocess(given.image_size, *half, squash=True)
+    if given == usual:
+        return []
+    note = (
+        f"images: readers of the format take it as {preprocess.describe(usual)}, so "
+        f"predictions differ unless they are told {preprocess.describe(given)}"
+    )
+    return [note]
 
 
 def _check(options: dict) -> None:

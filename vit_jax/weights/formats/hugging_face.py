@@ -56,17 +56,17 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
         flat = {re.sub("^classifier", "cls_classifier", k): v for k, v in flat.items()}
         notes.append("classifier: of the class token alone, written as a pair")
     bias = "cls_classifier.bias" if distilled else "classifier.bias"
+    depth = len({n.split(".")[2] for n in flat if n.startswith("encoder.layer.")})
+    width = len(flat["embeddings.patch_embeddings.projection.weight"])
+    heads, more = torch_layout.choose_heads(facts.heads, heads, width, depth)
+    notes += more
     form = {
-        "depth": len({n.split(".")[2] for n in flat if n.startswith("encoder.layer.")}),
-        "heads": facts.heads or heads,
+        "depth": depth,
+        "heads": heads,
         "classes": len(flat.get(bias, ())),
         "distillation": distilled,
         "representation": "pooler.dense.weight" in flat,
     }
-    if not form["heads"]:
-        width = len(flat["embeddings.patch_embeddings.projection.weight"])
-        form["heads"], more = torch_layout.guess_heads(width, form["depth"])
-        notes += more
     if not tensors.sidecars.get("config.json"):
         notes.append("config.json: none, so exact GELU and epsilon 1e-12")
     ours = torch_layout.read(flat, hugging_face_names.table(form), tensors.path)

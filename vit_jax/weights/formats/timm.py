@@ -93,11 +93,11 @@ def _read_transformer(tensors: Tensors, facts: timm_config.Facts, heads: int):
     flat, more = fold.query_bias(flat)
     notes += more
     form = _form(flat, facts, tensors.path)
-    form["heads"] = facts.heads or heads
-    if not form["heads"]:
-        width = len(flat["patch_embed.proj.weight"])
-        form["heads"], more = torch_layout.guess_heads(width, form["depth"])
-        notes += more
+    width = len(flat["patch_embed.proj.weight"])
+    form["heads"], more = torch_layout.choose_heads(
+        facts.heads, heads, width, form["depth"]
+    )
+    notes += more
     ours = torch_layout.read(flat, timm_names.transformer(form), tensors.path)
 
     embedding = ours.pop(POSITIONS, None)

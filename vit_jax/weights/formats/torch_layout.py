@@ -99,23 +99,36 @@ def norm(theirs: str, ours: str) -> list[Entry]:
     ]
 
 
-def guess_heads(width: int, depth: int) -> tuple[int, list[str]]:
-    """Returns the attention heads of a known encoder of these sizes, or a guess.
+def choose_heads(
+    stated: int, asked: int, width: int, depth: int
+) -> tuple[int, list[str]]:
+    """Returns the attention heads of an encoder.
 
     PyTorch's arrays do not tell: all heads share one axis.
 
     Args:
+      stated: number in a config; 0 where there is none.
+      asked: number that the caller takes it to be; 0 if it does not know.
       width: features a token.
       depth: blocks.
 
     Returns:
-      The number, and a note if it is a guess.
+      The number, and a note if it may be wrong.
     """
-    for size in variants.SIZES.values():
-        if (size.width, size.depth) == (width, depth):
-            return size.heads, []
-    guess = max(1, width // 64)
-    return guess, [f"heads: nothing says how many, so {guess}, one for 64 features"]
+    if stated:
+        return stated, []
+    known = [
+        size.heads
+        for size in variants.SIZES.values()
+        if (size.width, size.depth) == (width, depth)
+    ]
+    usual = known[0] if known else max(1, width // 64)
+    note = "heads: nothing says how many, so"
+    if asked and asked != usual:
+        return asked, [f"{note} {asked} as asked for, not the usual {usual}"]
+    if asked or known:
+        return usual, []
+    return usual, [f"{note} {usual}, one for 64 features"]
 
 
 def read(
