@@ -9,7 +9,7 @@ import zlib
 import cv2
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 # The loader has threads of its own; OpenCV's would fight over the same cores.
 cv2.setNumThreads(0)
@@ -57,6 +57,8 @@ def decode(
         raise
     except Image.DecompressionBombError as error:
         raise DamagedImage(f"has too many pixels ({error})") from error
+    except UnidentifiedImageError as error:  # Its text has an address in memory.
+        raise DamagedImage("cannot be decoded (of no known format)") from error
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise DamagedImage(f"cannot be decoded ({error})") from error
 
