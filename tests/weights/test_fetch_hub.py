@@ -313,7 +313,8 @@ def test_all_places_that_fail_are_listed(two_places):
 
 def run(tmp_path, place, **variables):
     code = (
-        "import sys; from vit_jax.weights.places import fetch; print(fetch.fetch(sys.argv[1]))"
+        "import sys; from vit_jax.weights.places import fetch; "
+        "print(fetch.fetch(sys.argv[1]))"
     )
     return subprocess.run(
         [sys.executable, "-c", code, place],
