@@ -1,5 +1,6 @@
 """`python -m vit_jax.predict`, on a small model with random parameters."""
 
+import dataclasses
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from vit_jax import cli, config, models, predict, weights
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, prediction
 from vit_jax.training import loop
+from vit_jax.weights import resample
 from vit_jax.weights.formats import own, timm
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -366,6 +368,25 @@ def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_pat
     assert re.findall(r"  (class \d)\n", out)
     stated = "--mean=0.5", "--std=0.5", "--interpolation=bilinear", "--crop=squash"
     assert run(*words, *stated) == (0, out, "")
+
+
+@pytest.mark.parametrize(
+    ("format", "method"),
+    [("timm", "bicubic"), ("hugging_face", "bicubic"), ("google", "linear")],
+)
+def test_positions_are_resized_as_in_the_library_of_the_weights(
+    pretrained, format, method
+):
+    size = dataclasses.replace(PREPROCESS, image_size=(32, 40))
+    classifier = prediction.Classifier(
+        replaced(pretrained, format=format), preprocess=size
+    )
+    old, new = (
+        params["Transformer"]["posembed_input"]["pos_embedding"]
+        for params in (pretrained.params, classifier._params)
+    )
+    expected = resample.positions(old, (2, 3), (4, 5), tokens=1, method=method)
+    np.testing.assert_allclose(new, expected, atol=1e-6)
 
 
 def test_a_guess_about_the_weights_is_told(place, run, pretrained, tmp_path):

@@ -117,6 +117,21 @@ def test_missing_parameters_come_from_the_initialisation_given(tmp_path):
     assert jax.tree.map(np.shape, drawn.params) == jax.tree.map(np.shape, init)
 
 
+def test_what_the_same_parameters_compute_otherwise_is_told(tmp_path):
+    path = save(tmp_path / "a.npz", random_flat(encoder()))
+    loaded = weights.load(path, encoder(posemb_at="shared", gelu="erf"))
+    assert [row.action for row in loaded.rows if row.what == "differs"] == [
+        "posemb_at stem in the checkpoint, shared in the model",
+        "gelu tanh in the checkpoint, erf in the model",
+    ]
+    resnet = {"classes": 3, "blocks": (1,), "stem_width": 32}
+    path = save(tmp_path / "b.npz", random_flat(models.create("R50x1", **resnet)))
+    loaded = weights.load(path, models.create("R50x1", zero_pool=True, **resnet))
+    assert [row.action for row in loaded.rows if row.what == "differs"] == [
+        "zero_pool False in the checkpoint, True in the model"
+    ]
+
+
 @pytest.mark.parametrize("average", [True, False])
 def test_workdir_is_opened_like_any_other_checkpoint(run, average):
     config = complete(data={"mean": (0.4,), "std": (0.2, 0.3, 0.4)})
