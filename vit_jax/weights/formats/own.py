@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Collection
 
 import numpy as np
 import safetensors.numpy
@@ -20,11 +19,6 @@ from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 METADATA_KEY = "vit_jax"
 _VERSION = 1
-
-
-def recognises(names: Collection[str]) -> bool:
-    """Tells nothing: only the header tells, because the names are Google's."""
-    return False
 
 
 def read(tensors: Tensors, heads: int = 0) -> Pretrained:
