@@ -156,7 +156,12 @@ def says(line, *parts):
         ),
         pytest.param(
             ["--config=configs/digits_finetune.py"],
-            ["init='?'", "configs/digits_finetune.py", "--config.init", "paper:B/16-i21k"],
+            [
+                "init='?'",
+                "configs/digits_finetune.py",
+                "--config.init",
+                "paper:B/16-i21k",
+            ],
             id="fine-tuning config whose init is not stated",
         ),
         pytest.param(

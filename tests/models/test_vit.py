@@ -27,17 +27,19 @@ def test_non_square_images_and_one_channel_work():
     model = models.create(
         "B/4", classes=5, image_size=(12, 20), channels=1, head="gap", **TINY
     )
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     assert model.grid == (3, 5)
     assert params["Transformer"]["posembed_input"]["pos_embedding"].shape == (1, 15, 12)
-    out = model.apply(params, jnp.ones((2, 12, 20, 1)))
+    out = jax.jit(model.apply)(params, jnp.ones((2, 12, 20, 1)))
     assert out["logits"].shape == (2, 5)
     assert out["pre_logits"].shape == (2, 12)
 
 
 def test_head_starts_at_zero_with_its_bias():
     model = models.create("B/4", classes=5, image_size=(8, 8), head_bias=-10.0, **TINY)
-    out = model.apply(model.init(jax.random.key(0)), jnp.ones((2, 8, 8, 3)))
+    out = jax.jit(model.apply)(
+        jax.jit(model.init)(jax.random.key(0)), jnp.ones((2, 8, 8, 3))
+    )
     np.testing.assert_array_equal(out["logits"], np.full((2, 5), -10.0))
 
 
@@ -59,7 +61,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
     outs = {}
     for dtype in ("float32", "bfloat16"):
         model = models.create("B/4", classes=5, image_size=(8, 12), dtype=dtype, **TINY)
-        params = trained_like(model.init(jax.random.key(0)))
+        params = trained_like(jax.jit(model.init)(jax.random.key(0)))
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         outs[dtype] = jax.jit(model.apply)(params, images.astype(dtype))["logits"]
         assert outs[dtype].dtype == jnp.float32
@@ -71,7 +73,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
 @pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
 def test_random_layers_act_in_training_only(option):
     model = models.create("B/4", classes=5, image_size=(8, 8), **{option: 0.5}, **TINY)
-    params = trained_like(model.init(jax.random.key(0)))
+    params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     images = jnp.ones((6, 8, 8, 3))
 
     def logits(**kwargs):
@@ -93,7 +95,7 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
             order.append(context.module.name.partition("_")[0])
         return call(*args, **kwargs)
 
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     with nn.intercept_methods(note):
         model.apply(params, jnp.ones((2, 8, 8, 3)), train=True, key=jax.random.key(0))
     block = ["query", "key", "value", "out", "Dropout", *["Dense", "Dropout"] * 2]
@@ -104,8 +106,8 @@ def test_gelu_flavours_differ_a_little():
     outs = []
     for gelu in ("tanh", "erf"):
         model = models.create("B/4", classes=5, image_size=(8, 8), gelu=gelu, **TINY)
-        params = trained_like(model.init(jax.random.key(0)))
-        outs.append(model.apply(params, jnp.ones((1, 8, 8, 3)))["logits"])
+        params = trained_like(jax.jit(model.init)(jax.random.key(0)))
+        outs.append(jax.jit(model.apply)(params, jnp.ones((1, 8, 8, 3)))["logits"])
     assert 1e-7 < np.abs(outs[0] - outs[1]).max() < 1e-2
 
 
@@ -173,7 +175,8 @@ def test_options_build_the_same_model_again(variant, options):
 @pytest.mark.parametrize("classes", [0, 5])
 def test_every_head_with_and_without_a_classifier(options, shape, classes):
     model = models.create("B/4", classes=classes, image_size=(8, 12), **options, **TINY)
-    out = model.apply(model.init(jax.random.key(0)), jnp.ones((2, 8, 12, 3)))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    out = jax.eval_shape(model.apply, params, jnp.ones((2, 8, 12, 3)))
     assert out["pre_logits"].shape == shape
     assert ("logits" in out) == bool(classes)
     if classes:
@@ -187,11 +190,11 @@ def test_gap_beside_a_class_token_averages_the_patches_only():
     tokens = models.create(
         "B/4", classes=5, image_size=(8, 12), head="none", class_token=True, **TINY
     )
-    params = trained_like(model.init(jax.random.key(0)))
+    params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     np.testing.assert_allclose(
-        model.apply(params, images)["pre_logits"],
-        tokens.apply(params, images)["pre_logits"][:, 1:].mean(1),
+        jax.jit(model.apply)(params, images)["pre_logits"],
+        jax.jit(tokens.apply)(params, images)["pre_logits"][:, 1:].mean(1),
         atol=1e-6,
     )
 
@@ -200,13 +203,13 @@ def test_distillation_is_the_mean_of_two_classifiers():
     model = models.create(
         "B/4", classes=5, image_size=(8, 12), distillation=True, **TINY
     )
-    params = trained_like(model.init(jax.random.key(0)))
+    params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
-    full = model.apply(params, images)["logits"]
+    full = jax.jit(model.apply)(params, images)["logits"]
     halves = []
     for name in ("head", "head_dist"):
         muted = params | {name: jax.tree.map(jnp.zeros_like, params[name])}
-        halves.append(model.apply(muted, images)["logits"])
+        halves.append(jax.jit(model.apply)(muted, images)["logits"])
         assert np.abs(halves[-1]).max() > 1e-3
     np.testing.assert_allclose(full, halves[0] + halves[1], atol=1e-5)
 
@@ -215,9 +218,9 @@ def test_pooled_norm_comes_after_the_mean():
     model = models.create(
         "B/4", classes=5, image_size=(8, 12), head="gap", pooled_norm=True, **TINY
     )
-    params = trained_like(model.init(jax.random.key(0)))
+    params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     assert "encoder_norm" not in params["Transformer"]
     params["fc_norm"] = {"scale": jnp.ones(12), "bias": jnp.zeros(12)}
-    features = model.apply(params, jnp.ones((2, 8, 12, 3)))["pre_logits"]
+    features = jax.jit(model.apply)(params, jnp.ones((2, 8, 12, 3)))["pre_logits"]
     np.testing.assert_allclose(features.mean(-1), 0, atol=1e-5)
     np.testing.assert_allclose(features.std(-1), 1, atol=1e-3)
