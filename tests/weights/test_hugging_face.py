@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from trees import assert_same, encoder, random_flat
 
-from vit_jax import models
+from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained
 from vit_jax.weights.formats import files, hugging_face
@@ -220,12 +220,6 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     ("change", "message"),
     [
         (
-            lambda a, c: a.update({"vit.embeddings.mask_token": np.zeros((1, 1, 12))}),
-            "file has embeddings.mask_token, which is not of a model of this project",
-        ),
-        (lambda a, c: a.pop("classifier.bias"), "has classifier.weight, which is not"),
-        (lambda a, c: a.pop("vit.layernorm.bias"), "lacks layernorm.bias"),
-        (
             lambda a, c: c.update(hidden_act="quick_gelu"),
             "hidden_act='quick_gelu' in config.json is not one of gelu, ",
         ),
@@ -235,11 +229,41 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
         ),
     ],
 )
-def test_other_networks_are_refused_by_what_they_have(tmp_path, change, message):
+def test_configs_of_other_networks_are_refused(tmp_path, change, message):
     arrays, config = write(tmp_path, model_of())
     change(arrays, config)
     with pytest.raises(UserError, match=message):
         read(arrays, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "problem"),
+    [
+        (
+            lambda a: a.update(
+                {"vit.embeddings.mask_token": np.zeros((1, 1, 12), np.float32)}
+            ),
+            "embeddings.mask_token",
+            "left over",
+        ),
+        (
+            lambda a: a.pop("vit.layernorm.bias"),
+            "Transformer/encoder_norm/bias",
+            "missing",
+        ),
+    ],
+)
+def test_what_is_left_over_or_missing_is_refused_unless_allowed(
+    tmp_path, change, name, problem
+):
+    model = model_of()
+    arrays, _ = write(tmp_path, model)
+    change(arrays)
+    save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} is {problem}"):
+        weights.load(tmp_path, model)
+    loaded = weights.load(tmp_path, model, init_allow=[f"^{name}$"])
+    assert any(name == row.what and problem in row.action for row in loaded.rows)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from trees import assert_same, encoder, random_flat
 
-from vit_jax import models
+from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained
 from vit_jax.weights.formats import files, timm, torch_layout
@@ -336,15 +336,6 @@ def test_a_config_as_the_hub_has_them_is_read():
     ("change", "message"),
     [
         (
-            lambda a, c: a.update({"reg_token": np.zeros((1, 4, 12), np.float32)}),
-            "file has reg_token, which is not of a model of this project",
-        ),
-        (
-            lambda a, c: a.update({"blocks.0.attn.q_norm.weight": np.ones(4)}),
-            "has blocks.0.attn.q_norm.weight, which is not of a model",
-        ),
-        (lambda a, c: a.pop("blocks.1.mlp.fc1.bias"), "lacks blocks.1.mlp.fc1.bias"),
-        (
             lambda a, c: c["model_args"].update(num_heads=5),
             r"blocks.0.attn.qkv.weight has shape \(36, 12\), which does not fit",
         ),
@@ -364,11 +355,46 @@ def test_a_config_as_the_hub_has_them_is_read():
         ),
     ],
 )
-def test_other_networks_are_refused_by_what_they_have(tmp_path, change, message):
+def test_configs_of_other_networks_are_refused(tmp_path, change, message):
     arrays, config = write(tmp_path, encoder(image_size=(12, 20)))
     change(arrays, config)
     with pytest.raises(UserError, match=message):
         read(arrays, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "problem"),
+    [
+        (
+            lambda a: a.update({"reg_token": np.zeros((1, 4, 12), np.float32)}),
+            "reg_token",
+            "left over",
+        ),
+        (
+            lambda a: a.update({"blocks.0.attn.q_norm.weight": np.ones(4, "f")}),
+            "blocks.0.attn.q_norm.weight",
+            "left over",
+        ),
+        (
+            lambda a: a.pop("blocks.1.mlp.fc1.bias"),
+            "Transformer/encoderblock_1/MlpBlock_3/Dense_0/bias",
+            "missing",
+        ),
+    ],
+)
+def test_what_is_left_over_or_missing_is_refused_unless_allowed(
+    tmp_path, change, name, problem
+):
+    model = encoder(image_size=(12, 20))
+    arrays, _ = write(tmp_path, model)
+    change(arrays)
+    save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} is {problem}"):
+        weights.load(tmp_path, model)
+    loaded = weights.load(tmp_path, model, init_allow=[f"^{name}$"])
+    assert any(name == row.what and problem in row.action for row in loaded.rows)
+    expected = jax.eval_shape(model.init, jax.random.key(0))
+    assert jax.tree.structure(loaded.params) == jax.tree.structure(expected)
 
 
 @pytest.mark.parametrize(

@@ -142,24 +142,19 @@ def read(
       source: for messages.
 
     Returns:
-      Ours by name, levels joined by "/"; floats as float32.
+      Ours by name, levels joined by "/"; floats as float32. What the table does not
+      know keeps its name, and what is missing stays so: whoever fits the parameters to
+      a model finds both, and may have been told to allow them.
 
     Raises:
-      UserError: an array is missing, left over, or of a shape that makes no sense.
+      UserError: an array is of a shape that makes no sense.
     """
-    table, ours = list(table), {}
+    table = list(table)
     known = {entry.theirs for entry in table}
-    if extra := [name for name in flat if name not in known]:
-        raise UserError(
-            f"{source} has {extra[0]}, which is not of a model of this project "
-            f"({len(extra)} such arrays): convert it to one of models.variants first"
-        )
+    ours = {name: value for name, value in flat.items() if name not in known}
     for entry in table:
         if entry.theirs not in flat:
-            raise UserError(
-                f"{source} lacks {entry.theirs}, which models of this project have: "
-                "it is of another network, or incomplete"
-            )
+            continue
         value = flat[entry.theirs]
         try:
             arrays = entry.layout.to_ours(value.astype(np.float32, copy=False))
