@@ -45,9 +45,10 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
             )
         if options["epsilon"] != 1e-6:
             notes.append(f"epsilon: {options['epsilon']:g} became 1e-6, Google's")
-        if model.grid[0] != model.grid[1]:
-            notes.append(
-                f"grid {model.grid}: readers of the format take it as a square"
+        if model.grid[0] != model.grid[1] and options["posemb"] == "learned":
+            raise UserError(
+                f"a grid of {model.grid[0]}x{model.grid[1]}: readers of Google's npz "
+                "take it as a square: write it with --to=timm or --to=safetensors"
             )
     else:
         if options["zero_pool"]:
