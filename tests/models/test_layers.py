@@ -39,6 +39,39 @@ def test_attention_softmax_is_in_float32_for_bfloat16_operands():
     assert "exp" in text and "f32[1,1,1,2] = exp" in text.replace(":", "")
 
 
+def test_attention_has_the_gradient_that_jax_derives():
+    def plain(q, k, v):
+        logits = jnp.einsum("bhnk,bhmk->bhnm", q, k) / np.sqrt(K)
+        return jnp.einsum("bhnm,bhmk->bhnk", jax.nn.softmax(logits), v)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, g = (
+        jax.random.normal(key, (B, H, n, K))
+        for key, n in zip(keys, (N, M, M, N), strict=True)
+    )
+    ours, expected = (
+        jax.jit(lambda *a, f=f: jax.vjp(f, *a)[1](g))(q, k, v)
+        for f in (attention.attend, plain)
+    )
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_attention_in_bfloat16_stays_near_float32_in_value_and_gradient():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(B, H, n, K) for n in (N, M, M, N)]
+    full = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    outs = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        *qkv, g = (x.astype(dtype) for x in full)
+        value, pull = jax.vjp(attention.attend, *qkv)
+        outs.append([value, *pull(g)])
+        assert {x.dtype for x in outs[-1]} == {jnp.dtype(dtype)}
+    for a, b in zip(*outs, strict=True):
+        # 8 bits a number, sums of at most 7.
+        np.testing.assert_allclose(a, b.astype(jnp.float32), atol=0.05)
+
+
 def test_block_of_drop_path_one_is_the_identity_in_training():
     block = Block(heads=H, hidden=9, drop_path=1.0)
     x = jax.random.normal(jax.random.key(0), (B, N, H * K))

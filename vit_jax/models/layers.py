@@ -47,20 +47,32 @@ class MultiHeadAttention(nn.Module):
         D = x.shape[-1]
 
         def project(name, tokens):
+            B, N, _ = tokens.shape
             y = nn.DenseGeneral(
                 (self.heads, D // self.heads),
                 kernel_init=_kernel_init,
                 dtype=self.dtype,
                 name=name,
-            )(tokens)
-            return jnp.swapaxes(y, 1, 2)  # Head-major: see attention.attend.
+            )(_merge(tokens))
+            # Head-major: see attention.attend.
+            return jnp.swapaxes(y.reshape(B, N, self.heads, -1), 1, 2)
 
         q = project("query", x)
         k, v = project("key", context), project("value", context)
         y = jnp.swapaxes(attention.attend(q, k, v, relative), 1, 2)
-        return nn.DenseGeneral(
+        y = nn.DenseGeneral(
             D, axis=(-2, -1), kernel_init=_kernel_init, dtype=self.dtype, name="out"
-        )(y)
+        )(y.reshape(-1, *y.shape[2:]))
+        return y.reshape(x.shape)
+
+
+def _merge(x: Float[Array, "B N D"]) -> Float[Array, "BN D"]:
+    """Puts the tokens of all images into one axis.
+
+    XLA's CPU backward pass of the 3-D product is nearly twice as slow
+    (docs/decisions.md).
+    """
+    return x.reshape(-1, x.shape[-1])
 
 
 class Mlp(nn.Module):
@@ -83,7 +95,7 @@ class Mlp(nn.Module):
         self, x: Float[Array, "B N D"], *, train: bool = False
     ) -> Float[Array, "B N D"]:
         """Transforms each token by itself."""
-        B, N, D = x.shape
+        shape, D = x.shape, x.shape[-1]
 
         def dense(features, name):
             return nn.Dense(
@@ -94,14 +106,12 @@ class Mlp(nn.Module):
                 name=name,
             )
 
-        # Tokens of all images in one axis: XLA's CPU backward pass of the 3-D
-        # product is nearly twice as slow (docs/decisions.md).
-        x = x.reshape(B * N, D)
+        x = _merge(x)
         x = GELU[self.gelu](dense(self.hidden, "Dense_0")(x))
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
         x = dense(D, "Dense_1")(x)
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
-        return x.reshape(B, N, D)
+        return x.reshape(shape)
 
 
 class Block(nn.Module):
