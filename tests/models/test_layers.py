@@ -1,9 +1,11 @@
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.models import attention
+from vit_jax.models import attention, layers
 from vit_jax.models.layers import Block, MultiHeadAttention
 
 B, N, M, H, K = 2, 5, 7, 3, 4  # Distinct, so that no swapped axis can pass.
@@ -97,3 +99,22 @@ def test_drop_path_drops_whole_images_and_rescales_what_stays():
     np.testing.assert_allclose(
         y[~dropped], np.broadcast_to(2 * branch, y[~dropped].shape), atol=1e-5
     )
+
+
+def test_exact_gelu_and_its_derivative_agree_with_those_of_the_error_function():
+    x = np.linspace(-9, 9, 371, dtype=np.float32)
+    cdf = np.array([(1 + math.erf(v / math.sqrt(2))) / 2 for v in x])
+    density = np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
+    y, vjp = jax.vjp(layers.GELU["erf"], jnp.array(x))
+    np.testing.assert_allclose(y, x * cdf, atol=1e-6)
+    np.testing.assert_allclose(
+        vjp(jnp.full_like(y, 3))[0], 3 * (cdf + x * density), atol=1e-5
+    )
+
+
+def test_exact_gelu_of_bfloat16_rounds_only_the_result():
+    x = jnp.linspace(-4, 4, 53, dtype=jnp.bfloat16)
+    y = layers.GELU["erf"](x)
+    exact = layers.GELU["erf"](x.astype(jnp.float32)).astype(jnp.bfloat16)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, exact)

