@@ -47,7 +47,11 @@ def _logits(query, key):
 # largest arrays of the network, more often (docs/decisions.md).
 @jax.custom_vjp
 def _attend(query, key, value):
-    return _attend_forward(query, key, value)[0]
+    logits = _logits(query * query.shape[-1] ** -0.5, key)
+    powers = jnp.exp(logits - logits.max(-1, keepdims=True))
+    # What was mixed is smaller than the weights, so the division comes after.
+    mixed = jnp.einsum("bhnm,bhmk->bhnk", powers.astype(value.dtype), value)
+    return (mixed / powers.sum(-1, keepdims=True)).astype(value.dtype)
 
 
 def _attend_forward(query, key, value):
