@@ -78,6 +78,20 @@ def load_config(flags: argparse.Namespace) -> ConfigDict:
     return config
 
 
+def refuse_overrides(flags: argparse.Namespace, doing: str) -> None:
+    """Raises UserError if a config key is set for a verb that takes no config.
+
+    Args:
+      flags: from `parse`.
+      doing: the verb, as "predicting".
+    """
+    if flags.overrides:
+        raise UserError(
+            f"--config.{next(iter(flags.overrides))}: {doing} takes no config; "
+            "--help lists the flags"
+        )
+
+
 def add_image_flags(parser: Parser) -> None:
     """Adds flags that say how images are prepared, where weights do not tell."""
     add = parser.add_argument

@@ -23,11 +23,7 @@ from vit_jax.errors import UserError
 
 def main(flags: argparse.Namespace) -> None:
     """Converts what the flags name."""
-    if flags.overrides:
-        raise UserError(
-            f"--config.{next(iter(flags.overrides))}: converting takes no config; "
-            "--help lists the flags"
-        )
+    cli.refuse_overrides(flags, "converting")
     # After the flags, so that their errors come at once.
     from vit_jax.weights import export
     from vit_jax.weights.places import card, push

@@ -15,18 +15,13 @@ import os
 import sys
 
 from vit_jax import cli
-from vit_jax.errors import UserError
 
 EXIT_DAMAGED = 1
 
 
 def main(flags: argparse.Namespace) -> int:
     """Classifies what the flags name; returns the exit code."""
-    if flags.overrides:
-        raise UserError(
-            f"--config.{next(iter(flags.overrides))}: predicting takes no config; "
-            "--help lists the flags"
-        )
+    cli.refuse_overrides(flags, "predicting")
     # After the flags, so that their errors come at once; JAX after the images.
     from vit_jax.evaluation import inputs
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
-from trees import assert_same, encoder, random_flat
+from trees import assert_same, checkpoint, encoder, random_flat
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
@@ -31,13 +30,8 @@ def model_of(**options):
 
 def made(model, **kwargs):
     """A checkpoint with random parameters."""
-    return Pretrained(
-        params=unflatten_dict(random_flat(model), sep="/"),
-        options=model.options,
-        format="vit_jax",
-        source="test",
-        **{"preprocess": PREPROCESS, "class_names": NAMES} | kwargs,
-    )
+    fields = {"preprocess": PREPROCESS, "class_names": NAMES} | kwargs
+    return checkpoint(model, **fields)
 
 
 def write(folder, model, **kwargs):

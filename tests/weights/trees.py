@@ -2,9 +2,10 @@
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
+from vit_jax.weights import Pretrained
 
 SIZE = {"width": 12, "depth": 2, "heads": 3, "mlp_dim": 20}
 
@@ -12,6 +13,17 @@ SIZE = {"width": 12, "depth": 2, "heads": 3, "mlp_dim": 20}
 def encoder(variant="Ti/4", classes=7, image_size=(12, 12), **options):
     return models.create(
         variant, classes=classes, image_size=image_size, **SIZE | options
+    )
+
+
+def checkpoint(model, **fields):
+    """Returns a checkpoint with random parameters."""
+    return Pretrained(
+        params=unflatten_dict(random_flat(model), sep="/"),
+        options=model.options,
+        format="vit_jax",
+        source="test",
+        **fields,
     )
 
 

@@ -5,6 +5,7 @@ image processors share but for half a pixel of an odd margin.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import UInt8
@@ -153,3 +154,8 @@ def describe(preprocess: Preprocess) -> str:
     return (
         f"{height}x{width}, {preprocess.interpolation}, {crop}, mean {mean}, std {std}"
     )
+
+
+def broadcast(values: Sequence[float], channels: int) -> list[float]:
+    """Returns a value a channel, where one may have stood for all."""
+    return list(values) * (channels if len(values) == 1 else 1)

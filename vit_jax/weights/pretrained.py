@@ -2,6 +2,9 @@
 
 import dataclasses
 
+# Where learned position embeddings are among our names.
+POSITIONS = "Transformer/posembed_input/pos_embedding"
+
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess:

@@ -8,6 +8,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.weights import resample
+from vit_jax.weights.pretrained import POSITIONS
 from vit_jax.weights.settle import Row, settle
 
 HEADS = ("keep", "replace", "drop")
@@ -15,7 +16,6 @@ HEADS = ("keep", "replace", "drop")
 _CLASSIFIERS = ("head", "head_dist")
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
 _TOKENS = ("cls", "dist")  # In the order of their rows.
-_POSITIONS = "Transformer/posembed_input/pos_embedding"
 _TABLES = ("/row_embedding", "/column_embedding")
 _FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
 
@@ -138,7 +138,7 @@ def _resize_positions(
         if old.ndim != len(shape) or old.shape[-1] != shape[-1]:
             continue  # `settle` tells.
         if name.endswith("/pos_embedding"):
-            label = "position embeddings" if name == _POSITIONS else name
+            label = "position embeddings" if name == POSITIONS else name
             has, needs = ([t for t in _TOKENS if t in tree] for tree in (given, wanted))
             cells = old_grid or _square_grid(old.shape[1] - len(has))
             if cells != grid:

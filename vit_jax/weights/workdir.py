@@ -10,6 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from vit_jax.data import host_ops, ops
 from vit_jax.errors import UserError
+from vit_jax.weights.preprocess import broadcast
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 FOLDER = "checkpoints"  # In the workdir; one folder a step below it.
@@ -110,8 +111,7 @@ def _preprocess(data: dict) -> Preprocess | None:
     """Returns what a run's evaluation does to its images, if it is of the usual kind."""
     image_size = tuple(data["image_size"])
     mean, std = (
-        tuple(data[name]) * (data["channels"] if len(data[name]) == 1 else 1)
-        for name in ("mean", "std")
+        tuple(broadcast(data[name], data["channels"])) for name in ("mean", "std")
     )
     common = {"image_size": image_size, "mean": mean, "std": std}
     match ops.parse_eval(data["eval_ops"], image_size):

@@ -7,10 +7,9 @@ from flax.traverse_util import unflatten_dict
 
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
 _ANCHOR = "embedding/kernel"
-_POSITIONS = "Transformer/posembed_input/pos_embedding"
 _OLD_POSITIONS = ("pos_embedding", "Transformer/pos_embedding")
 _SCANNED = "Transformer/encoderblock/"
 
@@ -40,7 +39,7 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     flat = linen.rename_blocks(_gather_map_head(_unstack(flat)))
     flat, more = _place_positions(flat)
     sizes = linen.transformer_options(flat)
-    if _POSITIONS not in flat:
+    if POSITIONS not in flat:
         sizes["posemb"] = "sincos2d"
         more += ("no position embeddings: taken as fixed sines and cosines (sincos2d)",)
     kinds = {"MAPHead_0/probe": "map", "cls": "token"}
@@ -95,17 +94,17 @@ def _place_positions(
     flat, notes = dict(flat), ()
     for name in _OLD_POSITIONS:
         if name in flat:
-            flat[_POSITIONS] = flat.pop(name)
-    if _POSITIONS not in flat:
+            flat[POSITIONS] = flat.pop(name)
+    if POSITIONS not in flat:
         return flat, notes
-    positions, square = flat[_POSITIONS], _is_square(flat[_POSITIONS].shape[1])
+    positions, square = flat[POSITIONS], _is_square(flat[POSITIONS].shape[1])
     if "cls" in flat and square:
         # There the class token comes after the positions are added: it has none.
         row = np.zeros_like(positions[:, :1])
-        flat[_POSITIONS] = np.concatenate([row, positions], axis=1)
+        flat[POSITIONS] = np.concatenate([row, positions], axis=1)
         notes = ("position embedding of the class token: none in the file, so zeros",)
     elif "cls" not in flat and not square and _is_square(positions.shape[1] - 1):
-        flat[_POSITIONS] = positions[:, 1:]
+        flat[POSITIONS] = positions[:, 1:]
         notes = ("position embedding of a class token that is not there: dropped",)
     return flat, notes
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.models import positions
-from vit_jax.weights.formats.timm_names import POSITIONS
+from vit_jax.weights.pretrained import POSITIONS
 
 Flat = dict[str, np.ndarray]
 

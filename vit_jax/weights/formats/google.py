@@ -9,15 +9,13 @@ from flax.traverse_util import unflatten_dict
 
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.pretrained import Preprocess, Pretrained
-
-_ANCHOR = "Transformer/posembed_input/pos_embedding"
+from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
 
 def recognises(names: Collection[str]) -> bool:
     """Tells whether these are the names of a file in this format."""
     return (
-        linen.find_prefix(names, _ANCHOR) in ("", "opt/target/")
+        linen.find_prefix(names, POSITIONS) in ("", "opt/target/")
         and linen.find_prefix(names, "embedding/kernel") is not None
         and linen.find_prefix(names, "MAPHead_0/probe") is None
     )
@@ -36,7 +34,7 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     Raises:
       UserError: the shapes are not those of a Vision Transformer or hybrid.
     """
-    flat, notes = linen.strip(tensors.flat, _ANCHOR)
+    flat, notes = linen.strip(tensors.flat, POSITIONS)
     flat = linen.flatten_norms(linen.rename_blocks(flat))
     sizes = linen.transformer_options(flat)
     options = {

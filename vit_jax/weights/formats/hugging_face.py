@@ -21,8 +21,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights.formats import fold, hugging_face_names, linen, torch_layout
 from vit_jax.weights.formats import hugging_face_config as configs
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.formats.timm_names import POSITIONS
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 
 def recognises(names: Collection[str]) -> bool:

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from vit_jax.errors import UserError
-from vit_jax.weights.formats.timm_config import broadcast
-from vit_jax.weights.preprocess import edges
+from vit_jax.weights.preprocess import broadcast, edges
 from vit_jax.weights.pretrained import Preprocess
 
 # Names that transformers gives to the two GELUs, the first one is written.

@@ -5,7 +5,6 @@ from collections.abc import Collection
 
 import numpy as np
 
-from vit_jax.weights.formats.timm_names import POSITIONS
 from vit_jax.weights.formats.torch_layout import (
     CONV,
     SAME,
@@ -15,6 +14,7 @@ from vit_jax.weights.formats.torch_layout import (
     norm,
     to_heads,
 )
+from vit_jax.weights.pretrained import POSITIONS
 
 _ANCHOR = "embeddings.patch_embeddings.projection.weight"
 _PREFIXES = ("vit.", "deit.", "")  # Of models with a classifier, and without.

@@ -8,6 +8,7 @@ import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.models import variants
+from vit_jax.weights.pretrained import POSITIONS
 
 # Where the parameters may stand in a file: by themselves, beside optax's state, in a
 # Flax optimiser; and in each of these as the image tower beside a text tower.
@@ -187,7 +188,7 @@ def _hybrid(
 
 def _image_size(flat: dict[str, np.ndarray], patch: int) -> tuple[int, int]:
     """Returns the image size that the position embeddings are for, or one near 224."""
-    positions = flat.get("Transformer/posembed_input/pos_embedding")
+    positions = flat.get(POSITIONS)
     if positions is None:
         side = max(1, round(224 / patch))
     else:

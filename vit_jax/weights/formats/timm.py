@@ -26,8 +26,7 @@ from vit_jax.weights.formats import (
     torch_layout,
 )
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.formats.timm_names import POSITIONS
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import timm_architecture
-from vit_jax.weights.preprocess import edges
+from vit_jax.weights.preprocess import broadcast, edges
 from vit_jax.weights.pretrained import Preprocess
 
 
@@ -182,11 +182,6 @@ def write(
     if class_names:
         config["label_names"] = list(class_names)
     return config
-
-
-def broadcast(values: Sequence[float], channels: int) -> list[float]:
-    """Returns a value a channel, where one may have stood for all."""
-    return list(values) * (channels if len(values) == 1 else 1)
 
 
 def _crop(preprocess: Preprocess) -> float:

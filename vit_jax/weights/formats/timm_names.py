@@ -10,8 +10,7 @@ from vit_jax.weights.formats.torch_layout import (
     norm,
     to_heads,
 )
-
-POSITIONS = "Transformer/posembed_input/pos_embedding"
+from vit_jax.weights.pretrained import POSITIONS
 
 _STEM = "patch_embed.backbone"
 

@@ -147,9 +147,8 @@ def _stream(
         with part.open("ab" if goes_on else "wb") as stream, bar:
             if not goes_on:
                 tag.write_text(_mark(response.headers))
-            for (
-                chunk
-            ) in response.iter_raw():  # As it comes: nothing is lost in a buffer.
+            # Raw, as it comes: nothing is lost in a buffer.
+            for chunk in response.iter_raw():
                 stream.write(chunk)
                 bar.update(len(chunk))
     return total is None or _size(part) == total
