@@ -24,6 +24,7 @@ import torch
 from vit_jax import config as configuration
 from vit_jax import models
 from vit_jax.models import variants
+from vit_jax.parallel import compiler
 from vit_jax.parallel import mesh as meshes
 from vit_jax.training import optim
 from vit_jax.training import state as states
@@ -167,7 +168,10 @@ class Ours:
             {"image": images, "label": labels, "index": index}, mesh
         )
         self.images = jax.device_put(images.astype(np.float32) / 127.5 - 1)
-        self._apply = jax.jit(lambda p, x: model.apply(p, x)["logits"])
+        self._apply = jax.jit(
+            lambda p, x: model.apply(p, x)["logits"],
+            compiler_options=compiler.options(),  # As predict and the evaluations.
+        )
         self._step = steps.build(model, tx, rate, (), config, mesh)
 
     def forward(self):

@@ -74,6 +74,58 @@ def test_attention_in_bfloat16_stays_near_float32_in_value_and_gradient():
         np.testing.assert_allclose(a, b.astype(jnp.float32), atol=0.05)
 
 
+def test_layer_norm_agrees_with_flax_and_with_the_gradient_that_jax_derives():
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, g = (3 * jax.random.normal(k, (B, N, 6)) + 2 for k in keys[:2])
+    ours, reference = layers.LayerNorm(epsilon=1e-3), nn.LayerNorm(epsilon=1e-3)
+    params = reference.init(keys[2], x)
+    assert jax.tree.map(jnp.shape, ours.init(keys[2], x)) == jax.tree.map(
+        jnp.shape, params
+    )
+    params = jax.tree.map(lambda p: p + jax.random.normal(keys[3], p.shape), params)
+    values = [jax.jit(one.apply)(params, x) for one in (ours, reference)]
+    np.testing.assert_allclose(*values, atol=1e-5)
+    grads = [
+        jax.jit(lambda p, x, one=one: jax.vjp(one.apply, p, x)[1](g))(params, x)
+        for one in (ours, reference)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *grads)
+
+
+def test_layer_norm_of_bfloat16_takes_its_moments_in_float32():
+    # Around 256 the neighbours of bfloat16 are 2 apart: a mean in it would be off by 1.
+    x = jnp.array([[256.0, 258.0, 258.0, 258.0]], jnp.bfloat16)
+    y = layers.LayerNorm(dtype="bfloat16")
+    out = y.apply(y.init(jax.random.key(0), x), x)
+    assert out.dtype == jnp.bfloat16
+    expected = np.array([-(3**0.5), *[3**-0.5] * 3])
+    np.testing.assert_allclose(out[0].astype(jnp.float32), expected, rtol=1e-2)
+
+
+def test_dense_layers_of_the_heads_start_and_act_as_those_of_flax():
+    x = jax.random.normal(jax.random.key(0), (N, H * K))
+    init = nn.initializers.xavier_uniform()
+    for ours, reference, of in (
+        (
+            layers.MergedDense((H * K,), (H, K)),
+            nn.DenseGeneral((H, K), kernel_init=init),
+            x,
+        ),
+        (
+            layers.MergedDense((H, K), (7,)),
+            nn.DenseGeneral(7, axis=(-2, -1), kernel_init=init),
+            x.reshape(N, H, K),
+        ),
+    ):
+        params = reference.init(jax.random.key(1), of)
+        jax.tree.map(
+            np.testing.assert_array_equal, ours.init(jax.random.key(1), x), params
+        )
+        params = jax.tree.map(lambda p: p + 0.1, params)
+        expected = reference.apply(params, of).reshape(N, -1)
+        np.testing.assert_allclose(ours.apply(params, x), expected, atol=1e-5)
+
+
 def test_block_of_drop_path_one_is_the_identity_in_training():
     block = Block(heads=H, hidden=9, drop_path=1.0)
     x = jax.random.normal(jax.random.key(0), (B, N, H * K))

@@ -8,6 +8,7 @@ import pytest
 
 from vit_jax import models
 from vit_jax.errors import UserError
+from vit_jax.models.layers import MergedDense
 
 TINY = {"width": 12, "depth": 2, "heads": 3, "mlp_dim": 20}
 
@@ -91,7 +92,7 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
 
     def note(call, args, kwargs, context):
         acts = not isinstance(context.module, nn.Dropout) or context.module.rate
-        if isinstance(context.module, (nn.Dense, nn.DenseGeneral, nn.Dropout)) and acts:
+        if isinstance(context.module, (nn.Dense, MergedDense, nn.Dropout)) and acts:
             order.append(context.module.name.partition("_")[0])
         return call(*args, **kwargs)
 

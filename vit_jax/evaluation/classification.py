@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from vit_jax.data import device_ops
 from vit_jax.errors import UserError
 from vit_jax.models import Model
+from vit_jax.parallel import compiler
 from vit_jax.parallel import mesh as meshes
 
 
@@ -59,6 +60,7 @@ def build(model: Model, config: ConfigDict, mesh: Mesh) -> EvalStep:
         eval_step,
         in_shardings=(everywhere, meshes.batched(mesh)),
         out_shardings=everywhere,
+        compiler_options=compiler.options(),
     )
 
 

@@ -15,6 +15,7 @@ from vit_jax.data import device_ops
 from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs
+from vit_jax.parallel import compiler
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -101,7 +102,7 @@ class Classifier:
             images = images.astype(model.options["dtype"])
             return model.apply(params, images)["logits"]
 
-        self._logits = jax.jit(logits)
+        self._logits = jax.jit(logits, compiler_options=compiler.options())
 
     def prepare(
         self, data: bytes | UInt8[np.ndarray, "H W C"]

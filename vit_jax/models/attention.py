@@ -55,7 +55,8 @@ def _attend(query, key, value):
 
 
 def _attend_forward(query, key, value):
-    logits = _logits(query * query.shape[-1] ** -0.5, key)
+    query = query * query.shape[-1] ** -0.5
+    logits = _logits(query, key)
     weights = jax.nn.softmax(logits).astype(value.dtype)
     mixed = jnp.einsum("bhnm,bhmk->bhnk", weights, value)
     return mixed, (query, key, value, weights, mixed)
@@ -71,8 +72,8 @@ def _attend_backward(kept, grad):
     # The weights' mean of their own gradient, from what they gave: K terms, not M.
     mean = (grad * mixed).astype(jnp.float32).sum(-1, keepdims=True)
     to_logits = (weights * (to_weights - mean)).astype(value.dtype)
-    to_query = jnp.einsum("bhnm,bhmk->bhnk", to_logits, key * scale)
-    to_key = jnp.einsum("bhnm,bhnk->bhmk", to_logits, query * scale)
+    to_query = jnp.einsum("bhnm,bhmk->bhnk", to_logits, key) * scale
+    to_key = jnp.einsum("bhnm,bhnk->bhmk", to_logits, query)
     return to_query, to_key, to_value
 
 

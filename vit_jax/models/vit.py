@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.models import resnet
-from vit_jax.models.layers import Block, MapHead, classify
+from vit_jax.models.layers import Block, LayerNorm, MapHead, classify
 from vit_jax.models.positions import AddPositions
 
 HEADS = ("token", "gap", "map", "none")
@@ -69,9 +69,7 @@ class Encoder(nn.Module):
             )(x, self._relative(x, i), train=train)
         if not self.final_norm:
             return x
-        return nn.LayerNorm(
-            epsilon=self.epsilon, dtype=self.dtype, name="encoder_norm"
-        )(x)
+        return LayerNorm(self.epsilon, self.dtype, name="encoder_norm")(x)
 
     def _relative(self, x, layer):
         """Returns a layer's key for each offset of two tokens, if it has them."""
@@ -223,7 +221,7 @@ class VisionTransformer(nn.Module):
     def _features(self, x):
         """Returns what the classifier sees, float32."""
         if self.pooled_norm:
-            x = nn.LayerNorm(epsilon=self.epsilon, dtype=self.dtype, name="fc_norm")(x)
+            x = LayerNorm(self.epsilon, self.dtype, name="fc_norm")(x)
         if self.representation:
             x = nn.tanh(nn.Dense(self.width, dtype=self.dtype, name="pre_logits")(x))
         return x.astype(jnp.float32)

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.data import device_ops
 from vit_jax.models import Model
+from vit_jax.parallel import compiler
 from vit_jax.parallel import mesh as meshes
 from vit_jax.training import losses
 from vit_jax.training import state as states
@@ -75,6 +76,7 @@ def build(
         donate_argnums=() if config.debug_nans else (0,),
         in_shardings=(everywhere, meshes.batched(mesh)),
         out_shardings=everywhere,
+        compiler_options=compiler.options(),
     )
 
 
