@@ -21,6 +21,7 @@ COMMON = {
         "split": "train",  # Training split; TFDS's slicing syntax, all sources.
         "classes": 0,  # Number of classes; labels outside [0, classes) are an error.
         "examples": 0,  # Size of `split` where the data is not at hand; checked.
+        "exclude": "",  # File of record ids, one a line: left out of `split`.
         "image_size": (224, 224),  # Height and width that reach the model, in pixels.
         "channels": 3,  # 1 or 3.
         "image_key": "image",  # TFDS feature names.

@@ -31,12 +31,15 @@ def open_digits(split: str, channels: int) -> ArraySource:
     members = {"train": np.flatnonzero(~test), "test": np.flatnonzero(test)}
 
     sizes = {name: len(records) for name, records in members.items()}
-    parts = splits.select(split, sizes, "digits")
-    records = np.concatenate([members[name][list(numbers)] for name, numbers in parts])
+    numbering = splits.Numbering.of(split, sizes, "digits")
+    records = np.concatenate(
+        [members[name][list(numbers)] for name, numbers in numbering.parts]
+    )
     images = np.round(digits.images[records] * (255 / 16)).astype(np.uint8)
     return ArraySource(
         name=f"digits {split}",
         images=np.repeat(images[..., None], channels, axis=-1),
         labels=digits.target[records].astype(np.int32),
         class_names=CLASS_NAMES,
+        numbering=numbering,
     )

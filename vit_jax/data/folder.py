@@ -4,6 +4,10 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Integer
 
 from vit_jax.data import splits
 from vit_jax.errors import UserError
@@ -31,6 +35,18 @@ class FolderSource:
 
     def describe(self, i: int) -> str:
         return os.path.join(self.root, self.paths[i])
+
+    def record_id(self, i: int) -> str:
+        return self.paths[i]
+
+    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
+        wanted = set(record_ids)
+        found = [i for i, path in enumerate(self.paths) if path in wanted]
+        # Those of other splits are known too, but not listed here.
+        for path in sorted(wanted.difference(self.paths)):
+            if not os.path.isfile(os.path.join(self.root, path)):
+                raise KeyError(path)
+        return np.array(found, np.int64)
 
 
 def open_folder(data_dir: str, split: str, train_split: str) -> FolderSource:

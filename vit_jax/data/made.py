@@ -32,15 +32,12 @@ def open_made(
     sizes = dict.fromkeys(_SPLITS, examples or DEFAULT_EXAMPLES)
     for name in splits.names(split):  # Recipes name splits that only their set has.
         sizes.setdefault(name, examples or DEFAULT_EXAMPLES)
-    records = [
-        (name, number)
-        for name, numbers in splits.select(split, sizes, "made")
-        for number in numbers
-    ]
+    numbering = splits.Numbering.of(split, sizes, "made")
+    records = [(name, number) for name, part in numbering.parts for number in part]
     shape = (*image_size, channels)
     images = np.stack([made_image(*record, classes, shape) for record in records])
     labels = np.array([number % classes for _, number in records], np.int32)
-    return ArraySource(name=f"made {split}", images=images, labels=labels)
+    return ArraySource(f"made {split}", images, labels, numbering=numbering)
 
 
 def made_image(

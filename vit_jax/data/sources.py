@@ -6,6 +6,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax.data.digits import open_digits
+from vit_jax.data.excluding import without
 from vit_jax.data.folder import open_folder
 from vit_jax.data.made import open_made
 from vit_jax.data.tfds_source import open_tfds, small_in_memory
@@ -35,6 +36,13 @@ class Source(Protocol):
     def describe(self, i: int) -> str:
         """Names record i for a message: a file path, or "cifar10 train record 17"."""
 
+    def record_id(self, i: int) -> str:
+        """Returns the stable name of record i within its data set.
+
+        It is the same under any sub-split: a folder's path below data_dir, as
+        "train/roses/a.jpg"; else "<split>/<number in the whole split>".
+        """
+
 
 def open_source(data: ConfigDict, split: str) -> Source:
     """Opens a split of the configured data set and checks it against the config.
@@ -60,6 +68,8 @@ def open_source(data: ConfigDict, split: str) -> Source:
         )
         source = small_in_memory(source, data.channels)
     _check(source, data, split)
+    if data.exclude and split == data.split:
+        source = without(source, data.exclude)
     return source
 
 

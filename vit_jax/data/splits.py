@@ -4,10 +4,69 @@ The syntax and its rounding are those of TFDS (https://www.tensorflow.org/datase
 splits), so that a recipe can move between TFDS and a folder unchanged.
 """
 
+import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Integer
 
 from vit_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbering:
+    """Which record of which split stands where in a source.
+
+    It gives records their stable names, "<split>/<number in the whole split>".
+
+    Attributes:
+      sizes: split name -> number of records, of the whole data set.
+      parts: (split name, record numbers) in the order of the source, from `select`.
+    """
+
+    sizes: Mapping[str, int]
+    parts: Sequence[tuple[str, range]]
+
+    @classmethod
+    def of(cls, split: str, sizes: Mapping[str, int], source: str) -> "Numbering":
+        """Resolves a split expression; arguments and errors are those of `select`."""
+        return cls(dict(sizes), tuple(select(split, sizes, source)))
+
+    def __len__(self) -> int:
+        return sum(len(numbers) for _, numbers in self.parts)
+
+    def record_id(self, i: int) -> str:
+        """Returns the name of record i of the source, as "train/17"."""
+        for name, numbers in self.parts:
+            if i < len(numbers):
+                return f"{name}/{numbers[i]}"
+            i -= len(numbers)
+        raise IndexError(i)
+
+    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " N"]:
+        """Returns where the named records stand in the source, if they do.
+
+        Args:
+          record_ids: names; one outside the selected parts is passed over.
+
+        Raises:
+          KeyError: the data set has no record of that name.
+        """
+        found = []
+        for record_id in record_ids:
+            split, _, number = record_id.rpartition("/")
+            # Written in one way only: "train/017" would hide a mistake.
+            if not re.fullmatch("0|[1-9][0-9]*", number):
+                raise KeyError(record_id)
+            if int(number) >= self.sizes.get(split, 0):
+                raise KeyError(record_id)
+            start = 0
+            for name, numbers in self.parts:
+                if name == split and int(number) in numbers:
+                    found.append(start + numbers.index(int(number)))
+                start += len(numbers)
+        return np.array(found, np.int64)
 
 
 def names(split: str) -> list[str]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Integer
 
 from vit_jax.data import decode, splits
 from vit_jax.data.arrays import ArraySource
@@ -25,6 +26,7 @@ class TfdsSource:
     image_key: str
     label_key: str
     class_names: tuple[str, ...]
+    numbering: splits.Numbering
     images = labels = None  # Not in memory.
 
     def __len__(self) -> int:
@@ -42,6 +44,12 @@ class TfdsSource:
 
     def describe(self, i: int) -> str:
         return f"{self.name} record {i}"
+
+    def record_id(self, i: int) -> str:
+        return self.numbering.record_id(i)
+
+    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
+        return self.numbering.locate(record_ids)
 
 
 def open_tfds(
@@ -70,7 +78,7 @@ def open_tfds(
                 f"it has {', '.join(sorted(features))}"
             )
     sizes = {key: info.num_examples for key, info in builder.info.splits.items()}
-    splits.select(split, sizes, name)  # For its messages.
+    numbering = splits.Numbering.of(split, sizes, name)
 
     encoded = isinstance(features[image_key], tfds.features.Image)
     decoders = {image_key: tfds.decode.SkipDecoding()} if encoded else None
@@ -80,6 +88,7 @@ def open_tfds(
         image_key=image_key,
         label_key=label_key,
         class_names=tuple(getattr(features[label_key], "names", None) or ()),
+        numbering=numbering,
     )
 
 
@@ -109,7 +118,9 @@ def small_in_memory(source: TfdsSource, channels: int) -> TfdsSource | ArraySour
                 images[i], labels[i] = image, record["label"]
     except decode.DamagedImage:
         return source
-    return ArraySource(source.name, images, labels, source.class_names)
+    return ArraySource(
+        source.name, images, labels, source.class_names, source.numbering
+    )
 
 
 def _builder(name: str, data_dir: str):

@@ -1,0 +1,123 @@
+"""Training without some records, such as near-duplicates of test images."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Integer
+
+from vit_jax.data.arrays import ArraySource
+from vit_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Without:
+    """A source less some of its records.
+
+    Attributes:
+      source: all records; without its images if those lie in memory.
+      gaps: sorted; where each left-out record stood among those that stay. Costs
+        memory for the records left out, not for the millions that stay.
+      images: of the records that stay, or None.
+      labels: of the records that stay, or None.
+    """
+
+    source: object
+    gaps: Integer[np.ndarray, " M"]
+    images: np.ndarray | None = None
+    labels: np.ndarray | None = None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.source.class_names
+
+    def __len__(self) -> int:
+        return len(self.source) - len(self.gaps)
+
+    def __getitem__(self, i: int) -> dict:
+        if self.images is not None:
+            return {"image": self.images[i], "label": int(self.labels[i])}
+        return self.source[self._inner(i)]
+
+    def describe(self, i: int) -> str:
+        return self.source.describe(self._inner(i))
+
+    def record_id(self, i: int) -> str:
+        return self.source.record_id(self._inner(i))
+
+    def _inner(self, i: int) -> int:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return int(i + np.searchsorted(self.gaps, i, side="right"))
+
+
+def without(source, path: str) -> Without:
+    """Leaves the records named in a file out of a source.
+
+    Args:
+      source: data set.
+      path: text file of record ids, one a line; "#" begins a comment. Ids of the data
+        set that the source's split does not select change nothing.
+
+    Raises:
+      UserError: no such file, the data set lacks a record, or none stays.
+    """
+    record_ids = read_ids(path)
+    try:
+        # A user's own source need not be able to find records by name.
+        find = getattr(source, "locate", None) or (lambda ids: _locate(source, ids))
+        found = np.unique(np.asarray(find(record_ids), np.int64))
+    except KeyError as error:
+        raise UserError(
+            f"data.exclude={path!r}: line {_line(path, error.args[0])} names record "
+            f"{error.args[0]!r}, which the data set lacks; its records are named as "
+            f"{source.record_id(0)!r}"
+        ) from error
+    if len(found) == len(source):
+        raise UserError(
+            f"data.exclude={path!r} names all {len(source)} records of the training "
+            "split: nothing is left to train on"
+        )
+    gaps = found - np.arange(len(found))
+    if source.images is None:
+        return Without(source, gaps)
+    images, labels = (np.delete(a, found, 0) for a in (source.images, source.labels))
+    if isinstance(source, ArraySource):  # Else all images would stay in memory twice.
+        blank = np.broadcast_to(np.uint8(0), source.images.shape)
+        source = dataclasses.replace(source, images=blank)
+    return Without(source, gaps, images, labels)
+
+
+def read_ids(path: str) -> list[str]:
+    """Reads a file of record ids, one a line; blank lines and "#" lines do not count.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        text = pathlib.Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.exclude={path!r} cannot be read ({error}): name a text file of "
+            "record ids, one a line"
+        ) from error
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _locate(source, record_ids: Sequence[str]) -> list[int]:
+    wanted, seen, found = set(record_ids), set(), []
+    for i in range(len(source)):
+        record_id = source.record_id(i)
+        if record_id in wanted:
+            found.append(i)
+            seen.add(record_id)
+    for missing in sorted(wanted - seen):
+        raise KeyError(missing)
+    return found
+
+
+def _line(path: str, record_id: str) -> int:
+    text = pathlib.Path(path).expanduser().read_text("utf-8")
+    return [line.strip() for line in text.splitlines()].index(record_id) + 1
