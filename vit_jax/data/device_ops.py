@@ -15,6 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, Num, UInt32
 
+from vit_jax.data import host_ops
+from vit_jax.data.colour import ColorJitter
+from vit_jax.data.draws import uniform
+from vit_jax.data.erasing import RandomErasing
+from vit_jax.data.mixing import Cutmix, Mixup, MixupOrCutmix
+from vit_jax.errors import UserError
+
 Images = Num[Array, "B H W C"]
 Labels = Float[Array, "B K"]
 Given = Any  # What a user wrote in a config; `__post_init__` checks it.
@@ -25,7 +32,7 @@ class Flip:
     """Mirrors left and right, with a chance of one half an example."""
 
     def __call__(self, images: Images, labels: Labels, index, key):
-        heads = _uniform(index, key, 1)[:, 0] < 0.5
+        heads = uniform(index, key, 1)[:, 0] < 0.5
         return jnp.where(heads[:, None, None, None], images[:, :, ::-1], images), labels
 
 
@@ -41,7 +48,7 @@ class PadCrop:
 
     def __call__(self, images: Images, labels: Labels, index, key):
         _, H, W, _ = images.shape
-        u = _uniform(index, key, 2)
+        u = uniform(index, key, 2)
         shift = jnp.floor(u * (2 * self.pad + 1)).astype(jnp.int32) - self.pad
         rows = jnp.arange(H)[None, :] + shift[:, :1]
         columns = jnp.arange(W)[None, :] + shift[:, 1:]
@@ -71,7 +78,7 @@ class Affine:
 
     def __call__(self, images: Images, labels: Labels, index, key):
         _, H, W, _ = images.shape
-        u = _uniform(index, key, 4)
+        u = uniform(index, key, 4)
         angle = (2 * u[:, 0] - 1) * math.radians(self.rotate)
         scale = self.scale[0] + u[:, 1] * (self.scale[1] - self.scale[0])
         down = (2 * u[:, 2] - 1) * self.shift * H
@@ -80,24 +87,28 @@ class Affine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixup:
-    """Blends each example with its neighbour in the batch (arXiv:1710.09412).
+class Upsample:
+    """Enlarges to exactly `size` pixels, bilinear with half-pixel centres.
 
-    Args:
-      alpha: of the Beta(alpha, alpha) that one share a batch is drawn from.
+    So a set of small images travels and is stored small. What comes from the loader
+    has the size of the last crop or resize there, or of the set in memory.
     """
 
-    alpha: Given
+    size: Given = None
 
     def __post_init__(self):
-        if self.alpha <= 0:
-            raise ValueError(f"alpha={self.alpha} is not positive")
+        host_ops.check_size(self.size)
 
     def __call__(self, images: Images, labels: Labels, index, key):
-        key = jax.random.fold_in(key, index[0])
-        share = jax.random.beta(key, self.alpha, self.alpha, dtype=jnp.float32)
-        blend = lambda x: share * x + (1 - share) * jnp.roll(x, 1, axis=0)
-        return blend(images.astype(jnp.float32)), blend(labels)
+        B, H, W, C = images.shape
+        height, width = host_ops.pair(self.size)
+        if H > height or W > width:
+            raise UserError(
+                f"data.ops: upsample to {height}x{width} of images that have "
+                f"{H}x{W}: end the operations of the loader with resize or a crop"
+            )
+        images = images.astype(jnp.float32)
+        return jax.image.resize(images, (B, height, width, C), "linear"), labels
 
 
 def apply(
@@ -189,10 +200,14 @@ def _take(images: Images, rows, columns) -> Images:
     return jnp.where(inside[..., None], taken, jnp.zeros((), images.dtype))
 
 
-def _uniform(index, key, count: int) -> Float[Array, "B {count}"]:
-    """Draws `count` numbers in [0, 1) an example, from its own key."""
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
-    return jax.vmap(lambda k: jax.random.uniform(k, (count,)))(keys)
-
-
-DEVICE_OPS = {"flip": Flip, "pad_crop": PadCrop, "affine": Affine, "mixup": Mixup}
+DEVICE_OPS = {
+    "flip": Flip,
+    "pad_crop": PadCrop,
+    "affine": Affine,
+    "color_jitter": ColorJitter,
+    "random_erasing": RandomErasing,
+    "upsample": Upsample,
+    "mixup": Mixup,
+    "cutmix": Cutmix,
+    "mixup_or_cutmix": MixupOrCutmix,
+}

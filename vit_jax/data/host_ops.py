@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from vit_jax.data.randaugment import AugReg, RandAugment
+
 Before = UInt8[np.ndarray, "H W C"]
 After = UInt8[np.ndarray, "h w C"]
 Given = Any  # What a user wrote in a config; `__post_init__` checks it.
@@ -32,7 +34,7 @@ class InceptionCrop:
     ratio: Given = (3 / 4, 4 / 3)
 
     def __post_init__(self):
-        _check_size(self.size)
+        check_size(self.size)
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise ValueError(f"area={self.area} is not 0 < least <= most <= 1")
         if not 0 < self.ratio[0] <= self.ratio[1]:
@@ -41,7 +43,7 @@ class InceptionCrop:
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         top, left, height, width = self.box(*image.shape[:2], rng)
         part = image[top : top + height, left : left + width]
-        target = _pair(self.size)
+        target = pair(self.size)
         shrinks = height >= target[0] and width >= target[1]
         # Area averaging antialiases; it is nearest-neighbour when enlarging.
         how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
@@ -72,10 +74,10 @@ class Resize:
     size: Given = None
 
     def __post_init__(self):
-        _check_size(self.size)
+        check_size(self.size)
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        return resize_bilinear(image, _pair(self.size))
+        return resize_bilinear(image, pair(self.size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +103,10 @@ class CentralCrop:
     size: Given = None
 
     def __post_init__(self):
-        _check_size(self.size)
+        check_size(self.size)
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        (top, left), (height, width) = _room(image, self.size), _pair(self.size)
+        (top, left), (height, width) = _room(image, self.size), pair(self.size)
         top, left = top // 2, left // 2
         return image[top : top + height, left : left + width]
 
@@ -116,10 +118,10 @@ class RandomCrop:
     size: Given = None
 
     def __post_init__(self):
-        _check_size(self.size)
+        check_size(self.size)
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        (top, left), (height, width) = _room(image, self.size), _pair(self.size)
+        (top, left), (height, width) = _room(image, self.size), pair(self.size)
         top, left = _below(top + 1, rng), _below(left + 1, rng)
         return image[top : top + height, left : left + width]
 
@@ -141,7 +143,7 @@ def resize_bilinear(image: Before, size: tuple[int, int]) -> After:
 
 def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
     """Returns by how many rows and columns the image is larger than the crop."""
-    height, width = _pair(size)
+    height, width = pair(size)
     room = image.shape[0] - height, image.shape[1] - width
     if min(room) < 0:
         raise TooSmall(
@@ -156,15 +158,17 @@ def _below(stop: int, rng: np.random.Generator) -> int:
     return int(rng.random() * stop)
 
 
-def _pair(size: Given) -> tuple[int, int]:
+def pair(size: Given) -> tuple[int, int]:
+    """Returns height and width of a size that may be one number for both."""
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _check_size(size: Given) -> None:
+def check_size(size: Given) -> None:
+    """Raises ValueError for a size that is neither a number nor a pair."""
     if size is None:  # The parser puts data.image_size.
         return
-    pair = _pair(size) if isinstance(size, (int, tuple, list)) else ()
-    if len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair):
+    sides = pair(size) if isinstance(size, (int, tuple, list)) else ()
+    if len(sides) != 2 or any(type(n) is not int or n < 1 for n in sides):
         raise ValueError(f"size={size!r} is not a whole number or (height, width)")
 
 
@@ -174,6 +178,8 @@ HOST_OPS = {
     "resize_small": ResizeSmall,
     "central_crop": CentralCrop,
     "random_crop": RandomCrop,
+    "randaugment": RandAugment,
+    "augreg": AugReg,
 }
 # What may prepare images for evaluation: the operations without randomness.
 EVAL_OPS = ("resize", "resize_small", "central_crop")
