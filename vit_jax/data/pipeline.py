@@ -50,8 +50,10 @@ def train_batches(
       UserError: a record is damaged or does not fit the config; raised by `next`.
     """
     local = _local(batch_size, process_count)
-    host = ops.parse_train(data.ops, data.image_size).host
-    loader = Loader.from_config(source, data, "data.ops", host, seed)
+    parsed = ops.parse_train(data.ops, data.image_size)
+    in_memory = None if source.images is None else source.images.shape[1:3]
+    size = ops.loaded_size(parsed, data.image_size, in_memory)
+    loader = Loader.from_config(source, data, "data.ops", parsed.host, seed, size)
     load = _TrainBatch(loader, batch_size, process_index * local, local)
     return Batches(load, range(start, stop), data)
 

@@ -39,10 +39,19 @@ class Loader:
 
     @classmethod
     def from_config(
-        cls, source: sources.Source, data: ConfigDict, key: str, ops: tuple, seed: int
+        cls,
+        source: sources.Source,
+        data: ConfigDict,
+        key: str,
+        ops: tuple,
+        seed: int,
+        size: tuple[int, int] | None = None,
     ) -> "Loader":
-        """Takes what it needs of `config.data`, as plain values."""
-        shape = (*data.image_size, data.channels)
+        """Takes what it needs of `config.data`, as plain values.
+
+        `size` is of the loaded images, where it is not `data.image_size`.
+        """
+        shape = (*(size or data.image_size), data.channels)
         return cls(source, ops, key, shape, data.classes, data.on_error, seed)
 
     @property
