@@ -1,13 +1,23 @@
-"""The order of the training records: a pure function of (seed, position in the run)."""
+"""The order of the training records: a pure function of (seed, position in the run).
+
+Two ways to shuffle an epoch. Up to `SORTED` records it is sorted from random words:
+every order is as likely, and a position is one look-up. Beyond, sorting would stall the
+run at every epoch and take hundreds of megabytes a loader process; there each position
+is worked out by itself, in constant memory.
+"""
 
 import functools
+import math
 import threading
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Integer, UInt64
 
-# Keeps the order's random bits apart from those of other uses of the same seed.
+SORTED = 2**21  # A sorted epoch of this size takes 16 MiB and a third of a second.
+ROUNDS = 8  # Two fail the tests of the index stream, four pass.
+# Keep the order's random bits apart from those of other uses of the same seed.
 _STREAM = 0x6F72646572
+_ROUND_STREAM = 0x726F756E64
 _lock = threading.Lock()
 
 
@@ -28,6 +38,9 @@ def records_at(
     records = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
+        if examples > SORTED:
+            records[here] = permuted(offsets[here], examples, seed, int(epoch))
+            continue
         # Threads that cross into a new epoch together would each make it.
         with _lock:
             order = permutation(examples, seed, int(epoch))
@@ -38,21 +51,83 @@ def records_at(
 # Two, because batches of neighbouring epochs are loaded at the same time.
 @functools.lru_cache(maxsize=2)
 def permutation(examples: int, seed: int, epoch: int) -> Integer[np.ndarray, " N"]:
-    """Returns the order of the records in an epoch.
+    """Returns the order of the records in an epoch, sorted from raw Philox words.
 
-    Sorts raw Philox words: unlike `Generator.permutation` their stream is fixed by
-    the algorithm (Salmon et al., SC 2011), so an order outlives a change of numpy.
+    Unlike `Generator.permutation` their stream is fixed by the algorithm (Salmon et
+    al., SC 2011), so an order outlives a change of numpy.
 
     Args:
       examples: size of the data set.
       seed: of the run.
       epoch: from 0.
     """
+    words = _words(examples, seed, epoch, _STREAM)
+    order = np.argsort(words, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+def permuted(
+    offsets: Integer[np.ndarray, " B"],
+    examples: int,
+    seed: int,
+    epoch: int,
+    rounds: int = ROUNDS,
+) -> Integer[np.ndarray, " B"]:
+    """Returns the records at some places of an epoch without making the epoch.
+
+    A Feistel network over the cells of a grid hardly larger than the data set; a cell
+    outside the set walks on until it is inside (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", CT-RSA 2002). Integer arithmetic only: the same on any
+    machine.
+
+    Args:
+      offsets: places in the epoch, from 0 to examples-1.
+      examples: size of the data set, below 2**62.
+      seed: of the run.
+      epoch: from 0.
+      rounds: of the network, even.
+    """
+    height = math.isqrt(examples - 1) + 1
+    grid = np.array([height, -(-examples // height)], np.uint64)
+    keys = _words(rounds, seed, epoch, _ROUND_STREAM)
+    cells = _encrypt(offsets.astype(np.uint64), grid, keys)
+    outside = np.flatnonzero(cells >= examples)
+    while len(outside):
+        cells[outside] = _encrypt(cells[outside], grid, keys)
+        outside = outside[cells[outside] >= examples]
+    return cells.astype(np.int64)
+
+
+def _encrypt(
+    cells: UInt64[np.ndarray, " B"],
+    grid: UInt64[np.ndarray, "2"],
+    keys: UInt64[np.ndarray, " R"],
+) -> UInt64[np.ndarray, " B"]:
+    """Permutes the cells of a grid: moves rows by columns and columns by rows."""
+    height, width = grid
+    rows, columns = np.divmod(cells, width)
+    for row_key, column_key in keys.reshape(-1, 2):
+        rows = (rows + _scramble(columns ^ row_key, height)) % height
+        columns = (columns + _scramble(rows ^ column_key, width)) % width
+    return rows * width + columns
+
+
+def _scramble(
+    words: UInt64[np.ndarray, " B"], stop: np.uint64
+) -> UInt64[np.ndarray, " B"]:
+    """Hashes words to 0..stop-1 with splitmix64's finaliser (Steele et al., 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((words ^ (words >> np.uint64(31))) >> np.uint64(32)) * stop >> np.uint64(32)
+
+
+def _words(
+    count: int, seed: int, epoch: int, stream: int
+) -> UInt64[np.ndarray, " {count}"]:
     bits = np.random.Philox(
-        key=np.array([seed % 2**64, _STREAM], np.uint64),
+        key=np.array([seed % 2**64, stream], np.uint64),
         # The generator counts up from the lowest word: epochs never meet.
         counter=np.array([0, 0, 0, epoch], np.uint64),
     )
-    order = np.argsort(bits.random_raw(examples), kind="stable")
-    order.flags.writeable = False
-    return order
+    return bits.random_raw(count)
