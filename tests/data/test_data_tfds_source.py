@@ -86,7 +86,7 @@ def test_a_large_tfds_set_stays_encoded(make, monkeypatch):
 
 def test_a_set_that_is_not_prepared_says_how_to_prepare_it(make, prepared):
     for name in ("tiny_set/blue", "no_such_set", "tiny_set/red:9.9.9"):
-        match = rf"'{name}'.*{prepared}.*tfds build {name} --file_format=array_record"
+        match = rf"'{name}'.*{prepared}.*vit_jax.prepare --dataset={name} --data_dir={prepared}"
         with pytest.raises(UserError, match=match):
             open_source(make(name=name), "train")
 

@@ -1,7 +1,8 @@
 """Split expressions for every source: "train", "train[:90%]", "train[800:1000]+val".
 
 The syntax and its rounding are those of TFDS (https://www.tensorflow.org/datasets/
-splits), so that a recipe can move between TFDS and a folder unchanged.
+splits), so that a recipe can move between TFDS and a folder unchanged. What TFDS does
+in code, `tfds.even_splits(split, n)[i]`, is written "even_splits(train, 3)[1]".
 """
 
 import dataclasses
@@ -12,6 +13,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.errors import UserError
+
+_EVEN = re.compile(r"even_splits\((?P<of>.+),\s*(?P<n>\d+)\s*\)\[(?P<i>\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,11 @@ class Numbering:
 
 def names(split: str) -> list[str]:
     """Returns the split names in an expression: "train[:9%]+val" has train and val."""
-    return [re.split(r"\[", part.strip())[0] for part in split.split("+")]
+    found = []
+    for term in _terms(split):
+        even = _EVEN.fullmatch(term)
+        found += names(even["of"]) if even else [term.split("[")[0]]
+    return found
 
 
 def select(
@@ -96,19 +103,45 @@ def select(
                 f"split {split!r}: {source} has no split {name!r}; "
                 f"it has {', '.join(sorted(sizes)) or 'none'}"
             )
-    parts = []
-    for part in split.split("+"):
-        name, size = names(part)[0], sizes[names(part)[0]]
-        start, stop = 0, size
-        # The import takes half a second, so a plain name goes without it.
-        if part.strip() != name:
-            start, stop = _bounds(part.strip(), name, size)
-        parts.append((name, range(start, stop)))
+    parts = [part for term in _terms(split) for part in _resolve(term, sizes)]
     if not sum(len(numbers) for _, numbers in parts):
         raise UserError(
             f"split {split!r} of {source} selects no record of {dict(sizes)}"
         )
     return parts
+
+
+def _terms(split: str) -> list[str]:
+    """Cuts a sum at the plus signs that stand outside of parentheses."""
+    terms, depth = [""], 0
+    for letter in split:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "+" and depth == 0:
+            terms.append("")
+        else:
+            terms[-1] += letter
+    return [term.strip() for term in terms]
+
+
+def _resolve(term: str, sizes: Mapping[str, int]) -> list[tuple[str, range]]:
+    even = _EVEN.fullmatch(term)
+    if even:
+        n, i = int(even["n"]), int(even["i"])
+        if i >= n:
+            raise UserError(f"split {term!r}: {n} parts are numbered 0 to {n - 1}")
+        inner = [part for t in _terms(even["of"]) for part in _resolve(t, sizes)]
+        return [(name, _even(numbers, n, i)) for name, numbers in inner]
+    name = term.split("[")[0]
+    # The import takes half a second, so a plain name goes without it.
+    bounds = (0, sizes[name]) if term == name else _bounds(term, name, sizes[name])
+    return [(name, range(*bounds))]
+
+
+def _even(numbers: range, n: int, i: int) -> range:
+    """Returns the i-th of n neighbouring parts; the first are one longer."""
+    size, longer = divmod(len(numbers), n)
+    start = numbers.start + i * size + min(i, longer)
+    return range(start, start + size + (i < longer))
 
 
 def _bounds(part: str, name: str, size: int) -> tuple[int, int]:
@@ -121,6 +154,6 @@ def _bounds(part: str, name: str, size: int) -> tuple[int, int]:
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(
             f"split {part!r} with {size} records: {str(error).splitlines()[0]}; "
-            "write as train[:90%] or train[800:1000]"
+            "write as train[:90%], train[800:1000] or even_splits(train, 3)[1]"
         ) from error
     return absolute.from_ or 0, size if absolute.to is None else absolute.to

@@ -1,9 +1,11 @@
 """TFDS data sets prepared as ArrayRecord, read without TensorFlow."""
 
 import dataclasses
+import functools
 import math
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -15,16 +17,36 @@ from vit_jax.errors import UserError
 # Sets of small images up to this size are decoded once, when opened.
 _MEMORY = 2**29  # Bytes.
 _SMALL_IMAGE = 64  # Pixels a side.
+OTHERS = "'digits', 'folder', 'made', 'parquet', 'hf://datasets/owner/name', 'vtab/...'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """Takes one feature of a record as it is."""
+
+    key: str
+
+    def __call__(self, record: Mapping) -> object:
+        return record[self.key]
 
 
 @dataclasses.dataclass(frozen=True)
 class TfdsSource:
-    """Records of a TFDS data set; images stay encoded."""
+    """Records of a TFDS data set; images stay encoded.
+
+    Attributes:
+      name: data set and split, for messages.
+      records: what TFDS stores of each, images encoded.
+      image: record -> encoded bytes or uint8 HWC array.
+      label: record -> class number.
+      class_names: may be empty.
+      numbering: which records of the data set these are.
+    """
 
     name: str
     records: Sequence[dict]
-    image_key: str
-    label_key: str
+    image: Callable[[Mapping], object]
+    label: Callable[[Mapping], int]
     class_names: tuple[str, ...]
     numbering: splits.Numbering
     images = labels = None  # Not in memory.
@@ -33,14 +55,24 @@ class TfdsSource:
         return len(self.records)
 
     def __getitem__(self, i: int) -> dict:
-        return self._named(self.records[i])
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        try:
+            record = self.records[i]
+        except Exception as error:  # The reader's C++ has no error class of its own.
+            raise decode.DamagedImage(f"cannot be read ({error})") from error
+        return self._named(record)
 
     def read(self, numbers: range) -> list[dict]:
         """Reads neighbouring records, each four times cheaper than alone."""
-        return [self._named(record) for record in self.records.__getitems__(numbers)]
+        try:
+            records = self.records.__getitems__(numbers)
+        except Exception as error:
+            raise decode.DamagedImage(f"cannot be read ({error})") from error
+        return [self._named(record) for record in records]
 
     def _named(self, record: dict) -> dict:
-        return {"image": record[self.image_key], "label": int(record[self.label_key])}
+        return {"image": self.image(record), "label": int(self.label(record))}
 
     def describe(self, i: int) -> str:
         return f"{self.name} record {i}"
@@ -53,16 +85,24 @@ class TfdsSource:
 
 
 def open_tfds(
-    name: str, data_dir: str, split: str, image_key: str, label_key: str
+    name: str,
+    data_dir: str,
+    split: str,
+    image: str | Callable[[Mapping], object],
+    label: str | Callable[[Mapping], int],
+    *,
+    title: str = "",
 ) -> TfdsSource:
     """Opens a prepared data set from its files alone.
 
     Args:
-      name: TFDS name, as "cifar10", "eurosat/rgb" or "eurosat/rgb:2.0.0".
-      data_dir: where it was prepared; "" is TFDS's default.
-      split: TFDS split expression.
-      image_key: feature that holds the image.
-      label_key: feature that holds the class number.
+      name: TFDS name, as "cifar10", "eurosat/rgb", "eurosat/rgb:2.0.0" or
+        "caltech101:3.*.*" for the newest of version 3.
+      data_dir: where it was prepared, a folder or gs://...; "" is TFDS's default.
+      split: split expression.
+      image: feature that holds the image, or what makes it of a record.
+      label: feature that holds the class number, or what makes it of a record.
+      title: the set's name in messages, if not `name`.
 
     Raises:
       UserError: not prepared, not as ArrayRecord, or no such split or feature.
@@ -71,25 +111,56 @@ def open_tfds(
 
     builder = _builder(name, data_dir)
     features = builder.info.features
-    for config_key, key in (("image_key", image_key), ("label_key", label_key)):
-        if key not in features:
-            raise UserError(
-                f"data.{config_key}={key!r}: {name} has no such feature; "
-                f"it has {', '.join(sorted(features))}"
-            )
+    image = _feature("image_key", image, name, features)
+    label = _feature("label_key", label, name, features)
     sizes = {key: info.num_examples for key, info in builder.info.splits.items()}
-    numbering = splits.Numbering.of(split, sizes, name)
+    numbering = splits.Numbering.of(split, sizes, title or name)
 
-    encoded = isinstance(features[image_key], tfds.features.Image)
-    decoders = {image_key: tfds.decode.SkipDecoding()} if encoded else None
+    instructions = [
+        tfds.core.ReadInstruction(key, from_=part.start, to=part.stop, unit="abs")
+        for key, part in numbering.parts
+        if len(part)
+    ]
+    # Every image, also one that is not used: TFDS would decode it with TensorFlow.
+    decoders = {
+        key: tfds.decode.SkipDecoding()
+        for key, feature in features.items()
+        if isinstance(feature, tfds.features.Image)
+    }
+    try:
+        records = builder.as_data_source(
+            functools.reduce(operator.add, instructions), decoders=decoders
+        )
+    except Exception as error:  # The reader's C++ has no error class of its own.
+        raise UserError(
+            f"data.name={name!r} in {builder.data_dir} cannot be read ({error}): "
+            "prepare it again"
+        ) from error
+    names = ()
+    if isinstance(label, Feature):
+        names = getattr(features[label.key], "names", None) or ()
     return TfdsSource(
-        name=f"{name} {split}",
-        records=builder.as_data_source(split, decoders=decoders),
-        image_key=image_key,
-        label_key=label_key,
-        class_names=tuple(getattr(features[label_key], "names", None) or ()),
-        numbering=numbering,
+        f"{title or name} {split}", records, image, label, tuple(names), numbering
     )
+
+
+def _feature(key, feature, name, features):
+    """Returns what takes a feature of a record, once it is known to be there."""
+    if callable(feature):
+        return feature
+    if feature not in features:
+        raise UserError(
+            f"data.{key}={feature!r}: {name} has no such feature; "
+            f"it has {', '.join(sorted(features))}"
+        )
+    # ClassLabel is a scalar too. A plain array may hold an image.
+    if key == "label_key" and features[feature].shape != ():
+        raise UserError(
+            f"data.{key}={feature!r}: this feature of {name} holds no single class "
+            f"number but {type(features[feature]).__name__}; choose another of "
+            f"{', '.join(sorted(features))}"
+        )
+    return Feature(feature)
 
 
 def small_in_memory(source: TfdsSource, channels: int) -> TfdsSource | ArraySource:
@@ -128,18 +199,20 @@ def _builder(name: str, data_dir: str):
 
     data_dir = os.path.expanduser(data_dir) or None
     where = data_dir or tfds.core.constants.DATA_DIR
-    build = (
-        f"pip install 'vit_jax[prepare]', then tfds build {name} "
-        f"--file_format=array_record --data_dir={where}"
-    )
+    build = f"python -m vit_jax.prepare --dataset={name} --data_dir={where}"
     try:
         builder = tfds.core.read_only_builder.builder_from_files(
             name, data_dir=data_dir
         )
+    except ImportError as error:  # Of gcsfs, which reads buckets.
+        raise UserError(
+            f"data.data_dir={data_dir!r}: paths in a bucket need more packages: "
+            "pip install 'vit_jax[gcs]'"
+        ) from error
     except (tfds.core.DatasetNotFoundError, ValueError) as error:
         raise UserError(
             f"data.name={name!r}: no such prepared TFDS data set in {where} "
-            f"(the other names are 'digits', 'folder' and 'made'). To prepare: {build}"
+            f"(the other names are {OTHERS}). To prepare: {build}"
         ) from error
 
     formats = builder.info.available_file_formats()
