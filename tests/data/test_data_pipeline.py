@@ -164,7 +164,8 @@ def damaged(make):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_damaged_image_is_a_user_error_that_names_the_file(make, damaged, workers):
     data, source = make(workers=workers)
-    match = rf"{source.describe(damaged)} cannot be decoded.*data\.on_error=skip"
+    where = rf"{source.describe(damaged)} \(record {damaged}\)"
+    match = rf"{where} cannot be decoded.*data\.on_error=skip"
     with pytest.raises(UserError, match=match):
         stream(source, data)
     with (
@@ -178,7 +179,9 @@ def test_a_file_that_vanishes_is_a_user_error(make):
     data, source = make()
     paths = [path.replace("train", "gone") for path in source.paths]
     source = dataclasses.replace(source, paths=paths)
-    with pytest.raises(UserError, match=r"gone.* cannot be read \(.*No such file"):
+    with pytest.raises(
+        UserError, match=r"gone.*record \d+\) cannot be read \(.*No such"
+    ):
         stream(source, data)
 
 
@@ -225,7 +228,9 @@ def test_another_image_size_than_the_models_is_a_user_error(
 
 def test_a_crop_larger_than_an_image_names_the_file(make):
     data, source = make(ops="random_crop(99)")
-    with pytest.raises(UserError, match=r"data\.ops: .*\.png: crop of 99x99.*37x53"):
+    with pytest.raises(
+        UserError, match=r"data\.ops: .*\.png \(record.*: crop of 99x99.*37x53"
+    ):
         stream(source, data)
 
 
@@ -233,7 +238,9 @@ def test_a_label_out_of_range_names_the_file(make):
     data, source = make()
     labels = [label + 1 for label in source.labels_of_paths]
     source = dataclasses.replace(source, labels_of_paths=labels)
-    with pytest.raises(UserError, match=r"cat.*\.png has label 3, but data\.classes=3"):
+    with pytest.raises(
+        UserError, match=r"cat.*\.png \(record.* has label 3, but data\.classes=3"
+    ):
         stream(source, data)
 
 

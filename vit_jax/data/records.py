@@ -86,7 +86,10 @@ class Loader:
             item = self.source[record]
         except OSError as error:
             raise decode.DamagedImage(f"cannot be read ({error})") from error
-        name = self.source.describe(record)
+        except Exception as error:  # The reader's own fault: it goes on as it is.
+            error.add_note(f"while reading {self._name(record)}")
+            raise
+        name = self._name(record)
         sources.check_label(item["label"], self.classes, name)
         image = decode.decode(item["image"], self.shape[-1])
         bits = np.random.Philox(
@@ -106,7 +109,7 @@ class Loader:
         """Raises UserError for a damaged record, unless the config says to skip it."""
         if self.on_error == "raise":
             raise UserError(
-                f"{self.source.describe(record)} {error}: mend or remove it, or go on "
+                f"{self._name(record)} {error}: mend or remove it, or go on "
                 "without with --config.data.on_error=skip"
             ) from error
 
@@ -117,6 +120,11 @@ class Loader:
             "label": np.zeros(rows, np.int32),
             "skipped": np.zeros(rows, np.int32),
         }
+
+    def _name(self, record: int) -> str:
+        """Names a record for a message, by data set, split and number."""
+        name = self.source.describe(record)  # Of a file its path, which has no number.
+        return name if str(record) in name.split() else f"{name} (record {record})"
 
     def _check_shape(self, shape: tuple[int, ...], name: str) -> None:
         if tuple(shape) != self.shape:
