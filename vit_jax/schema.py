@@ -16,7 +16,9 @@ COMMON = {
         "debug_nans": False,  # Stop at the operation that makes the first NaN (slow).
     },
     "data": {
-        "name": "",  # "digits", "folder", "made", or a TFDS name such as "cifar10".
+        # "digits", "folder", "made", a TFDS name such as "cifar10", "vtab/clevr_count",
+        # "objectnet", "parquet", "hf://datasets/owner/name", "my_module:open_source".
+        "name": "",  # What there is: python -m vit_jax.datasets
         "data_dir": "",  # Where it lies; "" is TFDS's own, ~/tensorflow_datasets.
         "split": "train",  # Training split; TFDS's slicing syntax, all sources.
         "classes": 0,  # Number of classes; labels outside [0, classes) are an error.
@@ -24,7 +26,7 @@ COMMON = {
         "exclude": "",  # File of record ids, one a line: left out of `split`.
         "image_size": (224, 224),  # Height and width that reach the model, in pixels.
         "channels": 3,  # 1 or 3.
-        "image_key": "image",  # TFDS feature names.
+        "image_key": "image",  # Names of TFDS features or Parquet columns.
         "label_key": "label",
         "ops": "",  # Training transforms; see vit_jax/data/ops.py.
         "eval_ops": "",  # Evaluation transforms.

@@ -1,4 +1,9 @@
-"""Image folders: data_dir/<split>/<class>/**/image files."""
+"""Image folders: data_dir/<split>/<class>/**/image files.
+
+A folder without splits, data_dir/<class>/**, is one split named "all". Links that lead
+out of data_dir are followed, since sets are often put together from links; one that
+leads back into it would count images twice, perhaps under two labels, and is an error.
+"""
 
 import dataclasses
 import hashlib
@@ -13,7 +18,11 @@ from vit_jax.data import splits
 from vit_jax.errors import UserError
 
 # Which files are images; what they hold is found from their content.
-EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
+EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
+    *(".tif", ".tiff", ".ppm", ".pgm"),
+)
+WHOLE = "all"  # The one split of a folder that has none.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +58,24 @@ class FolderSource:
         return np.array(found, np.int64)
 
 
-def open_folder(data_dir: str, split: str, train_split: str) -> FolderSource:
+def open_folder(
+    data_dir: str, split: str, train_split: str, only: Sequence[str] = ()
+) -> FolderSource:
     """Lists the image files of a split.
 
     Records stand in an order hashed from their paths, not sorted by class, so that
     a slice as train[:90%] holds every class and is the same on every machine.
 
     Args:
-      data_dir: folder that holds one folder a split.
-      split: expression over the names of those folders.
+      data_dir: folder that holds one folder a split, or the folders of the classes.
+      split: expression over the names of those folders, or over "all".
       train_split: expression of the training split, whose first folder defines the
         classes: its folders' names, sorted.
+      only: the classes to read, in the order of their numbers; none is all.
 
     Raises:
-      UserError: a folder is missing or empty, or a class is not one of training.
+      UserError: a folder is missing, empty or cannot be listed, a class is not one of
+        training, or a link leads back into data_dir.
     """
     root = pathlib.Path(data_dir).expanduser()
     if not data_dir or not root.is_dir():
@@ -70,17 +83,20 @@ def open_folder(data_dir: str, split: str, train_split: str) -> FolderSource:
             f"data.data_dir={data_dir!r} is not a folder: data.name='folder' reads "
             "data_dir/<split>/<class>/*.jpg"
         )
-    train_name = splits.names(train_split)[0]
-    classes = _class_folders(root, train_name)
+    classes = list(only) or _class_folders(root, splits.names(train_split)[0])
     files = {}
     for name in splits.names(split):
-        extra = sorted(set(_class_folders(root, name)) - set(classes))
-        if extra:
+        there = _class_folders(root, name)
+        extra = sorted(set(there) - set(classes))
+        if extra and not only:
             raise UserError(
-                f"{root / name} has class {extra[0]!r}, which the training split "
-                f"{root / train_name} lacks: its classes are {', '.join(classes)}"
+                f"{_folder(root, name)} has class {extra[0]!r}, which the training "
+                f"split {train_split!r} lacks: its classes are {', '.join(classes)}"
             )
-        files[name] = _files(root, name, classes)
+        missing = sorted(set(only) - set(there))
+        if missing:
+            raise UserError(f"{_folder(root, name)} lacks class {missing[0]!r}")
+        files[name] = _files(root, name, [c for c in there if c in classes], classes)
     sizes = {name: len(found) for name, found in files.items()}
     chosen = [
         files[name][i]
@@ -95,51 +111,102 @@ def open_folder(data_dir: str, split: str, train_split: str) -> FolderSource:
     )
 
 
+def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
+    """Returns where the class folders of a split lie."""
+    whole = split == WHOLE and not (root / WHOLE).is_dir()
+    return root if whole else root / split
+
+
 def _class_folders(root: pathlib.Path, split: str) -> list[str]:
-    there = _visible_folders(root)
-    if split not in there:
+    folder, there = _folder(root, split), _visible_folders(root)
+    if folder != root and split not in there:
         raise UserError(
-            f"split {split!r}: no folder {root / split}; "
-            f"{root} has {', '.join(there) or 'no folders'}"
+            f"split {split!r}: no folder {folder}; {root} has "
+            f"{', '.join(there) or 'no folders'}; if those are classes, they are one "
+            f"split named {WHOLE!r}: write --config.data.split={WHOLE}[:90%]"
         )
-    classes = _visible_folders(root / split)
+    classes = _visible_folders(folder)
     if not classes:
         raise UserError(
-            f"{root / split} has no class folders: it must look like "
-            f"{root / split}/<class>/*.jpg"
+            f"{folder} has no class folders: it must look like {folder}/<class>/*.jpg"
         )
     return classes
 
 
 def _visible_folders(folder: pathlib.Path) -> list[str]:
-    entries = (e for e in os.scandir(folder) if not e.name.startswith("."))
-    return sorted(entry.name for entry in entries if entry.is_dir())
+    return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
 
 
-def _files(root: pathlib.Path, split: str, classes: list[str]) -> list[tuple[str, int]]:
+def _entries(folder: str | os.PathLike) -> list[os.DirEntry]:
+    try:
+        return [e for e in os.scandir(folder) if not e.name.startswith(".")]
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be listed ({error.strerror}): give read permission or "
+            "remove it"
+        ) from error
+
+
+def _files(
+    root: pathlib.Path, split: str, there: list[str], classes: list[str]
+) -> list[tuple[str, int]]:
     """Returns (path relative to root, label) in the order of the paths' hashes."""
-    found = []
-    for class_name in _visible_folders(root / split):
-        paths = _image_paths(root, f"{split}/{class_name}")
+    folder, found = _folder(root, split), []
+    inside = os.path.realpath(root)
+    for class_name in there:
+        start = os.path.relpath(folder / class_name, root)
+        paths = _image_paths(root, start, inside, ())
         if not paths:
             raise UserError(
-                f"class folder {root / split / class_name} has no images "
+                f"class folder {folder / class_name} has no images "
                 f"({', '.join(EXTENSIONS)}): add some or remove the folder"
             )
         found += [(path, classes.index(class_name)) for path in paths]
     return sorted(found, key=lambda item: _digest(item[0]))
 
 
-def _image_paths(root: pathlib.Path, folder: str) -> list[str]:
+def _image_paths(
+    root: pathlib.Path, folder: str, inside: str, above: tuple[str, ...]
+) -> list[str]:
+    """Returns the images below a folder of `root`, relative to it.
+
+    Args:
+      root: data_dir.
+      folder: relative to it.
+      inside: `root` with all links resolved.
+      above: targets of the links on the way here.
+    """
+    where = os.path.join(root, folder)
+    if os.path.islink(where):
+        target = os.path.realpath(where)
+        _check_link(where, target, inside, above)
+        above = (*above, target)
     paths = []
-    for where, folders, names in os.walk(root / folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [
-            pathlib.Path(where, name).relative_to(root).as_posix()
-            for name in names
-            if not name.startswith(".") and name.lower().endswith(EXTENSIONS)
-        ]
+    for entry in _entries(where):
+        path = os.path.join(folder, entry.name)
+        if entry.is_dir():
+            paths += _image_paths(root, path, inside, above)
+        elif entry.name.lower().endswith(EXTENSIONS):
+            if entry.is_symlink():
+                _check_link(entry.path, os.path.realpath(entry.path), inside, ())
+            # A broken link stays: reading it says so, as for any damaged record.
+            if os.path.exists(entry.path) and not entry.is_file():
+                raise UserError(
+                    f"{entry.path} is no file but a pipe or device: remove it"
+                )
+            paths.append(pathlib.PurePath(path).as_posix())
     return paths
+
+
+def _check_link(link: str, target: str, inside: str, above: tuple[str, ...]) -> None:
+    """Raises UserError if what a link leads to would be read twice, or for ever."""
+    if os.path.commonpath([inside, target]) == inside:
+        raise UserError(
+            f"{link} is a link back into the data set, to {target}: its images would "
+            "count twice; remove the link"
+        )
+    if any(os.path.commonpath([target, other]) == target for other in (inside, *above)):
+        raise UserError(f"{link} is a link to {target}, in a circle: remove the link")
 
 
 def _digest(path: str) -> bytes:

@@ -5,10 +5,12 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from ml_collections import ConfigDict
 
+from vit_jax.data import hub, objectnet, own, vtab
 from vit_jax.data.digits import open_digits
 from vit_jax.data.excluding import without
 from vit_jax.data.folder import open_folder
 from vit_jax.data.made import open_made
+from vit_jax.data.parquet import open_parquet
 from vit_jax.data.tfds_source import open_tfds, small_in_memory
 from vit_jax.errors import UserError
 
@@ -54,23 +56,35 @@ def open_source(data: ConfigDict, split: str) -> Source:
     Raises:
       UserError: the set, the split, a size, or a label is not as the config says.
     """
-    if data.name == "digits":
-        source = open_digits(split, data.channels)
-    elif data.name == "made":
-        source = open_made(
-            split, data.image_size, data.channels, data.classes, data.examples
-        )
-    elif data.name == "folder":
-        source = open_folder(data.data_dir, split, data.split)
-    else:
-        source = open_tfds(
-            data.name, data.data_dir, split, data.image_key, data.label_key
-        )
-        source = small_in_memory(source, data.channels)
+    source = _open(data, split)
     _check(source, data, split)
     if data.exclude and split == data.split:
         source = without(source, data.exclude)
     return source
+
+
+def _open(data: ConfigDict, split: str) -> Source:
+    name, data_dir = data.name, data.data_dir
+    if name == "digits":
+        return open_digits(split, data.channels)
+    if name == "made":
+        return open_made(
+            split, data.image_size, data.channels, data.classes, data.examples
+        )
+    if name == "folder":
+        return open_folder(data_dir, split, data.split)
+    if name == "objectnet":
+        return open_folder(data_dir, split, split, only=tuple(objectnet.CLASSES))
+    if own.is_own(name):
+        return own.open_own(data, split)
+    keys = data.image_key, data.label_key
+    if name == "parquet" or hub.is_hub(name):
+        source = open_parquet(name, data_dir, split, *keys)
+    elif name.startswith("vtab/"):
+        source = vtab.open_task(name, data_dir, split)
+    else:
+        source = open_tfds(name, data_dir, split, *keys)
+    return small_in_memory(source, data.channels)
 
 
 def check_label(label: int, classes: int, record: str) -> None:

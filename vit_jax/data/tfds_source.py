@@ -163,7 +163,37 @@ def _feature(key, feature, name, features):
     return Feature(feature)
 
 
-def small_in_memory(source: TfdsSource, channels: int) -> TfdsSource | ArraySource:
+def find_prepared(name: str, data_dir: str):
+    """Returns TFDS's builder of a set that lies in a folder; None if it does not.
+
+    Args:
+      name: TFDS name, see `open_tfds`.
+      data_dir: a folder or gs://...; "" is TFDS's default.
+
+    Raises:
+      UserError: the folder is in a bucket and the packages for that are missing.
+    """
+    import tensorflow_datasets as tfds
+
+    find = tfds.core.read_only_builder.builder_from_files
+    try:
+        return find(name, data_dir=os.path.expanduser(data_dir) or None)
+    except ImportError as error:  # Of gcsfs, which reads buckets.
+        raise UserError(
+            f"data.data_dir={data_dir!r}: paths in a bucket need more packages: "
+            "pip install 'vit_jax[gcs]'"
+        ) from error
+    except (tfds.core.DatasetNotFoundError, ValueError):
+        return None
+
+
+def is_readable(builder) -> bool:
+    """Returns whether a set was prepared in the one format that has random access."""
+    formats = {found.value for found in builder.info.available_file_formats()}
+    return "array_record" in formats
+
+
+def small_in_memory(source, channels: int):
     """Decodes a set such as CIFAR once, so that a batch becomes one gather.
 
     Args:
@@ -197,26 +227,16 @@ def small_in_memory(source: TfdsSource, channels: int) -> TfdsSource | ArraySour
 def _builder(name: str, data_dir: str):
     import tensorflow_datasets as tfds
 
-    data_dir = os.path.expanduser(data_dir) or None
-    where = data_dir or tfds.core.constants.DATA_DIR
+    where = os.path.expanduser(data_dir) or tfds.core.constants.DATA_DIR
     build = f"python -m vit_jax.prepare --dataset={name} --data_dir={where}"
-    try:
-        builder = tfds.core.read_only_builder.builder_from_files(
-            name, data_dir=data_dir
-        )
-    except ImportError as error:  # Of gcsfs, which reads buckets.
-        raise UserError(
-            f"data.data_dir={data_dir!r}: paths in a bucket need more packages: "
-            "pip install 'vit_jax[gcs]'"
-        ) from error
-    except (tfds.core.DatasetNotFoundError, ValueError) as error:
+    builder = find_prepared(name, data_dir)
+    if builder is None:
         raise UserError(
             f"data.name={name!r}: no such prepared TFDS data set in {where} "
             f"(the other names are {OTHERS}). To prepare: {build}"
-        ) from error
-
-    formats = builder.info.available_file_formats()
-    if tfds.core.FileFormat.ARRAY_RECORD not in formats:
+        )
+    if not is_readable(builder):
+        formats = builder.info.available_file_formats()
         found = ", ".join(sorted(f.value for f in formats)) or "an unknown format"
         raise UserError(
             f"data.name={name!r} in {builder.data_dir} is prepared as {found}, but "

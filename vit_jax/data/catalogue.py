@@ -1,0 +1,164 @@
+"""What each data set of the paper is called, holds, and needs.
+
+`python -m vit_jax.datasets` prints it. The roles that splits play follow the paper
+(arXiv:2010.11929, table 4: shares held out for the sweep of the learning rate) and, for
+ImageNet-21k, github.com/google-research/big_vision; image counts are those of the TFDS
+catalogue. The 19 tasks of VTAB-1k stand in vtab.py, ObjectNet's classes in objectnet.py.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from vit_jax.data import objectnet, vtab
+
+_LICENCE = (
+    "register at image-net.org, put {files} into {data_dir}/downloads/manual, then: "
+)
+_VAL = "ILSVRC2012_img_val.tar"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One data set.
+
+    Attributes:
+      name: as in `data.name`.
+      tfds: name and version in TFDS; "" if it is read from elsewhere.
+      classes: number of classes; 0 if it is yours to state.
+      images: to train on, or of the only split; 0 if it is yours.
+      splits: role -> split expression, as in `data.split` and `config.evals`.
+      keys: other keys of `config.data` that it needs.
+      steps: what to do by hand before, or instead of, `vit_jax.prepare`.
+      newer: a TFDS version that also does.
+    """
+
+    name: str
+    tfds: str
+    classes: int
+    images: int
+    splits: Mapping[str, str]
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    steps: str = ""
+    newer: str = ""
+
+    def how(self, data_dir: str) -> str:
+        """Returns how to get the set into a folder."""
+        steps = self.steps.format(data_dir=data_dir)
+        if not self.tfds:
+            return steps
+        name = f"'{self.tfds}'" if "*" in self.tfds else self.tfds
+        command = f"python -m vit_jax.prepare --dataset={name} --data_dir={data_dir}"
+        return f"{steps}{command}"
+
+
+def _sweep(percent: int, test: str) -> dict[str, str]:
+    """Returns the splits of a set whose last records are held out for the sweep."""
+    return {
+        "train": "train",
+        "dev train": f"train[:{100 - percent}%]",
+        "dev": f"train[{100 - percent}%:]",
+        "test": test,
+    }
+
+
+_PAPER = (
+    Entry(
+        "imagenet2012",
+        "imagenet2012",
+        1_000,
+        1_281_167,
+        # The paper calls the 1 % of train "minival".
+        _sweep(1, "validation"),
+        steps=_LICENCE.replace("{files}", f"ILSVRC2012_img_train.tar and {_VAL}"),
+    ),
+    Entry(
+        "imagenet_v2/matched-frequency",
+        "imagenet_v2/matched-frequency",
+        1_000,
+        10_000,
+        {"test": "test"},
+    ),
+    Entry(
+        # Each record also has "real_label", the set of right labels, empty for 3 163.
+        "imagenet2012_real",
+        "imagenet2012_real",
+        1_000,
+        50_000,
+        {"test": "validation"},
+        keys={"label_key": "original_label"},
+        steps=_LICENCE.replace("{files}", _VAL),
+    ),
+    Entry(
+        "objectnet",
+        "",
+        len(objectnet.CLASSES),
+        0,
+        {"test": "images"},
+        steps=(
+            "accept the licence at objectnet.dev (no training on it), unpack "
+            "objectnet-1.0, crop the red frame off, and set data.data_dir to the folder "
+            "that holds images/"
+        ),
+    ),
+    Entry(
+        "imagenet21k",
+        "imagenet21k",
+        21_843,
+        0,
+        {
+            "train": "full[51200:]",
+            "validation": "full[25600:51200]",
+            "test": "full[:25600]",
+        },
+        steps=(
+            "no TFDS built-in: register at image-net.org, unpack the archive of each "
+            "class to FOLDER/full/<class>, then give FOLDER to the folder reader "
+            "(data.name=folder) or to: "
+        ),
+    ),
+    Entry("cifar10", "cifar10:3.*.*", 10, 50_000, _sweep(2, "test")),
+    Entry("cifar100", "cifar100:3.*.*", 100, 50_000, _sweep(2, "test")),
+    Entry("oxford_iiit_pet", "oxford_iiit_pet", 37, 3_680, _sweep(10, "test")),
+    Entry("oxford_flowers102", "oxford_flowers102", 102, 1_020, _sweep(10, "test")),
+    Entry(
+        # A template: JFT-300M is Google's own.
+        "jft300m",
+        "",
+        0,
+        0,
+        {"train": "train", "validation": "validation"},
+        steps=(
+            "not public. For a set of your own: prepare it in TFDS's format, make it a "
+            "folder of train/<class>/ images, or write a source "
+            "(--config.data.name=my_module:open_source); state data.classes; see "
+            "configs/jft.py"
+        ),
+    ),
+)
+
+# By hand, before TFDS can prepare them.
+_VTAB_STEPS = {
+    "resisc45": "put NWPU-RESISC45.rar into {data_dir}/downloads/manual, then: ",
+    "retinopathy": (
+        "download diabetic-retinopathy-detection from kaggle.com and unpack it in "
+        "{data_dir}/downloads/manual, then: "
+    ),
+}
+
+
+def _of_task(name: str, task: vtab.Task) -> Entry:
+    return Entry(
+        f"vtab/{name}",
+        task.tfds,
+        task.classes,
+        1_000,
+        task.splits,
+        steps=_VTAB_STEPS.get(name, ""),
+        newer=task.newer,
+    )
+
+
+ENTRIES = {
+    entry.name: entry
+    for entry in (*_PAPER, *(_of_task(*item) for item in vtab.TASKS.items()))
+}

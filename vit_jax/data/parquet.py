@@ -1,0 +1,211 @@
+"""Image data sets in Parquet files, laid out as on the Hugging Face hub."""
+
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Integer
+
+from vit_jax.data import hub, splits
+from vit_jax.data.decode import DamagedImage
+from vit_jax.errors import UserError
+
+# Open files and the row group last read, of each thread: a reader is used by one.
+_local = threading.local()
+_OPEN_FILES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetSource:
+    """Rows of Parquet files; images stay encoded.
+
+    A row group is the smallest piece that can be read. One record therefore costs the
+    reading of its group, unless the same thread read another of it just before.
+
+    Attributes:
+      name: data set and split, for messages.
+      files: of all splits that are used, in order.
+      groups: first row of each row group, over the files; one more at the end.
+      group_files: the file of each group.
+      first_groups: first group of each file.
+      starts: split -> its first row over the files.
+      image_key: column of the images.
+      label_key: column of the class numbers.
+      class_names: may be empty.
+      numbering: which records of the data set these are.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    groups: Integer[np.ndarray, " G1"]
+    group_files: Integer[np.ndarray, " G"]
+    first_groups: Integer[np.ndarray, " F"]
+    starts: Mapping[str, int]
+    image_key: str
+    label_key: str
+    class_names: tuple[str, ...]
+    numbering: splits.Numbering
+    images = labels = None  # Not in memory.
+
+    def __len__(self) -> int:
+        return len(self.numbering)
+
+    def __getitem__(self, i: int) -> dict:
+        split, _, number = self.record_id(i).rpartition("/")
+        row = self.starts[split] + int(number)
+        group = int(np.searchsorted(self.groups, row, side="right")) - 1
+        images, labels = self._group(group)
+        at = row - int(self.groups[group])
+        label = labels[at].as_py()
+        if label is None:
+            raise DamagedImage(f"has no label in column {self.label_key!r}")
+        return {"image": _bytes(images[at].as_py()), "label": label}
+
+    def read(self, numbers: range) -> list[dict]:
+        """Reads neighbouring records, each row group once."""
+        return [self[i] for i in numbers]
+
+    def describe(self, i: int) -> str:
+        return f"{self.name} record {i}"
+
+    def record_id(self, i: int) -> str:
+        return self.numbering.record_id(i)
+
+    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
+        return self.numbering.locate(record_ids)
+
+    def _group(self, group: int) -> tuple:
+        """Returns the image and the label column of a row group."""
+        file = int(self.group_files[group])
+        path, at = self.files[file], group - int(self.first_groups[file])
+        if getattr(_local, "group", None) != (path, at):
+            columns = [self.image_key, self.label_key]
+            try:
+                table = _open(path).read_row_group(at, columns=columns)
+            except Exception as error:  # Arrow's errors and OSError.
+                _local.files.pop(path, None)
+                raise DamagedImage(
+                    f"cannot be read (row group {at} of {path}: "
+                    f"{str(error).splitlines()[0]})"
+                ) from error
+            _local.columns = [table.column(name) for name in columns]
+            _local.group = (path, at)
+        return _local.columns
+
+
+def open_parquet(
+    name: str, data_dir: str, split: str, image_key: str, label_key: str
+) -> ParquetSource:
+    """Opens a split of Parquet files.
+
+    Args:
+      name: "parquet", or hf://datasets/OWNER/NAME, see hub.py.
+      data_dir: for "parquet", the folder that holds the files of all splits.
+      split: split expression.
+      image_key: column with the images: bytes, or the hub's {bytes, path}.
+      label_key: column with the class numbers.
+
+    Raises:
+      UserError: no such set, split or column, or a file is damaged.
+    """
+    if hub.is_hub(name):
+        root = hub.download(name)
+    else:
+        root = os.path.expanduser(data_dir)
+    files = hub.files_of_splits(root, name) if os.path.isdir(root) else {}
+    if not files:
+        raise UserError(
+            f"data.data_dir={data_dir!r} is not a folder: data.name='parquet' reads "
+            "data_dir/**/train-00000-of-00005.parquet"
+        )
+    wanted = dict.fromkeys(splits.names(split))
+    lengths = {
+        key: [_group_lengths(path, name) for path in group]
+        for key, group in files.items()
+        if key in wanted
+    }
+    # The other splits count for the names of records alone, but cost their footers.
+    sizes = {key: sum(map(sum, groups)) for key, groups in lengths.items()}
+    for key in files.keys() - sizes.keys():
+        sizes[key] = sum(sum(_group_lengths(path, name)) for path in files[key])
+    numbering = splits.Numbering.of(split, sizes, name)
+
+    by_file = [groups for key in lengths for groups in lengths[key]]
+    used = tuple(path for key in lengths for path in files[key])
+    class_names = _class_names(used[0], name, image_key, label_key)
+    rows = [length for groups in by_file for length in groups]
+    counts = [len(groups) for groups in by_file]
+    first_rows = np.cumsum([0, *(sizes[key] for key in lengths)])
+    return ParquetSource(
+        name=f"{name} {split}",
+        files=used,
+        groups=np.cumsum([0, *rows]),
+        group_files=np.repeat(np.arange(len(used)), counts),
+        first_groups=np.cumsum([0, *counts])[:-1],
+        starts=dict(zip(lengths, first_rows.tolist(), strict=False)),
+        image_key=image_key,
+        label_key=label_key,
+        class_names=class_names,
+        numbering=numbering,
+    )
+
+
+def _open(path: str):
+    """Returns this thread's reader of a file."""
+    import pyarrow.parquet as pq
+
+    if not hasattr(_local, "files"):
+        _local.files = {}
+    if path not in _local.files:
+        while len(_local.files) >= _OPEN_FILES:
+            _local.files.pop(next(iter(_local.files))).close()
+        _local.files[path] = pq.ParquetFile(path, memory_map=True)
+    return _local.files[path]
+
+
+def _group_lengths(path: str, name: str) -> list[int]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(path)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"data.name={name!r}: {path} is no whole Parquet file "
+            f"({str(error).splitlines()[0]}): download or write it again"
+        ) from error
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+def _class_names(
+    path: str, name: str, image_key: str, label_key: str
+) -> tuple[str, ...]:
+    """Checks the two columns; returns the class names that the hub stores with them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(path)
+    for config_key, column in (("image_key", image_key), ("label_key", label_key)):
+        if column not in schema.names:
+            raise UserError(
+                f"data.{config_key}={column!r}: {name} has no such column; "
+                f"it has {', '.join(schema.names)}"
+            )
+    if not pa.types.is_integer(schema.field(label_key).type):
+        raise UserError(
+            f"data.label_key={label_key!r}: this column of {name} holds "
+            f"{schema.field(label_key).type}, not class numbers"
+        )
+    stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    feature = stored.get("info", {}).get("features", {}).get(label_key, {})
+    return tuple(feature.get("names") or ())
+
+
+def _bytes(cell: bytes | Mapping | None) -> bytes:
+    data = cell.get("bytes") if isinstance(cell, Mapping) else cell
+    if not isinstance(data, bytes):
+        raise DamagedImage("has no bytes (the file may only name an image elsewhere)")
+    return data
