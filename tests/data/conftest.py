@@ -6,6 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_sample_images
 
 from vit_jax import config
 
@@ -56,6 +57,16 @@ def folder(tmp_path, photograph, encode):
                 pixels = np.roll(photograph, rng.integers(50), axis=1)
                 path.write_bytes(encode(pixels, "PNG"))
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def natural():
+    """Two photographs that come with scikit-learn, 167x223 and 150x211 RGB."""
+    sizes = (223, 167), (211, 150)
+    return [
+        np.array(Image.fromarray(image).resize(size, Image.Resampling.BOX))
+        for image, size in zip(load_sample_images().images, sizes, strict=True)
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -46,15 +46,12 @@ class ColorJitter:
 
     def __call__(self, images: Images, labels: Labels, index, key):
         u = draws.uniform(index, key, 8)
-        signed = 2 * u[:, :4] - 1
-        factors = [
-            jnp.maximum(1 + strength * signed[:, i], max(0.0, 1 - strength))
-            for i, strength in enumerate(
-                (self.brightness, self.contrast, self.saturation)
-            )
-        ]
+        factors = []
+        for i, strength in enumerate((self.brightness, self.contrast, self.saturation)):
+            least = max(0.0, 1 - strength)
+            factors.append(least + u[:, i] * (1 + strength - least))
         order = jnp.argsort(u[:, 4:], axis=1)
-        turn = self.hue * signed[:, 3] if self.hue else None
+        turn = self.hue * (2 * u[:, 3] - 1) if self.hue else None
         return jitter(images, *factors, turn, order), labels
 
 
@@ -108,10 +105,11 @@ def turn_hue(
     value, least = images.max(-1), images.min(-1)
     chroma = value - least
     safe = jnp.where(chroma > 0, chroma, 1)
+    # Not `value == red`: a compiler that works red out twice may round it differently.
     hue = jnp.where(
-        value == red,
+        (red >= green) & (red >= blue),
         (green - blue) / safe,
-        jnp.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+        jnp.where(green >= blue, 2 + (blue - red) / safe, 4 + (red - green) / safe),
     )
     hue = hue[..., None] + 6 * turn[:, None, None, None]
     # A channel is full within one sixth of its own hue and gone beyond two.

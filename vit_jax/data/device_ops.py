@@ -2,7 +2,8 @@
 
 Every choice for an example is a function of the key and of the example's position in
 the run, so that a run does not depend on how its batches are spread over devices.
-Letters: B examples, H and W height and width, C channels, K classes.
+Letters: B examples, H and W height and width, h and w after enlarging, C channels,
+K classes.
 """
 
 import dataclasses
@@ -117,7 +118,7 @@ def apply(
     labels: Labels,
     index: UInt32[Array, " B"],
     key: Key[Array, ""],
-) -> tuple[Float[Array, "B H W C"], Labels]:
+) -> tuple[Float[Array, "B h w C"], Labels]:
     """Applies device operations in order.
 
     Args:
@@ -129,7 +130,7 @@ def apply(
       key: of the run; the same at every step.
 
     Returns:
-      Images, still 0..255 but float32, and labels.
+      Images, still 0..255 but float32 and enlarged if asked for, and labels.
     """
     for number, op in enumerate(ops):
         images, labels = op(images, labels, index, jax.random.fold_in(key, number))

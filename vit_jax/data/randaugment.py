@@ -7,7 +7,7 @@ is Pillow's. Letters: H and W height and width, C channels.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cv2
@@ -41,7 +41,7 @@ class RandAugment:
 
     def __call__(self, image: Image, rng: np.random.Generator) -> Image:
         for _ in range(self.layers):
-            which, sign, *place = rng.random(4)
+            which, sign, *place = (rng.random() for _ in range(4))
             name = NAMES[int(which * len(NAMES))]
             image = operate(name, image, self.magnitude, sign < 0.5, place)
         return image
@@ -86,9 +86,9 @@ LEVELS = {
 def operate(
     name: str,
     image: Image,
-    magnitude: float,
+    magnitude: float | int,
     negative: bool = False,
-    place: tuple[float, float] = (0.5, 0.5),
+    place: Sequence[float] = (0.5, 0.5),
 ) -> Image:
     """Applies one operation of RandAugment.
 
@@ -134,9 +134,9 @@ def operate(
         case "sharpness":
             out = sharpness(image, enhance)
         case "shear_x":
-            out = shear(image, 0.3 * signed, 0)
+            out = shear(image, 0.3 * signed, 0.0)
         case "shear_y":
-            out = shear(image, 0, 0.3 * signed)
+            out = shear(image, 0.0, 0.3 * signed)
         case "translate_x":
             out = translate(image, 0, round(100 * signed * width / _SIDE))
         case "translate_y":
