@@ -25,9 +25,52 @@ def test_an_empty_line_has_no_operations():
     assert ops.parse_train("", SIZE) == ops.parse_train("  ", SIZE) == ((), ())
 
 
+# RandAugment's layers and magnitude and mixup's alpha (arXiv:2106.10270, section 3.4).
+AUGREG = {
+    "none": (),
+    "light1": (2, 0),
+    "light2": (2, 10, 0.2),
+    "medium1": (2, 15, 0.2),
+    "medium2": (2, 15, 0.5),
+    "strong1": (2, 20, 0.5),
+    "strong2": (2, 20, 0.8),
+}
+
+
+@pytest.mark.parametrize("level", AUGREG)
+def test_a_level_of_augreg_stands_for_randaugment_and_mixup(level):
+    found = ops.parse_train(f"inception_crop | augreg({level!r}) | flip", SIZE)
+    augment, alpha = AUGREG[level][:2], AUGREG[level][2:]
+    spec = "inception_crop"
+    spec += " | randaugment({}, {})".format(*augment) if augment else ""
+    spec += " | flip" + (" | mixup({})".format(*alpha) if alpha else "")
+    assert found == ops.parse_train(spec, SIZE)
+    assert len(found.host) + len(found.device) == 2 + bool(augment) + bool(alpha)
+
+
+def test_examples_are_mixed_once():
+    for spec in ("augreg('light2') | mixup(0.1)", "cutmix | mixup_or_cutmix"):
+        with pytest.raises(UserError, match="mixes examples twice: keep one of"):
+            ops.parse_train(spec, SIZE)
+    assert ops.parse_train("augreg('light1') | cutmix", SIZE).device == (
+        device_ops.Cutmix(),
+    )
+
+
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
+        (
+            "augreg('light3')",
+            r"level='light3' is none of none, .*strong2; it is augreg",
+        ),
+        ("augreg", r"missing a required argument: 'level'"),
+        ("randaugment(m=3)", r"it is randaugment\(layers=2, magnitude=10\)"),
+        ("cutmix(0)", r"alpha=0 is not positive; it is cutmix\(alpha=1.0\)"),
+        ("color_jitter(hue=1)", r"hue=1 is not within 0\.\.0\.5"),
+        ("random_erasing('x')", "it is random_erasing"),
+        ("upsample('a')", "size='a' is not a whole number"),
+        ("flip | augreg('light1')", "augreg runs in the loader.* before flip"),
         ("fip", "unknown operation 'fip'; known here are inception_crop.* mixup"),
         ("mixup", r"missing a required argument: 'alpha'; it is mixup\(alpha"),
         ("flip(0.3)", r"too many positional arguments; it is flip\(\)"),
@@ -62,7 +105,7 @@ def test_evaluation_takes_only_operations_without_randomness():
         host_ops.ResizeSmall(20),
         host_ops.CentralCrop(SIZE),
     )
-    for spec in ("flip", "inception_crop", "random_crop"):
+    for spec in ("flip", "inception_crop", "random_crop", "randaugment", "augreg"):
         with pytest.raises(
             UserError, match=r"data\.eval_ops.*here are resize, resize_s"
         ):

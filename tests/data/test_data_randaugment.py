@@ -4,7 +4,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from scipy import stats
 
 from vit_jax.data import randaugment
-from vit_jax.data.randaugment import AugReg, RandAugment, operate
+from vit_jax.data.randaugment import AugReg, RandAugment
 
 GREY = (128, 128, 128)
 MAGNITUDES = (0, 3, 10, 15, 20, 30)
@@ -12,6 +12,10 @@ MAGNITUDES = (0, 3, 10, 15, 20, 30)
 
 def rng(i=0):
     return np.random.Generator(np.random.Philox(i))
+
+
+def operate(name, image, magnitude, *more, **named):
+    return randaugment.operate(name, image, float(magnitude), *more, **named)
 
 
 def affine(picture, *matrix):

@@ -43,7 +43,7 @@ class RandAugment:
         for _ in range(self.layers):
             which, sign, *place = (rng.random() for _ in range(4))
             name = NAMES[int(which * len(NAMES))]
-            image = operate(name, image, self.magnitude, sign < 0.5, place)
+            image = operate(name, image, float(self.magnitude), sign < 0.5, place)
         return image
 
 
@@ -86,7 +86,7 @@ LEVELS = {
 def operate(
     name: str,
     image: Image,
-    magnitude: float | int,
+    magnitude: float,
     negative: bool = False,
     place: Sequence[float] = (0.5, 0.5),
 ) -> Image:
