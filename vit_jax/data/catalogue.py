@@ -46,7 +46,8 @@ class Entry:
         steps = self.steps.format(data_dir=data_dir)
         if not self.tfds:
             return steps
-        name = f"'{self.tfds}'" if "*" in self.tfds else self.tfds
+        version = self.newer or self.tfds  # TFDS prepares new versions alone.
+        name = f"'{version}'" if "*" in version else version
         command = f"python -m vit_jax.prepare --dataset={name} --data_dir={data_dir}"
         return f"{steps}{command}"
 
@@ -138,7 +139,7 @@ _PAPER = (
 
 # By hand, before TFDS can prepare them.
 _VTAB_STEPS = {
-    "resisc45": "put NWPU-RESISC45.rar into {data_dir}/downloads/manual, then: ",
+    "resisc45": "unpack NWPU-RESISC45.rar in {data_dir}/downloads/manual, then: ",
     "retinopathy": (
         "download diabetic-retinopathy-detection from kaggle.com and unpack it in "
         "{data_dir}/downloads/manual, then: "

@@ -1,0 +1,131 @@
+"""Lists the data sets of the paper: python -m vit_jax.datasets [NAME ...]
+
+One line each: whether it is prepared in --data_dir (its version; "tfrecord" is
+prepared, but has to be converted; "-" is no set of TFDS), images to train on, classes,
+and how to get it. With names, also their splits and other config keys. Other sets need
+no entry here: any TFDS set, image folder, Parquet files and a source of your own can be
+read as well, see `name` in vit_jax/schema.py. Exit codes: 0 done, 2 bad input (one line
+says what).
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from vit_jax import cli
+from vit_jax.errors import UserError
+
+HEADING = ("name", "here", "images", "classes", "how to get it")
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Prints the entries that the flags name; returns the exit code."""
+    cli.refuse_overrides(flags, "listing data sets")
+    from vit_jax.data import catalogue
+
+    for name in flags.names:
+        if name not in catalogue.ENTRIES:
+            raise UserError(
+                f"{name!r} is no data set of the paper: "
+                f"{', '.join(catalogue.ENTRIES)}; what is not listed can be read too, "
+                "--help says how"
+            )
+    names = flags.names or catalogue.ENTRIES
+    rows = [_row(catalogue.ENTRIES[name], flags.data_dir) for name in names]
+    try:
+        if flags.json:
+            for row in rows:
+                print(json.dumps(row))
+        else:
+            _show(rows, detailed=bool(flags.names))
+    except BrokenPipeError:  # As `| head` leaves it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _row(entry, data_dir):
+    """Returns what is known of a data set, as plain values."""
+    import tensorflow_datasets as tfds
+
+    where = data_dir or str(tfds.core.constants.DATA_DIR)
+    return {
+        "name": entry.name,
+        "tfds": entry.tfds,
+        "classes": entry.classes,
+        "images": entry.images,
+        "splits": dict(entry.splits),
+        "keys": dict(entry.keys),
+        "prepared": _prepared(entry, data_dir),
+        "how": entry.how(where),
+    }
+
+
+def _prepared(entry, data_dir):
+    """Returns version, format, size and place of a prepared set; None if it is not."""
+    from vit_jax.data import tfds_source
+
+    builder = None
+    for name in filter(None, (entry.tfds, entry.newer)):
+        builder = builder or tfds_source.find_prepared(name, data_dir)
+    if builder is None:
+        return None
+    readable = tfds_source.is_readable(builder)
+    return {
+        "version": str(builder.info.version),
+        "format": "array_record" if readable else builder.info.file_format.value,
+        "images": {k: info.num_examples for k, info in builder.info.splits.items()},
+        "bytes": int(builder.info.dataset_size),
+        "data_dir": str(builder.data_dir),
+    }
+
+
+def _show(rows, *, detailed):
+    """Prints a table; with details, splits and keys below each line."""
+    table = [HEADING] + [_cells(row) for row in rows]
+    widths = [max(len(cells[i]) for cells in table) for i in range(4)]
+    for i, (name, here, images, classes, how) in enumerate(table):
+        line = (
+            f"{name:<{widths[0]}}  {here:<{widths[1]}}  {images:>{widths[2]}}  "
+            f"{classes:>{widths[3]}}  {how}"
+        )
+        print(line, flush=True)
+        if i and detailed:
+            _show_details(rows[i - 1])
+
+
+def _cells(row):
+    prepared = row["prepared"]
+    here = "no" if row["tfds"] else "-"
+    if prepared:
+        readable = prepared["format"] == "array_record"
+        here = prepared["version"] if readable else prepared["format"]
+    images, classes = (f"{row[k]:,}" if row[k] else "-" for k in ("images", "classes"))
+    return row["name"], here, images, classes, row["how"]
+
+
+def _show_details(row):
+    for role, split in row["splits"].items():
+        # VTAB's splits are chosen by their role, which the source resolves.
+        print(f"  {role}: {split}", flush=True)
+    for key, value in row["keys"].items():
+        print(f"  needs --config.data.{key}={value}", flush=True)
+    prepared = row["prepared"]
+    if prepared:
+        counts = ", ".join(f"{k} {n:,}" for k, n in prepared["images"].items())
+        size = f"{prepared['bytes'] / 2**30:.2f} GiB"
+        print(f"  in {prepared['data_dir']}: {counts}; {size}", flush=True)
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="default: all")
+    add("--data_dir", default="", help="where sets are prepared; default: TFDS's own")
+    add("--json", action="store_true", help="a JSON object a line")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())
