@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
-# The loader has threads of its own; OpenCV's would fight over the same cores.
-cv2.setNumThreads(0)
+from vit_jax.data import jpeg
 
 MAX_PIXELS = 100_000_000
 
@@ -42,14 +41,19 @@ def decode(
         return _adapt_channels(data, channels)
     if not data:
         raise DamagedImage("is empty (0 bytes)")
+    header = plain_header(data)
+    if header is not None:
+        pixels = jpeg.decode(data, header, channels, header.height)
+        if pixels is not None:
+            return pixels
     try:
         image = Image.open(io.BytesIO(data))
         if image.width * image.height > MAX_PIXELS:
             raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
         if image.format == "PNG":
             _check_png(data)
-        if _is_plain(image, data):
-            pixels = _decode_plain(data, channels)
+        if _is_plain_png(image, data):
+            pixels = _decode_png(data, channels)
             if pixels is not None:
                 return pixels
         return _to_pixels(image, channels)
@@ -61,6 +65,13 @@ def decode(
         raise DamagedImage("cannot be decoded (of no known format)") from error
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise DamagedImage(f"cannot be decoded ({error})") from error
+
+
+def plain_header(data: bytes) -> jpeg.Header | None:
+    """Returns the header of a JPEG file that needs no Pillow and is not too large."""
+    header = jpeg.read_header(data)
+    small = header is not None and header.height * header.width <= MAX_PIXELS
+    return header if small else None
 
 
 def _check_png(data: bytes) -> None:
@@ -79,19 +90,14 @@ def _check_png(data: bytes) -> None:
         start = end + 4
 
 
-def _is_plain(image: Image.Image, data: bytes) -> bool:
-    """Returns whether OpenCV may have it: whole, 8 bits, grey or RGB, opaque."""
-    if image.mode not in ("L", "RGB") or "transparency" in image.info:
-        return False
-    if image.format == "PNG":
-        return data[24] == 8  # Bits a channel (PNG specification, 11.2.1).
-    # Without the end marker some versions of OpenCV fill up with grey and say nothing.
-    # It is sought after the last scan begins: an embedded thumbnail has one too.
-    end = data.find(b"\xff\xd9", data.rfind(b"\xff\xda"))
-    return image.format == "JPEG" and end >= 0
+def _is_plain_png(image: Image.Image, data: bytes) -> bool:
+    """Returns whether OpenCV may have it: 8 bits, grey or RGB, opaque."""
+    opaque = image.mode in ("L", "RGB") and "transparency" not in image.info
+    # Bits a channel: PNG specification, 11.2.1.
+    return image.format == "PNG" and opaque and data[24] == 8
 
 
-def _decode_plain(data: bytes, channels: int) -> np.ndarray | None:
+def _decode_png(data: bytes, channels: int) -> np.ndarray | None:
     colour = cv2.IMREAD_COLOR_RGB if channels == 3 else cv2.IMREAD_GRAYSCALE
     flags = colour | cv2.IMREAD_IGNORE_ORIENTATION
     try:

@@ -7,12 +7,12 @@ import dataclasses
 import math
 from typing import Any
 
-import cv2
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
 
+from vit_jax.data import decode, jpeg
 from vit_jax.data.randaugment import AugReg, RandAugment
+from vit_jax.data.resizing import resize_bilinear, resize_box, resize_fast
 
 Before = UInt8[np.ndarray, "H W C"]
 After = UInt8[np.ndarray, "h w C"]
@@ -27,11 +27,13 @@ class InceptionCrop:
       size: height and width of the result in pixels, or one number for both.
       area: smallest and largest part of the image's area.
       ratio: smallest and largest width by height of the part.
+      antialias: whether detail that is too fine for the result is averaged.
     """
 
     size: Given = None
     area: Given = (0.05, 1.0)
     ratio: Given = (3 / 4, 4 / 3)
+    antialias: Given = True
 
     def __post_init__(self):
         check_size(self.size)
@@ -39,16 +41,47 @@ class InceptionCrop:
             raise ValueError(f"area={self.area} is not 0 < least <= most <= 1")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"ratio={self.ratio} is not 0 < least <= most")
+        if self.antialias not in (True, False):
+            raise ValueError(f"antialias={self.antialias!r} is not True or False")
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        top, left, height, width = self.box(*image.shape[:2], rng)
-        part = image[top : top + height, left : left + width]
+        return self._cut(image, self.box(*image.shape[:2], rng))
+
+    def from_file(self, data: bytes, channels: int, rng: np.random.Generator) -> After:
+        """Decodes, crops and resizes, and decodes only what the part needs.
+
+        Args:
+          data: content of an image file.
+          channels: 3 for RGB, 1 for grey.
+          rng: what `__call__` would get; the part is the same.
+
+        Returns:
+          The same as of the decoded image, to the bit. But if the part is twice the
+          result's size or more, a JPEG is shrunk while it is decoded, which is faster
+          and comes closer to the exact filter.
+
+        Raises:
+          DamagedImage: as `decode.decode`.
+        """
+        header = decode.plain_header(data)
+        if header is None:
+            return self(decode.decode(data, channels), rng)
+        box = self.box(header.height, header.width, rng)
+        top, _, height, width = box
         target = pair(self.size)
-        shrinks = height >= target[0] and width >= target[1]
-        # Area averaging antialiases; it is nearest-neighbour when enlarging.
-        how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-        out = cv2.resize(np.ascontiguousarray(part), target[::-1], interpolation=how)
-        return out.reshape(*target, image.shape[-1])
+        times = min(height / target[0], width / target[1])
+        shrink = next((n for n in jpeg.SHRINKS if n <= times), 1)
+        pixels = jpeg.decode(data, header, channels, top + height, shrink)
+        if pixels is None:  # Damaged, or for Pillow alone.
+            return self._cut(decode.decode(data, channels), box)
+        if shrink == 1:
+            return self._cut(pixels, box)
+        return resize_box(pixels, tuple(x / shrink for x in box), target)
+
+    def _cut(self, image: Before, box: tuple[int, int, int, int]) -> After:
+        top, left, height, width = box
+        part = image[top : top + height, left : left + width]
+        return resize_fast(part, pair(self.size), self.antialias)
 
     def box(
         self, height: int, width: int, rng: np.random.Generator
@@ -128,17 +161,6 @@ class RandomCrop:
 
 class TooSmall(ValueError):
     """A crop is larger than the image."""
-
-
-def resize_bilinear(image: Before, size: tuple[int, int]) -> After:
-    """Resizes to (height, width) with Pillow's antialiased bilinear filter."""
-    if image.shape[:2] == size:
-        return image
-    grey = image.shape[-1] == 1
-    # Pillow knows one or three channels, and one has no axis of its own.
-    picture = Image.fromarray(image[..., 0] if grey else np.ascontiguousarray(image))
-    out = np.array(picture.resize(size[::-1], Image.Resampling.BILINEAR))
-    return out[..., None] if grey else out
 
 
 def _room(image: np.ndarray, size: Given) -> tuple[int, int]:

@@ -91,19 +91,28 @@ class Loader:
             raise
         name = self._name(record)
         sources.check_label(item["label"], self.classes, name)
-        image = decode.decode(item["image"], self.shape[-1])
         bits = np.random.Philox(
             key=np.array([self.seed % 2**64, _STREAM], np.uint64),
             counter=np.array([0, 0, 0, position], np.uint64),
         )
         rng = np.random.Generator(bits)
         try:
-            for op in self.ops:
+            image, ops = self._open(item["image"], rng)
+            for op in ops:
                 image = op(image, rng)
         except host_ops.TooSmall as error:
             raise UserError(f"{self.key}: {name}: {error}") from error
         self._check_shape(image.shape, name)
         return image, item["label"]
+
+    def _open(
+        self, data: bytes | np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, tuple]:
+        """Returns pixels, and the operations that are still to be done on them."""
+        fused = self.ops and hasattr(self.ops[0], "from_file")
+        if fused and isinstance(data, bytes):
+            return self.ops[0].from_file(data, self.shape[-1], rng), self.ops[1:]
+        return decode.decode(data, self.shape[-1]), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:
         """Raises UserError for a damaged record, unless the config says to skip it."""

@@ -1,0 +1,155 @@
+import itertools
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data import decode, host_ops, jpeg
+
+H, W = 83, 101
+
+
+@pytest.fixture
+def picture():
+    """A rough 83x101 image: five strips of 16 rows and three rows."""
+    noise = np.random.default_rng(3).integers(0, 256, (17, 23, 3), dtype=np.uint8)
+    return np.array(Image.fromarray(noise).resize((W, H), Image.Resampling.BICUBIC))
+
+
+KINDS = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "progressive": {"progressive": True},
+    "restarts": {"restart_marker_rows": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_rows_decoded_alone_are_those_of_the_whole_image(
+    picture, encode, kind, channels, capfd
+):
+    data = encode(picture, "JPEG", quality=90, **KINDS[kind])
+    header, whole = jpeg.read_header(data), decode.decode(data, channels)
+    assert (header.height, header.width) == (H, W)
+    assert header.one_scan == (kind not in ("progressive", "restarts"))
+    for stop in range(1, H + 1):
+        rows = jpeg.decode(data, header, channels, stop)
+        np.testing.assert_array_equal(rows[:stop], whole[:stop])
+        if header.one_scan and stop < 62:
+            assert len(rows) == stop + 2  # Not the whole image.
+    assert capfd.readouterr().err == ""  # The decoder has nothing to complain of.
+
+
+@pytest.mark.parametrize("shrink", jpeg.SHRINKS)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_shrunk_image_holds_the_means_of_squares(picture, encode, shrink, channels):
+    smooth = np.array(Image.fromarray(picture[:80, :96]).resize((384, 320)))
+    data = encode(smooth, "JPEG", quality=95)
+    header = jpeg.read_header(data)
+    small = jpeg.decode(data, header, channels, 320, shrink)
+    h, w = 320 // shrink, 384 // shrink
+    assert small.shape == (h, w, channels)
+    means = decode.decode(data, channels).reshape(h, shrink, w, shrink, channels)
+    assert np.abs(small - means.mean((1, 3))).mean() < 1.5
+    for stop in (1, 37, 150):
+        rows = jpeg.decode(data, header, channels, stop, shrink)
+        there = -(-stop // shrink)
+        np.testing.assert_array_equal(rows[:there], small[:there])
+
+
+def test_grey_files_have_a_header_too(picture, encode):
+    data = encode(picture[..., 1], "JPEG")
+    header = jpeg.read_header(data)
+    assert (header.height, header.width, header.strip) == (H, W, 8)
+    rows = jpeg.decode(data, header, 3, 20)
+    np.testing.assert_array_equal(rows[:20], decode.decode(data)[:20])
+
+
+def test_a_file_with_something_after_its_end_is_whole(picture, encode):
+    data = encode(picture, "JPEG")
+    assert jpeg.read_header(data + b"appended") == jpeg.read_header(data)
+    padded = data[:2] + b"\xff\xff" + data[2:]  # Filling before a marker.
+    np.testing.assert_array_equal(decode.decode(padded), decode.decode(data))
+
+
+def test_what_opencv_may_not_have_has_no_header(picture, encode):
+    data = encode(picture, "JPEG")
+    exif = b"Exif\0\0MM\0\x2a\0\0\0\x08" + bytes(6) + encode(picture[:8], "JPEG")
+    thumbnail = encode(picture, "JPEG", exif=exif)
+    several = encode(
+        Image.fromarray(picture),
+        "MPO",
+        save_all=True,
+        append_images=[Image.fromarray(picture)],
+    )
+    frame = data.index(b"\xff\xc0")
+    arithmetic = data[:frame] + b"\xff\xc9" + data[frame + 2 :]
+    flat = data[: frame + 5] + b"\0\0" + data[frame + 7 :]
+    cmyk = encode(Image.fromarray(picture).convert("CMYK"), "JPEG")
+    others = [data[:-2], thumbnail[:-2], several, arithmetic, flat, cmyk, b"", b"\xff"]
+    for other in [*others, encode(picture, "PNG"), data[: frame + 3]]:
+        assert jpeg.read_header(other) is None
+
+
+def test_no_damage_of_a_header_ends_in_another_error(picture, encode):
+    data = encode(picture, "JPEG")
+    scan = data.index(b"\xff\xda") + 14
+    rng, crop = np.random.default_rng(0), host_ops.InceptionCrop(19)
+    damaged = 0
+    for _ in range(300):
+        broken = bytearray(data)
+        for place in rng.integers(2, scan, 3):
+            broken[place] = rng.integers(256)
+        start, length = rng.integers(2, scan), rng.integers(0, 9)
+        del broken[start : start + length]
+        try:
+            crop.from_file(bytes(broken), 3, np.random.default_rng(0))
+        except decode.DamagedImage:
+            damaged += 1
+    assert 50 < damaged < 300
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("antialias", [True, False])
+def test_an_inception_crop_of_a_file_is_that_of_its_pixels(
+    picture, encode, format, antialias
+):
+    crop = host_ops.InceptionCrop((53, 67), antialias=antialias)
+    for options, seed in itertools.product(KINDS.values(), range(20)):
+        data = encode(picture, format, **(options if format == "JPEG" else {}))
+        one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
+        np.testing.assert_array_equal(
+            crop.from_file(data, 3, one), crop(decode.decode(data), other)
+        )
+        assert one.random() == other.random()  # Both drew as often.
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_crop_that_shrinks_while_decoding_is_close_to_the_exact_one(
+    picture, encode, channels
+):
+    large = np.array(Image.fromarray(picture).resize((404, 332)))
+    data = encode(large, "JPEG", quality=95)
+    pixels = decode.decode(data, channels)
+    errors = []
+    for seed in range(20):
+        crop = host_ops.InceptionCrop((33, 41), area=(0.3, 1))
+        one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
+        image = crop.from_file(data, channels, one)
+        top, left, h, w = crop.box(332, 404, other)
+        part = pixels[top : top + h, left : left + w]
+        exact = host_ops.resize_bilinear(part, (33, 41))
+        errors.append(np.abs(image - exact.astype(float)).mean())
+    assert image.shape == (33, 41, channels)
+    assert np.mean(errors) < 1.6  # Of a very rough image.
+
+
+def test_a_truncated_file_is_damaged_wherever_the_crop_lies(picture, encode):
+    data = encode(picture, "JPEG")
+    crop = host_ops.InceptionCrop(5, area=(0.05, 0.06))
+    for seed in range(20):
+        rng = np.random.Generator(np.random.Philox(seed))
+        with pytest.raises(decode.DamagedImage, match="cannot be decoded"):
+            crop.from_file(data[:-20], 3, rng)
