@@ -1,8 +1,8 @@
 """RandAugment (arXiv:1909.13719) as AugReg (arXiv:2106.10270) used it.
 
-The operations and what a magnitude means for them are those of big_vision's
-`pp/archive/autoaugment.py`, on which AugReg's checkpoints were trained; each operation
-is Pillow's. Letters: H and W height and width, C channels.
+The operations, and what a magnitude means for them, are those that big_vision released
+for that paper's configs (`pp/archive/autoaugment.py`); each operation is Pillow's.
+Letters: H and W height and width, C channels.
 """
 
 import dataclasses
