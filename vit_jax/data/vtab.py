@@ -41,7 +41,7 @@ def clevr_count(record: Mapping) -> int:
 def clevr_distance(record: Mapping) -> int:
     """Returns the class of the distance to the closest object."""
     distances = np.reshape(record["objects"]["pixel_coords"], (-1, 3))[:, 2]
-    return _interval(distances.min(), (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0))
+    return _interval(float(distances.min()), (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0))
 
 
 def kitti_distance(record: Mapping) -> int:
@@ -49,7 +49,7 @@ def kitti_distance(record: Mapping) -> int:
     objects = record["objects"]
     distances = np.reshape(objects["location"], (-1, 3))[:, 2]
     vehicles = distances[np.asarray(objects["type"], int) < _VEHICLES]
-    closest = min([*vehicles, _NO_VEHICLE])
+    closest = min([*vehicles.tolist(), _NO_VEHICLE])
     return _interval(closest, (-100.0, 8.0, 20.0, 999.0))
 
 
