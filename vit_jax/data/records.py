@@ -23,7 +23,7 @@ class Loader:
       source: the data set.
       ops: host operations in order.
       key: config key of the operations, for messages.
-      shape: height, width and channels that the model takes.
+      shape: height, width and channels of the images that it makes.
       classes: number of classes.
       on_error: "raise" or "skip".
       seed: of the run.
