@@ -1,0 +1,209 @@
+"""Sets that TFDS prepares by itself; most of them need TensorFlow."""
+
+import difflib
+import importlib
+import importlib.util
+import pathlib
+import shutil
+from collections.abc import Sequence
+
+import tqdm
+
+from vit_jax.data.preparing import manifest, metadata, shards, staging
+from vit_jax.errors import UserError
+
+_INSTALL = "pip install 'vit_jax[prepare]'"
+
+
+def build(
+    name: metadata.Name,
+    data_dir: pathlib.Path,
+    *,
+    imports: Sequence[str] = (),
+    manual_dir: str = "",
+    shard_bytes: int = 2**28,
+) -> tuple[pathlib.Path, dict]:
+    """Lets TFDS download and write a data set, then checks it and gives it its name.
+
+    What was downloaded stays in data_dir/downloads, also when this is interrupted; TFDS
+    cannot continue the writing, so that begins anew.
+
+    Args:
+      name: of the set; version "" is the newest.
+      data_dir: where to prepare.
+      imports: Python modules that define builders of the user's own.
+      manual_dir: folder of files that the user has to fetch; "" is
+        data_dir/downloads/manual.
+      shard_bytes: wanted size of a shard, about.
+
+    Returns:
+      The set's folder, and its manifest.
+
+    Raises:
+      UserError: no such set, no TensorFlow, a file that the user has to fetch is
+        missing, a download fails, or the disk is full.
+    """
+    import tensorflow_datasets as tfds
+
+    _import_all(imports)
+    builder_class = _find(name)
+    _need_tensorflow(name, builder_class)
+    builder = _open(name, builder_class, data_dir)
+    config = builder.builder_config.name if builder.builder_config else ""
+    full = metadata.Name(builder.name, config, str(builder.version))
+    target = full.folder(data_dir)
+    staging.refuse_existing(target)
+    manual = pathlib.Path(manual_dir or data_dir / "downloads" / "manual").expanduser()
+    _need_manual_files(builder, full, manual)
+
+    plan = {"kind": "tfds", "name": str(full), "shard_bytes": shard_bytes}
+    with staging.begin(target, plan) as place:
+        if not (place.folder / manifest.NAME).exists():
+            inner = place.folder / "tfds"
+            _drop_unfinished(full.folder(inner).parent)
+            builder = _open(full, builder_class, inner)
+            config = tfds.download.DownloadConfig(
+                manual_dir=str(manual),
+                try_download_gcs=False,  # Those are TFRecord.
+                min_shard_size=shard_bytes // 2,
+                max_shard_size=shard_bytes,
+            )
+            _prepare(builder, data_dir / "downloads", config, full, manual)
+            _collect(full, inner, place, data_dir, plan)
+        content = manifest.load(place.folder)
+        place.finish()
+    return target, content
+
+
+def _collect(full, inner, place, data_dir, plan):
+    """Moves what TFDS wrote one level up, checks it, and writes the manifest."""
+    made = full.folder(inner)
+    info = metadata.read_info(made)
+    splits = {}
+    total = sum(n for files in info.splits.values() for _, n in files)
+    with tqdm.tqdm(total=total, desc="verify", unit=" records", disable=None) as bar:
+        for name, files in info.splits.items():
+            for path, length in files:
+                try:
+                    found = shards.check(path)
+                except shards.DamagedShard as error:
+                    raise UserError(f"{path} {error}: remove {place.folder}") from error
+                if found.records != length:
+                    raise UserError(
+                        f"{path} has {found.records} records, not {length}: remove "
+                        f"{place.folder} and try again"
+                    )
+                splits.setdefault(name, []).append(found)
+                bar.update(length)
+    default = inner / full.dataset / ".config"  # Which configuration is the default.
+    if default.is_dir():
+        shutil.copytree(
+            default, data_dir / full.dataset / ".config", dirs_exist_ok=True
+        )
+    for path in list(made.iterdir()):
+        path.rename(place.folder / path.name)
+    shutil.rmtree(inner)
+    manifest.write(place.folder, plan, splits, [])
+
+
+def _import_all(modules: Sequence[str]) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(
+                f"--imports={module}: {error}; is it on PYTHONPATH?"
+            ) from error
+
+
+def _find(name: metadata.Name):
+    import tensorflow_datasets as tfds
+
+    try:
+        return tfds.builder_cls(name.dataset)
+    except tfds.core.DatasetNotFoundError as error:
+        known = tfds.list_builders()
+        near = difflib.get_close_matches(name.dataset, known, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(
+            f"--dataset={name}: TFDS has no such set; {hint}A builder of your own is "
+            "found with --imports=MODULE, a prepared TFRecord set with --from=FOLDER"
+        ) from error
+    except ImportError as error:
+        raise _missing_module(name, error) from error
+
+
+def _need_tensorflow(name, builder_class) -> None:
+    own = not builder_class.__module__.startswith("tensorflow_datasets.")
+    if not own and importlib.util.find_spec("tensorflow") is None:
+        raise UserError(
+            f"--dataset={name}: TFDS needs TensorFlow to prepare it: {_INSTALL} "
+            "(training does not need it). An existing TFRecord preparation is converted "
+            "without it: add --from=FOLDER"
+        )
+
+
+def _missing_module(name, error: ImportError) -> UserError:
+    missing = error.name or str(error)
+    install = _INSTALL if missing.startswith("tensorflow") else f"pip install {missing}"
+    return UserError(f"--dataset={name} needs {missing} to be prepared: {install}")
+
+
+def _open(name, builder_class, data_dir):
+    """Opens a builder whose files are to lie in data_dir."""
+    try:
+        return builder_class(
+            data_dir=data_dir,
+            config=name.config or None,
+            version=name.version or None,
+            file_format="array_record",
+        )
+    except ImportError as error:
+        raise _missing_module(name, error) from error
+    except (ValueError, AssertionError) as error:
+        line = " ".join(str(error).split())[:300]
+        raise UserError(f"--dataset={name}: {line}") from error
+
+
+def _need_manual_files(builder, name, manual: pathlib.Path) -> None:
+    instructions = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
+    if instructions and not (manual.is_dir() and any(manual.iterdir())):
+        raise _fetch_by_hand(builder, name, manual)
+
+
+def _fetch_by_hand(builder, name, manual) -> UserError:
+    text = " ".join(builder.MANUAL_DOWNLOAD_INSTRUCTIONS.split())
+    return UserError(
+        f"--dataset={name} needs files that you have to fetch; put them in {manual} "
+        f"(or set --manual_dir). TFDS says: {text}"
+    )
+
+
+def _drop_unfinished(folder: pathlib.Path) -> None:
+    """Removes what an interrupted TFDS left; it would never look at it again."""
+    for path in folder.glob("incomplete.*"):
+        shutil.rmtree(path)
+
+
+def _prepare(builder, downloads, config, name, manual):
+    """Runs TFDS; errors that the user can mend become one line."""
+    try:
+        builder.download_and_prepare(
+            download_dir=str(downloads), download_config=config
+        )
+    except ImportError as error:
+        raise _missing_module(name, error) from error
+    except Exception as error:  # Each builder has its own ways to fail.
+        line = " ".join(str(error).split())[:300]
+        if builder.MANUAL_DOWNLOAD_INSTRUCTIONS and str(manual) in str(error):
+            missing = _fetch_by_hand(builder, name, manual)
+            raise UserError(f"{missing} (it failed with: {line})") from error
+        kind = type(error).__name__
+        if "No space left" in line or "File too large" in line or "disk space" in line:
+            raise UserError(
+                f"--dataset={name}: no room on the disk ({line}); what was downloaded "
+                "is kept: make room and give the same command again"
+            ) from error
+        if kind in ("DownloadError", "NonMatchingChecksumError", "ConnectionError"):
+            raise UserError(f"--dataset={name}: download failed ({line})") from error
+        raise

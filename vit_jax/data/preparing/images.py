@@ -1,0 +1,177 @@
+"""The job of turning an image folder into a TFDS data set."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from vit_jax.data import decode, folder
+from vit_jax.data.preparing import metadata, staging
+from vit_jax.data.preparing.shards import Shard, Written, divide
+from vit_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageFolder:
+    """Job: the files' content unchanged, with label and path.
+
+    Attributes:
+      name: of the new data set, with a version.
+      sources: split -> its files, in the folder reader's order.
+      on_error: "raise" or "skip", for files that are no readable images.
+      decode: whether each image is decoded to see that it is whole.
+      shards, plan, size: see `making.Job`.
+    """
+
+    name: metadata.Name
+    sources: Mapping[str, folder.FolderSource]
+    on_error: str
+    decode: bool
+    shards: Sequence[Shard]
+    plan: Mapping
+    size: int
+
+    @property
+    def dataset(self) -> str:
+        """TFDS name."""
+        return self.name.dataset
+
+    def records(self, shard: Shard, skipped: list[dict]) -> Iterator[bytes]:
+        source = self.sources[shard.split]
+        serialize = _serializer(source.class_names)
+        for i in range(shard.start, shard.stop):
+            try:
+                record = source[i]
+                if self.decode:
+                    decode.decode(record["image"])
+            except decode.DamagedImage as error:
+                reason = str(error)
+            except OSError as error:
+                reason = f"cannot be read ({error.strerror})"
+            else:
+                path = os.fsencode(source.record_id(i))
+                yield serialize(record["image"], record["label"], path)
+                continue
+            if self.on_error == "raise":
+                raise UserError(
+                    f"{source.describe(i)} {reason}: mend or remove it, or set "
+                    "--on_error=skip to leave such images out"
+                )
+            note = {"record": source.record_id(i), "reason": reason}
+            skipped.append({"split": shard.split, **note})
+
+    def describe(
+        self, folder: pathlib.Path, splits: Mapping[str, Sequence[Written]]
+    ) -> None:
+        names = next(iter(self.sources.values())).class_names
+        metadata.write_info(
+            folder,
+            self.name,
+            _features(names),
+            splits,
+            "Made of a folder of images by vit_jax.prepare; their bytes are unchanged.",
+        )
+
+
+def open_images(
+    root: pathlib.Path,
+    name: metadata.Name,
+    split_names: Sequence[str],
+    shard_bytes: int,
+    on_error: str,
+    decode: bool,
+) -> ImageFolder:
+    """Lists a folder and plans its data set.
+
+    Args:
+      root: folder that holds root/<split>/<class>/**/ image files.
+      name: of the new data set; with a version.
+      split_names: which folders to take; empty is all.
+      shard_bytes: wanted size of a shard.
+      on_error: "raise" or "skip".
+      decode: whether each image is to be decoded.
+
+    Raises:
+      UserError: the folder is not laid out so.
+    """
+    if not root.is_dir():
+        raise UserError(f"--from={root} is not a folder")
+    there = sorted(
+        entry.name
+        for entry in os.scandir(root)
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
+    splits = list(split_names or there)
+    if not splits:
+        raise UserError(
+            f"--from={root} has no folders: it must look like {root}/train/<class>/*.jpg"
+        )
+    classes_of = "train" if "train" in splits else splits[0]
+    sources, shards, stats, total = {}, [], [], 0
+    for split in splits:
+        source = folder.open_folder(str(root), split, classes_of)
+        sources[split] = source
+        size = 0
+        for i in range(len(source)):
+            stat = os.stat(source.describe(i))
+            stats.append((source.record_id(i), stat.st_size, stat.st_mtime_ns))
+            size += stat.st_size
+        shards += divide(split, len(source), size, shard_bytes)
+        total += size
+    _check_names(sources[classes_of].class_names)
+    plan = {
+        "kind": "folder",
+        "source": str(root),
+        "name": str(name),
+        "splits": splits,
+        "files": staging.digest(stats),
+        "shard_bytes": shard_bytes,
+        "on_error": on_error,
+        "decode": decode,
+    }
+    return ImageFolder(name, sources, on_error, decode, shards, plan, total)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raises UserError for a class that a file of names, one a line, cannot hold."""
+    for name in names:
+        if (
+            name != name.strip()
+            or len(name.splitlines()) != 1
+            or not name.isprintable()
+        ):
+            raise UserError(
+                f"class folder {name!r} begins or ends with a space, or has characters "
+                "that cannot be printed: rename it"
+            )
+
+
+def _features(class_names: Sequence[str]):
+    import tensorflow_datasets as tfds
+
+    return tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(None, None, 3)),
+            "label": tfds.features.ClassLabel(names=list(class_names)),
+            "path": tfds.features.Text(doc="File that the image was, in the folder."),
+        }
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _serializer(class_names: tuple[str, ...]):
+    """Returns what turns (image bytes, label, path bytes) into a tf.train.Example."""
+    from tensorflow_datasets.core import example_serializer
+
+    specs = _features(class_names).get_serialized_info()
+    serializer = example_serializer.ExampleSerializer(specs)
+
+    def serialize(image, label, path):
+        example = serializer.get_tf_example(
+            {"image": image, "label": label, "path": path}
+        )
+        # The order of a map's fields may change from process to process.
+        return example.SerializeToString(deterministic=True)
+
+    return serialize

@@ -1,0 +1,199 @@
+"""One shard: which records belong in it, and writing it so that it can be trusted."""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+
+import google_crc32c
+
+from vit_jax.errors import UserError
+
+# What TFDS writes: each record can be read alone.
+_WRITE = "group_size:1"
+# Neither threads nor reading ahead: a shard is read once, in order.
+_READ = "readahead_buffer_size:0,max_parallelism:0"
+_READ_AT_ONCE = 2**24  # Bytes, roughly.
+_BLOCK = 2**20  # Bytes.
+PART = ".part"
+
+
+class DamagedShard(Exception):
+    """A shard's file does not hold what it should; says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Records `start` to `stop` of a split, as file `number` of `count`."""
+
+    split: str
+    number: int
+    count: int
+    start: int
+    stop: int
+
+    def file_name(self, dataset: str) -> str:
+        """Returns TFDS's name of the file."""
+        return (
+            f"{dataset}-{self.split}.array_record-{self.number:05d}-of-{self.count:05d}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a finished shard holds.
+
+    Attributes:
+      file: name in the data set's folder.
+      records: how many.
+      record_bytes: sum of their lengths, before compression.
+      records_crc32c: CRC-32C over every record's length (8 bytes, little-endian) and
+        content, in hexadecimal: the same for the same records in any format.
+      file_bytes: length of the file.
+      sha256: of the file.
+    """
+
+    file: str
+    records: int
+    record_bytes: int
+    records_crc32c: str
+    file_bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass
+class _Tally:
+    """Counts records and adds up their checksum."""
+
+    records: int = 0
+    record_bytes: int = 0
+    crc: int = 0
+
+    def add(self, record: bytes) -> None:
+        self.records += 1
+        self.record_bytes += len(record)
+        length = len(record).to_bytes(8, "little")
+        self.crc = google_crc32c.extend(self.crc, length)
+        self.crc = google_crc32c.extend(self.crc, record)
+
+
+def divide(split: str, records: int, size: int, shard_bytes: int) -> list[Shard]:
+    """Divides a split into shards of nearly equal numbers of records.
+
+    Args:
+      split: name.
+      records: of the split.
+      size: of the split in bytes, roughly.
+      shard_bytes: wanted size of a shard.
+    """
+    count = max(1, min(records, -(-size // shard_bytes)))
+    ends = [records * i // count for i in range(count + 1)]
+    return [Shard(split, i, count, ends[i], ends[i + 1]) for i in range(count)]
+
+
+def write(path: pathlib.Path, records: Iterable[bytes]) -> Written:
+    """Writes a shard under a temporary name, reads it back, and renames it.
+
+    Args:
+      path: of the finished shard.
+      records: its records in order.
+
+    Returns:
+      What the file holds, counted while it was read back.
+
+    Raises:
+      UserError: it cannot be written, as on a full disk, or does not read back.
+    """
+    from array_record.python import array_record_module
+
+    # Another run's process may be dying over a file of the same shard.
+    part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    wrote = _Tally()
+    writer = array_record_module.ArrayRecordWriter(str(part), _WRITE)
+    for record in records:
+        wrote.add(record)
+        _write_or_fail(path, writer.write, record)
+    _write_or_fail(path, writer.close)
+    try:
+        found = check(part)
+    except DamagedShard as error:
+        raise UserError(
+            f"{path} was written but does not read back ({error}): check the disk"
+        ) from error
+    if (found.records, found.records_crc32c) != (wrote.records, f"{wrote.crc:08x}"):
+        raise UserError(
+            f"{path} holds other records than were written to it: check the disk"
+        )
+    with open(part, "rb") as file:
+        _write_or_fail(path, os.fsync, file.fileno())
+    part.rename(path)
+    return dataclasses.replace(found, file=path.name)
+
+
+def check(path: pathlib.Path) -> Written:
+    """Reads a whole shard.
+
+    Raises:
+      DamagedShard: it cannot be read to its end.
+    """
+    found = _Tally()
+    for record in read(path):
+        found.add(record)
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+            size = file.tell()
+    except OSError as error:
+        raise DamagedShard(error.strerror) from error
+    return Written(
+        file=path.name,
+        records=found.records,
+        record_bytes=found.record_bytes,
+        records_crc32c=f"{found.crc:08x}",
+        file_bytes=size,
+        sha256=digest.hexdigest(),
+    )
+
+
+def read(path: pathlib.Path) -> Iterator[bytes]:
+    """Yields the records of an ArrayRecord file in order.
+
+    Raises:
+      DamagedShard: it is missing, cut short or damaged.
+    """
+    from array_record.python import array_record_module
+
+    if not path.is_file():
+        raise DamagedShard("is missing")
+    reader = array_record_module.ArrayRecordReader(str(path), _READ)
+    # A file cut short has no end marker: it opens, and holds nothing.
+    if not reader.ok():
+        raise DamagedShard("is cut short or no ArrayRecord file")
+    count = reader.num_records()
+    step = max(1, _READ_AT_ONCE * count // max(1, path.stat().st_size))
+    for start in range(0, count, step):
+        try:
+            yield from reader.read(start, min(start + step, count))
+        except RuntimeError as error:  # The whole text has a line a layer.
+            raise DamagedShard(str(error).splitlines()[0][:200]) from error
+    reader.close()
+
+
+def cannot_write(path: pathlib.Path, error: BaseException) -> UserError:
+    """Returns the line for a full disk or the like."""
+    reason = getattr(error, "strerror", None) or str(error).partition(";")[0]
+    reason = reason.removeprefix("write() failed: ").removeprefix("open() failed: ")
+    return UserError(
+        f"cannot write {path}: {reason}. What is finished is kept: make room or mend "
+        "it, and give the same command again"
+    )
+
+
+def _write_or_fail(path, function, *args):
+    try:
+        function(*args)
+    except (OSError, RuntimeError) as error:
+        raise cannot_write(path, error) from error

@@ -1,0 +1,177 @@
+"""TFRecord files of TFDS, read without TensorFlow, and the job of converting them.
+
+A record is its length (8 bytes, little-endian), the masked CRC-32C of these 8 bytes, its
+content, and the masked CRC-32C of the content
+(https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details).
+"""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+
+import google_crc32c
+
+from vit_jax.data.preparing import metadata, staging
+from vit_jax.data.preparing.shards import Shard, Written, divide
+from vit_jax.errors import UserError
+
+_HEADER = 12  # Bytes: length and its checksum.
+_FOOTER = 4
+_MASK = 0xA282EAD8
+
+
+def masked_crc(data: bytes) -> int:
+    """Returns the CRC-32C as TFRecord stores it: rotated, and a constant added."""
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
+
+
+def read(path: pathlib.Path, start: int, stop: int, total: int) -> Iterator[bytes]:
+    """Yields records `start` to `stop` of a file.
+
+    Args:
+      path: of the file.
+      start: first record; the contents of those before are passed over.
+      stop: one past the last.
+      total: records the file should hold; if `stop` is the same, it must end there.
+
+    Raises:
+      UserError: a checksum is wrong, or the file is shorter or longer than it should.
+    """
+    remedy = "copy or prepare this file again"
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for number in range(stop):
+            at = file.tell()
+            where = f"{path} record {number} (byte {at})"
+            header = file.read(_HEADER)
+            if not header:
+                raise UserError(
+                    f"{path} has {number} records, not {total} as dataset_info.json "
+                    f"says: {remedy}"
+                )
+            length = int.from_bytes(header[:8], "little")
+            if len(header) < _HEADER:
+                raise UserError(f"{where} is cut short: {remedy}")
+            if masked_crc(header[:8]) != int.from_bytes(header[8:], "little"):
+                raise UserError(
+                    f"{where} is damaged, the checksum of its length is wrong: {remedy}"
+                )
+            if at + _HEADER + length + _FOOTER > size:
+                raise UserError(f"{where} is cut short: {remedy}")
+            if number < start:
+                file.seek(length + _FOOTER, os.SEEK_CUR)
+                continue
+            data = file.read(length)
+            if masked_crc(data) != int.from_bytes(file.read(_FOOTER), "little"):
+                raise UserError(
+                    f"{where} is damaged, the checksum of its content is wrong: "
+                    f"{remedy}"
+                )
+            yield data
+        if stop == total and file.tell() != size:
+            raise UserError(
+                f"{path} has more than the {total} records that dataset_info.json "
+                f"says: {remedy}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """Job: the same records in the same order, as ArrayRecord.
+
+    Attributes:
+      dataset: TFDS name.
+      source: folder of the TFRecord preparation.
+      files: split -> its (path, number of records) in order.
+      others: names of the files that are no records.
+      shards, plan, size: see `making.Job`.
+    """
+
+    dataset: str
+    source: pathlib.Path
+    files: Mapping[str, Sequence[tuple[pathlib.Path, int]]]
+    others: Sequence[str]
+    shards: Sequence[Shard]
+    plan: Mapping
+    size: int
+
+    def records(self, shard: Shard, skipped: list[dict]) -> Iterator[bytes]:
+        first = 0  # Number in the split of the file's first record.
+        for path, total in self.files[shard.split]:
+            start, stop = max(shard.start - first, 0), min(shard.stop - first, total)
+            # A file without records belongs to the shard that begins there.
+            if start < stop or (total == 0 and shard.start <= first < shard.stop):
+                yield from read(path, start, stop, total)
+            first += total
+
+    def describe(
+        self, folder: pathlib.Path, splits: Mapping[str, Sequence[Written]]
+    ) -> None:
+        for name in self.others:
+            shutil.copyfile(self.source / name, folder / name)
+        metadata.convert_info(self.source, folder, splits)
+
+
+def open_conversion(
+    source: pathlib.Path, split_names: Sequence[str], shard_bytes: int
+) -> Conversion:
+    """Plans a conversion.
+
+    Args:
+      source: folder with dataset_info.json, features.json and the TFRecord files.
+      split_names: which to convert; empty is all.
+      shard_bytes: wanted size of a shard.
+
+    Raises:
+      UserError: it is no TFRecord preparation, or lacks a file or a split.
+    """
+    info = metadata.read_info(source)
+    if info.file_format != "tfrecord":
+        hint = {"array_record": ", which needs no converting"}.get(info.file_format, "")
+        raise UserError(
+            f"--from={source} is prepared as {info.file_format}{hint}: only tfrecord is "
+            "converted"
+        )
+    unknown = sorted(set(split_names) - info.splits.keys())
+    if unknown:
+        raise UserError(
+            f"--splits: {source} has no split {unknown[0]!r}; "
+            f"it has {', '.join(info.splits)}"
+        )
+    files = {
+        name: split
+        for name, split in info.splits.items()
+        if not split_names or name in split_names
+    }
+    stats = [_stat(path) for split in files.values() for path, _ in split]
+    shards = []
+    for name, split in files.items():
+        size = sum(path.stat().st_size for path, _ in split)
+        shards += divide(name, sum(n for _, n in split), size, shard_bytes)
+    records = {path.name for split in info.splits.values() for path, _ in split}
+    # Our own manifest, should there be one, is of the other files.
+    leave = records | {"dataset_info.json", "manifest.json"}
+    others = sorted(p.name for p in source.iterdir() if p.is_file())
+    others = [name for name in others if name not in leave]
+    plan = {
+        "kind": "tfrecord",
+        "source": str(source),
+        "splits": list(files),
+        "files": staging.digest(stats),
+        "shard_bytes": shard_bytes,
+    }
+    size = sum(size for _, size, _ in stats)
+    return Conversion(info.dataset, source, files, others, shards, plan, size)
+
+
+def _stat(path: pathlib.Path) -> tuple[str, int, int]:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; --from needs all files of the preparation"
+        ) from error
+    return path.name, stat.st_size, stat.st_mtime_ns

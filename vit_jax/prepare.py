@@ -1,0 +1,216 @@
+"""Prepares data sets as ArrayRecord: python -m vit_jax.prepare --dataset=... [flags]
+
+  --dataset=cifar10 --data_dir=OUT
+      TFDS downloads and writes the set; needs pip install 'vit_jax[prepare]'.
+  --dataset=imagenet2012 --from=TFDS_FOLDER --data_dir=OUT
+      converts a TFRecord preparation, without TensorFlow: same records, same order.
+      --from is a TFDS data_dir or the folder with dataset_info.json.
+  --dataset=folder --from=DIR --data_dir=OUT [--name=flowers:1.0.0]
+      turns DIR/<split>/<class>/**/ image files into a set with the features image
+      (the file's bytes unchanged), label and path.
+  --dataset=NAME --data_dir=OUT --verify
+      reads a set made here again and compares counts and checksums with its
+      manifest.json.
+
+A set grows in OUT/<name>/<version>.incomplete and is renamed when it is whole and
+checked. After an interruption the same command goes on: finished shards are kept.
+Train with --config.data.name=NAME --config.data.data_dir=OUT. Exit codes: 0 done, 2 bad
+input, full disk or damaged data (one line says what), 130 interrupted.
+"""
+
+import argparse
+import pathlib
+import re
+import sys
+
+from vit_jax import cli
+from vit_jax.errors import UserError
+
+EXIT_INTERRUPTED = 130
+FOLDER = "folder"
+_RESERVED = ("digits", FOLDER, "made")  # Names that `config.data.name` has for itself.
+_VERSION = "1.0.0"
+_SHOWN = 20  # Damaged images in the report; all are in the manifest.
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Prepares, converts or verifies what the flags name; returns the exit code."""
+    cli.refuse_overrides(flags, "preparing")
+    _check(flags)
+    data_dir = pathlib.Path(flags.data_dir).expanduser()
+    try:
+        if flags.verify:
+            folder, content = _verify(flags, data_dir)
+        elif flags.dataset == FOLDER:
+            folder, content = _make_of_images(flags, data_dir)
+        elif flags.source:
+            folder, content = _convert(flags, data_dir)
+        else:
+            folder, content = _build(flags, data_dir)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    _report(folder, content, "verified" if flags.verify else "wrote")
+    return 0
+
+
+def _check(flags):
+    """Raises UserError for flags that make no sense, alone or together."""
+    if "://" in flags.data_dir:
+        raise UserError(
+            f"--data_dir={flags.data_dir}: data sets are prepared on a local disk; "
+            "prepare there and copy the finished folder"
+        )
+    if flags.verify and (flags.source or flags.dataset == FOLDER):
+        raise UserError(
+            "--verify checks a prepared set: state its name as --dataset=NAME, and no "
+            "--from"
+        )
+    if flags.dataset == FOLDER and not flags.source:
+        raise UserError("--dataset=folder needs --from=DIR, the folder of images")
+    made_of_images = flags.dataset == FOLDER
+    for name, fits in {
+        "name": made_of_images,
+        "on_error": made_of_images,
+        "unchecked": made_of_images,
+        "splits": bool(flags.source),
+        "processes": bool(flags.source),
+        "imports": not flags.source and not flags.verify,
+        "manual_dir": not flags.source and not flags.verify,
+    }.items():
+        if getattr(flags, name) and not fits:
+            raise UserError(f"--{name} has no meaning here; --help shows where it has")
+
+
+def _verify(flags, data_dir):
+    import tqdm
+
+    from vit_jax.data.preparing import manifest, metadata
+
+    name = metadata.Name.parse(flags.dataset)
+    exact = name.folder(data_dir)
+    # Without version or configuration TFDS knows which is meant.
+    folder = exact if name.version else metadata.find_prepared(data_dir, name)
+    total = sum(split["records"] for split in manifest.load(folder)["splits"].values())
+    with tqdm.tqdm(total=total, desc="verify", unit=" records", disable=None) as bar:
+        return folder, manifest.verify(folder, bar.update)
+
+
+def _make_of_images(flags, data_dir):
+    from vit_jax.data.preparing import images, making
+
+    name = _name_of_images(flags)
+    target = name.folder(data_dir)
+    _refuse_existing(target)
+    job = images.open_images(
+        pathlib.Path(flags.source).expanduser().resolve(),
+        name,
+        flags.splits,
+        flags.shard_mb * 10**6,
+        flags.on_error or "raise",
+        decode=not flags.unchecked,
+    )
+    return target, making.make(job, target, flags.processes or 1)
+
+
+def _name_of_images(flags):
+    """Returns the name and version of the new set: stated, or that of the folder."""
+    from vit_jax.data.preparing import metadata
+
+    text = flags.name
+    if not text and flags.verify:
+        raise UserError(
+            "--dataset=folder --verify needs --name, or state --dataset=NAME"
+        )
+    if not text:
+        last = pathlib.Path(flags.source).expanduser().resolve().name
+        text = re.sub(r"\W+", "_", last.lower(), flags=re.ASCII).strip("_")
+    name = metadata.Name.parse(text, "--name")
+    if name.dataset in _RESERVED:
+        raise UserError(f"--name={text} has a meaning of its own here: choose another")
+    return metadata.Name(name.dataset, name.config, name.version or _VERSION)
+
+
+def _convert(flags, data_dir):
+    from vit_jax.data.preparing import making, metadata, tfrecord
+
+    source = pathlib.Path(flags.source).expanduser().resolve()
+    if not source.is_dir():
+        raise UserError(f"--from={flags.source} is not a folder")
+    source = metadata.find(source, metadata.Name.parse(flags.dataset))
+    name = metadata.read_info(source).name
+    target = name.folder(data_dir)
+    if target.exists() and target.resolve() == source.resolve():
+        raise UserError(
+            f"--data_dir={flags.data_dir} is where {source} lies: choose another, so "
+            "that the TFRecord files stay as they are"
+        )
+    _refuse_existing(target)
+    job = tfrecord.open_conversion(source, flags.splits, flags.shard_mb * 10**6)
+    content = making.make(job, target, flags.processes or 1)
+    metadata.copy_default_config(source, data_dir, name)
+    return target, content
+
+
+def _build(flags, data_dir):
+    from vit_jax.data.preparing import building, metadata
+
+    return building.build(
+        metadata.Name.parse(flags.dataset),
+        data_dir.absolute(),
+        imports=flags.imports,
+        manual_dir=flags.manual_dir,
+        shard_bytes=flags.shard_mb * 10**6,
+    )
+
+
+def _refuse_existing(target):
+    """Before the input is listed, which may take minutes."""
+    from vit_jax.data.preparing import staging
+
+    staging.refuse_existing(target)
+
+
+def _report(folder, content, verb):
+    print(f"{verb} {folder}")
+    for name, split in content["splits"].items():
+        size = sum(shard["file_bytes"] for shard in split["shards"])
+        print(
+            f"  {name}: {split['records']:,} records in {len(split['shards'])} "
+            f"shards, {size / 1e6:,.1f} MB"
+        )
+    skipped = content["skipped"]
+    if skipped and verb == "wrote":
+        print(f"left out, {len(skipped)} damaged:", file=sys.stderr)
+        for note in skipped[:_SHOWN]:
+            print(f"  {note['record']} {note['reason']}", file=sys.stderr)
+        if len(skipped) > _SHOWN:
+            print(f"  ... all are in {folder}/manifest.json", file=sys.stderr)
+    sys.stdout.flush()
+
+
+def _names(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--dataset", required=True, help="TFDS name[/config][:version], or folder")
+    add("--data_dir", required=True, metavar="OUT", help="where data sets lie")
+    add("--from", dest="source", default="", metavar="PATH", help="what to convert")
+    add("--splits", type=_names, default=[], help="as train,test; default: all")
+    add("--name", default="", help="name[:version] of the set made of a folder")
+    add("--verify", action="store_true", help="check a prepared set")
+    add("--processes", type=cli.positive, help="that write shards; default 1")
+    add("--shard_mb", type=cli.positive, default=256, help="megabytes a shard; 256")
+    add("--on_error", choices=("raise", "skip"), help="for damaged images; raise")
+    add("--unchecked", action="store_true", help="do not decode each image to test it")
+    add("--manual_dir", default="", help="files that you had to fetch for TFDS")
+    add("--imports", type=_names, default=[], help="modules with builders of your own")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())
