@@ -77,7 +77,7 @@ class ParquetSource:
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         return self.numbering.locate(record_ids)
 
-    def _group(self, group: int) -> tuple:
+    def _group(self, group: int) -> list:
         """Returns the image and the label column of a row group."""
         file = int(self.group_files[group])
         path, at = self.files[file], group - int(self.first_groups[file])
