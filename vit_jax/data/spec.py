@@ -1,0 +1,67 @@
+"""Data sets named on a command line: NAME[@DIR][#SPLIT]."""
+
+import dataclasses
+import os
+
+from ml_collections import ConfigDict
+
+from vit_jax.data import sources
+from vit_jax.errors import UserError
+from vit_jax.schema import COMMON
+
+_CLASSES = 10  # For made-up images alone; other sets know their own.
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One split of a data set.
+
+    Attributes:
+      name: as `config.data.name`.
+      data_dir: as `config.data.data_dir`, with ~ resolved.
+      split: as `config.data.split`.
+    """
+
+    name: str
+    data_dir: str
+    split: str
+
+    def __str__(self) -> str:
+        where = f"@{self.data_dir}" if self.data_dir else ""
+        return f"{self.name}{where}#{self.split}"
+
+    def open(self) -> sources.Source:
+        """Opens the split, whatever its number of classes.
+
+        Raises:
+          UserError: the data set or the split does not exist.
+        """
+        data = ConfigDict(COMMON["data"])
+        data.update(name=self.name, data_dir=self.data_dir, split=self.split)
+        data.classes = _CLASSES
+        # Nothing is trained, so that the checks against a config's classes do not apply.
+        return sources._open(data, self.split)
+
+
+def parse(text: str, default_split: str) -> Spec:
+    """Reads NAME[@DIR][#SPLIT].
+
+    Args:
+      text: as "cifar10#test", "folder@/data/flowers#val", "cifar10@~/data#train[:98%]".
+        The name ends at the first "@", the folder at the last "#".
+      default_split: where the text names none.
+
+    Raises:
+      UserError: the name, the folder or the split is empty.
+    """
+    # A split has no "#", but a folder may.
+    rest, hash_sign, split = text.rpartition("#")
+    if not hash_sign:
+        rest, split = text, default_split
+    name, at, data_dir = rest.partition("@")
+    if not name.strip() or (at and not data_dir) or not split.strip():
+        raise UserError(
+            f"{text!r} is not NAME[@DIR][#SPLIT]: write as cifar10#test or "
+            "folder@/data/flowers#val"
+        )
+    return Spec(name.strip(), os.path.expanduser(data_dir), split.strip())

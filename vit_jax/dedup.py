@@ -1,0 +1,128 @@
+"""Finds near-duplicates: python -m vit_jax.dedup --pretrain=SPEC --against=SPEC --out=F
+
+Lists the records of a pretraining set that show the same picture as some record of the
+test sets, also when it was resized, recompressed, mirrored, turned grey or cropped by
+10 %: arXiv:2010.11929, section 4.1, removes those. SPEC is NAME[@DIR][#SPLIT]:
+
+  python -m vit_jax.dedup --pretrain=imagenet21k#full \\
+      --against=cifar10#test,folder@/data/flowers#val --out=duplicates.txt
+  python -m vit_jax.train ... --config.data.exclude=duplicates.txt
+
+Beside the list, F.pairs.csv holds the pairs. A scan that was stopped goes on when its
+command is repeated (its folder is F.scan). Needs the extra `dedup`. Exit codes: 0 done,
+1 done, but some images could not be read (one line each says why), 2 bad input.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import shutil
+import sys
+import time
+
+from vit_jax import cli
+from vit_jax.errors import UserError
+
+EXIT_DAMAGED = 1
+
+_DEFAULT_SPLITS = "train", "test"
+_LOG_SECONDS = 30  # Between lines where no one watches a bar.
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Scans what the flags name; returns the exit code."""
+    cli.refuse_overrides(flags, "de-duplicating")
+    out = pathlib.Path(flags.out).expanduser()
+    pairs = out.with_name(f"{out.name}.pairs.csv")
+    for path in (out, pairs):
+        if path.exists():
+            raise UserError(f"{path} exists: remove it, or choose another --out")
+
+    from vit_jax.data import spec
+    from vit_jax.data.near_duplicates import outputs, scan
+
+    pretrain = spec.parse(flags.pretrain, _DEFAULT_SPLITS[0])
+    against = [spec.parse(t, _DEFAULT_SPLITS[1]) for t in flags.against.split(",")]
+    for one in against:
+        if one == pretrain or against.count(one) > 1:
+            raise UserError(f"--against={one} is named twice: name each split once")
+
+    folder = out.with_name(f"{out.name}.scan")
+    with contextlib.closing(_Bar()) as bar:
+        found = scan.scan(
+            pretrain,
+            against,
+            folder,
+            correlation=flags.correlation,
+            threads=flags.threads,
+            tell=bar.tell,
+        )
+    if flags.sheet:
+        outputs.write_sheet(pathlib.Path(flags.sheet), found.pairs, pretrain, against)
+    outputs.write_pairs(pairs, found.pairs)
+    ids = outputs.write_list(out, found, flags.correlation)
+    shutil.rmtree(folder)
+
+    for name, reason in found.damaged:
+        print(f"{name}: {reason}", file=sys.stderr)
+    print(
+        f"{out}: {len(ids)} of {found.sizes[str(pretrain)]} records of {pretrain} "
+        f"are near-duplicates, in {len(found.pairs)} pairs ({pairs.name}); "
+        f"not compared: {len(found.damaged)} damaged, {found.flat} flat"
+    )
+    return EXIT_DAMAGED if found.damaged else 0
+
+
+class _Bar:
+    """Shows progress: a bar to a person, a line now and then to a log."""
+
+    def __init__(self):
+        self._bar, self._name, self._logged = None, None, 0.0
+
+    def close(self) -> None:
+        """Ends the line."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def tell(self, name: str, before: int, now: int, total: int) -> None:
+        """Shows that `before + now` of `total` records are done."""
+        from tqdm import tqdm
+
+        if name != self._name:
+            self.close()
+            self._name, self._logged = name, time.monotonic()
+            self._bar = tqdm(
+                total=total, initial=before, unit="image", desc=name, disable=None
+            )
+        self._bar.update(before + now - self._bar.n)
+        late = time.monotonic() - self._logged > _LOG_SECONDS
+        if self._bar.disable and (now == 0 or before + now == total or late):
+            print(f"{name}: {before + now}/{total}", file=sys.stderr, flush=True)
+            self._logged = time.monotonic()
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--pretrain", required=True, metavar="SPEC", help="the set to be cleaned")
+    add("--against", required=True, metavar="SPEC[,SPEC...]", help="test sets")
+    add("--out", required=True, metavar="FILE", help="list of record ids to write")
+    add("--sheet", metavar="PNG", help="picture of the 60 most doubtful pairs")
+    add("--correlation", type=_fraction, default=0.9, help="least of a pair; 0.9")
+    add("--threads", type=cli.positive, help="that decode; default: one a core")
+    return parser
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and up to 1")
+    return value
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())
