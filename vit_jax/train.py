@@ -21,17 +21,18 @@ def main(flags: argparse.Namespace) -> int:
     config = cli.load_config(flags)
 
     # After the config, so that its errors come at once.
-    from vit_jax.parallel import distributed
+    from vit_jax.parallel import distributed, together
     from vit_jax.training import guards, loop
 
     if distributed.start() > 1 and not flags.workdir:
         raise UserError("several processes need the same --workdir: state it")
     workdir = flags.workdir or new_workdir(config.name)
-    try:
-        loop.train(config, workdir)
-    except guards.Preempted as preempted:
-        print(preempted, file=sys.stderr, flush=True)
-        return EXIT_PREEMPTED
+    with together.Together(debug=flags.debug):
+        try:
+            loop.train(config, workdir)
+        except guards.Preempted as preempted:
+            print(preempted, file=sys.stderr, flush=True)
+            return EXIT_PREEMPTED
     return 0
 
 

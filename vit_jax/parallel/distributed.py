@@ -8,6 +8,8 @@ import jax
 
 from vit_jax.errors import UserError
 
+# JAX's own is 100: longer than a pod should compute for a host that has died.
+_HEARTBEAT_SECONDS = 40
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -40,9 +42,14 @@ def start() -> int:
                 f"JAX_NUM_PROCESSES={count!r} and JAX_PROCESS_ID={process!r}: set the "
                 "number of processes, and for each of them its own from 0 to one less"
             )
-        jax.distributed.initialize(address, int(count), int(process))
+        jax.distributed.initialize(
+            address,
+            int(count),
+            int(process),
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        )
     elif _on_cluster():
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
     return jax.process_count()
 
 

@@ -1,0 +1,212 @@
+"""A host whose reader fails ends the job on all hosts, with the reason on each."""
+
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data import order
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS, BATCH, SEED, IMAGES = 10_000, 6, 3, 22
+
+CONFIG = f"""
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = {SEED}, {STEPS}, {BATCH}
+    c.data = dict(name="folder", data_dir="pictures", classes=2, image_size=(8, 12))
+    c.data.ops, c.data.eval_ops, c.data.prefetch = "inception_crop", "resize", 2
+    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.optim = dict(name="sgd", rate=0.1)
+    c.evals = dict(val="val")
+    c.every = dict(log=1, checkpoint=2)
+    return c
+"""
+
+# Runs the verb with a folder reader that fails at some moment, on process 0 only.
+BROKEN = """
+import os, runpy, sys
+from vit_jax.data import folder
+
+read, calls = folder.FolderSource.__getitem__, []
+
+def broken(self, i):
+    calls.append(i)
+    if len(calls) > 40:
+        raise ZeroDivisionError("the reader is broken")
+    return read(self, i)
+
+if os.environ["JAX_PROCESS_ID"] == "0":
+    folder.FolderSource.__getitem__ = broken
+runpy.run_module("vit_jax.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the hosts, each in a folder with images of its own; kills what is left."""
+    (tmp_path / "pair.py").write_text(CONFIG)
+    rng = np.random.default_rng(0)
+    for i in range(IMAGES):
+        split = "val" if i < 2 else "train"
+        pixels = rng.integers(0, 256, (9, 13, 3), dtype=np.uint8)
+        for host in range(3):
+            path = tmp_path / f"host{host}" / "pictures" / split / f"c{i % 2}"
+            path.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path / f"{i}.png")
+    processes = []
+
+    def start(*words, hosts=2, program=("-m", "vit_jax.train")):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        words = [f"--config={tmp_path / 'pair.py'}", *words]
+        for host in range(hosts):
+            env = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONPATH": str(ROOT),
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(hosts),
+                "JAX_PROCESS_ID": str(host),
+            }
+            process = subprocess.Popen(
+                [sys.executable, *program, *words, f"--workdir={tmp_path / 'run'}"],
+                cwd=tmp_path / f"host{host}",
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            processes.append(process)
+        return processes
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def ends(processes, code):
+    """Waits for the hosts to end by themselves; returns what each said on stderr."""
+    began = time.monotonic()
+    outs = [None] * len(processes)
+
+    def collect(i):
+        outs[i] = processes[i].communicate(timeout=150)
+
+    threads = [threading.Thread(target=collect, args=(i,)) for i in range(len(outs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in outs, "a host hangs"
+    assert [p.returncode for p in processes] == [code] * len(processes), outs
+    return time.monotonic() - began, [err for _, err in outs]
+
+
+def wait_for(processes, text):
+    for line in processes[0].stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended without {text}: {processes[0].stderr.read()}")
+
+
+def test_a_damaged_image_on_one_host_ends_all_with_the_reason(job, tmp_path):
+    # The first image of the second host that the steps 4 to 6 take.
+    seen = order.records_at(np.arange(6 * BATCH), IMAGES - 2, SEED).reshape(6, 2, -1)
+    record = next(r for r in seen[3:, 1].flat if r not in seen[:3, 1])
+    from vit_jax.data.folder import open_folder
+
+    train = open_folder(str(tmp_path / "host1" / "pictures"), "train", "train")
+    with open(train.describe(int(record)), "r+b") as file:
+        file.truncate(50)
+    _, (zero, one) = ends(job(), code=2)
+    wanted = f"{train.paths[record]} (record {record}) cannot be decoded"
+    (line,) = zero.splitlines()
+    assert line.startswith(
+        f"error: process 1 of 2 failed: pictures/{train.paths[record]}"
+    )
+    for text in (zero, one):
+        assert wanted in text
+        assert "data.on_error=skip" in text
+        assert "Traceback" not in text
+    assert not list((tmp_path / "run").glob("report.json"))
+
+
+@pytest.mark.slow
+def test_images_that_vanish_on_one_host_end_all(job, tmp_path):
+    processes = job(hosts=3)
+    wait_for(processes, "step 5/")
+    shutil.rmtree(tmp_path / "host2" / "pictures")
+    seconds, errors = ends(processes, code=2)
+    assert seconds < 60
+    assert all("cannot be read" in text for text in errors)
+    assert [text.startswith("error: process 2 of 3") for text in errors] == [1, 1, 0]
+
+
+@pytest.mark.slow
+def test_a_split_that_is_missing_on_one_host_ends_all(job, tmp_path):
+    shutil.rmtree(tmp_path / "host0" / "pictures" / "val")
+    _, errors = ends(job(), code=2)
+    assert all("'val'" in text for text in errors)
+
+
+@pytest.mark.slow
+def test_any_exception_of_a_reader_ends_all(job):
+    processes = job(program=("-c", BROKEN))
+    wait_for(processes, "step 3/")
+    seconds, (zero, one) = ends(processes, code=1)
+    assert seconds < 60
+    reason = "ZeroDivisionError: the reader is broken while reading pictures/train/"
+    assert f"error: {reason}" in zero
+    assert "Traceback" in zero  # Of the process whose code is at fault.
+    assert one.startswith(f"error: process 0 of 2 failed: {reason}")
+
+
+def children(process):
+    listings = pathlib.Path(f"/proc/{process.pid}/task").glob("*/children")
+    pids = [int(word) for path in listings for word in path.read_text().split()]
+    names = {p: pathlib.Path(f"/proc/{p}/cmdline").read_text() for p in pids}
+    return [p for p, name in names.items() if "spawn_main" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="looks at /proc")
+def test_a_loader_process_that_is_killed_ends_all_and_leaves_no_other(job):
+    processes = job("--config.data.workers=2")
+    wait_for(processes, "step 5/")
+    workers = [children(process) for process in processes]
+    assert [len(pids) for pids in workers] == [2, 2]
+    os.kill(workers[1][0], signal.SIGKILL)
+    seconds, (zero, _) = ends(processes, code=1)
+    assert seconds < 60
+    assert "process 1 of 2 failed" in zero
+    time.sleep(3)
+    alive = [p for pids in workers for p in pids if pathlib.Path(f"/proc/{p}").exists()]
+    assert alive == []
+
+
+@pytest.mark.slow
+def test_a_host_that_is_killed_ends_the_other(job):
+    processes = job()
+    wait_for(processes, "step 5/")
+    processes[1].kill()
+    began = time.monotonic()
+    processes[0].communicate(timeout=150)
+    assert processes[0].returncode not in (0, None)
+    assert time.monotonic() - began < 60
