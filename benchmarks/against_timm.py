@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import optax
 import plain_linen
+import timm_import
 import torch
 
 from vit_jax import config as configuration
@@ -46,27 +47,12 @@ def made_batch(size):
     return images, rng.integers(0, CLASSES, size).astype(np.int32)
 
 
-def import_timm():
-    """Imports timm, also beside a torchvision that PyTorch's CPU build cannot use."""
-    real = torch.library.register_fake
-    torch.library.register_fake = lambda op, *args, **kwargs: (
-        (lambda function: function)
-        if str(op).startswith("torchvision::")
-        else real(op, *args, **kwargs)
-    )
-    try:
-        import timm
-    finally:
-        torch.library.register_fake = real
-    return timm
-
-
 class Timm:
     """timm under PyTorch."""
 
     def __init__(self, name, images, labels):
         torch.manual_seed(0)
-        self.model = import_timm().create_model(name, num_classes=CLASSES)
+        self.model = timm_import.import_timm().create_model(name, num_classes=CLASSES)
         with torch.no_grad():
             for x in self.model.parameters():  # Where nothing is 0, all is compared.
                 x.add_(torch.randn_like(x), alpha=0.02)

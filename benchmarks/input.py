@@ -1,0 +1,206 @@
+"""Images a CPU-second of the input pipeline: ours, tf.data, PyTorch with timm.
+
+Run: PYTHONPATH=. python benchmarks/input.py --tf=TF_ENVIRONMENT/bin/python
+       [--photographs=FOLDER] [--rounds=9] [--batches=8]
+
+`--tf` is the Python of another environment, made by `pip install tensorflow-cpu`;
+without it the rows of tf.data are left out, and without PyTorch those of timm.
+
+JPEG files of 500x375 at quality 90, made of the photographs in a folder or of the two
+in scikit-learn; inception crop to 224 and flip, shuffled, batches of 64. Each contender
+is a process of its own that fetches batches when asked, one after the other, a round
+of all of them at a time. The CPU time of a round is that of the process and its
+children from the request until they are idle with their buffers full again, so all
+that it takes to make the batches is in it, the flip too: of ours it runs compiled by
+XLA on this CPU. Prints medians, and in brackets quartiles of the rounds. Errors are
+mean absolute differences to Pillow's bilinear filter in float32, on given boxes.
+"""
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+from input_contender import Contender
+from PIL import Image, ImageOps
+
+from vit_jax.data import host_ops
+
+BATCH, FILES, SIZE = 64, 256, 224
+SMALL_BATCH = 512
+
+
+def make_files(folder, photographs):
+    """Writes JPEG files of 500x375 with natural content; returns their paths."""
+    if photographs:
+        found = sorted(pathlib.Path(photographs).rglob("*.[jJ][pP]*[gG]"))
+        pictures = [Image.open(path).convert("RGB") for path in found[:FILES]]
+    else:
+        from sklearn.datasets import load_sample_images
+
+        pictures = [Image.fromarray(image) for image in load_sample_images().images]
+    rng, paths = np.random.default_rng(0), []
+    for i in range(FILES):
+        picture = pictures[i % len(pictures)]
+        if len(pictures) < FILES:  # Another part of the same photograph.
+            w, h = (round(side * rng.uniform(0.8, 1)) for side in picture.size)
+            left = rng.integers(picture.width - w + 1)
+            top = rng.integers(picture.height - h + 1)
+            picture = picture.crop((left, top, left + w, top + h))
+        path = pathlib.Path(folder, "train", "photograph", f"{i:03}.jpg")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ImageOps.fit(picture, (500, 375), Image.Resampling.LANCZOS).save(
+            path, quality=90
+        )
+        paths.append(path)
+    return paths
+
+
+def errors(contenders, paths, folder):
+    """Returns each contender's mean absolute error to the float filter."""
+    boxes, exact = [], []
+    for i, path in enumerate(paths):
+        box = host_ops.InceptionCrop(SIZE).box(375, 500, np.random.default_rng(i))
+        top, left, height, width = box
+        pixels = np.array(Image.open(path), np.float32)
+        part = pixels[top : top + height, left : left + width]
+        planes = [
+            Image.fromarray(np.ascontiguousarray(p)) for p in np.moveaxis(part, 2, 0)
+        ]
+        how = Image.Resampling.BILINEAR
+        exact.append(np.stack([p.resize((SIZE, SIZE), how) for p in planes], -1))
+        boxes.append((str(path), box))
+    request = pathlib.Path(folder, "boxes.json")
+    request.write_text(json.dumps(boxes))
+    result = {}
+    for name, contender in contenders.items():
+        contender.ask(request)
+        result[name] = np.abs(np.load(f"{request}.npy") - np.stack(exact)).mean()
+    return result
+
+
+def interleaved(contenders, rounds, batches):
+    """Returns CPU seconds and wall seconds a batch, (2, rounds) of each contender."""
+    seconds = {name: [] for name in contenders}
+    names = list(contenders)
+    for contender in contenders.values():
+        contender.measure(batches)  # What is compiled or tuned on the way is done.
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(contenders[name].measure(batches))
+    return {name: np.array(values).T / batches for name, values in seconds.items()}
+
+
+def spread(values):
+    """Writes the median, and the quartiles in brackets."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    digits = 0 if middle > 20 else 2
+    return f"{middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def jpeg_contenders(args, folder):
+    """Starts all that read JPEG files, one process each and no workers."""
+    both = {"antialiased": True, "not antialiased": False}
+    ours = ("input_ours.py", "jpeg", folder, BATCH)
+    started = {
+        f"ours, {name}": Contender(sys.executable, *ours, antialias, 0)
+        for name, antialias in both.items()
+    }
+    if args.tf:
+        for name, antialias in both.items():
+            started[f"tf.data, {name}"] = Contender(
+                args.tf, "input_tf.py", folder, BATCH, antialias
+            )
+    if importlib.util.find_spec("timm"):
+        started["PyTorch and timm"] = Contender(
+            sys.executable, "input_timm.py", folder, BATCH, 0
+        )
+    return started
+
+
+def report_jpeg(args, folder, paths):
+    """Prints images a CPU-second, errors and memory, and ratios to each."""
+    started = jpeg_contenders(args, folder)
+    seconds = interleaved(started, args.rounds, args.batches)
+    wrong = errors(started, paths, folder)
+    print(
+        "| JPEG to 224 | images a CPU-second | error, grey levels | most memory, MB |\n"
+        "|---|---|---|---|"
+    )
+    for name, (cpu, _) in seconds.items():
+        cells = [
+            spread(BATCH / cpu),
+            f"{wrong[name]:.2f}",
+            f"{started[name].peak():.0f}",
+        ]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    print(
+        "\n| images a CPU-second, times | antialiased | not antialiased |\n|---|---|---|"
+    )
+    mine = [name for name in seconds if name.startswith("ours")]
+    for other in [name for name in seconds if name not in mine]:
+        cells = [spread(seconds[other][0] / seconds[name][0]) for name in mine]
+        print(f"| {other} | {' | '.join(cells)} |", flush=True)
+    for contender in started.values():
+        contender.close()
+
+
+def report_workers(args, folder):
+    """Prints images a second of ours and PyTorch's as loader processes are added."""
+    started = {}
+    for workers in (0, 1, 2):
+        ours = ("input_ours.py", "jpeg", folder, BATCH, True, workers)
+        started[f"ours, {workers} workers"] = Contender(sys.executable, *ours)
+    print(
+        "\n| loader processes | images a second | images a CPU-second | MB of the "
+        "largest |\n|---|---|---|---|"
+    )
+    for name, (cpu, wall) in interleaved(started, args.rounds, args.batches).items():
+        cells = [spread(BATCH / wall), spread(BATCH / cpu)]
+        cells.append(f"{started[name].peak():.0f}")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        started[name].close()
+
+
+def report_memory(args, folder):
+    """Prints images a CPU-second of a set in memory, and what 14 million records take."""
+    ours = ("input_ours.py", "memory", folder, SMALL_BATCH)
+    started = {
+        "gathered": Contender(sys.executable, *ours, False, 0),
+        "gathered, flipped and cropped": Contender(sys.executable, *ours, True, 0),
+    }
+    seconds = interleaved(started, args.rounds, 40 * args.batches)
+    print("\n| 50,000 images of 32x32 in memory | images a CPU-second |\n|---|---|")
+    for name, (cpu, _) in seconds.items():
+        print(f"| {name} | {spread(SMALL_BATCH / cpu)} |", flush=True)
+        started[name].close()
+    order = Contender(sys.executable, "input_ours.py", "order", folder, BATCH, False, 0)
+    empty = order.peak()
+    order.ask(28)
+    print(
+        f"\nRecords of 14,197,122, from all over two epochs: {order.peak():.0f} MB at "
+        f"most, {empty:.0f} of them before the first."
+    )
+    order.close()
+
+
+def main():
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tf", default="")
+    parser.add_argument("--photographs", default="")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, default=8)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = make_files(folder, args.photographs)
+        report_jpeg(args, folder, paths)
+        report_workers(args, folder)
+        report_memory(args, folder)
+
+
+if __name__ == "__main__":
+    main()

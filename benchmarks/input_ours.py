@@ -1,0 +1,98 @@
+"""The contender of `input.py` that is this project: JPEG files, or images in memory."""
+
+import pathlib
+import sys
+
+import input_serve
+import jax
+import numpy as np
+
+from vit_jax import config
+from vit_jax.data import host_ops, order, pipeline, sources
+from vit_jax.data.arrays import ArraySource
+
+SIZE, SEED = 224, 7
+
+
+def data_config(folder, ops, batch, workers, **keys):
+    """Returns a complete `config.data`."""
+    data = {"name": "folder", "data_dir": folder, "classes": 1, "ops": ops}
+    data |= {"workers": workers, "threads": 2, "prefetch": 2, **keys}
+    raw = {"batch_size": batch, "total_steps": 1, "optim": {"rate": 0.1}}
+    return config.complete({**raw, "data": data}).data
+
+
+def device_stage(ops):
+    """Compiles the device operations, in uint8 as they come where all are moves."""
+    key = jax.random.key(SEED)
+
+    @jax.jit
+    def stage(images, index):
+        labels = jax.numpy.zeros((len(images), 1))
+        for op in ops:
+            images, labels = op(images, labels, index, key)
+        return images
+
+    return stage
+
+
+def ours(source, data, batch):
+    """Iterates over batches of the product, device operations done on this CPU."""
+    from vit_jax.data import ops
+
+    stage = device_stage(ops.parse_train(data.ops, data.image_size).device)
+    stream = pipeline.train_batches(
+        source, data, batch_size=batch, seed=SEED, start=0, stop=10**9 // batch
+    )
+    for loaded in stream:
+        yield stage(loaded["image"], loaded["index"]).block_until_ready()
+
+
+def from_folder(folder, batch, antialias, workers):
+    """Iterates over JPEG files, cropped and flipped."""
+    crop = f"inception_crop({SIZE}, antialias={antialias})"
+    data = data_config(folder, f"{crop} | flip", batch, workers)
+    return ours(sources.open_source(data, "train"), data, batch)
+
+
+def from_memory(folder, batch, augment):
+    """Iterates over 50,000 images of 32x32, flipped and cropped if so asked."""
+    rng = np.random.default_rng(SEED)
+    images = rng.integers(0, 256, (50_000, 32, 32, 3), dtype=np.uint8)
+    source = ArraySource("made", images, np.zeros(50_000, np.int64))
+    spec = "flip | pad_crop(4)" if augment else ""
+    data = data_config(folder, spec, batch, 0, image_size=(32, 32))
+    return ours(source, data, batch)
+
+
+def crops(pairs, antialias):
+    """Returns crops of files; each pair is a path and the box that seed i gives."""
+    op, images = host_ops.InceptionCrop(SIZE, antialias=antialias), []
+    for i, (path, box) in enumerate(pairs):
+        if list(op.box(375, 500, np.random.default_rng(i))) != box:
+            raise ValueError(f"seed {i} does not give box {box}")
+        data = pathlib.Path(path).read_bytes()
+        images.append(op.from_file(data, 3, np.random.default_rng(i)))
+    return np.stack(images)
+
+
+def order_of_14_million(batch):
+    """Iterates over the records of batches all over two epochs of ImageNet-21k."""
+    for first in range(0, 2 * 14_197_122, 1_000_003):
+        yield order.records_at(first + np.arange(batch), 14_197_122, SEED)
+
+
+def main():
+    """Serves one kind of batches."""
+    kind, folder, batch, option, workers = sys.argv[1:]
+    batch, option, workers = int(batch), option == "True", int(workers)
+    streams = {
+        "jpeg": lambda: from_folder(folder, batch, option, workers),
+        "memory": lambda: from_memory(folder, batch, option),
+        "order": lambda: order_of_14_million(batch),
+    }
+    input_serve.serve(streams[kind](), lambda pairs: crops(pairs, option))
+
+
+if __name__ == "__main__":
+    main()
