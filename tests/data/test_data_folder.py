@@ -1,7 +1,9 @@
+import os
+
 import numpy as np
 import pytest
 
-from vit_jax.data import decode
+from vit_jax.data import decode, objectnet, pipeline
 from vit_jax.data.sources import open_source
 from vit_jax.errors import UserError
 
@@ -97,3 +99,135 @@ def test_the_flowers_are_read(data_config, flowers):
     image = decode.decode(train[17]["image"])
     assert image.dtype == np.uint8
     assert min(image.shape[:2]) == 160
+
+
+def test_a_folder_without_splits_is_one_split_named_all(data_config, folder):
+    data = data_config(name="folder", data_dir=str(folder / "train"), split="all[:70%]")
+    train, rest = open_source(data, "all[:70%]"), open_source(data, "all[70%:]")
+    assert (len(train), len(rest)) == (13, 6)
+    assert train.class_names == ("ant", "bee", "cat")
+    assert {train[i]["label"] for i in range(13)} == {0, 1, 2}
+    assert train.record_id(0).split("/")[0] in train.class_names
+    assert train.describe(0) == str(folder / "train" / train.record_id(0))
+    assert not set(train.paths) & set(rest.paths)
+    match = r"no folder .*has ant, bee, cat; if those are classes.*split=all\[:90%\]"
+    with pytest.raises(UserError, match=match):
+        open_source(data_config(name="folder", data_dir=data.data_dir), "train")
+
+
+def test_a_split_may_be_named_all(data_config, folder):
+    (folder / "train").rename(folder / "all")
+    data = data_config(name="folder", data_dir=str(folder), split="all")
+    assert open_source(data, "all").record_id(3).startswith("all/")
+
+
+@pytest.fixture
+def elsewhere(tmp_path_factory, photograph, encode):
+    """A folder with 3 images outside of the data set."""
+    where = tmp_path_factory.mktemp("elsewhere")
+    (where / "deep").mkdir()
+    for name in ("x.png", "y.png", "deep/z.png"):
+        (where / name).write_bytes(encode(photograph, "PNG"))
+    return where
+
+
+def test_links_out_of_the_folder_are_followed(data, folder, elsewhere):
+    (folder / "train" / "bee" / "linked").symlink_to(elsewhere)
+    (folder / "train" / "cat" / "one.png").symlink_to(elsewhere / "x.png")
+    (folder / "train" / "ant").rename(elsewhere / "ants")
+    (folder / "train" / "ant").symlink_to(elsewhere / "ants")
+    source = open_source(data, "train")
+    # What the first link leads to holds the ants as well: twelve, and one file.
+    assert len(source) == 19 + 3 + 9 + 1
+    names = {source.record_id(i) for i in range(len(source))}
+    assert {"train/bee/linked/deep/z.png", "train/cat/one.png"} < names
+    for i in range(len(source)):
+        assert decode.decode(source[i]["image"]).shape == (37, 53, 3)
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("train/bee/up", "train"),  # A circle.
+        ("train/bee/all", "."),
+        ("train/bee/root", "/"),
+        ("train/bee/twin", "train/ant"),  # The same images under two labels.
+        ("val/ant/leak", "train/ant"),  # Training images in validation.
+        ("train/bee/a.png", "train/ant/0.png"),
+        ("train/dog", "train/ant"),
+    ],
+)
+def test_links_back_into_the_data_set_are_an_error(data, folder, link, target):
+    (folder / link).symlink_to(os.path.normpath(folder / target))
+    data.split = "train"
+    with pytest.raises(UserError, match=rf"{link} is a link"):
+        open_source(data, link.split("/")[0])
+
+
+def test_a_circle_of_links_outside_ends(data, folder, elsewhere):
+    (elsewhere / "deep" / "again").symlink_to(elsewhere)
+    (folder / "train" / "bee" / "linked").symlink_to(elsewhere)
+    with pytest.raises(UserError, match=r"deep/again is a link to .*, in a circle"):
+        open_source(data, "train")
+
+
+def test_a_linked_data_set_is_read_as_if_it_lay_there(data_config, folder, tmp_path):
+    (tmp_path / "linked").symlink_to(folder)
+    data = data_config(name="folder", data_dir=str(tmp_path / "linked"))
+    assert len(open_source(data, "train")) == 19
+
+
+def test_what_cannot_be_read_names_the_file_and_can_be_skipped(data, folder):
+    bad = folder / "val" / "ant"
+    (bad / "gone.png").symlink_to(folder.parent / "nowhere.png")
+    (bad / "empty.png").write_bytes(b"")
+    (bad / "text.jpg").write_text("no image")
+    whole = (bad / "0.png").read_bytes()
+    (bad / "cut.png").write_bytes(whole[: len(whole) // 2])
+    data.update(image_size=(37, 53), eval_ops="", on_error="skip")
+    source = open_source(data, "val")
+    assert len(source) == 8
+    with pipeline.eval_batches(source, data, batch_size=3) as batches:
+        counted = [(b["skipped"].sum(), b["mask"].sum()) for b in batches]
+    assert np.sum(counted, axis=0).tolist() == [4, 4]
+    data.on_error = "raise"
+    match = r"val/ant/\w+\.(png|jpg) .*(cannot be|is empty)"
+    batches = pipeline.eval_batches(source, data, batch_size=8)
+    with batches, pytest.raises(UserError, match=match):
+        list(batches)
+
+
+def test_a_pipe_that_would_hang_is_an_error(data, folder):
+    os.mkfifo(folder / "train" / "ant" / "pipe.jpg")
+    with pytest.raises(UserError, match=r"pipe\.jpg is no file but a pipe or device"):
+        open_source(data, "train")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(data, folder, monkeypatch):
+    (folder / "train" / "ant" / "closed").mkdir()
+    original = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"ant/closed cannot be listed \(Permission"):
+        open_source(data, "train")
+
+
+def test_of_objectnet_the_overlapping_classes_are_read(data_config, tmp_path):
+    for name in (*objectnet.CLASSES, "air_freshener", "zipper"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / f"{name}.png").write_bytes(b"x")
+    data = data_config(name="objectnet", data_dir=str(tmp_path), classes=113)
+    source = open_source(data, "images")
+    assert len(source) == 113
+    for i in range(113):
+        assert source.class_names[source[i]["label"]] in source.record_id(i)
+    assert source.class_names[8:10] == ("binder_closed", "bottle_cap")
+    (tmp_path / "images" / "wok" / "wok.png").unlink()
+    (tmp_path / "images" / "wok").rmdir()
+    with pytest.raises(UserError, match="images lacks class 'wok'"):
+        open_source(data, "images")

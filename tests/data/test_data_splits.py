@@ -34,3 +34,54 @@ def test_a_bad_slice_is_a_user_error(split):
 def test_an_empty_selection_is_a_user_error():
     with pytest.raises(UserError, match="selects no record"):
         splits.select("train[7:7]", SIZES, "digits")
+
+
+@pytest.mark.parametrize(
+    "split", ["train", "train[:98%]", "train[800:1000]+test", "test[-7:]+train[3:]"]
+)
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_even_splits_are_those_of_tfds(split, n):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    infos = {
+        name: tfds.core.SplitInfo(name=name, shard_lengths=[size], num_bytes=0)
+        for name, size in SIZES.items()
+    }
+    found = []
+    for i, reference in enumerate(tfds.even_splits(split, n)):
+        expected = [
+            (
+                part.splitname,
+                part.from_ or 0,
+                SIZES[part.splitname] if part.to is None else part.to,
+            )
+            for part in reference.to_absolute(infos)
+        ]
+        parts = splits.select(f"even_splits({split}, {n})[{i}]", SIZES, "digits")
+        assert [(name, p.start, p.stop) for name, p in parts] == expected
+        found += [(name, number) for name, numbers in parts for number in numbers]
+    whole = [(k, i) for k, p in splits.select(split, SIZES, "digits") for i in p]
+    assert sorted(found) == sorted(whole)
+
+
+def test_even_splits_add_up_with_others():
+    parts = splits.select("even_splits(train,2)[1]+test[:5]", SIZES, "digits")
+    assert parts == [("train", range(719, 1437)), ("test", range(5))]
+    assert splits.names("even_splits(train+test, 2)[1]+val") == ["train", "test", "val"]
+    inner = "even_splits(even_splits(train, 2)[0], 4)[3]"
+    assert splits.select(inner, SIZES, "digits") == [("train", range(540, 719))]
+
+
+@pytest.mark.parametrize(
+    ("split", "match"),
+    [
+        ("even_splits(train, 3)[3]", "3 parts are numbered 0 to 2"),
+        ("even_splits(train, 0)[0]", "0 parts"),
+        ("even_splits(train, 3)", "has no split 'even_splits"),
+        ("even_splits(val, 3)[1]", "has no split 'val'"),
+        ("train+", "has no split ''"),
+        ("train[:5]]", "write as"),
+    ],
+)
+def test_a_bad_even_split_is_a_user_error(split, match):
+    with pytest.raises(UserError, match=match):
+        splits.select(split, SIZES, "digits")

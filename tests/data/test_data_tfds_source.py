@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from vit_jax.data import tfds_source
+from vit_jax.data import pipeline, tfds_source
 from vit_jax.data.arrays import ArraySource
 from vit_jax.data.sources import open_source
 from vit_jax.errors import UserError
@@ -63,7 +63,9 @@ def make(data_config, prepared):
     return lambda **more: data_config(**{"name": "tiny_set/red", **keys, **more})
 
 
-@pytest.mark.parametrize("name", ["tiny_set/red", "tiny_set/red:1.2.0"])
+@pytest.mark.parametrize(
+    "name", ["tiny_set/red", "tiny_set/red:1.2.0", "tiny_set/red:1.*.*"]
+)
 def test_a_small_tfds_set_lies_in_memory(make, name):
     source = open_source(make(name=name), "train")
     assert isinstance(source, ArraySource)
@@ -116,3 +118,80 @@ def test_a_set_prepared_as_tfrecord_is_a_user_error(make, prepared, tmp_path):
         UserError, match="is prepared as tfrecord, but only array_record"
     ):
         open_source(make(data_dir=str(tmp_path)), "train")
+
+
+SUB_SPLITS = ("train[:80%]", "train[5:9]+test[:3]", "train[-4:]", "test[50%:]+train")
+
+
+@pytest.mark.parametrize("split", SUB_SPLITS)
+def test_sub_splits_are_those_of_tfds(make, prepared, split):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    builder = tfds.core.read_only_builder.builder_from_files(
+        "tiny_set/red", data_dir=prepared
+    )
+    decoders = {"picture": tfds.decode.SkipDecoding()}
+    expected = [r["kind"] for r in builder.as_data_source(split, decoders=decoders)]
+    assert open_source(make(), split).labels.tolist() == expected
+    for i, part in enumerate(tfds.even_splits(split, 2)):
+        expected = [r["kind"] for r in builder.as_data_source(part, decoders=decoders)]
+        ours = open_source(make(), f"even_splits({split}, 2)[{i}]")
+        assert ours.labels.tolist() == expected
+
+
+def test_records_keep_their_names_in_sub_splits(make, tmp_path):
+    whole = open_source(make(), "train")
+    part = open_source(make(), "test[2:]+train[6:11]")
+    assert part.record_id(1) == "test/3"
+    at = int(part.record_id(7).removeprefix("train/"))
+    np.testing.assert_array_equal(part.images[7], whole.images[at])
+
+
+def test_a_feature_that_is_no_class_number_is_a_user_error(make):
+    with pytest.raises(UserError, match=r"'picture'.*holds no single class number"):
+        open_source(make(label_key="picture"), "train")
+
+
+@pytest.fixture
+def copied(prepared, tmp_path):
+    import shutil
+
+    shutil.copytree(prepared / "tiny_set", tmp_path / "tiny_set")
+    (shard,) = (tmp_path / "tiny_set/red/1.2.0").glob("*train.array_record*")
+    return tmp_path, shard
+
+
+def test_a_missing_shard_is_a_user_error(make, copied):
+    data_dir, shard = copied
+    shard.unlink()
+    with pytest.raises(UserError, match=f"lacks {shard}: prepare it again"):
+        open_source(make(data_dir=str(data_dir)), "train")
+
+
+def test_a_damaged_shard_names_set_split_and_record(make, copied, monkeypatch):
+    monkeypatch.setattr(tfds_source, "_MEMORY", 0)
+    data_dir, shard = copied
+    content = bytearray(shard.read_bytes())
+    last = content.rfind(b"PNG")
+    content[last - 20 : last + 40] = b"\xff" * 60
+    shard.write_bytes(content)
+    data = make(data_dir=str(data_dir), image_size=(5, 9), eval_ops="")
+    source = open_source(data, "train[2:]")
+    batches = pipeline.eval_batches(source, data, batch_size=4)
+    match = r"tiny_set/red train\[2:\] record \d+ .*cannot be"
+    with batches, pytest.raises(UserError, match=match):
+        list(batches)
+    with pytest.raises(IndexError, match="21"):
+        source[21]
+
+
+def test_a_bucket_without_its_packages_says_what_to_install(make, monkeypatch):
+    import tensorflow_datasets as tfds
+
+    def without_gcsfs(name, data_dir):
+        assert data_dir == "gs://bucket/~sets"  # As it was given.
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    reader = tfds.core.read_only_builder
+    monkeypatch.setattr(reader, "builder_from_files", without_gcsfs)
+    with pytest.raises(UserError, match=r"'gs://bucket/~sets'.*vit_jax\[gcs\]"):
+        open_source(make(data_dir="gs://bucket/~sets"), "train")

@@ -1,7 +1,7 @@
 """A data set that lies in memory as one array, so that a batch is one gather."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Integer, UInt8
@@ -48,3 +48,29 @@ class ArraySource:
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         return self.numbering.locate(record_ids)
+
+
+def open_arrays(
+    arrays: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    split: str,
+    name: str,
+    class_names: Sequence[str] = (),
+) -> ArraySource:
+    """Makes a source of arrays, for a source of your own (see own.py).
+
+    Args:
+      arrays: split name -> images, uint8 (N, H, W, C), and labels, integers (N,).
+      split: split expression.
+      name: of the data set, for messages.
+      class_names: in label order; may be empty.
+
+    Raises:
+      UserError: no such split, or it selects no record.
+    """
+    sizes = {key: len(labels) for key, (_, labels) in arrays.items()}
+    numbering = Numbering.of(split, sizes, name)
+    pick = lambda which: np.concatenate(
+        [arrays[key][which][part.start : part.stop] for key, part in numbering.parts]
+    )
+    title = f"{name} {split}"
+    return ArraySource(title, pick(0), pick(1), tuple(class_names), numbering)

@@ -105,7 +105,7 @@ def _check(source: Source, data: ConfigDict, split: str) -> None:
         )
     if source.labels is not None:
         bad = (source.labels < 0) | (source.labels >= data.classes)
-        for i in np.flatnonzero(bad)[:1]:
+        for i in np.flatnonzero(bad)[:1].tolist():
             check_label(int(source.labels[i]), data.classes, source.describe(i))
     sized = data.name != "made" and split == data.split and data.examples
     if sized and data.examples != len(source):

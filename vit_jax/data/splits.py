@@ -147,10 +147,11 @@ def _even(numbers: range, n: int, i: int) -> range:
 def _bounds(part: str, name: str, size: int) -> tuple[int, int]:
     import tensorflow_datasets as tfds
 
-    info = tfds.core.SplitInfo(name=name, shard_lengths=[size], num_bytes=0)
+    # Under another name, since TFDS keeps "all" for itself.
+    info = tfds.core.SplitInfo(name="split", shard_lengths=[size], num_bytes=0)
     try:
-        instruction = tfds.core.ReadInstruction.from_spec(part)
-        (absolute,) = instruction.to_absolute({name: info})
+        instruction = tfds.core.ReadInstruction.from_spec(f"split{part[len(name) :]}")
+        (absolute,) = instruction.to_absolute({"split": info})
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(
             f"split {part!r} with {size} records: {str(error).splitlines()[0]}; "

@@ -44,7 +44,7 @@ class TfdsSource:
     """
 
     name: str
-    records: Sequence[dict]
+    records: Sequence
     image: Callable[[Mapping], object]
     label: Callable[[Mapping], int]
     class_names: tuple[str, ...]
@@ -127,15 +127,15 @@ def open_tfds(
         for key, feature in features.items()
         if isinstance(feature, tfds.features.Image)
     }
-    try:
-        records = builder.as_data_source(
-            functools.reduce(operator.add, instructions), decoders=decoders
-        )
-    except Exception as error:  # The reader's C++ has no error class of its own.
-        raise UserError(
-            f"data.name={name!r} in {builder.data_dir} cannot be read ({error}): "
-            "prepare it again"
-        ) from error
+    for key, _ in numbering.parts:
+        for path in builder.info.splits[key].filepaths:
+            # The reader opens files when it comes to them, perhaps hours later. Of a
+            # bucket it would cost a request each.
+            if "://" not in os.fspath(path) and not os.path.exists(path):
+                raise UserError(f"data.name={name!r} lacks {path}: prepare it again")
+    records = builder.as_data_source(
+        functools.reduce(operator.add, instructions), decoders=decoders
+    )
     names = ()
     if isinstance(label, Feature):
         names = getattr(features[label.key], "names", None) or ()
