@@ -1,0 +1,179 @@
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from vit_jax import datasets
+from vit_jax.data import catalogue, objectnet, splits
+from vit_jax.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = ROOT.parent / "shared" / "data" / "imagenet_classes.txt"
+
+
+def flags(*words):
+    parsed = datasets.parser().parse_args(list(words))
+    parsed.overrides = {}
+    return parsed
+
+
+def listed(capsys, *words):
+    """Returns what the verb prints as JSON, by name."""
+    assert datasets.main(flags("--json", *words)) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return {row["name"]: row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with a tiny cifar10 in ArrayRecord and a dtd in another format."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    where, code = tmp_path_factory.mktemp("tfds"), tmp_path_factory.mktemp("code")
+
+    def prepare(set_name, version):
+        class Builder(tfds.core.GeneratorBasedBuilder):
+            name = set_name
+            VERSION = tfds.core.Version(version)
+            pkg_dir_path = code
+
+            def _info(self):
+                features = {"label": tfds.features.ClassLabel(num_classes=7)}
+                features = tfds.features.FeaturesDict(features)
+                return tfds.core.DatasetInfo(builder=self, features=features)
+
+            def _split_generators(self, dl_manager):
+                return {"train": self._generate_examples()}
+
+            def _generate_examples(self):
+                yield from enumerate([{"label": i} for i in range(5)])
+
+        Builder(data_dir=where, file_format="array_record").download_and_prepare()
+
+    prepare("cifar10", "3.0.2")
+    prepare("dtd", "3.0.1")
+    prepare("oxford_iiit_pet", "4.0.0")
+    info = where / "dtd" / "3.0.1" / "dataset_info.json"
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    return where
+
+
+def test_the_table_says_what_is_prepared(prepared, capsys):
+    assert datasets.main(flags("--data_dir", str(prepared))) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split()[:4] == ["name", "here", "images", "classes"]
+    assert len(lines) == len(catalogue.ENTRIES)
+    table = {line.split()[0]: line.split() for line in lines}
+    assert table["cifar10"][1:4] == ["3.0.2", "50,000", "10"]
+    assert table["vtab/dtd"][1:4] == ["tfrecord", "1,000", "47"]
+    assert table["vtab/pets"][1:4] == ["4.0.0", "1,000", "37"]
+    assert table["cifar100"][1:4] == ["no", "50,000", "100"]
+    assert table["jft300m"][1:4] == ["-", "-", "-"]
+    command = (
+        f"python -m vit_jax.prepare --dataset='cifar100:3.*.*' --data_dir={prepared}"
+    )
+    assert " ".join(table["cifar100"][4:]) == command
+
+
+def test_a_named_set_comes_with_its_splits(prepared, capsys):
+    words = ("cifar10", "imagenet2012_real", "--data_dir", str(prepared))
+    assert datasets.main(flags(*words)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  dev: train[98%:]" in lines
+    assert "  needs --config.data.label_key=original_label" in lines
+    (place,) = (line for line in lines if line.startswith("  in "))
+    assert place == f"  in {prepared}/cifar10/3.0.2: train 5; 0.00 GiB"
+    assert "ILSVRC2012_img_val.tar into" in lines[-3]
+
+
+def test_json_has_everything(prepared, capsys):
+    rows = listed(capsys, "--data_dir", str(prepared))
+    assert list(rows) == list(catalogue.ENTRIES)
+    assert rows["cifar10"]["prepared"] == {
+        "version": "3.0.2",
+        "format": "array_record",
+        "images": {"train": 5},
+        "bytes": rows["cifar10"]["prepared"]["bytes"],
+        "data_dir": f"{prepared}/cifar10/3.0.2",
+    }
+    assert rows["vtab/dtd"]["prepared"]["format"] == "tfrecord"
+    assert rows["imagenet21k"]["splits"]["train"] == "full[51200:]"
+    assert rows["cifar100"]["prepared"] is None
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(
+        UserError, match="'imagenet' is no data set of the paper: image"
+    ):
+        datasets.main(flags("imagenet"))
+
+
+def test_the_verb_ends_without_a_traceback():
+    run = subprocess.run(
+        [sys.executable, "-m", "vit_jax.datasets", "nope"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("error: 'nope' is no data set")
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_every_split_expression_can_be_read(name):
+    sizes = dict.fromkeys(("train", "test", "validation", "full", "images"), 10**6)
+    for split in catalogue.ENTRIES[name].splits.values():
+        assert splits.select(split, sizes, name)
+
+
+def test_the_held_out_share_is_that_of_table_4():
+    tables = json.loads((ROOT / "tests" / "golden" / "paper_tables.json").read_text())
+    shares = "10% Pets/Flowers, 2% CIFAR, 1% ImageNet"
+    assert shares in tables["table4"]["common"]
+    shares = {"imagenet2012": 99, "cifar10": 98, "cifar100": 98}
+    shares |= {"oxford_iiit_pet": 90, "oxford_flowers102": 90}
+    for name, percent in shares.items():
+        found = catalogue.ENTRIES[name].splits
+        assert found["dev train"] == f"train[:{percent}%]"
+        assert found["dev"] == f"train[{percent}%:]"
+
+
+def test_the_entries_agree_with_the_recipes():
+    from configs import bit_hyperrule, jft, transfer
+
+    for name, (classes, images, _, test) in bit_hyperrule.DATASETS.items():
+        entry = catalogue.ENTRIES[name]
+        assert (entry.classes, entry.images) == (classes, images)
+        assert entry.splits["test"] == test
+    for name, (_, percent, classes, test) in transfer.DATASETS.items():
+        entry = catalogue.ENTRIES[name]
+        assert (entry.classes, entry.splits["test"]) == (classes, test)
+        assert entry.splits["dev"] == f"train[{100 - percent}%:]"
+    assert jft.get_config().data.name in catalogue.ENTRIES
+
+
+def test_objectnet_has_113_classes_of_125_imagenet_classes():
+    numbers = [n for found in objectnet.CLASSES.values() for n in found]
+    assert (len(objectnet.CLASSES), len(numbers), len(set(numbers))) == (113, 125, 125)
+    assert list(objectnet.CLASSES) == sorted(objectnet.CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("folder", "names"),
+    [
+        ("alarm_clock", {"analog clock", "digital clock"}),
+        ("chair", {"barber chair", "folding chair", "rocking chair"}),
+        ("hand_towel_or_rag", {"dishrag"}),
+        ("tie", {"bow tie", "Windsor tie"}),
+        ("winter_glove", {"mitten"}),
+        ("wok", {"wok"}),
+    ],
+)
+def test_objectnet_numbers_are_those_of_the_imagenet_classes(folder, names):
+    if not NAMES.exists():
+        pytest.skip(f"no {NAMES}")
+    known = [line.split("\t")[1] for line in NAMES.read_text().splitlines()]
+    assert {known[n] for n in objectnet.CLASSES[folder]} == names
