@@ -28,7 +28,8 @@ from vit_jax.errors import UserError
 
 EXIT_INTERRUPTED = 130
 FOLDER = "folder"
-_RESERVED = ("digits", FOLDER, "made")  # Names that `config.data.name` has for itself.
+# Names that `config.data.name` has for itself.
+_RESERVED = ("digits", FOLDER, "made", "parquet", "vtab")
 _VERSION = "1.0.0"
 _SHOWN = 20  # Damaged images in the report; all are in the manifest.
 
@@ -101,9 +102,15 @@ def _make_of_images(flags, data_dir):
 
     name = _name_of_images(flags)
     target = name.folder(data_dir)
+    root = pathlib.Path(flags.source).expanduser().resolve()
+    if root in (data_dir.resolve(), *data_dir.resolve().parents):
+        raise UserError(
+            f"--data_dir={flags.data_dir} lies in the folder of images {root}, and would "
+            "be read as one of its splits: choose another"
+        )
     _refuse_existing(target)
     job = images.open_images(
-        pathlib.Path(flags.source).expanduser().resolve(),
+        root,
         name,
         flags.splits,
         flags.shard_mb * 10**6,

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import importlib.util
 import pathlib
+import re
 import shutil
 from collections.abc import Sequence
 
@@ -122,7 +123,7 @@ def _find(name: metadata.Name):
     try:
         return tfds.builder_cls(name.dataset)
     except tfds.core.DatasetNotFoundError as error:
-        known = tfds.list_builders()
+        known = tfds.list_builders(with_community_datasets=False)
         near = difflib.get_close_matches(name.dataset, known, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise UserError(
@@ -144,13 +145,21 @@ def _need_tensorflow(name, builder_class) -> None:
 
 
 def _missing_module(name, error: ImportError) -> UserError:
-    missing = error.name or str(error)
+    # TFDS may have wrapped it, with the whole example in its text.
+    found = re.search(r"No module named '([\w.]+)'", str(error))
+    missing = error.name or (found[1] if found else str(error)[-200:])
     install = _INSTALL if missing.startswith("tensorflow") else f"pip install {missing}"
     return UserError(f"--dataset={name} needs {missing} to be prepared: {install}")
 
 
 def _open(name, builder_class, data_dir):
     """Opens a builder whose files are to lie in data_dir."""
+    known = sorted(builder_class.builder_configs)
+    if name.config and name.config not in known:
+        raise UserError(
+            f"--dataset={name}: no configuration {name.config!r}; "
+            f"it has {', '.join(known) or 'none'}"
+        )
     try:
         return builder_class(
             data_dir=data_dir,

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import tqdm
 
@@ -22,6 +22,7 @@ _REPORT_EVERY = 64  # Records, from a worker.
 _LOOK_EVERY = 0.2  # Seconds.
 
 
+@runtime_checkable
 class Job(Protocol):
     """A data set to be made; travels to worker processes.
 

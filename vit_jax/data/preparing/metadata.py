@@ -149,7 +149,7 @@ def convert_info(
     splits: Mapping[str, Sequence[Written]],
 ) -> None:
     """Writes dataset_info.json: the source's, but for the format and the files."""
-    from tensorflow_datasets.core import dataset_info
+    from tensorflow_datasets.core import dataset_info, naming
 
     proto = dataset_info.read_proto_from_builder_dir(source)
     proto.file_format = "array_record"
@@ -158,7 +158,7 @@ def convert_info(
     del proto.splits[:]
     for split in kept:
         written = splits[split.name]
-        split.ClearField("filepath_template")  # That of TFDS, which we follow.
+        split.filepath_template = naming.DEFAULT_FILENAME_TEMPLATE
         split.shard_lengths[:] = [shard.records for shard in written]
         split.num_bytes = sum(shard.record_bytes for shard in written)
         proto.splits.append(split)

@@ -1,0 +1,454 @@
+import fcntl
+import io
+import json
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import tfrecord_files
+from array_record.python import array_record_module
+from PIL import Image
+
+from vit_jax.data import folder as image_folders
+from vit_jax.data.preparing import (
+    building,
+    images,
+    making,
+    manifest,
+    metadata,
+    shards,
+    staging,
+    tfrecord,
+)
+from vit_jax.data.tfds_source import open_tfds
+from vit_jax.errors import UserError
+
+tfds = pytest.importorskip("tensorflow_datasets")
+SIZES = {"train": 23, "test": 7}
+NAME = metadata.Name("tiny_frames", "red", "1.2.0")
+
+
+def picture(i):
+    noise = np.random.default_rng(i).integers(0, 256, (5, 9, 3), np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(noise).save(stream, "PNG")
+    stream.seek(0)
+    return stream
+
+
+@pytest.fixture(scope="module")
+def builder_class(tmp_path_factory):
+    class TinyFrames(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.2.0")
+        BUILDER_CONFIGS = (tfds.core.BuilderConfig(name="red"),)
+        pkg_dir_path = tmp_path_factory.mktemp("code")
+
+        def _info(self):
+            features = {
+                "image": tfds.features.Image(shape=(5, 9, 3), encoding_format="png"),
+                "label": tfds.features.ClassLabel(names=["a", "b", "c"]),
+            }
+            features = tfds.features.FeaturesDict(features)
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager):
+            return {name: self._generate_examples(name) for name in SIZES}
+
+        def _generate_examples(self, split="train"):
+            for i in range(SIZES[split]):
+                yield i, {"image": picture(i), "label": i % 3}
+
+    return TinyFrames
+
+
+@pytest.fixture(scope="module")
+def truth(builder_class, tmp_path_factory):
+    """What TFDS itself writes as ArrayRecord: data_dir and the set's folder."""
+    where = tmp_path_factory.mktemp("tfds")
+    builder = builder_class(data_dir=where, config="red", file_format="array_record")
+    builder.download_and_prepare()
+    return where, pathlib.Path(builder.data_dir)
+
+
+@pytest.fixture
+def frames(truth, tmp_path):
+    """The same set as TFRecord: train in files of 10, 0 and 13 records."""
+    source = tmp_path / "frames" / "tiny_frames" / "red" / "1.2.0"
+    shutil.copytree(truth[1], source)
+    info = json.loads((source / "dataset_info.json").read_text())
+    info["fileFormat"] = "tfrecord"
+    for split, lengths in zip(info["splits"], ([10, 0, 13], [7]), strict=True):
+        old = source / f"tiny_frames-{split['name']}.array_record-00000-of-00001"
+        records = list(shards.read(old))
+        old.unlink()
+        for i, length in enumerate(lengths):
+            part, records = records[:length], records[length:]
+            number = f"{i:05d}-of-{len(lengths):05d}"
+            path = source / f"tiny_frames-{split['name']}.tfrecord-{number}"
+            path.write_bytes(b"".join(map(tfrecord_files.framed, part)))
+        split["shardLengths"] = [str(length) for length in lengths]
+    (source / "dataset_info.json").write_text(json.dumps(info))
+    return source
+
+
+@pytest.fixture
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("out")
+
+
+def convert(source, data_dir, splits=(), shard_bytes=2**28):
+    job = tfrecord.open_conversion(source, list(splits), shard_bytes)
+    target = NAME.folder(data_dir)
+    making.make(job, target)
+    return target
+
+
+def of_images(root, target, splits=(), shard_bytes=2**28, on_error="raise", check=True):
+    name = metadata.Name("pets", "", "1.0.0")
+    job = images.open_images(root, name, list(splits), shard_bytes, on_error, check)
+    return making.make(job, target)
+
+
+def test_the_checksums_of_the_test_are_those_of_the_standard():
+    assert tfrecord_files.crc32c(b"123456789") == 0xE3069283
+
+
+def test_a_conversion_writes_the_very_files_that_tfds_writes(frames, truth, tmp_path):
+    target = convert(frames, tmp_path / "out")
+    for path in truth[1].iterdir():
+        ours = (target / path.name).read_bytes()
+        if path.name == "dataset_info.json":
+            assert json.loads(ours) == json.loads(path.read_bytes())
+        else:
+            assert ours == path.read_bytes(), path.name
+    others = {path.name for path in target.iterdir()} - set(os.listdir(truth[1]))
+    assert others == {"manifest.json"}
+    assert not target.with_name("1.2.0.incomplete").exists()
+
+
+@pytest.mark.parametrize("split", ["train", "train[5:9]+test", "train[:50%]"])
+def test_any_number_of_shards_gives_the_same_records(frames, truth, tmp_path, split):
+    target = convert(frames, tmp_path / "out", shard_bytes=700)
+    assert len(list(target.glob("tiny_frames-train.array_record-*"))) > 3
+    expected = open_tfds("tiny_frames/red", str(truth[0]), split, "image", "label")
+    found = open_tfds("tiny_frames/red", str(tmp_path / "out"), split, "image", "label")
+    assert len(found) == len(expected) > 3
+    assert all(found[i] == expected[i] for i in range(len(expected)))
+    assert found.class_names == ("a", "b", "c")
+
+
+def test_one_split_alone_can_be_converted(frames, tmp_path):
+    target = convert(frames, tmp_path / "out", splits=["test"])
+    assert list(tfds.builder_from_directory(target).info.splits) == ["test"]
+    assert not list(target.glob("*train*"))
+
+
+def damage(path, change):
+    data = bytearray(path.read_bytes())
+    path.write_bytes(change(data))
+
+
+def flip(at):
+    return lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (flip(40), r"00002-of-00003 record 0 \(byte 0\) .*checksum of its content"),
+        (flip(0), r"record 0 \(byte 0\) is damaged, the checksum of its length"),
+        (flip(9), r"record 0 \(byte 0\) is damaged, the checksum of its length"),
+        (flip(-1), r"record 12 \(byte \d+\) is damaged, the checksum of its content"),
+        (lambda data: data[:-1], r"record 12 \(byte \d+\) is cut short"),
+        (lambda data: data[:5], r"record 0 \(byte 0\) is cut short"),
+        (lambda data: data[:0], r"has 0 records, not 13"),
+        (lambda data: data + tfrecord_files.framed(b"x"), r"more than the 13 records"),
+    ],
+)
+def test_a_damaged_tfrecord_is_found(frames, tmp_path, change, match):
+    damage(frames / "tiny_frames-train.tfrecord-00002-of-00003", change)
+    with pytest.raises(UserError, match=match):
+        convert(frames, tmp_path / "out")
+    assert not NAME.folder(tmp_path / "out").exists()
+
+
+def test_records_in_a_file_that_should_have_none_are_found(frames, tmp_path):
+    path = frames / "tiny_frames-train.tfrecord-00001-of-00003"
+    path.write_bytes(tfrecord_files.framed(b"x"))
+    with pytest.raises(UserError, match="00001-of-00003 has more than the 0 records"):
+        convert(frames, tmp_path / "out")
+
+
+def test_a_missing_tfrecord_file_is_named(frames, tmp_path):
+    (frames / "tiny_frames-test.tfrecord-00000-of-00001").unlink()
+    with pytest.raises(UserError, match="tiny_frames-test.tfrecord-00000-of-00001: No"):
+        convert(frames, tmp_path / "out")
+
+
+def test_a_conversion_of_something_else_is_refused(frames, truth, tmp_path):
+    with pytest.raises(
+        UserError, match="prepared as array_record, which needs no conv"
+    ):
+        convert(truth[1], tmp_path)
+    with pytest.raises(UserError, match="no split 'val'; it has train, test"):
+        convert(frames, tmp_path, splits=["val"])
+    (frames / "features.json").unlink()
+    with pytest.raises(UserError, match="cannot be read as a TFDS data set.*features"):
+        convert(frames, tmp_path)
+
+
+def test_a_preparation_is_found_by_folder_and_by_data_dir(frames, tmp_path):
+    data_dir = tmp_path / "frames"
+    for text in ("tiny_frames/red", "tiny_frames/red:1.2.0"):
+        name = metadata.Name.parse(text)
+        assert metadata.find(data_dir, name) == frames
+        assert metadata.find(frames, name) == frames
+    with pytest.raises(UserError, match="holds tiny_frames/red:1.2.0: set --dataset="):
+        metadata.find(frames, metadata.Name.parse("tiny_frames/blue"))
+    with pytest.raises(UserError, match="holds no prepared tiny_frames/blue"):
+        metadata.find(data_dir, metadata.Name.parse("tiny_frames/blue"))
+    with pytest.raises(UserError, match="'tiny frames' is not a data set's name"):
+        metadata.Name.parse("tiny frames")
+
+
+def test_a_folder_keeps_bytes_labels_order_and_paths(folder, out):
+    content = of_images(folder, out / "pets/1.0.0", shard_bytes=9_000)
+    assert len(content["splits"]["train"]["shards"]) > 2
+    for split, count in {"train": 19, "val": 4}.items():
+        expected = image_folders.open_folder(str(folder), split, "train")
+        found = open_tfds("pets", str(out), split, "image", "label")
+        assert len(found) == content["splits"][split]["records"] == count
+        assert [found[i] for i in range(count)] == [expected[i] for i in range(count)]
+        assert [record["path"].decode() for record in found.records] == expected.paths
+        assert found.class_names == expected.class_names == ("ant", "bee", "cat")
+
+
+def test_a_folder_is_written_the_same_again(folder, out):
+    first, second = out / "a/pets/1.0.0", out / "b/pets/1.0.0"
+    assert of_images(folder, first) == of_images(folder, second)
+
+
+def test_a_damaged_image_is_named_or_left_out(folder, out):
+    victim = folder / "train" / "bee" / "3.png"
+    damage(victim, lambda data: data[:200])
+    (folder / "val" / "cat" / "1.png").write_bytes(b"")
+    target = out / "pets/1.0.0"
+    with pytest.raises(
+        UserError, match=r"bee/3.png cannot be decoded .*--on_error=skip"
+    ):
+        of_images(folder, target, splits=["train"])
+    assert not target.exists()
+    shutil.rmtree(target.with_name("1.0.0.incomplete"))
+
+    content = of_images(folder, target, shard_bytes=5_000, on_error="skip")
+    assert [note["record"] for note in content["skipped"]] == [
+        "train/bee/3.png",
+        "val/cat/1.png",
+    ]
+    assert content["skipped"][1]["reason"] == "is empty (0 bytes)"
+    found = open_tfds("pets", str(out), "train", "image", "label")
+    paths = [record["path"].decode() for record in found.records]
+    expected = image_folders.open_folder(str(folder), "train", "train").paths
+    assert paths == [path for path in expected if path != "train/bee/3.png"]
+
+
+def test_unchecked_images_are_taken_as_they_are(folder, out):
+    victim = folder / "train" / "bee" / "3.png"
+    damage(victim, lambda data: data[:200])
+    of_images(folder, out / "pets/1.0.0", check=False)
+    found = open_tfds("pets", str(out), "train", "image", "label")
+    assert victim.read_bytes() in [found[i]["image"] for i in range(19)]
+
+
+def test_shards_and_splits_without_a_readable_image(folder, out):
+    paths = image_folders.open_folder(str(folder), "train", "train").paths
+    for path in paths[:6]:
+        (folder / path).write_bytes(b"none")
+    target = out / "pets/1.0.0"
+    content = of_images(folder, target, ["train"], 3_000, "skip")
+    assert content["splits"]["train"]["shards"][0]["records"] == 0
+    found = open_tfds("pets", str(out), "train[1:]", "image", "label")
+    assert found.records[0]["path"].decode() == paths[7]
+
+    for path in paths:
+        (folder / path).write_bytes(b"none")
+    with pytest.raises(UserError, match="split 'train' has no record that can be read"):
+        of_images(folder, out / "other", ["train"], 3_000, "skip")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda d: damage(d / shard_name(d), flip(900)),
+            "pets-train.*(mismatch|orrupt)",
+        ),
+        (
+            lambda d: damage(d / shard_name(d), lambda b: b[:-9]),
+            "pets-train.*cut short",
+        ),
+        (lambda d: (d / shard_name(d)).unlink(), "pets-train.* is missing"),
+        (lambda d: rewrite(d / shard_name(d), [b"x"] * 19), "has file_bytes .*, not"),
+        (lambda d: rewrite(d / shard_name(d), [b"x"]), "has records 1, not 19"),
+        (lambda d: damage(d / "features.json", flip(3)), "features.json has changed"),
+        (lambda d: (d / "label.labels.txt").unlink(), "label.labels.txt is missing"),
+        (lambda d: (d / "manifest.json").unlink(), "no manifest.json to verify"),
+        (lambda d: damage(d / "manifest.json", flip(0)), "manifest.json is damaged"),
+    ],
+)
+def test_verify_finds_what_changed(folder, out, change, match):
+    target = out / "pets/1.0.0"
+    content, seen = of_images(folder, target), []
+    assert manifest.verify(target, seen.append) == content
+    assert sum(seen) == 19 + 4
+    change(target)
+    with pytest.raises(UserError, match=match):
+        manifest.verify(target)
+
+
+def shard_name(target):
+    return next(path.name for path in target.glob("pets-train*"))
+
+
+def rewrite(path, records):
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def test_finished_shards_are_kept_when_the_rest_fails(folder, out, capsys):
+    victim = folder / image_folders.open_folder(str(folder), "val", "train").paths[-1]
+    good, stamp = victim.read_bytes(), victim.stat().st_mtime_ns
+    target = out / "pets/1.0.0"
+    victim.write_bytes(b"none".ljust(len(good)))
+    os.utime(victim, ns=(stamp, stamp))
+    with pytest.raises(UserError, match="of no known format"):
+        of_images(folder, target, shard_bytes=9_000)
+    place = target.with_name("1.0.0.incomplete")
+    before = {
+        p.name: p.stat().st_ino for p in place.glob("pets-*") if ".part" not in p.name
+    }
+    assert len(before) > 2
+
+    victim.write_bytes(good)
+    os.utime(victim, ns=(stamp, stamp))
+    content = of_images(folder, target, shard_bytes=9_000)
+    after = {p.name: p.stat().st_ino for p in target.glob("pets-*")}
+    assert before.items() <= after.items()
+    count = sum(len(split["shards"]) for split in content["splits"].values())
+    assert f"{len(before)} of {count} shards are finished" in capsys.readouterr().out
+    assert not list(target.glob("*.part")) and not (target / ".state").exists()
+    assert manifest.verify(target) == content
+
+
+def test_a_set_begun_in_another_way_is_not_continued(folder, out):
+    target = out / "pets/1.0.0"
+    with staging.begin(target, {"kind": "folder", "shard_bytes": 1}):
+        pass
+    with pytest.raises(UserError, match=r"with other flags \(.*shard_bytes.*remove it"):
+        of_images(folder, target)
+
+
+def test_a_set_that_only_lacks_its_name_gets_it(folder, out, monkeypatch):
+    target = out / "pets/1.0.0"
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.Staging, "finish", lambda self: None)
+        content = of_images(folder, target)
+    shutil.rmtree(target.with_name("1.0.0.incomplete") / ".state")
+    assert not target.exists()
+    assert of_images(folder, target) == content
+    assert manifest.verify(target) == content
+
+
+def test_existing_busy_and_impossible_targets_are_refused(folder, out, monkeypatch):
+    target = out / "pets/1.0.0"
+    place = target.with_name("1.0.0.incomplete")
+    place.mkdir(parents=True)
+    other = os.open(place, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="another process is preparing .*pets/1.0.0"):
+        of_images(folder, target)
+    os.close(other)
+
+    usage = shutil.disk_usage(out)._replace(free=3_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(UserError, match="0.0 GB free, but about 0.0 GB"):
+            of_images(folder, target)
+    target.mkdir()
+    with pytest.raises(UserError, match=r"pets/1.0.0 exists: add --verify"):
+        of_images(folder, target)
+    (out / "file").write_bytes(b"")
+    with pytest.raises(UserError, match="cannot make .*Not a directory"):
+        of_images(folder, out / "file" / "1.0.0")
+
+
+def test_a_class_name_that_a_label_file_cannot_hold_is_refused(folder, out):
+    (folder / "train" / "bee").rename(folder / "train" / " bee")
+    with pytest.raises(
+        UserError, match="class folder ' bee' begins or ends with a space"
+    ):
+        of_images(folder, out / "out", ["train"])
+
+
+def test_splits_are_divided_evenly():
+    parts = shards.divide("train", 23, 1_000, 290)
+    assert [(s.start, s.stop) for s in parts] == [(0, 5), (5, 11), (11, 17), (17, 23)]
+    assert parts[3].file_name("a") == "a-train.array_record-00003-of-00004"
+    assert len(shards.divide("train", 3, 1_000, 1)) == 3
+    assert len(shards.divide("train", 3, 0, 256)) == 1
+
+
+def test_a_builder_of_the_users_own_needs_no_tensorflow(builder_class, truth, tmp_path):
+    name = metadata.Name("tiny_frames", "", "")
+    target, content = building.build(name, tmp_path / "out")
+    assert target == NAME.folder(tmp_path / "out")
+    shard = "tiny_frames-train.array_record-00000-of-00001"
+    assert (target / shard).read_bytes() == (truth[1] / shard).read_bytes()
+    assert manifest.verify(target) == content
+    assert content["splits"]["test"]["records"] == 7
+    # TFDS's note of the default configuration came along.
+    source = open_tfds("tiny_frames", str(tmp_path / "out"), "test", "image", "label")
+    assert len(source) == 7
+    with pytest.raises(UserError, match="1.2.0 exists: add --verify"):
+        building.build(name, tmp_path / "out")
+    with pytest.raises(UserError, match=r"no configuration 'blue'; it has red"):
+        building.build(metadata.Name("tiny_frames", "blue", ""), tmp_path / "out")
+
+
+def test_files_to_be_fetched_by_hand_are_asked_for(
+    builder_class, tmp_path, monkeypatch
+):
+    text = "Put tiny.tar\n  here."
+    monkeypatch.setattr(builder_class, "MANUAL_DOWNLOAD_INSTRUCTIONS", text)
+    manual = tmp_path / "out" / "downloads" / "manual"
+    with pytest.raises(UserError, match=f"put them in {manual} .*Put tiny.tar here."):
+        building.build(NAME, tmp_path / "out")
+
+    def open_tar(self, dl_manager):
+        return {"train": (dl_manager.manual_dir / "tiny.tar").read_bytes()}
+
+    monkeypatch.setattr(builder_class, "_split_generators", open_tar)
+    manual.mkdir(parents=True)
+    (manual / "large.tar").write_bytes(b"")
+    with pytest.raises(
+        UserError, match=r"Put tiny.tar here. \(it failed with.*No such"
+    ):
+        building.build(NAME, tmp_path / "out")
+
+
+def test_a_set_that_nobody_knows_gets_a_hint(tmp_path):
+    with pytest.raises(UserError, match="no such set; did you mean cifar10 or"):
+        building.build(metadata.Name("cifra10", "", ""), tmp_path)
+    with pytest.raises(UserError, match="--imports=no_such_module: No module named"):
+        building.build(NAME, tmp_path, imports=["no_such_module"])
+
+
+def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(building.importlib.util, "find_spec", lambda name: None)
+    match = r"TensorFlow to prepare it: pip install 'vit_jax\[prepare\]'"
+    with pytest.raises(UserError, match=match):
+        building.build(metadata.Name("mnist", "", ""), tmp_path)
