@@ -143,21 +143,24 @@ def prepared(tmp_path_factory):
     vector = f.Tensor(shape=(3,), dtype=np.float32)
 
     def prepare(set_name, number_of_version, split, features, examples):
-        class Builder(tfds.core.GeneratorBasedBuilder):
-            name = set_name
-            VERSION = tfds.core.Version(number_of_version)
-            pkg_dir_path = code
+        # The real sets of these names may have been imported by another test.
+        with tfds.core.registered.skip_registration():
 
-            def _info(self):
-                return tfds.core.DatasetInfo(
-                    builder=self, features=f.FeaturesDict(features)
-                )
+            class Builder(tfds.core.GeneratorBasedBuilder):
+                name = set_name
+                VERSION = tfds.core.Version(number_of_version)
+                pkg_dir_path = code
 
-            def _split_generators(self, dl_manager):
-                return {split: self._generate_examples()}
+                def _info(self):
+                    return tfds.core.DatasetInfo(
+                        builder=self, features=f.FeaturesDict(features)
+                    )
 
-            def _generate_examples(self):
-                yield from enumerate(examples)
+                def _split_generators(self, dl_manager):
+                    return {split: self._generate_examples()}
+
+                def _generate_examples(self):
+                    yield from enumerate(examples)
 
         Builder(data_dir=where, file_format="array_record").download_and_prepare()
 

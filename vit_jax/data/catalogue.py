@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from vit_jax.data import objectnet, vtab
+from vit_jax.data.tfds_source import prepare_command
 
-_LICENCE = (
-    "register at image-net.org, put {files} into {data_dir}/downloads/manual, then: "
-)
+_LICENCE = "register at image-net.org, put {files} into a folder MANUAL, then: "
 _VAL = "ILSVRC2012_img_val.tar"
 
 
@@ -30,6 +29,7 @@ class Entry:
       keys: other keys of `config.data` that it needs.
       steps: what to do by hand before, or instead of, `vit_jax.prepare`.
       newer: a TFDS version that also does.
+      built_in: whether TFDS knows how to make it.
     """
 
     name: str
@@ -40,16 +40,16 @@ class Entry:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     steps: str = ""
     newer: str = ""
+    built_in: bool = True
 
     def how(self, data_dir: str) -> str:
         """Returns how to get the set into a folder."""
-        steps = self.steps.format(data_dir=data_dir)
-        if not self.tfds:
-            return steps
-        version = self.newer or self.tfds  # TFDS prepares new versions alone.
-        name = f"'{version}'" if "*" in version else version
-        command = f"python -m vit_jax.prepare --dataset={name} --data_dir={data_dir}"
-        return f"{steps}{command}"
+        if not self.tfds or not self.built_in:
+            return self.steps.format(data_dir=data_dir)
+        command = prepare_command(self.newer or self.tfds, data_dir)
+        if "MANUAL" in self.steps:
+            command += " --manual_dir=MANUAL"
+        return f"{self.steps}{command}"
 
 
 def _sweep(percent: int, test: str) -> dict[str, str]:
@@ -113,9 +113,10 @@ _PAPER = (
         },
         steps=(
             "no TFDS built-in: register at image-net.org, unpack the archive of each "
-            "class to FOLDER/full/<class>, then give FOLDER to the folder reader "
-            "(data.name=folder) or to: "
+            "class to FOLDER/full/<class>, then: python -m vit_jax.prepare "
+            "--dataset=folder --from=FOLDER --name=imagenet21k --data_dir={data_dir}"
         ),
+        built_in=False,
     ),
     Entry("cifar10", "cifar10:3.*.*", 10, 50_000, _sweep(2, "test")),
     Entry("cifar100", "cifar100:3.*.*", 100, 50_000, _sweep(2, "test")),
@@ -139,10 +140,10 @@ _PAPER = (
 
 # By hand, before TFDS can prepare them.
 _VTAB_STEPS = {
-    "resisc45": "unpack NWPU-RESISC45.rar in {data_dir}/downloads/manual, then: ",
+    "resisc45": "unpack NWPU-RESISC45.rar in a folder MANUAL, then: ",
     "retinopathy": (
         "download diabetic-retinopathy-detection from kaggle.com and unpack it in "
-        "{data_dir}/downloads/manual, then: "
+        "a folder MANUAL, then: "
     ),
 }
 

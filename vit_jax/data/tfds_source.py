@@ -187,6 +187,12 @@ def find_prepared(name: str, data_dir: str):
         return None
 
 
+def prepare_command(name: str, data_dir: str) -> str:
+    """Returns the command that prepares a set; TFDS itself picks "*" in a version."""
+    name = name.split(":")[0] if "*" in name else name
+    return f"python -m vit_jax.prepare --dataset={name} --data_dir={data_dir}"
+
+
 def is_readable(builder) -> bool:
     """Returns whether a set was prepared in the one format that has random access."""
     formats = {found.value for found in builder.info.available_file_formats()}
@@ -228,7 +234,7 @@ def _builder(name: str, data_dir: str):
     import tensorflow_datasets as tfds
 
     where = os.path.expanduser(data_dir) or tfds.core.constants.DATA_DIR
-    build = f"python -m vit_jax.prepare --dataset={name} --data_dir={where}"
+    build = prepare_command(name, where)
     builder = find_prepared(name, data_dir)
     if builder is None:
         raise UserError(
