@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import struct
+import time
 
 import jax
 import numpy as np
@@ -240,3 +241,24 @@ def test_the_loop_stops_transfers_that_nobody_meant(tmp_path, monkeypatch):
     monkeypatch.setattr(loop.guards, "check_finite", careless)
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         loop.train(tiny_config(), tmp_path)
+
+
+def test_a_slow_source_shows_as_waiting_for_input(tmp_path, monkeypatch, capsys):
+    from vit_jax.data.arrays import ArraySource
+
+    def slow(self, i):
+        time.sleep(0.02)
+        return {"image": self.images[i], "label": int(self.labels[i])}
+
+    monkeypatch.setattr(ArraySource, "__getitem__", slow)
+    quick = {"ops": "", "prefetch": 1, "threads": 1}
+    loads = quick | {"ops": "central_crop"}  # So that nothing is gathered.
+    for name, keys in (("quick", quick), ("slow", loads)):
+        config = tiny_config(data=keys, evals={}, every={"log": 6}, total_steps=6)
+        loop.train(config, tmp_path / name)
+        out = capsys.readouterr().out
+        (line,) = [x for x in lines(tmp_path / name) if "train/loss" in x]
+        starved = name == "slow"
+        assert (line["train/input_wait"] > 0.5) == starved
+        assert ("input is the bottleneck: the device waited" in out) == starved
+        assert f"{line['train/input_wait']:.0%} waiting for input" in out

@@ -180,14 +180,18 @@ class Batches:
       load: number -> batch; picklable.
       numbers: which batches, in order.
       data: `config.data`, for the numbers of threads, processes and prefetched batches.
+
+    Attributes:
+      read_ahead: whether threads or processes make them, before they are asked for.
     """
 
     def __init__(self, load, numbers: range, data: ConfigDict):
         self._length = len(numbers)
-        if load.loader.gathers:  # Faster than handing it to a thread.
-            self._batches = map(load, numbers)
-        else:
+        self.read_ahead = not load.loader.gathers
+        if self.read_ahead:
             self._batches = _read_ahead(_Guarded(load), numbers, data)
+        else:  # Faster than handing it to a thread.
+            self._batches = map(load, numbers)
 
     def __len__(self) -> int:
         """Returns the number of batches from the first to the last."""

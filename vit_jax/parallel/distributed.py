@@ -5,6 +5,8 @@ import os
 import pathlib
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from vit_jax.errors import UserError
 
@@ -51,6 +53,18 @@ def start() -> int:
     elif _on_cluster():
         jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
     return jax.process_count()
+
+
+def gather(**values: int | float) -> dict[str, np.ndarray]:
+    """Returns each number as an array of what it is on every process.
+
+    All processes of the job must call it at the same step.
+    """
+    arrays = {name: np.asarray(value) for name, value in values.items()}
+    if jax.process_count() == 1:
+        return {name: array[None] for name, array in arrays.items()}
+    with jax.transfer_guard("allow"):  # This transfer is meant.
+        return multihost_utils.process_allgather(arrays)
 
 
 def _on_cluster() -> bool:

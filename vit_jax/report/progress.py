@@ -3,6 +3,10 @@
 import sys
 import time
 
+from ml_collections import ConfigDict
+
+from vit_jax.report.waiting import advice
+
 
 class Progress:
     """Reports progress and keeps the time spent in steps.
@@ -25,7 +29,7 @@ class Progress:
         self._terminal = sys.stdout.isatty()
         self._active = active
         self._step = self._logged = start
-        self._seconds = self._logged_seconds = 0.0
+        self._seconds = self._logged_seconds = self._logged_waited = 0.0
         self._since = None
         self._width = 0
         self._first = start + 1
@@ -55,24 +59,54 @@ class Progress:
         steps = self._step - self._first
         return steps * self._batch / self._seconds if self._seconds else 0.0
 
-    def log(self, step: int, loss: float, rate: float) -> dict[str, float]:
-        """Prints a line and returns the speed since the last one."""
+    def log(
+        self, step: int, loss: float, rate: float, waited: float
+    ) -> dict[str, float]:
+        """Prints a line and returns the speed since the last one.
+
+        Args:
+          step: steps taken.
+          loss: of the step.
+          rate: of learning.
+          waited: seconds of this start in which the device waited for input.
+
+        Returns:
+          images_per_second, images_per_second_per_device, and input_wait: the fraction
+          of the time in which the device waited for input.
+        """
         steps = step - self._logged
         seconds = self._seconds - self._logged_seconds
+        wait = 0.0
         if steps and seconds:
             self._rate = steps * self._batch / seconds
+            # Clocks of two threads may differ by a hair.
+            wait = min(1.0, (waited - self._logged_waited) / seconds)
         self._logged, self._logged_seconds = step, self._seconds
+        self._logged_waited = waited
         left = (self._total - step) * self._batch / self._rate if self._rate else 0.0
         speed = {
             "images_per_second": self._rate,
             "images_per_second_per_device": self._rate / self._devices,
+            "input_wait": wait,
         }
         self._print(
             f"step {step}/{self._total}  loss {loss:.4f}  rate {rate:.2e}  "
             f"{self._rate:.0f} images/s  {self._rate / self._devices:.0f} a device  "
-            f"{_clock(left)} left"
+            f"{wait:.0%} waiting for input  {_clock(left)} left"
         )
         return speed
+
+    def advise(self, speed: dict[str, float], data: ConfigDict) -> bool:
+        """Says what to raise if the input is the bottleneck; tells whether it is.
+
+        Args:
+          speed: what `log` returned.
+          data: `config.data`.
+        """
+        text = advice(speed["input_wait"], speed["images_per_second"], data)
+        if text:
+            self.say(text)
+        return bool(text)
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""

@@ -6,18 +6,18 @@ import os
 import time
 
 import jax
-import numpy as np
 from clu import parameter_overview
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from vit_jax import config as configuration
 from vit_jax import models
 from vit_jax.data import ops, pipeline, sources
 from vit_jax.evaluation.suite import Suite
+from vit_jax.parallel import distributed
 from vit_jax.parallel import mesh as meshes
 from vit_jax.report import result
 from vit_jax.report.progress import Progress
+from vit_jax.report.waiting import InputWait
 from vit_jax.report.writer import MetricWriter
 from vit_jax.training import checkpoint, guards, optim
 from vit_jax.training import state as states
@@ -156,7 +156,7 @@ def _train(config, workdir, preemption) -> dict:
             return scores
 
         # A start that was ended in an evaluation owes it still.
-        final, skipped = {}, 0
+        final, skipped, advised = {}, 0, False
         owed = start and start < total and due("evaluate", start)
         if owed and not all(writer.has(start, f"{n}/raw/") for n in config.evals):
             evaluate(start)
@@ -177,12 +177,13 @@ def _train(config, workdir, preemption) -> dict:
         waiting = None  # The last step and its metrics, while the device is at it.
         # debug_nans runs a failed step again, operation by operation, which transfers.
         guard = "allow" if config.debug_nans else "disallow"
-        with batches, jax.transfer_guard(guard):
-            for step, batch in enumerate(batches, start + 1):
+        with batches, jax.transfer_guard(guard), InputWait() as wait:
+            for step, batch in enumerate(wait.over(batches), start + 1):
                 skipped += int(batch.pop("skipped").sum())
                 if step == 1:
                     writer.images("train/images", batch["image"], 0)
                 state, metrics = train_step(state, meshes.to_devices(batch, mesh))
+                wait.began(metrics)
                 if waiting:
                     settle(*waiting)
                 waiting = (step, metrics)
@@ -193,8 +194,13 @@ def _train(config, workdir, preemption) -> dict:
                 ):
                     values, waiting = settle(*waiting), None
                 if due("log", step):
-                    values |= progress.log(step, values["loss"], values["rate"])
-                    values |= {"skipped": skipped} if skipped else {}
+                    # The slowest input holds all up.
+                    own = distributed.gather(skipped=skipped, waited=wait.seconds)
+                    waited, lost = float(own["waited"].max()), int(own["skipped"].sum())
+                    speed = progress.log(step, values["loss"], values["rate"], waited)
+                    values |= speed | ({"skipped": lost} if lost else {})
+                    if batches.read_ahead and not advised:
+                        advised = progress.advise(speed, data)
                     writer.scalars(step, {f"train/{k}": v for k, v in values.items()})
                 if ending:
                     leave(step)
@@ -207,8 +213,7 @@ def _train(config, workdir, preemption) -> dict:
         checkpoints.wait()
 
         # Report.
-        if jax.process_count() > 1:
-            skipped = int(multihost_utils.process_allgather(np.int32(skipped)).sum())
+        skipped = int(distributed.gather(skipped=skipped)["skipped"].sum())
         report = {
             "config": config.name,
             "commit": commit,

@@ -46,8 +46,13 @@ def create(
         params=params,
         opt_state=tx.init(params),
         average=jax.tree.map(jnp.copy, params) if config.average.decay else None,
-        key=jax.random.fold_in(jax.random.key(config.seed), 1),
+        key=run_key(config.seed),
     )
+
+
+def run_key(seed: int) -> jax.Array:
+    """Returns the key from which a run's transforms and dropout are drawn."""
+    return jax.random.fold_in(jax.random.key(seed), 1)
 
 
 def average(old: dict, params: dict, step: jax.Array, decay: float) -> dict:

@@ -1,0 +1,87 @@
+"""A picture of many images with their labels, in rows and columns."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from PIL import Image, ImageDraw, ImageFont
+
+_CELL = 128  # Smaller images are magnified up to about this many pixels.
+_MARGIN, _FONT_SIZE, _LINE = 8, 12, 15  # Pixels.
+_PAPER, _INK = (255, 255, 255), (20, 20, 20)
+
+
+def draw(
+    images: UInt8[np.ndarray, "B H W C"],
+    captions: Sequence[Sequence[str]],
+    columns: int,
+) -> Image.Image:
+    """Lays images out in rows, each above its caption.
+
+    Args:
+      images: RGB or grey. Small ones are magnified by a whole number, so that their
+        pixels are seen as they are.
+      captions: lines of text, one sequence an image; too long a line is cut.
+      columns: images a row.
+
+    Returns:
+      An RGB picture.
+    """
+    B, H, W, _ = images.shape
+    factor = max(1, _CELL // max(H, W))
+    font = ImageFont.load_default(_FONT_SIZE)
+    lines = max(map(len, captions))
+    width = W * factor + _MARGIN
+    height = H * factor + lines * _LINE + _MARGIN
+    rows = -(-B // columns)
+    size = columns * width + _MARGIN, rows * height + _MARGIN
+    sheet = Image.new("RGB", size, _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    pixels = images.repeat(3 // images.shape[-1], axis=-1)
+    for i, caption in enumerate(captions):
+        left = _MARGIN + i % columns * width
+        top = _MARGIN + i // columns * height
+        picture = Image.fromarray(pixels[i]).resize(
+            (W * factor, H * factor), Image.Resampling.NEAREST
+        )
+        sheet.paste(picture, (left, top))
+        for number, text in enumerate(caption):
+            y = top + H * factor + number * _LINE
+            pen.text((left, y), _cut(text, font, W * factor), _INK, font)
+    return sheet
+
+
+def captions(
+    labels: Float[np.ndarray, "B K"], class_names: Sequence[str], most: int = 3
+) -> list[list[str]]:
+    """Writes labels as class names, mixed ones with the share of each.
+
+    Args:
+      labels: share of each class.
+      class_names: in class order; empty gives "class 7".
+      most: classes that are named; the others are summed up.
+
+    Returns:
+      Lines of text for each image, the largest share first.
+    """
+    return [_caption(shares, class_names, most) for shares in labels]
+
+
+def _caption(shares, class_names, most) -> list[str]:
+    present = [int(k) for k in np.argsort(-shares, kind="stable") if shares[k] > 5e-4]
+    name = lambda k: class_names[k] if len(class_names) else f"class {k}"
+    if len(present) == 1 and shares[present[0]] > 1 - 5e-4:
+        return [name(present[0])]
+    # The share first: it stays when a long name is cut.
+    lines = [f"{shares[k]:.1%} {name(k)}" for k in present[:most]]
+    if rest := present[most:]:
+        lines.append(f"{shares[rest].sum():.1%} in {len(rest)} more")
+    return lines
+
+
+def _cut(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "...") > width:
+        text = text[:-1]
+    return text + "..."
