@@ -151,43 +151,21 @@ def test_affine_motions_stay_within_their_limits():
     assert abs(moved.mean()) < 1.5
 
 
-def test_mixup_blends_images_and_labels_with_the_same_share():
-    images, labels, index = batch()
-    out, soft = apply("mixup(0.7)", images, labels, index)
-    before = np.asarray(images, np.float32)
-    partner = np.roll(before, 1, axis=0)
-    share = float(
-        ((out - partner) * (before - partner)).sum() / np.square(before - partner).sum()
-    )
-    assert 0 < share < 1
-    np.testing.assert_allclose(out, share * before + (1 - share) * partner, atol=1e-2)
-    expected = share * labels + (1 - share) * np.roll(labels, 1, axis=0)
-    np.testing.assert_allclose(soft, expected, atol=1e-5)
-    np.testing.assert_allclose(soft.sum(1), 1, atol=1e-6)
-
-
-def test_mixup_shares_are_beta_distributed():
-    images, labels = jnp.zeros((2, 1, 1, 1)), jnp.eye(2)
-    draw = lambda i: device_ops.Mixup(0.5)(images, labels, jnp.stack([i, i + 1]), KEY)
-    _, soft = jax.vmap(draw)(jnp.arange(3000, dtype=jnp.uint32))
-    share = np.asarray(soft[:, 0, 0])
-    assert abs(share.mean() - 0.5) < 0.035
-    assert abs(share.var() - 0.125) < 0.01  # Beta(a, a): 1 / (8 a + 4).
-
-
-ALL = "flip | pad_crop(2) | affine(shift=0.1, rotate=9, scale=(0.9, 1.1))"
+ALL = (
+    "flip | pad_crop(2) | affine(shift=0.1, rotate=9, scale=(0.9, 1.1)) | "
+    "color_jitter(hue=0.1) | random_erasing(0.9)"
+)
 
 
 def test_an_example_is_treated_by_its_index_whatever_the_batch():
     images, labels, index = batch()
-    out, _ = apply(ALL, images, labels, index)
-    order = jnp.array([11, 3, 7])
-    some, _ = apply(ALL, images[order], labels[order], index[order])
-    np.testing.assert_allclose(some, out[order], atol=1e-3)
-    other, _ = apply(ALL, images, labels, index + 16)
-    assert not np.allclose(other, out)
-    rekeyed, _ = apply(ALL, images, labels, index, key=jax.random.key(1))
-    assert not np.allclose(rekeyed, out)
+    run = lambda *args: apply(ALL, *args[:3], key=args[3])[0]
+    out = run(images, labels, index, KEY)
+    order = np.random.default_rng(1).permutation(B)
+    same = run(images[order], labels[order], index[order], KEY)
+    np.testing.assert_allclose(same, out[order], atol=1e-2)
+    for other in ((index + B, KEY), (index, jax.random.key(1))):
+        assert not np.allclose(run(images, labels, *other), out)
 
 
 def test_the_largest_index_is_accepted():
@@ -197,17 +175,32 @@ def test_the_largest_index_is_accepted():
 
 
 def test_sharded_batches_give_the_same_without_gathering_images():
-    parsed = ops.parse_train(ALL + " | mixup(0.3)", (H, W)).device
+    size = 20, 31
+    spec = ALL + " | upsample | mixup_or_cutmix"
+    parsed = ops.parse_train(spec, size).device
     step = jax.jit(lambda *args: device_ops.apply(parsed, *args))
     images, labels, index = batch()
-    expected, soft = step(images, labels, index, KEY)
-
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    arguments = [place(x, P("data")) for x in (images, labels, index)]
-    compiled = step.lower(*arguments, place(KEY, P())).compile()
-    out, out_soft = compiled(*arguments, place(KEY, P()))
-    np.testing.assert_allclose(out, expected, atol=1e-3)
-    np.testing.assert_allclose(out_soft, soft, atol=1e-6)
+    images8, labels8, index8 = (place(x, P("data")) for x in (images, labels, index))
+    key8 = place(KEY, P())
+    compiled = step.lower(images8, labels8, index8, key8).compile()
     assert "all-gather(" not in compiled.as_text()
-    assert out.sharding.spec == P("data")
+
+    shares, row = (
+        [],
+        int((labels.argmax(1) != jnp.roll(labels, 1, 0).argmax(1)).argmax()),
+    )
+    for first in range(0, 6 * B, B):
+        expected, soft = step(images, labels, index + first, KEY)
+        assert expected.shape == (B, *size, C)
+        out, out_soft = compiled(
+            images8, labels8, place(index8 + first, P("data")), key8
+        )
+        np.testing.assert_allclose(out, expected, atol=1e-2)
+        np.testing.assert_allclose(out_soft, soft, atol=1e-6)
+        assert out.sharding.spec == P("data")
+        shares.append(float(soft[row].max()) * size[0] * size[1])
+    # Both kinds came: a cut is a whole number of pixels.
+    whole = np.abs(shares - np.round(shares)) < 1e-3
+    assert 0 < whole.sum() < 6

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 from vit_jax.data import device_ops, ops, pipeline
@@ -86,38 +84,3 @@ def test_an_enlargement_to_another_size_than_the_images_is_refused():
 def test_larger_images_are_not_shrunk():
     with pytest.raises(UserError, match="upsample to 33x51 of images that have 34x50"):
         device_ops.Upsample(SIZE)(jnp.zeros((2, 34, 50, 3)), jnp.eye(2), None, KEY)
-
-
-EACH = "flip | pad_crop(1) | color_jitter(hue=0.1) | random_erasing(0.9) | upsample | "
-
-
-def test_a_mesh_of_eight_gives_what_one_device_gives():
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (16, 9, 13, 3), dtype=np.uint8)
-    labels, index = np.eye(16, dtype=np.float32), np.arange(48, 64, dtype=np.uint32)
-    device = ops.parse_train(EACH + "mixup_or_cutmix", SIZE).device
-    step = jax.jit(lambda *args: device_ops.apply(device, *args))
-    expected, soft = step(images, labels, index, KEY)
-    assert expected.shape == (16, *SIZE, 3)
-
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    arguments = [place(x, P("data")) for x in (images, labels, index)]
-    compiled = step.lower(*arguments, place(KEY, P())).compile()
-    out, out_soft = compiled(*arguments, place(KEY, P()))
-    np.testing.assert_allclose(out, expected, atol=1e-2)
-    np.testing.assert_allclose(out_soft, soft, atol=1e-6)
-    assert "all-gather(" not in compiled.as_text()
-    assert out.sharding.spec == P("data")
-
-
-def test_an_example_is_treated_by_its_index_whatever_the_batch():
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (16, 9, 13, 3), dtype=np.uint8)
-    labels, index = np.eye(16, dtype=np.float32), np.arange(16, dtype=np.uint32)
-    device = ops.parse_train(EACH.rstrip("| "), SIZE).device
-    step = jax.jit(lambda *args: device_ops.apply(device, *args)[0])
-    out, order = step(images, labels, index, KEY), rng.permutation(16)
-    other = step(images[order], labels[order], index[order], KEY)
-    np.testing.assert_allclose(other, out[order], atol=1e-2)
-    assert not np.allclose(step(images, labels, index + 16, KEY), out)
