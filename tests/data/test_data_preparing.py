@@ -128,6 +128,20 @@ def test_a_conversion_writes_the_very_files_that_tfds_writes(frames, truth, tmp_
     assert not target.with_name("1.2.0.incomplete").exists()
 
 
+def test_what_does_not_read_back_is_not_kept(tmp_path, monkeypatch):
+    path, records = tmp_path / "a-train.array_record-00000-of-00001", [b"one", b"two"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "read", lambda path: iter([b"one", b"owt"]))
+        with pytest.raises(UserError, match="holds other records than were written"):
+            shards.write(path, records)
+        patch.setattr(shards, "read", lambda path: iter([b"one"]))
+        with pytest.raises(UserError, match="holds other records than were written"):
+            shards.write(path, records)
+    assert not list(tmp_path.iterdir())
+    assert shards.write(path, records).records == 2
+    assert list(shards.read(path)) == records
+
+
 @pytest.mark.parametrize("split", ["train", "train[5:9]+test", "train[:50%]"])
 def test_any_number_of_shards_gives_the_same_records(frames, truth, tmp_path, split):
     target = convert(frames, tmp_path / "out", shard_bytes=700)
@@ -376,7 +390,7 @@ def test_existing_busy_and_impossible_targets_are_refused(folder, out, monkeypat
     usage = shutil.disk_usage(out)._replace(free=3_000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
-        with pytest.raises(UserError, match="0.0 GB free, but about 0.0 GB"):
+        with pytest.raises(UserError, match=r"0.0 MB free, but about 0.\d MB"):
             of_images(folder, target)
     target.mkdir()
     with pytest.raises(UserError, match=r"pets/1.0.0 exists: add --verify"):
@@ -417,6 +431,24 @@ def test_a_builder_of_the_users_own_needs_no_tensorflow(builder_class, truth, tm
         building.build(name, tmp_path / "out")
     with pytest.raises(UserError, match=r"no configuration 'blue'; it has red"):
         building.build(metadata.Name("tiny_frames", "blue", ""), tmp_path / "out")
+
+
+def test_a_build_that_was_killed_goes_on(builder_class, tmp_path, monkeypatch):
+    target = NAME.folder(tmp_path / "out")
+    inner = NAME.folder(target.with_name("1.2.0.incomplete") / "tfds")
+    half = inner.with_name("incomplete.ABCDEF_1.2.0") / "half"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"written when TFDS was killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "_move_up", lambda made, folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            building.build(NAME, tmp_path / "out")
+    assert not half.exists() and not target.exists()
+    # Killed while the files were being moved up.
+    (inner / "features.json").rename(inner.parents[3] / "features.json")
+    monkeypatch.setattr(building, "_prepare", lambda *args: 1 / 0)  # Not again.
+    assert building.build(NAME, tmp_path / "out")[0] == target
+    assert manifest.verify(target)["splits"]["train"]["records"] == 23
 
 
 def test_files_to_be_fetched_by_hand_are_asked_for(

@@ -59,26 +59,35 @@ def build(
 
     plan = {"kind": "tfds", "name": str(full), "shard_bytes": shard_bytes}
     with staging.begin(target, plan) as place:
+        inner = place.folder / "tfds"
         if not (place.folder / manifest.NAME).exists():
-            inner = place.folder / "tfds"
-            _drop_unfinished(full.folder(inner).parent)
-            builder = _open(full, builder_class, inner)
-            config = tfds.download.DownloadConfig(
-                manual_dir=str(manual),
-                try_download_gcs=False,  # Those are TFRecord.
-                min_shard_size=shard_bytes // 2,
-                max_shard_size=shard_bytes,
-            )
-            _prepare(builder, data_dir / "downloads", config, full, manual)
-            _collect(full, inner, place, data_dir, plan)
+            made = full.folder(inner)
+            if not (made / manifest.NAME).exists():
+                _drop_unfinished(made)
+                builder = _open(full, builder_class, inner)
+                config = tfds.download.DownloadConfig(
+                    manual_dir=str(manual),
+                    try_download_gcs=False,  # Those are TFRecord.
+                    min_shard_size=shard_bytes // 2,
+                    max_shard_size=shard_bytes,
+                )
+                _prepare(builder, data_dir / "downloads", config, full, manual)
+                manifest.write(made, plan, _count(made, place.folder), [])
+            _move_up(made, place.folder)
+        default = (
+            inner / full.dataset / ".config"
+        )  # Which configuration is the default.
+        if default.is_dir():
+            common = data_dir / full.dataset / ".config"
+            shutil.copytree(default, common, dirs_exist_ok=True)
+        shutil.rmtree(inner, ignore_errors=True)
         content = manifest.load(place.folder)
         place.finish()
     return target, content
 
 
-def _collect(full, inner, place, data_dir, plan):
-    """Moves what TFDS wrote one level up, checks it, and writes the manifest."""
-    made = full.folder(inner)
+def _count(made: pathlib.Path, remedy: pathlib.Path) -> dict:
+    """Reads what TFDS wrote; returns the shards of each split."""
     info = metadata.read_info(made)
     splits = {}
     total = sum(n for files in info.splits.values() for _, n in files)
@@ -88,23 +97,21 @@ def _collect(full, inner, place, data_dir, plan):
                 try:
                     found = shards.check(path)
                 except shards.DamagedShard as error:
-                    raise UserError(f"{path} {error}: remove {place.folder}") from error
+                    raise UserError(f"{path} {error}: remove {remedy}") from error
                 if found.records != length:
                     raise UserError(
                         f"{path} has {found.records} records, not {length}: remove "
-                        f"{place.folder} and try again"
+                        f"{remedy} and try again"
                     )
                 splits.setdefault(name, []).append(found)
                 bar.update(length)
-    default = inner / full.dataset / ".config"  # Which configuration is the default.
-    if default.is_dir():
-        shutil.copytree(
-            default, data_dir / full.dataset / ".config", dirs_exist_ok=True
-        )
-    for path in list(made.iterdir()):
-        path.rename(place.folder / path.name)
-    shutil.rmtree(inner)
-    manifest.write(place.folder, plan, splits, [])
+    return splits
+
+
+def _move_up(made: pathlib.Path, folder: pathlib.Path) -> None:
+    """Moves a set's files; the manifest last, because it says that all are there."""
+    for path in sorted(made.iterdir(), key=lambda path: path.name == manifest.NAME):
+        path.rename(folder / path.name)
 
 
 def _import_all(modules: Sequence[str]) -> None:
@@ -188,10 +195,12 @@ def _fetch_by_hand(builder, name, manual) -> UserError:
     )
 
 
-def _drop_unfinished(folder: pathlib.Path) -> None:
+def _drop_unfinished(made: pathlib.Path) -> None:
     """Removes what an interrupted TFDS left; it would never look at it again."""
-    for path in folder.glob("incomplete.*"):
+    for path in made.parent.glob("incomplete.*"):
         shutil.rmtree(path)
+    for path in made.glob(f"*{shards.PART}"):
+        path.unlink()
 
 
 def _prepare(builder, downloads, config, name, manual):

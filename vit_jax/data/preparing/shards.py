@@ -105,10 +105,22 @@ def write(path: pathlib.Path, records: Iterable[bytes]) -> Written:
     Raises:
       UserError: it cannot be written, as on a full disk, or does not read back.
     """
-    from array_record.python import array_record_module
-
     # Another run's process may be dying over a file of the same shard.
     part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    try:
+        found = _write_and_read_back(path, part, records)
+        with open(part, "rb") as file:
+            _write_or_fail(path, os.fsync, file.fileno())
+        part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)  # On a full disk, room for others.
+        raise
+    return dataclasses.replace(found, file=path.name)
+
+
+def _write_and_read_back(path, part, records):
+    from array_record.python import array_record_module
+
     wrote = _Tally()
     writer = array_record_module.ArrayRecordWriter(str(part), _WRITE)
     for record in records:
@@ -125,10 +137,7 @@ def write(path: pathlib.Path, records: Iterable[bytes]) -> Written:
         raise UserError(
             f"{path} holds other records than were written to it: check the disk"
         )
-    with open(part, "rb") as file:
-        _write_or_fail(path, os.fsync, file.fileno())
-    part.rename(path)
-    return dataclasses.replace(found, file=path.name)
+    return found
 
 
 def check(path: pathlib.Path) -> Written:

@@ -56,8 +56,8 @@ class Staging:
         free = shutil.disk_usage(self.folder).free
         if free < size:
             raise UserError(
-                f"the disk of {self.target.parent} has {free / 1e9:,.1f} GB free, but "
-                f"about {size / 1e9:,.1f} GB are to be written: make room or choose "
+                f"the disk of {self.target.parent} has {free / 1e6:,.1f} MB free, but "
+                f"about {size / 1e6:,.1f} MB are to be written: make room or choose "
                 "another --data_dir"
             )
 

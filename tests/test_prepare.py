@@ -1,0 +1,247 @@
+"""The verb as its users run it: processes of its own, killed, out of room."""
+
+import json
+import os
+import pathlib
+import pty
+import resource
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import numpy as np
+import pytest
+import tfrecord_files
+
+from vit_jax import cli, prepare
+from vit_jax.data.preparing import manifest, shards
+from vit_jax.data.preparing.metadata import Written, write_info
+from vit_jax.errors import UserError
+
+pytest.importorskip("tensorflow_datasets")
+ROOT = pathlib.Path(__file__).parents[1]
+RECORDS = 901
+SIZE = 40_000  # Bytes of a record.
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A TFRecord preparation of 36 MB: `blobs`, in two files."""
+    import tensorflow_datasets as tfds
+
+    folder = tmp_path_factory.mktemp("blobs") / "blobs" / "1.0.0"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    features = tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(None, None, 3)),
+            "label": tfds.features.ClassLabel(names=["a", "b"]),
+        }
+    )
+    # A prime number of distinct records, so that no other order gives the same files.
+    framed = [tfrecord_files.framed(rng.bytes(SIZE)) for _ in range(7)]
+    lengths = [500, RECORDS - 500]
+    start = 0
+    for i, length in enumerate(lengths):
+        path = folder / f"blobs-train.tfrecord-{i:05d}-of-00002"
+        path.write_bytes(b"".join(framed[j % 7] for j in range(start, start + length)))
+        start += length
+    from vit_jax.data.preparing.metadata import Name
+
+    parts = [Written("", n, n * SIZE, "", 0, "") for n in lengths]
+    write_info(folder, Name("blobs", "", "1.0.0"), features, {"train": parts}, "")
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["fileFormat"] = "tfrecord"
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(source, tmp_path_factory):
+    """The manifest of an undisturbed conversion."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert run("--dataset=blobs", f"--from={source}", out) == 0
+    return manifest.load(out / "blobs" / "1.0.0")
+
+
+def run(*words):
+    *words, out = words
+    flags = cli.parse(prepare.parser(), [*words, f"--data_dir={out}", "--shard_mb=1"])
+    return prepare.main(flags)
+
+
+def start(source, out, *more, **options):
+    command = [
+        *(sys.executable, "-m", "vit_jax.prepare", "--dataset=blobs", "--shard_mb=1"),
+        *(f"--from={source}", f"--data_dir={out}", *more),
+    ]
+    return subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def wait_for_shards(process, place, count):
+    """Waits until some shards are finished; returns their inodes."""
+    deadline = time.monotonic() + 60
+    while len(notes := list((place / ".state").glob("blobs-*.json"))) < count:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return {note.stem: (place / note.stem).stat().st_ino for note in notes}
+
+
+def children(pid):
+    try:
+        text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError:
+        return []
+    return [int(word) for word in text.split()]
+
+
+def alive(pid):
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_conversion_goes_on(source, expected, tmp_path, processes, capsys):
+    target = tmp_path / "blobs" / "1.0.0"
+    place = target.with_name("1.0.0.incomplete")
+    process = start(source, tmp_path, f"--processes={processes}")
+    wait_for_shards(process, place, 3)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    process.stderr.close()
+    assert process.returncode == -signal.SIGKILL
+    assert len(workers) >= (2 if processes == 2 else 0)
+    deadline = time.monotonic() + 10
+    while any(map(alive, workers)):  # They see that their parent is gone.
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not target.exists()
+    done = wait_for_shards(process, place, 0)
+    count = len(expected["splits"]["train"]["shards"])
+    assert 3 <= len(done) < count
+
+    assert run("--dataset=blobs", f"--from={source}", tmp_path) == 0
+    assert f"{len(done)} of {count} shards are finished" in capsys.readouterr().out
+    assert {name: (target / name).stat().st_ino for name in done} == done
+    assert manifest.verify(target) == expected
+    assert not place.exists() and not list(target.glob("*.part"))
+
+
+def test_a_worker_that_dies_ends_the_run_in_one_line(source, tmp_path):
+    place = tmp_path / "blobs" / "1.0.0.incomplete"
+    process = start(source, tmp_path, "--processes=2")
+    wait_for_shards(process, place, 1)
+    # The first child keeps track of shared memory.
+    os.kill(max(children(process.pid)), signal.SIGKILL)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 2
+    line = text.strip().splitlines()[-1]
+    assert line.startswith("error: a worker process died (killed, or out of memory)")
+    assert "Traceback" not in text
+    assert not (tmp_path / "blobs" / "1.0.0").exists()
+
+
+def test_no_room_is_one_line_and_keeps_what_is_finished(source, tmp_path):
+    def limit():  # Every file; the last shard is not larger, so all meet it.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+
+    process = start(source, tmp_path, preexec_fn=limit)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 2
+    (line,) = text.strip().splitlines()
+    assert line.startswith("error: cannot write ")
+    assert "00000-of-00037: File too large. What is finished is kept: make room" in line
+    assert not (tmp_path / "blobs" / "1.0.0").exists()
+
+
+def test_a_terminal_sees_a_progress_bar(source, tmp_path):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    command = [sys.executable, "-m", "vit_jax.prepare", "--dataset=blobs"]
+    command += [f"--from={source}", f"--data_dir={tmp_path}"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=theirs
+    )
+    os.close(theirs)
+    text = b""
+    try:
+        while block := os.read(ours, 4096):
+            text += block
+    except OSError:  # As a terminal ends on Linux.
+        pass
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert b"blobs: 100%" in text and b"901/901" in text
+
+
+def test_converting_with_processes_and_verifying(source, expected, tmp_path, capsys):
+    assert run("--dataset=blobs", f"--from={source.parents[1]}", tmp_path) == 0
+    assert run("--dataset=blobs", "--verify", tmp_path) == 0
+    text = capsys.readouterr().out
+    assert f"verified {tmp_path}/blobs/1.0.0\n  train: 901 records in 37 shards" in text
+    shard = (
+        tmp_path / "blobs" / "1.0.0" / expected["splits"]["train"]["shards"][5]["file"]
+    )
+    assert len(list(shards.read(shard))) > 20
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match="00005-of-00037: is cut short"):
+        run("--dataset=blobs", "--verify", tmp_path)
+
+
+def test_an_image_folder_gets_its_own_name(tmp_path, capsys):
+    from PIL import Image
+
+    for i, path in enumerate(("train/a/0.png", "train/b/1.png", "train/b/2.png")):
+        path = tmp_path / "My Pets" / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (3, 5), (i, 0, 0)).save(path)
+    (tmp_path / "My Pets/train/b/3.png").write_bytes(b"no image")
+    words = ["--dataset=folder", f"--from={tmp_path / 'My Pets'}"]
+    with pytest.raises(UserError, match=r"b/3.png cannot be decoded"):
+        run(*words, tmp_path / "out")
+    assert run(*words, "--on_error=skip", "--name=pets:2.0.0", tmp_path / "out") == 0
+    captured = capsys.readouterr()
+    assert "out/pets/2.0.0\n  train: 3 records in 1 shards" in captured.out
+    assert "left out, 1 damaged:\n  train/b/3.png cannot be decoded" in captured.err
+    (tmp_path / "My Pets/train/b/3.png").unlink()
+    (tmp_path / "out/my_pets/1.0.0.incomplete/.state/plan.json").unlink()
+    assert run(*words, tmp_path / "out") == 0
+    assert (tmp_path / "out/my_pets/1.0.0/manifest.json").is_file()
+    with pytest.raises(UserError, match="lies in the folder of images"):
+        run(*words, tmp_path / "My Pets" / "out")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--dataset=folder"], "--dataset=folder needs --from=DIR"),
+        (["--dataset=folder", "--from=/no/where"], "--from=/no/where is not a folder"),
+        (["--dataset=blobs", "--from=/no/where"], "--from=/no/where is not a folder"),
+        (["--dataset=blobs", "--from=.", "--verify"], "state its name .* no --from"),
+        (["--dataset=blobs", "--verify"], "holds no prepared blobs"),
+        (["--dataset=blobs", "--splits=train"], "--splits has no meaning here"),
+        (["--dataset=blobs", "--from=.", "--unchecked"], "--unchecked has no meaning"),
+        (["--dataset=folder", "--from=.", "--name=digits"], "--name=digits has a mean"),
+        (
+            ["--dataset=folder", "--from=.", "--name=1x"],
+            "--name='1x' is not a data set",
+        ),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(words, match, tmp_path):
+    with pytest.raises(UserError, match=match):
+        run(*words, tmp_path)
+
+
+def test_a_bucket_is_refused():
+    with pytest.raises(UserError, match="--data_dir=gs://b: .* on a local disk"):
+        run("--dataset=mnist", "gs://b")
