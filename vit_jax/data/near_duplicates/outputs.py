@@ -15,7 +15,7 @@ from vit_jax.data.spec import Spec
 
 COLUMNS = ("pretrain", "against", "record", "distance", "correlation")
 
-_SIDE, _TEXT, _ACROSS = 160, 30, 4  # Pixels of a picture and its text; pairs a row.
+_SIDE, _TEXT, _ACROSS = 160, 44, 4  # Pixels of a picture and its text; pairs a row.
 
 
 def write_list(path: pathlib.Path, found: Found, correlation: float) -> list[str]:
@@ -87,8 +87,8 @@ def write_sheet(
         i, number, other = pair.numbers
         for k, record in enumerate((many[i], few[number][other])):
             sheet.paste(_picture(record["image"]), (x + k * _SIDE, y))
-        text = f"{pair.correlation:.3f}, {pair.distance} bits  {pair.pretrain}"
-        for line, words in enumerate((text, pair.record)):
+        text = f"{pair.correlation:.3f}, {pair.distance} bits"
+        for line, words in enumerate((text, pair.pretrain, pair.record)):
             # The font has Latin letters only.
             words = words.encode("latin-1", "replace").decode("latin-1")
             pen.text((x, y + _SIDE + 14 * line), words[-50:], fill="black")

@@ -94,7 +94,12 @@ def scan(
     many = pretrain.open()
     few = [spec.open() for spec in against]
     sizes = {str(s): len(x) for s, x in zip((pretrain, *against), (many, *few))}
-    run = {"version": _VERSION, "correlation": correlation, "sizes": sizes}
+    run = {
+        "version": _VERSION,
+        "chunk": CHUNK,
+        "correlation": correlation,
+        "sizes": sizes,
+    }
     run |= {"pretrain": str(pretrain), "against": list(map(str, against))}
     threads = threads or os.cpu_count() or 1
     with _held(folder, run), concurrent.futures.ThreadPoolExecutor(threads) as pool:

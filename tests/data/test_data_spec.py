@@ -1,0 +1,43 @@
+"""Data sets named on a command line."""
+
+import os
+
+import pytest
+
+from vit_jax.data import spec
+from vit_jax.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "data_dir", "split"),
+    [
+        ("cifar10#test", "cifar10", "", "test"),
+        ("cifar10", "cifar10", "", "train"),
+        ("folder@/a/b#val", "folder", "/a/b", "val"),
+        ("cifar10@~/d#train[:98%]+test", "cifar10", "~/d", "train[:98%]+test"),
+        ("eurosat/rgb:2.0.0@gs://b/x@y#a", "eurosat/rgb:2.0.0", "gs://b/x@y", "a"),
+        ("folder@/c#/d#val", "folder", "/c#/d", "val"),
+    ],
+)
+def test_a_spec_is_read_into_its_parts(text, name, data_dir, split):
+    data_dir = os.path.expanduser(data_dir)
+    found = spec.parse(text, "train")
+    assert found == spec.Spec(name, data_dir, split)
+    assert spec.parse(str(found), "other") == found
+
+
+@pytest.mark.parametrize("text", ["", "#train", "folder@#val", "@/a#val", "made#"])
+def test_a_spec_with_an_empty_part_is_refused(text):
+    with pytest.raises(UserError, match=r"is not NAME\[@DIR\]\[#SPLIT\]: write as"):
+        spec.parse(text, "train")
+
+
+def test_a_spec_opens_its_split_whatever_the_classes(folder):
+    source = spec.parse(f"folder@{folder}#val", "train").open()
+    assert sorted(map(source.record_id, range(len(source)))) == [
+        f"val/{name}/{i}.png" for name in ("ant", "cat") for i in range(2)
+    ]
+    assert len(spec.parse("digits#test", "train").open()) == 355
+    assert len(spec.parse("made#val[:7]", "train").open()) == 7
+    with pytest.raises(UserError, match="split 'best': digits has no split 'best'"):
+        spec.parse("digits#best", "train").open()

@@ -1,0 +1,297 @@
+"""`python -m vit_jax.dedup`, with duplicates planted among real photographs."""
+
+import csv
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from vit_jax import cli, config, dedup
+from vit_jax.data import sources
+from vit_jax.data.near_duplicates import scan
+from vit_jax.errors import UserError
+from vit_jax.training import loop
+
+ROOT = pathlib.Path(__file__).parents[1]
+HIGH, WIDE = 97, 107
+
+PLANTED = {  # Of the test image with the same number.
+    "resized": lambda image: image.resize((WIDE * 5 // 8, HIGH * 5 // 8)),
+    "cropped": lambda image: image.crop((7, 2, 7 + WIDE * 9 // 10, 2 + HIGH * 9 // 10)),
+    "recompressed": lambda image: image,
+    "flipped": lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+    "grey": lambda image: image.convert("L"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder data set: tiles to test on; others, and 10 planted ones, to train on."""
+    root = tmp_path_factory.mktemp("dedup")
+    tiles = [
+        Image.fromarray(image[y : y + HIGH, x : x + WIDE])
+        for y in range(0, 4 * HIGH, HIGH)
+        for x in range(0, 6 * WIDE - WIDE, WIDE)
+        for image in load_sample_images().images
+    ]
+    tiles = [tile for tile in tiles if not is_sky(tile)]
+    test, train = tiles[::2], tiles[1::2]
+    for split, images in {"test": test, "train": train}.items():
+        for i, image in enumerate(images):
+            save(image, root / split / "ab"[i % 2] / f"{i}.jpg")
+    for number, (name, change) in enumerate(PLANTED.items()):
+        for k in (number, number + 6):
+            path = root / "train" / "a" / f"{name}{k}.jpg"
+            save(change(test[k]), path, quality=30 if name == "recompressed" else 90)
+    return root
+
+
+def is_sky(tile):
+    """Whether a tile has next to no detail: its copies are like any other sky."""
+    grey = np.asarray(tile.convert("L").resize((64, 64)), int)
+    return np.abs(np.diff(grey, axis=1)).mean() < 3
+
+
+def save(image, path, quality=90):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, quality=quality)
+
+
+def planted():
+    return {
+        f"train/a/{name}{k}.jpg": k
+        for number, name in enumerate(PLANTED)
+        for k in (number, number + 6)
+    }
+
+
+def words(place, out, *more):
+    return [
+        f"--pretrain=folder@{place}#train",
+        f"--against=folder@{place}#test",
+        f"--out={out}",
+        *more,
+    ]
+
+
+def run(*words):
+    return dedup.main(cli.parse(dedup.parser(), list(map(str, words))))
+
+
+def ids(path):
+    return [line for line in path.read_text().splitlines() if line[0] != "#"]
+
+
+def test_a_process_lists_what_was_planted_and_training_leaves_it_out(place, tmp_path):
+    out, sheet = tmp_path / "new" / "out.txt", tmp_path / "sheet.png"
+    end = subprocess.run(
+        [sys.executable, "-m", "vit_jax.dedup", *words(place, out, f"--sheet={sheet}")],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    source = config_of(place, "")
+    assert end.returncode == 0, end.stderr
+    assert f"folder@{place}#train: {len(source)}/{len(source)}" in end.stderr
+    assert f"{out}: 10 of {len(source)} records of" in end.stdout
+    assert sorted(ids(out)) == sorted(planted())
+
+    header = [line for line in out.read_text().splitlines() if line[0] == "#"]
+    assert header[1:4] == [
+        f"# pretrain: folder@{place}#train ({len(source)} records)",
+        f"# against: folder@{place}#test ({count(place, 'test')} records)",
+        f"# method: {scan.METHOD} >= 0.9",
+    ]
+    assert header[4] == "# 10 records in 10 pairs; not compared: 0 damaged, 0 flat"
+
+    with out.with_name("out.txt.pairs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        number = planted()[row["pretrain"]]
+        assert row["record"] == f"test/{'ab'[number % 2]}/{number}.jpg"
+        assert row["against"] == f"folder@{place}#test"
+        assert 0.9 <= float(row["correlation"]) <= 1
+        assert 0 <= int(row["distance"]) <= 28
+    with Image.open(sheet) as picture:
+        assert picture.size[1] == 3 * (160 + 44)  # Ten pairs, four a row.
+    assert sorted(p.name for p in out.parent.iterdir()) == [
+        "out.txt",
+        "out.txt.pairs.csv",
+    ]
+
+    kept = config_of(place, str(out))
+    names = {kept.record_id(i) for i in range(len(kept))}
+    everything = {source.record_id(i) for i in range(len(source))}
+    assert names == everything - set(planted())
+
+
+def count(place, split):
+    return len(list((place / split).glob("*/*.jpg")))
+
+
+def recipe(place, exclude):
+    data = {"name": "folder", "data_dir": str(place), "classes": 2}
+    data |= {"image_size": (8, 12), "ops": "resize", "eval_ops": "resize"}
+    return config.complete(
+        {
+            "total_steps": 2,
+            "batch_size": 8,
+            "data": data | {"exclude": exclude},
+            "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3}
+            | {"mlp_dim": 17},
+            "optim": {"rate": 0.1},
+        }
+    )
+
+
+def config_of(place, exclude):
+    return sources.open_source(recipe(place, exclude).data, "train")
+
+
+@pytest.mark.slow  # It compiles a training step.
+def test_training_never_reads_an_excluded_record(place, tmp_path):
+    assert run(*words(place, tmp_path / "out.txt")) == 0
+    root = tmp_path / "copy"
+    for path in sorted(place.glob("*/*/*.jpg")):
+        new = root / path.relative_to(place)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        duplicate = path.relative_to(place).as_posix() in planted()
+        # Whoever reads one of these fails: data.on_error is "raise".
+        new.write_bytes(b"" if duplicate else path.read_bytes())
+    train = recipe(root, str(tmp_path / "out.txt"))
+    with train.unlocked():
+        train.total_steps = 9  # More than an epoch.
+    loop.train(train, tmp_path / "run")
+    with pytest.raises(UserError, match=r"is empty \(0 bytes\)"):
+        loop.train(recipe_of_all(root), tmp_path / "other")
+
+
+def recipe_of_all(root):
+    everything = recipe(root, "")
+    with everything.unlocked():
+        everything.total_steps = 9
+    return everything
+
+
+KILLED = """
+import os, signal, sys
+from vit_jax import cli, dedup
+from vit_jax.data.near_duplicates import scan
+scan.CHUNK = 5
+real = dedup._Bar.tell
+def tell(self, name, before, now, total):
+    real(self, name, before, now, total)
+    print(name.split("#")[1], before, now, total, flush=True)
+    if [name.split("#")[1], str(now)] == sys.argv[1:3]:
+        os.kill(os.getpid(), signal.SIGKILL)
+dedup._Bar.tell = tell
+sys.argv[1:] = sys.argv[3:]
+sys.exit(dedup.main(cli.parse(dedup.parser())))
+"""
+
+
+@pytest.mark.parametrize("when", [("test", 10), ("train", 15)])
+def test_a_killed_scan_goes_on_where_it_was(place, tmp_path, monkeypatch, when):
+    monkeypatch.setattr(scan, "CHUNK", 5)
+    assert run(*words(place, tmp_path / "whole.txt")) == 0
+    out = tmp_path / "out.txt"
+
+    def start(split, number):
+        driver = [sys.executable, "-c", KILLED.replace("sys.argv[1:3]", repr(at))]
+        driver[2] = driver[2].replace("sys.argv[3:]", "sys.argv[1:]")
+        return subprocess.run(
+            [*driver, *words(place, out)],
+            cwd=ROOT,
+            capture_output=True,
+            check=False,
+            text=True,
+        )
+
+    at = list(map(str, when))
+    end = start(*when)
+    assert end.returncode == -signal.SIGKILL, end.stderr
+    assert not out.exists()
+    at = ["", ""]
+    end = start("", 0)
+    assert end.returncode == 0, end.stderr
+    # What was done before the kill is not done again: the first lines say so.
+    told = [line.split() for line in end.stdout.splitlines()[:-1]]
+    split, number = when
+    first = next(line for line in told if line[0] == split)
+    assert int(first[1]) >= number
+    assert out.read_text() == (tmp_path / "whole.txt").read_text()
+    assert not out.with_name("out.txt.scan").exists()
+
+
+def test_a_scan_of_something_else_or_by_another_process_is_refused(place, tmp_path):
+    out = tmp_path / "out.txt"
+    folder = tmp_path / "out.txt.scan"
+    other = {"version": 1, "chunk": scan.CHUNK, "correlation": 0.8}
+    with (
+        scan._held(folder, other),
+        pytest.raises(UserError, match="is in use by another process: wait for it"),
+    ):
+        run(*words(place, out))
+    with pytest.raises(UserError, match=r"holds a scan with correlation=0\.8, now .*0"):
+        run(*words(place, out))
+
+
+def test_damaged_and_flat_images_are_counted_and_the_rest_goes_on(
+    place, tmp_path, capsys
+):
+    root = tmp_path / "data"
+    for path in place.glob("*/*/*.jpg"):
+        new = root / path.relative_to(place)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(path.read_bytes())
+    (root / "train" / "a" / "grey4.jpg").write_bytes(b"")
+    broken = root / "test" / "a" / "0.jpg"
+    broken.write_bytes(broken.read_bytes()[:900])
+    for split in ("train", "test"):
+        Image.new("RGB", (31, 17), "white").save(root / split / "b" / "blank.png")
+    out = tmp_path / "out.txt"
+    assert run(*words(root, out)) == dedup.EXIT_DAMAGED
+    lost = {"train/a/grey4.jpg", "train/a/resized0.jpg"}
+    assert set(ids(out)) == set(planted()) - lost
+    shown = capsys.readouterr()
+    assert "not compared: 2 damaged, 2 flat" in shown.out
+    assert "#train train/a/grey4.jpg: is empty (0 bytes)\n" in shown.err
+    assert "#test test/a/0.jpg: cannot be decoded" in shown.err
+    assert "; not compared: 2 damaged, 2 flat\n" in out.read_text()
+
+
+def test_a_record_is_no_duplicate_of_itself(place, tmp_path):
+    # Two splits that share half of the records.
+    out = tmp_path / "out.txt"
+    given = f"--pretrain=folder@{place}#test", f"--against=folder@{place}#test[:50%]"
+    assert run(*given, f"--out={out}") == 0
+    assert ids(out) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--pretrain=nowhere@#x"], r"'nowhere@#x' is not NAME\[@DIR\]\[#SPLIT\]"),
+        (["--pretrain=folder@{}#test"], "is named twice: name each split once"),
+        (["--against=digits,digits#test"], "is named twice: name each split once"),
+        (["--against=folder@{}#val"], "split 'val': no folder"),
+        (["--out={}/test/a/0.jpg"], "exists: remove it, or choose another --out"),
+        (["--config.seed=3"], "--config.seed: de-duplicating takes no config"),
+    ],
+)
+def test_bad_input_is_refused(place, tmp_path, changed, message):
+    changed = [word.format(place) for word in changed]
+    with pytest.raises(UserError, match=message):
+        run(*words(place, tmp_path / "out.txt"), *changed)
+
+
+def test_a_threshold_that_is_none_ends_with_one_line(place, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(*words(place, tmp_path / "out.txt", "--correlation=1.5"))
+    assert "'1.5' is not above 0 and up to 1" in capsys.readouterr().err
