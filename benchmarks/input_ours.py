@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from vit_jax import config
-from vit_jax.data import host_ops, order, pipeline, sources
+from vit_jax.data import device_ops, ops, order, pipeline, sources
 from vit_jax.data.arrays import ArraySource
 
 SIZE, SEED = 224, 7
@@ -22,14 +22,14 @@ def data_config(folder, ops, batch, workers, **keys):
     return config.complete({**raw, "data": data}).data
 
 
-def device_stage(ops):
-    """Compiles the device operations, in uint8 as they come where all are moves."""
+def device_stage(moves):
+    """Compiles the device operations, which move pixels only, in uint8."""
     key = jax.random.key(SEED)
 
     @jax.jit
     def stage(images, index):
         labels = jax.numpy.zeros((len(images), 1))
-        for op in ops:
+        for op in moves:
             images, labels = op(images, labels, index, key)
         return images
 
@@ -38,8 +38,6 @@ def device_stage(ops):
 
 def ours(source, data, batch):
     """Iterates over batches of the product, device operations done on this CPU."""
-    from vit_jax.data import ops
-
     stage = device_stage(ops.parse_train(data.ops, data.image_size).device)
     stream = pipeline.train_batches(
         source, data, batch_size=batch, seed=SEED, start=0, stop=10**9 // batch
@@ -48,10 +46,10 @@ def ours(source, data, batch):
         yield stage(loaded["image"], loaded["index"]).block_until_ready()
 
 
-def from_folder(folder, batch, antialias, workers):
-    """Iterates over JPEG files, cropped and flipped."""
-    crop = f"inception_crop({SIZE}, antialias={antialias})"
-    data = data_config(folder, f"{crop} | flip", batch, workers)
+def from_folder(folder, batch, options, workers):
+    """Iterates over JPEG files, cropped as the options of the crop say and flipped."""
+    spec = f"inception_crop({SIZE}, {options}) | flip"
+    data = data_config(folder, spec, batch, workers)
     return ours(sources.open_source(data, "train"), data, batch)
 
 
@@ -65,9 +63,18 @@ def from_memory(folder, batch, augment):
     return ours(source, data, batch)
 
 
-def crops(pairs, antialias):
+def flips(batch):
+    """Iterates over flipped batches, with nothing loaded."""
+    stage = device_stage((device_ops.Flip(),))
+    images = np.zeros((batch, SIZE, SIZE, 3), np.uint8)
+    for step in range(10**9):
+        index = step * batch + np.arange(batch, dtype=np.uint32)
+        yield stage(images, index).block_until_ready()
+
+
+def crops(pairs, options):
     """Returns crops of files; each pair is a path and the box that seed i gives."""
-    op, images = host_ops.InceptionCrop(SIZE, antialias=antialias), []
+    op, images = ops.parse_train(f"inception_crop({SIZE}, {options})", ()).host[0], []
     for i, (path, box) in enumerate(pairs):
         if list(op.box(375, 500, np.random.default_rng(i))) != box:
             raise ValueError(f"seed {i} does not give box {box}")
@@ -84,14 +91,15 @@ def order_of_14_million(batch):
 
 def main():
     """Serves one kind of batches."""
-    kind, folder, batch, option, workers = sys.argv[1:]
-    batch, option, workers = int(batch), option == "True", int(workers)
+    kind, folder, batch, options, workers = sys.argv[1:]
+    batch, workers = int(batch), int(workers)
     streams = {
-        "jpeg": lambda: from_folder(folder, batch, option, workers),
-        "memory": lambda: from_memory(folder, batch, option),
+        "jpeg": lambda: from_folder(folder, batch, options, workers),
+        "memory": lambda: from_memory(folder, batch, options == "augment"),
+        "flip": lambda: flips(batch),
         "order": lambda: order_of_14_million(batch),
     }
-    input_serve.serve(streams[kind](), lambda pairs: crops(pairs, option))
+    input_serve.serve(streams[kind](), lambda pairs: crops(pairs, options))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 import itertools
+import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.data import decode, host_ops, jpeg
+from vit_jax.data import decode, host_ops, jpeg, ops
+from vit_jax.errors import UserError
 
 H, W = 83, 101
 
@@ -153,3 +155,37 @@ def test_a_truncated_file_is_damaged_wherever_the_crop_lies(picture, encode):
         rng = np.random.Generator(np.random.Philox(seed))
         with pytest.raises(decode.DamagedImage, match="cannot be decoded"):
             crop.from_file(data[:-20], 3, rng)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rough_crop_is_close_to_the_exact_one(picture, encode, kind, channels):
+    pytest.importorskip("simplejpeg", reason="needs the extra `fast`")
+    data = encode(picture, "JPEG", quality=95, **KINDS[kind])
+    rough, exact = (host_ops.InceptionCrop((53, 67), rough=r) for r in (True, False))
+    for seed in range(10):
+        one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
+        image = rough.from_file(data, channels, one)
+        expected = exact.from_file(data, channels, other)
+        assert image.shape == (53, 67, channels)
+        error = np.abs(image - expected.astype(int)).mean()
+        if channels == 1 or kind == "4:4:4":
+            assert error == 0
+        else:
+            assert 0 < error < 7  # Coloured noise is the worst case.
+
+
+def test_a_rough_crop_of_a_truncated_file_is_damaged(picture, encode):
+    pytest.importorskip("simplejpeg", reason="needs the extra `fast`")
+    crop, data = host_ops.InceptionCrop(5, rough=True), encode(picture, "JPEG")
+    for cut in (data[:-20], data[:500], data[:40] + data[-2:]):
+        with pytest.raises(decode.DamagedImage, match="cannot be decoded"):
+            crop.from_file(cut, 3, np.random.default_rng(0))
+
+
+def test_without_the_fast_decoder_a_rough_crop_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    with pytest.raises(UserError, match=r"pip install 'vit_jax\[fast\]'"):
+        ops.parse_train("inception_crop(rough=True)", (5, 7))
+    with pytest.raises(UserError, match="antialias=3 is not True or False"):
+        ops.parse_train("inception_crop(antialias=3)", (5, 7))

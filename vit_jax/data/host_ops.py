@@ -16,6 +16,8 @@ from vit_jax.data.resizing import resize_bilinear, resize_box, resize_fast
 
 Before = UInt8[np.ndarray, "H W C"]
 After = UInt8[np.ndarray, "h w C"]
+# A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
+MAX_RESIZED = 25_000_000
 Given = Any  # What a user wrote in a config; `__post_init__` checks it.
 
 
@@ -28,12 +30,15 @@ class InceptionCrop:
       area: smallest and largest part of the image's area.
       ratio: smallest and largest width by height of the part.
       antialias: whether detail that is too fine for the result is averaged.
+      rough: whether chroma of JPEG files is repeated, not interpolated, which is
+        faster; needs the extra `fast`.
     """
 
     size: Given = None
     area: Given = (0.05, 1.0)
     ratio: Given = (3 / 4, 4 / 3)
     antialias: Given = True
+    rough: Given = False
 
     def __post_init__(self):
         check_size(self.size)
@@ -41,8 +46,14 @@ class InceptionCrop:
             raise ValueError(f"area={self.area} is not 0 < least <= most <= 1")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"ratio={self.ratio} is not 0 < least <= most")
-        if self.antialias not in (True, False):
-            raise ValueError(f"antialias={self.antialias!r} is not True or False")
+        for name in ("antialias", "rough"):
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not True or False")
+        if self.rough:
+            try:
+                jpeg.import_simplejpeg()
+            except ImportError as error:
+                raise ValueError(f"rough=True {error}") from error
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         return self._cut(image, self.box(*image.shape[:2], rng))
@@ -56,9 +67,9 @@ class InceptionCrop:
           rng: what `__call__` would get; the part is the same.
 
         Returns:
-          The same as of the decoded image, to the bit. But if the part is twice the
-          result's size or more, a JPEG is shrunk while it is decoded, which is faster
-          and comes closer to the exact filter.
+          The same as of the decoded image, to the bit, unless it is `rough`. But if
+          the part is twice the result's size or more, a JPEG is shrunk while it is
+          decoded, which is faster and comes closer to the exact filter.
 
         Raises:
           DamagedImage: as `decode.decode`.
@@ -71,7 +82,8 @@ class InceptionCrop:
         target = pair(self.size)
         times = min(height / target[0], width / target[1])
         shrink = next((n for n in jpeg.SHRINKS if n <= times), 1)
-        pixels = jpeg.decode(data, header, channels, top + height, shrink)
+        stop = top + height
+        pixels = jpeg.decode(data, header, channels, stop, shrink, self.rough)
         if pixels is None:  # Damaged, or for Pillow alone.
             return self._cut(decode.decode(data, channels), box)
         if shrink == 1:
@@ -88,8 +100,9 @@ class InceptionCrop:
     ) -> tuple[int, int, int, int]:
         """Draws a part: top, left, height and width, in pixels."""
         low, high = map(math.log, self.ratio)
+        span = self.area[1] - self.area[0]
         for _ in range(10):
-            area = height * width * (self.area[0] + rng.random() * np.ptp(self.area))
+            area = height * width * (self.area[0] + rng.random() * span)
             ratio = math.exp(low + rng.random() * (high - low))
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
@@ -126,7 +139,10 @@ class ResizeSmall:
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         height, width = image.shape[:2]
         scale = self.size / min(height, width)
-        return resize_bilinear(image, (round(height * scale), round(width * scale)))
+        target = round(height * scale), round(width * scale)
+        if math.prod(target) > MAX_RESIZED:
+            raise TooLong(f"is {height}x{width}, too long to resize to {self.size}")
+        return resize_bilinear(image, target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +173,10 @@ class RandomCrop:
         (top, left), (height, width) = _room(image, self.size), pair(self.size)
         top, left = _below(top + 1, rng), _below(left + 1, rng)
         return image[top : top + height, left : left + width]
+
+
+class TooLong(ValueError):
+    """A resize by the short side would give more than `MAX_RESIZED` pixels."""
 
 
 class TooSmall(ValueError):
