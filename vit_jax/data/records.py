@@ -100,6 +100,8 @@ class Loader:
             image, ops = self._open(item["image"], rng)
             for op in ops:
                 image = op(image, rng)
+        except host_ops.TooLong as error:
+            raise decode.DamagedImage(str(error)) from error
         except host_ops.TooSmall as error:
             raise UserError(f"{self.key}: {name}: {error}") from error
         self._check_shape(image.shape, name)
