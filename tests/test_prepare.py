@@ -150,7 +150,7 @@ def test_a_worker_that_dies_ends_the_run_in_one_line(source, tmp_path):
     assert not (tmp_path / "blobs" / "1.0.0").exists()
 
 
-def test_no_room_is_one_line_and_keeps_what_is_finished(source, tmp_path):
+def test_no_room_is_one_line(source, tmp_path):
     def limit():  # Every file; the last shard is not larger, so all meet it.
         resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
 
@@ -183,7 +183,7 @@ def test_a_terminal_sees_a_progress_bar(source, tmp_path):
     assert b"blobs: 100%" in text and b"901/901" in text
 
 
-def test_converting_with_processes_and_verifying(source, expected, tmp_path, capsys):
+def test_converting_from_a_data_dir_and_verifying(source, expected, tmp_path, capsys):
     assert run("--dataset=blobs", f"--from={source.parents[1]}", tmp_path) == 0
     assert run("--dataset=blobs", "--verify", tmp_path) == 0
     text = capsys.readouterr().out
