@@ -71,7 +71,8 @@ def see(source, config, count: int) -> tuple:
     ) as batches:
         (batch,) = batches
     key, _ = jax.random.split(state.run_key(config.seed))  # As the step does.
-    images, labels = step.prepare(batch, parsed.device, key, config)
+    prepare = jax.jit(lambda b, k: step.prepare(b, parsed.device, k, config))
+    images, labels = prepare(batch, key)
     mean, std = (np.asarray(values, np.float32) for values in (data.mean, data.std))
     pixels = (np.asarray(images) * std + mean) * 255
     return pixels.round().clip(0, 255).astype(np.uint8), np.asarray(labels)
