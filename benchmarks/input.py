@@ -1,10 +1,11 @@
 """Images a CPU-second of the input pipeline: ours, tf.data, PyTorch with timm.
 
 Run: PYTHONPATH=. python benchmarks/input.py --tf=TF_ENVIRONMENT/bin/python
-       [--photographs=FOLDER] [--rounds=9] [--batches=8]
+       [--photographs=FOLDER] [--rounds=9] [--batches=12]
 
 `--tf` is the Python of another environment, made by `pip install tensorflow-cpu`;
-without it the rows of tf.data are left out, and without PyTorch those of timm.
+without it the rows of tf.data are left out, and without PyTorch those of timm. Needs
+the extra `fast`.
 
 JPEG files of 500x375 at quality 90, made of the photographs in a folder or of the two
 in scikit-learn; inception crop to 224 and flip, shuffled, batches of 64. Each contender
@@ -31,6 +32,11 @@ from vit_jax.data import host_ops
 
 BATCH, FILES, SIZE = 64, 256, 224
 SMALL_BATCH = 512
+OURS = {
+    "antialiased": "antialias=True",
+    "not antialiased": "antialias=False",
+    "not antialiased, rough": "antialias=False, rough=True",
+}
 
 
 def make_files(folder, photographs):
@@ -103,14 +109,13 @@ def spread(values):
 
 def jpeg_contenders(args, folder):
     """Starts all that read JPEG files, one process each and no workers."""
-    both = {"antialiased": True, "not antialiased": False}
     ours = ("input_ours.py", "jpeg", folder, BATCH)
     started = {
-        f"ours, {name}": Contender(sys.executable, *ours, antialias, 0)
-        for name, antialias in both.items()
+        f"ours, {name}": Contender(sys.executable, *ours, options, 0)
+        for name, options in OURS.items()
     }
     if args.tf:
-        for name, antialias in both.items():
+        for name, antialias in (("antialiased", True), ("not antialiased", False)):
             started[f"tf.data, {name}"] = Contender(
                 args.tf, "input_tf.py", folder, BATCH, antialias
             )
@@ -137,22 +142,25 @@ def report_jpeg(args, folder, paths):
             f"{started[name].peak():.0f}",
         ]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print(
-        "\n| images a CPU-second, times | antialiased | not antialiased |\n|---|---|---|"
-    )
+    print(f"\n| images a CPU-second, times | {' | '.join(OURS)} |")
+    print("|---" * (1 + len(OURS)) + "|")
     mine = [name for name in seconds if name.startswith("ours")]
     for other in [name for name in seconds if name not in mine]:
         cells = [spread(seconds[other][0] / seconds[name][0]) for name in mine]
         print(f"| {other} | {' | '.join(cells)} |", flush=True)
     for contender in started.values():
         contender.close()
+    flip = Contender(sys.executable, "input_ours.py", "flip", folder, BATCH, "", 0)
+    cpu = interleaved({"": flip}, args.rounds, 20 * args.batches)[""][0]
+    print(f"\nOur flip alone takes {spread(cpu / BATCH * 1e6)} us of CPU an image.")
+    flip.close()
 
 
 def report_workers(args, folder):
     """Prints images a second of ours and PyTorch's as loader processes are added."""
     started = {}
     for workers in (0, 1, 2):
-        ours = ("input_ours.py", "jpeg", folder, BATCH, True, workers)
+        ours = ("input_ours.py", "jpeg", folder, BATCH, "", workers)
         started[f"ours, {workers} workers"] = Contender(sys.executable, *ours)
     print(
         "\n| loader processes | images a second | images a CPU-second | MB of the "
@@ -169,15 +177,15 @@ def report_memory(args, folder):
     """Prints images a CPU-second of a set in memory, and what 14 million records take."""
     ours = ("input_ours.py", "memory", folder, SMALL_BATCH)
     started = {
-        "gathered": Contender(sys.executable, *ours, False, 0),
-        "gathered, flipped and cropped": Contender(sys.executable, *ours, True, 0),
+        "gathered": Contender(sys.executable, *ours, "", 0),
+        "gathered, flipped and cropped": Contender(sys.executable, *ours, "augment", 0),
     }
-    seconds = interleaved(started, args.rounds, 40 * args.batches)
+    seconds = interleaved(started, args.rounds, 20 * args.batches)
     print("\n| 50,000 images of 32x32 in memory | images a CPU-second |\n|---|---|")
     for name, (cpu, _) in seconds.items():
         print(f"| {name} | {spread(SMALL_BATCH / cpu)} |", flush=True)
         started[name].close()
-    order = Contender(sys.executable, "input_ours.py", "order", folder, BATCH, False, 0)
+    order = Contender(sys.executable, "input_ours.py", "order", folder, BATCH, "", 0)
     empty = order.peak()
     order.ask(28)
     print(
@@ -193,7 +201,7 @@ def main():
     parser.add_argument("--tf", default="")
     parser.add_argument("--photographs", default="")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=12)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         paths = make_files(folder, args.photographs)

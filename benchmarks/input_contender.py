@@ -17,7 +17,6 @@ class Contender:
             [python, str(HERE / script), *map(str, args)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
         )
         self._answer("ready")
