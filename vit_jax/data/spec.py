@@ -40,7 +40,7 @@ class Spec:
         data.update(name=self.name, data_dir=self.data_dir, split=self.split)
         data.classes = _CLASSES
         # Nothing is trained, so that the checks against a config's classes do not apply.
-        return sources._open(data, self.split)
+        return sources.open_unchecked(data, self.split)
 
 
 def parse(text: str, default_split: str) -> Spec:
