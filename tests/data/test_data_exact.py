@@ -158,7 +158,11 @@ def test_each_host_evaluates_its_part_and_only_once(
         assert sorted(source.reads) == list(range(examples))
 
 
-@pytest.mark.parametrize("spread", [{"hosts": 4}, {"workers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "spread",
+    [{"hosts": 4}, pytest.param({"workers": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_skipping_is_the_same_on_all_hosts_and_workers(data_config, folder, spread):
     from vit_jax.data.sources import open_source
 

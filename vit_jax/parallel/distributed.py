@@ -55,7 +55,7 @@ def start() -> int:
     return jax.process_count()
 
 
-def gather(**values: int | float) -> dict[str, np.ndarray]:
+def gather(**values: object) -> dict[str, np.ndarray]:
     """Returns each number as an array of what it is on every process.
 
     All processes of the job must call it at the same step.
