@@ -384,7 +384,7 @@ def prepared(place):
 def test_tfds_set_that_is_not_there_says_where_and_how_to_prepare_it(refused, tmp_path):
     words = ("--config.data.name=cifar10", f"--config.data.data_dir={tmp_path}")
     line = refused(f"--workdir={tmp_path / 'run'}", *words)
-    build = f"tfds build cifar10 --file_format=array_record --data_dir={tmp_path}"
+    build = f"python -m vit_jax.prepare --dataset=cifar10 --data_dir={tmp_path}"
     says(line, "data.name='cifar10'", f"set in {tmp_path} ", build)
 
 

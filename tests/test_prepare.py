@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import pty
-import resource
 import signal
 import subprocess
 import sys
@@ -72,8 +71,9 @@ def run(*words):
     return prepare.main(flags)
 
 
-def start(source, out, *more, **options):
+def start(source, out, *more, before=(), **options):
     command = [
+        *before,
         *(sys.executable, "-m", "vit_jax.prepare", "--dataset=blobs", "--shard_mb=1"),
         *(f"--from={source}", f"--data_dir={out}", *more),
     ]
@@ -151,10 +151,9 @@ def test_a_worker_that_dies_ends_the_run_in_one_line(source, tmp_path):
 
 
 def test_no_room_is_one_line(source, tmp_path):
-    def limit():  # Every file; the last shard is not larger, so all meet it.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
-
-    process = start(source, tmp_path, preexec_fn=limit)
+    # Every file, in KiB; the last shard is not larger, so all meet it.
+    limited = "bash", "-c", 'ulimit -f 586; exec "$@"', "bash"
+    process = start(source, tmp_path, before=limited)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 2
     (line,) = text.strip().splitlines()
