@@ -576,6 +576,7 @@ def test_number_that_is_not_finite_ends_the_run_before_it_is_saved(refused, tmp_
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(last.params))
 
 
+@pytest.mark.slow
 def test_debug_nans_names_the_operation_and_its_line(refused, tmp_path):
     line = refused(f"--workdir={tmp_path}", *DIVERGES, "--config.debug_nans=True")
     assert re.search(r"debug_nans: .*\(inf\) encountered in \w+ at .*\.py:\d+ \(", line)

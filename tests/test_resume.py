@@ -108,6 +108,7 @@ def kill_in_an_evaluation(process, workdir):
     assert "top-1" not in process.stdout.read()
 
 
+@pytest.mark.slow
 def test_killed_runs_end_as_the_undisturbed_one(config, undisturbed, tmp_path):
     workdir = tmp_path / "killed"
     for kill in (kill_in_a_step, kill_in_a_save, kill_in_an_evaluation):

@@ -93,6 +93,7 @@ def assert_same(one, two):
     assert abs(a["loss"] - b["loss"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_two_hosts_train_to_the_parameters_of_one(tmp_path):
     config = tmp_path / "pair.py"
     config.write_text(CONFIG)

@@ -187,10 +187,8 @@ def test_sharded_batches_give_the_same_without_gathering_images():
     compiled = step.lower(images8, labels8, index8, key8).compile()
     assert "all-gather(" not in compiled.as_text()
 
-    shares, row = (
-        [],
-        int((labels.argmax(1) != jnp.roll(labels, 1, 0).argmax(1)).argmax()),
-    )
+    shares = []
+    row = int((labels.argmax(1) != jnp.roll(labels, 1, 0).argmax(1)).argmax())
     for first in range(0, 6 * B, B):
         expected, soft = step(images, labels, index + first, KEY)
         assert expected.shape == (B, *size, C)
