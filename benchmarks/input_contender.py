@@ -76,10 +76,9 @@ class Contender:
         return found
 
     def close(self):
-        """Hangs up."""
+        """Hangs up, and waits until the process has ended its own."""
         self.process.stdin.close()
-        self.process.terminate()
-        self.process.wait()
+        self.process.wait(60)
 
 
 def read_stat(pid):

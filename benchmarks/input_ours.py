@@ -39,11 +39,11 @@ def device_stage(moves):
 def ours(source, data, batch):
     """Iterates over batches of the product, device operations done on this CPU."""
     stage = device_stage(ops.parse_train(data.ops, data.image_size).device)
-    stream = pipeline.train_batches(
+    with pipeline.train_batches(
         source, data, batch_size=batch, seed=SEED, start=0, stop=10**9 // batch
-    )
-    for loaded in stream:
-        yield stage(loaded["image"], loaded["index"]).block_until_ready()
+    ) as stream:
+        for loaded in stream:
+            yield stage(loaded["image"], loaded["index"]).block_until_ready()
 
 
 def from_folder(folder, batch, options, workers):

@@ -23,3 +23,5 @@ def serve(stream, crops):
         else:
             np.save(f"{line}.npy", crops(json.loads(pathlib.Path(line).read_text())))
         print("done", flush=True)
+    if hasattr(stream, "close"):  # A generator, whose loader processes end with it.
+        stream.close()
