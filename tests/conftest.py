@@ -25,3 +25,15 @@ from absl import flags
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
+
+
+def pytest_configure(config):
+    """Lets XLA's CPU compiler hurry in the fast suite, whose time is mostly its own.
+
+    The slow tests see the code as users run it.
+    """
+    if config.option.markexpr == "not slow":
+        os.environ["XLA_FLAGS"] += (
+            " --xla_backend_optimization_level=0"
+            " --xla_llvm_disable_expensive_passes=true"
+        )
