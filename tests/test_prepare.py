@@ -226,7 +226,7 @@ def test_an_image_folder_gets_its_own_name(tmp_path, capsys):
         (["--dataset=folder", "--from=/no/where"], "--from=/no/where is not a folder"),
         (["--dataset=blobs", "--from=/no/where"], "--from=/no/where is not a folder"),
         (["--dataset=blobs", "--from=.", "--verify"], "state its name .* no --from"),
-        (["--dataset=blobs", "--verify"], "holds no prepared blobs"),
+        (["--dataset=blobs", "--verify"], "holds no readable blobs"),
         (["--dataset=blobs", "--splits=train"], "--splits has no meaning here"),
         (["--dataset=blobs", "--from=.", "--unchecked"], "--unchecked has no meaning"),
         (["--dataset=folder", "--from=.", "--name=digits"], "--name=digits has a mean"),
@@ -234,6 +234,8 @@ def test_an_image_folder_gets_its_own_name(tmp_path, capsys):
             ["--dataset=folder", "--from=.", "--name=1x"],
             "--name='1x' is not a data set",
         ),
+        (["--dataset=folder", "--from=.", "--name=MyPets"], "write mypets"),
+        (["--dataset=folder", "--from=.", "--name=objectnet"], "has a mean"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(words, match, tmp_path):

@@ -34,15 +34,15 @@ def main(flags: argparse.Namespace) -> int:
     cli.refuse_overrides(flags, "de-duplicating")
     out = pathlib.Path(flags.out).expanduser()
     pairs = out.with_name(f"{out.name}.pairs.csv")
-    for path in (out, pairs):
-        if path.exists():
-            raise UserError(f"{path} exists: remove it, or choose another --out")
+    # The list is written last: without it the scan goes on.
+    if out.exists():
+        raise UserError(f"{out} exists: remove it, or choose another --out")
 
     from vit_jax.data import spec
     from vit_jax.data.near_duplicates import outputs, scan
 
     pretrain = spec.parse(flags.pretrain, _DEFAULT_SPLITS[0])
-    against = [spec.parse(t, _DEFAULT_SPLITS[1]) for t in flags.against.split(",")]
+    against = spec.parse_several(flags.against, _DEFAULT_SPLITS[1])
     for one in against:
         if one == pretrain or against.count(one) > 1:
             raise UserError(f"--against={one} is named twice: name each split once")

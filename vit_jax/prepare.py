@@ -29,7 +29,7 @@ from vit_jax.errors import UserError
 EXIT_INTERRUPTED = 130
 FOLDER = "folder"
 # Names that `config.data.name` has for itself.
-_RESERVED = ("digits", FOLDER, "made", "parquet", "vtab")
+_RESERVED = ("digits", FOLDER, "made", "objectnet", "parquet", "vtab")
 _VERSION = "1.0.0"
 _SHOWN = 20  # Damaged images in the report; all are in the manifest.
 
@@ -125,14 +125,15 @@ def _name_of_images(flags):
     from vit_jax.data.preparing import metadata
 
     text = flags.name
-    if not text and flags.verify:
-        raise UserError(
-            "--dataset=folder --verify needs --name, or state --dataset=NAME"
-        )
     if not text:
         last = pathlib.Path(flags.source).expanduser().resolve().name
         text = re.sub(r"\W+", "_", last.lower(), flags=re.ASCII).strip("_")
     name = metadata.Name.parse(text, "--name")
+    if name.dataset != name.dataset.lower():
+        raise UserError(
+            f"--name={text} has capitals, and TFDS finds no such set: write "
+            f"{text.lower()}"
+        )
     if name.dataset in _RESERVED:
         raise UserError(f"--name={text} has a meaning of its own here: choose another")
     return metadata.Name(name.dataset, name.config, name.version or _VERSION)

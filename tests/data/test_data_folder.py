@@ -155,6 +155,7 @@ def test_links_out_of_the_folder_are_followed(data, folder, elsewhere):
         ("val/ant/leak", "train/ant"),  # Training images in validation.
         ("train/bee/a.png", "train/ant/0.png"),
         ("train/dog", "train/ant"),
+        ("again", "train"),  # A split that is another one.
     ],
 )
 def test_links_back_into_the_data_set_are_an_error(data, folder, link, target):
@@ -162,6 +163,14 @@ def test_links_back_into_the_data_set_are_an_error(data, folder, link, target):
     data.split = "train"
     with pytest.raises(UserError, match=rf"{link} is a link"):
         open_source(data, link.split("/")[0])
+
+
+def test_links_to_themselves_are_no_classes_and_no_images(data, folder):
+    (folder / "train" / "loop").symlink_to("loop")
+    assert len(open_source(data, "train")) == 19
+    (folder / "train" / "ant" / "loop.png").symlink_to("loop.png")
+    with pytest.raises(UserError, match=r"ant/loop\.png is a link"):
+        open_source(data, "train")
 
 
 def test_a_circle_of_links_outside_ends(data, folder, elsewhere):

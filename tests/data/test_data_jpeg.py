@@ -44,6 +44,24 @@ def test_rows_decoded_alone_are_those_of_the_whole_image(
     assert capfd.readouterr().err == ""  # The decoder has nothing to complain of.
 
 
+@pytest.mark.parametrize("damage", ["cut", "zeros"])
+def test_a_damaged_file_shows_nothing_of_the_image_before(picture, encode, damage):
+    """The rough decoder writes to memory that is used again."""
+    pytest.importorskip("simplejpeg", reason="needs the extra fast")
+    bad = bytearray(encode(picture, "JPEG", quality=90))
+    middle = len(bad) // 2
+    if damage == "cut":
+        bad[middle:] = b"\xff\xd9"
+    else:
+        bad[middle : middle + 100] = bytes(100)
+    header, seen = jpeg.read_header(bytes(bad)), []
+    for before in (np.zeros_like(picture), np.full_like(picture, 255)):
+        data = encode(before, "JPEG")
+        jpeg.decode(data, jpeg.read_header(data), 3, H, rough=True)
+        seen.append(jpeg.decode(bytes(bad), header, 3, H, rough=True).copy())
+    np.testing.assert_array_equal(*seen)
+
+
 @pytest.mark.parametrize("shrink", jpeg.SHRINKS)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_shrunk_image_holds_the_means_of_squares(picture, encode, shrink, channels):

@@ -82,6 +82,20 @@ def test_each_row_is_read_with_its_label(data):
     assert source.record_id(20) == "train/20"
 
 
+def test_other_columns_of_a_file_are_not_those_read_before(
+    data_config, tmp_path, images
+):
+    path = tmp_path / "data" / "train-00000-of-00001.parquet"
+    path.parent.mkdir()
+    rows = [{"bytes": images(0), "path": None}]
+    table = pa.table({"image": rows, "fine": [7], "coarse": [1]})
+    pq.write_table(table, path)
+    common = {"name": "parquet", "data_dir": str(tmp_path), "classes": 9}
+    for key, label in (("fine", 7), ("coarse", 1)):
+        data = data_config(**common, label_key=key, image_size=(37, 53))
+        assert open_source(data, "train")[0]["label"] == label
+
+
 def test_slices_and_sums_select_rows_across_files(data):
     source = pickle.loads(pickle.dumps(open_source(data, "test[1:3]+train[10:15]")))
     assert [corner(source[i]) for i in range(7)] == [101, 102, 10, 11, 12, 13, 14]

@@ -221,7 +221,7 @@ def test_a_preparation_is_found_by_folder_and_by_data_dir(frames, tmp_path):
         assert metadata.find(frames, name) == frames
     with pytest.raises(UserError, match="holds tiny_frames/red:1.2.0: set --dataset="):
         metadata.find(frames, metadata.Name.parse("tiny_frames/blue"))
-    with pytest.raises(UserError, match="holds no prepared tiny_frames/blue"):
+    with pytest.raises(UserError, match="holds no readable tiny_frames/blue"):
         metadata.find(data_dir, metadata.Name.parse("tiny_frames/blue"))
     with pytest.raises(UserError, match="'tiny frames' is not a data set's name"):
         metadata.Name.parse("tiny frames")

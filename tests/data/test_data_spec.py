@@ -26,6 +26,15 @@ def test_a_spec_is_read_into_its_parts(text, name, data_dir, split):
     assert spec.parse(str(found), "other") == found
 
 
+def test_commas_of_a_split_do_not_separate():
+    found = spec.parse_several("a#even_splits(test, 3)[1],folder@/b#val,c", "test")
+    assert found == [
+        spec.Spec("a", "", "even_splits(test, 3)[1]"),
+        spec.Spec("folder", "/b", "val"),
+        spec.Spec("c", "", "test"),
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "#train", "folder@#val", "@/a#val", "made#"])
 def test_a_spec_with_an_empty_part_is_refused(text):
     with pytest.raises(UserError, match=r"is not NAME\[@DIR\]\[#SPLIT\]: write as"):

@@ -90,7 +90,10 @@ def without(source, path: str) -> Without:
 
 
 def read_ids(path: str) -> list[str]:
-    """Reads a file of record ids, one a line; blank lines and "#" lines do not count.
+    """Reads a file of record ids, one a line.
+
+    Blank lines do not count, nor do comments: "#" alone, or before a space. An id may
+    begin with one, as "#1/a.jpg".
 
     Raises:
       UserError: it cannot be read.
@@ -103,7 +106,7 @@ def read_ids(path: str) -> list[str]:
             "record ids, one a line"
         ) from error
     lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+    return [line for line in lines if line and not f"{line} ".startswith("# ")]
 
 
 def _locate(source, record_ids: Sequence[str]) -> list[int]:

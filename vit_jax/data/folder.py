@@ -39,7 +39,9 @@ class FolderSource:
         return len(self.paths)
 
     def __getitem__(self, i: int) -> dict:
-        image = pathlib.Path(self.describe(i)).read_bytes()
+        # Unbuffered, as a whole: half the time of `read_bytes`.
+        with open(self.describe(i), "rb", buffering=0) as file:
+            image = file.read()
         return {"image": image, "label": self.labels_of_paths[i]}
 
     def describe(self, i: int) -> str:
@@ -134,7 +136,14 @@ def _class_folders(root: pathlib.Path, split: str) -> list[str]:
 
 
 def _visible_folders(folder: pathlib.Path) -> list[str]:
-    return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
+    return sorted(entry.name for entry in _entries(folder) if _is_folder(entry))
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # A link to itself.
+        return False
 
 
 def _entries(folder: str | os.PathLike) -> list[os.DirEntry]:
@@ -152,10 +161,13 @@ def _files(
 ) -> list[tuple[str, int]]:
     """Returns (path relative to root, label) in the order of the paths' hashes."""
     folder, found = _folder(root, split), []
-    inside = os.path.realpath(root)
+    inside, above = os.path.realpath(root), ()
+    if folder != root and folder.is_symlink():
+        above = (os.path.realpath(folder),)
+        _check_link(str(folder), above[0], inside, ())
     for class_name in there:
         start = os.path.relpath(folder / class_name, root)
-        paths = _image_paths(root, start, inside, ())
+        paths = _image_paths(root, start, inside, above)
         if not paths:
             raise UserError(
                 f"class folder {folder / class_name} has no images "
@@ -184,13 +196,13 @@ def _image_paths(
     paths = []
     for entry in _entries(where):
         path = os.path.join(folder, entry.name)
-        if entry.is_dir():
+        if _is_folder(entry):
             paths += _image_paths(root, path, inside, above)
         elif entry.name.lower().endswith(EXTENSIONS):
             if entry.is_symlink():
                 _check_link(entry.path, os.path.realpath(entry.path), inside, ())
             # A broken link stays: reading it says so, as for any damaged record.
-            if os.path.exists(entry.path) and not entry.is_file():
+            if os.path.exists(entry.path) and not os.path.isfile(entry.path):
                 raise UserError(
                     f"{entry.path} is no file but a pipe or device: remove it"
                 )

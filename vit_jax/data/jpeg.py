@@ -10,6 +10,8 @@ import cv2
 import numpy as np
 from jaxtyping import UInt8
 
+from vit_jax.data import scratch
+
 # The loader has threads of its own; OpenCV's would fight over the same cores.
 cv2.setNumThreads(0)
 
@@ -138,7 +140,8 @@ def decode(
         interpolated. Without effect where `shrink` is not 1.
 
     Returns:
-      Pixels; None if they cannot be decoded.
+      Pixels; None if they cannot be decoded. Rough ones may be overwritten by the next
+      call in this thread.
     """
     # Chroma of half the height is interpolated: the row below has a part in it.
     rows = stop + 2 * shrink
@@ -147,8 +150,10 @@ def decode(
         # The end marker goes too, or the decoder would complain of what it skips.
         data = bytearray(memoryview(data)[: header.end])
         data[header.height_at : header.height_at + 2] = rows.to_bytes(2, "big")
+    else:
+        rows = header.height
     if rough and shrink == 1:
-        return _decode_rough(data, channels)
+        return _decode_rough(data, (rows, header.width), channels)
     flags = _FLAGS[channels, shrink] | cv2.IMREAD_IGNORE_ORIENTATION
     try:
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
@@ -157,7 +162,9 @@ def decode(
     return pixels[..., None] if pixels is not None and channels == 1 else pixels
 
 
-def _decode_rough(data: bytes | bytearray, channels: int) -> np.ndarray | None:
+def _decode_rough(
+    data: bytes | bytearray, size: tuple[int, int], channels: int
+) -> np.ndarray | None:
     simplejpeg = import_simplejpeg()
     try:
         return simplejpeg.decode_jpeg(
@@ -165,6 +172,7 @@ def _decode_rough(data: bytes | bytearray, channels: int) -> np.ndarray | None:
             "RGB" if channels == 3 else "GRAY",
             fastupsample=True,
             strict=False,  # Or it would complain that the rows below are missing.
+            buffer=scratch.borrow("decoded", (*size, channels)),
         )
     except ValueError:
         return None

@@ -81,8 +81,8 @@ class ParquetSource:
         """Returns the image and the label column of a row group."""
         file = int(self.group_files[group])
         path, at = self.files[file], group - int(self.first_groups[file])
-        if getattr(_local, "group", None) != (path, at):
-            columns = [self.image_key, self.label_key]
+        columns = [self.image_key, self.label_key]
+        if getattr(_local, "group", None) != (path, at, columns):
             try:
                 table = _open(path).read_row_group(at, columns=columns)
             except Exception as error:  # Arrow's errors and OSError.
@@ -92,7 +92,7 @@ class ParquetSource:
                     f"{str(error).splitlines()[0]})"
                 ) from error
             _local.columns = [table.column(name) for name in columns]
-            _local.group = (path, at)
+            _local.group = (path, at, columns)
         return _local.columns
 
 

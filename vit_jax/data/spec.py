@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 
 from ml_collections import ConfigDict
 
@@ -65,3 +66,11 @@ def parse(text: str, default_split: str) -> Spec:
             "folder@/data/flowers#val"
         )
     return Spec(name.strip(), os.path.expanduser(data_dir), split.strip())
+
+
+def parse_several(text: str, default_split: str) -> list[Spec]:
+    """Reads specs between commas; those inside parentheses belong to a split.
+
+    Args and Raises: as `parse`.
+    """
+    return [parse(one, default_split) for one in re.split(r",(?![^(]*\))", text)]

@@ -17,7 +17,10 @@ from vit_jax.errors import UserError
 # Sets of small images up to this size are decoded once, when opened.
 _MEMORY = 2**29  # Bytes.
 _SMALL_IMAGE = 64  # Pixels a side.
-OTHERS = "'digits', 'folder', 'made', 'parquet', 'hf://datasets/owner/name', 'vtab/...'"
+OTHERS = (
+    "'digits', 'folder', 'made', 'objectnet', 'parquet', 'hf://datasets/owner/name', "
+    "'vtab/...'"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +177,7 @@ def find_prepared(name: str, data_dir: str):
       UserError: the folder is in a bucket and the packages for that are missing.
     """
     import tensorflow_datasets as tfds
+    from google.protobuf import json_format
 
     find = tfds.core.read_only_builder.builder_from_files
     try:
@@ -185,6 +189,12 @@ def find_prepared(name: str, data_dir: str):
         ) from error
     except (tfds.core.DatasetNotFoundError, ValueError):
         return None
+    except json_format.ParseError as error:
+        raise UserError(
+            f"{name} in {data_dir or 'the default folder'} is damaged: its "
+            f"dataset_info.json cannot be read ({str(error).splitlines()[0]}); copy or "
+            "prepare it again"
+        ) from error
 
 
 def prepare_command(name: str, data_dir: str) -> str:

@@ -35,13 +35,18 @@ class Progress:
         self._first = start + 1
         self._rate = 0.0
 
-    def done(self, step: int) -> None:
-        """Notes that `step` steps are done (called when their result is there)."""
+    def done(self, step: int, waited: float = 0.0) -> None:
+        """Notes that `step` steps are done (called when their result is there).
+
+        Args:
+          step: steps taken.
+          waited: see `log`.
+        """
         self._settle()
         self._step = step
         if step == self._first:  # It compiled: the clock starts here.
             self._logged, self._seconds, self._logged_seconds = step, 0.0, 0.0
-            self._since = time.perf_counter()
+            self._since, self._logged_waited = time.perf_counter(), waited
 
     def pause(self) -> None:
         """Stops the clock."""

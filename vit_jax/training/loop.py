@@ -121,11 +121,13 @@ def _train(config, workdir, preemption) -> dict:
         def seconds():
             return trained_seconds + time.perf_counter() - began
 
+        wait = InputWait()
+
         def settle(step, metrics):
             """Waits for a step and looks at its numbers."""
             values = {k: float(v) for k, v in jax.device_get(metrics).items()}
             guards.check_finite(step, values, checkpoints)
-            progress.done(step)
+            progress.done(step, wait.seconds)
             return values
 
         def leave(step):
@@ -177,7 +179,7 @@ def _train(config, workdir, preemption) -> dict:
         waiting = None  # The last step and its metrics, while the device is at it.
         # debug_nans runs a failed step again, operation by operation, which transfers.
         guard = "allow" if config.debug_nans else "disallow"
-        with batches, jax.transfer_guard(guard), InputWait() as wait:
+        with batches, jax.transfer_guard(guard), wait:
             for step, batch in enumerate(wait.over(batches), start + 1):
                 skipped += int(batch.pop("skipped").sum())
                 if step == 1:

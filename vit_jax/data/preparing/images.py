@@ -114,7 +114,11 @@ def open_images(
         sources[split] = source
         size = 0
         for i in range(len(source)):
-            stat = os.stat(source.describe(i))
+            try:
+                stat = os.stat(source.describe(i))
+            except OSError:  # A broken link: reading it will say so.
+                stats.append((source.record_id(i), -1, -1))
+                continue
             stats.append((source.record_id(i), stat.st_size, stat.st_mtime_ns))
             size += stat.st_size
         shards += divide(split, len(source), size, shard_bytes)

@@ -97,14 +97,19 @@ def find_prepared(data_dir: pathlib.Path, name: Name) -> pathlib.Path:
       UserError: there is none.
     """
     import tensorflow_datasets as tfds
+    from google.protobuf import json_format
 
     try:
         builder = tfds.core.read_only_builder.builder_from_files(
             str(name), data_dir=str(data_dir)
         )
-    except (tfds.core.DatasetNotFoundError, ValueError) as error:
+    except (
+        tfds.core.DatasetNotFoundError,
+        json_format.ParseError,
+        ValueError,
+    ) as error:
         raise UserError(
-            f"{data_dir} holds no prepared {name}: state the data_dir under which it "
+            f"{data_dir} holds no readable {name}: state the data_dir under which it "
             "lies, or the folder with its dataset_info.json and features.json (which "
             "TFDS writes since version 4)"
         ) from error
