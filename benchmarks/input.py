@@ -157,7 +157,7 @@ def report_jpeg(args, folder, paths):
 
 
 def report_workers(args, folder):
-    """Prints images a second of ours and PyTorch's as loader processes are added."""
+    """Prints images a second of ours as loader processes are added."""
     started = {}
     for workers in (0, 1, 2):
         ours = ("input_ours.py", "jpeg", folder, BATCH, "", workers)
