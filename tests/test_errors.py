@@ -512,6 +512,7 @@ def test_init_from_a_damaged_npz_is_refused(refused, tmp_path):
         says(line, damaged, "is not a readable .npz checkpoint")
 
 
+@pytest.mark.slow
 def test_save_that_fails_midway_leaves_the_checkpoint_before_it(
     start, refused, halfway, finished
 ):
@@ -546,6 +547,7 @@ def test_disk_that_is_too_small_leaves_the_checkpoint_before_it(
 # Memory and numbers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "part"),
     [

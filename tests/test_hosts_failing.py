@@ -126,6 +126,7 @@ def wait_for(processes, text):
     raise AssertionError(f"ended without {text}: {processes[0].stderr.read()}")
 
 
+@pytest.mark.slow
 def test_a_damaged_image_on_one_host_ends_all_with_the_reason(job, tmp_path):
     # The first image of the second host that the steps 4 to 6 take.
     seen = order.records_at(np.arange(6 * BATCH), IMAGES - 2, SEED).reshape(6, 2, -1)

@@ -139,6 +139,7 @@ def test_killed_runs_end_as_the_undisturbed_one(config, undisturbed, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_exits_with_75_and_resumes(config, undisturbed, tmp_path):
     workdir = tmp_path / "asked"
     process = start(config, workdir)

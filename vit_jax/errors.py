@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this"."""
+"""How a run ends before its time, other than by a mistake of ours."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     Verbs print the line and exit with code 2; `--debug` shows the traceback.
     """
+
+
+class Preempted(Exception):
+    """The run was asked to end (SIGTERM) and has saved its state."""

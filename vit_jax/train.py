@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from vit_jax import cli
-from vit_jax.errors import UserError
+from vit_jax.errors import Preempted, UserError
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again.
 
@@ -22,7 +22,7 @@ def main(flags: argparse.Namespace) -> int:
 
     # After the config, so that its errors come at once.
     from vit_jax.parallel import distributed, together
-    from vit_jax.training import guards, loop
+    from vit_jax.training import loop
 
     if distributed.start() > 1 and not flags.workdir:
         raise UserError("several processes need the same --workdir: state it")
@@ -30,7 +30,7 @@ def main(flags: argparse.Namespace) -> int:
     with together.Together(debug=flags.debug):
         try:
             loop.train(config, workdir)
-        except guards.Preempted as preempted:
+        except Preempted as preempted:
             print(preempted, file=sys.stderr, flush=True)
             return EXIT_PREEMPTED
     return 0

@@ -3,6 +3,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from PIL import Image, ImageFilter
@@ -174,6 +175,7 @@ def test_the_largest_index_is_accepted():
     assert apply(ALL, images, labels, index)[0].shape == images.shape
 
 
+@pytest.mark.slow
 def test_sharded_batches_give_the_same_without_gathering_images():
     size = 20, 31
     spec = ALL + " | upsample | mixup_or_cutmix"

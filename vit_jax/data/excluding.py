@@ -57,8 +57,9 @@ def without(source, path: str) -> Without:
 
     Args:
       source: data set.
-      path: text file of record ids, one a line; "#" begins a comment. Ids of the data
-        set that the source's split does not select change nothing.
+      path: text file of record ids, one a line; a line of "# ..." is a comment. Ids of the
+        data set that the source's split does not select change nothing, if the source
+        has a method `locate`; without one they are an error.
 
     Raises:
       UserError: no such file, the data set lacks a record, or none stays.

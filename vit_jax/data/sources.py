@@ -42,7 +42,9 @@ class Source(Protocol):
         """Returns the stable name of record i within its data set.
 
         It is the same under any sub-split: a folder's path below data_dir, as
-        "train/roses/a.jpg"; else "<split>/<number in the whole split>".
+        "train/roses/a.jpg"; else "<split>/<number in the whole split>". A source may
+        also have `locate(record_ids)`, which returns their numbers here, leaves out
+        those of other splits, and raises KeyError for one that the set lacks.
         """
 
 

@@ -12,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 
 from vit_jax import config as configuration
 from vit_jax.data.sources import Source
-from vit_jax.errors import UserError
+from vit_jax.errors import Preempted, UserError
 from vit_jax.training.state import TrainState
 from vit_jax.weights import workdir as layout
 
@@ -140,6 +140,11 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        orderly = error is None or isinstance(error, Preempted)
+        if not orderly and jax.process_count() > 1:
+            # The other processes wait for the reason, and a save may take minutes; this
+            # process is about to end (parallel/together.py).
+            return
         try:
             try:
                 self.wait()

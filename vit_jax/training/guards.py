@@ -15,10 +15,6 @@ from vit_jax.errors import UserError
 from vit_jax.training.checkpoint import Checkpointer
 
 
-class Preempted(Exception):
-    """The run was asked to end (SIGTERM) and has saved its state."""
-
-
 class Preemption:
     """Notices SIGTERM; use as a context manager around the loop.
 

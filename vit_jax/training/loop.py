@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from vit_jax import config as configuration
 from vit_jax import models
 from vit_jax.data import ops, pipeline, sources
+from vit_jax.errors import Preempted
 from vit_jax.evaluation.suite import Suite
 from vit_jax.parallel import distributed
 from vit_jax.parallel import mesh as meshes
@@ -39,7 +40,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
 
     Raises:
       UserError: something the user can mend; see README, "When it stops".
-      guards.Preempted: SIGTERM came and the state is saved.
+      Preempted: SIGTERM came and the state is saved.
     """
     with guards.clear_errors(config), guards.Preemption() as preemption:
         return _train(config, workdir, preemption)
@@ -139,7 +140,7 @@ def _train(config, workdir, preemption) -> dict:
             saved = (
                 f"step {step} of {total} is saved" if step else "nothing to save yet"
             )
-            raise guards.Preempted(
+            raise Preempted(
                 f"SIGTERM: {saved} in {workdir}; the same command goes on from there"
             )
 
