@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from tfds_sets import builder_class
 
 from vit_jax import datasets
 from vit_jax.data import catalogue, objectnet, splits
@@ -32,27 +33,12 @@ def prepared(tmp_path_factory):
     tfds = pytest.importorskip("tensorflow_datasets")
     where, code = tmp_path_factory.mktemp("tfds"), tmp_path_factory.mktemp("code")
 
-    def prepare(set_name, version):
-        # The real sets of these names may have been imported by another test.
-        with tfds.core.registered.skip_registration():
+    features = {"label": tfds.features.ClassLabel(num_classes=7)}
+    splits = {"train": lambda: [{"label": i} for i in range(5)]}
 
-            class Builder(tfds.core.GeneratorBasedBuilder):
-                name = set_name
-                VERSION = tfds.core.Version(version)
-                pkg_dir_path = code
-
-                def _info(self):
-                    features = {"label": tfds.features.ClassLabel(num_classes=7)}
-                    features = tfds.features.FeaturesDict(features)
-                    return tfds.core.DatasetInfo(builder=self, features=features)
-
-                def _split_generators(self, dl_manager):
-                    return {"train": self._generate_examples()}
-
-                def _generate_examples(self):
-                    yield from enumerate([{"label": i} for i in range(5)])
-
-        Builder(data_dir=where, file_format="array_record").download_and_prepare()
+    def prepare(name, version):
+        builder = builder_class(name, version, features, splits, code)
+        builder(data_dir=where, file_format="array_record").download_and_prepare()
 
     prepare("cifar10", "3.0.2")
     prepare("dtd", "3.0.1")

@@ -28,8 +28,6 @@ from vit_jax.errors import UserError
 
 EXIT_INTERRUPTED = 130
 FOLDER = "folder"
-# Names that `config.data.name` has for itself.
-_RESERVED = ("digits", FOLDER, "made", "objectnet", "parquet", "vtab")
 _VERSION = "1.0.0"
 _SHOWN = 20  # Damaged images in the report; all are in the manifest.
 
@@ -122,6 +120,7 @@ def _make_of_images(flags, data_dir):
 
 def _name_of_images(flags):
     """Returns the name and version of the new set: stated, or that of the folder."""
+    from vit_jax.data import tfds_source
     from vit_jax.data.preparing import metadata
 
     text = flags.name
@@ -134,7 +133,7 @@ def _name_of_images(flags):
             f"--name={text} has capitals, and TFDS finds no such set: write "
             f"{text.lower()}"
         )
-    if name.dataset in _RESERVED:
+    if name.dataset in (*tfds_source.SPECIAL, "vtab"):
         raise UserError(f"--name={text} has a meaning of its own here: choose another")
     return metadata.Name(name.dataset, name.config, name.version or _VERSION)
 

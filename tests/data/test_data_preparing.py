@@ -1,5 +1,4 @@
 import fcntl
-import io
 import json
 import os
 import pathlib
@@ -7,9 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
+import tfds_sets
 import tfrecord_files
 from array_record.python import array_record_module
-from PIL import Image
 
 from vit_jax.data import folder as image_folders
 from vit_jax.data.preparing import (
@@ -32,35 +31,30 @@ NAME = metadata.Name("tiny_frames", "red", "1.2.0")
 
 def picture(i):
     noise = np.random.default_rng(i).integers(0, 256, (5, 9, 3), np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(noise).save(stream, "PNG")
-    stream.seek(0)
-    return stream
+    return tfds_sets.png(noise)
 
 
 @pytest.fixture(scope="module")
 def builder_class(tmp_path_factory):
-    class TinyFrames(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.2.0")
-        BUILDER_CONFIGS = (tfds.core.BuilderConfig(name="red"),)
-        pkg_dir_path = tmp_path_factory.mktemp("code")
-
-        def _info(self):
-            features = {
-                "image": tfds.features.Image(shape=(5, 9, 3), encoding_format="png"),
-                "label": tfds.features.ClassLabel(names=["a", "b", "c"]),
-            }
-            features = tfds.features.FeaturesDict(features)
-            return tfds.core.DatasetInfo(builder=self, features=features)
-
-        def _split_generators(self, dl_manager):
-            return {name: self._generate_examples(name) for name in SIZES}
-
-        def _generate_examples(self, split="train"):
-            for i in range(SIZES[split]):
-                yield i, {"image": picture(i), "label": i % 3}
-
-    return TinyFrames
+    features = {
+        "image": tfds.features.Image(shape=(5, 9, 3), encoding_format="png"),
+        "label": tfds.features.ClassLabel(names=["a", "b", "c"]),
+    }
+    splits = {
+        name: lambda size=size: (
+            {"image": picture(i), "label": i % 3} for i in range(size)
+        )
+        for name, size in SIZES.items()
+    }
+    return tfds_sets.builder_class(
+        "tiny_frames",
+        "1.2.0",
+        features,
+        splits,
+        tmp_path_factory.mktemp("code"),
+        config="red",
+        registered=True,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from tfds_sets import builder_class, png
 
 from vit_jax.data import pipeline, tfds_source
 from vit_jax.data.arrays import ArraySource
@@ -15,39 +16,20 @@ SIZES = {"train": 23, "test": 7}
 def prepared(tmp_path_factory):
     """Prepares a small data set, `tiny_set/red:1.2.0`, as any user would."""
     tfds = pytest.importorskip("tensorflow_datasets")
-
-    class TinySet(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.2.0")
-        BUILDER_CONFIGS = (tfds.core.BuilderConfig(name="red"),)
-        pkg_dir_path = tmp_path_factory.mktemp("code")
-
-        def _info(self):
-            features = {
-                "picture": tfds.features.Image(shape=(5, 9, 3), encoding_format="png"),
-                "kind": tfds.features.ClassLabel(names=["a", "b", "c"]),
-            }
-            features = tfds.features.FeaturesDict(features)
-            return tfds.core.DatasetInfo(builder=self, features=features)
-
-        def _split_generators(self, dl_manager):
-            return {name: self._generate_examples(name) for name in SIZES}
-
-        def _generate_examples(self, split="train"):
-            for i in range(SIZES[split]):
-                yield i, {"picture": png(pixels(i)), "kind": i % 3}
-
-    def png(values):
-        import io
-
-        from PIL import Image
-
-        stream = io.BytesIO()
-        Image.fromarray(values).save(stream, "PNG")
-        stream.seek(0)
-        return stream
-
+    features = {
+        "picture": tfds.features.Image(shape=(5, 9, 3), encoding_format="png"),
+        "kind": tfds.features.ClassLabel(names=["a", "b", "c"]),
+    }
+    splits = {
+        name: lambda size=size: (
+            {"picture": png(pixels(i)), "kind": i % 3} for i in range(size)
+        )
+        for name, size in SIZES.items()
+    }
+    code = tmp_path_factory.mktemp("code")
+    builder = builder_class("tiny_set", "1.2.0", features, splits, code, config="red")
     where = tmp_path_factory.mktemp("tfds")
-    TinySet(
+    builder(
         data_dir=where, config="red", file_format="array_record"
     ).download_and_prepare()
     return where

@@ -1,12 +1,11 @@
 import dataclasses
-import io
 import json
 import pathlib
 import re
 
 import numpy as np
 import pytest
-from PIL import Image
+from tfds_sets import builder_class, png
 
 from vit_jax.data import catalogue, splits, vtab
 from vit_jax.data.sources import open_source
@@ -126,13 +125,6 @@ def _values(name, count):
     return [{f"label_{name}": np.int64(i)} for i in range(count)]
 
 
-def png(pixels):
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    stream.seek(0)
-    return stream
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """Prepares sets that store records as clevr, kitti, dsprites and smallnorb do."""
@@ -142,27 +134,11 @@ def prepared(tmp_path_factory):
     number = lambda count: f.ClassLabel(num_classes=count)
     vector = f.Tensor(shape=(3,), dtype=np.float32)
 
-    def prepare(set_name, number_of_version, split, features, examples):
-        # The real sets of these names may have been imported by another test.
-        with tfds.core.registered.skip_registration():
-
-            class Builder(tfds.core.GeneratorBasedBuilder):
-                name = set_name
-                VERSION = tfds.core.Version(number_of_version)
-                pkg_dir_path = code
-
-                def _info(self):
-                    return tfds.core.DatasetInfo(
-                        builder=self, features=f.FeaturesDict(features)
-                    )
-
-                def _split_generators(self, dl_manager):
-                    return {split: self._generate_examples()}
-
-                def _generate_examples(self):
-                    yield from enumerate(examples)
-
-        Builder(data_dir=where, file_format="array_record").download_and_prepare()
+    def prepare(name, version, split, features, examples):
+        builder = builder_class(
+            name, version, features, {split: lambda: examples}, code
+        )
+        builder(data_dir=where, file_format="array_record").download_and_prepare()
 
     colour = np.arange(5 * 9 * 3, dtype=np.uint8).reshape(5, 9, 3)
     grey = np.arange(7 * 7, dtype=np.uint8).reshape(7, 7)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer, UInt8
 
-from vit_jax.data.splits import Numbering
+from vit_jax.data.splits import Numbered, Numbering
 
 
 @dataclasses.dataclass(frozen=True)
-class ArraySource:
+class ArraySource(Numbered):
     """Images and labels in memory.
 
     Attributes:
@@ -39,15 +39,6 @@ class ArraySource:
 
     def __getitem__(self, i: int) -> dict:
         return {"image": self.images[i], "label": int(self.labels[i])}
-
-    def describe(self, i: int) -> str:
-        return f"{self.name} record {i}"
-
-    def record_id(self, i: int) -> str:
-        return self.numbering.record_id(i)
-
-    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
-        return self.numbering.locate(record_ids)
 
 
 def open_arrays(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from vit_jax.data import draws
+from vit_jax.data import draws, host_ops
 
 Images = Num[Array, "B H W C"]
 Labels = Float[Array, "B K"]
@@ -43,10 +43,7 @@ class RandomErasing:
     def __post_init__(self):
         if not 0 <= self.p <= 1:
             raise ValueError(f"p={self.p} is not a probability")
-        if not 0 < self.area[0] <= self.area[1] <= 1:
-            raise ValueError(f"area={self.area} is not 0 < least <= most <= 1")
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise ValueError(f"ratio={self.ratio} is not 0 < least <= most")
+        host_ops.check_part(self.area, self.ratio)
         number = type(self.fill) in (int, float) and 0 <= self.fill <= 255
         if self.fill != "pixel" and not number:
             raise ValueError(f"fill={self.fill!r} is not 'pixel' or a number in 0..255")

@@ -42,10 +42,7 @@ class InceptionCrop:
 
     def __post_init__(self):
         check_size(self.size)
-        if not 0 < self.area[0] <= self.area[1] <= 1:
-            raise ValueError(f"area={self.area} is not 0 < least <= most <= 1")
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise ValueError(f"ratio={self.ratio} is not 0 < least <= most")
+        check_part(self.area, self.ratio)
         for name in ("antialias", "rough"):
             if getattr(self, name) not in (True, False):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not True or False")
@@ -212,6 +209,14 @@ def check_size(size: Given) -> None:
     sides = pair(size) if isinstance(size, (int, tuple, list)) else ()
     if len(sides) != 2 or any(type(n) is not int or n < 1 for n in sides):
         raise ValueError(f"size={size!r} is not a whole number or (height, width)")
+
+
+def check_part(area: Given, ratio: Given) -> None:
+    """Raises ValueError for bounds that no random part of an image can keep."""
+    if not 0 < area[0] <= area[1] <= 1:
+        raise ValueError(f"area={area} is not 0 < least <= most <= 1")
+    if not 0 < ratio[0] <= ratio[1]:
+        raise ValueError(f"ratio={ratio} is not 0 < least <= most")
 
 
 HOST_OPS = {

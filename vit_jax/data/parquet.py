@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Integer
@@ -19,7 +19,7 @@ _OPEN_FILES = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class ParquetSource:
+class ParquetSource(splits.Numbered):
     """Rows of Parquet files; images stay encoded.
 
     A row group is the smallest piece that can be read. One record therefore costs the
@@ -67,15 +67,6 @@ class ParquetSource:
     def read(self, numbers: range) -> list[dict]:
         """Reads neighbouring records, each row group once."""
         return [self[i] for i in numbers]
-
-    def describe(self, i: int) -> str:
-        return f"{self.name} record {i}"
-
-    def record_id(self, i: int) -> str:
-        return self.numbering.record_id(i)
-
-    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
-        return self.numbering.locate(record_ids)
 
     def _group(self, group: int) -> list:
         """Returns the image and the label column of a row group."""

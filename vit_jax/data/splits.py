@@ -72,6 +72,22 @@ class Numbering:
         return np.array(found, np.int64)
 
 
+class Numbered:
+    """Names of records for a source with a `name` and a `numbering`."""
+
+    name: str
+    numbering: Numbering
+
+    def describe(self, i: int) -> str:
+        return f"{self.name} record {i}"
+
+    def record_id(self, i: int) -> str:
+        return self.numbering.record_id(i)
+
+    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
+        return self.numbering.locate(record_ids)
+
+
 def names(split: str) -> list[str]:
     """Returns the split names in an expression: "train[:9%]+val" has train and val."""
     found = []

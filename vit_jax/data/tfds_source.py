@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Integer
 
 from vit_jax.data import decode, splits
 from vit_jax.data.arrays import ArraySource
@@ -17,10 +16,8 @@ from vit_jax.errors import UserError
 # Sets of small images up to this size are decoded once, when opened.
 _MEMORY = 2**29  # Bytes.
 _SMALL_IMAGE = 64  # Pixels a side.
-OTHERS = (
-    "'digits', 'folder', 'made', 'objectnet', 'parquet', 'hf://datasets/owner/name', "
-    "'vtab/...'"
-)
+# What `config.data.name` means otherwise, see sources.py.
+SPECIAL = ("digits", "folder", "made", "objectnet", "parquet")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Feature:
 
 
 @dataclasses.dataclass(frozen=True)
-class TfdsSource:
+class TfdsSource(splits.Numbered):
     """Records of a TFDS data set; images stay encoded.
 
     Attributes:
@@ -76,15 +73,6 @@ class TfdsSource:
 
     def _named(self, record: dict) -> dict:
         return {"image": self.image(record), "label": int(self.label(record))}
-
-    def describe(self, i: int) -> str:
-        return f"{self.name} record {i}"
-
-    def record_id(self, i: int) -> str:
-        return self.numbering.record_id(i)
-
-    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
-        return self.numbering.locate(record_ids)
 
 
 def open_tfds(
@@ -247,9 +235,11 @@ def _builder(name: str, data_dir: str):
     build = prepare_command(name, where)
     builder = find_prepared(name, data_dir)
     if builder is None:
+        others = (*SPECIAL, "hf://datasets/owner/name", "vtab/...")
+        others = ", ".join(map(repr, others))
         raise UserError(
             f"data.name={name!r}: no such prepared TFDS data set in {where} "
-            f"(the other names are {OTHERS}). To prepare: {build}"
+            f"(the other names are {others}). To prepare: {build}"
         )
     if not is_readable(builder):
         formats = builder.info.available_file_formats()

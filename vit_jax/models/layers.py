@@ -23,11 +23,8 @@ _bias_init = nn.initializers.normal(1e-6)
 @jax.custom_vjp
 def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Exact GELU (arXiv:1606.08415), computed in float32 whatever `x` is."""
-    return (x * _normal_cdf(x)).astype(x.dtype)
-
-
-def _normal_cdf(x):
-    return 0.5 * (1 + jax.lax.erf(x.astype(jnp.float32) * math.sqrt(0.5)))
+    cdf = 0.5 * (1 + jax.lax.erf(x.astype(jnp.float32) * math.sqrt(0.5)))
+    return (x * cdf).astype(x.dtype)
 
 
 def _gelu_erf_backward(x, grad):

@@ -1,5 +1,7 @@
 """Options for XLA, by the kind of device."""
 
+import functools
+
 import jax
 
 # On CPU XLA hands matrix products to a library that reaches 150 to 290 GFLOP/s where
@@ -9,7 +11,12 @@ _CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 def options() -> dict[str, str]:
     """Returns what to pass to `jax.jit` as `compiler_options` for large networks."""
-    return known(_CPU) if jax.default_backend() == "cpu" else {}
+    return _for_cpu() if jax.default_backend() == "cpu" else {}
+
+
+@functools.cache  # To ask takes a compilation.
+def _for_cpu() -> dict[str, str]:
+    return known(_CPU)
 
 
 def known(options: dict[str, str]) -> dict[str, str]:

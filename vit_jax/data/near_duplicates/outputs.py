@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 import pathlib
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from PIL import Image, ImageDraw
 
 from vit_jax.data import decode
 from vit_jax.data.near_duplicates.scan import METHOD, Found, Pair
+from vit_jax.data.near_duplicates.whole_files import write_whole
 from vit_jax.data.spec import Spec
 
 COLUMNS = ("pretrain", "against", "record", "distance", "correlation")
@@ -43,7 +43,7 @@ def write_list(path: pathlib.Path, found: Found, correlation: float) -> list[str
         counts,
         *ids,
     ]
-    _write(path, "".join(f"{line}\n" for line in lines).encode())
+    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
     return ids
 
 
@@ -53,7 +53,7 @@ def write_pairs(path: pathlib.Path, pairs: Sequence[Pair]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows([getattr(pair, name) for name in COLUMNS] for pair in pairs)
-    _write(path, text.getvalue().encode())
+    write_whole(path, text.getvalue().encode())
 
 
 def write_sheet(
@@ -92,7 +92,7 @@ def write_sheet(
             # The font has Latin letters only.
             words = words.encode("latin-1", "replace").decode("latin-1")
             pen.text((x, y + _SIDE + 14 * line), words[-50:], fill="black")
-    _write(path, _png(sheet))
+    write_whole(path, _png(sheet))
     return len(chosen)
 
 
@@ -105,11 +105,3 @@ def _png(picture: Image.Image) -> bytes:
     stream = io.BytesIO()
     picture.save(stream, "PNG")
     return stream.getvalue()
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file that is never seen half done."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.tmp")
-    new.write_bytes(data)
-    os.replace(new, path)

@@ -17,6 +17,7 @@ import numpy as np
 
 from vit_jax.data import decode, sources
 from vit_jax.data.near_duplicates import alignment, search, thumbnails
+from vit_jax.data.near_duplicates.whole_files import write_whole
 from vit_jax.data.spec import Spec
 from vit_jax.errors import UserError
 
@@ -132,7 +133,7 @@ def scan(
             rows = compare(pixels[good], [records[k] for k in good])
             pairs = [pair for pair in map(named, rows) if pair is not None]
             result = _result(many, records, missing, pixels) | {"pairs": pairs}
-            _write(work / f"{records[0]:012}.json", json.dumps(result).encode())
+            write_whole(work / f"{records[0]:012}.json", json.dumps(result).encode())
         done += [(pretrain, r) for r in _results(work)]
     return _sum(done, sizes)
 
@@ -144,7 +145,7 @@ def _shrink(spec, source, work, pool, tell) -> list[dict]:
         np.save(f"{stem}.tmp.npy", pixels)
         os.replace(f"{stem}.tmp.npy", f"{stem}.npy")
         result = _result(source, records, missing, pixels)
-        _write(stem.with_suffix(".json"), json.dumps(result).encode())
+        write_whole(stem.with_suffix(".json"), json.dumps(result).encode())
     return list(_results(work))
 
 
@@ -239,7 +240,7 @@ def _held(folder: pathlib.Path, run: dict):
                     f"{value}: repeat that command, remove the folder to begin anew, "
                     "or choose another --out"
                 )
-        _write(path, json.dumps(run, indent=1).encode())
+        write_whole(path, json.dumps(run, indent=1).encode())
     except BlockingIOError as error:
         lock.close()
         raise UserError(
@@ -250,9 +251,3 @@ def _held(folder: pathlib.Path, run: dict):
         lock.close()
         raise
     return lock
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
-    new = path.with_name(f"{path.name}.tmp")
-    new.write_bytes(data)
-    os.replace(new, path)

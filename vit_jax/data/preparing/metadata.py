@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 
+from vit_jax.data import tfds_source
 from vit_jax.data.preparing.shards import Written
 from vit_jax.errors import UserError
 
@@ -94,25 +95,15 @@ def find_prepared(data_dir: pathlib.Path, name: Name) -> pathlib.Path:
     """Returns the folder of a prepared set; the newest version if none is stated.
 
     Raises:
-      UserError: there is none.
+      UserError: there is none, or it is damaged.
     """
-    import tensorflow_datasets as tfds
-    from google.protobuf import json_format
-
-    try:
-        builder = tfds.core.read_only_builder.builder_from_files(
-            str(name), data_dir=str(data_dir)
-        )
-    except (
-        tfds.core.DatasetNotFoundError,
-        json_format.ParseError,
-        ValueError,
-    ) as error:
+    builder = tfds_source.find_prepared(str(name), str(data_dir))
+    if builder is None:
         raise UserError(
             f"{data_dir} holds no readable {name}: state the data_dir under which it "
             "lies, or the folder with its dataset_info.json and features.json (which "
             "TFDS writes since version 4)"
-        ) from error
+        )
     return pathlib.Path(builder.data_dir)
 
 
