@@ -1,0 +1,110 @@
+"""Two layouts of the encoder blocks' parameters: one by one, and stacked for a scan.
+
+One by one, block 3 is "Transformer/encoderblock_3/...": so are checkpoints, published
+and our own. Stacked, all blocks are "Transformer/encoderblock/..." with a leading axis
+of as many as there are blocks, which a scan over layers runs along.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+_ENCODER = "Transformer"
+_STACKED = "encoderblock"
+_BLOCK = re.compile(rf"{_STACKED}_(\d+)")
+
+
+def stack(params: Mapping) -> dict:
+    """Puts the parameters of all encoder blocks into arrays with a leading axis.
+
+    Args:
+      params: nested dict of arrays or of jax.ShapeDtypeStruct, blocks one by one.
+        Without such blocks (a ResNet, or stacked already) it is returned as it is.
+
+    Returns:
+      The same with the blocks under "Transformer/encoderblock"; of arrays, shapes are
+      made of shapes without shardings.
+    """
+    blocks, others = _split(params)
+    if not blocks:
+        return dict(params)
+    trees = [blocks[i] for i in range(len(blocks))]
+    stacked = jax.tree.map(lambda *leaves: _stack(leaves), *trees)
+    return {**params, _ENCODER: {**others, _STACKED: stacked}}
+
+
+def unstack(params: Mapping) -> dict:
+    """Undoes `stack`.
+
+    Args:
+      params: nested dict of arrays or of jax.ShapeDtypeStruct. Without stacked blocks
+        it is returned as it is.
+
+    Returns:
+      The same with the blocks one by one.
+    """
+    encoder = params.get(_ENCODER, {})
+    if _STACKED not in encoder:
+        return dict(params)
+    stacked = encoder[_STACKED]
+    depth = jax.tree.leaves(stacked)[0].shape[0]
+    blocks = {
+        f"{_STACKED}_{i}": jax.tree.map(lambda leaf, i=i: _layer(leaf, i), stacked)
+        for i in range(depth)
+    }
+    others = {name: value for name, value in encoder.items() if name != _STACKED}
+    return {**params, _ENCODER: {**others, **blocks}}
+
+
+def convert(tree: object, function: Callable[[Mapping], dict]) -> object:
+    """Applies `stack` or `unstack` to every parameter tree within a larger tree.
+
+    Args:
+      tree: such as a training state or an optimiser's: what is shaped like the
+        parameters in it (moments, an average) is found by its "Transformer" key.
+      function: `stack` or `unstack`.
+
+    Returns:
+      The tree with those parts converted.
+    """
+
+    def is_params(node):
+        return isinstance(node, Mapping) and _ENCODER in node
+
+    return jax.tree.map(
+        lambda node: function(node) if is_params(node) else node,
+        tree,
+        is_leaf=is_params,
+    )
+
+
+def is_stacked(path: str) -> bool:
+    """Tells whether a parameter of this path has the leading axis of the blocks."""
+    return f"{_ENCODER}/{_STACKED}/" in path
+
+
+def _split(params: Mapping) -> tuple[dict[int, Mapping], dict]:
+    """Returns the blocks by number, and the encoder's other parameters."""
+    blocks, others = {}, {}
+    for name, value in params.get(_ENCODER, {}).items():
+        match = _BLOCK.fullmatch(name)
+        if match:
+            blocks[int(match[1])] = value
+        else:
+            others[name] = value
+    return blocks, others
+
+
+def _stack(leaves):
+    first = leaves[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
+    return jnp.stack(leaves)
+
+
+def _layer(leaf, i):
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return leaf[i]
