@@ -20,7 +20,7 @@ Sources, by the names of the makers' pages:
 
 import dataclasses
 
-GB, TB, GIB = 10**9, 10**12, 2**30
+GB, TB, GIB = 1e9, 1e12, 2.0**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Chip:
     name: str
     kinds: tuple[str, ...]
     peak_flops: float
-    memory_bytes: int
+    memory_bytes: float
     memory_bandwidth: float
     link_bandwidth: float = 0.0
     cores: int = 1
@@ -80,10 +80,20 @@ CHIPS = (
     ),
     Chip("TPU 7x core", ("TPU7x",), 1_153.5e12, 96 * GIB, 3_690 * GB, 300 * GB),
     Chip(
-        "V100 SXM2 16 GB", ("Tesla V100-SXM2-16GB",), 125e12, 16 * GB, 900 * GB, 150e9
+        "V100 SXM2 16 GB",
+        ("Tesla V100-SXM2-16GB",),
+        125e12,
+        16 * GB,
+        900 * GB,
+        150 * GB,
     ),
     Chip(
-        "V100 SXM2 32 GB", ("Tesla V100-SXM2-32GB",), 125e12, 32 * GB, 900 * GB, 150e9
+        "V100 SXM2 32 GB",
+        ("Tesla V100-SXM2-32GB",),
+        125e12,
+        32 * GB,
+        900 * GB,
+        150 * GB,
     ),
     Chip("V100 PCIe 16 GB", ("Tesla V100-PCIE-16GB",), 112e12, 16 * GB, 900 * GB),
     Chip("T4", ("Tesla T4",), 65e12, 16 * GB, 320 * GB),
@@ -94,7 +104,7 @@ CHIPS = (
         312e12,
         40 * GB,
         1_555 * GB,
-        300e9,
+        300 * GB,
     ),
     Chip(
         "A100 SXM4 80 GB",
@@ -102,7 +112,7 @@ CHIPS = (
         312e12,
         80 * GB,
         2_039 * GB,
-        300e9,
+        300 * GB,
     ),
     Chip("A100 PCIe 40 GB", ("NVIDIA A100-PCIE-40GB",), 312e12, 40 * GB, 1_555 * GB),
     Chip("A100 PCIe 80 GB", ("NVIDIA A100 80GB PCIe",), 312e12, 80 * GB, 1_935 * GB),
