@@ -252,7 +252,7 @@ def test_debug_gives_the_traceback_as_well(start):
         ),
         pytest.param(
             ["--config.mesh.data=3"],
-            ["'data': 3", "1 devices", "-1"],
+            ["mesh.data=3 x", "1 devices", "make 3", "-1"],
             id="mesh of more devices than there are",
         ),
         pytest.param(

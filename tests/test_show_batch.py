@@ -5,6 +5,7 @@ from PIL import Image
 from vit_jax import cli, config, show_batch
 from vit_jax.data import sources
 from vit_jax.errors import UserError
+from vit_jax.parallel.mesh import create as create_mesh
 
 RECIPE = """
 from ml_collections import ConfigDict
@@ -62,10 +63,8 @@ def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypat
 
 def _one_device(sizes):
     import jax
-    from jax.sharding import AxisType
 
-    kind = (AxisType.Auto,)
-    return jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=kind)
+    return create_mesh(sizes, jax.devices()[:1])
 
 
 def test_the_sheet_has_the_rows_and_columns_asked_for(recipe, tmp_path, capsys):

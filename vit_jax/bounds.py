@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from vit_jax.errors import UserError
 
 # Numbers are finite and not negative; these have other bounds.
-_ANY_SIGN = ("mesh.data", "model.head_bias")
+_ANY_SIGN = ("mesh.data", "mesh.fsdp", "mesh.model", "model.head_bias")
 _AT_LEAST_1 = (
     "batch_size",
     "data.classes",
@@ -16,6 +16,8 @@ _AT_LEAST_1 = (
     "every.checkpoint",
     "every.log",
     "keep.last",
+    "mesh.dcn_data",
+    "mesh.dcn_fsdp",
     "optim.accumulate",
     "optim.timescale",
 )

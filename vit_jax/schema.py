@@ -58,6 +58,7 @@ COMMON = {
         "decay_mask": (r"/kernel$",),  # Regular expressions: what weight decay touches.
         "clip_norm": 0.0,  # Largest global gradient norm; 0 is off.
         "accumulate": 1,  # Microbatches a step.
+        "moment_dtype": "float32",  # Of Adam's first moment, SGD's momentum; "bfloat16".
         "freeze": (),  # Regular expressions: parameters that do not move ...
         "freeze_steps": 0,  # ... for this long, one of three; 0 is the whole run.
         "freeze_epochs": 0.0,
@@ -78,7 +79,18 @@ COMMON = {
         "last": 2,  # This many newest checkpoints stay ...
         "every": 0,  # ... and those at multiples of this step; 0 is none.
     },
-    "mesh": {"data": -1},  # Devices an axis; -1 is all that are left.
+    "mesh": {  # Devices an axis; -1 is all that are left. See parallel/mesh.py.
+        "data": -1,  # Copies of the parameters.
+        "fsdp": 1,  # Parameters and moments are split, and gathered where needed.
+        "model": 1,  # Attention heads and MLPs are split.
+        "dcn_data": 1,  # How many of `data` are different slices (TPU) or nodes (GPU),
+        "dcn_fsdp": 1,  # and of `fsdp`; both 1: as it fits.
+    },
+    "sharding": {
+        # Ahead of the defaults: "head/kernel$ -> -, model"; parallel/sharding.py.
+        "rules": (),
+        "smallest": 32_768,  # Elements (a layer) from which fsdp splits a parameter.
+    },
     "evals": {},  # Name of an evaluation: split of the data set.
 }
 
@@ -148,6 +160,7 @@ CHOICES = {
     ("model", "posemb_at"): {"stem": {}, "every": {}, "shared": {}},
     ("model", "gelu"): {"tanh": {}, "erf": {}},
     ("model", "dtype"): {"float32": {}, "bfloat16": {}},
+    ("optim", "moment_dtype"): {"float32": {}, "bfloat16": {}},
     ("loss", "name"): {"softmax": {}, "sigmoid": {}},
     ("data", "on_error"): {"raise": {}, "skip": {}},
 }

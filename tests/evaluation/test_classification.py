@@ -8,6 +8,7 @@ from vit_jax import models
 from vit_jax.data import pipeline, sources
 from vit_jax.errors import UserError
 from vit_jax.evaluation import classification
+from vit_jax.parallel import mesh as meshes
 
 EXAMPLES = 37  # Not a multiple of the batch, nor of the devices.
 
@@ -41,12 +42,7 @@ def setting():
 
 def evaluate(setting, devices, params=None):
     config, model, own, source = setting
-    mesh = jax.make_mesh(
-        (devices,),
-        ("data",),
-        devices=jax.devices()[:devices],
-        axis_types=(jax.sharding.AxisType.Auto,),
-    )
+    mesh = meshes.create({"data": devices}, jax.devices()[:devices])
     with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
         return classification.evaluate(
             classification.build(model, config, mesh),
@@ -81,12 +77,7 @@ def test_sets_of_parameters_are_scored_side_by_side(setting):
 
 def test_an_evaluation_can_be_abandoned(setting):
     config, model, params, source = setting
-    mesh = jax.make_mesh(
-        (1,),
-        ("data",),
-        devices=jax.devices()[:1],
-        axis_types=(jax.sharding.AxisType.Auto,),
-    )
+    mesh = meshes.create({"data": 1}, jax.devices()[:1])
     asked = iter([False, False, True])
     with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
         scores = classification.evaluate(
@@ -101,12 +92,7 @@ def test_an_evaluation_can_be_abandoned(setting):
 
 def test_an_empty_evaluation_is_refused(setting):
     config, model, params, _ = setting
-    mesh = jax.make_mesh(
-        (1,),
-        ("data",),
-        devices=jax.devices()[:1],
-        axis_types=(jax.sharding.AxisType.Auto,),
-    )
+    mesh = meshes.create({"data": 1}, jax.devices()[:1])
     step = classification.build(model, config, mesh)
     with pytest.raises(UserError, match="no example"):
         classification.evaluate(step, {"raw": params}, [], mesh)

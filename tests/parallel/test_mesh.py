@@ -7,16 +7,37 @@ from vit_jax.parallel import distributed
 from vit_jax.parallel import mesh as meshes
 
 
-@pytest.mark.parametrize("sizes", [{"data": -1}, {"data": 8}, {"data": -1, "x": 2}])
-def test_mesh_takes_all_devices(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({"data": -1}, (8, 1, 1)),
+        ({"data": 8}, (8, 1, 1)),
+        ({"data": -1, "fsdp": 2}, (4, 2, 1)),
+        ({"data": 2, "fsdp": -1, "model": 2}, (2, 2, 2)),
+        ({"fsdp": 8}, (1, 8, 1)),
+    ],
+)
+def test_mesh_takes_all_devices(sizes, shape):
     mesh = meshes.create(sizes)
-    assert mesh.size == 8
-    assert mesh.axis_names == tuple(sizes)
+    assert mesh.axis_names == ("data", "fsdp", "model")
+    assert mesh.devices.shape == shape
 
 
-@pytest.mark.parametrize("sizes", [{"data": 3}, {"data": -1, "x": 3}, {"data": 16}])
-def test_a_mesh_of_other_sizes_is_refused(sizes):
-    with pytest.raises(UserError, match="does not make 8 devices"):
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 3}, r"mesh.data=3 x .* not make 8 devices: the stated sizes make 3"),
+        ({"data": -1, "model": 3}, r"mesh.model=3 does not make 8 .* make 3"),
+        ({"data": 16}, r"does not make 8 devices: the stated sizes make 16"),
+        ({"data": -1, "fsdp": -1}, r"mesh.data=-1 and mesh.fsdp=-1: only one .* 8"),
+        ({"data": 8, "fsdp": 0}, r"mesh.fsdp=0 must be at least 1"),
+        ({"data": 8, "dcn_data": -1}, r"mesh.dcn_data=-1 must be at least 1"),
+        ({"data": -1, "pipe": 2}, r"mesh.pipe is no axis: there are data, fsdp, model"),
+        ({"data": 8, "dcn_data": 2}, r"dcn_data=2 x .*dcn_fsdp=1 does not make 1 proc"),
+    ],
+)
+def test_a_mesh_of_other_sizes_is_refused_with_the_numbers(sizes, message):
+    with pytest.raises(UserError, match=message):
         meshes.create(sizes)
 
 

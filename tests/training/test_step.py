@@ -5,12 +5,8 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from vit_jax import models
-from vit_jax.data import ops
 from vit_jax.parallel import mesh as meshes
-from vit_jax.training import optim
-from vit_jax.training import state as states
-from vit_jax.training import step as steps
+from vit_jax.training import program as programs
 
 B = 16
 
@@ -20,25 +16,18 @@ def run(devices=1, accumulate=1, spec="flip | mixup(3.0)", dropout=0.0):
     """Takes three steps; returns the state and the last metrics."""
     config = tiny_config(
         batch_size=B,
-        optim={"rate": 0.01, "name": "sgd", "accumulate": accumulate},
+        data={"ops": spec},
+        optim={
+            "rate": 0.01,
+            "name": "sgd",
+            "accumulate": accumulate,
+            "decay": "constant",
+        },
         model={"dropout": dropout},
     )
-    mesh = jax.make_mesh(
-        (devices,),
-        ("data",),
-        devices=jax.devices()[:devices],
-        axis_types=(jax.sharding.AxisType.Auto,),
-    )
-    model = models.create(**config.model, classes=5, image_size=(8, 12), channels=3)
-    tx = optim.optimizer(
-        config, jax.eval_shape(model.init, jax.random.key(0)), lambda step: 0.01, 9, 9.0
-    )
-    state = jax.jit(
-        lambda: states.create(states.init_params(model, 0), tx, config),
-        out_shardings=meshes.replicated(mesh),
-    )()
-    device_ops = ops.parse_train(spec, (8, 12)).device
-    step = steps.build(model, tx, lambda step: 0.01, device_ops, config, mesh)
+    mesh = meshes.create({"data": devices}, jax.devices()[:devices])
+    program = programs.build(config, mesh, examples=20)
+    state = program.start()
     rng = np.random.default_rng(0)
     batch = {
         "image": rng.integers(0, 256, (B, 8, 12, 3), np.uint8),
@@ -46,7 +35,7 @@ def run(devices=1, accumulate=1, spec="flip | mixup(3.0)", dropout=0.0):
         "index": np.arange(B, dtype=np.uint32),
     }
     for _ in range(3):
-        state, metrics = step(state, meshes.to_devices(batch, mesh))
+        state, metrics = program.step(state, meshes.to_devices(batch, mesh))
     return state, metrics
 
 

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from vit_jax.data import device_ops
 from vit_jax.errors import UserError
 from vit_jax.models import Model
-from vit_jax.parallel import compiler
+from vit_jax.parallel import compiler, sharding
 from vit_jax.parallel import mesh as meshes
 
 
@@ -27,13 +27,16 @@ class Scores(metrics.Collection):
 EvalStep = Callable[[dict, dict], Scores]
 
 
-def build(model: Model, config: ConfigDict, mesh: Mesh) -> EvalStep:
+def build(
+    model: Model, config: ConfigDict, mesh: Mesh, shardings: dict | None = None
+) -> EvalStep:
     """Builds the jitted evaluation step: (params, batch) -> scores.
 
     Args:
       model: network.
       config: complete config.
       mesh: of all devices.
+      shardings: of the parameters; whole copies everywhere if None.
 
     Returns:
       Function that scores a batch (image uint8 (B, Y, X, C), label (B,), mask (B,)).
@@ -44,7 +47,8 @@ def build(model: Model, config: ConfigDict, mesh: Mesh) -> EvalStep:
         images = device_ops.normalize(
             batch["image"], config.data.mean, config.data.std
         ).astype(config.model.dtype)
-        logits = model.apply(params, images)["logits"]
+        with sharding.activations(mesh):
+            logits = model.apply(params, images)["logits"]
         label = batch["label"]
         chosen = jnp.take_along_axis(
             jax.nn.log_softmax(logits), label[:, None], axis=-1
@@ -58,9 +62,9 @@ def build(model: Model, config: ConfigDict, mesh: Mesh) -> EvalStep:
     everywhere = meshes.replicated(mesh)
     return jax.jit(
         eval_step,
-        in_shardings=(everywhere, meshes.batched(mesh)),
+        in_shardings=(shardings or everywhere, meshes.batched(mesh)),
         out_shardings=everywhere,
-        compiler_options=compiler.options(),
+        compiler_options=compiler.options(mesh.devices.flat[0].platform),
     )
 
 

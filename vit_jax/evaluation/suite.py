@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.data import pipeline, sources
 from vit_jax.evaluation import classification
 from vit_jax.models import Model
+from vit_jax.parallel import mesh as meshes
 
 Scores = dict[str, dict[str, dict[str, float]]]
 
@@ -20,14 +20,22 @@ class Suite:
       model: network.
       config: complete config.
       mesh: of all devices.
+      shardings: of the parameters; whole copies everywhere if None.
 
     Raises:
       UserError: a split cannot be opened.
     """
 
-    def __init__(self, model: Model, config: ConfigDict, mesh: Mesh):
+    def __init__(
+        self,
+        model: Model,
+        config: ConfigDict,
+        mesh: Mesh,
+        shardings: dict | None = None,
+    ):
         self._config, self._mesh = config, mesh
-        self._step = classification.build(model, config, mesh)
+        self._part, self._parts = meshes.share(mesh)
+        self._step = classification.build(model, config, mesh, shardings)
         self._sources = {
             name: sources.open_source(config.data, split)
             for name, split in config.evals.items()
@@ -52,8 +60,8 @@ class Suite:
                 source,
                 self._config.data,
                 batch_size=self._config.batch_size,
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
+                process_index=self._part,
+                process_count=self._parts,
             ) as batches:
                 scores = classification.evaluate(
                     self._step, params, batches, self._mesh, stop

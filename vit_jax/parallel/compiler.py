@@ -9,9 +9,13 @@ import jax
 _CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
-def options() -> dict[str, str]:
-    """Returns what to pass to `jax.jit` as `compiler_options` for large networks."""
-    return _for_cpu() if jax.default_backend() == "cpu" else {}
+def options(platform: str = "") -> dict[str, str]:
+    """Returns what to pass to `jax.jit` as `compiler_options` for large networks.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu", which the program is for; JAX's own if empty.
+    """
+    return _for_cpu() if (platform or jax.default_backend()) == "cpu" else {}
 
 
 @functools.cache  # To ask takes a compilation.

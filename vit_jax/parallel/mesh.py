@@ -1,56 +1,146 @@
-"""The device mesh and how arrays lie on it."""
+"""The device mesh, and how batches lie on it."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.errors import UserError
 
+# From the least to the most talkative: devices that are neighbours in the last axis
+# are neighbours on the wire. The batch is split over the first two.
+AXES = ("data", "fsdp", "model")
+BATCH_AXES = ("data", "fsdp")
 
-def create(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
-    """Arranges all devices of all processes in a mesh.
+
+def create(sizes: Mapping[str, int], devices: Sequence | None = None) -> Mesh:
+    """Arranges devices in a mesh.
 
     Args:
-      sizes: devices along each axis; one of them may be -1, "all that are left".
+      sizes: devices along the axes "data", "fsdp" and "model", 1 where nothing is said;
+        one of them may be -1, "all that are left". "dcn_data" and "dcn_fsdp" say how
+        many of the devices along "data" and "fsdp" are in different slices (TPU) or
+        nodes (GPU), which only the data centre's network connects; if both are 1 the
+        slices lie along "data" as far as they divide it, then along "fsdp".
+      devices: to arrange, also those of a topology that is not here; all devices of all
+        processes if None.
 
     Returns:
-      The mesh.
+      The mesh, always of the three axes.
 
     Raises:
-      UserError: the sizes do not multiply to the number of devices.
+      UserError: the sizes do not multiply to the number of devices or of slices.
     """
-    devices = jax.device_count()
-    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
-    shape = [devices // fixed if size == -1 else size for size in sizes.values()]
-    if int(np.prod(shape)) != devices:
+    devices = list(jax.devices() if devices is None else devices)
+    return Mesh(arrange(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def arrange(sizes: Mapping[str, int], devices: Sequence) -> np.ndarray:
+    """Lays devices out as `create` does; only their attributes are looked at.
+
+    Returns:
+      Array of the devices, (data, fsdp, model).
+    """
+    shape = _shape(sizes, len(devices))
+    granule = _granule(devices)
+    count = len({getattr(device, granule) for device in devices})
+    across = [sizes.get("dcn_data", 1), sizes.get("dcn_fsdp", 1), 1]
+    asked = math.prod(across)
+    if asked == 1 and granule == "slice_index" and count > 1:
+        across[0] = math.gcd(shape[0], count)
+        across[1] = count // across[0]
+    elif asked == 1:
+        return _neighbours(shape, devices)
+    if math.prod(across) != count:
+        kind = "slices" if granule == "slice_index" else "processes"
         raise UserError(
-            f"config.mesh={dict(sizes)} does not make {devices} devices: set one axis "
-            "to -1 or make the product equal"
+            f"mesh.dcn_data={across[0]} x mesh.dcn_fsdp={across[1]} does not make "
+            f"{count} {kind}: set their product to {count}, or both to 1"
         )
-    return jax.make_mesh(
-        tuple(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape)
-    )
+    for axis, size, parts in zip(AXES, shape, across, strict=True):
+        if size % parts:
+            raise UserError(
+                f"mesh.{axis}={size} does not divide over {parts} slices: set it to a "
+                f"multiple of {parts}, or mesh.dcn_data and mesh.dcn_fsdp to numbers "
+                "that divide mesh.data and mesh.fsdp"
+            )
+    within = [size // parts for size, parts in zip(shape, across, strict=True)]
+    groups = {}
+    for device in devices:
+        groups.setdefault(getattr(device, granule), []).append(device)
+    if len({len(group) for group in groups.values()}) > 1:
+        raise UserError(
+            f"the {count} slices have {sorted(map(len, groups.values()))} devices: a "
+            "mesh needs as many in each"
+        )
+    blocks = np.empty(across, object)
+    for place, key in zip(np.ndindex(*across), sorted(groups), strict=True):
+        blocks[place] = _neighbours(within, groups[key])
+    return np.block(blocks.tolist())
 
 
-def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+def _shape(sizes: Mapping[str, int], count: int) -> list[int]:
+    """Returns the devices along each axis."""
+    stated = {axis: sizes.get(axis, 1) for axis in AXES}
+    named = " x ".join(f"mesh.{axis}={size}" for axis, size in stated.items())
+    if unknown := sizes.keys() - {*AXES, "dcn_data", "dcn_fsdp"}:
+        raise UserError(f"mesh.{min(unknown)} is no axis: there are {', '.join(AXES)}")
+    for name, size in sizes.items():
+        if size < 1 and (size != -1 or name not in AXES):
+            raise UserError(f"mesh.{name}={size} must be at least 1")
+    free = [axis for axis, size in stated.items() if size == -1]
+    if len(free) > 1:
+        raise UserError(
+            f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis can take the "
+            f"devices that are left of the {count}"
+        )
+    fixed = math.prod(size for size in stated.values() if size != -1)
+    if free and count % fixed == 0:
+        stated[free[0]] = count // fixed
+    elif free or fixed != count:
+        raise UserError(
+            f"{named} does not make {count} devices: the stated sizes make {fixed}; "
+            "set one axis to -1 and the others to numbers that divide the devices"
+        )
+    return list(stated.values())
+
+
+def _granule(devices: Sequence) -> str:
+    """Names the attribute that tells slices, or else nodes, apart."""
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    return "slice_index" if len(slices) > 1 else "process_index"
+
+
+def _neighbours(shape: Sequence[int], devices: Sequence) -> np.ndarray:
+    """Lays out devices that a fast network connects, after its form."""
+    try:
+        return mesh_utils.create_device_mesh(shape, devices)
+    except NotImplementedError:  # An axis would be a part of one of the torus.
+        return mesh_utils.create_device_mesh(
+            shape, devices, allow_split_physical_axes=True
+        )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that puts a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batched(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding that splits the leading axis over the data axis."""
-    return NamedSharding(mesh, PartitionSpec("data"))
+def batched(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding that splits the leading axis over the batch axes."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> None:
+def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
     """Refuses a batch that does not split evenly.
 
     Raises:
       UserError: with all numbers.
     """
-    devices = mesh.shape["data"]
+    devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if batch_size % (devices * accumulate):
         micro = f" x {accumulate} microbatches" if accumulate > 1 else ""
         raise UserError(
@@ -59,7 +149,35 @@ def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> No
         )
 
 
-def to_devices(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict:
+def share(mesh: Mesh) -> tuple[int, int]:
+    """Tells which part of every batch this process loads.
+
+    Processes that hold the same images, because `model` reaches over several of them,
+    load the same part.
+
+    Returns:
+      Number of the part, and how many parts there are.
+
+    Raises:
+      UserError: the images of two processes overlap, but are not the same.
+    """
+    places = mesh.devices.reshape(-1, mesh.shape["model"])
+    held = {}
+    for row, devices in enumerate(places):
+        for device in devices:
+            held.setdefault(device.process_index, set()).add(row)
+    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
+    if sum(map(len, parts)) != len(places) or len({len(part) for part in parts}) > 1:
+        raise UserError(
+            f"mesh.model={mesh.shape['model']} does not fit the "
+            f"{len(places[0]) * len(places) // len(held)} devices of a process: set "
+            "it to a divisor or a multiple of them"
+        )
+    mine = tuple(sorted(held[jax.process_index()]))
+    return parts.index(mine), len(parts)
+
+
+def to_devices(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict:
     """Makes global arrays of what each process loaded of a batch."""
     sharding = batched(mesh)
     # This transfer is meant, but with several processes JAX does not mark it so.

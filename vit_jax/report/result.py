@@ -9,6 +9,7 @@ import subprocess
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 from vit_jax.report.writer import replace_text
 
@@ -16,16 +17,25 @@ FILE = "report.json"
 
 
 def params_sha256(params: dict) -> str:
-    """Hashes parameters: path, shape and bytes of each, in path order."""
+    """Hashes parameters: path, shape and bytes of each, in path order.
+
+    All processes of the job must call it: each has only its part of them.
+    """
     digest = hashlib.sha256()
     leaves = {
-        "/".join(k.key for k in path): np.asarray(jax.device_get(leaf))
+        "/".join(k.key for k in path): _whole(leaf)
         for path, leaf in jax.tree.leaves_with_path(params)
     }
     for path in sorted(leaves):
         digest.update(f"{path}{leaves[path].shape}".encode())
         digest.update(np.ascontiguousarray(leaves[path]).tobytes())
     return digest.hexdigest()
+
+
+def _whole(leaf: jax.Array) -> np.ndarray:
+    if not leaf.is_fully_addressable:
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(jax.device_get(leaf))
 
 
 def commit() -> str | None:

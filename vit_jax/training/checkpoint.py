@@ -66,13 +66,13 @@ class Checkpointer:
         return max(layout.steps(self._workdir), default=None)
 
     def restore(
-        self, shapes: TrainState, sharding: jax.sharding.Sharding
+        self, shapes: TrainState, shardings: TrainState
     ) -> tuple[TrainState, float]:
         """Reads the latest checkpoint.
 
         Args:
           shapes: the state as `jax.eval_shape` gives it.
-          sharding: of every array.
+          shardings: of each of its arrays, whatever they were when it was saved.
 
         Returns:
           The state, and the seconds that had been trained when it was saved.
@@ -91,7 +91,9 @@ class Checkpointer:
                     f"{self._workdir}"
                 )
         like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            shardings,
         )
         tree = self._orbax.load(latest, _as_tree(like))
         return shapes.replace(**({"average": None} | tree)), stored["seconds"]
@@ -237,6 +239,7 @@ _MAY_CHANGE = (
     "every.",
     "keep.",
     "mesh.",
+    "sharding.",
     "evals.",
     "optim.accumulate",
     "debug_nans",

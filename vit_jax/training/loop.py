@@ -1,6 +1,5 @@
 """The training run, from config to report, in the order in which things happen."""
 
-import functools
 import json
 import os
 import time
@@ -10,8 +9,7 @@ from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from vit_jax import config as configuration
-from vit_jax import models
-from vit_jax.data import ops, pipeline, sources
+from vit_jax.data import pipeline, sources
 from vit_jax.errors import Preempted
 from vit_jax.evaluation.suite import Suite
 from vit_jax.parallel import distributed
@@ -20,9 +18,8 @@ from vit_jax.report import result
 from vit_jax.report.progress import Progress
 from vit_jax.report.waiting import InputWait
 from vit_jax.report.writer import MetricWriter
-from vit_jax.training import checkpoint, guards, optim
-from vit_jax.training import state as states
-from vit_jax.training import step as steps
+from vit_jax.training import checkpoint, guards
+from vit_jax.training import program as programs
 from vit_jax.weights import start as start_weights
 
 
@@ -55,50 +52,34 @@ def _train(config, workdir, preemption) -> dict:
 
     # Mesh.
     mesh = meshes.create(config.mesh.to_dict())
-    meshes.check_batch(config.batch_size, config.optim.accumulate, mesh)
-    everywhere = meshes.replicated(mesh)
+    part, parts = meshes.share(mesh)  # Of every batch, to load here.
     checkpoint.check_workdir(workdir, config)
 
     # Data.
     source = sources.open_source(data, data.split)
-    device_ops = ops.parse_train(data.ops, data.image_size).device
-    total = configuration.total_steps(config, len(source))
-    epoch = len(source) / config.batch_size  # Steps.
 
-    # Model.
-    model = models.create(
-        **config.model,
-        classes=data.classes,
-        image_size=data.image_size,
-        channels=data.channels,
-    )
-    init = functools.partial(states.init_params, model, config.seed)
-    expected = jax.eval_shape(init)
-
-    # Optimiser, step and evaluations.
-    rate = optim.schedule(config, total, epoch)
-    tx = optim.optimizer(config, expected, rate, total, epoch)
-    train_step = steps.build(model, tx, rate, device_ops, config, mesh)
-    suite = Suite(model, config, mesh)
+    # Model, optimiser, step and evaluations.
+    program = programs.build(config, mesh, len(source))
+    total, epoch = program.total, program.epoch
+    suite = Suite(program.model, config, mesh, program.shardings.params)
 
     def due(what, step):
         intervals = every[what], round(every[f"{what}_epochs"] * epoch)
         return step == total or any(i and step % i == 0 for i in intervals)
 
     with checkpoint.Checkpointer(workdir, config, source) as checkpoints:
-        # State: created or restored in place, on every device that holds it.
-        create = functools.partial(states.create, tx=tx, config=config)
-        place = functools.partial(jax.jit, out_shardings=everywhere)
+        # State: created or restored in place, each part on the devices that hold it.
         start, trained_seconds, notes = checkpoints.latest or 0, 0.0, []
         if start:
-            shapes = jax.eval_shape(create, expected)
-            state, trained_seconds = checkpoints.restore(shapes, everywhere)
+            state, trained_seconds = checkpoints.restore(
+                program.shapes, program.shardings
+            )
             notes = [f"resume: step {start} of {workdir}"]
         elif config.init:
-            params, notes = start_weights.load(config, model, init)
-            state = place(create)(jax.device_put(params, everywhere))
+            params, notes = start_weights.load(config, program.model, program.init)
+            state = program.start_from(params)
         else:
-            state = place(lambda: create(init()))()
+            state = program.start()
 
         # Reports.
         progress = Progress(
@@ -108,9 +89,11 @@ def _train(config, workdir, preemption) -> dict:
         writer.text("config", json.dumps(configuration.to_json(config), indent=2))
         writer.text(
             "parameters",
-            parameter_overview.get_parameter_overview(expected, include_stats=False),
+            parameter_overview.get_parameter_overview(
+                program.shapes.params, include_stats=False
+            ),
         )
-        count = sum(x.size for x in jax.tree.leaves(expected))
+        count = sum(x.size for x in jax.tree.leaves(program.shapes.params))
         progress.say(
             f"{config.name}: {config.model.variant}, {count:,} parameters, "
             f"{len(source):,} images, {total:,} steps of {config.batch_size} on "
@@ -172,8 +155,8 @@ def _train(config, workdir, preemption) -> dict:
             seed=config.seed,
             start=start,
             stop=max(start, total),
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=part,
+            process_count=parts,
         )
         if preemption.asked:  # Before the first step, which compiles, begins.
             leave(start)
@@ -185,7 +168,7 @@ def _train(config, workdir, preemption) -> dict:
                 skipped += int(batch.pop("skipped").sum())
                 if step == 1:
                     writer.images("train/images", batch["image"], 0)
-                state, metrics = train_step(state, meshes.to_devices(batch, mesh))
+                state, metrics = program.step(state, meshes.to_devices(batch, mesh))
                 wait.began(metrics)
                 if waiting:
                     settle(*waiting)

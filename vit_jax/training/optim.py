@@ -121,10 +121,17 @@ def optimizer(
     chain = []
     if optim.clip_norm:
         chain.append(optax.clip_by_global_norm(optim.clip_norm))
+    dtype = optim.moment_dtype
     if optim.name == "adam":
-        chain.append(optax.scale_by_adam(b1=optim.b1, b2=optim.b2, eps=optim.eps))
+        chain.append(
+            optax.scale_by_adam(b1=optim.b1, b2=optim.b2, eps=optim.eps, mu_dtype=dtype)
+        )
     elif optim.momentum:
-        chain.append(optax.trace(decay=optim.momentum, nesterov=optim.nesterov))
+        chain.append(
+            optax.trace(
+                decay=optim.momentum, nesterov=optim.nesterov, accumulator_dtype=dtype
+            )
+        )
     if optim.weight_decay:
         mask = match(params, optim.decay_mask, "optim.decay_mask")
         chain.append(optax.add_decayed_weights(optim.weight_decay, mask))

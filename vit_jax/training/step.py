@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.data import device_ops
 from vit_jax.models import Model
-from vit_jax.parallel import compiler
+from vit_jax.parallel import compiler, sharding
 from vit_jax.parallel import mesh as meshes
 from vit_jax.training import losses
 from vit_jax.training import state as states
@@ -27,6 +27,7 @@ def build(
     ops: tuple,
     config: ConfigDict,
     mesh: Mesh,
+    shardings: states.TrainState,
 ) -> Step:
     """Builds the training step.
 
@@ -37,6 +38,7 @@ def build(
       ops: device transforms of the training images.
       config: complete config.
       mesh: of all devices.
+      shardings: of each array of the state.
 
     Returns:
       Jitted function from state and batch (image uint8 (B, Y, X, C), label (B,), index
@@ -49,9 +51,16 @@ def build(
         augment_key, dropout_key = jax.random.split(state.key)
         images, labels = prepare(batch, ops, augment_key, config)
         key = jax.random.fold_in(dropout_key, state.step)
-        grads, scores = accumulate(
-            loss_fn, state.params, images, labels, key, config.optim.accumulate
-        )
+        with sharding.activations(mesh):
+            grads, scores = accumulate(
+                loss_fn,
+                state.params,
+                images,
+                labels,
+                key,
+                config.optim.accumulate,
+                shardings.params,
+            )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         average = state.average
@@ -74,9 +83,9 @@ def build(
         train_step,
         # debug_nans runs a failed step again, which needs its input.
         donate_argnums=() if config.debug_nans else (0,),
-        in_shardings=(everywhere, meshes.batched(mesh)),
-        out_shardings=everywhere,
-        compiler_options=compiler.options(),
+        in_shardings=(shardings, meshes.batched(mesh)),
+        out_shardings=(shardings, everywhere),
+        compiler_options=compiler.options(mesh.devices.flat[0].platform),
     )
 
 
@@ -93,7 +102,9 @@ def prepare(
     return device_ops.normalize(images, config.data.mean, config.data.std), labels
 
 
-def accumulate(loss_fn, params, images, labels, key, microbatches: int):
+def accumulate(
+    loss_fn, params, images, labels, key, microbatches: int, shardings: dict | None
+):
     """Averages the gradients of a batch's microbatches.
 
     Args:
@@ -103,11 +114,20 @@ def accumulate(loss_fn, params, images, labels, key, microbatches: int):
       labels: (B, classes).
       key: of dropout.
       microbatches: how many; divides B.
+      shardings: of the parameters, which the gradients take on as soon as they are
+        there, so that no device holds all of them; None to leave it to the compiler.
 
     Returns:
       Gradients and scores of the whole batch.
     """
-    grad_fn = jax.grad(loss_fn, has_aux=True)
+    derive = jax.grad(loss_fn, has_aux=True)
+
+    def grad_fn(*args):
+        grads, scores = derive(*args)
+        if shardings is not None:
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+        return grads, scores
+
     if microbatches == 1:
         return grad_fn(params, images, labels, key)
 

@@ -1,0 +1,128 @@
+"""What a config computes on a mesh: the same for a run and for the compile verb."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax import config as configuration
+from vit_jax import models
+from vit_jax.data import ops
+from vit_jax.parallel import mesh as meshes
+from vit_jax.parallel import sharding
+from vit_jax.training import optim
+from vit_jax.training import state as states
+from vit_jax.training import step as steps
+
+
+class Program(NamedTuple):
+    """A training run's functions, and the form and place of their arrays.
+
+    Attributes:
+      model: network.
+      total: steps of the run.
+      epoch: steps an epoch, not always whole.
+      rate: learning rate as a function of the step.
+      tx: optimiser.
+      init: draws the initial parameters; call it under jit with `shardings.params`.
+      create: builds the first state from parameters; under jit with `shardings`.
+      shapes: the state with a jax.ShapeDtypeStruct for each array.
+      shardings: the state with a NamedSharding for each array.
+      step: see `training.step.build`.
+      batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
+    """
+
+    model: models.Model
+    total: int
+    epoch: float
+    rate: optim.Schedule
+    tx: optax.GradientTransformation
+    init: Callable[[], dict]
+    create: Callable[[dict], states.TrainState]
+    shapes: states.TrainState
+    shardings: states.TrainState
+    step: steps.Step
+    batch_shapes: dict[str, jax.ShapeDtypeStruct]
+
+    def start(self) -> states.TrainState:
+        """Returns the first state, each part drawn on the devices that hold it."""
+        create = jax.jit(lambda: self.create(self.init()), out_shardings=self.shardings)
+        return create()
+
+    def start_from(self, params: dict) -> states.TrainState:
+        """Returns the first state of a run with given parameters.
+
+        Args:
+          params: on the host, the same on all processes; only their parts are sent.
+        """
+        create = jax.jit(self.create, out_shardings=self.shardings, donate_argnums=0)
+        return create(jax.device_put(params, self.shardings.params))
+
+
+def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
+    """Builds the program of a run; computes nothing yet.
+
+    Args:
+      config: complete config.
+      mesh: from `meshes.create`, of devices that are here or of a topology.
+      examples: size of the training split.
+
+    Raises:
+      UserError: the batch, the model or the rules do not fit the mesh or each other.
+    """
+    data = config.data
+    meshes.check_batch(config.batch_size, config.optim.accumulate, mesh)
+    total = configuration.total_steps(config, examples)
+    epoch = examples / config.batch_size
+    model = models.create(
+        **config.model,
+        classes=data.classes,
+        image_size=data.image_size,
+        channels=data.channels,
+    )
+    init = functools.partial(states.init_params, model, config.seed)
+    params = jax.eval_shape(init)
+    rate = optim.schedule(config, total, epoch)
+    tx = optim.optimizer(config, params, rate, total, epoch)
+    create = functools.partial(states.create, tx=tx, config=config)
+    shapes = jax.eval_shape(create, params)
+    shardings = sharding.like(
+        shapes,
+        sharding.parameters(
+            params, mesh, config.sharding.rules, config.sharding.smallest
+        ),
+    )
+    device_ops = ops.parse_train(data.ops, data.image_size).device
+    step = steps.build(model, tx, rate, device_ops, config, mesh, shardings)
+    return Program(
+        model=model,
+        total=total,
+        epoch=epoch,
+        rate=rate,
+        tx=tx,
+        init=init,
+        create=create,
+        shapes=shapes,
+        shardings=shardings,
+        step=step,
+        batch_shapes=_batch_shapes(config, mesh),
+    )
+
+
+def _batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    data, place = config.data, meshes.batched(mesh)
+    rows = config.batch_size
+    forms = {
+        "image": ((rows, *data.image_size, data.channels), np.uint8),
+        "label": ((rows,), np.int32),
+        "index": ((rows,), np.uint32),
+    }
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        for name, (shape, dtype) in forms.items()
+    }
