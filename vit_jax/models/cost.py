@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from vit_jax.models import layers, resnet
+from vit_jax.models import encoder, resnet
 from vit_jax.models.registry import Model
 
 # Primitives that run what they hold once. Any other that holds a product is an error.
@@ -23,7 +23,7 @@ _CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
 _OPAQUE = ("pallas_call", "ffi_call", "ragged_dot", "dot_product_attention")
 
 # What repeats in a model; traced once for all that are equal.
-_UNITS = (layers.Block, resnet.PreActivationUnit, resnet.PostActivationUnit)
+_UNITS = (encoder.Block, resnet.PreActivationUnit, resnet.PostActivationUnit)
 
 # A batch that no other axis is a multiple of, so that it tells what grows with it: it is
 # prime, and larger than other axes are.

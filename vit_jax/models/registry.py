@@ -11,10 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.errors import UserError
-from vit_jax.models import positions, variants, vit
+from vit_jax.models import attention as ways
+from vit_jax.models import positions, remat, stacking, variants, vit
 from vit_jax.models.resnet import ResNet
 
 Params = dict  # Nested: name to arrays or to further dicts.
+
+# Options that change how an encoder is computed, and neither its parameters on disk nor
+# what they mean.
+EXECUTION = ("scan", "remat", "attention", "platform")
+# What follows from those.
+_FOLLOWS = {"way", "merge"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +45,19 @@ class Model:
         """Patches down and across."""
         return tuple(math.ceil(side / self.patch) for side in self.image_shape[:2])
 
+    @property
+    def stacked(self) -> bool:
+        """Whether its parameters are in the layout of a scan, see stacking."""
+        return getattr(self.module, "scan", False)
+
     def init(self, key: jax.Array) -> Params:
-        """Draws initial parameters, a nested dict of float32 arrays."""
+        """Draws initial parameters, a nested dict of float32 arrays.
+
+        They are the same with and without a scan, which has them stacked.
+        """
         images = jnp.zeros((1, *self.image_shape))
-        return self.module.init(key, images)["params"]
+        params = self.module.init(key, images)["params"]
+        return stacking.stack(params) if self.stacked else params
 
     def apply(
         self,
@@ -73,6 +89,7 @@ def create(
     classes: int,
     image_size: Sequence[int] = (224, 224),
     channels: int = 3,
+    platform: str = "",
     **options,
 ) -> Model:
     """Builds a model by name.
@@ -82,7 +99,8 @@ def create(
       classes: width of the classifier; 0 is none.
       image_size: height and width of the input, in pixels.
       channels: of the input.
-      **options: `width`, `depth`, `heads` and `mlp_dim` of the encoder, `blocks` and
+      platform: where it will run, "cpu", "gpu" or "tpu"; "" is JAX's default backend.
+      **options: `attention`, one of attention.NAMES; `width`, `depth`, `heads` and `mlp_dim` of the encoder, `blocks` and
         `stem_width` of the ResNet, which replace the variant's numbers unless 0 or
         (0,); and the further attributes of `vit.VisionTransformer` or `resnet.ResNet`.
 
@@ -104,6 +122,7 @@ def create(
         build = functools.partial(vit.VisionTransformer, patch=parsed.patch)
         known = _fields(vit.VisionTransformer) - {"patch"}
         known -= set() if parsed.resnet else {"blocks", "stem_width"}
+        known = (known - _FOLLOWS) | {"attention"}
     else:
         build, known = ResNet, _fields(ResNet)
     if unknown := sorted(options.keys() - known):
@@ -111,12 +130,37 @@ def create(
             f"model option {unknown[0]}={options[unknown[0]]!r} is not one of "
             f"{variant}; it takes {', '.join(sorted(known))}"
         )
+    attention = options.pop("attention", "auto")
     module = build(**options)
-    if parsed.size:
-        _check_encoder(module)
-    used = {name: getattr(module, name) for name in sorted(known)}
+    used = {name: getattr(module, name) for name in sorted(known - {"attention"})}
     used |= {"variant": variant, "image_size": tuple(image_size), "channels": channels}
+    if parsed.size:
+        used |= {"attention": attention, "platform": platform}
+        _check_encoder(module)
+        tokens = math.prod(side // patch for side in image_size) + _extra(module)
+        module = _placed(module, attention, platform or jax.default_backend(), tokens)
     return Model(module, used, (*image_size, channels), patch)
+
+
+def _placed(
+    module: vit.VisionTransformer, attention: str, platform: str, tokens: int
+) -> vit.VisionTransformer:
+    """Returns the network as it is best computed on a platform."""
+    way = ways.choose(
+        attention,
+        platform=platform,
+        dtype=module.dtype,
+        tokens=tokens,
+        head_width=module.width // module.heads,
+        relative=module.posemb == "relative",
+    )
+    return module.clone(way=way, merge=platform == "cpu")
+
+
+def _extra(module: vit.VisionTransformer) -> int:
+    """Returns the number of tokens in front of the patches."""
+    class_token = module.head == "token" or module.class_token
+    return class_token + module.distillation
 
 
 def _numbers(parsed: variants.Variant, options: dict) -> dict:
@@ -161,6 +205,7 @@ def _check_encoder(module: vit.VisionTransformer) -> None:
         ("head", vit.HEADS),
         ("posemb", positions.KINDS),
         ("posemb_at", positions.PLACES),
+        ("remat", remat.POLICIES),
     ):
         if getattr(module, name) not in known:
             raise UserError(

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-_ENCODER = "Transformer"
-_STACKED = "encoderblock"
-_BLOCK = re.compile(rf"{_STACKED}_(\d+)")
+ENCODER, STACKED = "Transformer", "encoderblock"
+_BLOCK = re.compile(rf"{STACKED}_(\d+)")
 
 
 def stack(params: Mapping) -> dict:
@@ -32,7 +32,7 @@ def stack(params: Mapping) -> dict:
         return dict(params)
     trees = [blocks[i] for i in range(len(blocks))]
     stacked = jax.tree.map(lambda *leaves: _stack(leaves), *trees)
-    return {**params, _ENCODER: {**others, _STACKED: stacked}}
+    return {**params, ENCODER: {**others, STACKED: stacked}}
 
 
 def unstack(params: Mapping) -> dict:
@@ -45,17 +45,17 @@ def unstack(params: Mapping) -> dict:
     Returns:
       The same with the blocks one by one.
     """
-    encoder = params.get(_ENCODER, {})
-    if _STACKED not in encoder:
+    encoder = params.get(ENCODER, {})
+    if STACKED not in encoder:
         return dict(params)
-    stacked = encoder[_STACKED]
+    stacked = encoder[STACKED]
     depth = jax.tree.leaves(stacked)[0].shape[0]
     blocks = {
-        f"{_STACKED}_{i}": jax.tree.map(lambda leaf, i=i: _layer(leaf, i), stacked)
+        f"{STACKED}_{i}": jax.tree.map(lambda leaf, i=i: _layer(leaf, i), stacked)
         for i in range(depth)
     }
-    others = {name: value for name, value in encoder.items() if name != _STACKED}
-    return {**params, _ENCODER: {**others, **blocks}}
+    others = {name: value for name, value in encoder.items() if name != STACKED}
+    return {**params, ENCODER: {**others, **blocks}}
 
 
 def convert(tree: object, function: Callable[[Mapping], dict]) -> object:
@@ -71,7 +71,7 @@ def convert(tree: object, function: Callable[[Mapping], dict]) -> object:
     """
 
     def is_params(node):
-        return isinstance(node, Mapping) and _ENCODER in node
+        return isinstance(node, Mapping) and ENCODER in node
 
     return jax.tree.map(
         lambda node: function(node) if is_params(node) else node,
@@ -82,13 +82,13 @@ def convert(tree: object, function: Callable[[Mapping], dict]) -> object:
 
 def is_stacked(path: str) -> bool:
     """Tells whether a parameter of this path has the leading axis of the blocks."""
-    return f"{_ENCODER}/{_STACKED}/" in path
+    return f"{ENCODER}/{STACKED}/" in path
 
 
 def _split(params: Mapping) -> tuple[dict[int, Mapping], dict]:
     """Returns the blocks by number, and the encoder's other parameters."""
     blocks, others = {}, {}
-    for name, value in params.get(_ENCODER, {}).items():
+    for name, value in params.get(ENCODER, {}).items():
         match = _BLOCK.fullmatch(name)
         if match:
             blocks[int(match[1])] = value
@@ -101,7 +101,8 @@ def _stack(leaves):
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
-    return jnp.stack(leaves)
+    # What was read from a file stays on the host.
+    return np.stack(leaves) if isinstance(first, np.ndarray) else jnp.stack(leaves)
 
 
 def _layer(leaf, i):

@@ -4,86 +4,18 @@ Parameters are named and shaped as in the published Google checkpoints.
 Letters: B images, Y by X pixels, C channels, N tokens, D model width, L classes.
 """
 
+import functools
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.models import resnet
-from vit_jax.models.layers import Block, LayerNorm, MapHead, classify
-from vit_jax.models.positions import AddPositions
+from vit_jax.models.encoder import Block, Encoder
+from vit_jax.models.layers import MapHead, classify
+from vit_jax.models.pointwise import LayerNorm
 
 HEADS = ("token", "gap", "map", "none")
-
-
-class Encoder(nn.Module):
-    """Position embeddings, the blocks and the final LayerNorm.
-
-    Attributes:
-      grid: patches down and across.
-      extra: tokens in front of the patches.
-      final_norm: whether the LayerNorm after the last block is there.
-      others: as VisionTransformer.
-    """
-
-    grid: tuple[int, int]
-    extra: int
-    final_norm: bool
-    depth: int
-    heads: int
-    mlp_dim: int
-    posemb: str
-    posemb_at: str
-    dropout: float
-    stochastic_depth: float
-    gelu: str
-    epsilon: float
-    dtype: str
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B N D"], *, train: bool = False
-    ) -> Float[Array, "B N D"]:
-        """Returns the normalised tokens of the last block."""
-
-        def positions(name):
-            return AddPositions(self.posemb, self.grid, self.extra, name=name)
-
-        if self.posemb_at != "every":
-            add = positions("posembed_input")
-        for i in range(self.depth):
-            if self.posemb_at == "every":
-                add = positions(f"posembed_{i}")
-            if i == 0 or self.posemb_at != "stem":
-                x = add(x)
-            if i == 0:
-                x = nn.Dropout(self.dropout, deterministic=not train)(x)
-            x = Block(
-                heads=self.heads,
-                hidden=self.mlp_dim,
-                dropout=self.dropout,
-                drop_path=self.stochastic_depth * i / max(1, self.depth - 1),
-                gelu=self.gelu,
-                epsilon=self.epsilon,
-                dtype=self.dtype,
-                name=f"encoderblock_{i}",
-            )(x, self._relative(x, i), train=train)
-        if not self.final_norm:
-            return x
-        return LayerNorm(self.epsilon, self.dtype, name="encoder_norm")(x)
-
-    def _relative(self, x, layer):
-        """Returns a layer's key for each offset of two tokens, if it has them."""
-        if self.posemb != "relative":
-            return None
-        name = "relative_embedding"
-        if self.posemb_at == "every":
-            name = f"{name}_{layer}"
-        elif layer:
-            return self.get_variable("params", name).astype(x.dtype)
-        _, N, D = x.shape
-        shape = (self.heads, 2 * N - 1, D // self.heads)
-        init = nn.initializers.normal(0.02)
-        return self.param(name, init, shape, jnp.float32).astype(x.dtype)
 
 
 class VisionTransformer(nn.Module):
@@ -117,6 +49,10 @@ class VisionTransformer(nn.Module):
       gelu: "tanh" or "erf".
       epsilon: of the LayerNorms.
       dtype: of the computation; parameters and logits are float32.
+      scan: whether the blocks run as one scan over stacked parameters, see stacking.
+      remat: what blocks keep for the backward pass, a name of remat.POLICIES.
+      way: of attention in the encoder, one of attention.WAYS.
+      merge: see layers.merge_tokens.
     """
 
     classes: int
@@ -140,6 +76,10 @@ class VisionTransformer(nn.Module):
     gelu: str = "tanh"
     epsilon: float = 1e-6
     dtype: str = "float32"
+    scan: bool = False
+    remat: str = "none"
+    way: str = "einsum"
+    merge: bool = True
 
     @nn.compact
     def __call__(
@@ -175,20 +115,32 @@ class VisionTransformer(nn.Module):
         tokens = [jnp.broadcast_to(t.astype(x.dtype), (B, 1, D)) for t in tokens]
         x = jnp.concatenate([*tokens, x], axis=1)
 
+        block = functools.partial(
+            Block,
+            heads=self.heads,
+            hidden=self.mlp_dim,
+            dropout=self.dropout,
+            gelu=self.gelu,
+            epsilon=self.epsilon,
+            dtype=self.dtype,
+            way=self.way,
+            merge=self.merge,
+        )
         x = Encoder(
+            block=block,
             grid=tuple(grid),
             extra=len(tokens),
             final_norm=not self.pooled_norm,
             depth=self.depth,
             heads=self.heads,
-            mlp_dim=self.mlp_dim,
             posemb=self.posemb,
             posemb_at=self.posemb_at,
             dropout=self.dropout,
             stochastic_depth=self.stochastic_depth,
-            gelu=self.gelu,
             epsilon=self.epsilon,
             dtype=self.dtype,
+            scan=self.scan,
+            remat=self.remat,
             name="Transformer",
         )(x, train=train)
         return self._classify(x, len(tokens))
