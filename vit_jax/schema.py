@@ -108,6 +108,10 @@ _ENCODER = {
     "stochastic_depth": 0.0,  # Drop rate of the last block; 0 at the first, linear.
     "gelu": "tanh",  # "tanh" (Google's) or "erf" (timm, Hugging Face).
     "epsilon": 1e-6,  # Of the LayerNorms.
+    # How it is computed; the same results, parameters and checkpoints in any case.
+    "scan": False,  # One trace of a block for all: compiles faster, needs more memory.
+    "remat": "none",  # What a block computes again, see models/remat.py.
+    "attention": "auto",  # Or "einsum", "cudnn" (NVIDIA GPUs), "splash" (TPUs).
 }
 _STEM = {
     "blocks": (0,),  # Units of each stage and features of the root, which replace
@@ -160,6 +164,9 @@ CHOICES = {
     ("model", "posemb_at"): {"stem": {}, "every": {}, "shared": {}},
     ("model", "gelu"): {"tanh": {}, "erf": {}},
     ("model", "dtype"): {"float32": {}, "bfloat16": {}},
+    # From most memory to most computing.
+    ("model", "remat"): {"none": {}, "dots": {}, "attention": {}, "full": {}},
+    ("model", "attention"): {"auto": {}, "einsum": {}, "cudnn": {}, "splash": {}},
     ("optim", "moment_dtype"): {"float32": {}, "bfloat16": {}},
     ("loss", "name"): {"softmax": {}, "sigmoid": {}},
     ("data", "on_error"): {"raise": {}, "skip": {}},

@@ -9,6 +9,7 @@ import jax
 
 from vit_jax import models
 from vit_jax.errors import UserError
+from vit_jax.models import stacking
 from vit_jax.weights import surgery, workdir
 from vit_jax.weights.formats import files, recognise
 from vit_jax.weights.places import fetch
@@ -132,19 +133,23 @@ def load(
       UserError: nothing to load there, or it does not fit the model.
     """
     init = init or functools.partial(model.init, jax.random.key(0))
+
+    def initial():
+        return stacking.unstack(init())  # As every checkpoint is.
+
     found = open_pretrained(place, average=average, heads=model.options.get("heads", 0))
     source = models.create(**found.options)
     try:
         params, rows = surgery.fit(
             found.params,
-            jax.eval_shape(init),
+            jax.eval_shape(initial),
             grid=model.grid,
             old_grid=source.grid,
             head=head,
             head_bias=head_bias,
             init_allow=init_allow,
             posemb_resize=posemb_resize,
-            init=lambda: jax.device_get(jax.jit(init)()),
+            init=lambda: jax.device_get(jax.jit(initial)()),
         )
     except UserError as error:
         theirs, ours = (
@@ -159,6 +164,8 @@ def load(
         Row("differs", f"{key} {old} in the checkpoint, {new} in the model")
         for key, old, new in _differences(source.options, model.options)
     ]
+    if model.stacked:
+        params = stacking.stack(params)
     return Loaded(params, tuple(rows), found)
 
 
