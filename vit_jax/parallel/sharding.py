@@ -173,13 +173,14 @@ def _spec(
     fsdp = mesh.shape["fsdp"]
     if fsdp > 1 and math.prod(shape) >= smallest:
         free = [i for i, name in enumerate(spec) if not name and not shape[i] % fsdp]
-        if not free:
+        if not free and not any(spec):
             raise UserError(
                 f"mesh.fsdp={fsdp} divides no axis of {path} {_by(shape)}: set "
                 "mesh.fsdp to a number that does, or leave it whole by "
                 f"sharding.rules=('{re.escape(path)}$ -> -',)"
             )
-        spec[max(free, key=lambda i: shape[i])] = "fsdp"
+        for i in sorted(free, key=lambda i: shape[i])[-1:]:
+            spec[i] = "fsdp"
     return (*depth, *spec)
 
 

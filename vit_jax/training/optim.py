@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 from vit_jax import config as configuration
 from vit_jax.errors import UserError
+from vit_jax.models import stacking
 
 Schedule = Callable[[jax.Array | int], jax.Array | float]
 
@@ -105,7 +107,7 @@ def optimizer(
 
     Args:
       config: complete config; `config.optim` is read.
-      params: model parameters, as arrays or shapes; only their paths count.
+      params: model parameters, as arrays or shapes, in either layout of the blocks.
       rate: from `schedule`.
       total_steps: length of the run.
       steps_per_epoch: training examples by batch size.
@@ -134,7 +136,7 @@ def optimizer(
         )
     if optim.weight_decay:
         mask = match(params, optim.decay_mask, "optim.decay_mask")
-        chain.append(optax.add_decayed_weights(optim.weight_decay, mask))
+        chain.append(_decay(optim.weight_decay, mask))
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
@@ -151,19 +153,23 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
     """Marks the parameters whose path matches any of the regular expressions.
 
     Args:
-      params: nested dict; a path is "Transformer/encoderblock_0/.../kernel".
+      params: nested dict of arrays or shapes; a path is
+        "Transformer/encoderblock_0/.../kernel", also where blocks are stacked.
       patterns: searched for, not anchored.
       name: config key that holds them, for the message.
 
     Returns:
-      Nested dict of bools.
+      Nested dict of bools; of stacked blocks that are not alike, an array that
+      broadcasts against the parameter.
 
     Raises:
       UserError: an expression matches nothing, or is not a regular expression.
     """
-    paths = [
-        "/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(params)
+    leaves = [
+        (_paths("/".join(k.key for k in keys), leaf), leaf)
+        for keys, leaf in jax.tree.leaves_with_path(params)
     ]
+    paths = [path for layers, _ in leaves for path in layers]
     for pattern in patterns:
         try:
             matched = any(re.search(pattern, path) for path in paths)
@@ -176,8 +182,39 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
                 f"{name}: {pattern!r} matches none of the {len(paths)} parameters, "
                 f"such as {paths[0]}"
             )
-    marks = [any(re.search(pattern, path) for pattern in patterns) for path in paths]
+    marks = []
+    for layers, leaf in leaves:
+        marked = [any(re.search(p, path) for p in patterns) for path in layers]
+        if len(set(marked)) > 1:
+            marked = [np.reshape(marked, (-1,) + (1,) * (leaf.ndim - 1))]
+        marks.append(marked[0])
     return jax.tree.unflatten(jax.tree.structure(params), marks)
+
+
+def _paths(path: str, leaf) -> list[str]:
+    """Returns the path of each layer of a parameter."""
+    if not stacking.is_stacked(path):
+        return [path]
+    stacked = f"/{stacking.STACKED}/"
+    return [
+        path.replace(stacked, f"/{stacking.STACKED}_{i}/") for i in range(leaf.shape[0])
+    ]
+
+
+def _decay(weight: float, mask: dict) -> optax.GradientTransformation:
+    """Adds `weight` times what is masked of the parameters."""
+    plain = optax.add_decayed_weights(weight, jax.tree.map(np.any, mask))
+
+    def update(updates, state, params):
+        updates = jax.tree.map(
+            lambda u, p, m: u + weight * p * m if np.any(m) else u,
+            updates,
+            params,
+            mask,
+        )
+        return updates, state
+
+    return optax.GradientTransformation(plain.init, update)
 
 
 def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
@@ -187,7 +224,7 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
         del params
         frozen = jnp.asarray(True) if not until else state.count < until
         updates = jax.tree.map(
-            lambda u, m: jnp.where(frozen, jnp.zeros_like(u), u) if m else u,
+            lambda u, m: jnp.where(frozen & m, 0, u) if np.any(m) else u,
             updates,
             mask,
         )

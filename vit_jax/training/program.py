@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from vit_jax import config as configuration
 from vit_jax import models
 from vit_jax.data import ops
+from vit_jax.models import stacking
 from vit_jax.parallel import mesh as meshes
 from vit_jax.parallel import sharding
 from vit_jax.training import optim
@@ -33,6 +34,8 @@ class Program(NamedTuple):
       create: builds the first state from parameters; under jit with `shardings`.
       shapes: the state with a jax.ShapeDtypeStruct for each array.
       shardings: the state with a NamedSharding for each array.
+      disk_shapes, disk_shardings: the same of what is on disk, where the encoder's
+        blocks lie one by one also if `model.scan` has them stacked.
       step: see `training.step.build`.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
     """
@@ -46,6 +49,8 @@ class Program(NamedTuple):
     create: Callable[[dict], states.TrainState]
     shapes: states.TrainState
     shardings: states.TrainState
+    disk_shapes: states.TrainState
+    disk_shardings: states.TrainState
     step: steps.Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
 
@@ -58,10 +63,37 @@ class Program(NamedTuple):
         """Returns the first state of a run with given parameters.
 
         Args:
-          params: on the host, the same on all processes; only their parts are sent.
+          params: as on disk, in the host's memory, the same on all processes; only
+            their parts are sent.
         """
-        create = jax.jit(self.create, out_shardings=self.shardings, donate_argnums=0)
-        return create(jax.device_put(params, self.shardings.params))
+        create = jax.jit(
+            lambda params: self.create(self._rolled(params)),
+            out_shardings=self.shardings,
+            donate_argnums=() if self.model.stacked else 0,
+        )
+        return create(jax.device_put(params, self.disk_shardings.params))
+
+    def disk_init(self) -> dict:
+        """Draws the initial parameters as they are on disk."""
+        return stacking.unstack(self.init())
+
+    def to_disk(self, state: states.TrainState) -> states.TrainState:
+        """Returns the state as it is on disk; the one given stays."""
+        if not self.model.stacked:
+            return state
+        unstack = functools.partial(stacking.convert, function=stacking.unstack)
+        return jax.jit(unstack, out_shardings=self.disk_shardings)(state)
+
+    def from_disk(self, state: states.TrainState) -> states.TrainState:
+        """Undoes `to_disk`."""
+        if not self.model.stacked:
+            return state
+        return jax.jit(self._rolled, out_shardings=self.shardings)(state)
+
+    def _rolled(self, tree):
+        if not self.model.stacked:
+            return tree
+        return stacking.convert(tree, stacking.stack)
 
 
 def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
@@ -84,6 +116,7 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
         classes=data.classes,
         image_size=data.image_size,
         channels=data.channels,
+        platform=mesh.devices.flat[0].platform,
     )
     init = functools.partial(states.init_params, model, config.seed)
     params = jax.eval_shape(init)
@@ -91,12 +124,9 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
     tx = optim.optimizer(config, params, rate, total, epoch)
     create = functools.partial(states.create, tx=tx, config=config)
     shapes = jax.eval_shape(create, params)
-    shardings = sharding.like(
-        shapes,
-        sharding.parameters(
-            params, mesh, config.sharding.rules, config.sharding.smallest
-        ),
-    )
+    disk_shapes = stacking.convert(shapes, stacking.unstack)
+    place = functools.partial(_place, config=config, mesh=mesh)
+    shardings, disk_shardings = place(shapes), place(disk_shapes)
     device_ops = ops.parse_train(data.ops, data.image_size).device
     step = steps.build(model, tx, rate, device_ops, config, mesh, shardings)
     return Program(
@@ -109,9 +139,19 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
         create=create,
         shapes=shapes,
         shardings=shardings,
+        disk_shapes=disk_shapes,
+        disk_shardings=disk_shardings,
         step=step,
         batch_shapes=_batch_shapes(config, mesh),
     )
+
+
+def _place(
+    shapes: states.TrainState, config: ConfigDict, mesh: Mesh
+) -> states.TrainState:
+    rules, smallest = config.sharding.rules, config.sharding.smallest
+    params = sharding.parameters(shapes.params, mesh, rules, smallest)
+    return sharding.like(shapes, params)
 
 
 def _batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
