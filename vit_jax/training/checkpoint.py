@@ -3,8 +3,9 @@
 import logging
 import os
 import pathlib
-import re
 import shutil
+import time
+from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -13,23 +14,42 @@ from orbax.checkpoint import v1 as ocp
 from vit_jax import config as configuration
 from vit_jax.data.sources import Source
 from vit_jax.errors import Preempted, UserError
+from vit_jax.parallel import distributed
+from vit_jax.training import resuming, saving
 from vit_jax.training.state import TrainState
 from vit_jax.weights import workdir as layout
 
-_policies = ocp.training.preservation_policies
+
+class Restored(NamedTuple):
+    """What a start goes on from.
+
+    Attributes:
+      state: on the devices.
+      step: optimiser steps taken.
+      seconds: trained before.
+      notes: lines for the log.
+    """
+
+    state: TrainState
+    step: int
+    seconds: float
+    notes: list[str]
 
 
 class Checkpointer:
     """Saves and restores the state of one run under `workdir/checkpoints`.
 
-    A save that is killed leaves a temporary folder, which the next start removes; the
-    step before it stays the latest. Use as a context manager: leaving it waits for the
-    save in progress.
+    A save that is killed or fails leaves the step before it the latest; what it wrote
+    is removed. A failure is said aloud and does not end the run: the next interval
+    tries again. Use as a context manager: leaving it waits for the save in progress.
 
     Args:
       workdir: folder of the run.
       config: complete config; goes with every checkpoint.
       source: training split; its size and class names go with every checkpoint.
+
+    Attributes:
+      failures: saves of this start that failed.
     """
 
     def __init__(
@@ -40,48 +60,42 @@ class Checkpointer:
     ):
         self._workdir = workdir
         self._folder = layout.absolute(workdir) / layout.FOLDER
+        self._keep = config.keep
         self._about = {
             "config": configuration.to_json(config),
             "class_names": list(source.class_names),
             "examples": len(source),
+            layout.SUMMED: True,
         }
+        self.failures = 0
         self._saving = None
         self._last = self.latest  # Finished or under way.
+        self._good = time.monotonic()  # When it was finished, or this start began.
         logging.getLogger("absl").addFilter(_not_of_a_failed_save)
-        keep = [_policies.LatestN(config.keep.last)]
-        if config.keep.every:
-            keep.append(_policies.EveryNSteps(config.keep.every))
-        self._orbax = ocp.training.Checkpointer(
-            self._folder,
-            # The loop says when: at its interval, at the end and on preemption.
-            save_decision_policy=ocp.training.save_decision_policies.AnySavePolicy([]),
-            preservation_policy=_policies.AnyPreservationPolicy(keep),
-            cleanup_tmp_directories=True,
-        )
+        if jax.process_index() == 0:
+            saving.remove_unfinished(self._folder, layout.is_finished)
 
     @property
     def latest(self) -> int | None:
         """The newest finished step, or None."""
-        # From the disk: Orbax counts a save as soon as it begins.
         return max(layout.steps(self._workdir), default=None)
 
-    def restore(
-        self, shapes: TrainState, shardings: TrainState
-    ) -> tuple[TrainState, float]:
-        """Reads the latest checkpoint.
+    def restore(self, shapes: TrainState, shardings: TrainState) -> Restored:
+        """Reads the latest checkpoint that is intact; says so if it is not the latest.
 
         Args:
           shapes: the state as `jax.eval_shape` gives it.
           shardings: of each of its arrays, whatever they were when it was saved.
 
         Returns:
-          The state, and the seconds that had been trained when it was saved.
+          The state and what goes with it.
 
         Raises:
-          UserError: the data set has changed since then.
+          UserError: the data set has changed since then, or no checkpoint is intact.
         """
-        latest = self.latest  # Each look lists the folder.
-        stored = self._orbax.metadata(latest).custom_metadata
+        step, notes = resuming.newest_intact(self._workdir)
+        path = layout.path_of(self._workdir, step)
+        stored = ocp.metadata(path).custom_metadata
         for key, what in (("examples", "images"), ("class_names", "classes")):
             if stored[key] != self._about[key]:
                 raise UserError(
@@ -95,103 +109,120 @@ class Checkpointer:
             shapes,
             shardings,
         )
-        tree = self._orbax.load(latest, _as_tree(like))
-        return shapes.replace(**({"average": None} | tree)), stored["seconds"]
+        tree = ocp.load(path, _as_tree(like))
+        self._last = step
+        state = shapes.replace(**({"average": None} | tree))
+        notes = [*notes, f"resume: step {step} of {self._workdir}"]
+        return Restored(state, step, stored["seconds"], notes)
 
     def save(self, step: int, state: TrainState, seconds: float) -> None:
         """Begins to save, after the previous save has ended.
+
+        A failure, now or later, is printed and counted; `wait` and `demand` tell it.
 
         Args:
           step: optimiser steps taken.
           state: to save; it is copied before this returns.
           seconds: trained so far.
-
-        Raises:
-          UserError: there is not enough disk, before or while writing.
         """
         self.wait()
         if step == self._last:
             return
-        self._check_disk(state)
-        try:
-            self._saving = self._orbax.save_async(
-                step,
-                _as_tree(state),
-                force=True,
-                custom_metadata=self._about | {"seconds": seconds},
-            )
-            self._last = step
-        except OSError as error:
-            raise self._failed(error) from error
+        if self.failures and jax.process_index() == 0:
+            saving.remove_unfinished(self._folder, layout.is_finished)
+        self._last = step
+        self._saving = saving.Save(
+            layout.path_of(self._workdir, step),
+            _as_tree(state),
+            self._about | {"seconds": seconds},
+            self._lack_of_disk(state),
+            lambda reason: self._settle(step, reason),
+        )
 
-    def wait(self) -> None:
-        """Waits for the save in progress.
+    def wait(self) -> str | None:
+        """Waits for the save in progress; returns None or why the last one failed."""
+        if self._saving is None:
+            return None
+        reason = self._saving.result()
+        if reason is not None:
+            self._last = self.latest  # So that the same step may be tried again.
+        return reason
+
+    def demand(self, step: int, doing: str) -> None:
+        """Waits until a step is saved, because nothing comes after it.
+
+        Args:
+          step: optimiser steps taken, given to `save` before.
+          doing: for the message: what ends here.
 
         Raises:
-          UserError: it failed.
+          UserError: it could not be saved.
         """
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        try:
-            saving.result()
-        except Exception as error:
-            raise self._failed(error) from error
+        reason = self.wait()
+        if reason is not None and self.latest != step:
+            raise UserError(
+                f"{doing}, but step {step} could not be saved ({reason}): "
+                f"{self._remedy()}, then start again"
+            )
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         orderly = error is None or isinstance(error, Preempted)
-        if not orderly and jax.process_count() > 1:
-            # The other processes wait for the reason, and a save may take minutes; this
-            # process is about to end (parallel/together.py).
+        if orderly or jax.process_count() == 1:
+            self.wait()
+        # Else the other processes wait for the reason, and a save may take minutes; this
+        # process is about to end (parallel/together.py).
+
+    def _settle(self, step: int, reason: str | None) -> None:
+        """Ends a save, in its background: keeps what is to be kept, or says why not."""
+        first = jax.process_index() == 0
+        if reason is None:
+            self._good = time.monotonic()
+            if first:
+                self._remove_old()
             return
-        try:
-            try:
-                self.wait()
-            finally:
-                self._close()
-        except UserError:
-            if error is None:
-                raise
-
-    def _close(self) -> None:
-        try:
-            self._orbax.close()
-        except Exception as error:  # It raises a failed save once more.
-            raise self._failed(error) from error
-
-    def _check_disk(self, state: TrainState) -> None:
-        if "://" in str(self._folder):
-            return  # A bucket has no end.
-        # The new checkpoint is whole before an old one goes.
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        free = shutil.disk_usage(self._folder).free
-        if free < needed:
-            raise UserError(
-                f"not enough disk to save a checkpoint: it takes {_readable(needed)}, "
-                f"{self._folder} has {_readable(free)} free; {self._remedy()}"
+        self.failures += 1
+        if first:
+            saving.remove_unfinished(self._folder, layout.is_finished)
+            ago = time.monotonic() - self._good
+            resuming.say(
+                f"error: the checkpoint of step {step} could not be saved ({reason}); "
+                f"{self._remedy()}; training goes on and the next save tries again; "
+                f"{ago:.0f} s of training are not saved"
             )
 
-    def _failed(self, error: BaseException) -> UserError:
-        reason = " ".join(str(error).split())
-        # TensorStore names long paths before it comes to the point.
-        code = re.search(r"os_error_code='(\d+)'", reason)
-        reason = os.strerror(int(code[1])) if code else reason[:300]
-        return UserError(
-            f"the checkpoint could not be saved under {self._folder} ({reason}); "
-            f"{self._remedy()}"
-        )
+    def _remove_old(self) -> None:
+        steps = layout.steps(self._workdir)
+        for step in steps[: -self._keep.last]:
+            if not (self._keep.every and step % self._keep.every == 0):
+                saving.remove(layout.path_of(self._workdir, step))
+
+    def _lack_of_disk(self, state: TrainState) -> str | None:
+        """Returns what is missing, the same on all processes, or None."""
+        if "://" in str(self._folder):
+            return None  # A bucket has no end.
+        # The new checkpoint is whole before an old one goes.
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        there = next(p for p in (self._folder, *self._folder.parents) if p.exists())
+        try:
+            free = shutil.disk_usage(there).free
+        except OSError:
+            free = needed  # Let the save say what is the matter.
+        free = int(distributed.gather(free=free)["free"].min())
+        if free >= needed:
+            return None
+        return f"not enough disk: it takes {_readable(needed)}, {_readable(free)} free"
 
     def _remedy(self) -> str:
-        return f"{self.safe()}: free space or lower keep.last, then start again"
+        return f"{self.safe()}; free space or lower keep.last"
 
     def safe(self) -> str:
         """Says which checkpoint is good, for a message."""
         latest = self.latest
         if latest is None:
-            return "no checkpoint was saved before"
+            return f"there is no checkpoint in {self._workdir}"
         return f"the checkpoint of step {latest} is safe in {self._workdir}"
 
 
@@ -242,7 +273,13 @@ _MAY_CHANGE = (
     "sharding.",
     "evals.",
     "optim.accumulate",
+    "model.scan",
+    "model.remat",
+    "model.attention",
     "debug_nans",
+    "profile",
+    "slow_step",
+    "compilation_cache",
     "init:",
     "data.data_dir",
     "data.workers",
@@ -263,7 +300,7 @@ def _as_tree(state: TrainState) -> dict:
 
 
 def _not_of_a_failed_save(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that Orbax's threads log: `wait` raises the error."""
+    """Drops the tracebacks that Orbax's threads log: `_settle` says what went wrong."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 

@@ -12,23 +12,30 @@ from vit_jax import config as configuration
 from vit_jax.data import pipeline, sources
 from vit_jax.errors import Preempted
 from vit_jax.evaluation.suite import Suite
-from vit_jax.parallel import distributed
+from vit_jax.parallel import compilation_cache, distributed
 from vit_jax.parallel import mesh as meshes
 from vit_jax.report import result
+from vit_jax.report.laps import Laps
 from vit_jax.report.progress import Progress
+from vit_jax.report.startup import Startup
+from vit_jax.report.tracing import Trace
 from vit_jax.report.waiting import InputWait
 from vit_jax.report.writer import MetricWriter
-from vit_jax.training import checkpoint, guards
+from vit_jax.training import checkpoint, efficiency, guards
 from vit_jax.training import program as programs
+from vit_jax.training.ahead import Ahead
 from vit_jax.weights import start as start_weights
 
 
-def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
+def train(
+    config: ConfigDict, workdir: str | os.PathLike, startup: Startup | None = None
+) -> dict:
     """Trains, evaluates and reports; goes on where `workdir` holds a checkpoint.
 
     Args:
       config: complete config, from `vit_jax.config.load`.
       workdir: folder for checkpoints, metrics and the report.
+      startup: holds what was done before this call.
 
     Returns:
       What `report.json` holds: config, commit, devices, steps, wall_seconds,
@@ -40,23 +47,26 @@ def train(config: ConfigDict, workdir: str | os.PathLike) -> dict:
       Preempted: SIGTERM came and the state is saved.
     """
     with guards.clear_errors(config), guards.Preemption() as preemption:
-        return _train(config, workdir, preemption)
+        return _train(config, workdir, preemption, startup or Startup())
 
 
-def _train(config, workdir, preemption) -> dict:
+def _train(config, workdir, preemption, startup) -> dict:
     began, commit = time.perf_counter(), result.commit()  # Of the code that runs.
     data, every = config.data, config.every
     first_process = jax.process_index() == 0
     jax.config.update("jax_debug_nans", config.debug_nans)
     jax.config.update("jax_debug_infs", config.debug_nans)
+    uncached = compilation_cache.enable(config.compilation_cache)
 
     # Mesh.
     mesh = meshes.create(config.mesh.to_dict())
     part, parts = meshes.share(mesh)  # Of every batch, to load here.
     checkpoint.check_workdir(workdir, config)
+    startup.done("devices")
 
     # Data.
     source = sources.open_source(data, data.split)
+    startup.done("data")
 
     # Model, optimiser, step and evaluations.
     program = programs.build(config, mesh, len(source))
@@ -69,28 +79,36 @@ def _train(config, workdir, preemption) -> dict:
 
     with checkpoint.Checkpointer(workdir, config, source) as checkpoints:
         # State: created or restored in place, each part on the devices that hold it.
-        start, trained_seconds, notes = checkpoints.latest or 0, 0.0, []
-        if start:
-            state, trained_seconds = checkpoints.restore(
-                program.shapes, program.shardings
+        compiling = Ahead(program, debug_nans=config.debug_nans)
+        start, trained_seconds, notes = 0, 0.0, []
+        if checkpoints.latest:
+            state, start, trained_seconds, notes = checkpoints.restore(
+                program.disk_shapes, program.disk_shardings
             )
-            notes = [f"resume: step {start} of {workdir}"]
+            state = program.from_disk(state)
         elif config.init:
-            params, notes = start_weights.load(config, program.model, program.init)
+            params, notes = start_weights.load(
+                config, program.model, program.disk_init
+            )
             state = program.start_from(params)
         else:
             state = program.start()
 
         # Reports.
         progress = Progress(
-            start, total, config.batch_size, jax.device_count(), active=first_process
+            start,
+            total,
+            config.batch_size,
+            jax.device_count(),
+            active=first_process,
+            ideal=efficiency.ideal_seconds(program.model, mesh),
         )
         writer = MetricWriter(workdir, start, active=first_process)
         writer.text("config", json.dumps(configuration.to_json(config), indent=2))
         writer.text(
             "parameters",
             parameter_overview.get_parameter_overview(
-                program.shapes.params, include_stats=False
+                program.disk_shapes.params, include_stats=False
             ),
         )
         count = sum(x.size for x in jax.tree.leaves(program.shapes.params))
@@ -99,7 +117,8 @@ def _train(config, workdir, preemption) -> dict:
             f"{len(source):,} images, {total:,} steps of {config.batch_size} on "
             f"{jax.device_count()} x {jax.devices()[0].device_kind}; workdir {workdir}"
         )
-        for note in notes:
+        trace = Trace(config.profile, workdir, start, total, active=first_process)
+        for note in filter(None, (*notes, uncached, trace.note)):
             progress.say(note)
 
         def seconds():
@@ -112,13 +131,16 @@ def _train(config, workdir, preemption) -> dict:
             values = {k: float(v) for k, v in jax.device_get(metrics).items()}
             guards.check_finite(step, values, checkpoints)
             progress.done(step, wait.seconds)
+            if step == start + 1:
+                startup.done("first step")
+                progress.say(startup.line())
             return values
 
         def leave(step):
             """Saves and ends, as SIGTERM asks."""
             if step > start:
-                checkpoints.save(step, state, seconds())
-                checkpoints.wait()
+                checkpoints.save(step, program.to_disk(state), seconds())
+                checkpoints.demand(step, "SIGTERM")
             writer.close()
             saved = (
                 f"step {step} of {total} is saved" if step else "nothing to save yet"
@@ -160,15 +182,23 @@ def _train(config, workdir, preemption) -> dict:
         )
         if preemption.asked:  # Before the first step, which compiles, begins.
             leave(start)
+        startup.done("init")
+        train_step = compiling.step() if start < total else None
+        startup.done("compile")
         waiting = None  # The last step and its metrics, while the device is at it.
         # debug_nans runs a failed step again, operation by operation, which transfers.
         guard = "allow" if config.debug_nans else "disallow"
-        with batches, jax.transfer_guard(guard), wait:
+        laps = Laps(config.slow_step, jax.process_index())
+        with batches, jax.transfer_guard(guard), wait, trace:
             for step, batch in enumerate(wait.over(batches), start + 1):
+                laps.mark("input")
                 skipped += int(batch.pop("skipped").sum())
                 if step == 1:
                     writer.images("train/images", batch["image"], 0)
-                state, metrics = program.step(state, meshes.to_devices(batch, mesh))
+                batch = meshes.to_devices(batch, mesh)
+                laps.mark("host-to-device")
+                with trace.around(step):
+                    state, metrics = train_step(state, batch)
                 wait.began(metrics)
                 if waiting:
                     settle(*waiting)
@@ -179,24 +209,41 @@ def _train(config, workdir, preemption) -> dict:
                     map(due, ("log", "evaluate", "checkpoint"), [step] * 3)
                 ):
                     values, waiting = settle(*waiting), None
+                laps.mark("device step")
                 if due("log", step):
                     # The slowest input holds all up.
                     own = distributed.gather(skipped=skipped, waited=wait.seconds)
                     waited, lost = float(own["waited"].max()), int(own["skipped"].sum())
-                    speed = progress.log(step, values["loss"], values["rate"], waited)
-                    values |= speed | ({"skipped": lost} if lost else {})
+                    memory, own = efficiency.memory(), laps.report()
+                    speed = progress.log(
+                        step,
+                        values["loss"],
+                        values["rate"],
+                        waited,
+                        own["checkpoint_stall"],
+                        memory.get("memory_gib", 0.0),
+                    )
+                    values |= speed | own | memory | startup.news()
+                    values |= {"skipped": lost} if lost else {}
                     if batches.read_ahead and not advised:
                         advised = progress.advise(speed, data)
                     writer.scalars(step, {f"train/{k}": v for k, v in values.items()})
+                    laps.mark("logging")
                 if ending:
                     leave(step)
                 progress.pause()
                 if due("checkpoint", step):
-                    checkpoints.save(step, state, seconds())
+                    checkpoints.save(step, program.to_disk(state), seconds())
+                    laps.mark("checkpoint")
                 if due("evaluate", step):
                     final = evaluate(step)
+                    laps.mark("evaluation")
                 progress.resume()
-        checkpoints.wait()
+                for line in filter(None, (trace.after(step, metrics), laps.end(step))):
+                    progress.say(line)
+        if checkpoints.wait():
+            # Once more, some time later.
+            checkpoints.save(total, program.to_disk(state), seconds())
 
         # Report.
         skipped = int(distributed.gather(skipped=skipped)["skipped"].sum())
@@ -207,11 +254,12 @@ def _train(config, workdir, preemption) -> dict:
             "device_kind": jax.devices()[0].device_kind,
             "steps": total,
             "wall_seconds": round(seconds(), 3),
+            "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
             "images_per_second": round(progress.images_per_second, 3) or None,
             "skipped_images": skipped,
             "class_names": list(source.class_names),
             "final": final,
-            "params_sha256": result.params_sha256(state.params),
+            "params_sha256": result.params_sha256(program.to_disk(state).params),
         }
         if start >= total:
             progress.say(f"this run is finished ({total} steps): evaluating only")
@@ -224,4 +272,5 @@ def _train(config, workdir, preemption) -> dict:
             result.write(workdir, report)
         writer.close()
         progress.say("\n" + result.table(report))
+        checkpoints.demand(total, "the training is done and reported")
     return report

@@ -1,5 +1,6 @@
 """Parameters out of a training run's workdir (Orbax checkpoints)."""
 
+import contextlib
 import dataclasses
 import os
 
@@ -8,12 +9,15 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from vit_jax import models
 from vit_jax.data import host_ops, ops
 from vit_jax.errors import UserError
+from vit_jax.weights import intact
 from vit_jax.weights.preprocess import broadcast
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 FOLDER = "checkpoints"  # In the workdir; one folder a step below it.
+SUMMED = "checksums"  # In a checkpoint's metadata: it is unfinished without them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ def load(workdir: str | os.PathLike, *, average: bool = True) -> Checkpoint:
       The checkpoint.
 
     Raises:
-      UserError: there is no finished checkpoint.
+      UserError: there is no finished checkpoint, or the newest one is damaged.
     """
     workdir = epath.Path(workdir)
     if not has_checkpoint(workdir):
@@ -59,7 +63,8 @@ def load(workdir: str | os.PathLike, *, average: bool = True) -> Checkpoint:
             f"{workdir} has no finished checkpoint under {workdir / FOLDER}: "
             "give the workdir of a run that has saved one"
         )
-    path = _newest(workdir)
+    path = path_of(workdir, steps(workdir)[-1])
+    refuse_damage(path)
     stored = ocp.metadata(path)
     kind = "average" if average and "average" in stored.metadata else "params"
     target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), stored.metadata[kind])
@@ -93,7 +98,11 @@ def pretrained(workdir: str | os.PathLike, *, average: bool = True) -> Pretraine
     return Pretrained(
         params=found.params,
         options={
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in model.items()},
+            **{
+                k: tuple(v) if isinstance(v, list) else v
+                for k, v in model.items()
+                if k not in models.EXECUTION  # Of the place where it was trained.
+            },
             "classes": data["classes"],
             "image_size": tuple(data["image_size"]),
             "channels": data["channels"],
@@ -133,8 +142,20 @@ def _pair(size) -> tuple[int, int]:
 
 
 def read_config(workdir: str | os.PathLike) -> dict:
-    """Returns the config of the newest checkpoint as plain dicts."""
-    return ocp.metadata(_newest(workdir)).custom_metadata["config"]
+    """Returns the config of the newest checkpoint that can be read, as plain dicts.
+
+    Raises:
+      UserError: there are checkpoints, and none whose metadata is undamaged.
+    """
+    for step in reversed(steps(workdir)):
+        path = path_of(workdir, step)
+        if not intact.damage(path, data=False):
+            with contextlib.suppress(Exception):  # Of an old one, without checksums.
+                return ocp.metadata(path).custom_metadata["config"]
+    raise UserError(
+        f"no checkpoint under {absolute(workdir) / FOLDER} is intact: move that folder "
+        "away to begin anew"
+    )
 
 
 def steps(workdir: str | os.PathLike) -> list[int]:
@@ -142,7 +163,37 @@ def steps(workdir: str | os.PathLike) -> list[int]:
     folder = epath.Path(workdir) / FOLDER
     if not folder.is_dir():
         return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal())
+    named = [p for p in absolute(workdir).joinpath(FOLDER).iterdir()]
+    named = [p for p in named if p.name.isdecimal()]
+    return sorted(int(p.name) for p in named if is_finished(p))
+
+
+def is_finished(path: epath.Path) -> bool:
+    """Tells whether all of a checkpoint was written; it may be damaged since."""
+    if intact.has_sums(path):
+        return True
+    try:
+        return not ocp.metadata(path).custom_metadata.get(SUMMED, False)
+    except Exception:  # noqa: BLE001 (damaged, to be refused by name; or not yet there)
+        return path.joinpath("_CHECKPOINT_METADATA").exists()
+
+
+def refuse_damage(path: epath.Path) -> None:
+    """Raises UserError if a checkpoint is not what was written.
+
+    Args:
+      path: of one step.
+    """
+    if found := intact.damage(path):
+        before = [s for s in steps(path.parent.parent) if s < int(path.name)]
+        remedy = (
+            f"move that folder away to use the one before it, of step {before[-1]}"
+            if before
+            else "there is none before it; restore it from a backup"
+        )
+        raise UserError(
+            f"the checkpoint {path} is damaged ({'; '.join(found)}): {remedy}"
+        )
 
 
 def absolute(workdir: str | os.PathLike) -> epath.Path:
@@ -151,5 +202,6 @@ def absolute(workdir: str | os.PathLike) -> epath.Path:
     return path if "://" in str(workdir) else path.resolve()
 
 
-def _newest(workdir: str | os.PathLike) -> epath.Path:
-    return absolute(workdir) / FOLDER / str(steps(workdir)[-1])
+def path_of(workdir: str | os.PathLike, step: int) -> epath.Path:
+    """Returns the folder of a step's checkpoint."""
+    return absolute(workdir) / FOLDER / str(step)

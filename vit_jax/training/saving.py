@@ -1,0 +1,175 @@
+"""One checkpoint on its way to the disk, and how all processes agree on its end."""
+
+import concurrent.futures
+import itertools
+import json
+import os
+import re
+import threading
+from collections.abc import Callable
+
+import jax
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from vit_jax.parallel import board
+from vit_jax.weights import intact
+
+_LOOK_SECONDS = 0.2
+_numbers = itertools.count()  # Of saves; the same in all processes.
+
+
+class Save:
+    """Writes a checkpoint in the background, with checksums once all of it is there.
+
+    Several processes write one checkpoint together, and Orbax lets each of them wait
+    for the others. One whose disk fails does not come. So each leaves word how its own
+    part went, process 0 says how the whole went, and a process whose part is waiting
+    in vain is told. Its waiting thread is left behind (`abandoned`).
+
+    Args:
+      path: folder of the checkpoint, which does not exist.
+      tree: arrays to save; they are copied before this returns.
+      about: what goes with them, for JSON.
+      trouble: why nothing should be written, the same on all processes; or None.
+      settled: called at the end in this process's background, with None or the reason.
+    """
+
+    def __init__(
+        self,
+        path: epath.Path,
+        tree: dict,
+        about: dict,
+        trouble: str | None,
+        settled: Callable[[str | None], None],
+    ):
+        self._path = path
+        self._settled = settled
+        self._reason = trouble
+        self.abandoned = False
+        self._board = f"vit_jax/saves/{next(_numbers)}"
+        self._writing = concurrent.futures.Future()
+        if trouble is None:
+            try:
+                with jax.transfer_guard("allow"):  # Orbax compares the paths.
+                    response = ocp.save_async(path, tree, custom_metadata=about)
+                _start(self._write, response)
+            except Exception as error:  # noqa: BLE001 (whatever a disk may say)
+                self._writing.set_exception(error)
+        self._end = _start(self._finish)
+
+    def result(self) -> str | None:
+        """Waits, and returns None or why it failed: the same on all processes."""
+        self._end.join()
+        return self._reason
+
+    @property
+    def done(self) -> bool:
+        """Tells whether `result` would return at once."""
+        return not self._end.is_alive()
+
+    def _write(self, response) -> None:
+        try:
+            self._writing.set_result(response.result())
+        except BaseException as error:  # noqa: BLE001
+            self._writing.set_exception(error)
+
+    def _finish(self) -> None:
+        if self._reason is None:
+            if jax.process_count() == 1:
+                self._reason = self._finish_alone()
+            else:
+                self._reason = self._finish_together()
+        self._settled(self._reason)
+
+    def _finish_alone(self) -> str | None:
+        try:
+            self._writing.result()
+            intact.write(self._path, intact.sums(self._path))
+        except Exception as error:  # noqa: BLE001
+            return reason(error)
+        return None
+
+    def _finish_together(self) -> str | None:
+        me, everyone = jax.process_index(), jax.process_count()
+        failed, done = f"{self._board}/failed", f"{self._board}/done"
+        while not self._writing.done() and not board.read(failed):
+            concurrent.futures.wait([self._writing], timeout=_LOOK_SECONDS)
+        try:
+            if self._writing.done():
+                self._writing.result()
+                part = intact.sums(self._path, me, everyone)
+                board.write(f"{done}/{me}", json.dumps(part))
+            else:
+                self.abandoned = True
+        except Exception as error:  # noqa: BLE001
+            board.write(f"{failed}/{me}", reason(error))
+        if me == 0:
+            while len(parts := board.read(done)) < everyone and not board.read(failed):
+                threading.Event().wait(_LOOK_SECONDS)
+            board.write(f"{self._board}/end/0", self._declare(parts, everyone))
+        while not (end := board.read(f"{self._board}/end")):
+            threading.Event().wait(_LOOK_SECONDS)
+        return end["0"] or None
+
+    def _declare(self, parts: dict[str, str], everyone: int) -> str:
+        for process, why in board.read(f"{self._board}/failed").items():
+            return f"process {process} of {everyone}: {why}"
+        try:
+            files = [json.loads(part) for part in parts.values()]
+            intact.write(self._path, {k: v for part in files for k, v in part.items()})
+        except OSError as error:
+            return f"process 0 of {everyone}: {reason(error)}"
+        return ""
+
+
+def remove_unfinished(folder: epath.Path, is_finished: Callable) -> None:
+    """Removes what saves that failed or were killed have left.
+
+    Args:
+      folder: that holds a folder for each step.
+      is_finished: tells it of a step's folder.
+    """
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        partial = ".orbax-checkpoint-tmp" in path.name or path.name.endswith(REMOVED)
+        if partial or (path.name.isdecimal() and not is_finished(path)):
+            _remove_tree(path)
+
+
+REMOVED = ".removed"  # A folder that a kill may leave half deleted.
+
+
+def remove(path: epath.Path) -> None:
+    """Removes a finished checkpoint, such that a kill does not leave half of it."""
+    if "://" in str(path):  # Nothing can be renamed in a bucket at once.
+        (path / intact.NAME).unlink(missing_ok=True)
+        _remove_tree(path)
+    else:
+        _remove_tree(path.rename(path.parent / f"{path.name}{REMOVED}"))
+
+
+def reason(error: BaseException) -> str:
+    """Says in a few words why writing failed."""
+    text = " ".join(str(error).split())
+    # TensorStore names long paths before it comes to the point.
+    code = re.search(r"os_error_code='(\d+)'", text)
+    if code:
+        return os.strerror(int(code[1]))
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return text[:300] or type(error).__name__
+
+
+def _remove_tree(path: epath.Path) -> None:
+    try:
+        path.rmtree()
+    except OSError as error:  # As on a disk that is read-only: the next start tries.
+        print(f"warning: {path} could not be removed: {reason(error)}", flush=True)
+
+
+def _start(work: Callable, *args) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args, daemon=True, name="save")
+    thread.start()
+    return thread
