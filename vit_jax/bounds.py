@@ -73,6 +73,11 @@ def check(config: ConfigDict, flat: dict[str, object]) -> None:
             f"config states optim.rate={config.optim.rate} and optim.rate_per_256="
             f"{config.optim.rate_per_256}: set exactly one of them"
         )
+    first, last = config.profile if len(config.profile) == 2 else (1, 0)
+    if config.profile and (first > last or (first == 0) != (last == 0)):
+        raise UserError(
+            f"profile={config.profile} is not (first step, last step), as (10, 15)"
+        )
     if len(config.data.image_size) != 2:
         raise UserError(
             f"data.image_size={config.data.image_size} is not (height, width)"

@@ -14,6 +14,9 @@ COMMON = {
         "init_posemb": "linear",  # How they are resized: "linear" or "bicubic" (timm's).
         "init_allow": (),  # Regular expressions: what may be missing or left over.
         "debug_nans": False,  # Stop at the operation that makes the first NaN (slow).
+        "profile": (0, 0),  # First and last step of a trace for xprof; zeros: none.
+        "slow_step": 3.0,  # Name what took so many times its median; 0 is off.
+        "compilation_cache": "auto",  # Folder; "auto": a user's own; "": JAX's setting.
     },
     "data": {
         # "digits", "folder", "made", a TFDS name such as "cifar10", "vtab/clevr_count",

@@ -20,12 +20,22 @@ class Progress:
       batch_size: images a step, all devices.
       devices: number of devices.
       active: whether this process prints.
+      ideal: seconds in which a device at its peak would train on one image; 0 if that
+        is not known.
     """
 
     def __init__(
-        self, start: int, total: int, batch_size: int, devices: int, *, active: bool
+        self,
+        start: int,
+        total: int,
+        batch_size: int,
+        devices: int,
+        *,
+        active: bool,
+        ideal: float = 0.0,
     ):
         self._total, self._batch, self._devices = total, batch_size, devices
+        self._ideal = ideal
         self._terminal = sys.stdout.isatty()
         self._active = active
         self._step = self._logged = start
@@ -65,7 +75,13 @@ class Progress:
         return steps * self._batch / self._seconds if self._seconds else 0.0
 
     def log(
-        self, step: int, loss: float, rate: float, waited: float
+        self,
+        step: int,
+        loss: float,
+        rate: float,
+        waited: float,
+        stalled: float = 0.0,
+        memory: float = 0.0,
     ) -> dict[str, float]:
         """Prints a line and returns the speed since the last one.
 
@@ -74,10 +90,14 @@ class Progress:
           loss: of the step.
           rate: of learning.
           waited: seconds of this start in which the device waited for input.
+          stalled: seconds since the last line in which the loop stood still for saves.
+          memory: GiB in use on a device, 0 if that is not known.
 
         Returns:
-          images_per_second, images_per_second_per_device, and input_wait: the fraction
-          of the time in which the device waited for input.
+          step_seconds, images_per_second, images_per_second_per_device, input_wait (the
+          fraction of the time in which the device waited for input), and mfu, the
+          fraction of the device's peak that the model's operations make up, if that
+          peak is known.
         """
         steps = step - self._logged
         seconds = self._seconds - self._logged_seconds
@@ -90,15 +110,27 @@ class Progress:
         self._logged_waited = waited
         left = (self._total - step) * self._batch / self._rate if self._rate else 0.0
         speed = {
+            "step_seconds": self._batch / self._rate if self._rate else 0.0,
             "images_per_second": self._rate,
             "images_per_second_per_device": self._rate / self._devices,
             "input_wait": wait,
         }
-        self._print(
-            f"step {step}/{self._total}  loss {loss:.4f}  rate {rate:.2e}  "
-            f"{self._rate:.0f} images/s  {self._rate / self._devices:.0f} a device  "
-            f"{wait:.0%} waiting for input  {_clock(left)} left"
-        )
+        if self._ideal:
+            speed["mfu"] = self._rate / self._devices * self._ideal
+        each = " a device" if self._devices > 1 else ""
+        parts = [
+            f"step {step}/{self._total}",
+            f"loss {loss:.4f}",
+            f"rate {rate:.1e}",
+            f"{speed['step_seconds']:.3f} s",
+            f"{self._rate / self._devices:.0f} images/s{each}",
+            f"MFU {speed['mfu']:.0%}" if self._ideal else "",
+            f"{wait:.0%} waiting" if wait >= 0.01 else "",
+            f"saving {stalled:.1f} s" if stalled >= 0.05 else "",
+            f"{memory:.1f} GiB" if memory else "",
+            f"{_clock(left)} left",
+        ]
+        self._print("  ".join(filter(None, parts)))
         return speed
 
     def advise(self, speed: dict[str, float], data: ConfigDict) -> bool:

@@ -1,0 +1,114 @@
+"""Compiled programs kept on disk, so that the next start need not compile them.
+
+JAX does the work: it finds a program by its contents, the compiler's version and
+options and the kind of device, and of several processes only the first writes. Anyone
+who can write to the folder can make this process run code, so it should be the user's.
+"""
+
+import contextlib
+import os
+import pathlib
+import zlib
+
+import jax
+
+AUTO = "auto"
+_STAMP = ".checked"
+# Programs that compile faster are not kept: reading them is no faster.
+_LEAST_SECONDS = 0.1
+_MOST_BYTES = 10_000_000_000
+_ZSTD = bytes.fromhex("28b52ffd")
+
+
+def enable(folder: str = AUTO) -> str:
+    """Makes JAX keep compiled programs; call it before the first compilation.
+
+    Args:
+      folder: where; "auto" is $XDG_CACHE_HOME/vit_jax/compiled (~/.cache if unset)
+        unless JAX has been told another one (JAX_COMPILATION_CACHE_DIR); "" leaves
+        JAX's own settings as they are.
+
+    Returns:
+      A note if programs cannot be kept, else "".
+    """
+    if not folder or (folder == AUTO and jax.config.jax_compilation_cache_dir):
+        return ""
+    if "://" not in folder:
+        path = _default() if folder == AUTO else pathlib.Path(folder).expanduser()
+        folder = str(path.absolute())
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError("not writable")
+            _tidy(path)
+        except OSError as error:
+            return (
+                f"compiled programs are not kept, the next start compiles again: {folder} "
+                f"({error.strerror or error}); set compilation_cache to another folder"
+            )
+    jax.config.update("jax_compilation_cache_dir", folder)
+    for name, value in (
+        ("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
+    return ""
+
+
+def _default() -> pathlib.Path:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(home).expanduser() / "vit_jax" / "compiled"
+
+
+def _tidy(folder: pathlib.Path) -> None:
+    """Removes what a killed process left half written, and the oldest of too much.
+
+    JAX writes in place, warns of what it cannot read at every start, and never writes
+    it again. Only what came since the last look is read. Another process may write or
+    tidy at the same time; what it loses is compiled again.
+    """
+    stamp = folder / _STAMP
+    checked = stamp.stat().st_mtime_ns if stamp.exists() else 0
+    found = sorted((path.stat().st_mtime_ns, path) for path in folder.glob("*-cache"))
+    for changed, path in found:
+        if changed > checked and not _whole(path.read_bytes()):
+            path.unlink(missing_ok=True)
+    if found and found[-1][0] > checked:
+        stamp.touch()
+        os.utime(stamp, ns=(found[-1][0],) * 2)
+    sizes = [(path, path.stat().st_size) for _, path in found if path.exists()]
+    surplus = sum(size for _, size in sizes) - _MOST_BYTES
+    for path, size in sizes:
+        if surplus <= 0:
+            break
+        path.unlink(missing_ok=True)
+        surplus -= size
+
+
+def _whole(entry: bytes) -> bool:
+    """Tells whether a compressed stream has its end."""
+    reader, error = (
+        _zstd() if entry.startswith(_ZSTD) else (zlib.decompressobj, zlib.error)
+    )
+    if reader is None:  # Written in another environment, which can tell.
+        return True
+    reading = reader()
+    try:
+        reading.decompress(entry)
+    except error:
+        return False
+    return reading.eof
+
+
+def _zstd():
+    """Returns what reads zstd, if there is one (JAX uses the same two), and its error."""
+    with contextlib.suppress(ImportError):
+        from compression import zstd  # From Python 3.14 on.
+
+        return zstd.ZstdDecompressor, zstd.ZstdError
+    with contextlib.suppress(ImportError):
+        import zstandard
+
+        return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+    return None, ()

@@ -1,0 +1,43 @@
+"""How well the devices are used, and how full they are."""
+
+import jax
+from jax.sharding import Mesh
+
+from vit_jax.models import Model, cost
+from vit_jax.parallel import chips
+
+
+def ideal_seconds(model: Model, mesh: Mesh) -> float:
+    """Returns the seconds in which a device at its peak would train on one image.
+
+    Model FLOPs utilisation is this times the images a second of a device. Counted are 6
+    operations to a multiply-accumulate of the forward pass, as in
+    `cost.training_exaflops`: what rematerialisation computes again does not count.
+
+    Args:
+      model: what is trained.
+      mesh: of devices of one kind.
+
+    Returns:
+      0 if the peak of the device is not known, as that of a CPU.
+    """
+    chip = chips.find(mesh.devices.flat[0].device_kind)
+    if chip is None:
+        return 0.0
+    return 6 * cost.macs_per_image(model) / chip.peak_flops
+
+
+def memory() -> dict[str, float]:
+    """Returns how full the fullest device of this process is, in GiB.
+
+    Returns:
+      memory_gib: now; memory_peak_gib: at most since the process began. Empty where the
+      device does not tell, as a CPU.
+    """
+    found = [device.memory_stats() or {} for device in jax.local_devices()]
+    names = {"memory_gib": "bytes_in_use", "memory_peak_gib": "peak_bytes_in_use"}
+    return {
+        name: max(stats[key] for stats in found) / 2**30
+        for name, key in names.items()
+        if all(key in stats for stats in found)
+    }
