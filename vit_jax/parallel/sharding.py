@@ -10,10 +10,11 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.errors import UserError
 from vit_jax.parallel.mesh import AXES, BATCH_AXES
@@ -38,12 +39,15 @@ _ACTIVATIONS = (
     ("embed", None),
     ("classes", None),
 )
-# The blocks of a scan, whose first axis is the depth; and what they stand for.
-_STACKED, _FIRST = "Transformer/encoderblock/", "Transformer/encoderblock_0/"
+# The blocks of a scan, whose first axis is the depth.
+_STACKED = "Transformer/encoderblock/"
 
 
 def parameters(
-    shapes: Mapping, mesh: Mesh, rules: Sequence[str] = (), smallest: int = 1
+    shapes: Mapping,
+    mesh: Mesh | AbstractMesh,
+    rules: Sequence[str] = (),
+    smallest: int = 1,
 ) -> dict:
     """Decides how each parameter lies on the mesh.
 
@@ -65,17 +69,14 @@ def parameters(
     """
     parsed = [_parse(rule, mesh) for rule in rules]
     leaves = jax.tree.leaves_with_path(shapes)
-    paths = [_path(keys) for keys, _ in leaves]
-    for rule, pattern, _ in parsed:
-        if not any(_matches(pattern, path) for path in paths):
+    found = [(_path(keys), tuple(leaf.shape)) for keys, leaf in leaves]
+    for rule in parsed:
+        if not sum(_matches(rule, *parameter) for parameter in found):
             raise UserError(
-                f"sharding.rules: {rule!r} matches none of the {len(paths)} "
-                f"parameters, such as {paths[0]}"
+                f"sharding.rules: {rule.text!r} matches none of the {len(found)} "
+                f"parameters, such as {found[0][0]}"
             )
-    specs = [
-        _spec(path, tuple(leaf.shape), mesh, parsed, smallest)
-        for path, (_, leaf) in zip(paths, leaves, strict=True)
-    ]
+    specs = [_spec(*parameter, mesh, parsed, smallest) for parameter in found]
     used = {axis for spec in specs for names in spec for axis in _names(names)}
     for axis in ("fsdp", "model"):
         if mesh.shape[axis] > 1 and axis not in used:
@@ -83,7 +84,7 @@ def parameters(
                 "attention heads and MLPs, of which this network has none"
                 if axis == "model"
                 else f"parameters of at least sharding.smallest={smallest} elements, "
-                f"of which there are none among the {len(paths)}"
+                f"of which there are none among the {len(found)}"
             )
             raise UserError(
                 f"mesh.{axis}={mesh.shape[axis]} splits {why}: set mesh.{axis}=1"
@@ -107,8 +108,12 @@ def like(tree: object, params: Mapping) -> object:
     whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
 
     def find(keys, leaf):
-        sharding = known.get(_path(keys), whole)
-        return sharding if len(sharding.spec) <= len(leaf.shape) else whole
+        names = _path(keys).split("/")
+        for i in range(len(names)):
+            sharding = known.get("/".join(names[i:]))
+            if sharding and len(sharding.spec) <= len(leaf.shape):
+                return sharding
+        return whole
 
     return jax.tree.map_with_path(find, tree)
 
@@ -126,8 +131,15 @@ def activations(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def _parse(rule: str, mesh: Mesh) -> tuple[str, str, tuple]:
-    """Returns a rule of the user's, its expression, and the names for each axis."""
+class _Rule(NamedTuple):
+    """A rule of the user's: as stated, its expression, and the names for each axis."""
+
+    text: str
+    pattern: str
+    axes: tuple[tuple[str, ...], ...]
+
+
+def _parse(rule: str, mesh: Mesh | AbstractMesh) -> _Rule:
     pattern, arrow, axes = rule.rpartition("->")
     pattern = pattern.strip()
     form = f"sharding.rules: {rule!r} is not 'REGEX -> AXIS, AXIS' with axes out of "
@@ -145,7 +157,7 @@ def _parse(rule: str, mesh: Mesh) -> tuple[str, str, tuple]:
         raise UserError(f"{form}{', '.join(AXES)}: there is no axis {min(unknown)!r}")
     if len(set(flat)) < len(flat):
         raise UserError(f"sharding.rules: {rule!r} names an axis of the mesh twice")
-    return rule, pattern, tuple(names)
+    return _Rule(rule, pattern, tuple(names))
 
 
 def _split(entry: str) -> tuple[str, ...]:
@@ -154,16 +166,20 @@ def _split(entry: str) -> tuple[str, ...]:
 
 
 def _spec(
-    path: str, shape: tuple[int, ...], mesh: Mesh, rules: Sequence, smallest: int
+    path: str,
+    shape: tuple[int, ...],
+    mesh: Mesh | AbstractMesh,
+    rules: Sequence[_Rule],
+    smallest: int,
 ) -> tuple:
     """Returns what splits each axis of a parameter: None or names."""
+    chosen = next((rule for rule in rules if _matches(rule, path, shape)), None)
     depth = (None,) if _STACKED in path else ()
     shape = shape[len(depth) :]
-    for rule, pattern, names in rules:
-        if _matches(pattern, path):
-            spec = [entry or None for entry in names]
-            _check(path, shape, spec, mesh, f"sharding.rules: {rule!r}")
-            return (*depth, *spec)
+    if chosen:
+        spec = [names or None for names in chosen.axes]
+        _check(path, shape, spec, mesh, f"sharding.rules: {chosen.text!r}")
+        return (*depth, *spec)
     spec = [None] * len(shape)
     if mesh.shape["model"] > 1:
         for pattern, axes in _MODEL_RULES:
@@ -199,11 +215,18 @@ def _check(path, shape, spec, mesh, whose) -> None:
             )
 
 
-def _matches(pattern: str, path: str) -> bool:
-    """Tells whether an expression means a parameter, in either layout."""
-    return any(
-        re.search(pattern, name) for name in {path, path.replace(_STACKED, _FIRST)}
-    )
+def _matches(rule: _Rule, path: str, shape: tuple[int, ...]) -> bool:
+    """Tells whether a rule means a parameter, or all layers of one."""
+    if _STACKED not in path:
+        return bool(re.search(rule.pattern, path))
+    layers = [path.replace(_STACKED, f"{_STACKED[:-1]}_{i}/") for i in range(shape[0])]
+    count = sum(bool(re.search(rule.pattern, layer)) for layer in layers)
+    if 0 < count < len(layers):
+        raise UserError(
+            f"sharding.rules: {rule.text!r} matches only {count} of the {len(layers)} "
+            "layers that lie in one array: set model.scan=False or mean all of them"
+        )
+    return bool(count)
 
 
 def _path(keys: tuple) -> str:
