@@ -65,3 +65,96 @@ def test_a_process_alone_joins_nobody(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         monkeypatch.delenv(name, raising=False)
     assert distributed.start() == 1
+
+
+class Fake:
+    """What the arrangement looks at of a device."""
+
+    platform, device_kind = "gpu", "fake"
+
+    def __init__(self, number, process, piece=None):
+        self.id, self.process_index = number, process
+        if piece is not None:
+            self.slice_index = piece
+
+
+def fakes(groups, size, kind):
+    """Returns groups of devices, which are slices or nodes, in an unhelpful order."""
+    devices = [
+        Fake(n, n // size, *([n // size] if kind == "slices" else []))
+        for n in range(groups * size)
+    ]
+    return devices[::2] + devices[1::2]
+
+
+@pytest.mark.parametrize("kind", ["slices", "nodes"])
+@pytest.mark.parametrize(
+    ("sizes", "inner"),
+    [
+        # What must stay within one group: pairs of neighbours along these axes.
+        ({"data": -1, "fsdp": 2, "model": 2, "dcn_data": 3}, (1, 2)),
+        ({"data": 2, "fsdp": -1, "dcn_fsdp": 3}, (0,)),
+        ({"data": 3, "fsdp": 4, "dcn_data": 3}, (1,)),
+    ],
+)
+def test_fast_axes_stay_within_a_slice_or_node(kind, sizes, inner):
+    devices = fakes(3, 4, kind)
+    laid = meshes.arrange(sizes, devices)
+    assert sorted(d.id for d in laid.flat) == list(range(12))
+    group = np.vectorize(lambda d: d.process_index)(laid)
+    for axis in inner:
+        assert (group == group.take([0], axis)).all()
+    # Each group is one block: its devices are neighbours along the axis across, too.
+    assert sum((np.diff(group, axis=axis) != 0).any() for axis in range(3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "across"),
+    [({"data": -1}, 0), ({"data": 6, "model": 2}, 0), ({"data": 2, "fsdp": 6}, 1)],
+)
+def test_several_slices_are_found_without_being_told(sizes, across):
+    group = np.vectorize(lambda d: d.slice_index)(
+        meshes.arrange(sizes, fakes(3, 4, "slices"))
+    )
+    moves = [(np.diff(group, axis=axis) != 0).any() for axis in range(3)]
+    assert moves == [axis == across for axis in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": -1, "dcn_data": 2}, "dcn_data=2 x mesh.dcn_fsdp=1 .* make 3 slices"),
+        ({"data": 4, "fsdp": 3, "dcn_data": 3}, "mesh.data=4 does not divide over 3 s"),
+        ({"data": 1, "fsdp": 2, "model": 6}, "mesh.fsdp=2 does not divide over 3 slic"),
+    ],
+)
+def test_slices_that_do_not_fit_the_axes_are_refused(sizes, message):
+    with pytest.raises(UserError, match=message):
+        meshes.arrange(sizes, fakes(3, 4, "slices"))
+
+
+def test_nodes_are_needed_for_axes_between_nodes():
+    with pytest.raises(UserError, match=r"dcn_fsdp=4 does not make 3 processes: set"):
+        meshes.arrange({"fsdp": -1, "dcn_fsdp": 4}, fakes(3, 4, "nodes"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups", "expected"),
+    [
+        ({"data": -1}, 4, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        ({"data": 2, "fsdp": 4}, 4, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        ({"data": 4, "model": 2}, 4, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        ({"data": 2, "model": 4}, 4, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ({"model": 8}, 4, [(0, 1)] * 4),
+    ],
+)
+def test_processes_with_the_same_images_load_the_same_part(sizes, groups, expected):
+    devices = [Fake(n, n // (8 // groups)) for n in range(8)]
+    shares = meshes.shares(meshes.arrange(sizes, devices))
+    assert [shares[process] for process in range(groups)] == expected
+
+
+def test_processes_whose_images_overlap_are_refused():
+    devices = [Fake(n, n // 4) for n in range(12)]
+    with pytest.raises(UserError, match="mesh.model=3 does not fit the 4 devices of a"):
+        meshes.shares(meshes.arrange({"data": -1, "model": 3}, devices))

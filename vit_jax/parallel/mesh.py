@@ -150,31 +150,43 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
 
 
 def share(mesh: Mesh) -> tuple[int, int]:
-    """Tells which part of every batch this process loads.
-
-    Processes that hold the same images, because `model` reaches over several of them,
-    load the same part.
+    """Tells which part of every batch this process loads; see `shares`.
 
     Returns:
       Number of the part, and how many parts there are.
+    """
+    return shares(mesh.devices)[jax.process_index()]
+
+
+def shares(devices: np.ndarray) -> dict[int, tuple[int, int]]:
+    """Tells which part of every batch each process loads.
+
+    Processes that hold the same images, because "model" reaches over several of them,
+    load the same part.
+
+    Args:
+      devices: of a mesh, (data, fsdp, model).
+
+    Returns:
+      Process to the number of its part and how many parts there are.
 
     Raises:
       UserError: the images of two processes overlap, but are not the same.
     """
-    places = mesh.devices.reshape(-1, mesh.shape["model"])
+    rows = devices.reshape(-1, devices.shape[-1])
     held = {}
-    for row, devices in enumerate(places):
-        for device in devices:
-            held.setdefault(device.process_index, set()).add(row)
-    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
-    if sum(map(len, parts)) != len(places) or len({len(part) for part in parts}) > 1:
+    for row, replicas in enumerate(rows):
+        for device in replicas:
+            held.setdefault(device.process_index, []).append(row)
+    held = {process: tuple(sorted(set(rows))) for process, rows in held.items()}
+    parts = sorted(set(held.values()))
+    if sum(map(len, parts)) != len(rows) or len(set(map(len, parts))) > 1:
         raise UserError(
-            f"mesh.model={mesh.shape['model']} does not fit the "
-            f"{len(places[0]) * len(places) // len(held)} devices of a process: set "
-            "it to a divisor or a multiple of them"
+            f"mesh.model={devices.shape[-1]} does not fit the "
+            f"{devices.size // len(held)} devices of a process: set it to a divisor or "
+            "a multiple of them"
         )
-    mine = tuple(sorted(held[jax.process_index()]))
-    return parts.index(mine), len(parts)
+    return {process: (parts.index(rows), len(parts)) for process, rows in held.items()}
 
 
 def to_devices(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict:
