@@ -1,0 +1,1 @@
+"""What a training step would cost on machines that are not at hand."""

@@ -1,0 +1,180 @@
+"""Compiles a config's training step for a slice and reads off what it costs."""
+
+import dataclasses
+import math
+import time
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax.models import cost
+from vit_jax.parallel import chips
+from vit_jax.planning import collectives, hlo, memory, traffic
+from vit_jax.planning.roofline import Roofline, estimate
+from vit_jax.training import program as programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """What a training step costs; bytes, operations and collectives are a device's.
+
+    Attributes:
+      settings: what shapes the program: mesh, scan, remat and so on.
+      parameters: how many the model has.
+      params_bytes, moments_bytes, average_bytes, batch_bytes: of the arrays that a step
+        takes, without padding.
+      argument_bytes: of all of them, as the compiler lays them out.
+      peak_bytes: most that is live at once, arguments included; what the compiler
+        wants where it refused the program.
+      limit_bytes: what a program can have.
+      fits: whether the program was compiled.
+      flops: of products, 2 to a multiply-accumulate, rematerialised ones included;
+        None where they cannot be counted.
+      model_flops: the same of 3 times the model's forward pass.
+      moved_bytes: read and written in main memory.
+      collectives: see `collectives.summarize`.
+      roofline: see there; None without a program, or for an unknown chip.
+      compile_seconds: of the compilation alone.
+      error: of the compiler, one line; "" if there is none.
+    """
+
+    settings: dict
+    parameters: int
+    params_bytes: int
+    moments_bytes: int
+    average_bytes: int
+    batch_bytes: int
+    flops: float | None
+    model_flops: float
+    limit_bytes: int | None
+    argument_bytes: int = 0
+    peak_bytes: int = 0
+    fits: bool = False
+    moved_bytes: int = 0
+    collectives: tuple[dict, ...] = ()
+    roofline: Roofline | None = None
+    compile_seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Of the peak, what is not handed to the step: activations and gradients."""
+        return self.peak_bytes - self.argument_bytes
+
+    def to_json(self) -> dict:
+        """Returns all of it as plain numbers and words."""
+        row = dataclasses.asdict(self) | {"temporary_bytes": self.temporary_bytes}
+        if self.roofline:
+            row["roofline"] |= {
+                "floor": self.roofline.floor,
+                "bound": self.roofline.bound,
+            }
+        return row
+
+
+def analyse(
+    config: ConfigDict, mesh: Mesh, examples: int, limit: int | None
+) -> Analysis:
+    """Compiles a training step and reads the compiled program.
+
+    Args:
+      config: complete config.
+      mesh: of a topology's devices.
+      examples: size of the training split.
+      limit: bytes of a chip that a program can have; None if that is not known.
+
+    Raises:
+      UserError: config and mesh do not fit each other.
+    """
+    program = programs.build(config, mesh, examples)
+    found = _before(program, config, mesh, limit)
+    began = time.perf_counter()
+    try:
+        compiled = lower(program, mesh).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return _refused(found, str(error))
+    seconds = time.perf_counter() - began
+    return _read(found, compiled, mesh, seconds)
+
+
+def lower(program: programs.Program, mesh: Mesh) -> jax.stages.Lowered:
+    """Lowers a program's step for the platform of its mesh."""
+    traced = program.step.trace(program.shapes, program.batch_shapes)
+    return traced.lower(lowering_platforms=(mesh.devices.flat[0].platform,))
+
+
+def _before(program, config, mesh, limit) -> Analysis:
+    """Counts what is known without a compiler."""
+    shapes, places = program.shapes, program.shardings
+    batch = {name: x.sharding for name, x in program.batch_shapes.items()}
+    try:
+        macs = cost.macs(program.step, shapes, program.batch_shapes)
+        flops = 2.0 * macs / mesh.size
+    except ValueError:  # Of a kernel whose contents no trace shows.
+        flops = None
+    forward = cost.macs_per_image(program.model) * config.batch_size
+    return Analysis(
+        settings=settings(config, mesh),
+        parameters=sum(x.size for x in jax.tree.leaves(shapes.params)),
+        params_bytes=memory.bytes_a_device(shapes.params, places.params),
+        moments_bytes=memory.bytes_a_device(shapes.opt_state, places.opt_state),
+        average_bytes=memory.bytes_a_device(shapes.average, places.average),
+        batch_bytes=memory.bytes_a_device(program.batch_shapes, batch),
+        flops=flops,
+        model_flops=6.0 * forward / mesh.size,
+        limit_bytes=limit,
+    )
+
+
+def settings(config: ConfigDict, mesh: Mesh) -> dict:
+    """Returns what of a config shapes the compiled program most."""
+    model, optim = config.model, config.optim
+    return {
+        "variant": model.variant,
+        "batch_size": config.batch_size,
+        "image_size": list(config.data.image_size),
+        "classes": config.data.classes,
+        "mesh": dict(mesh.shape),
+        "dtype": model.dtype,
+        "scan": model.get("scan", False),
+        "remat": model.get("remat", "none"),
+        "attention": model.get("attention", ""),
+        "moment_dtype": optim.moment_dtype,
+        "accumulate": optim.accumulate,
+        "average": config.average.decay > 0,
+    }
+
+
+def _refused(found: Analysis, message: str) -> Analysis:
+    shortage = memory.parse_shortage(message)
+    line = " ".join(message.split())[:300]
+    if not shortage:
+        return dataclasses.replace(found, error=line)
+    return dataclasses.replace(
+        found, peak_bytes=shortage.wanted, limit_bytes=shortage.limit, error=line
+    )
+
+
+def _read(found: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
+    module = hlo.parse(compiled.as_text())
+    exchanges = collectives.find(module, mesh.size)
+    sent = {True: 0.0, False: 0.0}
+    for one in exchanges:
+        sent[one.overlapped] += one.times * one.sent
+    moved = traffic.count(module)
+    chip = chips.find(mesh.devices.flat[0].device_kind)
+    bounds = None
+    if chip and found.flops is not None and math.isfinite(found.flops):
+        bounds = estimate(chip, found.flops, moved, sent[True], sent[False])
+    stats = compiled.memory_analysis()
+    return dataclasses.replace(
+        found,
+        argument_bytes=stats.argument_size_in_bytes,
+        peak_bytes=stats.peak_memory_in_bytes,
+        fits=True,
+        moved_bytes=moved,
+        collectives=tuple(collectives.summarize(exchanges)),
+        roofline=bounds,
+        compile_seconds=round(seconds, 1),
+    )
