@@ -78,7 +78,6 @@ class Progress:
         self,
         step: int,
         loss: float,
-        rate: float,
         waited: float,
         stalled: float = 0.0,
         memory: float = 0.0,
@@ -88,7 +87,6 @@ class Progress:
         Args:
           step: steps taken.
           loss: of the step.
-          rate: of learning.
           waited: seconds of this start in which the device waited for input.
           stalled: seconds since the last line in which the loop stood still for saves.
           memory: GiB in use on a device, 0 if that is not known.
@@ -121,11 +119,10 @@ class Progress:
         parts = [
             f"step {step}/{self._total}",
             f"loss {loss:.4f}",
-            f"rate {rate:.1e}",
             f"{speed['step_seconds']:.3f} s",
             f"{self._rate / self._devices:.0f} images/s{each}",
             f"MFU {speed['mfu']:.0%}" if self._ideal else "",
-            f"{wait:.0%} waiting" if wait >= 0.01 else "",
+            f"input wait {wait:.0%}" if wait >= 0.01 else "",
             f"saving {stalled:.1f} s" if stalled >= 0.05 else "",
             f"{memory:.1f} GiB" if memory else "",
             f"{_clock(left)} left",

@@ -1,7 +1,6 @@
 """Compiling the training step while the state is made or restored."""
 
 import concurrent.futures
-from collections.abc import Callable
 
 from vit_jax.training.program import Program
 from vit_jax.training.step import Step
@@ -10,6 +9,9 @@ from vit_jax.training.step import Step
 class Ahead:
     """Compiles a program's step in a thread of its own.
 
+    It is traced here and now, so that settings of this thread (such as `with
+    jax.default_matmul_precision(...)`) hold for it.
+
     Args:
       program: of the run.
       debug_nans: whether a failed step is to be run again, operation by operation,
@@ -17,16 +19,14 @@ class Ahead:
     """
 
     def __init__(self, program: Program, *, debug_nans: bool = False):
-        self._program = program
+        self._step = program.step
         self._compiled: concurrent.futures.Future | None = None
-        if not debug_nans:
-            executor = concurrent.futures.ThreadPoolExecutor(1, "compile")
-            self._compiled = executor.submit(self._compile)
-            executor.shutdown(wait=False)
-
-    def _compile(self) -> Callable:
-        program = self._program
-        return program.step.lower(program.shapes, program.batch_shapes).compile()
+        if debug_nans:
+            return
+        lowered = program.step.lower(program.shapes, program.batch_shapes)
+        executor = concurrent.futures.ThreadPoolExecutor(1, "compile")
+        self._compiled = executor.submit(lowered.compile)
+        executor.shutdown(wait=False)
 
     def step(self) -> Step:
         """Waits for the step.
@@ -34,4 +34,4 @@ class Ahead:
         Raises:
           What compiling raised, such as that it does not fit the device's memory.
         """
-        return self._compiled.result() if self._compiled else self._program.step
+        return self._compiled.result() if self._compiled else self._step
