@@ -22,14 +22,18 @@ def main(flags: argparse.Namespace) -> int:
 
     # After the config, so that its errors come at once.
     from vit_jax.parallel import distributed, together
+    from vit_jax.report.startup import Startup, process_age
     from vit_jax.training import loop
+
+    startup = Startup(process_age())
+    startup.done("import")
 
     if distributed.start() > 1 and not flags.workdir:
         raise UserError("several processes need the same --workdir: state it")
     workdir = flags.workdir or new_workdir(config.name)
-    with together.Together(debug=flags.debug):
+    with together.Together(workdir, debug=flags.debug):
         try:
-            loop.train(config, workdir)
+            loop.train(config, workdir, startup)
         except Preempted as preempted:
             print(preempted, file=sys.stderr, flush=True)
             return EXIT_PREEMPTED

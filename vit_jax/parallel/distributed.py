@@ -1,58 +1,75 @@
 """Starting as one of several processes."""
 
-import importlib.util
+import contextlib
 import os
-import pathlib
+import socket
+import time
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from vit_jax.errors import UserError
+from vit_jax.parallel import cluster, last_words
+from vit_jax.parallel.place import Place
 
-# JAX's own is 100: longer than a pod should compute for a host that has died.
-_HEARTBEAT_SECONDS = 40
-_NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# Hosts of one job may start minutes apart: images are pulled, machines booted.
+_START = "VIT_JAX_START_SECONDS"
+_START_SECONDS = 300
+_LOST = "VIT_JAX_LOST_SECONDS"
+_LOST_SECONDS = 40
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # As gRPC reads them.
 
 
 def start() -> int:
     """Joins the other processes of the job, if there are any.
 
-    A job of several processes is one on a TPU pod slice, under SLURM, or one that sets
-    JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID. Anything else runs alone. Call before the first computation.
+    `cluster.find` says which they are: on a TPU slice or several, under SLURM, Open MPI
+    or Kubernetes, by a list of hosts (VIT_JAX_HOSTS), or by JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. Call before the first computation.
 
     Returns:
       The number of processes.
 
     Raises:
-      UserError: only some of the three variables are set, or one is no such number.
+      UserError: what the surroundings say is incomplete or contradictory, or process 0
+        cannot be reached in VIT_JAX_START_SECONDS.
     """
-    given = [name for name in _NAMES if name in os.environ]
-    if given:
-        if len(given) < len(_NAMES):
-            missing = [name for name in _NAMES if name not in given]
-            raise UserError(
-                f"{', '.join(given)} set but not {', '.join(missing)}: a job of several "
-                "processes needs all three, or none of them"
-            )
-        address, count, process = (os.environ[name] for name in _NAMES)
-        if not (
-            count.isdecimal() and process.isdecimal() and int(process) < int(count)
-        ):
-            raise UserError(
-                f"JAX_NUM_PROCESSES={count!r} and JAX_PROCESS_ID={process!r}: set the "
-                "number of processes, and for each of them its own from 0 to one less"
-            )
-        jax.distributed.initialize(
-            address,
-            int(count),
-            int(process),
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-        )
-    elif _on_cluster():
-        jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
+    seconds, began = _seconds(_START, _START_SECONDS), time.monotonic()
+    place = cluster.find(seconds)
+    if place is None:
+        return jax.process_count()
+    _pass_by_proxies(place.address)
+    if place.process:
+        _wait_for_service(place, seconds)
+    else:
+        _check_port(place)
+    left = max(round(seconds - (time.monotonic() - began)), 1)
+    # JAX ends this process if the others do not come, or come twice.
+    last_words.leave(
+        f"process {place.process} of {place.count} ({socket.gethostname()}) did not "
+        f"come together with the others at {place.address} in {left} s: see JAX's "
+        f"message above; start {place.count} processes, each with a number of its own "
+        f"(this was told by {place.told_by}), or wait longer with {_START}"
+    )
+    jax.distributed.initialize(
+        place.address,
+        place.count,
+        place.process,
+        local_device_ids=place.gpus,
+        cluster_detection_method="deactivate",  # It has been done.
+        initialization_timeout=left,
+        # Ours (together.py) comes first, and names the process. JAX's own ends this one
+        # after half of this at the earliest, whatever our threads are at.
+        heartbeat_timeout_seconds=round(2.5 * lost_seconds()),
+    )
+    last_words.leave(f"process {place.process} of {place.count} ended while it started")
     return jax.process_count()
+
+
+def lost_seconds() -> int:
+    """Returns after how many seconds of silence a process counts as lost."""
+    return _seconds(_LOST, _LOST_SECONDS)
 
 
 def gather(**values: object) -> dict[str, np.ndarray]:
@@ -67,13 +84,52 @@ def gather(**values: object) -> dict[str, np.ndarray]:
         return multihost_utils.process_allgather(arrays)
 
 
-def _on_cluster() -> bool:
-    # The hosts of a TPU slice learn of each other from its metadata, through JAX.
-    chips = any(pathlib.Path("/dev").glob("accel[0-9]*"))
-    chips = chips or any(pathlib.Path("/dev/vfio").glob("[0-9]*"))
-    pod = chips and importlib.util.find_spec("libtpu") is not None
-    # A SLURM step of several tasks; a batch script alone has no step.
-    slurm = "SLURM_STEP_ID" in os.environ and int(
-        os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+def _seconds(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{name}={text!r}: state a whole number of seconds, from 1 on")
+    return int(text)
+
+
+def _pass_by_proxies(address: str) -> None:
+    """Keeps gRPC from asking a web proxy for process 0."""
+    if not any(name in os.environ for name in _PROXIES):
+        return
+    name = "no_grpc_proxy" if "no_grpc_proxy" in os.environ else "no_proxy"
+    hosts = [os.environ.get(name, ""), address.rpartition(":")[0]]
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, hosts))
+    jax.config.update("jax_check_proxy_envs", False)  # It warns of them.
+
+
+def _wait_for_service(place: Place, seconds: int) -> None:
+    host, _, port = place.address.rpartition(":")
+    until, reason = time.monotonic() + seconds, ""
+    while time.monotonic() < until:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+                return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        time.sleep(min(0.5, max(until - time.monotonic(), 0)))
+    raise UserError(
+        f"process {place.process} of {place.count} ({socket.gethostname()}) cannot reach "
+        f"process 0 at {place.address} ({reason}; tried for {seconds} s; told by "
+        f"{place.told_by}): start process 0 there, open the port between the hosts, or "
+        f"wait longer with {_START}"
     )
-    return pod or bool(slurm and slurm > 1)
+
+
+def _check_port(place: Place) -> None:
+    port = int(place.address.rpartition(":")[2])
+    with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("::", port))
+        except OSError as error:
+            if "in use" not in str(error):
+                return  # A host without IPv6: JAX will tell.
+            raise UserError(
+                f"port {port} of this host ({socket.gethostname()}) is taken: another "
+                f"job runs here, or the last one has not ended yet; choose another port "
+                f"for {place.address} (told by {place.told_by})"
+            ) from error
