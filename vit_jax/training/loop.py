@@ -21,7 +21,7 @@ from vit_jax.report.startup import Startup
 from vit_jax.report.tracing import Trace
 from vit_jax.report.waiting import InputWait
 from vit_jax.report.writer import MetricWriter
-from vit_jax.training import checkpoint, efficiency, guards
+from vit_jax.training import checkpoint, efficiency, guards, watchdog
 from vit_jax.training import program as programs
 from vit_jax.training.ahead import Ahead
 from vit_jax.weights import start as start_weights
@@ -46,11 +46,12 @@ def train(
       UserError: something the user can mend; see README, "When it stops".
       Preempted: SIGTERM came and the state is saved.
     """
-    with guards.clear_errors(config), guards.Preemption() as preemption:
-        return _train(config, workdir, preemption, startup or Startup())
+    watch = watchdog.Watchdog(config.stall_timeout)
+    with guards.clear_errors(config), guards.Preemption() as preemption, watch:
+        return _train(config, workdir, preemption, watch, startup or Startup())
 
 
-def _train(config, workdir, preemption, startup) -> dict:
+def _train(config, workdir, preemption, watch, startup) -> dict:
     began, commit = time.perf_counter(), result.commit()  # Of the code that runs.
     data, every = config.data, config.every
     first_process = jax.process_index() == 0
@@ -67,6 +68,7 @@ def _train(config, workdir, preemption, startup) -> dict:
     # Data.
     source = sources.open_source(data, data.split)
     startup.done("data")
+    watch.beat("opening the data")
 
     # Model, optimiser, step and evaluations.
     program = programs.build(config, mesh, len(source))
@@ -99,7 +101,7 @@ def _train(config, workdir, preemption, startup) -> dict:
             config.batch_size,
             jax.device_count(),
             active=first_process,
-            ideal=efficiency.ideal_seconds(program.model, mesh),
+            ideal=efficiency.ideal_seconds(program.model, jax.devices()[0].device_kind),
         )
         writer = MetricWriter(workdir, start, active=first_process)
         writer.text("config", json.dumps(configuration.to_json(config), indent=2))
@@ -129,6 +131,7 @@ def _train(config, workdir, preemption, startup) -> dict:
             values = {k: float(v) for k, v in jax.device_get(metrics).items()}
             guards.check_finite(step, values, checkpoints)
             progress.done(step, wait.seconds)
+            watch.beat(f"step {step}")
             if step == start + 1:
                 startup.done("first step")
                 progress.say(startup.line())
@@ -152,7 +155,12 @@ def _train(config, workdir, preemption, startup) -> dict:
             params = {"raw": state.params}
             if state.average is not None:
                 params["ema"] = state.average
-            scores = suite.run(params, stop=lambda: preemption.asked)
+
+            def stop():
+                watch.beat(f"a part of the evaluation of step {step}")
+                return preemption.asked
+
+            scores = suite.run(params, stop)
             if scores is None:
                 leave(step)
             for name, kinds in scores.items():
@@ -181,8 +189,10 @@ def _train(config, workdir, preemption, startup) -> dict:
         if preemption.asked:  # Before the first step, which compiles, begins.
             leave(start)
         startup.done("init")
+        watch.beat("making or restoring the state")
         train_step = compiling.step() if start < total else None
         startup.done("compile")
+        watch.beat("compilation")
         waiting = None  # The last step and its metrics, while the device is at it.
         # debug_nans runs a failed step again, operation by operation, which transfers.
         guard = "allow" if config.debug_nans else "disallow"
@@ -216,13 +226,14 @@ def _train(config, workdir, preemption, startup) -> dict:
                     speed = progress.log(
                         step,
                         values["loss"],
-                        values["rate"],
                         waited,
                         own["checkpoint_stall"],
                         memory.get("memory_gib", 0.0),
                     )
                     values |= speed | own | memory | startup.news()
                     values |= {"skipped": lost} if lost else {}
+                    failed = checkpoints.failures
+                    values |= {"failed_saves": failed} if failed else {}
                     if batches.read_ahead and not advised:
                         advised = progress.advise(speed, data)
                     writer.scalars(step, {f"train/{k}": v for k, v in values.items()})
@@ -232,6 +243,7 @@ def _train(config, workdir, preemption, startup) -> dict:
                 progress.pause()
                 if due("checkpoint", step):
                     checkpoints.save(step, program.to_disk(state), seconds())
+                    watch.beat(f"waiting for a save at step {step}")
                     laps.mark("checkpoint")
                 if due("evaluate", step):
                     final = evaluate(step)
@@ -242,6 +254,7 @@ def _train(config, workdir, preemption, startup) -> dict:
         if checkpoints.wait():
             # Once more, some time later.
             checkpoints.save(total, program.to_disk(state), seconds())
+        watch.beat("the save of the last step")
 
         # Report.
         skipped = int(distributed.gather(skipped=skipped)["skipped"].sum())
@@ -266,9 +279,9 @@ def _train(config, workdir, preemption, startup) -> dict:
             report["final"] = report["final"] | scores
         if skipped:
             progress.say(f"skipped damaged images {skipped} times (data.on_error=skip)")
+        progress.say("\n" + result.table(report))
         if first_process:
             result.write(workdir, report)
         writer.close()
-        progress.say("\n" + result.table(report))
         checkpoints.demand(total, "the training is done and reported")
     return report

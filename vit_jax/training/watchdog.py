@@ -1,0 +1,96 @@
+"""Ends a run that hangs, with the stack of every thread."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+from vit_jax.parallel import together
+
+EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h.
+# How long this file's thread may be kept from running before C code ends the process.
+_DEAF_SECONDS = 60.0
+_WORDS_SECONDS = 30.0  # For telling the other processes.
+
+
+class Watchdog:
+    """Ends the process when nothing was finished for some time; a context manager.
+
+    A thread looks. It prints the stacks of all threads, and those of loader processes,
+    says what was finished last, tells the other processes of the job, and leaves with
+    code 70, whatever the main thread is blocked in. Where some C code holds the
+    interpreter's lock, so that no Python runs at all, faulthandler prints the stacks
+    and leaves with code 1.
+
+    Args:
+      timeout: seconds, `config.stall_timeout`; 0 is off. Compiling the first step
+        counts as everything else: a run that hangs there, because one host never comes,
+        hangs as surely, and one number is easier to reason about than two.
+    """
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._last, self._when = "the start", time.monotonic()
+        self._done = threading.Event()
+
+    def beat(self, what: str) -> None:
+        """Notes that something is finished.
+
+        Args:
+          what: for the message, as "step 12".
+        """
+        self._last, self._when = what, time.monotonic()
+
+    def __enter__(self):
+        if self._timeout:
+            # Loader processes started from here on print their stacks when told to end.
+            self._environment = os.environ.get("PYTHONFAULTHANDLER")
+            os.environ["PYTHONFAULTHANDLER"] = "1"
+            self.beat("the start")
+            self._thread = threading.Thread(
+                target=self._watch, daemon=True, name="watchdog"
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if not self._timeout:
+            return
+        self._done.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._environment is None:
+            os.environ.pop("PYTHONFAULTHANDLER", None)
+        else:
+            os.environ["PYTHONFAULTHANDLER"] = self._environment
+
+    def _watch(self) -> None:
+        look = min(1.0, self._timeout / 10)
+        deaf = max(self._timeout, _DEAF_SECONDS)
+        while not self._done.wait(look):
+            if sys.__stderr__ is not None:  # As in some notebooks.
+                faulthandler.dump_traceback_later(deaf, exit=True, file=sys.__stderr__)
+            if time.monotonic() - self._when > self._timeout:
+                self._end()
+
+    def _end(self) -> None:
+        # Not through sys.stderr: a thread that hangs may hold its lock.
+        os.write(2, b"\nwatchdog: the stacks of all threads:\n")
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        for child in multiprocessing.active_children():
+            with contextlib.suppress(OSError):
+                os.kill(child.pid, signal.SIGABRT)
+        leave = threading.Timer(_WORDS_SECONDS, os._exit, [EXIT_STALLED])
+        leave.daemon = True
+        leave.start()
+        together.end_all(
+            EXIT_STALLED,
+            f"watchdog: no step, evaluation batch or save was finished in "
+            f"{self._timeout:g} s (stall_timeout); the last was {self._last}; the stacks "
+            "above show where each thread hangs; the same command goes on from the "
+            "newest checkpoint",
+        )
