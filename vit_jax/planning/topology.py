@@ -5,6 +5,7 @@ before.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -143,6 +144,12 @@ def require_libtpu() -> None:
             "pip install 'vit_jax[tpu]', or pip install 'jax[tpu]' of the same "
             "version as jax; it runs on any Linux machine"
         )
+
+
+def versions() -> str:
+    """Names the releases that compile."""
+    names = ("jax", "libtpu")
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def usable_memory(device) -> int | None:

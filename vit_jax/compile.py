@@ -1,0 +1,123 @@
+"""Compiles a training step for TPUs that are not here:
+
+python -m vit_jax.compile --config=configs/h14_i21k.py --topology=v5e:16x16
+
+It prints what the step needs of each chip and how that compares to what the chip has:
+memory, products, bytes, collectives, and the least time that a step can take. It runs
+on any Linux machine with the extra `tpu`; a large model takes minutes. Any key of
+vit_jax/schema.py can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input
+(one line says what), 3 it does not fit, or with --strategies nothing does.
+"""
+
+import argparse
+import json
+import pathlib
+
+from vit_jax import cli
+from vit_jax.errors import UserError
+from vit_jax.planning import topology
+
+EXIT_TOO_LARGE = 3
+# Where neither the config nor the catalogue says how many there are. It changes the
+# length of the run and of its schedule, numbers in a program that stays the same.
+_EXAMPLES = 1_000_000
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Compiles what the flags name and prints what it costs; returns the exit code."""
+    place = topology.parse(flags.topology, flags.slices)
+    if flags.export and flags.strategies:
+        raise UserError("--export keeps one program: leave --strategies out")
+    config = cli.load_config(flags)
+    topology.prepare()
+    devices = place.devices()
+    limit = topology.usable_memory(devices[0])
+    examples, source = _examples(flags, config)
+    heading = (
+        f"{config.name} on {len(devices)} x {devices[0].device_kind} "
+        f"({place.slices} x {place.name}), {config.batch_size:,} images a step; "
+        f"{topology.versions()}; {examples:,} examples ({source})"
+    )
+    if flags.strategies:
+        return _compare(flags, config, devices, examples, limit, heading)
+    return _one(flags, config, devices, examples, limit, heading)
+
+
+def _examples(flags, config) -> tuple[int, str]:
+    """Returns the size of the training split, and who says so."""
+    from vit_jax.data import catalogue
+
+    entry = catalogue.ENTRIES.get(config.data.name)
+    known = (
+        (flags.examples, "--examples"),
+        (config.data.examples, "data.examples"),
+        (entry.images if entry else 0, "the catalogue"),
+    )
+    assumed = _EXAMPLES, "assumed; it changes numbers, not the program"
+    return next((pair for pair in known if pair[0]), assumed)
+
+
+def _one(flags, config, devices, examples, limit, heading) -> int:
+    from vit_jax.parallel import mesh as meshes
+    from vit_jax.planning import analysis, exporting, report
+
+    mesh = meshes.create(config.mesh.to_dict(), devices)
+    found = analysis.analyse(config, mesh, examples, limit)
+    if flags.json:
+        print(json.dumps({"heading": heading} | found.to_json()))
+    else:
+        print(report.text(found, heading))
+    if flags.export:
+        size = exporting.write(config, mesh, examples, pathlib.Path(flags.export))
+        if not flags.json:
+            print(f"StableHLO of the step: {flags.export}, {size:,} bytes")
+    return 0 if found.fits else EXIT_TOO_LARGE
+
+
+def _compare(flags, config, devices, examples, limit, heading) -> int:
+    from vit_jax.planning import strategies
+
+    has_blocks = "remat" in config.model
+    sizes = strategies.meshes_for(len(devices), has_blocks)
+    if flags.meshes:
+        sizes = strategies.parse_meshes(flags.meshes)
+    policies = flags.remat.split(",") if has_blocks else ["none"]
+    rows = []
+    if not flags.json:
+        print(f"{heading}\n{strategies.line()}", flush=True)
+    for row in strategies.compare(config, devices, examples, limit, sizes, policies):
+        rows.append(row)
+        if not flags.json:
+            print(strategies.line(row), flush=True)
+    best = strategies.fastest(rows)
+    if flags.json:
+        chosen = strategies.flags(best) if best else ""
+        words = {"heading": heading, "rows": [row.to_json() for row in rows]}
+        print(json.dumps(words | {"recommended": chosen}))
+    elif best:
+        print(
+            f"of those that fit the one with the lowest floor: {strategies.flags(best)}"
+        )
+    else:
+        print("none of these fits: try a larger slice, or --config.optim.accumulate=2")
+    return 0 if best else EXIT_TOO_LARGE
+
+
+if __name__ == "__main__":
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--config", required=True, help="file, or file:argument")
+    parser.add_argument("--topology", required=True, help="as v5e:16x16 or v4:4x4x4")
+    parser.add_argument(
+        "--slices", type=cli.positive, default=1, help="so many of the topology"
+    )
+    parser.add_argument(
+        "--examples", type=cli.positive, default=0, help="size of the training split"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--export", default="", help="file for the step's StableHLO")
+    parser.add_argument(
+        "--strategies", action="store_true", help="compare meshes and remat policies"
+    )
+    parser.add_argument("--meshes", default="", help="as data=-1,fsdp=16,model=4")
+    parser.add_argument("--remat", default="none,dots,full", help="policies to compare")
+    cli.run(main, parser)

@@ -1,0 +1,160 @@
+"""The compile verb's words: what a step costs, whose word each number is, advice."""
+
+import math
+
+from vit_jax.planning.analysis import Analysis
+from vit_jax.planning.roofline import ASSUMPTIONS
+
+_COMPILER = "the compiler's own word"
+_SHAPES = "from shapes, without padding"
+
+
+def text(found: Analysis, heading: str) -> str:
+    """Returns the whole report of one program.
+
+    Args:
+      found: what was read.
+      heading: its first line.
+    """
+    parts = [heading, _setting(found.settings), "", *_memory(found)]
+    if found.fits:
+        parts += ["", *_work(found), "", *_collectives(found), "", *_time(found)]
+    return "\n".join(parts)
+
+
+def verdict(found: Analysis) -> str:
+    """Returns one line: whether the program fits, by how much, and what to change."""
+    if found.fits:
+        if not found.limit_bytes:
+            return "it compiles; what memory a chip has is not known"
+        spare = found.limit_bytes - found.peak_bytes
+        return f"fits: {_gib(spare)} GiB of {_gib(found.limit_bytes)} to spare"
+    if not found.peak_bytes:
+        return f"does not compile: {found.error}"
+    over = found.peak_bytes - (found.limit_bytes or 0)
+    return (
+        f"does not fit: it wants {_gib(found.peak_bytes)} GiB of a chip's "
+        f"{_gib(found.limit_bytes)}, {_gib(over)} too much; {advice(found.settings)}"
+    )
+
+
+def advice(settings: dict) -> str:
+    """Returns what to change so that a program takes less memory."""
+    ways = []
+    if settings["mesh"]["fsdp"] == 1:
+        count = math.prod(settings["mesh"].values())
+        if count > 1:
+            ways.append(f"--config.mesh.fsdp={2 ** (count.bit_length() // 2)}")
+    if settings["remat"] != "full":
+        ways.append("--config.model.remat=full")
+    if settings["moment_dtype"] != "bfloat16":
+        ways.append("--config.optim.moment_dtype=bfloat16")
+    if settings["dtype"] != "bfloat16":
+        ways.append("--config.model.dtype=bfloat16")
+    if settings["average"]:
+        ways.append("--config.average.decay=0")
+    ways.append(f"--config.optim.accumulate={2 * settings['accumulate']}")
+    return f"try {', '.join(ways[:-1])} or {ways[-1]}" if ways[1:] else f"try {ways[0]}"
+
+
+def _setting(settings):
+    mesh = " x ".join(f"{axis} {size}" for axis, size in settings["mesh"].items())
+    words = [
+        f"{name} {settings[name]}"
+        for name in ("dtype", "moment_dtype", "remat", "attention", "accumulate")
+        if settings[name]
+    ]
+    words.append("scan" if settings["scan"] else "no scan")
+    return f"mesh {mesh}; {', '.join(words)}"
+
+
+def _memory(found):
+    yield "Memory of a chip, GiB"
+    yield _line("parameters", _gib(found.params_bytes), _SHAPES)
+    yield _line("optimiser's moments", _gib(found.moments_bytes), _SHAPES)
+    yield _line("average", _gib(found.average_bytes), _SHAPES)
+    yield _line("batch", _gib(found.batch_bytes), _SHAPES)
+    if found.fits:
+        yield _line("all of these", _gib(found.argument_bytes), _COMPILER)
+        yield _line(
+            "activations, gradients",
+            _gib(found.temporary_bytes),
+            "the peak less all of these",
+        )
+    if found.peak_bytes:
+        yield _line(
+            "peak" if found.fits else "wanted", _gib(found.peak_bytes), _COMPILER
+        )
+    if found.limit_bytes:
+        yield _line("limit", _gib(found.limit_bytes), _COMPILER)
+    yield verdict(found)
+
+
+def _work(found):
+    yield "Work of a chip in a step"
+    if found.flops is None:
+        yield _line("TFLOP", "-", "a kernel multiplies where it cannot be counted")
+    else:
+        ratio = found.flops / found.model_flops
+        yield _line(
+            "TFLOP of products", f"{found.flops / 1e12:.3f}", "counted in the trace"
+        )
+        yield _line(
+            "3 x the forward pass",
+            f"{found.model_flops / 1e12:.3f}",
+            f"the model's; counted are {ratio:.3f} times as many",
+        )
+    yield _line(
+        "GB read and written",
+        f"{found.moved_bytes / 1e9:.2f}",
+        "counted in the compiled program, caches of the core not",
+    )
+
+
+def _collectives(found):
+    yield "Collectives of a step (what the compiler put in; loops times their rounds)"
+    if not found.collectives:
+        yield "  none"
+        return
+    row = "  {:<16} {:<5} {:<6} {:>6} {:>11} {:>13}"
+    yield row.format("kind", "type", "async", "count", "MB of each", "MB a chip sends")
+    for one in found.collectives:
+        yield row.format(
+            one["kind"],
+            one["dtype"],
+            "yes" if one["overlapped"] else "no",
+            one["count"],
+            f"{one['bytes'] / one['count'] / 1e6:.2f}",
+            f"{one['sent'] / 1e6:.1f}",
+        )
+
+
+def _time(found):
+    bounds = found.roofline
+    yield "Floor of a step's time, ms (no prediction: no step is as fast)"
+    if bounds is None:
+        yield "  not known: products or chip are not"
+        return
+    yield _line("products", _ms(bounds.compute), "")
+    yield _line("memory", _ms(bounds.memory), "")
+    yield _line("links, async", _ms(bounds.overlapped), "")
+    yield _line("links, others", _ms(bounds.exposed), "")
+    images = found.settings["batch_size"] / bounds.floor
+    yield _line(
+        "floor",
+        _ms(bounds.floor),
+        f"bound by {bounds.bound}; at most {images:,.0f} images/s",
+    )
+    yield "  assumed: " + ";\n           ".join(ASSUMPTIONS)
+
+
+def _line(name, value, note):
+    return f"  {name:<24} {value:>9}  {note}".rstrip()
+
+
+def _gib(size):
+    return f"{(size or 0) / 2**30:.2f}"
+
+
+def _ms(seconds):
+    return f"{seconds * 1e3:.2f}"

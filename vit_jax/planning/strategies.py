@@ -1,0 +1,142 @@
+"""Several ways to run one config on a slice, compiled one after the other."""
+
+from collections.abc import Iterator, Sequence
+
+from ml_collections import ConfigDict
+
+from vit_jax.errors import UserError
+from vit_jax.parallel import mesh as meshes
+from vit_jax.planning import analysis
+from vit_jax.planning.analysis import Analysis
+
+# From the one that computes least again to the one that keeps least.
+REMAT = ("none", "dots", "full")
+_WIDTHS = (11, 7, 5, 9, 9, 10, 9)
+HEADING = ("mesh", "remat", "scan", "GiB", "TFLOP", "MB sent", "floor ms")
+
+
+def meshes_for(devices: int, model: bool) -> list[dict]:
+    """Returns meshes worth a trial.
+
+    Args:
+      devices: there are.
+      model: whether the network has heads and MLPs that can be split.
+    """
+    found = [{"data": -1, "fsdp": 1, "model": 1}]
+    for size in (4, 8, 16, 32):
+        if size <= devices and devices % size == 0:
+            found.append({"data": -1, "fsdp": size, "model": 1})
+    if model and devices % 4 == 0:
+        found.append({"data": -1, "fsdp": 1, "model": 4})
+    return found
+
+
+def parse_meshes(text: str) -> list[dict]:
+    """Reads meshes: "fsdp=16,fsdp=4+model=2,data=-1".
+
+    Raises:
+      UserError: a word is not an axis and a size.
+    """
+    found = []
+    for words in text.split(","):
+        sizes = {"data": -1, "fsdp": 1, "model": 1}
+        for word in words.split("+"):
+            axis, _, size = word.partition("=")
+            if axis not in sizes or not size.lstrip("-").isdecimal():
+                raise UserError(
+                    f"--meshes: {word!r} is not an axis with a size: state meshes as "
+                    "data=-1,fsdp=16,fsdp=4+model=2"
+                )
+            sizes[axis] = int(size)
+        found.append(sizes)
+    return found
+
+
+def compare(
+    config: ConfigDict,
+    devices: Sequence,
+    examples: int,
+    limit: int | None,
+    sizes: Sequence[dict],
+    policies: Sequence[str],
+) -> Iterator[Analysis]:
+    """Compiles a config for each mesh with each rematerialisation.
+
+    A policy that recomputes more is left out where one that recomputes less fits.
+
+    Args:
+      config: complete config.
+      devices: of the topology.
+      examples: size of the training split.
+      limit: bytes of a chip that a program can have.
+      sizes: of the meshes.
+      policies: of rematerialisation, the one that computes least again first.
+
+    Yields:
+      What each costs, as soon as it is known.
+
+    Raises:
+      UserError: no mesh fits the config; one that does not fit it is a row of its own.
+    """
+    refused = []
+    for stated in sizes:
+        for policy in policies:
+            trial = variant(config, stated, policy)
+            try:
+                mesh = meshes.create(trial.mesh.to_dict(), devices)
+                found = analysis.analyse(trial, mesh, examples, limit)
+            except UserError as error:
+                refused.append(str(error))
+                if len(refused) == len(sizes):
+                    raise
+                break
+            yield found
+            if found.fits:
+                break
+
+
+def variant(config: ConfigDict, sizes: dict, policy: str) -> ConfigDict:
+    """Returns a config with another mesh and policy."""
+    trial = config.copy_and_resolve_references().unlock()
+    trial.mesh.update(sizes)
+    if "remat" in trial.model:
+        trial.model.remat = policy
+    return trial.lock()
+
+
+def fastest(rows: Sequence[Analysis]) -> Analysis | None:
+    """Returns the row with the lowest floor of those that fit, None if none does."""
+    fitting = [row for row in rows if row.fits and row.roofline]
+    return min(fitting, key=lambda row: row.roofline.floor, default=None)
+
+
+def flags(row: Analysis) -> str:
+    """Returns what to add to a command line to get a row's settings."""
+    sizes = row.settings["mesh"]
+    words = [f"--config.mesh.{axis}={sizes[axis]}" for axis in ("fsdp", "model")]
+    words.append(f"--config.model.remat={row.settings['remat']}")
+    return " ".join(words)
+
+
+def line(row: Analysis | None = None) -> str:
+    """Returns a line of the table; its heading without a row."""
+    if row is None:
+        cells = HEADING
+    else:
+        sizes = row.settings["mesh"]
+        shown = "x".join(str(sizes[axis]) for axis in ("data", "fsdp", "model"))
+        sent = sum(one["sent"] for one in row.collectives)
+        cells = (
+            shown,
+            row.settings["remat"],
+            "yes" if row.settings["scan"] else "no",
+            f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "-",
+            f"{row.flops / 1e12:.2f}" if row.flops else "-",
+            f"{sent / 1e6:.0f}" if row.fits else "-",
+            f"{row.roofline.floor * 1e3:.1f}" if row.roofline else "-",
+        )
+    words = [f"{cell:>{w}}" for cell, w in zip(cells, _WIDTHS, strict=True)]
+    note = "" if row is None or row.fits else "  does not fit"
+    if row is not None and not row.fits and not row.peak_bytes:
+        note = f"  does not compile: {row.error[:80]}"
+    return "  ".join(words) + note
