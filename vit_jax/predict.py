@@ -28,8 +28,11 @@ def main(flags: argparse.Namespace) -> int:
     images = inputs.find_some(flags.images)
 
     from vit_jax.evaluation import prediction
+    from vit_jax.parallel import compilation_cache
     from vit_jax.report import predictions as layout
 
+    if uncached := compilation_cache.enable():
+        print(uncached, file=sys.stderr, flush=True)
     results = prediction.predict(
         open_classifier(flags), images, batch_size=flags.batch_size, topk=flags.topk
     )

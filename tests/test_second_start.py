@@ -1,0 +1,66 @@
+"""A command that is given twice: what the first compiled, the second finds."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def start(cache, *words, verb="train"):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", f"vit_jax.{verb}", *words],
+        cwd=ROOT,
+        env=env | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr  # Nor does XLA complain about programs of its own.
+    return done.stdout
+
+
+def entries(cache):
+    return sorted(path.name for path in cache.glob("vit_jax/compiled/*-cache"))
+
+
+@pytest.mark.slow
+def test_the_second_start_compiles_nothing_and_computes_the_same(tmp_path):
+    cache, reports, kept = tmp_path / "cache", [], []
+    for name in ("first", "second"):
+        workdir = tmp_path / name
+        words = "--config=configs/digits.py:quick", f"--workdir={workdir}"
+        out = start(cache, *words)
+        kept.append(entries(cache))
+        reports.append(json.loads((workdir / "report.json").read_text()))
+        (line,) = [x for x in out.splitlines() if x.startswith("first step after ")]
+        assert [part.split()[0] for part in line.split(": ")[1].split(", ")] == [
+            "import",
+            "devices",
+            "data",
+            "init",
+            "compile",
+            "first",
+        ]
+    assert any(name.startswith("jit_train_step") for name in kept[0])
+    assert kept[0] == kept[1]
+    first, second = reports
+    assert first["params_sha256"] == second["params_sha256"]
+    assert second["startup"]["import"] > 0.5
+
+    image = tmp_path / "image.png"
+    cv2.imwrite(str(image), np.arange(64, dtype=np.uint8).reshape(8, 8) * 3)
+    words = f"--model={tmp_path}/first", "--json", str(image)
+    once = start(cache, *words, verb="predict")
+    more = entries(cache)
+    assert set(more) > set(kept[1])
+    assert start(cache, *words, verb="predict") == once
+    assert entries(cache) == more

@@ -1,0 +1,74 @@
+"""What a run tells of itself: slow steps, stalls, a trace, its start."""
+
+import json
+import re
+import time
+
+import jax
+import pytest
+from helpers import tiny_config
+
+from vit_jax.data.arrays import ArraySource
+from vit_jax.training import checkpoint, loop
+
+
+@pytest.mark.slow
+def test_a_run_tells_what_was_slow_and_leaves_a_trace(tmp_path, monkeypatch, capsys):
+    loaded = []
+
+    def get(self, i):
+        loaded.append(i)
+        if len(loaded) == 100:  # Of the batch of step 13.
+            time.sleep(1)
+        return {"image": self.images[i], "label": int(self.labels[i])}
+
+    save = checkpoint.Checkpointer.save
+
+    def stall(self, step, *args):
+        if step == 20:
+            time.sleep(1)
+        return save(self, step, *args)
+
+    monkeypatch.setattr(ArraySource, "__getitem__", get)
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", stall)
+    config = tiny_config(
+        data={"ops": "central_crop", "prefetch": 1, "threads": 1},
+        evals={},
+        every={"log": 8, "checkpoint": 10},
+        total_steps=24,
+        profile=(4, 5),
+    )
+    report = loop.train(config, tmp_path)
+    out = capsys.readouterr().out
+    slow = re.findall(r"^slow step (\d+): (.+) took ([\d.]+) s", out, re.MULTILINE)
+    # The threads are a batch ahead.
+    assert [phase for _, phase, _ in slow] == ["input", "checkpoint"]
+    assert all(0.5 < float(seconds) < 2 for *_, seconds in slow)
+    assert [int(step) for step, *_ in slow] == [pytest.approx(12, abs=2), 20]
+
+    (trace,) = tmp_path.rglob("*.xplane.pb")
+    assert trace.parent == tmp_path / "tensorboard/plugins/profile/steps_4_to_5"
+    marked = {
+        dict(event.stats)["step_num"]
+        for plane in jax.profiler.ProfileData.from_file(str(trace)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    }
+    assert marked == {4, 5}
+    assert f"trace of steps 4 to 5 under {tmp_path}/tensorboard" in out
+
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    lines = [line for line in lines if "train/loss" in line]
+    assert [line["train/slow_steps"] for line in lines] == [0, 1, 1]
+    stalls = [line["train/checkpoint_stall"] for line in lines]
+    assert stalls[0] == 0
+    assert stalls[1] < 1 <= stalls[2] < 2
+    assert all(line["train/step_seconds"] > 0 for line in lines)
+    assert not any("train/mfu" in line for line in lines)  # A CPU's peak is not known.
+
+    phases = ["devices", "data", "init", "compile", "first step"]
+    assert list(report["startup"]) == phases
+    assert "first step after" in out
+    assert [f"train/start_{phase}" in lines[0] for phase in phases] == [True] * 5
+    assert "train/start_compile" not in lines[1]
