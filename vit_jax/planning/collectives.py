@@ -47,7 +47,7 @@ class Collective:
         is a reduce-scatter and an all-gather.
         """
         if self.kind in ("collective-permute", "collective-broadcast"):
-            return self.bytes
+            return float(self.bytes)
         share = (self.devices - 1) / self.devices
         return self.bytes * share * (2 if self.kind == "all-reduce" else 1)
 
