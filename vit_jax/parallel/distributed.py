@@ -80,8 +80,14 @@ def gather(**values: object) -> dict[str, np.ndarray]:
     arrays = {name: np.asarray(value) for name, value in values.items()}
     if jax.process_count() == 1:
         return {name: array[None] for name, array in arrays.items()}
+    # As bytes: JAX would cut 64-bit numbers to 32.
+    sent = {name: np.frombuffer(a.tobytes(), np.uint8) for name, a in arrays.items()}
     with jax.transfer_guard("allow"):  # This transfer is meant.
-        return multihost_utils.process_allgather(arrays)
+        got = multihost_utils.process_allgather(sent)
+    return {
+        name: np.ascontiguousarray(got[name]).view(a.dtype).reshape(-1, *a.shape)
+        for name, a in arrays.items()
+    }
 
 
 def _seconds(name: str, default: int) -> int:
