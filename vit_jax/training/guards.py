@@ -18,23 +18,22 @@ from vit_jax.training.checkpoint import Checkpointer
 class Preemption:
     """Notices SIGTERM; use as a context manager around the loop.
 
-    Several processes agree on the step through JAX's coordination service.
+    Several processes agree on the moment through JAX's coordination service: it is the
+    same one in their common sequence of questions, so all must ask equally often.
     """
 
     def __init__(self):
         self._asked = False
         self._before = None
+        self._questions = 0
 
-    @property
-    def asked(self) -> bool:
-        """Whether this process, running alone, was asked to end."""
-        return self._asked
-
-    def reached(self, step: int) -> bool:
-        """Tells, the same in all processes, whether to end after `step` steps."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._asked
+    def reached(self) -> bool:
+        """Tells, the same in all processes, whether to end here."""
+        if jax.process_count() == 1:
+            return self._asked
+        # Not the number of the step: evaluations ask between two steps.
+        self._questions += 1
+        return multihost_utils.reached_preemption_sync_point(self._questions)
 
     def __enter__(self):
         # With several processes JAX's own handler must stay.
