@@ -158,7 +158,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
 
             def stop():
                 watch.beat(f"a part of the evaluation of step {step}")
-                return preemption.asked
+                return preemption.reached()
 
             scores = suite.run(params, stop)
             if scores is None:
@@ -186,7 +186,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             process_index=part,
             process_count=parts,
         )
-        if preemption.asked:  # Before the first step, which compiles, begins.
+        if preemption.reached():  # Before the first step, which compiles, begins.
             leave(start)
         startup.done("init")
         watch.beat("making or restoring the state")
@@ -212,7 +212,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                     settle(*waiting)
                 waiting = (step, metrics)
 
-                ending = preemption.reached(step)
+                ending = preemption.reached()
                 if ending or any(
                     map(due, ("log", "evaluate", "checkpoint"), [step] * 3)
                 ):
