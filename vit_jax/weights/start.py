@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import models
 from vit_jax.errors import UserError
+from vit_jax.models import stacking
 from vit_jax.weights import loading
 from vit_jax.weights.pretrained import Preprocess
 
@@ -22,7 +23,8 @@ def load(
       init: gives the run's initial parameters, for those that may be missing.
 
     Returns:
-      The parameters and a line for each thing that was loaded or changed.
+      The parameters as they are on disk, blocks one by one, and a line for each thing
+      that was loaded or changed.
 
     Raises:
       UserError: nothing to load there, or it does not fit the model.
@@ -47,7 +49,9 @@ def load(
     if found.format == "workdir":  # Its first note says what of it was taken.
         lines[:2] = [f"{found.notes[0]} from {found.source}"]
     lines[0] = f"start: {lines[0]}"
-    return loaded.params, lines + _normalisation(found.preprocess, config.data)
+    return stacking.unstack(loaded.params), lines + _normalisation(
+        found.preprocess, config.data
+    )
 
 
 def _normalisation(preprocess: Preprocess | None, data: ConfigDict) -> list[str]:

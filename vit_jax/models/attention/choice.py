@@ -52,7 +52,8 @@ def choose(
         return name
     if name == "auto" and not obstacle["cudnn"]:
         return "cudnn"
-    if name == "auto" and not obstacle["splash"] and tokens >= SPLASH_TOKENS:
+    many = dtype != "float32" and tokens >= SPLASH_TOKENS
+    if name == "auto" and not obstacle["splash"] and many:
         return "splash"
     # CPUs multiply bfloat16 into float32 faster than into bfloat16.
     rounded = dtype != "float32" and platform != "cpu"

@@ -25,6 +25,8 @@ def attend(
     key: Float[Array, "B H M K"],
     value: Float[Array, "B H M K"],
     lengths: Int[Array, " B"] | None = None,
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "B H N K"]:
     """Mixes the values; see `vit_jax.models.attention.attend`.
 
@@ -33,6 +35,7 @@ def attend(
 
     Args:
       query, key, value, lengths: as there.
+      interpret: whether to run the kernel on any device, slowly; for tests.
 
     Returns:
       Mixed values.
@@ -40,12 +43,13 @@ def attend(
     mesh = jax.sharding.get_abstract_mesh()
     if lengths is None:
         lengths = jnp.full(len(key), key.shape[2], jnp.int32)
+    attend = functools.partial(_attend, interpret=interpret)
     if mesh.empty or not nn.get_logical_axis_rules():
-        return _attend(query, key, value, lengths)
+        return attend(query, key, value, lengths)
     images = nn.logical_to_mesh_axes(("batch",))
     heads = nn.logical_to_mesh_axes(("batch", "heads"))
     split = jax.shard_map(
-        _attend,
+        attend,
         mesh=mesh,
         in_specs=(heads, heads, heads, images),
         out_specs=heads,
@@ -55,12 +59,12 @@ def attend(
     return split(query, key, value, lengths)
 
 
-def _attend(query, key, value, lengths):
+def _attend(query, key, value, lengths, interpret):
     N, M = query.shape[2], key.shape[2]
     padded = [-(-count // _TILE) * _TILE for count in (N, M)]
     query = _pad(query * query.shape[-1] ** -0.5, padded[0])
     key, value = _pad(key, padded[1]), _pad(value, padded[1])
-    kernel = _kernel(query.shape[1], *padded)
+    kernel = _kernel(query.shape[1], *padded, interpret)
     asking = jnp.zeros(padded[0], jnp.int32)
 
     def one(query, key, value, length):
@@ -75,7 +79,9 @@ def _pad(x, tokens: int):
     return jnp.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)))
 
 
-def _kernel(heads: int, queries: int, keys: int) -> kernels.SplashAttentionKernel:
+def _kernel(
+    heads: int, queries: int, keys: int, interpret: bool
+) -> kernels.SplashAttentionKernel:
     mask = masks.MultiHeadMask([masks.FullMask((queries, keys))] * heads)
     q, k = _block(queries), _block(keys)
     sizes = kernels.BlockSizes(
@@ -92,6 +98,7 @@ def _kernel(heads: int, queries: int, keys: int) -> kernels.SplashAttentionKerne
         q_seq_shards=1,
         # What a rematerialisation policy may keep of the forward pass.
         residual_checkpoint_name="attention",
+        interpret=interpret,
     )
 
 

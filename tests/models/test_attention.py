@@ -1,0 +1,203 @@
+"""Every way of attention is the plain softmax in float32."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from vit_jax.errors import UserError
+from vit_jax.models import attention
+from vit_jax.models.attention import choice, cudnn, splash
+
+B, H = 2, 3
+# 8 bits a number; sums of many of them.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+LENGTHS = jnp.array([3, 150], jnp.int32)
+
+
+def plain(q, k, v, lengths=None):
+    logits = jnp.einsum("bhnk,bhmk->bhnm", q, k) * q.shape[-1] ** -0.5
+    if lengths is not None:
+        hidden = jnp.arange(k.shape[2])[None] >= lengths[:, None]
+        logits = jnp.where(hidden[:, None, None], -jnp.inf, logits)
+    return jnp.einsum("bhnm,bhmk->bhnk", jax.nn.softmax(logits), v)
+
+
+def operands(n, m, width, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(B, H, tokens, width) for tokens in (n, m, m, n)]
+    full = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    # The reference gets the same rounded numbers.
+    return [x.astype(dtype) for x in full]
+
+
+def value_and_gradients(function, q, k, v, grad):
+    value, pull = jax.vjp(function, q, k, v)
+    return [x.astype(jnp.float32) for x in (value, *pull(grad.astype(value.dtype)))]
+
+
+def assert_plain(function, n, m, width, dtype, lengths=None):
+    """Compares values and gradients, each against its largest number or 1."""
+    given = operands(n, m, width, dtype)
+    exact = [x.astype(jnp.float32) for x in given]
+    found, expected = (
+        jax.jit(functools.partial(value_and_gradients, f))(*args)
+        for f, args in (
+            (functools.partial(function, lengths=lengths), given),
+            (functools.partial(plain, lengths=lengths), exact),
+        )
+    )
+    for a, b in zip(found, expected, strict=True):
+        bound = TOLERANCE[dtype] * max(1, float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a, b, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [("einsum", "float32"), ("einsum", "bfloat16"), ("einsum16", "bfloat16")],
+)
+@pytest.mark.parametrize(
+    ("n", "m", "width"),
+    [
+        (197, 197, 64),
+        pytest.param(257, 257, 80, marks=pytest.mark.slow),
+        pytest.param(1, 197, 64, marks=pytest.mark.slow),
+    ],
+)
+def test_einsums_are_plain_attention(way, dtype, n, m, width, lengths):
+    attend = functools.partial(attention.attend, way=way)
+    assert_plain(attend, n, m, width, dtype, lengths)
+
+
+@pytest.mark.slow  # The kernel is interpreted.
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    ("n", "width", "dtype"),
+    [
+        (197, 64, "float32"),
+        (197, 64, "bfloat16"),
+        (257, 80, "float32"),
+        (257, 80, "bfloat16"),
+        (256, 64, "float32"),
+        (1025, 64, "float32"),
+    ],
+)
+def test_splash_is_plain_attention_for_any_number_of_tokens(n, width, dtype, lengths):
+    attend = functools.partial(splash.attend, interpret=True)
+    assert_plain(attend, n, n, width, dtype, lengths)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "padded"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_cudnn_is_asked_for_is_plain_attention(dtype, lengths):
+    attend = functools.partial(cudnn.attend, implementation="xla")
+    assert_plain(attend, 197, 197, 64, dtype, lengths)
+
+
+@pytest.mark.slow
+def test_splash_splits_over_images_and_heads_of_a_mesh():
+    """Without `jax.shard_map` the kernel would see whole arrays on every device."""
+    mesh = jax.make_mesh((2, 3), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rules = [("batch", "data"), ("heads", "model"), ("tokens", None)]
+    q, k, v, _ = operands(197, 197, 64, "float32")
+    place = NamedSharding(mesh, PartitionSpec("data", "model"))
+
+    @jax.jit
+    def attend(q, k, v, lengths):
+        with (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            nn.logical_axis_rules(rules),
+        ):
+            return splash.attend(q, k, v, lengths, interpret=True)
+
+    found = attend(*jax.device_put((q, k, v), place), LENGTHS)
+    assert found.sharding.is_equivalent_to(place, 4)
+    np.testing.assert_allclose(found, plain(q, k, v, LENGTHS), atol=1e-5)
+
+
+def test_weights_sum_to_one_and_mix_to_what_attention_gives():
+    q, k, v, _ = operands(5, 7, 4, "float32")
+    weights = attention.weights(q, k, lengths=jnp.array([7, 2]))
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    assert weights[0].min() > 0 and not weights[1, ..., 2:].any()
+    mixed = attention.attend(q, k, v, lengths=jnp.array([7, 2]))
+    np.testing.assert_allclose(
+        jnp.einsum("bhnm,bhmk->bhnk", weights, v), mixed, atol=1e-6
+    )
+
+
+def test_keys_behind_the_length_make_no_difference_and_get_no_gradient():
+    q, k, v, grad = operands(5, 7, 4, "float32")
+    lengths = jnp.array([4, 7])
+    attend = functools.partial(attention.attend, lengths=lengths)
+    other = [x.at[0, :, 4:].set(1e3) for x in (k, v)]
+    np.testing.assert_array_equal(attend(q, k, v), attend(q, *other))
+    _, to_key, to_value = jax.vjp(attend, q, k, v)[1](grad)
+    assert not to_key[0, :, 4:].any() and not to_value[0, :, 4:].any()
+    assert to_key[1, :, 4:].all()
+
+
+def test_rounded_logits_are_nowhere_float32():
+    q, k, v, grad = operands(5, 7, 4, "bfloat16")
+
+    def products(way):
+        attend = functools.partial(attention.attend, way=way)
+        pull = lambda *args: jax.vjp(attend, *args)[1](grad)
+        text = str(jax.make_jaxpr(pull)(q, k, v)).replace(" ", "")
+        return text.count(f"f32[{B},{H},5,7]=dot_general")
+
+    assert (products("einsum"), products("einsum16")) == (2, 0)
+
+
+PLACE = {
+    "platform": "cpu",
+    "dtype": "bfloat16",
+    "tokens": 197,
+    "head_width": 64,
+    "relative": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "way"),
+    [
+        ({}, "einsum"),
+        ({"platform": "tpu"}, "einsum16"),
+        ({"platform": "tpu", "dtype": "float32"}, "einsum"),
+        ({"platform": "tpu", "tokens": choice.SPLASH_TOKENS - 1}, "einsum16"),
+        ({"platform": "tpu", "tokens": choice.SPLASH_TOKENS}, "splash"),
+        ({"platform": "tpu", "tokens": 4097, "dtype": "float32"}, "einsum"),
+        ({"platform": "tpu", "tokens": 4097, "relative": True}, "einsum16"),
+        ({"platform": "gpu"}, "cudnn"),
+        ({"platform": "gpu", "dtype": "float32"}, "einsum"),
+        ({"platform": "gpu", "head_width": 132}, "einsum16"),
+        ({"platform": "gpu", "relative": True}, "einsum16"),
+    ],
+)
+def test_auto_is_the_fastest_that_the_place_allows(place, way):
+    assert choice.choose("auto", **PLACE | place) == way
+    if way in choice.NAMES:
+        assert choice.choose(way, **PLACE | place) == way
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("cudnn", {}, "'cudnn' needs an NVIDIA GPU, but this is for platform 'cpu'"),
+        ("cudnn", {"platform": "gpu", "dtype": "float32"}, "needs .*'bfloat16', not"),
+        ("cudnn", {"platform": "gpu", "head_width": 36}, "heads of a multiple of 8"),
+        ("cudnn", {"platform": "gpu", "relative": True}, "knows no .*'relative'"),
+        ("splash", {"platform": "gpu"}, "needs a TPU, but this is for platform 'gpu'"),
+        ("splash", {"platform": "tpu", "relative": True}, "knows no .*'relative'"),
+        ("flash", {}, "'flash' is not one of auto, einsum, cudnn, splash"),
+    ],
+)
+def test_impossible_choices_are_refused_with_a_remedy(name, place, message):
+    with pytest.raises(UserError, match=message) as error:
+        choice.choose(name, **PLACE | place)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,160 @@
+"""Scan over layers and rematerialisation change how a model runs, not what it gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models import cost, remat, stacking
+
+TINY = {"width": 12, "depth": 3, "heads": 3, "mlp_dim": 20}
+KINDS = {
+    "plain": {},
+    "random": {"dropout": 0.2, "stochastic_depth": 0.5},
+    "every": {"posemb_at": "every"},
+    "shared": {"posemb": "learned2d", "posemb_at": "shared", "head": "gap"},
+    "relative": {"posemb": "relative", "posemb_at": "every"},
+    "relative shared": {"posemb": "relative", "posemb_at": "shared", "head": "map"},
+}
+
+REMAT = sorted(set(remat.POLICIES) - {"none"})
+
+
+def build(**options):
+    return models.create("B/4", classes=5, image_size=(8, 12), **TINY | options)
+
+
+def filled(params):
+    """Gives every parameter a value that shows."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    return jax.tree.unflatten(
+        tree,
+        [
+            x + 0.3 * jax.random.normal(k, x.shape)
+            for x, k in zip(leaves, keys, strict=True)
+        ],
+    )
+
+
+def loss_and_gradients(model, params):
+    images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
+
+    def loss(params):
+        out = model.apply(params, images, train=True, key=jax.random.key(2))
+        return jnp.square(out["logits"]).sum(), out["logits"]
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+def assert_close(a, b):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=1e-5, atol=1e-5 * max(1, np.abs(b).max())
+        ),
+        a,
+        b,
+    )
+
+
+def mostly_slow(values, fast):
+    return [v if v in fast else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, ["random"]))
+def test_scan_gives_the_values_and_gradients_of_unrolled_blocks(kind):
+    unrolled, scanned = (build(**KINDS[kind], scan=scan) for scan in (False, True))
+    params = filled(jax.jit(unrolled.init)(jax.random.key(0)))
+    expected, gradients = loss_and_gradients(unrolled, params)
+    found, stacked = loss_and_gradients(scanned, stacking.stack(params))
+    assert_close(found, expected)
+    assert "encoderblock" in stacked["Transformer"]
+    assert_close(stacking.unstack(stacked), gradients)
+
+
+def test_scan_starts_from_the_same_values():
+    unrolled, scanned = (build(scan=scan) for scan in (False, True))
+    params, stacked = (jax.jit(m.init)(jax.random.key(3)) for m in (unrolled, scanned))
+    assert (unrolled.stacked, scanned.stacked) == (False, True)
+    jax.tree.map(np.testing.assert_array_equal, stacking.stack(params), stacked)
+
+
+@pytest.mark.parametrize("scan", mostly_slow([False, True], [True]))
+@pytest.mark.parametrize("name", mostly_slow(REMAT, ["full"]))
+def test_rematerialisation_changes_no_value_and_no_gradient(name, scan):
+    options = KINDS["random"] | {"scan": scan}
+    plain, saving = build(**options), build(**options, remat=name)
+    params = filled(jax.jit(plain.init)(jax.random.key(0)))
+    assert_close(loss_and_gradients(saving, params), loss_and_gradients(plain, params))
+
+
+def test_stochastic_depth_in_a_scan_has_a_rate_a_layer():
+    """Rate 0 at the first layer, so that it always acts; and 0.9 at the last."""
+    model = build(depth=2, stochastic_depth=0.9, scan=True)
+    params = jax.jit(model.init)(jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (40, 8, 12, 3))
+
+    @jax.jit
+    def features(params):
+        return model.apply(params, images, train=True, key=jax.random.key(2))
+
+    blocks = params["Transformer"]["encoderblock"]
+    found = features(params)["pre_logits"]
+    for layer, fewest, most in ((0, 40, 40), (1, 1, 20)):
+        # Where a layer is dropped its parameters make no difference.
+        changed = jax.tree.map(lambda p, layer=layer: p.at[layer].add(0.1), blocks)
+        encoder = params["Transformer"] | {"encoderblock": changed}
+        other = features(params | {"Transformer": encoder})["pre_logits"]
+        differ = (np.abs(other - found).max(1) > 1e-6).sum()
+        assert fewest <= differ <= most, (layer, differ)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_policies_keep_less_and_compute_more_in_this_order(scan):
+    options = {"width": 36, "mlp_dim": 52, "scan": scan}
+    order = ("none", "dots", "attention", "full")
+    saving = [build(**options, remat=name) for name in order]
+    kept = [cost.activation_bytes(model) for model in saving]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(order)
+
+    def step(model):
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        images = jax.ShapeDtypeStruct((1, 8, 12, 3), jnp.float32)
+        loss = lambda p, x: model.apply(p, x)["logits"].sum()
+        return cost.macs(jax.grad(loss), params, images)
+
+    done = [step(model) for model in saving]
+    assert done == sorted(done) and done[0] < done[1]
+    # A forward pass of the blocks more than without.
+    assert done[0] < done[-1] < 4 / 3 * done[0]
+
+
+def test_a_scanned_layer_costs_as_often_as_it_runs():
+    unrolled, scanned = (build(scan=scan) for scan in (False, True))
+    for count in (cost.macs_per_image, cost.parameters, cost.tokens):
+        assert count(scanned) == count(unrolled)
+    # The scan keeps the same of each block, and tokens between blocks once more.
+    ratio = cost.activation_bytes(scanned) / cost.activation_bytes(unrolled)
+    assert 1 <= ratio < 1.2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remat": "half"}, "model.remat='half' is not one of none, full, dots"),
+        ({"attention": "fast"}, "model.attention='fast' is not one of auto, einsum"),
+        ({"attention": "cudnn"}, "'cudnn' needs an NVIDIA GPU, .* platform 'cpu'"),
+        ({"attention": "splash"}, "'splash' needs a TPU, .* platform 'cpu'"),
+    ],
+)
+def test_impossible_ways_of_computing_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        build(**options)
+
+
+@pytest.mark.parametrize("option", ["scan", "remat", "attention"])
+def test_a_resnet_has_no_blocks_to_scan(option):
+    with pytest.raises(UserError, match=f"model option {option}=.* not one of R50x1"):
+        models.create("R50x1", classes=5, **{option: "full"})
