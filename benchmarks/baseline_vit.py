@@ -3,12 +3,17 @@
 Built like the one of google-research/big_vision, in our own words: Linen's own layers,
 blocks under `nn.scan` with every one rematerialised as a whole, bfloat16 computation on
 float32 parameters, Adam with a bfloat16 first moment and decoupled weight decay, sigmoid
-loss, pure data parallelism over all devices. `program` gives its training step as
-`vit_jax.training.program.build` gives ours.
+loss, pure data parallelism over all devices.
+
+python -m benchmarks.baseline_vit --variant=H/14 --topology=v5e:16x16
+prints what it needs, one JSON object with the keys of `vit_jax.compile --json`.
 """
 
+import argparse
 import dataclasses
 import functools
+import json
+import time
 
 import flax.linen as nn
 import jax
@@ -150,3 +155,49 @@ def lower(variant: str, classes: int, batch_size: int, side: int, devices: list)
         traced,
         state,
     )
+
+
+def main() -> None:
+    """Compiles the step for a TPU slice and prints what it needs."""
+    from vit_jax.models import cost
+    from vit_jax.planning import collectives, hlo, topology, traffic
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--variant", required=True, choices=SIZES)
+    parser.add_argument("--topology", required=True)
+    parser.add_argument("--classes", type=int, default=21_843)
+    parser.add_argument("--batch_size", type=int, default=4_096)
+    parser.add_argument("--side", type=int, default=224)
+    flags = parser.parse_args()
+    devices = topology.parse(flags.topology).devices()
+    lowered, traced, (params, moments) = lower(
+        flags.variant, flags.classes, flags.batch_size, flags.side, devices
+    )
+    began = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - began
+    stats = compiled.memory_analysis()
+    module = hlo.parse(compiled.as_text())
+    row = {
+        "heading": f"plain {flags.variant} on {flags.topology}",
+        "parameters": sum(x.size for x in jax.tree.leaves(params)),
+        "params_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)),
+        "moments_bytes": sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(moments)
+        ),
+        "argument_bytes": stats.argument_size_in_bytes,
+        "peak_bytes": stats.peak_memory_in_bytes,
+        "flops": 2 * cost.macs_of(traced.jaxpr.jaxpr) / len(devices),
+        "moved_bytes": traffic.count(module),
+        "collectives": collectives.summarize(collectives.find(module, len(devices))),
+        "compile_seconds": round(seconds, 1),
+        "fits": True,
+    }
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    from vit_jax.planning import topology
+
+    topology.prepare()
+    main()

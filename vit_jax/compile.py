@@ -14,6 +14,7 @@ import json
 import pathlib
 
 from vit_jax import cli
+from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.planning import topology
 
@@ -28,7 +29,8 @@ def main(flags: argparse.Namespace) -> int:
     place = topology.parse(flags.topology, flags.slices)
     if flags.export and flags.strategies:
         raise UserError("--export keeps one program: leave --strategies out")
-    config = cli.load_config(flags)
+    # Not cli.load_config: weights to start from change no program.
+    config = configuration.load(flags.config, flags.overrides)
     topology.prepare()
     devices = place.devices()
     limit = topology.usable_memory(devices[0])

@@ -49,10 +49,11 @@ def macs(function: Callable, *args) -> int:
       ValueError: a while loop, whose steps are not known, or a primitive of unknown
         contents multiplies.
     """
-    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+    return macs_of(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def _count(jaxpr: core.Jaxpr) -> int:
+def macs_of(jaxpr: core.Jaxpr) -> int:
+    """Counts the multiply-accumulates of what is traced already; see `macs`."""
     return sum(_count_equation(equation) for equation in jaxpr.eqns)
 
 
@@ -65,7 +66,7 @@ def _count_equation(equation: core.JaxprEqn) -> int:
     if name.startswith(_OPAQUE):
         raise ValueError(f"{name}: the products inside cannot be counted")
 
-    inner = [_count(jaxpr) for jaxpr in core.jaxprs_in_params(params)]
+    inner = [macs_of(jaxpr) for jaxpr in core.jaxprs_in_params(params)]
     if name in _CALLS or not any(inner):
         return sum(inner)
     if name == "scan":

@@ -88,29 +88,24 @@ def analyse(
       UserError: config and mesh do not fit each other.
     """
     program = programs.build(config, mesh, examples)
-    found = _before(program, config, mesh, limit)
+    traced = program.step.trace(program.shapes, program.batch_shapes)
+    found = _before(program, traced, config, mesh, limit)
+    lowered = traced.lower(lowering_platforms=(mesh.devices.flat[0].platform,))
     began = time.perf_counter()
     try:
-        compiled = lower(program, mesh).compile()
+        compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         return _refused(found, str(error))
     seconds = time.perf_counter() - began
     return _read(found, compiled, mesh, seconds)
 
 
-def lower(program: programs.Program, mesh: Mesh) -> jax.stages.Lowered:
-    """Lowers a program's step for the platform of its mesh."""
-    traced = program.step.trace(program.shapes, program.batch_shapes)
-    return traced.lower(lowering_platforms=(mesh.devices.flat[0].platform,))
-
-
-def _before(program, config, mesh, limit) -> Analysis:
+def _before(program, traced, config, mesh, limit) -> Analysis:
     """Counts what is known without a compiler."""
     shapes, places = program.shapes, program.shardings
     batch = {name: x.sharding for name, x in program.batch_shapes.items()}
     try:
-        macs = cost.macs(program.step, shapes, program.batch_shapes)
-        flops = 2.0 * macs / mesh.size
+        flops = 2.0 * cost.macs_of(traced.jaxpr.jaxpr) / mesh.size
     except ValueError:  # Of a kernel whose contents no trace shows.
         flops = None
     forward = cost.macs_per_image(program.model) * config.batch_size
