@@ -1,8 +1,9 @@
 """Trains a model: python -m vit_jax.train --config=configs/digits.py --workdir=DIR
 
 Any key of vit_jax/schema.py can be set: --config.optim.rate=0.01. A workdir that holds
-a checkpoint is resumed. Exit codes: 0 done, 2 bad input (one line says what), 75
-preempted (SIGTERM): saved, the same command goes on.
+a checkpoint is resumed. Exit codes: 0 done; 2 bad input, or the last state could not be
+saved (one line says what); 70 nothing moved for `stall_timeout` seconds; 75 preempted
+(SIGTERM): saved, the same command goes on.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def main(flags: argparse.Namespace) -> int:
     # After the config, so that its errors come at once.
     from vit_jax.parallel import distributed, together
     from vit_jax.report.startup import Startup, process_age
-    from vit_jax.training import loop
+    from vit_jax.training import loop, saving
 
     startup = Startup(process_age())
     startup.done("import")
@@ -31,13 +32,16 @@ def main(flags: argparse.Namespace) -> int:
     if distributed.start() > 1 and not flags.workdir:
         raise UserError("several processes need the same --workdir: state it")
     workdir = flags.workdir or new_workdir(config.name)
+    code = 0
     with together.Together(workdir, debug=flags.debug):
         try:
             loop.train(config, workdir, startup)
         except Preempted as preempted:
             print(preempted, file=sys.stderr, flush=True)
-            return EXIT_PREEMPTED
-    return 0
+            code = EXIT_PREEMPTED
+    if saving.left_threads():
+        together.leave(code)
+    return code
 
 
 def new_workdir(name: str) -> str:

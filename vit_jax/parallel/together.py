@@ -186,19 +186,30 @@ def _leave(failure: _Failure) -> None:
     sys.stdout.flush()
     print(f"error: {reason}", file=sys.stderr, flush=True)
     last_words.forget()
+    leave(failure.code, jax.process_count() - failure.lost)
+
+
+def leave(code: int, everyone: int | None = None) -> None:
+    """Ends this process without waiting for its threads; process 0 ends last.
+
+    Args:
+      code: exit code.
+      everyone: how many processes leave; all, if None.
+    """
+    everyone = everyone or jax.process_count()
+    sys.stdout.flush()
+    sys.stderr.flush()
     for child in multiprocessing.active_children():  # os._exit leaves them running.
         child.terminate()
-    if jax.process_count() == 1:
-        os._exit(failure.code)
-    _ask("key_value_set", f"{_LEAVING}/{jax.process_index()}", "")
-    if jax.process_index() == 0:
-        # It runs the service, and JAX aborts whoever loses that, without the reason.
-        patient = time.monotonic() + _PATIENCE_SECONDS
-        everyone = jax.process_count() - failure.lost
-        while len(_look_up(_LEAVING)) < everyone and time.monotonic() < patient:
-            time.sleep(_LOOK_SECONDS / 10)
-        time.sleep(_LOOK_SECONDS / 2)  # What they do after their last word.
-    os._exit(failure.code)
+    if jax.process_count() > 1:
+        _ask("key_value_set", f"{_LEAVING}/{jax.process_index()}", "")
+        if jax.process_index() == 0:
+            # It runs the service, and JAX aborts whoever loses that, without the reason.
+            patient = time.monotonic() + _PATIENCE_SECONDS
+            while len(_look_up(_LEAVING)) < everyone and time.monotonic() < patient:
+                time.sleep(_LOOK_SECONDS / 10)
+            time.sleep(_LOOK_SECONDS / 2)  # What they do after their last word.
+    os._exit(code)
 
 
 def _who(process: int) -> str:

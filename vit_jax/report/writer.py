@@ -2,14 +2,21 @@
 
 import json
 import os
+import sys
+from collections.abc import Callable
 
 import numpy as np
-import tensorboardX
 from etils import epath
+from tensorboardX import summary
+
+from vit_jax.report.events import Events
 
 
 class MetricWriter:
     """Writes the metrics of one run; a no-op in all processes but the first.
+
+    A disk that is full or gone does not end the run: it is said aloud, and what is
+    missing is written as soon as that works again.
 
     Args:
       workdir: folder of the run. What an earlier start wrote stays up to `step`; later
@@ -21,18 +28,16 @@ class MetricWriter:
     def __init__(self, workdir: str | os.PathLike, step: int, *, active: bool = True):
         self._lines = []
         self._path = epath.Path(workdir) / "metrics.jsonl"
+        self._active, self._purge = active, step + 1
         self._events = None
+        self._unseen = []  # Step and summary of what TensorBoard's file lacks.
+        self._whole = False  # Whether the file of lines lacks nothing but the last.
         if step and self._path.exists():
             lines = map(_parse, self._path.read_bytes().splitlines())
             self._lines = [line for line in lines if line and line["step"] <= step]
-        if not active:
-            return
-        epath.Path(workdir).mkdir(parents=True, exist_ok=True)
-        self._rewrite()
-        self._events = tensorboardX.SummaryWriter(
-            str(epath.Path(workdir) / "tensorboard"),
-            purge_step=step + 1,
-        )
+        if active:
+            self._try(lambda: self._path.parent.mkdir(parents=True, exist_ok=True))
+            self._try(self._write_lines)
 
     def has(self, step: int, part: str) -> bool:
         """Tells whether a metric with `part` in its name is written for a step."""
@@ -43,37 +48,69 @@ class MetricWriter:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Writes numbers, named "part/metric", after `step` steps."""
-        if self._events is None:
+        if not self._active:
             return
         self._lines.append({"step": step, **values})
-        if "://" in str(self._path):
-            self._rewrite()  # Objects in a bucket cannot grow.
-        else:
-            with self._path.open("a") as file:
-                file.write(json.dumps(self._lines[-1]) + "\n")
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
-        self._events.flush()
+        self._unseen += [
+            (step, summary.scalar(name, value)) for name, value in values.items()
+        ]
+        self._try(self._write_lines)
+        self._try(self._write_events)
 
     def text(self, name: str, text: str) -> None:
         """Shows a text in TensorBoard."""
-        if self._events is not None:
-            self._events.add_text(name, f"<pre>{text}</pre>", 0)
+        if self._active:
+            self._unseen.append((0, summary.text(name, f"<pre>{text}</pre>")))
+            self._try(self._write_events)
 
     def images(self, name: str, images: np.ndarray, step: int) -> None:
         """Shows up to 16 images, uint8 (B, Y, X, C), in TensorBoard."""
-        if self._events is not None:
+        if self._active:
             shown = images[:16].repeat(3 // images.shape[-1], axis=-1)
-            self._events.add_images(name, shown, step, dataformats="NHWC")
+            self._unseen.append((step, summary.image(name, shown, dataformats="NHWC")))
+            self._try(self._write_events)
 
     def close(self) -> None:
         """Writes what is buffered."""
         if self._events is not None:
             self._events.close()
+            self._events = None
 
-    def _rewrite(self) -> None:
-        text = "".join(json.dumps(line) + "\n" for line in self._lines)
-        replace_text(self._path, text)
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            print(
+                f"error: {self._path.parent}: metrics are not written "
+                f"({error.strerror or error}); training goes on, and they are written "
+                "as soon as that works again",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _write_lines(self) -> None:
+        whole, self._whole = self._whole, False
+        # Objects in a bucket cannot grow, and a line may have failed halfway.
+        if not whole or "://" in str(self._path):
+            text = "".join(json.dumps(line) + "\n" for line in self._lines)
+            replace_text(self._path, text)
+        else:
+            with self._path.open("a") as file:
+                file.write(json.dumps(self._lines[-1]) + "\n")
+        self._whole = True
+
+    def _write_events(self) -> None:
+        try:
+            if self._events is None:
+                self._events = Events(self._path.parent / "tensorboard", self._purge)
+            for step, what in self._unseen:
+                self._events.add(step, what)
+            self._events.flush()
+            self._unseen = []
+        except OSError:
+            # The file may end in half an event: what follows needs another.
+            self.close()
+            raise
 
 
 def replace_text(path: epath.Path, text: str) -> None:

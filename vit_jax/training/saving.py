@@ -1,6 +1,7 @@
 """One checkpoint on its way to the disk, and how all processes agree on its end."""
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
@@ -19,13 +20,24 @@ _LOOK_SECONDS = 0.2
 _numbers = itertools.count()  # Of saves; the same in all processes.
 
 
+_left = threading.Event()  # Set when a save of several processes has failed.
+
+
+def left_threads() -> bool:
+    """Tells, the same in all processes, whether threads wait in vain for a save.
+
+    They let go after 20 minutes; a process that has nothing more to do should not wait.
+    """
+    return _left.is_set()
+
+
 class Save:
     """Writes a checkpoint in the background, with checksums once all of it is there.
 
     Several processes write one checkpoint together, and Orbax lets each of them wait
     for the others. One whose disk fails does not come. So each leaves word how its own
     part went, process 0 says how the whole went, and a process whose part is waiting
-    in vain is told. Its waiting thread is left behind (`abandoned`).
+    in vain is told. Its waiting thread is left behind.
 
     Args:
       path: folder of the checkpoint, which does not exist.
@@ -46,7 +58,6 @@ class Save:
         self._path = path
         self._settled = settled
         self._reason = trouble
-        self.abandoned = False
         self._board = f"vit_jax/saves/{next(_numbers)}"
         self._writing = concurrent.futures.Future()
         if trouble is None:
@@ -100,8 +111,6 @@ class Save:
                 self._writing.result()
                 part = intact.sums(self._path, me, everyone)
                 board.write(f"{done}/{me}", json.dumps(part))
-            else:
-                self.abandoned = True
         except Exception as error:  # noqa: BLE001
             board.write(f"{failed}/{me}", reason(error))
         if me == 0:
@@ -110,6 +119,8 @@ class Save:
             board.write(f"{self._board}/end/0", self._declare(parts, everyone))
         while not (end := board.read(f"{self._board}/end")):
             threading.Event().wait(_LOOK_SECONDS)
+        if end["0"]:
+            _left.set()
         return end["0"] or None
 
     def _declare(self, parts: dict[str, str], everyone: int) -> str:
@@ -163,10 +174,10 @@ def reason(error: BaseException) -> str:
 
 
 def _remove_tree(path: epath.Path) -> None:
-    try:
+    # What is left, because another process writes there still or the disk is read-only,
+    # goes with the next save or the next start.
+    with contextlib.suppress(OSError):
         path.rmtree()
-    except OSError as error:  # As on a disk that is read-only: the next start tries.
-        print(f"warning: {path} could not be removed: {reason(error)}", flush=True)
 
 
 def _start(work: Callable, *args) -> threading.Thread:

@@ -1,0 +1,191 @@
+"""A checkpoint that cannot be saved does not end a run; each case is real processes."""
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from vit_jax.weights import workdir as workdirs
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# 27,005 parameters: a checkpoint takes half a megabyte.
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 400, 8
+    c.data = dict(name="made", classes=5, examples=64, image_size=(8, 12))
+    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=1_000)
+    c.optim = dict(name="sgd", rate=0.1)
+    c.evals = dict(val="val")
+    c.every = dict(log=10, checkpoint=20)
+    return c
+"""
+BIG = 100_000  # Bytes: room for what is small beside a checkpoint.
+
+# Limits the size of files of this process, then becomes the program.
+LIMITED = (
+    "import os, resource, sys\n"
+    "hard = resource.RLIM_INFINITY\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), hard))\n"
+    "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+)
+
+
+class Job:
+    """Processes that train together, and what they have said so far."""
+
+    def __init__(self, config, workdir, hosts, limited=None, words=()):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        self.processes, self.said, self._threads = [], [], []
+        for host in range(hosts):
+            env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+            env |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+            if hosts > 1:
+                env |= {
+                    "JAX_COORDINATOR_ADDRESS": address,
+                    "JAX_NUM_PROCESSES": str(hosts),
+                    "JAX_PROCESS_ID": str(host),
+                }
+            command = ["-m", "vit_jax.train", f"--config={config}", *words]
+            command += [f"--workdir={workdir}"]
+            if host == limited:
+                command = ["-c", LIMITED, str(BIG), *command]
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self.processes.append(process)
+            self.said.append([])
+            thread = threading.Thread(target=self._listen, args=(host,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _listen(self, host):
+        with contextlib.suppress(ValueError):  # It is closed at the end.
+            for line in self.processes[host].stdout:
+                self.said[host].append(line)
+
+    def wait_for(self, part, host=0, count=1):
+        """Waits until a host has said something so many times."""
+        until = time.monotonic() + 120
+        while sum(part in line for line in list(self.said[host])) < count:
+            alive = self.processes[host].poll() is None or self._threads[host].is_alive()
+            assert alive and time.monotonic() < until, (part, self.said)
+            time.sleep(0.02)
+
+    def end(self, code):
+        """Waits for all to end with a code; returns what each has said."""
+        for process in self.processes:
+            process.wait(timeout=180)
+        for thread in self._threads:
+            thread.join()
+        said = ["".join(lines) for lines in self.said]
+        assert [p.returncode for p in self.processes] == [code] * len(said), said
+        return said
+
+    def kill(self):
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "failing.py"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def start(config, tmp_path):
+    jobs = []
+
+    def start(hosts=1, workdir=tmp_path / "run", **more):
+        jobs.append(Job(config, workdir, hosts, **more))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config, tmp_path_factory):
+    """Runs of one and of two hosts that nothing happened to: hosts -> their sha256."""
+    known = {}
+
+    def of(hosts):
+        if hosts not in known:
+            workdir = tmp_path_factory.mktemp("runs") / str(hosts)
+            job = Job(config, workdir, hosts)
+            job.end(0)
+            job.kill()
+            known[hosts] = sha256_of(workdir)
+        return known[hosts]
+
+    return of
+
+
+def sha256_of(run):
+    return json.loads((run / "report.json").read_text())["params_sha256"]
+
+
+def steps_of(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "limited"), [(1, 0), (2, 0), (2, 1)], ids=["alone", "first", "second"]
+)
+def test_a_host_that_cannot_write_is_loud_and_the_next_save_succeeds(
+    start, undisturbed, tmp_path, hosts, limited
+):
+    job = start(hosts, limited=limited)
+    job.wait_for("could not be saved", count=2)
+    assert steps_of(tmp_path / "run") == []
+    unlimited = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+    resource.prlimit(job.processes[limited].pid, resource.RLIMIT_FSIZE, unlimited)
+    said = job.end(0)
+    lines = [line for line in said[0].splitlines() if "could not be saved" in line]
+    assert all("File too large" in line for line in lines)
+    assert all("training goes on" in line for line in lines)
+    if hosts > 1:
+        assert all(f"process {limited} of 2" in line for line in lines)
+    assert len({line.split("step ")[1].split()[0] for line in lines}) == len(lines)
+    assert steps_of(tmp_path / "run") == ["380", "400"]
+    assert sha256_of(tmp_path / "run") == undisturbed(hosts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_sigterm_says_that_it_could_not_save_and_is_no_75(start, tmp_path, hosts):
+    job = start(hosts, limited=hosts - 1, words=["--config.total_steps=100_000"])
+    job.wait_for("could not be saved")
+    job.processes[0].send_signal(signal.SIGTERM)
+    for text in job.end(2):
+        assert "SIGTERM, but step " in text
+        assert "could not be saved (" in text
+        assert "there is no checkpoint in" in text
+        assert "Traceback" not in text
+    assert steps_of(tmp_path / "run") == []
