@@ -7,14 +7,21 @@ import jax
 
 _policies = jax.checkpoint_policies
 
+
+def _of_attention(primitive, *args, **params) -> bool:
+    named = _policies.save_only_these_names("attention")(primitive, *args, **params)
+    # cuDNN's results, of jax.nn.dot_product_attention, have no name.
+    return named or primitive.name.startswith("dot_product_attention_fwd")
+
+
 # Name to what is kept besides the block's input; the rest is computed again.
 POLICIES = {
     "none": None,  # Everything that the derivatives ask for; nothing again.
     "full": _policies.nothing_saveable,
     # Results of the six projections and dense layers.
     "dots": _policies.dots_with_no_batch_dims_saveable,
-    # What attention mixed, so that its softmax is not computed a third time.
-    "attention": _policies.save_only_these_names("attention"),
+    # What attention mixed, so that a kernel for it runs only once.
+    "attention": _of_attention,
 }
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 # Hopper and later). As jax 0.10.2 checks it.
 DTYPES = ("bfloat16",)
 HEAD_STEP, HEAD_LIMIT = 8, 128
+TOKEN_STEP = 8
 
 
 def attend(
@@ -30,13 +31,26 @@ def attend(
     Returns:
       Mixed values.
     """
+    (B, _, N, _), M = query.shape, key.shape[2]
+    if lengths is None and (N % 2 or M % 2):
+        lengths = jnp.full(B, M)
+    asking = None if lengths is None else jnp.full(B, N, jnp.int32)
     # cuDNN takes tokens before heads; XLA drops the transposes that meet others.
+    if lengths is not None:
+        query, key, value = map(_pad, (query, key, value))
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     mixed = jax.nn.dot_product_attention(
         query,
         key,
         value,
+        query_seq_lengths=asking,
         key_value_seq_lengths=None if lengths is None else lengths.astype(jnp.int32),
         implementation=implementation,
     )
-    return jnp.swapaxes(mixed, 1, 2)
+    return jnp.swapaxes(mixed[:, :N], 1, 2)
+
+
+def _pad(x):
+    """Appends tokens: a derivative needs an even number of them."""
+    more = -x.shape[2] % TOKEN_STEP
+    return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))

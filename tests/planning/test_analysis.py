@@ -1,0 +1,157 @@
+"""What is known of a step before a compiler, and what the verb says of it."""
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import pytest
+
+from vit_jax import config as configuration
+from vit_jax.errors import UserError
+from vit_jax.models import cost
+from vit_jax.parallel import mesh as meshes
+from vit_jax.planning import analysis, report, strategies
+from vit_jax.planning.roofline import Roofline
+from vit_jax.training import program as programs
+
+QUICK = str(pathlib.Path(__file__).parents[2] / "configs/b16_i21k.py") + ":quick"
+GIB = 2**30
+
+
+def flops(**keys):
+    """Counts a step of 3 layers, a device."""
+    words = {"model.depth": 3, "data.classes": 7, "average.decay": 0.5, **keys}
+    config = configuration.load(QUICK, words)
+    mesh = meshes.create(config.mesh.to_dict())
+    program = programs.build(config, mesh, 20)
+    traced = program.step.trace(program.shapes, program.batch_shapes)
+    found = analysis._before(program, traced, config, mesh, None)
+    return found.flops, found.model_flops
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_under_a_scan_count_as_often_as_they_run(remat):
+    unrolled, model = flops(**{"model.remat": remat})
+    scanned, same_model = flops(**{"model.remat": remat, "model.scan": True})
+    assert scanned == unrolled
+    assert model == same_model
+    # One image a device: 4 patches of 16 x 16 x 3 numbers, 5 tokens of width 16.
+    embedding = 4 * (16 * 16 * 3) * 16
+    # Of the images no derivative is taken; a block's last layer is not computed again.
+    block = 3 * 5 * 16 * 16 + 2 * 5 * 5 * 16 + 5 * 16 * 16 + 5 * 16 * 32
+    again = 3 * block if remat == "full" else 0
+    assert unrolled == model - 2 * embedding + 2 * again
+
+
+def test_products_of_a_scan_are_not_what_a_trace_shows_once():
+    deep, _ = flops(**{"model.depth": 6, "model.scan": True})
+    shallow, _ = flops(**{"model.depth": 3, "model.scan": True})
+    layers = 3 * 2 * 3 * 11_040  # 3 more of them, 2 to a product, 3 passes.
+    assert deep - shallow == layers
+
+
+SETTINGS = {
+    "mesh": {"data": 256, "fsdp": 1, "model": 1},
+    "variant": "B/16",
+    "batch_size": 4096,
+    "dtype": "bfloat16",
+    "scan": False,
+    "remat": "none",
+    "attention": "auto",
+    "moment_dtype": "float32",
+    "accumulate": 1,
+    "average": False,
+}
+FOUND = analysis.Analysis(
+    settings=SETTINGS,
+    parameters=100,
+    params_bytes=GIB,
+    moments_bytes=2 * GIB,
+    average_bytes=0,
+    batch_bytes=0,
+    flops=12e12,
+    model_flops=10e12,
+    limit_bytes=16 * GIB,
+    argument_bytes=4 * GIB,
+    peak_bytes=10 * GIB,
+    fits=True,
+    moved_bytes=5_000_000_000,
+    roofline=Roofline(0.06, 0.01, 0.0, 0.02),
+)
+
+
+def test_the_report_says_whose_word_each_number_is():
+    text = re.sub(" {2,}", " ", report.text(FOUND, "heading"))
+    assert text.startswith("heading\nmesh data 256 x fsdp 1 x model 1; dtype bfloat16")
+    assert "peak 10.00 the compiler's own word" in text
+    assert "activations, gradients 6.00 the peak less all of these" in text
+    assert "fits: 6.00 GiB of 16.00 to spare" in text
+    assert "counted are 1.200 times as many" in text
+    assert "no prediction" in text
+    assert "floor 80.00 bound by compute; at most 51,200" in text
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_to_change():
+    large = dataclasses.replace(FOUND, fits=False, peak_bytes=20 * GIB)
+    line = report.verdict(large)
+    assert line == (
+        "does not fit: it wants 20.00 GiB of a chip's 16.00, 4.00 too much; try "
+        "--config.mesh.fsdp=16, --config.model.remat=full, "
+        "--config.optim.moment_dtype=bfloat16 or --config.optim.accumulate=2"
+    )
+    assert "Collectives" not in report.text(large, "heading")
+
+
+def test_advice_is_a_config_that_loads():
+    words = report.advice(SETTINGS | {"average": True, "dtype": "float32"})
+    found = [w.strip(",") for w in words.split() if w.startswith("--config.")]
+    assert len(found) == 6
+    for word in found:
+        key, _, value = word.removeprefix("--config.").partition("=")
+        configuration.load(QUICK, {key: configuration.parse_override(value)})
+
+
+def test_an_error_that_is_not_about_memory_is_shown():
+    found = analysis._refused(FOUND, "INTERNAL: the compiler\nbroke")
+    failed = dataclasses.replace(found, peak_bytes=0, fits=False)
+    assert report.verdict(failed) == "does not compile: INTERNAL: the compiler broke"
+
+
+def test_the_fastest_is_of_those_that_fit():
+    slow = dataclasses.replace(FOUND, roofline=Roofline(0.2, 0.0, 0.0, 0.0))
+    large = dataclasses.replace(FOUND, fits=False, roofline=None)
+    assert strategies.fastest([slow, large, FOUND]) is FOUND
+    assert strategies.fastest([large]) is None
+    assert strategies.flags(FOUND) == (
+        "--config.mesh.fsdp=1 --config.mesh.model=1 --config.model.remat=none"
+    )
+
+
+def test_meshes_are_read_from_words():
+    assert strategies.parse_meshes("data=-1,fsdp=4+model=2") == [
+        {"data": -1, "fsdp": 1, "model": 1},
+        {"data": -1, "fsdp": 4, "model": 2},
+    ]
+    with pytest.raises(UserError, match="'depth=3' is not an axis with a size"):
+        strategies.parse_meshes("fsdp=4,depth=3")
+
+
+def test_meshes_to_compare_divide_the_devices():
+    for devices in (1, 4, 16, 64, 256, 24):
+        for sizes in strategies.meshes_for(devices, model=True):
+            assert devices % (sizes["fsdp"] * sizes["model"]) == 0
+
+
+def test_every_policy_to_compare_is_one():
+    for policy in strategies.REMAT:
+        configuration.load(QUICK, {"model.remat": policy})
+
+
+def test_what_is_traced_counts_as_what_is_called():
+    def function(x):
+        return x @ x.T
+
+    x = jax.ShapeDtypeStruct((3, 5), "float32")
+    traced = jax.jit(function).trace(x)
+    assert cost.macs_of(traced.jaxpr.jaxpr) == cost.macs(function, x) == 3 * 5 * 3
