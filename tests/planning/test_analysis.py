@@ -26,7 +26,7 @@ def flops(**keys):
     mesh = meshes.create(config.mesh.to_dict())
     program = programs.build(config, mesh, 20)
     traced = program.step.trace(program.shapes, program.batch_shapes)
-    found = analysis._before(program, traced, config, mesh, None)
+    found = analysis._before(program, traced, config, mesh, 20, None)
     return found.flops, found.model_flops
 
 
@@ -71,6 +71,7 @@ FOUND = analysis.Analysis(
     average_bytes=0,
     batch_bytes=0,
     flops=12e12,
+    counted="counted in the trace",
     model_flops=10e12,
     limit_bytes=16 * GIB,
     argument_bytes=4 * GIB,

@@ -1,7 +1,6 @@
 """Compiles a config's training step for a slice and reads off what it costs."""
 
 import dataclasses
-import math
 import time
 
 import jax
@@ -29,8 +28,8 @@ class Analysis:
         wants where it refused the program.
       limit_bytes: what a program can have.
       fits: whether the program was compiled.
-      flops: of products, 2 to a multiply-accumulate, rematerialised ones included;
-        None where they cannot be counted.
+      flops: of products, 2 to a multiply-accumulate, rematerialised ones included.
+      counted: how they were.
       model_flops: the same of 3 times the model's forward pass.
       moved_bytes: read and written in main memory.
       collectives: see `collectives.summarize`.
@@ -45,7 +44,8 @@ class Analysis:
     moments_bytes: int
     average_bytes: int
     batch_bytes: int
-    flops: float | None
+    flops: float
+    counted: str
     model_flops: float
     limit_bytes: int | None
     argument_bytes: int = 0
@@ -89,7 +89,7 @@ def analyse(
     """
     program = programs.build(config, mesh, examples)
     traced = program.step.trace(program.shapes, program.batch_shapes)
-    found = _before(program, traced, config, mesh, limit)
+    found = _before(program, traced, config, mesh, examples, limit)
     lowered = traced.lower(lowering_platforms=(mesh.devices.flat[0].platform,))
     began = time.perf_counter()
     try:
@@ -100,14 +100,11 @@ def analyse(
     return _read(found, compiled, mesh, seconds)
 
 
-def _before(program, traced, config, mesh, limit) -> Analysis:
+def _before(program, traced, config, mesh, examples, limit) -> Analysis:
     """Counts what is known without a compiler."""
     shapes, places = program.shapes, program.shardings
     batch = {name: x.sharding for name, x in program.batch_shapes.items()}
-    try:
-        flops = 2.0 * cost.macs_of(traced.jaxpr.jaxpr) / mesh.size
-    except ValueError:  # Of a kernel whose contents no trace shows.
-        flops = None
+    macs, way = _macs(traced, config, mesh, examples)
     forward = cost.macs_per_image(program.model) * config.batch_size
     return Analysis(
         settings=settings(config, mesh),
@@ -116,10 +113,24 @@ def _before(program, traced, config, mesh, limit) -> Analysis:
         moments_bytes=memory.bytes_a_device(shapes.opt_state, places.opt_state),
         average_bytes=memory.bytes_a_device(shapes.average, places.average),
         batch_bytes=memory.bytes_a_device(program.batch_shapes, batch),
-        flops=flops,
+        flops=2.0 * macs / mesh.size,
+        counted=way,
         model_flops=6.0 * forward / mesh.size,
         limit_bytes=limit,
     )
+
+
+def _macs(traced, config, mesh, examples) -> tuple[int, str]:
+    """Counts the products of a step, and says how."""
+    try:
+        return cost.macs_of(traced.jaxpr.jaxpr), "counted in the trace"
+    except ValueError:  # Of a kernel, whose products no trace shows.
+        twin = config.copy_and_resolve_references().unlock()
+        twin.model.attention = "einsum"
+        program = programs.build(twin.lock(), mesh, examples)
+        traced = program.step.trace(program.shapes, program.batch_shapes)
+        how = "counted with attention as einsums: a floor, the kernel computes more"
+        return cost.macs_of(traced.jaxpr.jaxpr), how
 
 
 def settings(config: ConfigDict, mesh: Mesh) -> dict:
@@ -160,7 +171,7 @@ def _read(found: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
     moved = traffic.count(module)
     chip = chips.find(mesh.devices.flat[0].device_kind)
     bounds = None
-    if chip and found.flops is not None and math.isfinite(found.flops):
+    if chip:
         bounds = estimate(chip, found.flops, moved, sent[True], sent[False])
     stats = compiled.memory_analysis()
     return dataclasses.replace(

@@ -92,18 +92,13 @@ def _memory(found):
 
 def _work(found):
     yield "Work of a chip in a step"
-    if found.flops is None:
-        yield _line("TFLOP", "-", "a kernel multiplies where it cannot be counted")
-    else:
-        ratio = found.flops / found.model_flops
-        yield _line(
-            "TFLOP of products", f"{found.flops / 1e12:.3f}", "counted in the trace"
-        )
-        yield _line(
-            "3 x the forward pass",
-            f"{found.model_flops / 1e12:.3f}",
-            f"the model's; counted are {ratio:.3f} times as many",
-        )
+    ratio = found.flops / found.model_flops
+    yield _line("TFLOP of products", f"{found.flops / 1e12:.3f}", found.counted)
+    yield _line(
+        "3 x the forward pass",
+        f"{found.model_flops / 1e12:.3f}",
+        f"the model's; counted are {ratio:.3f} times as many",
+    )
     yield _line(
         "GB read and written",
         f"{found.moved_bytes / 1e9:.2f}",
@@ -133,7 +128,7 @@ def _time(found):
     bounds = found.roofline
     yield "Floor of a step's time, ms (no prediction: no step is as fast)"
     if bounds is None:
-        yield "  not known: products or chip are not"
+        yield "  not known, as the chip is not"
         return
     yield _line("products", _ms(bounds.compute), "")
     yield _line("memory", _ms(bounds.memory), "")

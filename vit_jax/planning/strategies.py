@@ -131,7 +131,7 @@ def line(row: Analysis | None = None) -> str:
             row.settings["remat"],
             "yes" if row.settings["scan"] else "no",
             f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "-",
-            f"{row.flops / 1e12:.2f}" if row.flops else "-",
+            f"{row.flops / 1e12:.2f}",
             f"{sent / 1e6:.0f}" if row.fits else "-",
             f"{row.roofline.floor * 1e3:.1f}" if row.roofline else "-",
         )
