@@ -12,6 +12,7 @@ import json
 import pathlib
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -68,12 +69,12 @@ def _rows():
             yield name, _ours(_TUNE, "v5e:4x4", **keys)
 
 
-def _run(words):
+def _run(words, prefix):
     """Runs one compilation; returns what it printed and what it took."""
     began = time.perf_counter()
     json_flag = ["--json"] if words[0] == "vit_jax.compile" else []
     done = subprocess.run(
-        [sys.executable, "-m", *words, *json_flag],
+        [*shlex.split(prefix), sys.executable, "-m", *words, *json_flag],
         capture_output=True,
         text=True,
         check=False,
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--only", default="", help="regular expression of names")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--prefix", default="", help="of each command, as a lock")
     parser.add_argument("--list", action="store_true")
     flags = parser.parse_args()
     lines = flags.out.read_text().splitlines() if flags.out.exists() else []
@@ -133,7 +135,7 @@ def main() -> None:
         print(name, " ".join(words), flush=True)
         if flags.list:
             continue
-        row = {"name": name} | _run(words)
+        row = {"name": name} | _run(words, flags.prefix)
         with flags.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         peak = row.get("peak_bytes", 0) / 2**30

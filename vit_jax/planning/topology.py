@@ -23,6 +23,8 @@ _ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Two compilers at once are no conflict.
+    # What is compiled here cannot be loaded here.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
 
 _HOST_SIDE = 2  # A host has 2 x 2 chips where a slice is large enough.

@@ -1,0 +1,127 @@
+"""The compile verb with the real compiler for TPUs, on small models."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu is not installed: pip install 'vit_jax[tpu]'",
+    ),
+]
+# A ViT of 3 blocks, large enough for the compiler to find work beside its exchanges.
+SMALL = (
+    "--config=configs/b16_i21k.py",
+    "--config.model.width=512",
+    "--config.model.heads=8",
+    "--config.model.mlp_dim=2048",
+    "--config.model.depth=3",
+    "--config.model.dropout=0",
+    "--config.data.classes=1000",
+    "--config.batch_size=512",
+)
+
+
+def run(*words):
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_jax.compile", *words],
+        capture_output=True,
+        text=True,
+        timeout=1_200,
+        check=False,
+        # The verb itself says what the compiler must know.
+        env={k: v for k, v in os.environ.items() if not k.startswith(("TPU_", "JAX_"))},
+    )
+    assert done.returncode in (0, 3), done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    done = run(
+        *SMALL,
+        "--topology=v5e:4x4",
+        "--config.model.scan=true",
+        "--config.model.remat=full",
+        "--config.mesh.fsdp=4",
+        "--json",
+    )
+    return json.loads(done.stdout)
+
+
+def test_replicas_of_sharded_parameters_reduce_scatter_and_gather_beside_work(sharded):
+    assert sharded["settings"]["mesh"] == {"data": 4, "fsdp": 4, "model": 1}
+    rows = {(r["kind"], r["overlapped"]) for r in sharded["collectives"]}
+    assert "reduce-scatter" in {kind for kind, _ in rows}
+    assert ("all-gather", True) in rows
+
+
+def test_sharded_parameters_and_moments_take_a_part_of_each_chip(sharded):
+    whole = 4 * sharded["parameters"]
+    assert whole / 4 < sharded["params_bytes"] < 1.1 * whole / 4
+    assert 2 * whole / 4 < sharded["moments_bytes"] < 1.1 * 2 * whole / 4
+    asked = sum(sharded[f"{name}_bytes"] for name in ("params", "moments", "batch"))
+    assert asked <= sharded["argument_bytes"] < 1.5 * asked
+    assert sharded["argument_bytes"] < sharded["peak_bytes"] < sharded["limit_bytes"]
+
+
+def test_the_compilers_limit_is_that_of_the_chip(sharded):
+    assert sharded["limit_bytes"] == 15.75 * 2**30
+
+
+def test_floors_are_positive_and_the_products_are_counted(sharded):
+    assert 1.1 < sharded["flops"] / sharded["model_flops"] < 4 / 3
+    bounds = sharded["roofline"]
+    assert bounds["compute"] == pytest.approx(sharded["flops"] / 197e12)
+    assert bounds["floor"] >= max(bounds["compute"], bounds["memory"]) > 0
+
+
+def test_what_is_too_large_exits_with_3_and_says_by_how_much():
+    done = run(
+        "--config=configs/b16_i21k.py:quick",
+        "--config.data.classes=21843",
+        "--config.batch_size=400000",
+        "--topology=v5e:1x1",
+    )
+    assert done.returncode == 3
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("does not fit: it wants ")
+    assert "GiB of a chip's 15.75, " in last
+    assert "too much; try --config.model.remat=full" in last
+
+
+def test_strategies_are_compared_and_one_is_recommended(tmp_path):
+    done = run(
+        "--config=configs/b16_i21k.py:quick",
+        "--config.data.classes=50",
+        "--config.model.scan=true",
+        "--topology=v5e:2x2",
+        "--strategies",
+        "--meshes=data=-1,model=2,fsdp=3",
+        "--remat=none,full",
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert [line.split()[0] for line in lines[2:4]] == ["4x1x1", "2x1x2"]
+    assert "fsdp=3" in done.stdout  # Which does not divide 4 devices.
+    assert lines[-1].startswith("of those that fit the one with the lowest floor: --")
+
+
+def test_the_step_is_kept_as_stablehlo(tmp_path):
+    file = tmp_path / "step.mlirbc"
+    done = run(
+        "--config=configs/b16_i21k.py:quick",
+        "--config.model.scan=true",
+        "--topology=v4:2x2x1",
+        f"--export={file}",
+    )
+    assert done.returncode == 0
+    assert "4 x TPU v4 (1 x v4:2x2x1)" in done.stdout  # Both cores as one device.
+    assert file.read_bytes().startswith(b"ML\xefR")
+    assert f"StableHLO of the step: {file}" in done.stdout
