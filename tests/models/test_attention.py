@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vit_jax.errors import UserError
-from vit_jax.models import attention
+from vit_jax.models import attention, remat
 from vit_jax.models.attention import choice, cudnn, splash
 
 B, H = 2, 3
@@ -201,3 +201,39 @@ def test_impossible_choices_are_refused_with_a_remedy(name, place, message):
     with pytest.raises(UserError, match=message) as error:
         choice.choose(name, **PLACE | place)
     assert "\n" not in str(error.value)
+
+
+def test_cudnn_is_what_a_gpu_is_given_for_odd_token_counts_too(monkeypatch):
+    """Lowered for CUDA; which cuDNN there is cannot be asked here."""
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_100
+    )
+    q, k, v, grad = operands(197, 197, 64, "bfloat16")
+
+    def gradients(q, k, v):
+        attend = functools.partial(attention.attend, way="cudnn")
+        # What is kept, a kernel need not compute again.
+        attend = jax.checkpoint(attend, policy=remat.POLICIES["attention"])
+        value, pull = jax.vjp(attend, q, k, v)
+        return value, pull(grad)
+
+    traced = jax.jit(gradients).trace(q, k, v)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == 1
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
+    assert f"tensor<{B}x200x{H}x64xbf16>" in text
+
+
+@pytest.mark.parametrize("name", ["full", "attention"])
+def test_a_kernel_runs_again_only_if_its_result_was_not_kept(name):
+    q, k, v, grad = operands(197, 197, 64, "bfloat16")
+
+    def gradients(q, k, v):
+        attend = functools.partial(attention.attend, way="splash")
+        attend = jax.checkpoint(attend, policy=remat.POLICIES[name])
+        value, pull = jax.vjp(attend, q, k, v)
+        return value, pull(grad)
+
+    lowered = jax.jit(gradients).trace(q, k, v).lower(lowering_platforms=("tpu",))
+    forward = lowered.as_text().count('"splash_mha_fwd')
+    assert forward == (2 if name == "full" else 1)

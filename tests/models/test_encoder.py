@@ -140,6 +140,12 @@ def test_a_scanned_layer_costs_as_often_as_it_runs():
     assert 1 <= ratio < 1.2
 
 
+def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
+    kernel = build(attention="splash", platform="tpu", dtype="bfloat16")
+    assert kernel.module.way == "splash"
+    assert cost.macs_per_image(kernel) == cost.macs_per_image(build())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
