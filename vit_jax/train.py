@@ -51,8 +51,13 @@ def new_workdir(name: str) -> str:
     return next(name for name in names if not Path(name).exists())
 
 
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    flags = cli.Parser(__doc__)
+    flags.add_argument("--config", required=True, help="file, or file:argument")
+    flags.add_argument("--workdir", default="", help="default: a new one under runs/")
+    return flags
+
+
 if __name__ == "__main__":
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--config", required=True, help="file, or file:argument")
-    parser.add_argument("--workdir", default="", help="default: a new one under runs/")
-    cli.run(main, parser)
+    cli.run(main, parser())

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs a command again for as long as it ends for a reason that passes:
+#   bash launch/until_done.sh python -m vit_jax.train --config=... --workdir=...
+# 75 is SIGTERM, saved, or another host that was lost; 128 and more a signal, such as
+# the kernel's when memory is short. Each time it goes on from the last checkpoint.
+# Everything else is final: 0 is done, 2 is a mistake that a restart would repeat.
+set -euo pipefail
+
+restarts=${RESTARTS:-20} # Bounds what a crash that comes again and again can cost.
+stopped=
+child=
+# A SIGTERM is for the command, which saves; and it means that nobody wants a restart.
+trap 'stopped=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT
+
+for ((run = 0; ; run++)); do
+  "$@" &
+  child=$!
+  wait "$child" || true # A trapped signal ends it early.
+  while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+  code=0
+  wait "$child" || code=$? # The code of a process that has ended stays.
+  child=
+  if [[ -n $stopped ]] || ((code != 75 && code < 128)); then
+    exit "$code"
+  fi
+  if ((run >= restarts)); then
+    echo "until_done.sh: ended with $code again, after $restarts restarts (RESTARTS): stopping" >&2
+    exit "$code"
+  fi
+  echo "until_done.sh: ended with $code; restart $((run + 1)) of at most $restarts" >&2
+  sleep "${RESTART_SECONDS:-10}" # The other hosts end too, and free the port.
+done

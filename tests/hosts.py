@@ -1,0 +1,84 @@
+"""Starts training as several processes of this machine, as hosts of a cluster would."""
+
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+# What may be set where the tests run, and would be taken for a cluster.
+_CLUSTERS = ("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "JOB_COMPLETION", "VIT_JAX_")
+
+
+def free_port():
+    """Returns a port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def start(words, hosts, environment):
+    """Starts the verb once for each host, with pipes for what it prints.
+
+    Args:
+      words: of the command line.
+      hosts: number of them.
+      environment: function of the number of a host: variables it has besides.
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(_CLUSTERS)}
+    clean |= {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONUNBUFFERED": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "vit_jax.train", *map(str, words)],
+            cwd=ROOT,
+            env=clean | environment(host),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for host in range(hosts)
+    ]
+
+
+def stated(hosts, **more):
+    """Returns the variables that tell JAX of the hosts, as a function of the host."""
+    address = f"localhost:{free_port()}"
+
+    def environment(host):
+        return {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(hosts),
+            "JAX_PROCESS_ID": str(host),
+        } | more
+
+    return environment
+
+
+def wait_for(process, pattern):
+    """Reads the output up to a line that matches; returns that line."""
+    for line in process.stdout:
+        if re.search(pattern, line):
+            return line
+    raise AssertionError(f"ended without {pattern!r}: {process.stderr.read()}")
+
+
+def ends(processes, seconds=150):
+    """Waits for all to end; returns exit codes, and what each said on stderr."""
+    errors = [process.communicate(timeout=seconds)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+def kill(processes):
+    """Kills what is left of them."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

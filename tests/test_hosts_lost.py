@@ -1,0 +1,122 @@
+"""A host that is killed is named by the others, and the job goes on when restarted."""
+
+import json
+import re
+import signal
+import socket
+import time
+
+import hosts
+import pytest
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 300, 12
+    c.data = dict(name="made", classes=5, examples=37, image_size=(8, 12))
+    c.data.ops = "random_crop | flip | mixup(0.3)"
+    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.optim = dict(name="sgd", rate=0.1)
+    c.evals = dict(val="val")
+    c.every = dict(log=20, evaluate=0, checkpoint=50)
+    return c
+"""
+LIMIT = 6  # Seconds of silence; 40 where users do not say.
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "lost.py"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def job(config):
+    started = []
+
+    def start(workdir, count=2):
+        words = (f"--config={config}", f"--workdir={workdir}")
+        environment = hosts.stated(count, VIT_JAX_LOST_SECONDS=str(LIMIT))
+        started.extend(hosts.start(words, count, environment))
+        return started[-count:]
+
+    yield start
+    hosts.kill(started)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    words = (f"--config={config}", f"--workdir={workdir}")
+    codes, errors = hosts.ends(hosts.start(words, 2, hosts.stated(2)))
+    assert codes == [0, 0], errors
+    return report(workdir)
+
+
+def report(workdir):
+    return json.loads((workdir / "report.json").read_text())
+
+
+def name(number, processes):
+    pid = processes[number].pid
+    return f"process {number} of {len(processes)} ({socket.gethostname()}, pid {pid})"
+
+
+def goes_on(job, workdir, undisturbed):
+    again = job(workdir)
+    hosts.wait_for(again[0], r"resume: step (50|100) of")
+    codes, errors = hosts.ends(again)
+    assert codes == [0, 0], errors
+    assert report(workdir)["params_sha256"] == undisturbed["params_sha256"]
+
+
+def test_a_killed_host_is_named_and_the_restarted_job_ends_as_one_left_alone(
+    job, undisturbed, tmp_path
+):
+    processes = job(tmp_path / "run")
+    hosts.wait_for(processes[0], "step 120/300")
+    processes[1].kill()
+    began = time.monotonic()
+    codes, (zero, one) = hosts.ends(processes)
+    assert time.monotonic() - began < LIMIT + 10
+    assert codes == [75, -signal.SIGKILL]
+    last = zero.splitlines()[-1]
+    assert last == (
+        f"error: {name(1, processes)} died or was lost: no sign of life for {LIMIT} s; "
+        f"start the job again, it goes on from the checkpoint in {tmp_path / 'run'}"
+    )
+    # Its own log tells too.
+    assert f"error: {name(1, processes)} was killed" in one
+    goes_on(job, tmp_path / "run", undisturbed)
+
+
+def test_a_killed_first_host_is_named_and_the_restarted_job_ends_as_one_left_alone(
+    job, undisturbed, tmp_path
+):
+    processes = job(tmp_path / "run")
+    hosts.wait_for(processes[0], "step 120/300")
+    processes[0].kill()
+    began = time.monotonic()
+    codes, (_, one) = hosts.ends(processes)
+    assert time.monotonic() - began < LIMIT + 10
+    assert codes == [-signal.SIGKILL, -signal.SIGABRT]  # JAX aborts the other.
+    last = one.splitlines()[-1]
+    assert last.startswith(f"error: {name(0, processes)} died or was lost: its coord")
+    assert last.endswith(f"goes on from the checkpoint in {tmp_path / 'run'}")
+    goes_on(job, tmp_path / "run", undisturbed)
+
+
+def test_the_one_of_three_that_was_killed_is_named_by_both_others(job, tmp_path):
+    processes = job(tmp_path / "run", count=3)
+    hosts.wait_for(processes[0], "step 40/300")
+    processes[2].kill()
+    codes, errors = hosts.ends(processes)
+    assert codes == [75, 75, -signal.SIGKILL]
+    lost = re.escape(f"error: {name(2, processes)} died or was lost")
+    assert all(re.search(rf"^{lost}", text, re.MULTILINE) for text in errors[:2])
+    assert all(text.count("error: process") == 1 for text in errors), errors

@@ -1,0 +1,273 @@
+"""The scripts of launch/, run with stand-ins for the programs of the cluster."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from vit_jax import cli, train
+
+ROOT = pathlib.Path(__file__).parents[1]
+LAUNCH = ROOT / "launch"
+SCRIPTS = ["gpu_node.sh", "slurm.sbatch", "tpu_pod.sh", "xpk.sh", "jobset_gpu.yaml"]
+
+# Notes its words, then does what the test has put beside it.
+STAND_IN = """#!/usr/bin/env bash
+{python} -I -S -c 'import json, sys; print(json.dumps(sys.argv[1:]))' \\
+  "${{0##*/}}" "$@" >> "{folder}/calls"
+{then}
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder of programs that come first on the PATH."""
+
+    def program(name, then="", *, path=None):
+        path = path or tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        text = STAND_IN.format(python=sys.executable, folder=tmp_path, then=then)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    program.folder = tmp_path
+    program("sleep")
+    return program
+
+
+def environment(place, **more):
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    path = f"{place.folder / 'bin'}:{os.environ['PATH']}"
+    return keep | {"PATH": path, "HOME": str(place.folder)} | more
+
+
+def run(place, script, *words, **more):
+    return subprocess.run(
+        ["bash", str(LAUNCH / script), *words],
+        cwd=place.folder,
+        env=environment(place, **more),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def calls(place, name):
+    """Returns the words of every call of a program."""
+    path = place.folder / "calls"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [words for program, *words in map(json.loads, lines) if program == name]
+
+
+def parsed(words):
+    """Reads the words behind `-m vit_jax.train` as the verb does, config included."""
+    words = words[words.index("vit_jax.train") + 1 :]
+    flags = cli.parse(train.parser(), words)
+    return flags, cli.load_config(flags)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_lines_are_marked_to_be_edited(name):
+    text = (LAUNCH / name).read_text()
+    marks = re.findall(r"---- The (two|first|second) line", text)
+    assert marks in (["two"], ["two", "second"], ["first", "second"])
+    if not name.endswith(".yaml"):
+        assert "set -euo pipefail\n" in text
+
+
+def test_gpu_node_trains_with_all_gpus_and_again_after_75(place):
+    once = place.folder / "once"
+    place(
+        "python", f"[[ -e {once} ]] || {{ touch {once}; exit 75; }}; env | grep ^JAX_P"
+    )
+    out = run(place, "gpu_node.sh", PYTHON="python")
+    assert (out.returncode, out.stdout) == (0, "JAX_PLATFORMS=cuda,cpu\n")
+    assert "restart 1 of at most 20" in out.stderr
+    first, second = calls(place, "python")
+    assert first == second
+    flags, config = parsed(first)
+    assert flags.workdir
+    assert config.optim.accumulate == 8
+
+
+@pytest.mark.parametrize(
+    ("code", "starts"), [(0, 1), (1, 1), (2, 1), (75, 3), (134, 3)]
+)
+def test_only_what_may_pass_is_tried_again_and_not_for_ever(place, code, starts):
+    place("python", f"exit {code}")
+    out = run(place, "until_done.sh", "python", RESTARTS="2")
+    assert out.returncode == code
+    assert len(calls(place, "python")) == starts
+
+
+def test_sigterm_reaches_the_run_and_is_not_answered_with_a_restart(place):
+    ready = place.folder / "ready"
+    place(
+        "python", f"trap 'kill $!; exit 75' TERM; /bin/sleep 30 & touch {ready}; wait"
+    )
+    command = ["bash", str(LAUNCH / "until_done.sh"), "python"]
+    process = subprocess.Popen(command, env=environment(place), stderr=subprocess.PIPE)
+    while not ready.exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 75
+    process.communicate()
+    assert len(calls(place, "python")) == 1
+
+
+SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "77", "PYTHON": "python"}
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "queued"),
+    [(0, 0, 0), (2, 0, 0), (75, 0, 1), (137, 3, 1), (75, 20, 0)],
+)
+def test_slurm_queues_the_job_again_where_that_helps(place, code, count, queued):
+    place("srun", f"exit {code}")
+    place("scontrol")
+    out = run(place, "slurm.sbatch", SLURM_RESTART_COUNT=str(count), **SLURM)
+    assert out.returncode == code
+    assert calls(place, "scontrol") == [["requeue", "77"]] * queued
+    ((*options, python, module, name, config, data, workdir),) = calls(place, "srun")
+    assert options == ["--kill-on-bad-exit=0", "--wait=120"]
+    assert (python, module) == ("python", "-m")
+    parsed([name, config, data, workdir])
+
+
+def test_slurm_does_not_queue_a_job_that_was_cancelled(place):
+    place("srun", "kill -TERM $PPID; exit 75")
+    place("scontrol")
+    assert run(place, "slurm.sbatch", **SLURM).returncode == 75
+    assert calls(place, "scontrol") == []
+
+
+def test_xpk_is_told_what_to_run_and_when_to_restart(place):
+    place("xpk")
+    assert run(place, "xpk.sh").returncode == 0
+    (words,) = calls(place, "xpk")
+    assert words[:2] == ["workload", "create"]
+    flags = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
+    assert flags["restart-on-exit-codes"] == "75"
+    install, command = flags["command"].split(" && exec ")
+    assert install.startswith("pip install -q -r requirements.txt -e '.[tpu,gcs]'")
+    assert command.startswith("python -m vit_jax.train --config=")
+    parsed(shlex.split(command))
+
+
+def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
+    jobset = yaml.safe_load((LAUNCH / "jobset_gpu.yaml").read_text())
+    (hosts,) = jobset["spec"]["replicatedJobs"]
+    job = hosts["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    (line,) = re.findall(r"python (-m vit_jax\.train .*) &\n", script)
+    parsed(shlex.split(line))
+
+    from vit_jax.parallel import cluster
+
+    for name in cluster.JAX_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    place = cluster.find()
+    assert (place.count, place.process) == (job["parallelism"], 1)
+    assert job["completions"] == job["parallelism"]
+    # JobSet names pods <jobset>-<job>-<replica>-<index>.<jobset>.
+    name = jobset["metadata"]["name"]
+    assert place.address == f"{name}-{hosts['name']}-0-0.{name}:8476"
+
+
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_the_script_of_the_jobset_ends_as_the_run_does(place, code):
+    jobset = yaml.safe_load((LAUNCH / "jobset_gpu.yaml").read_text())
+    (hosts,) = jobset["spec"]["replicatedJobs"]
+    (container,) = hosts["template"]["spec"]["template"]["spec"]["containers"]
+    place("python", f"exit {code}")
+    command = [*container["command"], *container["args"]]
+    process = subprocess.run(command, env=environment(place), check=False)
+    assert process.returncode == code
+
+
+# What gcloud does on the hosts happens in this folder instead.
+GCLOUD = """
+case "$*" in
+*" describe "*)
+  [[ -e $HOME/asked ]] && echo ACTIVE || echo WAITING_FOR_RESOURCES
+  touch "$HOME/asked"
+  ;;
+*" scp "*) cp "$5" "$HOME/" ;;
+*" ssh "*)
+  last=${*: -1}
+  cd && bash -c "${last#--command=}"
+  ;;
+esac
+"""
+
+
+def test_a_tpu_slice_is_rented_set_up_and_trained_on(place):
+    home = place.folder
+    place("gcloud", GCLOUD)
+    place("python3")
+    place("tail")
+    python = home / "host" / "python"
+    place("python", f"touch {home}/trained", path=python)
+    uv = home / ".local" / "bin" / "uv"
+    place("uv", f"mkdir -p .venv/bin && cp {python} .venv/bin/python", path=uv)
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone: there is no commit to send")
+    out = run(place, "tpu_pod.sh", SPOT="1")
+    assert out.returncode == 0, out.stderr
+    assert "ACTIVE" in out.stdout
+    create = next(words for words in calls(place, "gcloud") if "create" in words)
+    assert create[:4] == ["compute", "tpus", "queued-resources", "create"]
+    assert {"--node-id=vit-jax", "--spot", "--zone=us-east5-b"} <= set(create)
+    # The hosts have the commit, and run it by themselves.
+    assert (home / "vit_jax" / "vit_jax" / "train.py").exists()
+    limit = time.monotonic() + 20
+    while not (home / "trained").exists():
+        assert time.monotonic() < limit, (home / "vit_jax" / "train.log").read_text()
+        time.sleep(0.05)
+    assert (home / "vit_jax" / "train.pid").read_text().strip().isdecimal()
+    (words,) = calls(place, "python")
+    parsed(words)
+
+
+def test_a_tpu_slice_that_is_not_to_be_had_ends_the_script(place):
+    place("gcloud", '[[ " $* " != *" describe "* ]] || echo FAILED')
+    out = run(place, "tpu_pod.sh")
+    assert out.returncode == 1
+    assert "no slice (FAILED)" in out.stderr
+    assert not any("ssh" in words for words in calls(place, "gcloud"))
+
+
+def test_stop_and_down_of_a_tpu_slice(place):
+    place("gcloud")
+    assert run(place, "tpu_pod.sh", "stop").returncode == 0
+    assert run(place, "tpu_pod.sh", "down", NAME="other").returncode == 0
+    stop, down = calls(place, "gcloud")
+    assert stop[-1] == '--command=kill -TERM "$(cat vit_jax/train.pid)"'
+    assert down[3:5] == ["delete", "other"]
+
+
+def test_a_word_that_tpu_pod_does_not_know_shows_what_it_does(place):
+    out = run(place, "tpu_pod.sh", "begin")
+    assert out.returncode == 2
+    assert "bash launch/tpu_pod.sh watch" in out.stderr
+
+
+def test_every_command_of_the_guide_has_flags_that_exist():
+    text = (ROOT / "docs" / "launch.md").read_text()
+    lines = re.findall(r"python (-m vit_jax\.train --config=.*)", text)
+    assert lines
+    for line in lines:
+        parsed(shlex.split(line))
