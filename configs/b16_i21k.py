@@ -28,6 +28,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
     c.model = dict(variant="B/16", head="token", representation=True, dropout=0.1)
     c.model.dtype = "bfloat16"
+    c.model.scan = True  # Compiled in a minute, where blocks one by one take many.
     # Every class starts as absent (the authors, vision_transformer issue 2).
     c.model.head_bias = -10.0
     c.loss = dict(name="sigmoid", label_smoothing=0.0)
