@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -144,6 +145,35 @@ def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
     kernel = build(attention="splash", platform="tpu", dtype="bfloat16")
     assert kernel.module.way == "splash"
     assert cost.macs_per_image(kernel) == cost.macs_per_image(build())
+
+
+def products(jaxpr):
+    """Yields each matrix product's operands, once a trace."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield [v.aval for v in equation.invars]
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_in_bfloat16_only_the_classifier_multiplies_float32(platform):
+    model = build(
+        dtype="bfloat16",
+        platform=platform,
+        attention="einsum",
+        remat="full",
+        head="map",
+    )
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((2, 8, 12, 3), jnp.bfloat16)
+    loss = lambda params, images: model.apply(params, images)["logits"].sum()
+    found = list(products(jax.make_jaxpr(jax.grad(loss))(params, images).jaxpr))
+    wide = [pair for pair in found if any(x.dtype == "float32" for x in pair)]
+    # Forward and twice backward: the head has 5 classes.
+    assert len(wide) == 3
+    assert all(any(5 in x.shape for x in pair) for pair in wide)
+    assert len(found) > 60
 
 
 @pytest.mark.parametrize(

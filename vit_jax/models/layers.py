@@ -163,7 +163,7 @@ class MapHead(nn.Module):
     A learned probe attends to the tokens; an MLP with a residual follows.
 
     Attributes:
-      heads, hidden, gelu, dtype: see MultiHeadAttention and Mlp.
+      heads, hidden, gelu, dtype, merge: see MultiHeadAttention and Mlp.
       epsilon: of the LayerNorm.
     """
 
@@ -172,15 +172,21 @@ class MapHead(nn.Module):
     gelu: str = "tanh"
     epsilon: float = 1e-6
     dtype: str = "float32"
+    merge: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
         """Returns one vector an image."""
         B, _, D = x.shape
         probe = self.param("probe", _kernel_init, (1, 1, D), jnp.float32)
-        x = MultiHeadAttention(
-            self.heads, self.dtype, name="MultiHeadDotProductAttention_0"
-        )(jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D)), x)
+        # One query has few logits: any way of attention does.
+        attend = MultiHeadAttention(
+            self.heads,
+            self.dtype,
+            merge=self.merge,
+            name="MultiHeadDotProductAttention_0",
+        )
+        x = attend(jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D)), x)
         y = LayerNorm(self.epsilon, self.dtype, name="LayerNorm_0")(x)
         mlp = Mlp(self.hidden, gelu=self.gelu, dtype=self.dtype, name="MlpBlock_0")
         return (x + mlp(y))[:, 0]

@@ -166,6 +166,7 @@ class VisionTransformer(nn.Module):
                 self.gelu,
                 self.epsilon,
                 self.dtype,
+                self.merge,
                 name="MAPHead_0",
             )(x)
         return classify(self._features(x), self.classes, self.head_bias)
