@@ -87,7 +87,7 @@ def test_two_lines_are_marked_to_be_edited(name):
 def test_gpu_node_trains_with_all_gpus_and_again_after_75(place):
     once = place.folder / "once"
     place(
-        "python", f"[[ -e {once} ]] || {{ touch {once}; exit 75; }}; env | grep ^JAX_P"
+        "python", f"[[ -e {once} ]] || {{ touch {once}; exit 75; }}; env | grep ^JAX_PLAT"
     )
     out = run(place, "gpu_node.sh", PYTHON="python")
     assert (out.returncode, out.stdout) == (0, "JAX_PLATFORMS=cuda,cpu\n")
