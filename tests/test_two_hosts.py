@@ -121,6 +121,21 @@ def test_two_hosts_train_to_the_parameters_of_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_hosts_that_split_parameters_and_layers_train_as_one(tmp_path):
+    config = tmp_path / "pair.py"
+    config.write_text(CONFIG.replace("mlp_dim=20", "mlp_dim=21"))
+    words = ("--config.sharding.smallest=10", "--config.mesh.data=1")
+    finish(start(config, tmp_path / "one", 1, 1, *words))
+    split = ("--config.mesh.fsdp=2", "--config.mesh.model=3")
+    # Every parameter is on both hosts in part, every layer on three devices of each.
+    finish(start(config, tmp_path / "two", 2, 3, *words, *split))
+    assert_same(tmp_path / "one", tmp_path / "two")
+    # Every layer is on three hosts in part, which load the same images.
+    finish(start(config, tmp_path / "three", 3, 1, *words, split[1]))
+    assert_same(tmp_path / "one", tmp_path / "three")
+
+
+@pytest.mark.slow
 def test_sigterm_to_one_host_ends_both_at_the_same_step_and_they_resume(tmp_path):
     config = tmp_path / "pair.py"
     config.write_text(CONFIG.replace("3, 8, 12", "3, 20_000, 12"))

@@ -1,0 +1,67 @@
+"""Checkpoints that are restored on another mesh than they were saved on."""
+
+import jax
+import numpy as np
+import pytest
+from test_program import DEEP, SCAN, assert_equal, build
+
+from vit_jax.data import sources
+from vit_jax.training import checkpoint
+
+WAYS = {
+    "8-way fsdp": {"fsdp": 8},
+    "2 x 4": {"data": 2, "fsdp": 4},
+    "1 device": {},
+    "2 x 4 stacked": {"model": SCAN, "data": 2, "fsdp": 4},
+    "2 x 2 x 2": {"data": 2, "fsdp": 2, "model_axis": 2},
+}
+
+
+def program_of(way):
+    return build(**{"model": DEEP} | WAYS[way])
+
+
+def open_folder(workdir, config):
+    return checkpoint.Checkpointer(
+        workdir, config, sources.open_source(config.data, "train")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [
+        ("8-way fsdp", ("2 x 4", "1 device", "2 x 4 stacked", "2 x 2 x 2")),
+        ("1 device", ("8-way fsdp", "2 x 4")),
+        ("2 x 4 stacked", ("1 device", "8-way fsdp")),
+    ],
+)
+def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path):
+    config, _, program = program_of(saved)
+    # Numbers that tell one element from another, also where a start has zeros.
+    state = jax.jit(_distinct, out_shardings=program.shardings)(program.start())
+    disk = jax.device_get(program.to_disk(state))
+    with open_folder(tmp_path, config) as checkpoints:
+        checkpoints.save(7, program.to_disk(state), seconds=1.5)
+    for other in others:
+        config, _, program = program_of(other)
+        checkpoint.check_workdir(tmp_path, config)  # A mesh may change.
+        with open_folder(tmp_path, config) as checkpoints:
+            found = checkpoints.restore(program.disk_shapes, program.disk_shardings)
+        assert (found.step, found.seconds) == (7, 1.5)
+        restored = program.from_disk(found.state)
+        for array, sharding in zip(
+            *map(jax.tree.leaves, (restored, program.shardings)), strict=True
+        ):
+            assert array.sharding.is_equivalent_to(sharding, array.ndim)
+        assert_equal(jax.device_get(program.to_disk(restored)), disk)
+
+
+def _distinct(state):
+    def number(x):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or x.ndim == 0:
+            return x
+        steps = np.arange(x.size).reshape(x.shape) % 251
+        return (x + steps).astype(x.dtype)
+
+    return jax.tree.map(number, state)

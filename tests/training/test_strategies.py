@@ -1,0 +1,135 @@
+"""Every way of splitting a run gives the run of one device."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from vit_jax import config as configuration
+from vit_jax.parallel import mesh as meshes
+from vit_jax.training import program as programs
+
+STEPS, B = 20, 16
+ONE = {"data": 1}
+MESHES = {
+    "data 8": {"data": 8},
+    "fsdp 8": {"data": 1, "fsdp": 8},
+    "data 2 x fsdp 4": {"data": 2, "fsdp": 4},
+    "data 4 x model 2": {"data": 4, "model": 2},
+    "data 2 x model 4": {"data": 2, "model": 4},
+    "data 2 x fsdp 2 x model 2": {"data": 2, "fsdp": 2, "model": 2},
+}
+SGD = {"name": "sgd", "rate": 0.1, "momentum": 0.9}
+ADAM = {
+    "name": "adam",
+    "rate": 0.003,
+    # With the usual 1e-8 Adam makes whole steps of the gradient of the keys' bias, which
+    # is 0 but for rounding, because the softmax cancels it.
+    "eps": 1e-4,
+    "weight_decay": 0.1,
+    "clip_norm": 0.5,
+    "accumulate": 2,
+}
+VIT = {"variant": "Ti/4", "width": 24, "depth": 2, "heads": 4, "mlp_dim": 40}
+RANDOM = VIT | {"dropout": 0.1, "stochastic_depth": 0.2}
+
+
+def build(sizes, optim=SGD, model=VIT, **data):
+    """Returns a program and its mesh; parameters of 100 elements are split."""
+    config = tiny_config(
+        batch_size=B,
+        total_steps=STEPS,
+        data={"ops": "flip | mixup(0.3)"} | data,
+        optim=optim,
+        mesh=sizes,
+        sharding={"smallest": 100},
+        average={"decay": 0.9},
+    ).to_dict()
+    config["model"] = model
+    config = configuration.complete(config)
+    mesh = meshes.create(sizes, jax.devices()[: math.prod(sizes.values())])
+    return programs.build(config, mesh, examples=37), mesh
+
+
+def batch(program, mesh):
+    """Returns a batch on the devices, the same for every mesh."""
+    rng = np.random.default_rng(0)
+    height, width, channels = program.model.image_shape
+    host = {
+        "image": rng.integers(0, 256, (B, height, width, channels), np.uint8),
+        "label": rng.integers(0, 5, B).astype(np.int32),
+        "index": np.arange(B, dtype=np.uint32),
+    }
+    return meshes.to_devices(host, mesh)
+
+
+def train(sizes, steps=STEPS, **options):
+    """Returns the state after some steps as it is on disk, and the last metrics."""
+    program, mesh = build(sizes, **options)
+    state, images = program.start(), batch(program, mesh)
+    for _ in range(steps):
+        state, metrics = program.step(state, images)
+    return jax.device_get((program.to_disk(state), metrics))
+
+
+@functools.cache
+def on_one_device(name):
+    return train(ONE, **OPTIONS[name])
+
+
+OPTIONS = {
+    "sgd": {"optim": SGD},
+    "adam, clipped, accumulated, with dropout": {"optim": ADAM, "model": RANDOM},
+}
+
+
+def assert_near(one, other, atol):
+    for name in ("params", "opt_state", "average"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol),
+            getattr(one[0], name),
+            getattr(other[0], name),
+        )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one[1], other[1]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("strategy", MESHES)
+def test_twenty_steps_are_those_of_one_device(strategy, options):
+    other = train(MESHES[strategy], **OPTIONS[options])
+    assert_near(on_one_device(options), other, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_twenty_steps_of_a_scan_over_split_layers_are_those_of_one_device():
+    scan = {"optim": ADAM, "model": RANDOM | {"scan": True, "remat": "full"}}
+    other = train(MESHES["data 2 x fsdp 2 x model 2"], **scan)
+    one = on_one_device("adam, clipped, accumulated, with dropout")
+    assert_near(one, other, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "side"),
+    [
+        (
+            VIT | {"variant": "R50+B/16", "depth": 1, "blocks": (1,), "stem_width": 32},
+            32,
+        ),
+        ({"variant": "R50x1", "blocks": (1, 1), "stem_width": 32}, 24),
+    ],
+)
+def test_hybrids_and_resnets_split_over_fsdp_train_as_on_one_device(model, side):
+    options = {
+        "model": model,
+        "image_size": (side, side),
+        "optim": SGD | {"rate": 0.01},
+    }
+    one = train(ONE, steps=5, **options)
+    assert_near(one, train({"data": 2, "fsdp": 4}, steps=5, **options), atol=1e-5)
