@@ -71,7 +71,7 @@ def _rows():
 
 def _run(words, prefix):
     """Runs one compilation; returns what it printed and what it took."""
-    began = time.perf_counter()
+    began, before = time.perf_counter(), _children()
     json_flag = ["--json"] if words[0] == "vit_jax.compile" else []
     done = subprocess.run(
         [*shlex.split(prefix), sys.executable, "-m", *words, *json_flag],
@@ -80,13 +80,18 @@ def _run(words, prefix):
         check=False,
     )
     row = {"words": words, "seconds": round(time.perf_counter() - began)}
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    row |= {"code": done.returncode, "cpu_seconds": round(usage.ru_utime)}
+    usage = _children()
+    row["code"] = done.returncode
+    row["cpu_seconds"] = round(usage.ru_utime - before.ru_utime)
     row["rss_gib"] = round(usage.ru_maxrss / 2**20, 2)  # The most of all so far.
     try:
         return row | json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return row | {"error": done.stderr[-500:]}
+
+
+def _children():
+    return resource.getrusage(resource.RUSAGE_CHILDREN)
 
 
 def _table(rows):

@@ -28,7 +28,7 @@ class TrainState:
     step: Leaf
     params: dict
     opt_state: optax.OptState
-    average: dict | None
+    average: Leaf | dict | None  # JAX puts a mark of its own where None has no place.
     key: Leaf
 
 
