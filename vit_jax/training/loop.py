@@ -61,7 +61,8 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
 
     # Mesh.
     mesh = meshes.create(config.mesh.to_dict())
-    part, parts = meshes.share(mesh)  # Of every batch, to load here.
+    part, parts = meshes.share(mesh)  # Of every batch, to load here ...
+    alike = jax.process_count() // parts  # ... and in as many processes.
     checkpoint.check_workdir(workdir, config)
     startup.done("devices")
 
@@ -222,6 +223,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                     # The slowest input holds all up.
                     own = distributed.gather(skipped=skipped, waited=wait.seconds)
                     waited, lost = float(own["waited"].max()), int(own["skipped"].sum())
+                    lost //= alike
                     memory, own = efficiency.memory(), laps.report()
                     speed = progress.log(
                         step,
@@ -257,7 +259,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
         watch.beat("the save of the last step")
 
         # Report.
-        skipped = int(distributed.gather(skipped=skipped)["skipped"].sum())
+        skipped = int(distributed.gather(skipped=skipped)["skipped"].sum()) // alike
         report = {
             "config": config.name,
             "commit": commit,
