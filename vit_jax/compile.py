@@ -84,10 +84,14 @@ def _compare(flags, config, devices, examples, limit, heading) -> int:
     if flags.meshes:
         sizes = strategies.parse_meshes(flags.meshes)
     policies = flags.remat.split(",") if has_blocks else ["none"]
+    scans = [config.model.scan] if has_blocks else [False]
+    if flags.scan and has_blocks:
+        scans = [{"true": True, "false": False}[word] for word in flags.scan.split(",")]
     rows = []
     if not flags.json:
         print(f"{heading}\n{strategies.line()}", flush=True)
-    for row in strategies.compare(config, devices, examples, limit, sizes, policies):
+    found = strategies.compare(config, devices, examples, limit, sizes, policies, scans)
+    for row in found:
         rows.append(row)
         if not flags.json:
             print(strategies.line(row), flush=True)
@@ -122,4 +126,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--meshes", default="", help="as data=-1,fsdp=16,model=4")
     parser.add_argument("--remat", default="none,dots,full", help="policies to compare")
+    parser.add_argument(
+        "--scan",
+        choices=("true", "false", "true,false"),
+        help="loops to compare; the config's",
+    )
     cli.run(main, parser)

@@ -125,7 +125,8 @@ def test_the_fastest_is_of_those_that_fit():
     assert strategies.fastest([slow, large, FOUND]) is FOUND
     assert strategies.fastest([large]) is None
     assert strategies.flags(FOUND) == (
-        "--config.mesh.fsdp=1 --config.mesh.model=1 --config.model.remat=none"
+        "--config.mesh.fsdp=1 --config.mesh.model=1 --config.model.remat=none "
+        "--config.model.scan=False"
     )
 
 
@@ -142,6 +143,36 @@ def test_meshes_to_compare_divide_the_devices():
     for devices in (1, 4, 16, 64, 256, 24):
         for sizes in strategies.meshes_for(devices, model=True):
             assert devices % (sizes["fsdp"] * sizes["model"]) == 0
+
+
+def test_a_mesh_that_does_not_fit_is_a_row_and_the_others_are_compiled(monkeypatch):
+    config = configuration.load(QUICK)
+    seen = []
+
+    def analyse(trial, mesh, examples, limit):
+        seen.append((dict(mesh.shape), trial.model.remat, trial.model.scan))
+        fits = mesh.shape["fsdp"] > 1 or trial.model.remat == "full"
+        return dataclasses.replace(FOUND, fits=fits)
+
+    monkeypatch.setattr(analysis, "analyse", analyse)
+    sizes = strategies.parse_meshes("data=-1,fsdp=3,fsdp=2")
+    rows = strategies.compare(
+        config, jax.devices(), 20, None, sizes, ("none", "full"), (False, True)
+    )
+    errors = [row.error for row in rows]
+    assert [bool(e) for e in errors] == [False] * 4 + [True] * 2 + [False] * 2
+    assert errors[4].startswith("mesh.data=-1 x mesh.fsdp=3")
+    whole = {"data": 8, "fsdp": 1, "model": 1}
+    halves = {"data": 4, "fsdp": 2, "model": 1}
+    # What computes more again is tried only where the other does not fit.
+    assert seen == [
+        (whole, "none", False),
+        (whole, "full", False),
+        (whole, "none", True),
+        (whole, "full", True),
+        (halves, "none", False),
+        (halves, "none", True),
+    ]
 
 
 def test_every_policy_to_compare_is_one():

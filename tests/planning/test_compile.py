@@ -109,7 +109,7 @@ def test_strategies_are_compared_and_one_is_recommended(tmp_path):
     lines = done.stdout.splitlines()
     assert done.returncode == 0
     assert [line.split()[0] for line in lines[2:4]] == ["4x1x1", "2x1x2"]
-    assert "fsdp=3" in done.stdout  # Which does not divide 4 devices.
+    assert "does not compile: mesh.data=-1 x mesh.fsdp=3" in lines[4]
     assert lines[-1].startswith("of those that fit the one with the lowest floor: --")
 
 

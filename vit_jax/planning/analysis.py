@@ -107,7 +107,7 @@ def _before(program, traced, config, mesh, examples, limit) -> Analysis:
     macs, way = _macs(traced, config, mesh, examples)
     forward = cost.macs_per_image(program.model) * config.batch_size
     return Analysis(
-        settings=settings(config, mesh),
+        settings=settings(config, dict(mesh.shape)),
         parameters=sum(x.size for x in jax.tree.leaves(shapes.params)),
         params_bytes=memory.bytes_a_device(shapes.params, places.params),
         moments_bytes=memory.bytes_a_device(shapes.opt_state, places.opt_state),
@@ -133,15 +133,20 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
         return cost.macs_of(traced.jaxpr.jaxpr), how
 
 
-def settings(config: ConfigDict, mesh: Mesh) -> dict:
-    """Returns what of a config shapes the compiled program most."""
+def settings(config: ConfigDict, sizes: dict[str, int]) -> dict:
+    """Returns what of a config shapes the compiled program most.
+
+    Args:
+      config: complete config.
+      sizes: of the mesh.
+    """
     model, optim = config.model, config.optim
     return {
         "variant": model.variant,
         "batch_size": config.batch_size,
         "image_size": list(config.data.image_size),
         "classes": config.data.classes,
-        "mesh": dict(mesh.shape),
+        "mesh": sizes,
         "dtype": model.dtype,
         "scan": model.get("scan", False),
         "remat": model.get("remat", "none"),

@@ -1,9 +1,11 @@
 """Several ways to run one config on a slice, compiled one after the other."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
+from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.parallel import mesh as meshes
 from vit_jax.planning import analysis
@@ -59,8 +61,9 @@ def compare(
     limit: int | None,
     sizes: Sequence[dict],
     policies: Sequence[str],
+    scans: Sequence[bool],
 ) -> Iterator[Analysis]:
-    """Compiles a config for each mesh with each rematerialisation.
+    """Compiles a config for each mesh, with and without scan, with each policy.
 
     A policy that recomputes more is left out where one that recomputes less fits.
 
@@ -71,37 +74,60 @@ def compare(
       limit: bytes of a chip that a program can have.
       sizes: of the meshes.
       policies: of rematerialisation, the one that computes least again first.
+      scans: values of `model.scan`.
 
     Yields:
       What each costs, as soon as it is known.
 
     Raises:
-      UserError: no mesh fits the config; one that does not fit it is a row of its own.
+      UserError: no mesh fits the config, or a policy is unknown.
     """
     refused = []
-    for stated in sizes:
+    for stated, scan in itertools.product(sizes, scans):
         for policy in policies:
-            trial = variant(config, stated, policy)
+            trial = variant(config, stated, policy, scan)
             try:
                 mesh = meshes.create(trial.mesh.to_dict(), devices)
                 found = analysis.analyse(trial, mesh, examples, limit)
             except UserError as error:
-                refused.append(str(error))
-                if len(refused) == len(sizes):
+                refused.append(stated)
+                if len(refused) == len(sizes) * len(scans):
                     raise
+                yield unfit(trial, str(error))
                 break
             yield found
             if found.fits:
                 break
 
 
-def variant(config: ConfigDict, sizes: dict, policy: str) -> ConfigDict:
-    """Returns a config with another mesh and policy."""
-    trial = config.copy_and_resolve_references().unlock()
-    trial.mesh.update(sizes)
-    if "remat" in trial.model:
-        trial.model.remat = policy
-    return trial.lock()
+def variant(config: ConfigDict, sizes: dict, policy: str, scan: bool) -> ConfigDict:
+    """Returns a config with another mesh, policy and kind of loop."""
+    words = {f"mesh.{axis}": size for axis, size in sizes.items()}
+    if "remat" in config.model:
+        words |= {"model.remat": policy, "model.scan": scan}
+    trial = config.to_dict()
+    for name, value in words.items():
+        section, _, key = name.partition(".")
+        trial[section][key] = value
+    return configuration.complete(trial)
+
+
+def unfit(config: ConfigDict, reason: str) -> Analysis:
+    """Returns the row of a mesh that the config or the devices do not fit."""
+    mesh = {axis: config.mesh[axis] for axis in meshes.AXES}
+    return Analysis(
+        settings=analysis.settings(config, mesh),
+        parameters=0,
+        params_bytes=0,
+        moments_bytes=0,
+        average_bytes=0,
+        batch_bytes=0,
+        flops=0.0,
+        counted="",
+        model_flops=0.0,
+        limit_bytes=None,
+        error=reason,
+    )
 
 
 def fastest(rows: Sequence[Analysis]) -> Analysis | None:
@@ -114,7 +140,7 @@ def flags(row: Analysis) -> str:
     """Returns what to add to a command line to get a row's settings."""
     sizes = row.settings["mesh"]
     words = [f"--config.mesh.{axis}={sizes[axis]}" for axis in ("fsdp", "model")]
-    words.append(f"--config.model.remat={row.settings['remat']}")
+    words += [f"--config.model.{key}={row.settings[key]}" for key in ("remat", "scan")]
     return " ".join(words)
 
 
@@ -131,12 +157,12 @@ def line(row: Analysis | None = None) -> str:
             row.settings["remat"],
             "yes" if row.settings["scan"] else "no",
             f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "-",
-            f"{row.flops / 1e12:.2f}",
+            f"{row.flops / 1e12:.2f}" if row.flops else "-",
             f"{sent / 1e6:.0f}" if row.fits else "-",
             f"{row.roofline.floor * 1e3:.1f}" if row.roofline else "-",
         )
     words = [f"{cell:>{w}}" for cell, w in zip(cells, _WIDTHS, strict=True)]
     note = "" if row is None or row.fits else "  does not fit"
     if row is not None and not row.fits and not row.peak_bytes:
-        note = f"  does not compile: {row.error[:80]}"
+        note = f"  does not compile: {row.error}"
     return "  ".join(words) + note
