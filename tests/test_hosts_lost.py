@@ -67,17 +67,12 @@ def name(number, processes):
     return f"process {number} of {len(processes)} ({socket.gethostname()}, pid {pid})"
 
 
-def goes_on(job, workdir, undisturbed):
-    again = job(workdir)
-    hosts.wait_for(again[0], r"resume: step (50|100) of")
-    codes, errors = hosts.ends(again)
-    assert codes == [0, 0], errors
-    assert report(workdir)["params_sha256"] == undisturbed["params_sha256"]
-
-
-def test_a_killed_host_is_named_and_the_restarted_job_ends_as_one_left_alone(
+def test_killed_hosts_are_named_and_the_restarted_job_ends_as_one_left_alone(
     job, undisturbed, tmp_path
 ):
+    remedy = (
+        f"start the job again, it goes on from the checkpoint in {tmp_path / 'run'}"
+    )
     processes = job(tmp_path / "run")
     hosts.wait_for(processes[0], "step 120/300")
     processes[1].kill()
@@ -85,21 +80,15 @@ def test_a_killed_host_is_named_and_the_restarted_job_ends_as_one_left_alone(
     codes, (zero, one) = hosts.ends(processes)
     assert time.monotonic() - began < LIMIT + 10
     assert codes == [75, -signal.SIGKILL]
-    last = zero.splitlines()[-1]
-    assert last == (
-        f"error: {name(1, processes)} died or was lost: no sign of life for {LIMIT} s; "
-        f"start the job again, it goes on from the checkpoint in {tmp_path / 'run'}"
-    )
+    lost = f"died or was lost: no sign of life for {LIMIT} s"
+    assert zero.splitlines()[-1] == f"error: {name(1, processes)} {lost}; {remedy}"
     # Its own log tells too.
     assert f"error: {name(1, processes)} was killed" in one
-    goes_on(job, tmp_path / "run", undisturbed)
 
-
-def test_a_killed_first_host_is_named_and_the_restarted_job_ends_as_one_left_alone(
-    job, undisturbed, tmp_path
-):
+    # The first, which runs the coordination service.
     processes = job(tmp_path / "run")
-    hosts.wait_for(processes[0], "step 120/300")
+    hosts.wait_for(processes[0], r"resume: step (50|100) of")
+    hosts.wait_for(processes[0], "step 220/300")
     processes[0].kill()
     began = time.monotonic()
     codes, (_, one) = hosts.ends(processes)
@@ -107,8 +96,13 @@ def test_a_killed_first_host_is_named_and_the_restarted_job_ends_as_one_left_alo
     assert codes == [-signal.SIGKILL, -signal.SIGABRT]  # JAX aborts the other.
     last = one.splitlines()[-1]
     assert last.startswith(f"error: {name(0, processes)} died or was lost: its coord")
-    assert last.endswith(f"goes on from the checkpoint in {tmp_path / 'run'}")
-    goes_on(job, tmp_path / "run", undisturbed)
+    assert last.endswith(remedy)
+
+    processes = job(tmp_path / "run")
+    hosts.wait_for(processes[0], r"resume: step (1|2)\d0 of")
+    codes, errors = hosts.ends(processes)
+    assert codes == [0, 0], errors
+    assert report(tmp_path / "run")["params_sha256"] == undisturbed["params_sha256"]
 
 
 def test_the_one_of_three_that_was_killed_is_named_by_both_others(job, tmp_path):
