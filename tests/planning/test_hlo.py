@@ -94,6 +94,7 @@ def test_rounds_are_read_from_the_counter_of_a_loop(first, limit, rounds):
 def test_rounds_that_cannot_be_read_are_not_guessed():
     module = loop(0, 12, "NE")
     assert module.rounds(module.by_name["w"]) is None
+    assert module.unread() == 1
     assert [one.times for one in collectives.find(module, 8)] == [1]
 
 

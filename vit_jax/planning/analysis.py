@@ -33,6 +33,7 @@ class Analysis:
       model_flops: the same of 3 times the model's forward pass.
       moved_bytes: read and written in main memory.
       collectives: see `collectives.summarize`.
+      unread_loops: loops that count once because their rounds cannot be read.
       roofline: see there; None without a program, or for an unknown chip.
       compile_seconds: of the compilation alone.
       error: of the compiler, one line; "" if there is none.
@@ -53,6 +54,7 @@ class Analysis:
     fits: bool = False
     moved_bytes: int = 0
     collectives: tuple[dict, ...] = ()
+    unread_loops: int = 0
     roofline: Roofline | None = None
     compile_seconds: float = 0.0
     error: str = ""
@@ -186,6 +188,7 @@ def _read(found: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
         fits=True,
         moved_bytes=moved,
         collectives=tuple(collectives.summarize(exchanges)),
+        unread_loops=module.unread(),
         roofline=bounds,
         compile_seconds=round(seconds, 1),
     )

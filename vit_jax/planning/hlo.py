@@ -85,7 +85,6 @@ class Module:
     Attributes:
       computations: name -> its instructions, in order.
       entry: name of the first.
-      unknown_loops: loops whose number of rounds cannot be read; they count once.
     """
 
     computations: dict[str, tuple[Instruction, ...]]
@@ -94,7 +93,8 @@ class Module:
     def runs(self) -> Iterator[tuple[Instruction, int]]:
         """Goes through what the program runs: each instruction, and how often.
 
-        What is inside of fusions is part of them; of a condition every branch counts.
+        What is inside of fusions is part of them; of a condition every branch counts, and
+        a loop counts once where its rounds cannot be read (see `unread`).
         """
         yield from self._runs(self.entry, 1)
 
@@ -109,6 +109,11 @@ class Module:
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
                     yield from self._runs(name, times)
+
+    def unread(self) -> int:
+        """Returns how many loops there are whose rounds cannot be read."""
+        loops = [i for i, _ in self.runs() if i.opcode == "while"]
+        return sum(self.rounds(loop) is None for loop in loops)
 
     def rounds(self, loop: Instruction) -> int | None:
         """Returns how often a while loop runs, None if it is not to be read.

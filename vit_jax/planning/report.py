@@ -104,6 +104,8 @@ def _work(found):
         f"{found.moved_bytes / 1e9:.2f}",
         "counted in the compiled program, caches of the core not",
     )
+    if found.unread_loops:
+        yield f"  {found.unread_loops} loops count once: their rounds cannot be read"
 
 
 def _collectives(found):

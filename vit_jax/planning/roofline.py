@@ -7,8 +7,8 @@ from vit_jax.parallel.chips import Chip
 ASSUMPTIONS = (
     "every product at the chip's bfloat16 peak, nothing else computed",
     "memory at its full bandwidth, all of the time",
-    "all links of a chip carry its share at once, between slices as well; a transfer "
-    "takes no time to begin",
+    "all links of a chip carry its share at once, between slices as well",
+    "a transfer takes no time to begin",
     "asynchronous collectives hide behind computation entirely, others not at all",
 )
 

@@ -50,12 +50,7 @@ def _moved(module: Module, instruction: Instruction) -> int:
         return 0
     operands = [module.by_name.get(name) for name in instruction.operands]
     if instruction.opcode in ("copy-start", "slice-start"):
-        source = operands[0]
-        result = instruction.arrays[0] if instruction.opcode == "copy-start" else None
-        arrays = [result or instruction.arrays[-1]]
-        size = min(source.bytes, *(array.bytes for array in instruction.arrays[:2]))
-        places = [source.arrays[0].fast, arrays[0].fast]
-        return size * places.count(False)
+        return _copied(operands[0], instruction)
     if instruction.opcode == "fusion":
         return _fusion(module, instruction, operands, _called(module, instruction))
     if instruction.opcode in _SLICES:
@@ -63,6 +58,14 @@ def _moved(module: Module, instruction: Instruction) -> int:
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _slow(operands[1])
     return _slow(instruction) + sum(_slow(operand) for operand in operands if operand)
+
+
+def _copied(source: Instruction, start: Instruction) -> int:
+    """Counts an asynchronous copy, of which the start gives source, result and more."""
+    size = min(source.bytes, *(array.bytes for array in start.arrays[:2]))
+    # A copy names its result first, a slice its source.
+    result = start.arrays[0 if start.opcode == "copy-start" else 1]
+    return size * [source.arrays[0].fast, result.fast].count(False)
 
 
 def _slow(instruction: Instruction) -> int:
