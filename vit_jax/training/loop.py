@@ -90,7 +90,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             )
             state = program.from_disk(state)
         elif config.init:
-            params, notes = start_weights.load(config, program.model, program.disk_init)
+            params, notes = start_weights.load(config, program.model, program.init)
             state = program.start_from(params)
         else:
             state = program.start()

@@ -73,10 +73,6 @@ class Program(NamedTuple):
         )
         return create(jax.device_put(params, self.disk_shardings.params))
 
-    def disk_init(self) -> dict:
-        """Draws the initial parameters as they are on disk."""
-        return stacking.unstack(self.init())
-
     def to_disk(self, state: states.TrainState) -> states.TrainState:
         """Returns the state as it is on disk; the one given stays."""
         if not self.model.stacked:

@@ -149,7 +149,7 @@ def load(
             head_bias=head_bias,
             init_allow=init_allow,
             posemb_resize=posemb_resize,
-            init=lambda: jax.device_get(jax.jit(initial)()),
+            init=initial,
         )
     except UserError as error:
         theirs, ours = (

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -68,8 +69,7 @@ def fit(
     )
     rows += more
     if fresh:
-        initial = flatten_dict(init(), sep="/")
-        given |= {name: np.asarray(initial[name]) for name in fresh}
+        given |= _draw(init, fresh)
     for name, value in given.items():
         given[name] = value.astype(wanted[name].dtype, copy=False)
 
@@ -82,6 +82,17 @@ def fit(
     if rounded:
         first.append(Row(f"{rounded} parameters", "rounded to the model's precision"))
     return unflatten_dict(given, sep="/"), first + rows
+
+
+def _draw(init: Callable[[], Mapping], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns some of the initial parameters."""
+
+    def some():
+        initial = flatten_dict(init(), sep="/")
+        return {name: initial[name] for name in names}
+
+    # Compiled, so that no device draws the others, which it might not hold.
+    return jax.device_get(jax.jit(some)())
 
 
 def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[Row]:
