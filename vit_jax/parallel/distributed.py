@@ -1,6 +1,7 @@
 """Starting as one of several processes."""
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -69,7 +70,7 @@ def start() -> int:
 
 def lost_seconds() -> int:
     """Returns after how many seconds of silence a process counts as lost."""
-    return _seconds(_LOST, _LOST_SECONDS)
+    return _seconds(_LOST, _LOST_SECONDS, least=5)  # Beats are a second apart.
 
 
 def gather(**values: object) -> dict[str, np.ndarray]:
@@ -90,10 +91,12 @@ def gather(**values: object) -> dict[str, np.ndarray]:
     }
 
 
-def _seconds(name: str, default: int) -> int:
+def _seconds(name: str, default: int, least: int = 1) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"{name}={text!r}: state a whole number of seconds, from 1 on")
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(
+            f"{name}={text!r}: state a whole number of seconds, from {least} on"
+        )
     return int(text)
 
 
@@ -132,7 +135,7 @@ def _check_port(place: Place) -> None:
         try:
             probe.bind(("::", port))
         except OSError as error:
-            if "in use" not in str(error):
+            if error.errno != errno.EADDRINUSE:
                 return  # A host without IPv6: JAX will tell.
             raise UserError(
                 f"port {port} of this host ({socket.gethostname()}) is taken: another "

@@ -18,13 +18,17 @@ from vit_jax.parallel import witness
 _started: list[subprocess.Popen] = []
 
 
-def leave(words: str, service: str = "", if_gone: str = "") -> None:
+def leave(
+    words: str, service: str = "", if_gone: str = "", patience: float = 0.0
+) -> None:
     """Leaves words for a sudden end, in place of those left before.
 
     Args:
       words: one line.
       service: host:port of the coordination service, in another process.
-      if_gone: words instead, if the service cannot be reached when this process ends.
+      if_gone: words instead, if the service cannot be reached when this process ends,
+        or has not answered for some time (`answered`).
+      patience: that time, in seconds.
     """
     if not _started:
         path = pathlib.Path(witness.__file__)
@@ -32,7 +36,13 @@ def leave(words: str, service: str = "", if_gone: str = "") -> None:
             command = [sys.executable, "-I", "-S", str(path)]
             _started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
             atexit.register(forget)
-    _tell(json.dumps({"words": words, "service": service, "if_gone": if_gone}))
+    will = {"words": words, "service": service, "if_gone": if_gone}
+    _tell(json.dumps(will | {"patience": patience}))
+
+
+def answered() -> None:
+    """Notes that the service has just answered."""
+    _tell("+")
 
 
 def forget() -> None:

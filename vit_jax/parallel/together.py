@@ -110,6 +110,7 @@ class Together:
                 _beat(str(beat))
                 if jax.process_index() == 0:
                     self._find_lost(beats)
+            last_words.answered()
             looks += 1
             if self._done.wait(_LOOK_SECONDS):
                 _beat(heartbeats.LEFT)
@@ -141,7 +142,7 @@ class Together:
         _ask("blocking_key_value_get", f"{_HOSTS}/0", 60_000)
         gone = f"its coordination service at {address} is gone"
         gone = f"{_who(0)} died or was lost: {gone}; {self._remedy()}"
-        last_words.leave(words, address, gone)
+        last_words.leave(words, address, gone, patience=self._limit / 2)
 
     def _remedy(self) -> str:
         return f"start the job again, it goes on from the checkpoint in {self._workdir}"
