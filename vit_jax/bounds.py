@@ -78,6 +78,11 @@ def check(config: ConfigDict, flat: dict[str, object]) -> None:
         raise UserError(
             f"profile={config.profile} is not (first step, last step), as (10, 15)"
         )
+    if config.local.every and not config.local.folder:
+        raise UserError(
+            f"local.every={config.local.every} needs local.folder: a folder on each "
+            "host's own disk"
+        )
     if len(config.data.image_size) != 2:
         raise UserError(
             f"data.image_size={config.data.image_size} is not (height, width)"

@@ -85,6 +85,10 @@ COMMON = {
         "last": 2,  # This many newest checkpoints stay ...
         "every": 0,  # ... and those at multiples of this step; 0 is none.
     },
+    "local": {  # Checkpoints on the hosts' own disks, between those in the workdir.
+        "folder": "",  # The same words on all hosts; "$VARIABLES" and "~" are resolved.
+        "every": 0,  # Interval in steps; 0 is none.
+    },
     "mesh": {  # Devices an axis; -1 is all that are left. See parallel/mesh.py.
         "data": -1,  # Copies of the parameters.
         "fsdp": 1,  # Parameters and moments are split, and gathered where needed.

@@ -21,7 +21,7 @@ from vit_jax.report.startup import Startup
 from vit_jax.report.tracing import Trace
 from vit_jax.report.waiting import InputWait
 from vit_jax.report.writer import MetricWriter
-from vit_jax.training import checkpoint, efficiency, guards, watchdog
+from vit_jax.training import checkpoint, efficiency, guards, nearby, watchdog
 from vit_jax.training import program as programs
 from vit_jax.training.ahead import Ahead
 from vit_jax.weights import start as start_weights
@@ -83,16 +83,20 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
     with checkpoint.Checkpointer(workdir, config, source) as checkpoints:
         # State: created or restored in place, each part on the devices that hold it.
         compiling = Ahead(program, debug_nans=config.debug_nans)
-        start, trained_seconds, notes = 0, 0.0, []
-        if checkpoints.latest:
-            state, start, trained_seconds, notes = checkpoints.restore(
+        near = nearby.Nearby(
+            config.local, workdir, source, program.shapes, program.shardings
+        )
+        latest = checkpoints.latest or 0
+        state, start, trained_seconds, notes = near.restore(newer_than=latest)
+        if state is None and latest:
+            state, start, trained_seconds, more = checkpoints.restore(
                 program.disk_shapes, program.disk_shardings
             )
-            state = program.from_disk(state)
-        elif config.init:
+            state, notes = program.from_disk(state), [*notes, *more]
+        elif state is None and config.init:
             params, notes = start_weights.load(config, program.model, program.init)
             state = program.start_from(params)
-        else:
+        elif state is None:
             state = program.start()
 
         # Reports.
@@ -214,8 +218,10 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                 waiting = (step, metrics)
 
                 ending = preemption.reached()
-                if ending or any(
-                    map(due, ("log", "evaluate", "checkpoint"), [step] * 3)
+                if (
+                    ending
+                    or near.due(step)
+                    or any(map(due, ("log", "evaluate", "checkpoint"), [step] * 3))
                 ):
                     values, waiting = settle(*waiting), None
                 laps.mark("device step")
@@ -246,6 +252,9 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                 if due("checkpoint", step):
                     checkpoints.save(step, program.to_disk(state), seconds())
                     watch.beat(f"waiting for a save at step {step}")
+                    laps.mark("checkpoint")
+                elif near.due(step):
+                    near.save(step, state, seconds())
                     laps.mark("checkpoint")
                 if due("evaluate", step):
                     final = evaluate(step)
@@ -286,4 +295,5 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             result.write(workdir, report)
         writer.close()
         checkpoints.demand(total, "the training is done and reported")
+        near.forget()
     return report

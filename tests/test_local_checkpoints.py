@@ -1,0 +1,134 @@
+"""Two hosts that save on their own disks: killed, one disk lost, and started again."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 40, 12
+    c.data = dict(name="made", classes=8, examples=37, image_size=(8, 12))
+    c.data.ops = "random_crop | flip | mixup(0.3)"
+    c.model = dict(variant="Ti/4", width=24, depth=1, heads=3, mlp_dim=40)
+    c.model.dropout = 0.1
+    c.optim = dict(rate=0.01)
+    c.sharding = dict(smallest=1)
+    c.evals = dict(val="val")
+    c.every = dict(log=1, checkpoint=20)
+    c.local = dict(folder="$OWN_DISK/checkpoints", every=5)
+    return c
+"""
+MESHES = {"data": ("--config.mesh.fsdp=1",), "fsdp": ("--config.mesh.fsdp=-1",)}
+MESHES["fsdp"] += ("--config.mesh.data=1",)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts two hosts, each with a disk of its own."""
+    (tmp_path / "own.py").write_text(CONFIG)
+    processes = []
+
+    def start(workdir, *words):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        pair = []
+        for host in range(2):
+            disk = tmp_path / f"disk{host}"
+            disk.mkdir(exist_ok=True)
+            command = [sys.executable, "-m", "vit_jax.train", *words]
+            command += [f"--config={tmp_path / 'own.py'}", f"--workdir={workdir}"]
+            environment = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "PYTHONUNBUFFERED": "1",
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(host),
+                "OWN_DISK": str(disk),
+            }
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            pair.append(process)
+        processes.extend(pair)
+        return pair
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def kill_after(pair, part):
+    for line in pair[0].stdout:
+        if part in line:
+            break
+    else:
+        raise AssertionError(f"ended without {part}")
+    for process in pair:
+        process.kill()
+        process.wait()
+
+
+def finish(pair):
+    outs = [process.communicate(timeout=200)[0] for process in pair]
+    assert [p.returncode for p in pair] == [0, 0], outs
+    return outs
+
+
+def sha256_of(workdir):
+    return json.loads((workdir / "report.json").read_text())["params_sha256"]
+
+
+@pytest.mark.slow
+def test_a_host_that_lost_its_disk_is_given_its_parts_by_the_other(start, tmp_path):
+    finish(start(tmp_path / "undisturbed", *MESHES["data"]))
+    assert not list(tmp_path.glob("disk*/checkpoints/*/*/*"))  # Done: all is removed.
+
+    workdir = tmp_path / "run"
+    kill_after(start(workdir, *MESHES["data"]), "step 18/40")
+    shutil.rmtree(tmp_path / "disk1")
+    assert not (workdir / "checkpoints" / "20").exists()
+    # The step of the kill, or the one before: the other's write may have been cut off.
+    kill_after(start(workdir, *MESHES["data"]), "step 19/40")
+    shutil.rmtree(tmp_path / "disk0")
+    first, _ = finish(start(workdir, *MESHES["data"]))
+    assert re.search("resume: step 1[05] of the hosts' own disks", first)
+    assert "process 0 had nothing on its disk: given its parts by the others" in first
+    assert sha256_of(workdir) == sha256_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_parts_that_nobody_else_holds_send_the_job_back_to_the_workdir(start, tmp_path):
+    finish(start(tmp_path / "undisturbed", *MESHES["fsdp"]))
+    workdir = tmp_path / "run"
+    kill_after(start(workdir, *MESHES["fsdp"]), "step 33/40")
+    # Whole again from both disks, each with half of the parameters.
+    pair = start(workdir, *MESHES["fsdp"])
+    kill_after(pair, "hosts' own disks")
+    shutil.rmtree(tmp_path / "disk1")
+    first, _ = finish(start(workdir, *MESHES["fsdp"]))
+    assert re.search(
+        r"step (25|30) is on hosts' own disks, but not the parts of process 1", first
+    )
+    assert "resume: step 20 of" in first
+    assert sha256_of(workdir) == sha256_of(tmp_path / "undisturbed")
