@@ -103,12 +103,15 @@ def test_strategies_are_compared_and_one_is_recommended(tmp_path):
         "--config.model.scan=true",
         "--topology=v5e:2x2",
         "--strategies",
-        "--meshes=data=-1,model=2,fsdp=3",
+        "--meshes=data=-1,fsdp=3",
         "--remat=none,full",
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0
-    assert [line.split()[0] for line in lines[2:4]] == ["4x1x1", "2x1x2"]
+    assert [line.split()[:2] for line in lines[2:4]] == [
+        ["4x1x1", "none"],
+        ["4x1x1", "full"],
+    ]
     assert "does not compile: mesh.data=-1 x mesh.fsdp=3" in lines[4]
     assert lines[-1].startswith("of those that fit the one with the lowest floor: --")
 
