@@ -93,7 +93,9 @@ def test_splash_is_plain_attention_for_any_number_of_tokens(n, width, dtype, len
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "padded"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def test_what_cudnn_is_asked_for_is_plain_attention(dtype, lengths):
     attend = functools.partial(cudnn.attend, implementation="xla")
     assert_plain(attend, 197, 197, 64, dtype, lengths)

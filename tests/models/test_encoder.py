@@ -112,7 +112,7 @@ def test_stochastic_depth_in_a_scan_has_a_rate_a_layer():
         assert fewest <= differ <= most, (layer, differ)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", mostly_slow([False, True], [True]))
 def test_policies_keep_less_and_compute_more_in_this_order(scan):
     options = {"width": 36, "mlp_dim": 52, "scan": scan}
     order = ("none", "dots", "attention", "full")
@@ -147,6 +147,15 @@ def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
     assert cost.macs_per_image(kernel) == cost.macs_per_image(build())
 
 
+@pytest.mark.slow
+def test_a_model_for_another_place_computes_the_same():
+    """Off the CPU, tokens of different images stay in axes of their own."""
+    here, there = build(head="map"), build(head="map", platform="tpu")
+    assert (here.module.merge, there.module.merge) == (True, False)
+    params = filled(jax.jit(here.init)(jax.random.key(0)))
+    assert_close(loss_and_gradients(there, params), loss_and_gradients(here, params))
+
+
 def products(jaxpr):
     """Yields each matrix product's operands, once a trace."""
     for equation in jaxpr.eqns:
@@ -156,7 +165,7 @@ def products(jaxpr):
             yield from products(inner)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("platform", mostly_slow(["cpu", "gpu", "tpu"], ["tpu"]))
 def test_in_bfloat16_only_the_classifier_multiplies_float32(platform):
     model = build(
         dtype="bfloat16",
