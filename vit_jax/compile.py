@@ -6,7 +6,7 @@ It prints what the step needs of each chip and how that compares to what the chi
 memory, products, bytes, collectives, and the least time that a step can take. It runs
 on any Linux machine with the extra `tpu`; a large model takes minutes. Any key of
 vit_jax/schema.py can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input
-(one line says what), 3 it does not fit, or with --strategies nothing does.
+(one line says what), 3 it does not fit or compile, or with --strategies nothing does.
 """
 
 import argparse
@@ -20,8 +20,9 @@ from vit_jax.planning import topology
 
 EXIT_TOO_LARGE = 3
 # Where neither the config nor the catalogue says how many there are. It changes the
-# length of the run and of its schedule, numbers in a program that stays the same.
-_EXAMPLES = 1_000_000
+# length of the run and of its schedule, numbers in a program that stays the same. As
+# many as JFT-300M has, so that no warmup is longer than the run.
+_EXAMPLES = 303_000_000
 
 
 def main(flags: argparse.Namespace) -> int:
