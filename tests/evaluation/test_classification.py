@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from vit_jax.data import pipeline, sources
 from vit_jax.errors import UserError
 from vit_jax.evaluation import classification
 from vit_jax.parallel import mesh as meshes
+from vit_jax.parallel import sharding
 
 EXAMPLES = 37  # Not a multiple of the batch, nor of the devices.
 
@@ -30,7 +33,7 @@ def setting():
                 "width": 12,
                 "depth": 1,
                 "heads": 3,
-                "mlp_dim": 20,
+                "mlp_dim": 24,
             },
         }
     )
@@ -40,20 +43,27 @@ def setting():
     return config, model, params, sources.open_source(config.data, "val")
 
 
-def evaluate(setting, devices, params=None):
+def evaluate(setting, params=None, **sizes):
     config, model, own, source = setting
-    mesh = meshes.create({"data": devices}, jax.devices()[:devices])
+    mesh = meshes.create(sizes, jax.devices()[: math.prod(sizes.values())])
+    shardings = sharding.parameters(own, mesh, smallest=60)
+    params = params or {"raw": own}
     with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
         return classification.evaluate(
-            classification.build(model, config, mesh),
-            params or {"raw": own},
+            classification.build(model, config, mesh, shardings),
+            {
+                name: jax.device_put(values, shardings)
+                for name, values in params.items()
+            },
             batches,
             mesh,
         )
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_each_example_counts_once_on_any_number_of_devices(setting, devices):
+@pytest.mark.parametrize(
+    "sizes", [{"data": 1}, {"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "model": 3}]
+)
+def test_each_example_counts_once_on_any_mesh(setting, sizes):
     _, model, params, source = setting
     images = source.images.astype(np.float32) / 127.5 - 1
     logits = np.asarray(model.apply(params, jnp.asarray(images))["logits"], np.float64)
@@ -61,7 +71,7 @@ def test_each_example_counts_once_on_any_number_of_devices(setting, devices):
     expected_loss = (np.log(np.exp(logits).sum(1)) - chosen).mean()
     expected_top1 = (logits.argmax(1) == source.labels).mean()
 
-    scores = evaluate(setting, devices)["raw"]
+    scores = evaluate(setting, **sizes)["raw"]
     assert scores["examples"] == EXAMPLES
     assert scores["top1"] == pytest.approx(expected_top1, abs=1e-7)
     assert scores["loss"] == pytest.approx(expected_loss, rel=1e-5)
@@ -70,7 +80,7 @@ def test_each_example_counts_once_on_any_number_of_devices(setting, devices):
 def test_sets_of_parameters_are_scored_side_by_side(setting):
     _, _, params, _ = setting
     zeros = jax.tree.map(jnp.zeros_like, params)
-    scores = evaluate(setting, 1, {"raw": params, "ema": zeros})
+    scores = evaluate(setting, {"raw": params, "ema": zeros}, data=1)
     assert scores["ema"]["loss"] == pytest.approx(np.log(5), rel=1e-6)
     assert scores["raw"]["loss"] != scores["ema"]["loss"]
 

@@ -3,9 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from helpers import tiny_config
 from test_program import DEEP, SCAN, assert_equal, build
 
+from vit_jax import config as configuration
 from vit_jax.data import sources
+from vit_jax.errors import UserError
 from vit_jax.training import checkpoint
 
 WAYS = {
@@ -55,6 +58,18 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path):
         ):
             assert array.sharding.is_equivalent_to(sharding, array.ndim)
         assert_equal(jax.device_get(program.to_disk(restored)), disk)
+
+
+def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
+    config = tiny_config()
+    stored = configuration.to_json(config)
+    del stored["optim"]["moment_dtype"], stored["mesh"], stored["model"]["scan"]
+    monkeypatch.setattr(checkpoint.layout, "has_checkpoint", lambda workdir: True)
+    monkeypatch.setattr(checkpoint.layout, "read_config", lambda workdir: stored)
+    checkpoint.check_workdir(tmp_path, config)
+    other = tiny_config(optim={"moment_dtype": "bfloat16"})
+    with pytest.raises(UserError, match="optim.moment_dtype: float32 -> bfloat16"):
+        checkpoint.check_workdir(tmp_path, other)
 
 
 def _distinct(state):

@@ -235,7 +235,7 @@ def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
     _check_writable(workdir)
     if not layout.has_checkpoint(workdir):
         return
-    stored = layout.read_config(workdir)
+    stored = _completed(layout.read_config(workdir))
     changed = [
         line
         for line in configuration.differences(stored, configuration.to_json(config))
@@ -246,6 +246,14 @@ def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
             f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
             "choose another --workdir, or state the same config"
         )
+
+
+def _completed(stored: dict) -> dict:
+    """Adds the keys that came after a run was begun, with what it did without them."""
+    try:
+        return configuration.to_json(configuration.complete(stored))
+    except UserError:  # A key has gone since then.
+        return stored
 
 
 def _check_writable(workdir: str | os.PathLike) -> None:
