@@ -118,6 +118,11 @@ def test_choice_brings_its_keys():
         (stated(optim=3), "optim=3 is a section, .* as optim.name"),
         (stated(evals="test"), "evals='test' is a section, .* as evals.name"),
         (stated(data={"classes": 0}), "data.classes=0 must be at least 1"),
+        (stated(profile=(15, 10)), r"profile=\(15, 10\) is not \(first step, last"),
+        (stated(profile=(0, 10)), r"profile=\(0, 10\) is not \(first step, last"),
+        (stated(profile=(10,)), r"profile=\(10,\) is not \(first step, last"),
+        (stated(profile=(-1, 10)), r"profile=\(-1, 10\) must be at least 0"),
+        (stated(slow_step=-3.0), "slow_step=-3.0 must be at least 0"),
         (stated(data={"image_size": (8, 8, 3)}), r"\(8, 8, 3\) is not \(height, width"),
         (stated(optim={"rate": 0.0}), "set exactly one"),
         (

@@ -130,9 +130,10 @@ def test_another_process_reports_only_what_is_its_own(clock):
     assert take(laps, clock, 12, input=9.0).startswith("process 2: slow step 12: input")
 
 
-def test_what_came_before_the_start_belongs_to_no_step(clock):
+def test_what_has_no_name_is_not_given_to_the_next_step(clock):
     laps = Laps(3.0)
     steady(laps, clock)
-    clock[0] += 99
-    laps.start()
-    steady(laps, clock, 11, 12)
+    laps.mark("device step")
+    clock[0] += 99  # Writes a trace.
+    assert not laps.end(11)
+    steady(laps, clock, 12, 13)

@@ -38,10 +38,6 @@ class Laps:
         self._first, self._quiet = True, False
         self._slow, self._saving = 0, 0.0
 
-    def start(self) -> None:
-        """Begins a step now: what came before belongs to none."""
-        self._since, self._lap = time.perf_counter(), {}
-
     def mark(self, phase: str) -> None:
         """Gives a phase the time since the last mark."""
         now = time.perf_counter()
@@ -49,13 +45,14 @@ class Laps:
         self._since = now
 
     def end(self, step: int) -> str:
-        """Ends a step.
+        """Ends a step; time since the last mark belongs to none.
 
         Returns:
           A line if a phase was slow, else "". After one there is none until `report` is
           called, so that there are never more of them than lines of progress.
         """
         lap, self._lap = self._lap, {}
+        self._since = time.perf_counter()
         self._saving += lap.get("checkpoint", 0.0)
         if self._first:  # It compiled.
             self._first = False

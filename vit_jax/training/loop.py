@@ -259,9 +259,9 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                 if due("evaluate", step):
                     final = evaluate(step)
                     laps.mark("evaluation")
-                progress.resume()
                 for line in filter(None, (trace.after(step, metrics), laps.end(step))):
                     progress.say(line)
+                progress.resume()
         if checkpoints.wait():
             # Once more, some time later.
             checkpoints.save(total, program.to_disk(state), seconds())
