@@ -67,8 +67,10 @@ def test_a_run_tells_what_was_slow_and_leaves_a_trace(tmp_path, monkeypatch, cap
     assert all(line["train/step_seconds"] > 0 for line in lines)
     assert not any("train/mfu" in line for line in lines)  # A CPU's peak is not known.
 
-    phases = ["devices", "data", "init", "compile", "first step"]
+    phases = ["devices", "data", "trace", "init", "compile", "first step"]
     assert list(report["startup"]) == phases
-    assert "first step after" in out
-    assert [f"train/start_{phase}" in lines[0] for phase in phases] == [True] * 5
+    line = r"^first step after .*; (\d+) programs compiled or read in [\d.]+ s, "
+    assert re.search(line, out, re.MULTILINE)[1] == "2"  # Of the state and the step.
+    assert 0 < lines[0]["train/compile_seconds"] < report["compile_seconds"] + 0.01
+    assert [f"train/start_{phase}" in lines[0] for phase in phases] == [True] * 6
     assert "train/start_compile" not in lines[1]

@@ -15,6 +15,7 @@ from vit_jax.evaluation.suite import Suite
 from vit_jax.parallel import compilation_cache, distributed
 from vit_jax.parallel import mesh as meshes
 from vit_jax.report import result
+from vit_jax.report.compilations import Compilations
 from vit_jax.report.laps import Laps
 from vit_jax.report.progress import Progress
 from vit_jax.report.startup import Startup
@@ -80,9 +81,14 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
         intervals = every[what], round(every[f"{what}_epochs"] * epoch)
         return step == total or any(i and step % i == 0 for i in intervals)
 
-    with checkpoint.Checkpointer(workdir, config, source) as checkpoints:
-        # State: created or restored in place, each part on the devices that hold it.
+    with (
+        checkpoint.Checkpointer(workdir, config, source) as checkpoints,
+        Compilations() as compilations,
+    ):
         compiling = Ahead(program, debug_nans=config.debug_nans)
+        startup.done("trace")
+
+        # State: created or restored in place, each part on the devices that hold it.
         near = nearby.Nearby(
             config.local, workdir, source, program.shapes, program.shardings
         )
@@ -139,7 +145,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             watch.beat(f"step {step}")
             if step == start + 1:
                 startup.done("first step")
-                progress.say(startup.line())
+                progress.say(f"{startup.line()}; {compilations.line()}")
             return values
 
         def leave(step):
@@ -239,6 +245,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                         memory.get("memory_gib", 0.0),
                     )
                     values |= speed | own | memory | startup.news()
+                    values["compile_seconds"] = compilations.seconds
                     values |= {"skipped": lost} if lost else {}
                     failed = checkpoints.failures
                     values |= {"failed_saves": failed} if failed else {}
@@ -277,6 +284,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             "steps": total,
             "wall_seconds": round(seconds(), 3),
             "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
+            "compile_seconds": round(compilations.seconds, 3),
             "images_per_second": round(progress.images_per_second, 3) or None,
             "skipped_images": skipped,
             "class_names": list(source.class_names),
