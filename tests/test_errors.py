@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vit_jax.errors import UserError
 from vit_jax.weights import workdir as workdirs
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -514,12 +515,21 @@ def test_init_from_a_damaged_npz_is_refused(refused, tmp_path):
 
 @pytest.mark.slow
 def test_save_that_fails_midway_leaves_the_checkpoint_before_it(
-    start, refused, halfway, finished
+    start, halfway, finished
 ):
     run = halfway("run")
-    line = refused(f"--workdir={run}", limit=("RLIMIT_FSIZE", 200_000))
-    says(line, "could not be saved", run, "File too large", "step 3 is safe", "free sp")
+    end = start(f"--workdir={run}", limit=("RLIMIT_FSIZE", 200_000))
+    *failed, last = end.stderr.splitlines()
+    assert end.returncode == 2
+    assert len(failed) == 2  # At the end of the training, and once more a moment later.
+    for line in failed:
+        says(line, "step 6 could not be saved", "File too large", "step 3 is safe", run)
+    says(
+        last, "training is done and reported, but step 6 could not be saved", "free sp"
+    )
+    assert sha256_of(run) == sha256_of(finished)  # The report was given.
     assert workdirs.load(run).step == 3
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["3"]
 
     end = start(f"--workdir={run}")
     assert (end.returncode, end.stderr) == (0, "")
@@ -528,20 +538,75 @@ def test_save_that_fails_midway_leaves_the_checkpoint_before_it(
 
 
 def test_disk_that_is_too_small_leaves_the_checkpoint_before_it(
-    start, refused, halfway, finished, disk
+    start, halfway, finished, disk
 ):
     run = halfway("run")
     used = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
     where = disk("disk", f"size={used + 250_000}")
     shutil.copytree(run, where / "run")
-    line = refused(f"--workdir={where / 'run'}")
-    says(line, "not enough disk", "it takes 0.4", where, "step 3 is safe", "keep.la")
+    end = start(f"--workdir={where / 'run'}")
+    first, *_, last = end.stderr.splitlines()
+    assert end.returncode == 2
+    says(first, "not enough disk", "it takes 0.4", where, "step 3 is safe", "keep.la")
+    says(last, "step 6 could not be saved", where, "free space", "start again")
     assert workdirs.load(where / "run").step == 3
 
     disk("disk", "size=9m")
     end = start(f"--workdir={where / 'run'}")
     assert (end.returncode, end.stderr) == (0, "")
     assert sha256_of(where / "run") == sha256_of(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "metadata"])
+def test_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    start, finished, tmp_path, damage
+):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "report.json").unlink()
+    spoilt = max(run.glob("checkpoints/6/**/*"), key=lambda path: path.stat().st_size)
+    if damage == "metadata":
+        spoilt = run / "checkpoints" / "6" / "_CHECKPOINT_METADATA"
+    spoil(spoilt, damage)
+    with pytest.raises(UserError, match=rf"6 is damaged .*{spoilt.name}.* of step 3"):
+        workdirs.load(run)
+
+    end = start(f"--workdir={run}")
+    assert end.returncode == 0, end.stderr
+    named, aside = end.stderr.splitlines()
+    says(named, run / "checkpoints" / "6", "is damaged", spoilt.name)
+    says(aside, "going on from step 3", run / "checkpoints" / "6.damaged")
+    assert f"resume: step 3 of {run}" in end.stdout
+    assert sha256_of(run) == sha256_of(finished)
+
+
+def spoil(path, damage):
+    """Does to a file what bad disks and broken copies do."""
+    data = bytearray(path.read_bytes())
+    if damage in ("flip", "metadata"):
+        data[len(data) // 2] ^= 16
+        path.write_bytes(data)
+    elif damage == "truncate":
+        path.write_bytes(data[:-1])
+    else:
+        path.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["state/_METADATA", "state/manifest.ocdbt"])
+def test_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(
+    start, halfway, name
+):
+    run = halfway("run")
+    spoil(run / "checkpoints" / "3" / name, "truncate")
+    before = sorted((run / "checkpoints").rglob("*"))
+    end = start(f"--workdir={run}")
+    assert end.returncode == 2
+    says(end.stderr, "3", f"{name} has ", " bytes")
+    line = end.stderr.splitlines()[-1]
+    says(line, "no checkpoint under", run, "intact", "move that folder away")
+    assert sorted((run / "checkpoints").rglob("*")) == before
 
 
 # Memory and numbers.

@@ -87,7 +87,9 @@ class Job:
         """Waits until a host has said something so many times."""
         until = time.monotonic() + 120
         while sum(part in line for line in list(self.said[host])) < count:
-            alive = self.processes[host].poll() is None or self._threads[host].is_alive()
+            alive = (
+                self.processes[host].poll() is None or self._threads[host].is_alive()
+            )
             assert alive and time.monotonic() < until, (part, self.said)
             time.sleep(0.02)
 
@@ -138,8 +140,10 @@ def undisturbed(config, tmp_path_factory):
         if hosts not in known:
             workdir = tmp_path_factory.mktemp("runs") / str(hosts)
             job = Job(config, workdir, hosts)
-            job.end(0)
-            job.kill()
+            try:
+                job.end(0)
+            finally:
+                job.kill()
             known[hosts] = sha256_of(workdir)
         return known[hosts]
 
@@ -151,7 +155,7 @@ def sha256_of(run):
 
 
 def steps_of(run):
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
+    return sorted(path.name for path in run.glob("checkpoints/*"))
 
 
 @pytest.mark.slow
@@ -163,7 +167,7 @@ def test_a_host_that_cannot_write_is_loud_and_the_next_save_succeeds(
 ):
     job = start(hosts, limited=limited)
     job.wait_for("could not be saved", count=2)
-    assert steps_of(tmp_path / "run") == []
+    assert workdirs.steps(tmp_path / "run") == []
     unlimited = resource.RLIM_INFINITY, resource.RLIM_INFINITY
     resource.prlimit(job.processes[limited].pid, resource.RLIMIT_FSIZE, unlimited)
     said = job.end(0)
@@ -189,3 +193,64 @@ def test_sigterm_says_that_it_could_not_save_and_is_no_75(start, tmp_path, hosts
         assert "there is no checkpoint in" in text
         assert "Traceback" not in text
     assert steps_of(tmp_path / "run") == []
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a small file system, and again with other options; skips if it may not."""
+    where = tmp_path / "disk"
+    mounted = []
+
+    def mount(options):
+        where.mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", where]
+        if mounted:
+            command[4] = f"remount,{options}"
+            until = time.monotonic() + 60  # It is busy while a save writes to it.
+            while subprocess.run(command, check=False).returncode:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        elif sys.platform != "linux" or subprocess.run(command, check=False).returncode:
+            pytest.skip("this user may not mount a file system")
+        mounted.append(options)
+        return where
+
+    yield mount
+    if mounted:
+        subprocess.run(["umount", where], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bad", "good", "says"),
+    [
+        # Checkpoints of half a megabyte: room for none, and then for many.
+        pytest.param("size=700k", "size=9m", "not enough disk: it takes", id="full"),
+        pytest.param("ro,size=9m", "rw,size=9m", "Read-only file system", id="sealed"),
+    ],
+)
+def test_a_disk_that_goes_bad_under_a_run_and_recovers_costs_nothing(
+    disk, start, undisturbed, tmp_path, bad, good, says
+):
+    run = disk("size=9m") / "run"
+    if says.startswith("Read-only"):
+        # A disk cannot be sealed while a file on it is open, as that of metrics is.
+        run = tmp_path / "run"
+        run.mkdir()
+        (run / "checkpoints").symlink_to(tmp_path / "disk")
+    job = start(workdir=run)
+    job.wait_for("step 50/400")
+    disk(bad)
+    job.wait_for("could not be saved", count=2)
+    disk(good)
+    (text,) = job.end(0)
+    (first, *_) = [line for line in text.splitlines() if "could not be saved" in line]
+    assert says in first
+    assert "is safe in" in first
+    assert "Traceback" not in text
+    assert steps_of(run) == ["380", "400"]
+    assert sha256_of(run) == undisturbed(1)
+    # Metrics that could not be written at the time were written later, in order.
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]
+    assert steps == list(range(10, 401, 10))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 
 import jax
@@ -62,7 +63,8 @@ class Save:
         self._writing = concurrent.futures.Future()
         if trouble is None:
             try:
-                with jax.transfer_guard("allow"):  # Orbax compares the paths.
+                # Several processes compare their paths.
+                with _context(), jax.transfer_guard("allow"):
                     response = ocp.save_async(path, tree, custom_metadata=about)
                 _start(self._write, response)
             except Exception as error:  # noqa: BLE001 (whatever a disk may say)
@@ -115,10 +117,10 @@ class Save:
             board.write(f"{failed}/{me}", reason(error))
         if me == 0:
             while len(parts := board.read(done)) < everyone and not board.read(failed):
-                threading.Event().wait(_LOOK_SECONDS)
+                time.sleep(_LOOK_SECONDS)
             board.write(f"{self._board}/end/0", self._declare(parts, everyone))
         while not (end := board.read(f"{self._board}/end")):
-            threading.Event().wait(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)
         if end["0"]:
             _left.set()
         return end["0"] or None
@@ -132,6 +134,18 @@ class Save:
         except OSError as error:
             return f"process 0 of {everyone}: {reason(error)}"
         return ""
+
+
+def _context() -> ocp.Context:
+    context = ocp.Context()
+    # In this thread, where a disk that is read-only shows at once: else threads wait for
+    # the folder, and hold up the end of this process for minutes. Of several processes,
+    # all would wait here for the first; they leave such threads behind.
+    several = jax.process_count() > 1
+    context.asynchronous.create_directories_asynchronously = several
+    # `path` does not exist; looking for it is another place to wait for each other.
+    context.file.skip_sync_file_validations = True
+    return context
 
 
 def remove_unfinished(folder: epath.Path, is_finished: Callable) -> None:
@@ -174,10 +188,14 @@ def reason(error: BaseException) -> str:
 
 
 def _remove_tree(path: epath.Path) -> None:
-    # What is left, because another process writes there still or the disk is read-only,
-    # goes with the next save or the next start.
-    with contextlib.suppress(OSError):
-        path.rmtree()
+    # Threads of TensorStore, or other processes, may be writing there still. What is left
+    # in the end, as on a read-only disk, goes with the next save or the next start.
+    for pause in (0.1, 0.3, 1.0, 0.0):
+        with contextlib.suppress(OSError):
+            path.rmtree()
+        if not path.exists():
+            return
+        time.sleep(pause)
 
 
 def _start(work: Callable, *args) -> threading.Thread:

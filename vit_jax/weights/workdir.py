@@ -147,14 +147,17 @@ def read_config(workdir: str | os.PathLike) -> dict:
     Raises:
       UserError: there are checkpoints, and none whose metadata is undamaged.
     """
+    damage = []
     for step in reversed(steps(workdir)):
         path = path_of(workdir, step)
-        if not intact.damage(path, data=False):
+        found = intact.damage(path, data=False)
+        if not found:
             with contextlib.suppress(Exception):  # Of an old one, without checksums.
                 return ocp.metadata(path).custom_metadata["config"]
+        damage.append(f"{step}: {'; '.join(found) or 'unreadable'}")
     raise UserError(
-        f"no checkpoint under {absolute(workdir) / FOLDER} is intact: move that folder "
-        "away to begin anew"
+        f"no checkpoint under {absolute(workdir) / FOLDER} is intact ("
+        f"{', '.join(damage)}): move that folder away to begin anew"
     )
 
 
@@ -163,9 +166,8 @@ def steps(workdir: str | os.PathLike) -> list[int]:
     folder = epath.Path(workdir) / FOLDER
     if not folder.is_dir():
         return []
-    named = [p for p in absolute(workdir).joinpath(FOLDER).iterdir()]
-    named = [p for p in named if p.name.isdecimal()]
-    return sorted(int(p.name) for p in named if is_finished(p))
+    named = [p for p in path_of(workdir, 0).parent.iterdir() if p.name.isdecimal()]
+    return sorted(int(path.name) for path in named if is_finished(path))
 
 
 def is_finished(path: epath.Path) -> bool:

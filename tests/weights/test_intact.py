@@ -1,0 +1,88 @@
+"""Damage of a checkpoint's files is found and named, whatever file and bit it is."""
+
+import json
+
+import pytest
+from etils import epath
+
+from vit_jax.weights import intact
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Returns a made-up checkpoint with its checksums."""
+    for name, data in {
+        "_CHECKPOINT_METADATA": b'{"custom_metadata": {}}',
+        "empty": b"",
+        "state/manifest.ocdbt": bytes(range(117)),
+        "state/ocdbt.process_0/d/abc": bytes(90),
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    folder = epath.Path(tmp_path)
+    intact.write(folder, intact.sums(folder))
+    return folder
+
+
+def test_an_intact_checkpoint_has_no_damage_in_any_share(folder):
+    assert intact.damage(folder) == []
+    shares = [intact.sums(folder, part, 3) for part in range(3)]
+    assert {k: v for share in shares for k, v in share.items()} == intact.sums(folder)
+    assert len(intact.sums(folder)) == 4
+
+
+def test_every_flipped_bit_of_every_file_is_found(folder, tmp_path):
+    for path in [p for p in tmp_path.rglob("*") if p.is_file()]:
+        data = path.read_bytes()
+        for bit in range(0, 8 * len(data), 13):
+            spoilt = bytearray(data)
+            spoilt[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(spoilt)
+            (line,) = intact.damage(folder)
+            assert path.name in line
+        path.write_bytes(data)
+    assert intact.damage(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "says"),
+    [
+        ("state/manifest.ocdbt", 116, "state/manifest.ocdbt has 116 of 117 bytes"),
+        ("state/ocdbt.process_0/d/abc", 0, "d/abc has 0 of 90 bytes"),
+        ("empty", 3, "empty has 3 of 0 bytes"),
+        ("checksums.json", 50, "checksums.json is damaged"),
+    ],
+)
+def test_a_file_of_another_length_is_named(folder, tmp_path, name, size, says):
+    with (tmp_path / name).open("r+b") as file:
+        file.truncate(size)
+    (line,) = intact.damage(folder)
+    assert says in line
+
+
+def test_a_missing_file_is_named_by_the_host_whose_share_it_is(folder, tmp_path):
+    (tmp_path / "empty").unlink()
+    found = [intact.damage(folder, part, 2) for part in range(2)]
+    assert sorted(found) == [[], ["empty is missing"]]
+
+
+def test_a_look_at_the_small_files_leaves_the_data_unread(folder, tmp_path):
+    (tmp_path / "state" / "ocdbt.process_0" / "d" / "abc").write_bytes(b"")
+    assert intact.damage(folder, data=False) == []
+    (tmp_path / "_CHECKPOINT_METADATA").write_bytes(b"")
+    assert len(intact.damage(folder, data=False)) == 1
+    assert len(intact.damage(folder)) == 2
+
+
+def test_checksums_that_were_changed_to_fit_are_refused(folder, tmp_path):
+    stored = json.loads((tmp_path / "checksums.json").read_text())
+    del stored["files"]["empty"]
+    (tmp_path / "checksums.json").write_text(json.dumps(stored))
+    assert intact.damage(folder) == ["checksums.json is damaged"]
+
+
+def test_a_checkpoint_without_checksums_is_not_called_damaged(folder, tmp_path):
+    (tmp_path / "checksums.json").unlink()
+    assert not intact.has_sums(folder)
+    assert intact.damage(folder) == []
