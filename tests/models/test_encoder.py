@@ -64,6 +64,23 @@ def mostly_slow(values, fast):
     return [v if v in fast else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
+@pytest.mark.slow
+def test_scan_in_bfloat16_gives_what_unrolled_blocks_give():
+    options = {"dtype": "bfloat16", "depth": 2}
+    unrolled, scanned = (build(**options, scan=scan) for scan in (False, True))
+    params = filled(jax.jit(unrolled.init)(jax.random.key(0)))
+    expected, gradients = loss_and_gradients(unrolled, params)
+    found, stacked = loss_and_gradients(scanned, stacking.stack(params))
+    np.testing.assert_allclose(found[1], expected[1], atol=2e-2)
+    flat = [
+        jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+        for tree in (stacking.unstack(stacked), gradients)
+    ]
+    assert {x.dtype for x in flat} == {jnp.dtype("float32")}
+    # Single numbers are off by more: roundings of 8 bits come at other places.
+    assert jnp.linalg.norm(flat[0] - flat[1]) < 2e-2 * jnp.linalg.norm(flat[1])
+
+
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, ["random"]))
 def test_scan_gives_the_values_and_gradients_of_unrolled_blocks(kind):
     unrolled, scanned = (build(**KINDS[kind], scan=scan) for scan in (False, True))
@@ -156,13 +173,32 @@ def test_a_model_for_another_place_computes_the_same():
     assert_close(loss_and_gradients(there, params), loss_and_gradients(here, params))
 
 
+def equations(jaxpr, name):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from equations(inner, name)
+
+
+def test_a_scan_in_bfloat16_stacks_gradients_in_it():
+    """In float32 they are the largest arrays of a step."""
+    model = build(scan=True, dtype="bfloat16")
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((2, 8, 12, 3), jnp.bfloat16)
+    loss = lambda params, images: model.apply(params, images)["logits"].sum()
+    trace = jax.make_jaxpr(jax.grad(loss))(params, images)
+    given = [v.aval for e in equations(trace.jaxpr, "scan") for v in e.outvars]
+    kernels = [x.dtype for x in given if x.shape == (3, 12, 20)]
+    assert kernels and set(kernels) == {jnp.dtype("bfloat16")}
+    norms = [x.dtype for x in given if x.shape == (3, 12)]
+    assert jnp.dtype("float32") in norms
+
+
 def products(jaxpr):
     """Yields each matrix product's operands, once a trace."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield [v.aval for v in equation.invars]
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from products(inner)
+    for equation in equations(jaxpr, "dot_general"):
+        yield [v.aval for v in equation.invars]
 
 
 @pytest.mark.parametrize("platform", mostly_slow(["cpu", "gpu", "tpu"], ["tpu"]))

@@ -171,8 +171,23 @@ class Encoder(nn.Module):
             variable_axes={"params": 0},
             length=self.depth,
         )
+        if self.dtype != "float32":
+            run = nn.map_variables(run, "params", trans_in_fn=self._rounded)
         layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
         return run(self.block(name=stacking.STACKED), x, layers)[0]
+
+    def _rounded(self, params):
+        """Rounds what products will round anyway.
+
+        Before the scan, or it would stack the gradients in float32: of layers one by
+        one XLA keeps those of the rounded parameters.
+        """
+
+        def round_one(path, leaf):
+            exact = any("LayerNorm" in key.key for key in path)
+            return leaf if exact else leaf.astype(self.dtype)
+
+        return jax.tree.map_with_path(round_one, params)
 
     def _layers(self, x, keys) -> list[Layer]:
         """Returns what each block is given besides its tokens."""
