@@ -13,7 +13,7 @@ class MetricWriter:
     """Writes the metrics of one run; a no-op in all processes but the first.
 
     A disk that is full or gone does not end the run: it is said aloud, and what is
-    missing is written as soon as that works again.
+    missing is written as soon as that works again. Use as a context manager.
 
     Args:
       workdir: folder of the run. What an earlier start wrote stays up to `step`; later
@@ -71,6 +71,12 @@ class MetricWriter:
             image = self._summary.image(name, shown, dataformats="NHWC")
             self._unseen.append((step, image))
             self._try(self._write_events)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def close(self) -> None:
         """Writes what is buffered."""

@@ -1,5 +1,6 @@
 """The training run, from config to report, in the order in which things happen."""
 
+import contextlib
 import json
 import os
 import time
@@ -84,6 +85,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
     with (
         checkpoint.Checkpointer(workdir, config, source) as checkpoints,
         Compilations() as compilations,
+        contextlib.ExitStack() as open_files,
     ):
         compiling = Ahead(program, debug_nans=config.debug_nans)
         startup.done("trace")
@@ -114,7 +116,9 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             active=first_process,
             ideal=efficiency.ideal_seconds(program.model, jax.devices()[0].device_kind),
         )
-        writer = MetricWriter(workdir, start, active=first_process)
+        writer = open_files.enter_context(
+            MetricWriter(workdir, start, active=first_process)
+        )
         writer.text("config", json.dumps(configuration.to_json(config), indent=2))
         writer.text(
             "parameters",
@@ -153,7 +157,6 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             if step > start:
                 checkpoints.save(step, program.to_disk(state), seconds())
                 checkpoints.demand(step, "SIGTERM")
-            writer.close()
             saved = (
                 f"step {step} of {total} is saved" if step else "nothing to save yet"
             )
@@ -301,7 +304,6 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
         progress.say("\n" + result.table(report))
         if first_process:
             result.write(workdir, report)
-        writer.close()
         checkpoints.demand(total, "the training is done and reported")
         near.forget()
     return report
