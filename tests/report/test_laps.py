@@ -36,11 +36,12 @@ def test_a_slow_phase_is_named_with_its_usual_time(clock, phase, usual):
     )
 
 
-def test_the_phase_that_lost_the_most_is_named(clock):
+@pytest.mark.parametrize("worst", ["input", "device step"])
+def test_the_phase_that_lost_the_most_is_named(clock, worst):
     laps = Laps(3.0)
     steady(laps, clock)
-    line = take(laps, clock, 11, **{"input": 2.0, "device step": 4.0})
-    assert line.startswith("slow step 11: device step took 4.00 s")
+    line = take(laps, clock, 11, **{"input": 2.0, "device step": 2.0} | {worst: 4.0})
+    assert line.startswith(f"slow step 11: {worst} took 4.00 s")
 
 
 def test_a_step_just_below_the_factor_is_not_slow(clock):
