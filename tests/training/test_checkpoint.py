@@ -1,0 +1,163 @@
+"""Saving, failing to save, and what is taken for a checkpoint, without a training run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+from orbax.checkpoint import v1 as ocp
+
+from vit_jax.data.made import open_made
+from vit_jax.errors import UserError
+from vit_jax.training import saving
+from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training.state import TrainState
+from vit_jax.weights import workdir as workdirs
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    """Returns a function that opens the checkpoints of one workdir."""
+    source = open_made("train", (8, 12), 3, 5, 20)
+
+    def open_checkpoints(**keep):
+        return Checkpointer(tmp_path, tiny_config(keep=keep), source)
+
+    return open_checkpoints
+
+
+def state_of(step):
+    params = {"a": jnp.arange(7.0) * step, "b": {"c": jnp.full((5, 3), step + 0.5)}}
+    return TrainState(jnp.int32(step), params, (), None, jax.random.key(step))
+
+
+def restored(checkpoints):
+    shapes = jax.eval_shape(lambda: state_of(1))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return checkpoints.restore(shapes, jax.tree.map(lambda _: place, shapes))
+
+
+def assert_is(state, step):
+    assert int(state.step) == step
+    jax.tree.map(np.testing.assert_array_equal, state.params, state_of(step).params)
+    assert state.key == state_of(step).key
+
+
+def test_what_was_saved_is_restored(checkpointer):
+    with checkpointer() as checkpoints:
+        checkpoints.save(3, state_of(3), 12.5)
+    found = restored(checkpointer())
+    assert_is(found.state, 3)
+    assert (found.step, found.seconds) == (3, 12.5)
+    assert len(found.notes) == 1
+
+
+def test_the_last_ones_and_multiples_are_kept(checkpointer, tmp_path):
+    with checkpointer(last=2, every=4) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, state_of(step), 0.0)
+    assert workdirs.steps(tmp_path) == [4, 6, 7]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+class Unreachable:
+    """Stands for Orbax: a bucket that fails so many times, at once or later."""
+
+    def __init__(self, failures, later):
+        self.failures, self.later, self.save = failures, later, ocp.save_async
+
+    def save_async(self, *args, **options):
+        self.failures -= 1
+        if self.failures < 0:
+            return self.save(*args, **options)
+        if not self.later:
+            self.result()
+        return self
+
+    def result(self):
+        raise ConnectionError("503 Service Unavailable\nfor url: https://storage")
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_an_unreachable_bucket_is_loud_each_time_and_the_next_save_succeeds(
+    checkpointer, monkeypatch, capsys, tmp_path, later
+):
+    checkpoints = checkpointer()
+    checkpoints.save(1, state_of(1), 0.0)
+    assert checkpoints.wait() is None
+    bucket = Unreachable(2, later)
+    monkeypatch.setattr(saving.ocp, "save_async", bucket.save_async)
+    for step in (2, 3):
+        checkpoints.save(step, state_of(step), 0.0)
+        assert "503 Service Unavailable" in checkpoints.wait()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:37] for line in lines] == [
+        "error: the checkpoint of step 2 could",
+        "error: the checkpoint of step 3 could",
+    ]
+    for line in lines:
+        assert "(503 Service Unavailable for url: https://storage)" in line
+        assert f"the checkpoint of step 1 is safe in {tmp_path}" in line
+        assert "training goes on" in line
+    assert checkpoints.failures == 2
+    with pytest.raises(UserError, match="SIGTERM, but step 3 could not be saved"):
+        checkpoints.demand(3, "SIGTERM")
+    checkpoints.save(3, state_of(3), 0.0)  # The same step, once more.
+    checkpoints.demand(3, "SIGTERM")
+    assert workdirs.steps(tmp_path) == [1, 3]
+    assert_is(restored(checkpointer()).state, 3)
+
+
+def test_what_a_kill_left_is_no_checkpoint_and_is_removed(checkpointer, tmp_path):
+    with checkpointer() as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), 0.0)
+    (tmp_path / "checkpoints" / "2" / "checksums.json").unlink()
+    (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "checkpoints" / "0.removed").mkdir()
+    assert workdirs.steps(tmp_path) == [1]
+    assert_is(restored(checkpointer()).state, 1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_damaged_one_is_put_aside_and_may_be_saved_again(
+    checkpointer, tmp_path, capsys
+):
+    with checkpointer() as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), 0.0)
+    path = next((tmp_path / "checkpoints" / "2").glob("state/ocdbt.process_0/d/*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=f"2 is damaged .*{path.name}.* of step 1"):
+        workdirs.load(tmp_path)
+
+    checkpoints = checkpointer()
+    found = restored(checkpoints)
+    assert_is(found.state, 1)
+    assert found.notes[0] == "the checkpoint of step 2 is damaged"
+    said = capsys.readouterr().err
+    assert f"{path.name} is not what was written (CRC-32C)" in said
+    assert "kept as " in said
+    with checkpoints:
+        checkpoints.save(2, state_of(2), 0.0)
+    assert workdirs.steps(tmp_path) == [1, 2]
+    assert (tmp_path / "checkpoints" / "2.damaged").is_dir()
+    assert workdirs.load(tmp_path, average=False).step == 2
+
+
+def test_one_of_an_older_version_is_accepted_and_said_to_be_unverified(
+    checkpointer, tmp_path
+):
+    with checkpointer() as checkpoints:
+        checkpoints.save(1, state_of(1), 0.0)
+    stored = ocp.metadata(tmp_path / "checkpoints" / "1").custom_metadata
+    del stored[workdirs.SUMMED]
+    state = state_of(4)
+    tree = {"step": state.step, "params": state.params, "key": state.key}
+    tree["opt_state"] = state.opt_state
+    ocp.save(tmp_path / "checkpoints" / "4", tree, custom_metadata=stored)
+    found = restored(checkpointer())
+    assert_is(found.state, 4)
+    assert "older version, without checksums: not verified" in found.notes[0]
