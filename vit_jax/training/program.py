@@ -35,7 +35,10 @@ class Program(NamedTuple):
       shapes: the state with a jax.ShapeDtypeStruct for each array.
       shardings: the state with a NamedSharding for each array.
       disk_shapes, disk_shardings: the same of what is on disk, where the encoder's
-        blocks lie one by one also if `model.scan` has them stacked.
+        blocks lie one by one also if `model.scan` has them stacked. Then these arrays
+        are in the memory of the hosts where the devices have their own: a second state
+        beside the first may be more than they hold.
+      to_disk, from_disk: the state as it is on disk, and back; what is given stays.
       step: see `training.step.build`.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
     """
@@ -51,6 +54,8 @@ class Program(NamedTuple):
     shardings: states.TrainState
     disk_shapes: states.TrainState
     disk_shardings: states.TrainState
+    to_disk: Callable[[states.TrainState], states.TrainState]
+    from_disk: Callable[[states.TrainState], states.TrainState]
     step: steps.Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
 
@@ -66,30 +71,10 @@ class Program(NamedTuple):
           params: as on disk, in the host's memory, the same on all processes; only
             their parts are sent.
         """
-        create = jax.jit(
-            lambda params: self.create(self._rolled(params)),
-            out_shardings=self.shardings,
-            donate_argnums=() if self.model.stacked else 0,
-        )
-        return create(jax.device_put(params, self.disk_shardings.params))
-
-    def to_disk(self, state: states.TrainState) -> states.TrainState:
-        """Returns the state as it is on disk; the one given stays."""
-        if not self.model.stacked:
-            return state
-        unstack = functools.partial(stacking.convert, function=stacking.unstack)
-        return jax.jit(unstack, out_shardings=self.disk_shardings)(state)
-
-    def from_disk(self, state: states.TrainState) -> states.TrainState:
-        """Undoes `to_disk`."""
-        if not self.model.stacked:
-            return state
-        return jax.jit(self._rolled, out_shardings=self.shardings)(state)
-
-    def _rolled(self, tree):
-        if not self.model.stacked:
-            return tree
-        return stacking.convert(tree, stacking.stack)
+        if self.model.stacked:
+            params = stacking.stack(params)
+        create = jax.jit(self.create, out_shardings=self.shardings, donate_argnums=0)
+        return create(jax.device_put(params, self.shardings.params))
 
 
 def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
@@ -123,6 +108,11 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
     disk_shapes = stacking.convert(shapes, stacking.unstack)
     place = functools.partial(_place, config=config, mesh=mesh)
     shardings, disk_shardings = place(shapes), place(disk_shapes)
+    to_disk = from_disk = _same
+    if model.stacked:
+        disk_shardings = _on_hosts(disk_shapes, disk_shardings)
+        to_disk = jax.jit(_unstacked, out_shardings=disk_shardings)
+        from_disk = jax.jit(_stacked, out_shardings=shardings)
     device_ops = ops.parse_train(data.ops, data.image_size).device
     step = steps.build(model, tx, rate, device_ops, config, mesh, shardings)
     return Program(
@@ -137,6 +127,8 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
         shardings=shardings,
         disk_shapes=disk_shapes,
         disk_shardings=disk_shardings,
+        to_disk=to_disk,
+        from_disk=from_disk,
         step=step,
         batch_shapes=_batch_shapes(config, mesh),
     )
@@ -148,6 +140,39 @@ def _place(
     rules, smallest = config.sharding.rules, config.sharding.smallest
     params = sharding.parameters(shapes.params, mesh, rules, smallest)
     return sharding.like(shapes, params)
+
+
+def _same(state: states.TrainState) -> states.TrainState:
+    return state
+
+
+def _unstacked(state: states.TrainState) -> states.TrainState:
+    return stacking.convert(state, stacking.unstack)
+
+
+def _stacked(state: states.TrainState) -> states.TrainState:
+    def to_device(leaf):
+        return jax.device_put(leaf, jax.memory.Space.Device) if _is_big(leaf) else leaf
+
+    return stacking.convert(jax.tree.map(to_device, state), stacking.stack)
+
+
+def _on_hosts(
+    shapes: states.TrainState, shardings: states.TrainState
+) -> states.TrainState:
+    """Moves all but scalars and keys to the memory of the hosts, where it is another."""
+
+    def move(leaf, place):
+        own = next(iter(place.device_set)).platform in ("gpu", "tpu")
+        return place.with_memory_kind("pinned_host") if own and _is_big(leaf) else place
+
+    return jax.tree.map(move, shapes, shardings)
+
+
+def _is_big(leaf) -> bool:
+    return bool(leaf.ndim) and not jax.dtypes.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
 
 
 def _batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
