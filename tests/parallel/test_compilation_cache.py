@@ -126,6 +126,32 @@ def test_a_folder_that_cannot_be_written_is_a_note(told, tmp_path):
     assert told() is None
 
 
+def test_no_home_is_a_note(told, monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 1_234_567)
+    note = compilation_cache.enable()
+    assert "start compiles again: ~/.cache/vit_jax/compiled (" in note
+    assert note.endswith("; set compilation_cache to another folder")
+    assert told() is None
+
+
+def test_an_entry_that_another_process_removes_does_not_stop_the_tidying(
+    told, tmp_path
+):
+    (tmp_path / "b-cache").write_bytes(b"half")
+    # What has gone since the folder was listed cannot be looked at, as this cannot.
+    (tmp_path / "a-cache").symlink_to(tmp_path / "gone")
+    assert compilation_cache.enable(str(tmp_path)) == ""
+    assert told() == str(tmp_path)
+    assert not (tmp_path / "b-cache").exists()
+
+
+def test_a_folder_that_cannot_be_tidied_is_used(told, tmp_path):
+    (tmp_path / "a-cache").mkdir()  # Cannot be read as a file.
+    assert compilation_cache.enable(str(tmp_path)) == ""
+    assert told() == str(tmp_path)
+
+
 def test_half_an_entry_goes_once_and_whole_ones_are_not_read_again(
     told, tmp_path, monkeypatch
 ):

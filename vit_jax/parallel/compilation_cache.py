@@ -34,18 +34,22 @@ def enable(folder: str = AUTO) -> str:
     if not folder or (folder == AUTO and jax.config.jax_compilation_cache_dir):
         return ""
     if "://" not in folder:
-        path = _default() if folder == AUTO else pathlib.Path(folder).expanduser()
-        folder = str(path.absolute())
+        path = _default() if folder == AUTO else pathlib.Path(folder)
+        folder = str(path)
         try:
+            path = path.expanduser().absolute()
+            folder = str(path)
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError("not writable")
-            _tidy(path)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home.
             return (
                 f"compiled programs are not kept, the next start compiles again: {folder} "
-                f"({error.strerror or error}); set compilation_cache to another folder"
+                f"({getattr(error, 'strerror', None) or error}); set compilation_cache "
+                "to another folder"
             )
+        with contextlib.suppress(OSError):  # What stays untidy can still be used.
+            _tidy(path)
     jax.config.update("jax_compilation_cache_dir", folder)
     for name, value in (
         ("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS),
@@ -58,7 +62,7 @@ def enable(folder: str = AUTO) -> str:
 
 def _default() -> pathlib.Path:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(home).expanduser() / "vit_jax" / "compiled"
+    return pathlib.Path(home) / "vit_jax" / "compiled"
 
 
 def _tidy(folder: pathlib.Path) -> None:
@@ -70,14 +74,22 @@ def _tidy(folder: pathlib.Path) -> None:
     """
     stamp = folder / _STAMP
     checked = stamp.stat().st_mtime_ns if stamp.exists() else 0
-    found = sorted((path.stat().st_mtime_ns, path) for path in folder.glob("*-cache"))
+    found = []
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime_ns, path))
+    found.sort()
     for changed, path in found:
-        if changed > checked and not _whole(path.read_bytes()):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if changed > checked and not _whole(path.read_bytes()):
+                path.unlink()
     if found and found[-1][0] > checked:
         stamp.touch()
         os.utime(stamp, ns=(found[-1][0],) * 2)
-    sizes = [(path, path.stat().st_size) for _, path in found if path.exists()]
+    sizes = []
+    for _, path in found:
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append((path, path.stat().st_size))
     surplus = sum(size for _, size in sizes) - _MOST_BYTES
     for path, size in sizes:
         if surplus <= 0:
