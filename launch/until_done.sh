@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs a command again for as long as it ends for a reason that passes:
 #   bash launch/until_done.sh python -m vit_jax.train --config=... --workdir=...
-# 75 is SIGTERM, saved, or another host that was lost; 128 and more a signal, such as
-# the kernel's when memory is short. Each time it goes on from the last checkpoint.
+# 70 is the watchdog; 75 SIGTERM, saved, or another host that was lost; 128 and more a
+# signal, such as the kernel's when memory is short, or JAX's abort (134). Each time it
+# goes on from the last checkpoint.
 # Everything else is final: 0 is done, 2 is a mistake that a restart would repeat.
 set -euo pipefail
 
@@ -20,7 +21,7 @@ for ((run = 0; ; run++)); do
   code=0
   wait "$child" || code=$? # The code of a process that has ended stays.
   child=
-  if [[ -n $stopped ]] || ((code != 75 && code < 128)); then
+  if [[ -n $stopped ]] || ((code != 70 && code != 75 && code < 128)); then
     exit "$code"
   fi
   if ((run >= restarts)); then

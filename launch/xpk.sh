@@ -16,10 +16,10 @@ workload=${NAME:-vit-jax-$(date +%m%d-%H%M)}
 command="pip install -q -r requirements.txt -e '.[tpu,gcs]' && exec python -m vit_jax.train"
 command+=$(printf ' %q' "${train[@]}")
 
-# xpk restarts all hosts after a signal (128 and more) by itself; 75 must be said. Any
-# other code ends the job. Two minutes are for the checkpoint after SIGTERM.
+# xpk restarts all hosts after a signal (128 and more) by itself; 70 (the watchdog) and
+# 75 (saved, or a host was lost) must be said. Other codes end the job. Two minutes are for the checkpoint after SIGTERM.
 xpk workload create --cluster="$cluster" --zone="$zone" --workload="$workload" \
   --tpu-type="$tpu" --num-slices="$slices" \
   --base-docker-image=python:3.11 --script-dir=. \
-  --max-restarts="${RESTARTS:-20}" --restart-on-exit-codes=75 \
+  --max-restarts="${RESTARTS:-20}" --restart-on-exit-codes=70,75 \
   --termination-grace-period-seconds=120 --command="$command"

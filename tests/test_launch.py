@@ -87,7 +87,8 @@ def test_two_lines_are_marked_to_be_edited(name):
 def test_gpu_node_trains_with_all_gpus_and_again_after_75(place):
     once = place.folder / "once"
     place(
-        "python", f"[[ -e {once} ]] || {{ touch {once}; exit 75; }}; env | grep ^JAX_PLAT"
+        "python",
+        f"[[ -e {once} ]] || {{ touch {once}; exit 75; }}; env | grep ^JAX_PLAT",
     )
     out = run(place, "gpu_node.sh", PYTHON="python")
     assert (out.returncode, out.stdout) == (0, "JAX_PLATFORMS=cuda,cpu\n")
@@ -100,7 +101,7 @@ def test_gpu_node_trains_with_all_gpus_and_again_after_75(place):
 
 
 @pytest.mark.parametrize(
-    ("code", "starts"), [(0, 1), (1, 1), (2, 1), (75, 3), (134, 3)]
+    ("code", "starts"), [(0, 1), (1, 1), (2, 1), (70, 3), (75, 3), (134, 3)]
 )
 def test_only_what_may_pass_is_tried_again_and_not_for_ever(place, code, starts):
     place("python", f"exit {code}")
@@ -129,7 +130,15 @@ SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "77", "PYTHON": "python"
 
 @pytest.mark.parametrize(
     ("code", "count", "queued"),
-    [(0, 0, 0), (2, 0, 0), (75, 0, 1), (137, 3, 1), (75, 20, 0)],
+    [
+        (0, 0, 0),
+        (2, 0, 0),
+        (70, 0, 1),
+        (75, 0, 1),
+        (134, 0, 1),
+        (137, 3, 1),
+        (75, 20, 0),
+    ],
 )
 def test_slurm_queues_the_job_again_where_that_helps(place, code, count, queued):
     place("srun", f"exit {code}")
@@ -156,7 +165,7 @@ def test_xpk_is_told_what_to_run_and_when_to_restart(place):
     (words,) = calls(place, "xpk")
     assert words[:2] == ["workload", "create"]
     flags = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
-    assert flags["restart-on-exit-codes"] == "75"
+    assert flags["restart-on-exit-codes"] == "70,75"
     install, command = flags["command"].split(" && exec ")
     assert install.startswith("pip install -q -r requirements.txt -e '.[tpu,gcs]'")
     assert command.startswith("python -m vit_jax.train --config=")
