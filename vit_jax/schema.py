@@ -93,8 +93,10 @@ COMMON = {
         "data": -1,  # Copies of the parameters.
         "fsdp": 1,  # Parameters and moments are split, and gathered where needed.
         "model": 1,  # Attention heads and MLPs are split.
-        "dcn_data": 1,  # How many of `data` are different slices (TPU) or nodes (GPU),
-        "dcn_fsdp": 1,  # and of `fsdp`; both 1: as it fits.
+        # How many of `data` and of `fsdp` are different slices (TPU, GPU nodes) or,
+        # where JAX knows of no slices, processes; both 1: as it fits.
+        "dcn_data": 1,
+        "dcn_fsdp": 1,
     },
     "sharding": {
         # Ahead of the defaults: "head/kernel$ -> -, model"; parallel/sharding.py.

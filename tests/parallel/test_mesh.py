@@ -138,6 +138,19 @@ def test_nodes_are_needed_for_axes_between_nodes():
         meshes.arrange({"fsdp": -1, "dcn_fsdp": 4}, fakes(3, 4, "nodes"))
 
 
+def test_without_slices_a_process_for_each_gpu_counts_each_process():
+    # Two nodes of four GPUs, one process a GPU.
+    devices = [Fake(n, n) for n in range(8)]
+    words = r"dcn_data=2 x .* not make 8 processes: .* both to 1 .*process counts, not"
+    with pytest.raises(UserError, match=words):
+        meshes.arrange({"data": 2, "fsdp": 4, "dcn_data": 2}, devices)
+    # What the message proposes: nodes are rows.
+    laid = meshes.arrange({"data": 2, "fsdp": 4}, devices)
+    assert [[d.id for d in row.flat] for row in laid] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    spread = {"data": 2, "fsdp": 4, "dcn_data": 2, "dcn_fsdp": 4}
+    assert (meshes.arrange(spread, devices) == laid).all()
+
+
 @pytest.mark.parametrize(
     ("sizes", "groups", "expected"),
     [

@@ -22,9 +22,12 @@ def create(sizes: Mapping[str, int], devices: Sequence | None = None) -> Mesh:
     Args:
       sizes: devices along the axes "data", "fsdp" and "model", 1 where nothing is said;
         one of them may be -1, "all that are left". "dcn_data" and "dcn_fsdp" say how
-        many of the devices along "data" and "fsdp" are in different slices (TPU) or
-        nodes (GPU), which only the data centre's network connects; if both are 1 the
-        slices lie along "data" as far as they divide it, then along "fsdp".
+        many of the devices along "data" and "fsdp" are in different slices, which only
+        the data centre's network connects; if both are 1 the slices lie along "data"
+        as far as they divide it, then along "fsdp". Slices are told apart by the
+        `slice_index` of the devices, which JAX may give GPU nodes too. Where it does
+        not differ each process counts as one, not each node; with both 1 GPUs then
+        keep their order.
       devices: to arrange, also those of a topology that is not here; all devices of all
         processes if None.
 
@@ -49,21 +52,26 @@ def arrange(sizes: Mapping[str, int], devices: Sequence) -> np.ndarray:
     count = len({getattr(device, granule) for device in devices})
     across = [sizes.get("dcn_data", 1), sizes.get("dcn_fsdp", 1), 1]
     asked = math.prod(across)
+    kind = "slices" if granule == "slice_index" else "processes"
     if asked == 1 and granule == "slice_index" and count > 1:
         across[0] = math.gcd(shape[0], count)
         across[1] = count // across[0]
     elif asked == 1:
         return _neighbours(shape, devices)
     if math.prod(across) != count:
-        kind = "slices" if granule == "slice_index" else "processes"
+        remedy = f"set their product to {count}, or both to 1"
+        if granule == "process_index":
+            remedy += (
+                " (no slices are known here, so each process counts, not each node)"
+            )
         raise UserError(
             f"mesh.dcn_data={across[0]} x mesh.dcn_fsdp={across[1]} does not make "
-            f"{count} {kind}: set their product to {count}, or both to 1"
+            f"{count} {kind}: {remedy}"
         )
     for axis, size, parts in zip(AXES, shape, across, strict=True):
         if size % parts:
             raise UserError(
-                f"mesh.{axis}={size} does not divide over {parts} slices: set it to a "
+                f"mesh.{axis}={size} does not divide over {parts} {kind}: set it to a "
                 f"multiple of {parts}, or mesh.dcn_data and mesh.dcn_fsdp to numbers "
                 "that divide mesh.data and mesh.fsdp"
             )
@@ -73,7 +81,7 @@ def arrange(sizes: Mapping[str, int], devices: Sequence) -> np.ndarray:
         groups.setdefault(getattr(device, granule), []).append(device)
     if len({len(group) for group in groups.values()}) > 1:
         raise UserError(
-            f"the {count} slices have {sorted(map(len, groups.values()))} devices: a "
+            f"the {count} {kind} have {sorted(map(len, groups.values()))} devices: a "
             "mesh needs as many in each"
         )
     blocks = np.empty(across, object)
@@ -109,7 +117,7 @@ def _shape(sizes: Mapping[str, int], count: int) -> list[int]:
 
 
 def _granule(devices: Sequence) -> str:
-    """Names the attribute that tells slices, or else nodes, apart."""
+    """Names the attribute that tells slices, or else processes, apart."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     return "slice_index" if len(slices) > 1 else "process_index"
 
