@@ -15,6 +15,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import threading
@@ -36,6 +37,8 @@ _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 20.0
 _EXIT_CRASH, _EXIT_USER_ERROR, _EXIT_INTERRUPTED = 1, 2, 130
 EXIT_LOST = 75  # As after SIGTERM: try again.
+# Errors of JAX that are this process's own, and not a collective that breaks.
+_OWN = "RESOURCE_EXHAUSTED|INVALID_ARGUMENT|NOT_FOUND|UNIMPLEMENTED|ut of memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Together:
 
     def __init__(self, workdir: str | os.PathLike, *, debug: bool = False):
         self._workdir, self._debug = workdir, debug
-        self._done = threading.Event()
+        self._done, self._in_order = threading.Event(), False
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self):
@@ -84,9 +87,10 @@ class Together:
     def __exit__(self, kind, error, trace) -> None:
         if not self._watcher.is_alive():
             return
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if _may_be_anothers(error):
             # A collective breaks when a process is gone; the watcher will learn which.
             self._watcher.join(self._limit + 2 * _LOOK_SECONDS)
+        self._in_order = error is None
         self._done.set()
         self._watcher.join()  # It may be the one that ends this process.
         if error is None:
@@ -113,7 +117,8 @@ class Together:
             last_words.answered()
             looks += 1
             if self._done.wait(_LOOK_SECONDS):
-                _beat(heartbeats.LEFT)
+                if self._in_order:
+                    _beat(heartbeats.LEFT)
                 return
 
     def _find_lost(self, beats: heartbeats.Heartbeats) -> None:
@@ -171,6 +176,12 @@ def _describe(error: BaseException) -> _Failure:
     return _Failure(jax.process_index(), code, " ".join(reason.split()))
 
 
+def _may_be_anothers(error: BaseException | None) -> bool:
+    """Tells whether the end of another process may be what this error comes from."""
+    jaxs = isinstance(error, jax.errors.JaxRuntimeError)
+    return jaxs and not re.search(_OWN, str(error))
+
+
 def _announce(failure: _Failure) -> _Failure:
     """Tells all processes why they end; returns the failure that came first."""
     # A second failure is refused: a collective that breaks follows from the first.
@@ -187,17 +198,19 @@ def _leave(failure: _Failure) -> None:
     sys.stdout.flush()
     print(f"error: {reason}", file=sys.stderr, flush=True)
     last_words.forget()
-    leave(failure.code, jax.process_count() - failure.lost)
+    _end(failure.code, jax.process_count() - failure.lost, failed=True)
 
 
-def leave(code: int, everyone: int | None = None) -> None:
+def leave(code: int) -> None:
     """Ends this process without waiting for its threads; process 0 ends last.
 
     Args:
       code: exit code.
-      everyone: how many processes leave; all, if None.
     """
-    everyone = everyone or jax.process_count()
+    _end(code, jax.process_count(), failed=False)
+
+
+def _end(code: int, everyone: int, *, failed: bool) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     for child in multiprocessing.active_children():  # os._exit leaves them running.
@@ -207,10 +220,23 @@ def leave(code: int, everyone: int | None = None) -> None:
         if jax.process_index() == 0:
             # It runs the service, and JAX aborts whoever loses that, without the reason.
             patient = time.monotonic() + _PATIENCE_SECONDS
-            while len(_look_up(_LEAVING)) < everyone and time.monotonic() < patient:
+            while len(_away(failed)) < everyone and time.monotonic() < patient:
                 time.sleep(_LOOK_SECONDS / 10)
             time.sleep(_LOOK_SECONDS / 2)  # What they do after their last word.
     os._exit(code)
+
+
+def _away(failed: bool) -> set[str]:
+    """Returns the processes that leave.
+
+    Args:
+      failed: those that had left in order before count too: they write no more.
+    """
+    found = [key for key, _ in _ask("key_value_dir_get", _LEAVING) or ()]
+    if failed:
+        beats = _ask("key_value_dir_get", _BEATS) or ()
+        found += [key for key, beat in beats if beat == heartbeats.LEFT]
+    return {key.rsplit("/", 1)[1] for key in found}
 
 
 def _who(process: int) -> str:
