@@ -110,9 +110,13 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
     shardings, disk_shardings = place(shapes), place(disk_shapes)
     to_disk = from_disk = _same
     if model.stacked:
-        disk_shardings = _on_hosts(disk_shapes, disk_shardings)
-        to_disk = jax.jit(_unstacked, out_shardings=disk_shardings)
-        from_disk = jax.jit(_stacked, out_shardings=shardings)
+        disk_shardings = stacking.convert(disk_shardings, _on_hosts)
+        # One tree of parameters, moments or averages at a time, or the devices would
+        # have to hold nearly two states (docs/decisions.md).
+        one_by_one = jax.jit(stacking.unstack, out_shardings=disk_shardings.params)
+        stacked = jax.jit(_stacked, out_shardings=shardings.params)
+        to_disk = functools.partial(stacking.convert, function=one_by_one)
+        from_disk = functools.partial(stacking.convert, function=stacked)
     device_ops = ops.parse_train(data.ops, data.image_size).device
     step = steps.build(model, tx, rate, device_ops, config, mesh, shardings)
     return Program(
@@ -146,33 +150,18 @@ def _same(state: states.TrainState) -> states.TrainState:
     return state
 
 
-def _unstacked(state: states.TrainState) -> states.TrainState:
-    return stacking.convert(state, stacking.unstack)
+def _stacked(params: dict) -> dict:
+    return stacking.stack(jax.device_put(params, jax.memory.Space.Device))
 
 
-def _stacked(state: states.TrainState) -> states.TrainState:
-    def to_device(leaf):
-        return jax.device_put(leaf, jax.memory.Space.Device) if _is_big(leaf) else leaf
+def _on_hosts(shardings: dict) -> dict:
+    """Moves parameters to the memory of the hosts, where it is another."""
 
-    return stacking.convert(jax.tree.map(to_device, state), stacking.stack)
-
-
-def _on_hosts(
-    shapes: states.TrainState, shardings: states.TrainState
-) -> states.TrainState:
-    """Moves all but scalars and keys to the memory of the hosts, where it is another."""
-
-    def move(leaf, place):
+    def move(place):
         own = next(iter(place.device_set)).platform in ("gpu", "tpu")
-        return place.with_memory_kind("pinned_host") if own and _is_big(leaf) else place
+        return place.with_memory_kind("pinned_host") if own else place
 
-    return jax.tree.map(move, shapes, shardings)
-
-
-def _is_big(leaf) -> bool:
-    return bool(leaf.ndim) and not jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    )
+    return jax.tree.map(move, shardings)
 
 
 def _batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
