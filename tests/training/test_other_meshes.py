@@ -9,7 +9,7 @@ from test_program import DEEP, SCAN, assert_equal, build
 from vit_jax import config as configuration
 from vit_jax.data import sources
 from vit_jax.errors import UserError
-from vit_jax.training import checkpoint
+from vit_jax.training import checkpoint, same_run
 
 WAYS = {
     "8-way fsdp": {"fsdp": 8},
@@ -48,7 +48,7 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path):
         checkpoints.save(7, program.to_disk(state), seconds=1.5)
     for other in others:
         config, _, program = program_of(other)
-        checkpoint.check_workdir(tmp_path, config)  # A mesh may change.
+        same_run.check_workdir(tmp_path, config)  # A mesh may change.
         with open_folder(tmp_path, config) as checkpoints:
             found = checkpoints.restore(program.disk_shapes, program.disk_shardings)
         assert (found.step, found.seconds) == (7, 1.5)
@@ -64,12 +64,12 @@ def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
     config = tiny_config()
     stored = configuration.to_json(config)
     del stored["optim"]["moment_dtype"], stored["mesh"], stored["model"]["scan"]
-    monkeypatch.setattr(checkpoint.layout, "has_checkpoint", lambda workdir: True)
-    monkeypatch.setattr(checkpoint.layout, "read_config", lambda workdir: stored)
-    checkpoint.check_workdir(tmp_path, config)
+    monkeypatch.setattr(same_run.layout, "has_checkpoint", lambda workdir: True)
+    monkeypatch.setattr(same_run.layout, "read_config", lambda workdir: stored)
+    same_run.check_workdir(tmp_path, config)
     other = tiny_config(optim={"moment_dtype": "bfloat16"})
     with pytest.raises(UserError, match="optim.moment_dtype: float32 -> bfloat16"):
-        checkpoint.check_workdir(tmp_path, other)
+        same_run.check_workdir(tmp_path, other)
 
 
 def _distinct(state):

@@ -1,8 +1,6 @@
 """Checkpoints of the whole training state, by Orbax: asynchronous and atomic."""
 
-import logging
 import os
-import pathlib
 import shutil
 import time
 from typing import NamedTuple
@@ -71,7 +69,7 @@ class Checkpointer:
         self._saving = None
         self._last = self.latest  # Finished or under way.
         self._good = time.monotonic()  # When it was finished, or this start began.
-        logging.getLogger("absl").addFilter(_not_of_a_failed_save)
+        saving.silence_orbax()
         if jax.process_index() == 0:
             saving.remove_unfinished(self._folder, layout.is_finished)
 
@@ -226,78 +224,6 @@ class Checkpointer:
         return f"the checkpoint of step {latest} is safe in {self._workdir}"
 
 
-def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
-    """Refuses a workdir that cannot be written or holds a run of another config.
-
-    Raises:
-      UserError: with what stands in the way, or the keys that differ.
-    """
-    _check_writable(workdir)
-    if not layout.has_checkpoint(workdir):
-        return
-    stored = _completed(layout.read_config(workdir))
-    changed = [
-        line
-        for line in configuration.differences(stored, configuration.to_json(config))
-        if not line.startswith(_MAY_CHANGE)
-    ]
-    if changed:
-        raise UserError(
-            f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
-            "choose another --workdir, or state the same config"
-        )
-
-
-def _completed(stored: dict) -> dict:
-    """Adds the keys that came after a run was begun, with what it did without them."""
-    try:
-        return configuration.to_json(configuration.complete(stored))
-    except UserError:  # A key has gone since then.
-        return stored
-
-
-def _check_writable(workdir: str | os.PathLike) -> None:
-    if "://" in str(workdir):
-        return  # A bucket tells when it is written.
-    path = pathlib.Path(workdir).absolute()
-    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
-    if not there.is_dir():
-        raise UserError(
-            f"--workdir={workdir}: {there} is a file, not a folder: choose another "
-            "--workdir"
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(
-            f"--workdir={workdir}: {there} cannot be written: choose another --workdir "
-            "or change its permissions"
-        )
-
-
-# What may differ between the parts of one run: it does not touch the result.
-_MAY_CHANGE = (
-    "every.",
-    "keep.",
-    "mesh.",
-    "sharding.",
-    "evals.",
-    "optim.accumulate",
-    "model.scan",
-    "model.remat",
-    "model.attention",
-    "debug_nans",
-    "profile",
-    "slow_step",
-    "stall_timeout",
-    "compilation_cache",
-    "local.",
-    "init:",
-    "data.data_dir",
-    "data.workers",
-    "data.threads",
-    "data.prefetch",
-)
-
-
 def _as_tree(state: TrainState) -> dict:
     tree = {
         "step": state.step,
@@ -307,11 +233,6 @@ def _as_tree(state: TrainState) -> dict:
         "key": state.key,
     }
     return {name: value for name, value in tree.items() if value is not None}
-
-
-def _not_of_a_failed_save(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that Orbax's threads log: `_settle` says what went wrong."""
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def _readable(size: int) -> str:

@@ -23,7 +23,7 @@ from vit_jax.report.startup import Startup
 from vit_jax.report.tracing import Trace
 from vit_jax.report.waiting import InputWait
 from vit_jax.report.writer import MetricWriter
-from vit_jax.training import checkpoint, efficiency, guards, nearby, watchdog
+from vit_jax.training import checkpoint, efficiency, guards, nearby, same_run, watchdog
 from vit_jax.training import program as programs
 from vit_jax.training.ahead import Ahead
 from vit_jax.weights import start as start_weights
@@ -65,7 +65,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
     mesh = meshes.create(config.mesh.to_dict())
     part, parts = meshes.share(mesh)  # Of every batch, to load here ...
     alike = jax.process_count() // parts  # ... and in as many processes.
-    checkpoint.check_workdir(workdir, config)
+    same_run.check_workdir(workdir, config)
     startup.done("devices")
 
     # Data.

@@ -4,8 +4,10 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -146,6 +148,25 @@ def _context() -> ocp.Context:
     # `path` does not exist; looking for it is another place to wait for each other.
     context.file.skip_sync_file_validations = True
     return context
+
+
+def silence_orbax() -> None:
+    """Drops the tracebacks that a failed save prints: one line says what went wrong."""
+    logging.getLogger("absl").addFilter(_not_of_a_failed_save)
+    if sys.excepthook is not _excepthook:
+        _excepthook.before = sys.excepthook
+        sys.excepthook = _excepthook
+
+
+def _not_of_a_failed_save(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def _excepthook(kind, error, trace) -> None:
+    # Of TensorStore's threads, whose writes go on when Orbax has given up already.
+    main = threading.current_thread() is threading.main_thread()
+    if main or str(error) != "Event loop is closed":
+        _excepthook.before(kind, error, trace)
 
 
 def remove_unfinished(folder: epath.Path, is_finished: Callable) -> None:

@@ -1,0 +1,81 @@
+"""What a workdir must be for a run to begin or go on in it."""
+
+import os
+import pathlib
+
+from ml_collections import ConfigDict
+
+from vit_jax import config as configuration
+from vit_jax.errors import UserError
+from vit_jax.weights import workdir as layout
+
+# What may differ between the parts of one run: it does not touch the result.
+_MAY_CHANGE = (
+    "every.",
+    "keep.",
+    "mesh.",
+    "sharding.",
+    "evals.",
+    "optim.accumulate",
+    "model.scan",
+    "model.remat",
+    "model.attention",
+    "debug_nans",
+    "profile",
+    "slow_step",
+    "stall_timeout",
+    "compilation_cache",
+    "local.",
+    "init:",
+    "data.data_dir",
+    "data.workers",
+    "data.threads",
+    "data.prefetch",
+)
+
+
+def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
+    """Refuses a workdir that cannot be written or holds a run of another config.
+
+    Raises:
+      UserError: with what stands in the way, or the keys that differ.
+    """
+    _check_writable(workdir)
+    if not layout.has_checkpoint(workdir):
+        return
+    stored = _completed(layout.read_config(workdir))
+    changed = [
+        line
+        for line in configuration.differences(stored, configuration.to_json(config))
+        if not line.startswith(_MAY_CHANGE)
+    ]
+    if changed:
+        raise UserError(
+            f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
+            "choose another --workdir, or state the same config"
+        )
+
+
+def _completed(stored: dict) -> dict:
+    """Adds the keys that came after a run was begun, with what it did without them."""
+    try:
+        return configuration.to_json(configuration.complete(stored))
+    except UserError:  # A key has gone since then.
+        return stored
+
+
+def _check_writable(workdir: str | os.PathLike) -> None:
+    if "://" in str(workdir):
+        return  # A bucket tells when it is written.
+    path = pathlib.Path(workdir).absolute()
+    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise UserError(
+            f"--workdir={workdir}: {there} is a file, not a folder: choose another "
+            "--workdir"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"--workdir={workdir}: {there} cannot be written: choose another --workdir "
+            "or change its permissions"
+        )
