@@ -41,7 +41,7 @@ class Block(nn.Module):
         self,
         x: Float[Array, "B N D"],
         relative: Float[Array, "H R K"] | None = None,
-        rate: Float[Array, ""] | float = 0.0,
+        rate: Float[Array, ""] | float | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B N D"]:
         """Transforms tokens.
@@ -49,7 +49,8 @@ class Block(nn.Module):
         Args:
           x: tokens.
           relative: see attention.attend.
-          rate: of stochastic depth of both branches, see pointwise.drop_path.
+          rate: of stochastic depth of both branches, see pointwise.drop_path; None
+            is none.
           key: of dropout and stochastic depth, which act if there is one.
 
         Returns:
@@ -61,7 +62,7 @@ class Block(nn.Module):
             return LayerNorm(self.epsilon, self.dtype, name=name)(x)
 
         def add(x, branch, key):
-            x = x + drop_path(branch, rate, key)
+            x = x + (branch if rate is None else drop_path(branch, rate, key))
             return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
 
         y = norm("LayerNorm_0", x)
@@ -96,7 +97,7 @@ class Layer(NamedTuple):
 
     position: Float[Array, "1 N D"] | None
     relative: Float[Array, "H R K"] | None
-    rate: float
+    rate: float | None
     key: Key[Array, ""] | None
 
 
@@ -191,9 +192,13 @@ class Encoder(nn.Module):
 
     def _layers(self, x, keys) -> list[Layer]:
         """Returns what each block is given besides its tokens."""
-        last = max(1, self.depth - 1)
+        # No rates rather than zeros, whose draws XLA could not leave out of a scan.
+        rates = [None] * self.depth
+        if self.stochastic_depth:
+            last = max(1, self.depth - 1)
+            rates = [self.stochastic_depth * i / last for i in range(self.depth)]
         return [
-            Layer(position, self._relative(x, i), self.stochastic_depth * i / last, key)
+            Layer(position, self._relative(x, i), rates[i], key)
             for i, (position, key) in enumerate(
                 zip(self._positions(x), keys, strict=True)
             )

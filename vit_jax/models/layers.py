@@ -9,7 +9,6 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
 from vit_jax.models import attention
@@ -149,7 +148,7 @@ class Mlp(nn.Module):
             return nn.Dropout(self.dropout, deterministic=key is None)(x, rng=key)
 
         x = merge_tokens(x) if self.merge else x
-        x = checkpoint_name(dense(self.hidden, "Dense_0")(x), "hidden")
+        x = dense(self.hidden, "Dense_0")(x)
         between = () if self.merge else ("tokens",)
         x = nn.with_logical_constraint(x, ("batch", *between, "mlp"))
         x = dropout(GELU[self.gelu](x), first)

@@ -70,12 +70,20 @@ def parameters(
     parsed = [_parse(rule, mesh) for rule in rules]
     leaves = jax.tree.leaves_with_path(shapes)
     found = [(_path(keys), tuple(leaf.shape)) for keys, leaf in leaves]
-    for rule in parsed:
-        if not sum(_matches(rule, *parameter) for parameter in found):
+    hits = [{i for i, it in enumerate(found) if _matches(rule, *it)} for rule in parsed]
+    taken = set()
+    for rule, hit in zip(parsed, hits, strict=True):
+        if not hit:
             raise UserError(
                 f"sharding.rules: {rule.text!r} matches none of the {len(found)} "
-                f"parameters, such as {found[0][0]}"
+                f"parameters, such as {_each_block(found[0][0])}"
             )
+        if hit <= taken:
+            raise UserError(
+                f"sharding.rules: {rule.text!r} never counts, because all {len(hit)} "
+                "parameters that it matches are those of rules before it: put it first"
+            )
+        taken |= hit
     specs = [_spec(*parameter, mesh, parsed, smallest) for parameter in found]
     used = {axis for spec in specs for names in spec for axis in _names(names)}
     for axis in ("fsdp", "model"):
@@ -189,14 +197,14 @@ def _spec(
     fsdp = mesh.shape["fsdp"]
     if fsdp > 1 and math.prod(shape) >= smallest:
         free = [i for i, name in enumerate(spec) if not name and not shape[i] % fsdp]
-        if not free and not any(spec):
+        if not free:
+            left = " that mesh.model leaves" if any(spec) else ""
             raise UserError(
-                f"mesh.fsdp={fsdp} divides no axis of {path} {_by(shape)}: set "
-                "mesh.fsdp to a number that does, or leave it whole by "
-                f"sharding.rules=('{re.escape(path)}$ -> -',)"
+                f"mesh.fsdp={fsdp} divides no axis{left} of {_each_block(path)} "
+                f"{_by(shape)}: set mesh.fsdp to a number that does, or leave it to a "
+                f"rule of your own, as sharding.rules=('{_each_block(path)}$ -> -',)"
             )
-        for i in sorted(free, key=lambda i: shape[i])[-1:]:
-            spec[i] = "fsdp"
+        spec[max(free, key=lambda i: shape[i])] = "fsdp"
     return (*depth, *spec)
 
 
@@ -227,6 +235,11 @@ def _matches(rule: _Rule, path: str, shape: tuple[int, ...]) -> bool:
             "layers that lie in one array: set model.scan=False or mean all of them"
         )
     return bool(count)
+
+
+def _each_block(path: str) -> str:
+    """Writes a path as a rule for it says it."""
+    return path.replace(_STACKED, rf"{_STACKED[:-1]}_\d+/")
 
 
 def _path(keys: tuple) -> str:

@@ -5,7 +5,7 @@ One meaning, the plain softmax in float32; `choose` finds the way for a place.
 
 from jaxtyping import Array, Float, Int
 
-from vit_jax.models.attention import cudnn, einsum, splash
+from vit_jax.models.attention import cudnn, einsum
 from vit_jax.models.attention.choice import NAMES, WAYS, choose
 from vit_jax.models.attention.einsum import weights
 
@@ -38,4 +38,9 @@ def attend(
         return einsum.attend(query, key, value, relative, lengths, way == "einsum16")
     if relative is not None:
         raise ValueError(f"attention {way!r} knows no relative positions")
-    return {"cudnn": cudnn, "splash": splash}[way].attend(query, key, value, lengths)
+    if way == "cudnn":
+        return cudnn.attend(query, key, value, lengths)
+    # Not above: Pallas takes 0.2 s to import, and only TPUs run it.
+    from vit_jax.models.attention import splash
+
+    return splash.attend(query, key, value, lengths)

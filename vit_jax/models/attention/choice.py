@@ -70,7 +70,7 @@ def _no_cudnn(platform: str, dtype: str, head_width: int, relative: bool) -> str
             f"takes heads of a multiple of {cudnn.HEAD_STEP} features up to "
             f"{cudnn.HEAD_LIMIT}, not {head_width}"
         )
-    return "knows no model.posemb='relative'" if relative else ""
+    return "knows no model.posemb='relative'" if relative else cudnn.missing()
 
 
 def _no_splash(platform: str, relative: bool) -> str:

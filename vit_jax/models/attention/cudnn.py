@@ -13,6 +13,25 @@ DTYPES = ("bfloat16",)
 HEAD_STEP, HEAD_LIMIT = 8, 128
 TOKEN_STEP = 8
 
+# Of flash attention in bfloat16 (NVIDIA, cuDNN support matrix): Ampere and later.
+_CAPABILITY = 8.0
+
+
+def missing() -> str:
+    """Says what this machine's GPUs lack for it; "" if nothing, or there are none."""
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:
+        return ""  # The program is for another machine.
+    if "cuda" not in device.client.platform_version.lower():
+        return f"needs an NVIDIA GPU, not {device.device_kind}"
+    if float(device.compute_capability) < _CAPABILITY:
+        return (
+            f"needs a GPU of compute capability {_CAPABILITY} or more, but "
+            f"{device.device_kind} has {device.compute_capability}"
+        )
+    return ""
+
 
 def attend(
     query: Float[Array, "B H N K"],

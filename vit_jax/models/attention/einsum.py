@@ -97,7 +97,7 @@ def _powers(query, key, seen, rounded):
 def _attend_forward(query, key, value, seen, rounded):
     query = query * query.shape[-1] ** -0.5
     powers, sums = _powers(query, key, seen, rounded)
-    mixing = checkpoint_name((powers / sums).astype(value.dtype), "weights")
+    mixing = (powers / sums).astype(value.dtype)
     mixed = jnp.einsum("bhnm,bhmk->bhnk", mixing, value)
     mixed = checkpoint_name(mixed, "attention")
     return mixed, (query, key, value, mixing, mixed)
