@@ -48,6 +48,7 @@ class Checkpointer:
 
     Attributes:
       failures: saves of this start that failed.
+      latest: the newest finished step, the same on all processes, or None.
     """
 
     def __init__(
@@ -67,16 +68,13 @@ class Checkpointer:
         }
         self.failures = 0
         self._saving = None
-        self._last = self.latest  # Finished or under way.
-        self._good = time.monotonic()  # When it was finished, or this start began.
         saving.silence_orbax()
         if jax.process_index() == 0:
             saving.remove_unfinished(self._folder, layout.is_finished)
-
-    @property
-    def latest(self) -> int | None:
-        """The newest finished step, or None."""
-        return max(layout.steps(self._workdir), default=None)
+        distributed.gather(removed=True)  # Before the others look.
+        self.latest = max(layout.steps(workdir), default=None)
+        self._last = self.latest  # Finished or under way.
+        self._good = time.monotonic()  # When `latest` was saved, or this start began.
 
     def restore(self, shapes: TrainState, shardings: TrainState) -> Restored:
         """Reads the latest checkpoint that is intact; says so if it is not the latest.
@@ -108,7 +106,7 @@ class Checkpointer:
             shardings,
         )
         tree = ocp.load(path, _as_tree(like))
-        self._last = step
+        self.latest = self._last = step
         state = shapes.replace(**({"average": None} | tree))
         notes = [*notes, f"resume: step {step} of {self._workdir}"]
         return Restored(state, step, stored["seconds"], notes)
@@ -143,7 +141,7 @@ class Checkpointer:
             return None
         reason = self._saving.result()
         if reason is not None:
-            self._last = self.latest  # So that the same step may be tried again.
+            self._last = self.latest  # The same step may be tried again.
         return reason
 
     def demand(self, step: int, doing: str) -> None:
@@ -177,25 +175,30 @@ class Checkpointer:
         """Ends a save, in its background: keeps what is to be kept, or says why not."""
         first = jax.process_index() == 0
         if reason is None:
-            self._good = time.monotonic()
+            self.latest, self._good = step, time.monotonic()
             if first:
                 self._remove_old()
             return
         self.failures += 1
         if first:
-            saving.remove_unfinished(self._folder, layout.is_finished)
             ago = time.monotonic() - self._good
             resuming.say(
                 f"error: the checkpoint of step {step} could not be saved ({reason}); "
                 f"{self._remedy()}; training goes on and the next save tries again; "
                 f"{ago:.0f} s of training are not saved"
             )
+            saving.remove_unfinished(self._folder, layout.is_finished)
 
     def _remove_old(self) -> None:
-        steps = layout.steps(self._workdir)
-        for step in steps[: -self._keep.last]:
-            if not (self._keep.every and step % self._keep.every == 0):
-                saving.remove(layout.path_of(self._workdir, step))
+        try:
+            for step in layout.steps(self._workdir)[: -self._keep.last]:
+                if not (self._keep.every and step % self._keep.every == 0):
+                    saving.remove(layout.path_of(self._workdir, step))
+        except OSError as error:  # The next save tries again.
+            resuming.say(
+                f"warning: old checkpoints under {self._folder} could not be removed "
+                f"({saving.reason(error)})"
+            )
 
     def _lack_of_disk(self, state: TrainState) -> str | None:
         """Returns what is missing, the same on all processes, or None."""
@@ -203,9 +206,9 @@ class Checkpointer:
             return None  # A bucket has no end.
         # The new checkpoint is whole before an old one goes.
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        there = next(p for p in (self._folder, *self._folder.parents) if p.exists())
+        places = (self._folder, *self._folder.parents)
         try:
-            free = shutil.disk_usage(there).free
+            free = shutil.disk_usage(next(p for p in places if p.exists())).free
         except OSError:
             free = needed  # Let the save say what is the matter.
         free = int(distributed.gather(free=free)["free"].min())
@@ -218,10 +221,9 @@ class Checkpointer:
 
     def safe(self) -> str:
         """Says which checkpoint is good, for a message."""
-        latest = self.latest
-        if latest is None:
+        if self.latest is None:
             return f"there is no checkpoint in {self._workdir}"
-        return f"the checkpoint of step {latest} is safe in {self._workdir}"
+        return f"the checkpoint of step {self.latest} is safe in {self._workdir}"
 
 
 def _as_tree(state: TrainState) -> dict:

@@ -176,9 +176,10 @@ def remove_unfinished(folder: epath.Path, is_finished: Callable) -> None:
       folder: that holds a folder for each step.
       is_finished: tells it of a step's folder.
     """
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
+    found = []
+    with contextlib.suppress(OSError):  # There is none yet, or the disk is gone.
+        found = list(folder.iterdir())
+    for path in found:
         partial = ".orbax-checkpoint-tmp" in path.name or path.name.endswith(REMOVED)
         if partial or (path.name.isdecimal() and not is_finished(path)):
             _remove_tree(path)
