@@ -24,7 +24,7 @@ def main(flags: argparse.Namespace) -> int:
     # After the config, so that its errors come at once.
     from vit_jax.parallel import distributed, together
     from vit_jax.report.startup import Startup, process_age
-    from vit_jax.training import loop, saving
+    from vit_jax.training import ahead, loop, saving
 
     startup = Startup(process_age())
     startup.done("import")
@@ -39,7 +39,7 @@ def main(flags: argparse.Namespace) -> int:
         except Preempted as preempted:
             print(preempted, file=sys.stderr, flush=True)
             code = EXIT_PREEMPTED
-    if saving.left_threads():
+    if saving.left_threads() or ahead.under_way():
         together.leave(code)
     return code
 

@@ -41,8 +41,9 @@ def disk(tmp_path, monkeypatch, shardings):
     """Returns a function that opens the host's disk for a run."""
     monkeypatch.setenv("OWN_DISK", str(tmp_path / "disk"))
 
-    def open_disk(workdir="run", every=2, examples=20):
-        config = tiny_config(local={"folder": "$OWN_DISK/x", "every": every}).local
+    def open_disk(workdir="run", every=2, examples=20, **stated):
+        local = {"folder": "$OWN_DISK/x", "every": every}
+        config = tiny_config(local=local, **stated)
         source = open_made("train", (8, 12), 3, 5, examples)
         return Nearby(config, tmp_path / workdir, source, SHAPES, shardings)
 
@@ -105,6 +106,12 @@ def test_another_run_other_data_and_no_interval_find_nothing(disk, save):
     assert disk(examples=21).restore(newer_than=0)[0] is None
     assert disk(every=0).restore(newer_than=0)[0] is None
     assert disk().restore(newer_than=0)[1] == 2
+
+
+def test_what_a_run_of_another_config_left_is_not_used(disk, save):
+    save(2)
+    assert disk(seed=99).restore(newer_than=0)[0] is None
+    assert disk(debug_nans=True).restore(newer_than=0)[1] == 2  # It changes no result.
 
 
 def test_a_finished_run_leaves_nothing(disk, save, tmp_path):

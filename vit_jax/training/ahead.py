@@ -5,6 +5,13 @@ import concurrent.futures
 from vit_jax.training.program import Program
 from vit_jax.training.step import Step
 
+_started: list[concurrent.futures.Future] = []
+
+
+def under_way() -> bool:
+    """Tells whether a compilation goes on, for which a process that ends would wait."""
+    return any(not future.done() for future in _started)
+
 
 class Ahead:
     """Compiles a program's step in a thread of its own.
@@ -27,6 +34,7 @@ class Ahead:
         executor = concurrent.futures.ThreadPoolExecutor(1, "compile")
         self._compiled = executor.submit(lowered.compile)
         executor.shutdown(wait=False)
+        _started.append(self._compiled)
 
     def step(self) -> Step:
         """Waits for the step.

@@ -91,9 +91,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
         startup.done("trace")
 
         # State: created or restored in place, each part on the devices that hold it.
-        near = nearby.Nearby(
-            config.local, workdir, source, program.shapes, program.shardings
-        )
+        near = nearby.Nearby(config, workdir, source, program.shapes, program.shardings)
         latest = checkpoints.latest or 0
         state, start, trained_seconds, notes = near.restore(newer_than=latest)
         if state is None and latest:
@@ -154,7 +152,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
 
         def leave(step):
             """Saves and ends, as SIGTERM asks."""
-            if step > start:
+            if step and step != checkpoints.latest:
                 checkpoints.save(step, program.to_disk(state), seconds())
                 checkpoints.demand(step, "SIGTERM")
             saved = (

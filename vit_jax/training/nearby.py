@@ -15,6 +15,7 @@ import secrets
 import shutil
 import threading
 import zipfile
+import zlib
 
 import jax
 import numpy as np
@@ -25,19 +26,29 @@ from ml_collections import ConfigDict
 from vit_jax.data.sources import Source
 from vit_jax.parallel import distributed
 from vit_jax.report.writer import replace_text
-from vit_jax.training import parts, resuming, saving
+from vit_jax.training import parts, resuming, same_run, saving
 from vit_jax.training.state import TrainState
 
 _KEPT = 2  # Of each process: a kill may come when only some have written a step.
 _LISTED = 16  # Files of a host that are looked at.
 _PIECE = 64 << 20  # Bytes sent at once.
+_DAMAGE = (  # What zipfile raises when single bits of a file are flipped.
+    OSError,
+    ValueError,
+    LookupError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class Nearby:
     """Saves to and restores from the hosts' own disks; nothing if `every` is 0.
 
     Args:
-      config: `config.local`: `folder`, with environment variables in it, and `every`.
+      config: complete config, of which `local` says `every` how many steps, and in
+        what `folder`, which may have environment variables in it.
       workdir: of the run; holds the name under which its files lie on the disks.
       source: training split, which must not change.
       shapes: state with a jax.ShapeDtypeStruct for each array.
@@ -52,13 +63,14 @@ class Nearby:
         shapes: TrainState,
         shardings: TrainState,
     ):
-        self._every, self._writing = config.every, None
-        self._layout = parts.Layout(shapes, shardings)
+        self._every, self._writing = config.local.every, None
         if not self._every:
             return
+        self._layout = parts.Layout(shapes, shardings)
         told = [len(source), list(source.class_names), self._layout.describe()]
+        told += same_run.decisive(config)
         self._print = hashlib.sha256(json.dumps(told).encode()).hexdigest()
-        folder = os.path.expanduser(os.path.expandvars(config.folder))
+        folder = os.path.expanduser(os.path.expandvars(config.local.folder))
         self._folder = pathlib.Path(folder) / _name_of(workdir)
 
     def due(self, step: int) -> bool:
@@ -160,7 +172,7 @@ class Nearby:
                     found[step, process] = path
                 elif bad is not None:
                     raise zipfile.BadZipFile(f"{bad} is not what was written")
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            except _DAMAGE as error:
                 resuming.say(f"error: {path} is damaged ({error}): not used")
         return found
 

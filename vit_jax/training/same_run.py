@@ -44,16 +44,21 @@ def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
     if not layout.has_checkpoint(workdir):
         return
     stored = _completed(layout.read_config(workdir))
-    changed = [
-        line
-        for line in configuration.differences(stored, configuration.to_json(config))
-        if not line.startswith(_MAY_CHANGE)
-    ]
-    if changed:
+    if changed := _decisive(stored, configuration.to_json(config)):
         raise UserError(
             f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
             "choose another --workdir, or state the same config"
         )
+
+
+def decisive(config: ConfigDict) -> list[str]:
+    """Returns the keys and values of a config that decide what a run gives."""
+    return _decisive({}, configuration.to_json(config))
+
+
+def _decisive(one: dict, other: dict) -> list[str]:
+    lines = configuration.differences(one, other)
+    return [line for line in lines if not line.startswith(_MAY_CHANGE)]
 
 
 def _completed(stored: dict) -> dict:
