@@ -144,7 +144,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             values = {k: float(v) for k, v in jax.device_get(metrics).items()}
             guards.check_finite(step, values, checkpoints)
             progress.done(step, wait.seconds)
-            watch.beat(f"step {step}")
+            watch.beat(f"step {step}", step=True)
             if step == start + 1:
                 startup.done("first step")
                 progress.say(f"{startup.line()}; {compilations.line()}")

@@ -15,6 +15,7 @@ EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h.
 # How long this file's thread may be kept from running before C code ends the process.
 _DEAF_SECONDS = 60.0
 _WORDS_SECONDS = 30.0  # For telling the other processes.
+_STARTING = 3  # Times the limit, before the first step.
 
 
 class Watchdog:
@@ -27,22 +28,24 @@ class Watchdog:
     and leaves with code 1.
 
     Args:
-      timeout: seconds, `config.stall_timeout`; 0 is off. Compiling the first step
-        counts as everything else: a run that hangs there, because one host never comes,
-        hangs as surely, and one number is easier to reason about than two.
+      timeout: seconds, `config.stall_timeout`; 0 is off. Until the first step is done
+        it is 3 times as long, because a large model compiles for longer than any step.
     """
 
     def __init__(self, timeout: float):
-        self._timeout = timeout
+        self._timeout, self._limit = timeout, _STARTING * timeout
         self._last, self._when = "the start", time.monotonic()
         self._done = threading.Event()
 
-    def beat(self, what: str) -> None:
+    def beat(self, what: str, *, step: bool = False) -> None:
         """Notes that something is finished.
 
         Args:
           what: for the message, as "step 12".
+          step: whether it is a step, from which on the run is no longer starting.
         """
+        if step:
+            self._limit = self._timeout
         self._last, self._when = what, time.monotonic()
 
     def __enter__(self):
@@ -70,11 +73,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         look = min(1.0, self._timeout / 10)
-        deaf = max(self._timeout, _DEAF_SECONDS)
+        deaf = max(self._limit, _DEAF_SECONDS)
         while not self._done.wait(look):
             if sys.__stderr__ is not None:  # As in some notebooks.
                 faulthandler.dump_traceback_later(deaf, exit=True, file=sys.__stderr__)
-            if time.monotonic() - self._when > self._timeout:
+            if time.monotonic() - self._when > self._limit:
                 self._end()
 
     def _end(self) -> None:
@@ -90,7 +93,7 @@ class Watchdog:
         together.end_all(
             EXIT_STALLED,
             f"watchdog: no step, evaluation batch or save was finished in "
-            f"{self._timeout:g} s (stall_timeout); the last was {self._last}; the stacks "
+            f"{self._limit:g} s (stall_timeout); the last was {self._last}; the stacks "
             "above show where each thread hangs; the same command goes on from the "
             "newest checkpoint",
         )
