@@ -17,7 +17,8 @@ COMMON = {
         "profile": (0, 0),  # First and last step of a trace for xprof; zeros: none.
         "slow_step": 3.0,  # Name what took so many times its median; 0 is off.
         # Seconds without a finished step, evaluation batch or save after which a run is
-        # ended, with the stacks of all threads; compiling counts too. 0 is off.
+        # ended, with the stacks of all threads; 3 times as long before the first step.
+        # 0 is off.
         "stall_timeout": 1_800.0,
         "compilation_cache": "auto",  # Folder; "auto": a user's own; "": JAX's setting.
     },

@@ -32,8 +32,8 @@ def params_sha256(params: dict) -> str:
     return digest.hexdigest()
 
 
-def _whole(leaf: jax.Array) -> np.ndarray:
-    if not leaf.is_fully_addressable:
+def _whole(leaf: jax.Array | np.ndarray) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.asarray(jax.device_get(leaf))
 
