@@ -263,4 +263,6 @@ def test_a_slow_source_shows_as_waiting_for_input(tmp_path, monkeypatch, capsys)
         starved = name == "slow"
         assert (line["train/input_wait"] > 0.5) == starved
         assert ("input is the bottleneck: the device waited" in out) == starved
-        assert f"input wait {line['train/input_wait']:.0%}" in out
+        waited = line["train/input_wait"]
+        # Less is not worth a place in the line.
+        assert (f"input wait {waited:.0%}" in out) == (waited >= 0.01)
