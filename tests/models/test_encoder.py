@@ -65,20 +65,29 @@ def mostly_slow(values, fast):
 
 
 @pytest.mark.slow
-def test_scan_in_bfloat16_gives_what_unrolled_blocks_give():
-    options = {"dtype": "bfloat16", "depth": 2}
-    unrolled, scanned = (build(**options, scan=scan) for scan in (False, True))
-    params = filled(jax.jit(unrolled.init)(jax.random.key(0)))
-    expected, gradients = loss_and_gradients(unrolled, params)
+def test_scan_in_bfloat16_is_as_near_to_float32_as_unrolled_blocks_are():
+    exact, unrolled, scanned = (
+        build(depth=2, **options)
+        for options in ({}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "scan": True})
+    )
+    params = filled(jax.jit(exact.init)(jax.random.key(0)))
+    expected, gradients = loss_and_gradients(exact, params)
+    rounded, apart = loss_and_gradients(unrolled, params)
     found, stacked = loss_and_gradients(scanned, stacking.stack(params))
-    np.testing.assert_allclose(found[1], expected[1], atol=2e-2)
-    flat = [
-        jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
-        for tree in (stacking.unstack(stacked), gradients)
-    ]
-    assert {x.dtype for x in flat} == {jnp.dtype("float32")}
-    # Single numbers are off by more: roundings of 8 bits come at other places.
-    assert jnp.linalg.norm(flat[0] - flat[1]) < 2e-2 * jnp.linalg.norm(flat[1])
+    for out in (rounded, found):
+        np.testing.assert_allclose(out[1], expected[1], atol=2e-2)
+
+    def flat(tree):
+        return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+
+    gradients, apart, stacked = map(flat, (gradients, apart, stacking.unstack(stacked)))
+    assert stacked.dtype == jnp.float32
+    off, also = (
+        jnp.linalg.norm(x - gradients) / jnp.linalg.norm(gradients)
+        for x in (stacked, apart)
+    )
+    # Roundings of 8 bits come at other places: 3.0 and 2.4 %.
+    assert off < 0.05 and off < 1.5 * also
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, ["plain"]))
