@@ -43,7 +43,7 @@ from ml_collections import ConfigDict
 
 def get_config(arg=None):
     c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size, c.stall_timeout = 3, 10_000, 6, 10.0
+    c.seed, c.total_steps, c.batch_size, c.stall_timeout = 3, 10_000, 6, 20.0
     c.data = dict(name="hanging:open_source", classes=5, image_size=(8, 12))
     c.data.ops, c.data.prefetch, c.data.threads = "central_crop", 1, 1
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
@@ -127,7 +127,7 @@ def test_a_reader_that_hangs_in_a_loader_process_shows_its_stack_too(job):
 
 @pytest.mark.slow
 def test_a_reader_that_hangs_on_one_host_ends_both(job):
-    zero, one = ends(job(2, "--config.stall_timeout=20"))
+    zero, one = ends(job(2, "--config.stall_timeout=30"))
     assert "in wait_for_a_server_that_never_answers" in one
     assert "in wait_for_a_server_that_never_answers" not in zero
     for text in (zero, one):
