@@ -22,6 +22,7 @@ import pathlib
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -65,6 +66,7 @@ class Job:
             env = os.environ | {
                 "JAX_PLATFORMS": "cpu",
                 "PYTHONUNBUFFERED": "1",
+                "PYTHONFAULTHANDLER": "1",
                 "VIT_JAX_LOST_SECONDS": str(LOST_SECONDS),
                 "JAX_COMPILATION_CACHE_DIR": str(compiled(config)),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -129,18 +131,19 @@ class Job:
 
     def wait(self):
         """Waits for the end of all; returns their exit codes."""
-        until = time.monotonic() + HANG_SECONDS
-        try:
-            for process in self.processes:
+        until, hung = time.monotonic() + HANG_SECONDS, []
+        for host, process in enumerate(self.processes):
+            try:
                 process.wait(timeout=max(until - time.monotonic(), 0.1))
-        finally:
-            for process in self.processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-            for thread, process in zip(self._threads, self.processes, strict=True):
-                thread.join()
-                process.stdout.close()
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # It prints its stacks.
+                hung.append(host)
+        for thread, process in zip(self._threads, self.processes, strict=True):
+            process.wait()
+            thread.join()
+            process.stdout.close()
+        if hung:
+            raise SystemExit(f"hung for {HANG_SECONDS:g} s: {hung}\n{self.said()}")
         return [process.returncode for process in self.processes]
 
     def said(self):

@@ -24,11 +24,5 @@ def read(folder: str) -> dict[str, str]:
     return {}
 
 
-def remove(folder: str) -> None:
-    """Forgets what is left under "folder/..."."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        _client().key_value_delete(folder + "/")
-
-
 def _client():
     return distributed.global_state.client

@@ -195,12 +195,14 @@ def _spec(
                 spec[: len(axes)] = axes
         _check(path, shape, spec, mesh, f"mesh.model={mesh.shape['model']}")
     fsdp = mesh.shape["fsdp"]
-    if fsdp > 1 and math.prod(shape) >= smallest:
-        free = [i for i, name in enumerate(spec) if not name and not shape[i] % fsdp]
+    left = [i for i, name in enumerate(spec) if not name]
+    # A vector that "model" splits has no axis left, and is small: whole over "fsdp".
+    if fsdp > 1 and left and math.prod(shape) >= smallest:
+        free = [i for i in left if not shape[i] % fsdp]
         if not free:
-            left = " that mesh.model leaves" if any(spec) else ""
+            whose = " that mesh.model leaves" if any(spec) else ""
             raise UserError(
-                f"mesh.fsdp={fsdp} divides no axis{left} of {_each_block(path)} "
+                f"mesh.fsdp={fsdp} divides no axis{whose} of {_each_block(path)} "
                 f"{_by(shape)}: set mesh.fsdp to a number that does, or leave it to a "
                 f"rule of your own, as sharding.rules=('{_each_block(path)}$ -> -',)"
             )

@@ -187,7 +187,7 @@ class Checkpointer:
                 f"{self._remedy()}; training goes on and the next save tries again; "
                 f"{ago:.0f} s of training are not saved"
             )
-            saving.remove_unfinished(self._folder, layout.is_finished)
+            saving.remove_unfinished(self._folder, layout.is_finished, again_after=1.0)
 
     def _remove_old(self) -> None:
         try:

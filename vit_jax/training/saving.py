@@ -20,6 +20,7 @@ from vit_jax.parallel import board
 from vit_jax.weights import intact
 
 _LOOK_SECONDS = 0.2
+_REMOVED = ".removed"  # A folder that a kill may leave half deleted.
 _numbers = itertools.count()  # Of saves; the same in all processes.
 
 
@@ -78,11 +79,6 @@ class Save:
         self._end.join()
         return self._reason
 
-    @property
-    def done(self) -> bool:
-        """Tells whether `result` would return at once."""
-        return not self._end.is_alive()
-
     def _write(self, response) -> None:
         try:
             self._writing.set_result(response.result())
@@ -133,7 +129,7 @@ class Save:
         try:
             files = [json.loads(part) for part in parts.values()]
             intact.write(self._path, {k: v for part in files for k, v in part.items()})
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
             return f"process 0 of {everyone}: {reason(error)}"
         return ""
 
@@ -169,32 +165,43 @@ def _excepthook(kind, error, trace) -> None:
         _excepthook.before(kind, error, trace)
 
 
-def remove_unfinished(folder: epath.Path, is_finished: Callable) -> None:
+def remove_unfinished(
+    folder: epath.Path, is_finished: Callable, *, again_after: float = 0.0
+) -> None:
     """Removes what saves that failed or were killed have left.
 
     Args:
       folder: that holds a folder for each step.
       is_finished: tells it of a step's folder.
+      again_after: seconds until a second look: TensorStore's threads write on for a
+        moment after a save has failed, and make its folder anew.
     """
+    _remove_unfinished(folder, is_finished)
+    if again_after:
+        time.sleep(again_after)
+        _remove_unfinished(folder, is_finished)
+
+
+def _remove_unfinished(folder: epath.Path, is_finished: Callable) -> None:
     found = []
     with contextlib.suppress(OSError):  # There is none yet, or the disk is gone.
         found = list(folder.iterdir())
     for path in found:
-        partial = ".orbax-checkpoint-tmp" in path.name or path.name.endswith(REMOVED)
-        if partial or (path.name.isdecimal() and not is_finished(path)):
+        partial = ".orbax-checkpoint-tmp" in path.name or path.name.endswith(_REMOVED)
+        if partial:
             _remove_tree(path)
-
-
-REMOVED = ".removed"  # A folder that a kill may leave half deleted.
+        elif path.name.isdecimal() and not is_finished(path):
+            with contextlib.suppress(OSError):  # A disk that is read-only.
+                remove(path)
 
 
 def remove(path: epath.Path) -> None:
-    """Removes a finished checkpoint, such that a kill does not leave half of it."""
+    """Removes a checkpoint, such that a kill does not leave half of it."""
     if "://" in str(path):  # Nothing can be renamed in a bucket at once.
         (path / intact.NAME).unlink(missing_ok=True)
         _remove_tree(path)
     else:
-        _remove_tree(path.rename(path.parent / f"{path.name}{REMOVED}"))
+        _remove_tree(path.rename(path.parent / f"{path.name}{_REMOVED}"))
 
 
 def reason(error: BaseException) -> str:
