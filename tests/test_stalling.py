@@ -60,7 +60,7 @@ def job(tmp_path):
     (tmp_path / "stalls.py").write_text(CONFIG)
     processes = []
 
-    def start(hosts, *words, interpose=()):
+    def start(hosts, *words, interpose=(), environment=()):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -71,6 +71,7 @@ def job(tmp_path):
                 "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
                 "HANGS": str(int(host == hosts - 1)),
             }
+            env |= dict(environment)
             if hosts > 1:
                 env |= {
                     "JAX_COORDINATOR_ADDRESS": address,
@@ -132,6 +133,22 @@ def test_a_reader_that_hangs_on_one_host_ends_both(job):
     assert "in wait_for_a_server_that_never_answers" not in zero
     for text in (zero, one):
         assert "watchdog: no step, evaluation batch or save was finished" in text
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_for_longer_goes_on(job):
+    (process,) = job(1, "--config.stall_timeout=6", environment={"HANGS": "0"})
+    for line in process.stdout:
+        if line.startswith("step 50/"):
+            break
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(14)
+    process.send_signal(signal.SIGCONT)
+    for line in process.stdout:
+        if line.startswith("step 300/"):
+            break
+    time.sleep(2)
+    assert process.poll() is None
 
 
 def test_without_a_stall_a_run_is_left_alone(monkeypatch):

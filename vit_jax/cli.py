@@ -146,8 +146,13 @@ def run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> Non
     try:
         sys.exit(main(flags) or 0)
     except UserError as error:
-        if flags.debug:
-            traceback.print_exc()
-        line = " ".join(str(error).splitlines())
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        show(error, debug=flags.debug)
         sys.exit(EXIT_USER_ERROR)
+
+
+def show(error: UserError, *, debug: bool) -> None:
+    """Prints bad input as one line on stderr, with `debug` after its traceback."""
+    if debug:
+        traceback.print_exception(error)
+    line = " ".join(str(error).splitlines())
+    print(f"error: {line}", file=sys.stderr, flush=True)

@@ -22,6 +22,8 @@ def main(flags: argparse.Namespace) -> int:
     config = cli.load_config(flags)
 
     # After the config, so that its errors come at once.
+    import jax
+
     from vit_jax.parallel import distributed, together
     from vit_jax.report.startup import Startup, process_age
     from vit_jax.training import ahead, loop, saving
@@ -39,7 +41,15 @@ def main(flags: argparse.Namespace) -> int:
         except Preempted as preempted:
             print(preempted, file=sys.stderr, flush=True)
             code = EXIT_PREEMPTED
-    if saving.left_threads() or ahead.under_way():
+        except UserError as error:
+            if jax.process_count() > 1 or not ahead.under_way():
+                raise
+            cli.show(error, debug=flags.debug)
+            together.leave(cli.EXIT_USER_ERROR)
+        # All leave in the same way: process 0 waits for those who do not wait.
+        hasty = saving.left_threads() or ahead.under_way()
+        hasty = bool(distributed.gather(hasty=hasty)["hasty"].any())
+    if hasty:
         together.leave(code)
     return code
 

@@ -50,10 +50,12 @@ def test_speed_of_a_line_is_that_since_the_last_line(clock):
     assert progress.images_per_second == pytest.approx(30 / 7)
 
 
-def test_a_single_step_has_no_speed(clock):
-    progress = Progress(0, 1, batch_size=10, devices=1, active=False)
+def test_a_single_step_has_no_speed(clock, capsys):
+    progress = Progress(0, 1, batch_size=10, devices=1, active=True, ideal=0.1)
     clock[0] += 9
     progress.done(1)
+    assert progress.log(1, 1.5, 0.0) == {}
+    assert capsys.readouterr().out == "step 1/1  loss 1.5000\n"
     assert progress.images_per_second == 0.0
 
 

@@ -1,7 +1,9 @@
 import re
 
 import numpy as np
+import pytest
 
+from vit_jax.errors import UserError
 from vit_jax.report import result
 
 
@@ -19,6 +21,12 @@ def test_hash_does_not_depend_on_the_order_but_on_names_shapes_and_values():
         {"b": params()["b"], "c": params()["a"]},
     ):
         assert result.params_sha256(changed) != base
+
+
+def test_a_workdir_that_is_gone_is_said_in_one_line(tmp_path):
+    message = r"run/report.json cannot be written \(No such file or directory\): mend"
+    with pytest.raises(UserError, match=message):
+        result.write(tmp_path / "run", {})
 
 
 def test_table_shows_each_evaluation_and_set_of_parameters():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from vit_jax.errors import UserError
-from vit_jax.report.tracing import Trace
+from vit_jax.report.tracing import Trace, check
 
 
 def take(trace, steps, workdir):
@@ -33,7 +33,7 @@ def events(path):
 
 
 def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path):
-    trace = Trace((3, 5), tmp_path, start=0, total=9, active=True)
+    trace = Trace((3, 5), tmp_path, start=0, active=True)
     lines, (path,) = take(trace, range(1, 10), tmp_path)
     assert [bool(line) for line in lines] == [step == 5 for step in range(1, 10)]
     folder = tmp_path / "tensorboard"
@@ -48,7 +48,7 @@ def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path):
 
 
 def test_a_run_that_breaks_off_leaves_the_trace_so_far(tmp_path):
-    trace = Trace((2, 8), tmp_path, start=0, total=9, active=True)
+    trace = Trace((2, 8), tmp_path, start=0, active=True)
     _, (path,) = take(trace, range(1, 4), tmp_path)
     assert events(path)[1] == {2, 3}
 
@@ -63,14 +63,16 @@ def test_a_run_that_breaks_off_leaves_the_trace_so_far(tmp_path):
     ],
 )
 def test_no_trace(tmp_path, steps, start, active, note):
-    trace = Trace(steps, tmp_path, start, total=9, active=active)
+    trace = Trace(steps, tmp_path, start, active=active)
     assert trace.note == note
     lines, paths = take(trace, range(start + 1, 10), tmp_path)
     assert not any(lines)
     assert not paths
 
 
-def test_steps_behind_the_end_are_refused(tmp_path):
+def test_steps_behind_the_end_are_refused():
     message = r"profile=\(8, 10\) .* the run of 9 .* from 1 to 9"
     with pytest.raises(UserError, match=message):
-        Trace((8, 10), tmp_path, start=0, total=9, active=True)
+        check((8, 10), total=9)
+    for steps in ((), (0, 0), (8, 9)):
+        check(steps, total=9)

@@ -34,7 +34,9 @@ def state_of(step):
 def restored(checkpoints):
     shapes = jax.eval_shape(lambda: state_of(1))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return checkpoints.restore(shapes, jax.tree.map(lambda _: place, shapes))
+    notes = checkpoints.verify()
+    found = checkpoints.restore(shapes, jax.tree.map(lambda _: place, shapes))
+    return found._replace(notes=[*notes, *found.notes])
 
 
 def assert_is(state, step):

@@ -100,6 +100,28 @@ def test_a_damaged_file_is_named_and_the_one_before_it_taken(
     assert disk().restore(newer_than=0)[1] == 4
 
 
+def test_a_file_whose_table_of_contents_was_cut_short_is_not_used(
+    disk, save, tmp_path, capsys
+):
+    save(2, 4)
+    (path,) = tmp_path.glob("disk/x/*/process_0/4.npz")
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays.pop(next(name for name in arrays if name != "about"))
+    np.savez(path, **arrays)
+    assert disk().restore(newer_than=0).step == 2
+    said = capsys.readouterr().err
+    assert f"{path} is damaged ({len(arrays)} of {len(arrays) + 1} arrays" in said
+
+
+def test_a_folder_by_a_variable_that_is_not_set_is_refused(disk, monkeypatch):
+    monkeypatch.delenv("OWN_DISK")
+    with pytest.raises(
+        UserError, match=r"local.folder='\$OWN_DISK/x': this host .* no "
+    ):
+        disk()
+
+
 def test_another_run_other_data_and_no_interval_find_nothing(disk, save):
     save(2)
     assert disk("begun_anew").restore(newer_than=0)[0] is None

@@ -19,6 +19,7 @@ _START = "VIT_JAX_START_SECONDS"
 _START_SECONDS = 300
 _LOST = "VIT_JAX_LOST_SECONDS"
 _LOST_SECONDS = 40
+_LATER_SECONDS = 10  # Than ours, JAX looks for the lost.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # As gRPC reads them.
 
 
@@ -62,7 +63,7 @@ def start() -> int:
         initialization_timeout=left,
         # Ours (together.py) comes first, and names the process. JAX's own ends this one
         # after half of this at the earliest, whatever our threads are at.
-        heartbeat_timeout_seconds=round(2.5 * lost_seconds()),
+        heartbeat_timeout_seconds=2 * (lost_seconds() + _LATER_SECONDS),
     )
     last_words.leave(f"process {place.process} of {place.count} ended while it started")
     return jax.process_count()

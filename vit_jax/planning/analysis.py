@@ -9,9 +9,13 @@ from ml_collections import ConfigDict
 
 from vit_jax.models import cost
 from vit_jax.parallel import chips
-from vit_jax.planning import collectives, hlo, memory, traffic
+from vit_jax.planning import collectives, hlo, memory, products, traffic
 from vit_jax.planning.roofline import Roofline, estimate
 from vit_jax.training import program as programs
+
+TRACED = "counted in the trace, split evenly over the devices"
+KERNEL = f"{TRACED}, attention as einsums: a floor, the kernel computes more"
+COMPILED = "counted in the compiled program"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Analysis:
       limit_bytes: what a program can have.
       fits: whether the program was compiled.
       flops: of products, 2 to a multiply-accumulate, rematerialised ones included.
-      counted: how they were.
+      counted: how they were, and whether that is a floor.
       model_flops: the same of 3 times the model's forward pass.
       moved_bytes: read and written in main memory.
       collectives: see `collectives.summarize`.
@@ -116,7 +120,7 @@ def _before(program, traced, config, mesh, examples, limit) -> Analysis:
         average_bytes=memory.bytes_a_device(shapes.average, places.average),
         batch_bytes=memory.bytes_a_device(program.batch_shapes, batch),
         flops=2.0 * macs / mesh.size,
-        counted=way,
+        counted=way + _repeated(mesh),
         model_flops=6.0 * forward / mesh.size,
         limit_bytes=limit,
     )
@@ -125,14 +129,21 @@ def _before(program, traced, config, mesh, examples, limit) -> Analysis:
 def _macs(traced, config, mesh, examples) -> tuple[int, str]:
     """Counts the products of a step, and says how."""
     try:
-        return cost.macs_of(traced.jaxpr.jaxpr), "counted in the trace"
+        return cost.macs_of(traced.jaxpr.jaxpr), TRACED
     except ValueError:  # Of a kernel, whose products no trace shows.
         twin = config.copy_and_resolve_references().unlock()
         twin.model.attention = "einsum"
         program = programs.build(twin.lock(), mesh, examples)
         traced = program.step.trace(program.shapes, program.batch_shapes)
-        how = "counted with attention as einsums: a floor, the kernel computes more"
-        return cost.macs_of(traced.jaxpr.jaxpr), how
+        return cost.macs_of(traced.jaxpr.jaxpr), KERNEL
+
+
+def _repeated(mesh: Mesh) -> str:
+    """Says what a count that is split evenly leaves out."""
+    count = mesh.shape["model"]
+    if count == 1:
+        return ""
+    return f"; a floor: what mesh.model={count} does not split, each of its devices repeats"
 
 
 def settings(config: ConfigDict, sizes: dict[str, int]) -> dict:
@@ -141,6 +152,10 @@ def settings(config: ConfigDict, sizes: dict[str, int]) -> dict:
     Args:
       config: complete config.
       sizes: of the mesh.
+
+    Returns:
+      Name to value; None what the network does not have ("scan" and "remat" of a
+      ResNet).
     """
     model, optim = config.model, config.optim
     return {
@@ -149,9 +164,10 @@ def settings(config: ConfigDict, sizes: dict[str, int]) -> dict:
         "image_size": list(config.data.image_size),
         "classes": config.data.classes,
         "mesh": sizes,
+        "dcn": {key: config.mesh[key] for key in ("dcn_data", "dcn_fsdp")},
         "dtype": model.dtype,
-        "scan": model.get("scan", False),
-        "remat": model.get("remat", "none"),
+        "scan": model.get("scan"),
+        "remat": model.get("remat"),
         "attention": model.get("attention", ""),
         "moment_dtype": optim.moment_dtype,
         "accumulate": optim.accumulate,
@@ -176,19 +192,35 @@ def _read(found: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
     for one in exchanges:
         sent[one.overlapped] += one.times * one.sent
     moved = traffic.count(module)
+    flops, counted = _products(found, module)
     chip = chips.find(mesh.devices.flat[0].device_kind)
     bounds = None
     if chip:
-        bounds = estimate(chip, found.flops, moved, sent[True], sent[False])
+        bounds = estimate(chip, flops, moved, sent[True], sent[False])
     stats = compiled.memory_analysis()
     return dataclasses.replace(
         found,
         argument_bytes=stats.argument_size_in_bytes,
         peak_bytes=stats.peak_memory_in_bytes,
         fits=True,
+        flops=flops,
+        counted=counted,
         moved_bytes=moved,
         collectives=tuple(collectives.summarize(exchanges)),
         unread_loops=module.unread(),
         roofline=bounds,
         compile_seconds=round(seconds, 1),
     )
+
+
+def _products(found: Analysis, module: hlo.Module) -> tuple[float, str]:
+    """Counts a device's own products, and says how.
+
+    The compiled program is a device's, so that it shows what several of them repeat; the
+    trace stays where it does not show all: of kernels, or of loops that cannot be read.
+    """
+    flops = 2.0 * products.count(module)
+    hidden = found.counted.startswith(KERNEL) or module.unread()
+    if hidden or flops < found.flops:
+        return found.flops, found.counted
+    return flops, COMPILED

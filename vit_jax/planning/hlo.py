@@ -2,80 +2,29 @@
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+from vit_jax.planning import instructions, loops
+from vit_jax.planning.instructions import Array, Instruction
+
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-_CALLED = re.compile(
-    r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
-)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_NAME = re.compile(r"%?([\w.\-]+)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """Type, shape and place of an array.
+class Run(NamedTuple):
+    """An instruction as the program runs it.
 
     Attributes:
-      dtype: as "bf16".
-      dims: its shape.
-      fast: whether it lies in a memory of the core, not in the chip's main memory.
+      instruction: outside of fusions.
+      times: how often, in a step.
+      beside: whether it is in what an `async-start` runs beside other work.
     """
 
-    dtype: str
-    dims: tuple[int, ...]
-    fast: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """Its size without padding."""
-        if self.dtype in ("token", "opaque"):
-            return 0
-        digits = re.search(r"\d+", self.dtype)  # Of pred there are none.
-        bits = int(digits[0]) if digits else 8
-        return math.ceil(math.prod(self.dims) * bits / 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One line of a computation.
-
-    Attributes:
-      name: unique in the program.
-      opcode: as "all-reduce" or "fusion".
-      arrays: what it gives; several of a tuple.
-      operands: names of what it takes.
-      attributes: the rest of the line.
-      root: whether its computation returns it.
-    """
-
-    name: str
-    opcode: str
-    arrays: tuple[Array, ...]
-    operands: tuple[str, ...]
-    attributes: str
-    root: bool
-
-    @property
-    def bytes(self) -> int:
-        return sum(array.bytes for array in self.arrays)
-
-    def attribute(self, name: str) -> str:
-        """Returns the word after `name=`, "" if there is none."""
-        match = re.search(rf'\b{name}="?([^,"}}\s]+)', self.attributes)
-        return match[1] if match else ""
-
-    @property
-    def called(self) -> tuple[str, ...]:
-        """Computations that it runs or applies."""
-        names = _CALLED.findall(self.attributes)
-        for branches in _BRANCHES.findall(self.attributes):
-            names += _NAME.findall(branches)
-        return tuple(names)
+    instruction: Instruction
+    times: int
+    beside: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,59 +39,50 @@ class Module:
     computations: dict[str, tuple[Instruction, ...]]
     entry: str
 
-    def runs(self) -> Iterator[tuple[Instruction, int]]:
-        """Goes through what the program runs: each instruction, and how often.
+    def runs(self) -> Iterator[Run]:
+        """Goes through what the program runs.
 
         What is inside of fusions is part of them; of a condition every branch counts, and
         a loop counts once where its rounds cannot be read (see `unread`).
         """
-        yield from self._runs(self.entry, 1)
+        yield from self._runs(self.entry, 1, False)
 
-    def _runs(self, computation, times):
+    def _runs(self, computation, times, beside):
         for instruction in self.computations[computation]:
-            yield instruction, times
+            yield Run(instruction, times, beside)
             if instruction.opcode == "while":
-                rounds = self.rounds(instruction) or 1
-                yield from self._runs(
-                    instruction.attribute("body").strip("%"), times * rounds
-                )
-            elif instruction.opcode in ("call", "conditional", "async-start"):
+                rounds = self.rounds(instruction)
+                inside = times * (1 if rounds is None else rounds)
+                body = instruction.attribute("body").strip("%")
+                yield from self._runs(body, inside, beside)
+            elif instruction.base in ("call", "conditional", "async"):
                 for name in instruction.called:
-                    yield from self._runs(name, times)
+                    yield from self._runs(name, times, beside or instruction.starts)
+
+    def within(self, instruction: Instruction) -> Iterator[Instruction]:
+        """Goes through an instruction and all that is fused into it."""
+        yield instruction
+        if instruction.base == "fusion":
+            for inner in self.fused(instruction):
+                yield from self.within(inner)
+
+    def fused(self, fusion: Instruction) -> tuple[Instruction, ...]:
+        """Returns what a fusion computes."""
+        return self.computations.get(fusion.attribute("calls").strip("%"), ())
+
+    def taken(self, instruction: Instruction) -> list[Array]:
+        """Returns the arrays that an instruction takes."""
+        operands = (self.by_name.get(name) for name in instruction.operands)
+        return [array for one in operands if one for array in one.results]
 
     def unread(self) -> int:
         """Returns how many loops there are whose rounds cannot be read."""
-        loops = [i for i, _ in self.runs() if i.opcode == "while"]
-        return sum(self.rounds(loop) is None for loop in loops)
+        found = [run.instruction for run in self.runs()]
+        return sum(i.opcode == "while" and self.rounds(i) is None for i in found)
 
     def rounds(self, loop: Instruction) -> int | None:
-        """Returns how often a while loop runs, None if it is not to be read.
-
-        Read is XLA's own word for it, or a condition "counter < constant" of a counter
-        that begins at a constant (0 if it cannot be seen) and takes steps of one.
-        """
-        if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
-            return int(match[1])
-        condition = self.computations[loop.attribute("condition").strip("%")]
-        by_name = {i.name: i for i in condition}
-        root = next(i for i in condition if i.root)
-        if root.opcode != "compare" or "direction=LT" not in root.attributes:
-            return None
-        counter, limit = (by_name[name] for name in root.operands)
-        if counter.opcode != "get-tuple-element" or limit.opcode != "constant":
-            return None
-        first = self._first(loop, int(counter.attribute("index")))
-        return int(limit.operands[0]) - first
-
-    def _first(self, loop, index) -> int:
-        """Returns what element `index` of a loop's state is before the loop."""
-        start = self.by_name.get(loop.operands[0])
-        if start is None or start.opcode != "tuple":
-            return 0
-        value = self.by_name[start.operands[index]]
-        while value.opcode in ("copy", "bitcast"):
-            value = self.by_name[value.operands[0]]
-        return int(value.operands[0]) if value.opcode == "constant" else 0
+        """Returns how often a while loop runs; see `loops.rounds`."""
+        return loops.rounds(loop, self.computations, self.by_name)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
@@ -155,6 +95,9 @@ def parse(text: str) -> Module:
 
     Args:
       text: of the optimised HLO.
+
+    Raises:
+      ValueError: it is none.
     """
     computations, entry, current = {}, "", None
     for line in text.splitlines():
@@ -165,56 +108,7 @@ def parse(text: str) -> Module:
         elif line.startswith("}"):
             current = None
         elif match := _INSTRUCTION.match(line):
-            current.append(_instruction(match[2], match[3], bool(match[1])))
+            current.append(instructions.read(match[2], match[3], bool(match[1])))
     if not entry:
         raise ValueError("this is no HLO program: no computation is marked ENTRY")
     return Module({name: tuple(lines) for name, lines in computations.items()}, entry)
-
-
-def _instruction(name, rest, root):
-    """Reads "type opcode(operands), attributes"."""
-    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    kind, rest = rest[:end], rest[end:].lstrip()
-    opening = rest.index("(")
-    closing = _closing(rest, opening)
-    opcode, inside, attributes = (
-        rest[:opening],
-        rest[opening + 1 : closing - 1],
-        rest[closing:],
-    )
-    return Instruction(
-        name, opcode, arrays(kind), _operands(opcode, inside), attributes, root
-    )
-
-
-def arrays(text: str) -> tuple[Array, ...]:
-    """Reads all types of arrays in a text."""
-    return tuple(
-        Array(
-            dtype,
-            tuple(int(n) for n in dims.split(",") if n),
-            bool(re.search(r"S\([1-9]", layout)),
-        )
-        for dtype, dims, layout in _ARRAY.findall(text)
-    )
-
-
-def _operands(opcode, inside):
-    if opcode in ("constant", "parameter"):
-        return (inside,)
-    # Some printers put types before the names.
-    return tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(
-        word
-        for word in re.sub(r"/\*.*?\*/", "", inside).replace(" ", "").split(",")
-        if word
-    )
-
-
-def _closing(text, opening):
-    """Returns the place after the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for place in range(opening, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
-        if depth == 0:
-            return place + 1
-    raise ValueError(f"no parenthesis closes the first one of {text[:80]!r}")

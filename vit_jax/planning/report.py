@@ -2,6 +2,7 @@
 
 import math
 
+from vit_jax.parallel.mesh import BATCH_AXES
 from vit_jax.planning.analysis import Analysis
 from vit_jax.planning.roofline import ASSUMPTIONS
 
@@ -39,13 +40,13 @@ def verdict(found: Analysis) -> str:
 
 
 def advice(settings: dict) -> str:
-    """Returns what to change so that a program takes less memory."""
-    ways = []
-    if settings["mesh"]["fsdp"] == 1:
-        count = math.prod(settings["mesh"].values())
-        if count > 1:
-            ways.append(f"--config.mesh.fsdp={2 ** (count.bit_length() // 2)}")
-    if settings["remat"] != "full":
+    """Returns what to change so that a program takes less memory.
+
+    Args:
+      settings: see `analysis.settings`.
+    """
+    ways = _sharding(settings["mesh"], settings["dcn"])
+    if settings["remat"] not in (None, "full"):
         ways.append("--config.model.remat=full")
     if settings["moment_dtype"] != "bfloat16":
         ways.append("--config.optim.moment_dtype=bfloat16")
@@ -53,8 +54,30 @@ def advice(settings: dict) -> str:
         ways.append("--config.model.dtype=bfloat16")
     if settings["average"]:
         ways.append("--config.average.decay=0")
-    ways.append(f"--config.optim.accumulate={2 * settings['accumulate']}")
+    ways += _accumulation(settings)
+    if not ways:
+        return "try a larger slice or a smaller batch"
     return f"try {', '.join(ways[:-1])} or {ways[-1]}" if ways[1:] else f"try {ways[0]}"
+
+
+def _sharding(mesh, dcn):
+    """Yields a mesh whose "fsdp" takes about the root of what "data" has."""
+    whole = mesh["data"] // dcn["dcn_data"]
+    size = 2 ** (whole.bit_length() // 2)
+    while whole % size:
+        size //= 2
+    if mesh["fsdp"] > 1 or size == 1:
+        return []
+    # Both in one: a config that states "data" would have too many devices otherwise.
+    return [f"--config.mesh.data={mesh['data'] // size} --config.mesh.fsdp={size}"]
+
+
+def _accumulation(settings):
+    """Yields the next larger number of microbatches that divides the batch."""
+    split = math.prod(settings["mesh"][axis] for axis in BATCH_AXES)
+    rows, now = settings["batch_size"] // split, settings["accumulate"]
+    more = (n for n in range(now + 1, rows + 1) if rows % n == 0 and n % now == 0)
+    return [f"--config.optim.accumulate={n}" for n in more][:1]
 
 
 def _setting(settings):
@@ -64,7 +87,8 @@ def _setting(settings):
         for name in ("dtype", "moment_dtype", "remat", "attention", "accumulate")
         if settings[name]
     ]
-    words.append("scan" if settings["scan"] else "no scan")
+    if settings["scan"] is not None:
+        words.append("scan" if settings["scan"] else "no scan")
     return f"mesh {mesh}; {', '.join(words)}"
 
 
@@ -105,7 +129,10 @@ def _work(found):
         "counted in the compiled program, caches of the core not",
     )
     if found.unread_loops:
-        yield f"  {found.unread_loops} loops count once: their rounds cannot be read"
+        yield (
+            f"  {found.unread_loops} loops count once, here and below: their rounds "
+            "cannot be read"
+        )
 
 
 def _collectives(found):
@@ -113,11 +140,11 @@ def _collectives(found):
     if not found.collectives:
         yield "  none"
         return
-    row = "  {:<16} {:<5} {:<6} {:>6} {:>11} {:>13}"
+    row = "  {:<26} {:<5} {:<6} {:>6} {:>11} {:>13}"
     yield row.format("kind", "type", "async", "count", "MB of each", "MB a chip sends")
     for one in found.collectives:
         yield row.format(
-            one["kind"],
+            one["kind"] + (", slices" if one["slices"] else ""),
             one["dtype"],
             "yes" if one["overlapped"] else "no",
             one["count"],

@@ -57,7 +57,8 @@ def estimate(
     """
 
     def over_links(sent):
-        return sent / chip.link_bandwidth if sent else 0.0
+        # Without links it goes another way, of which nothing is known: still a floor.
+        return sent / chip.link_bandwidth if chip.link_bandwidth else 0.0
 
     return Roofline(
         compute=flops / chip.peak_flops,

@@ -10,10 +10,11 @@ from vit_jax.errors import UserError
 from vit_jax.parallel import mesh as meshes
 from vit_jax.planning import analysis
 from vit_jax.planning.analysis import Analysis
+from vit_jax.schema import CHOICES
 
-# From the one that keeps most to the one that keeps least.
-REMAT = ("none", "dots", "full")
-_WIDTHS = (11, 7, 5, 9, 9, 10, 9)
+# All there are, from the one that keeps most to the one that keeps least.
+REMAT = tuple(CHOICES["model", "remat"])
+_WIDTHS = (11, 9, 5, 9, 9, 10, 9)
 HEADING = ("mesh", "remat", "scan", "GiB", "TFLOP", "MB sent", "floor ms")
 
 
@@ -60,8 +61,8 @@ def compare(
     examples: int,
     limit: int | None,
     sizes: Sequence[dict],
-    policies: Sequence[str],
-    scans: Sequence[bool],
+    policies: Sequence[str] = REMAT,
+    scans: Sequence[bool] = (),
 ) -> Iterator[Analysis]:
     """Compiles a config for each mesh, with and without scan, with each policy.
 
@@ -73,8 +74,8 @@ def compare(
       examples: size of the training split.
       limit: bytes of a chip that a program can have.
       sizes: of the meshes.
-      policies: of rematerialisation.
-      scans: values of `model.scan`.
+      policies: of rematerialisation; one is enough for a network without.
+      scans: values of `model.scan`; the config's own if there are none.
 
     Yields:
       What each costs, as soon as it is known.
@@ -83,6 +84,7 @@ def compare(
       UserError: no mesh fits the config, or a policy is unknown.
     """
     refused = []
+    scans = scans or [config.model.get("scan", False)]
     for stated, scan in itertools.product(sizes, scans):
         for policy in policies:
             trial = variant(config, stated, policy, scan)
@@ -129,17 +131,31 @@ def unfit(config: ConfigDict, reason: str) -> Analysis:
 
 
 def fastest(rows: Sequence[Analysis]) -> Analysis | None:
-    """Returns the row with the lowest floor of those that fit, None if none does."""
+    """Returns the row with the lowest floor of those that fit, None if none does.
+
+    One with loops that cannot be read comes last: its floor is too low.
+    """
     fitting = [row for row in rows if row.fits and row.roofline]
-    return min(fitting, key=lambda row: row.roofline.floor, default=None)
+    return min(
+        fitting,
+        key=lambda row: (row.unread_loops > 0, row.roofline.floor),
+        default=None,
+    )
 
 
 def flags(row: Analysis) -> str:
-    """Returns what to add to a command line to get a row's settings."""
-    sizes = row.settings["mesh"]
-    words = [f"--config.mesh.{axis}={sizes[axis]}" for axis in ("fsdp", "model")]
-    words += [f"--config.model.{key}={row.settings[key]}" for key in ("remat", "scan")]
-    return " ".join(words)
+    """Returns what to add to a command line to get a row's settings.
+
+    All axes are stated, as the config's own would stay otherwise.
+    """
+    dcn = row.settings["dcn"]
+    if set(dcn.values()) == {1}:
+        dcn = {}  # As it fits, also in the config that the row was made from.
+    words = [f"mesh.{axis}={n}" for axis, n in {**row.settings["mesh"], **dcn}.items()]
+    for key in ("remat", "scan"):
+        if row.settings[key] is not None:
+            words.append(f"model.{key}={row.settings[key]}")
+    return " ".join(f"--config.{word}" for word in words)
 
 
 def line(row: Analysis | None = None) -> str:
@@ -152,15 +168,20 @@ def line(row: Analysis | None = None) -> str:
         sent = sum(one["sent"] for one in row.collectives)
         cells = (
             shown,
-            row.settings["remat"],
-            "yes" if row.settings["scan"] else "no",
+            row.settings["remat"] or "-",
+            {True: "yes", False: "no", None: "-"}[row.settings["scan"]],
             f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "-",
             f"{row.flops / 1e12:.2f}" if row.flops else "-",
             f"{sent / 1e6:.0f}" if row.fits else "-",
             f"{row.roofline.floor * 1e3:.1f}" if row.roofline else "-",
         )
     words = [f"{cell:>{w}}" for cell, w in zip(cells, _WIDTHS, strict=True)]
-    note = "" if row is None or row.fits else "  does not fit"
-    if row is not None and not row.fits and not row.peak_bytes:
-        note = f"  does not compile: {row.error}"
-    return "  ".join(words) + note
+    return "  ".join(words) + ("" if row is None else _note(row))
+
+
+def _note(row: Analysis) -> str:
+    if row.unread_loops:
+        return f"  {row.unread_loops} loops count once: the floor is too low"
+    if row.fits:
+        return ""
+    return "  does not fit" if row.peak_bytes else f"  does not compile: {row.error}"

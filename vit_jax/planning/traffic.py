@@ -1,31 +1,27 @@
 """What a compiled program reads and writes in a chip's main memory."""
 
-from vit_jax.planning.hlo import Instruction, Module
+from vit_jax.planning.hlo import Module
+from vit_jax.planning.instructions import Instruction
 
-# What moves nothing, or is counted where it ends or in what it runs.
+# What moves nothing, or is counted where it begins or in what it runs.
 _FREE = {
     "add-dependency",
     "after-all",
-    "all-gather-done",
-    "all-reduce-done",
-    "async-done",
     "async-start",
-    "async-update",
     "bitcast",
     "call",
-    "collective-permute-done",
+    "call-start",
     "conditional",
     "constant",
-    "copy-done",
     "get-tuple-element",
     "optimization-barrier",
     "parameter",
     "partition-id",
     "replica-id",
-    "slice-done",
     "tuple",
     "while",
 }
+_ENDS = ("-done", "-update")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME = ("bitcast", "reshape", "copy", "convert", "transpose")
 
@@ -40,36 +36,38 @@ def count(module: Module) -> int:
     Args:
       module: optimised program of one device.
     """
-    return sum(
-        times * _moved(module, instruction) for instruction, times in module.runs()
-    )
+    return sum(run.times * _moved(module, run.instruction) for run in module.runs())
 
 
 def _moved(module: Module, instruction: Instruction) -> int:
-    if instruction.opcode in _FREE:
+    opcode, base = instruction.opcode, instruction.base
+    if opcode in _FREE or opcode.endswith(_ENDS):
         return 0
     operands = [module.by_name.get(name) for name in instruction.operands]
-    if instruction.opcode in ("copy-start", "slice-start"):
+    if base in ("copy", *_SLICES) and instruction.starts:
         return _copied(operands[0], instruction)
-    if instruction.opcode == "fusion":
-        return _fusion(module, instruction, operands, _called(module, instruction))
-    if instruction.opcode in _SLICES:
-        return 2 * _slow(instruction)
-    if instruction.opcode == "dynamic-update-slice":
-        return 2 * _slow(operands[1])
-    return _slow(instruction) + sum(_slow(operand) for operand in operands if operand)
+    if base == "fusion":
+        return _fusion(module, instruction, operands, module.fused(instruction))
+    if base in _SLICES:
+        return 2 * _slow(instruction.results)
+    if base == "dynamic-update-slice":
+        return 2 * _slow(operands[1].results)
+    if opcode == "send":  # It gives again what it takes.
+        return _slow(module.taken(instruction))
+    if opcode == "recv":
+        return _slow(instruction.parts[0])
+    return _slow(instruction.results) + _slow(module.taken(instruction))
 
 
 def _copied(source: Instruction, start: Instruction) -> int:
-    """Counts an asynchronous copy, of which the start gives source, result and more."""
-    size = min(source.bytes, *(array.bytes for array in start.arrays[:2]))
-    # A copy names its result first, a slice its source.
-    result = start.arrays[0 if start.opcode == "copy-start" else 1]
-    return size * [source.arrays[0].fast, result.fast].count(False)
+    """Counts an asynchronous copy or slice, from or to a memory of the core."""
+    (result,) = start.results
+    size = min(source.bytes, result.bytes)
+    return size * [source.results[0].fast, result.fast].count(False)
 
 
-def _slow(instruction: Instruction) -> int:
-    return sum(array.bytes for array in instruction.arrays if not array.fast)
+def _slow(arrays) -> int:
+    return sum(array.bytes for array in arrays if not array.fast)
 
 
 def _fusion(module, instruction, operands, body):
@@ -78,9 +76,9 @@ def _fusion(module, instruction, operands, body):
     for inner in body:
         if inner.opcode == "parameter":
             operand = operands[int(inner.operands[0])]
-            if operand and _slow(operand):
-                total += min(_slow(operand), _read(module, inner, body))
-    for array in instruction.arrays:
+            if operand and (size := _slow(operand.results)):
+                total += min(size, _read(module, inner, body))
+    for array in instruction.results:
         if not array.fast:
             total += min(array.bytes, replaced.get(array.dims, array.bytes))
     return total
@@ -93,7 +91,7 @@ def _replaced(module, body):
         if inner.opcode == "dynamic-update-slice":
             yield inner.arrays[0].dims, inside[inner.operands[1]].bytes
         elif inner.opcode == "fusion":
-            yield from _replaced(module, _called(module, inner))
+            yield from _replaced(module, module.fused(inner))
 
 
 def _read(module, inner, body):
@@ -106,7 +104,7 @@ def _read(module, inner, body):
             if user.opcode in _SLICES and place == 0:
                 size += user.bytes
             elif user.opcode == "fusion":
-                nested = _called(module, user)
+                nested = module.fused(user)
                 size += sum(
                     _read(module, parameter, nested)
                     for parameter in nested
@@ -119,7 +117,3 @@ def _read(module, inner, body):
             elif user.opcode != "dynamic-update-slice" or place:
                 return inner.bytes
     return size
-
-
-def _called(module, fusion):
-    return module.computations.get(fusion.attribute("calls").strip("%"), ())

@@ -95,7 +95,7 @@ class Progress:
           step_seconds, images_per_second, images_per_second_per_device, input_wait (the
           fraction of the time in which the device waited for input), and mfu, the
           fraction of the device's peak that the model's operations make up, if that
-          peak is known.
+          peak is known. Empty where no step was counted yet.
         """
         steps = step - self._logged
         seconds = self._seconds - self._logged_seconds
@@ -106,29 +106,35 @@ class Progress:
             wait = min(1.0, (waited - self._logged_waited) / seconds)
         self._logged, self._logged_seconds = step, self._seconds
         self._logged_waited = waited
-        left = (self._total - step) * self._batch / self._rate if self._rate else 0.0
-        speed = {
-            "step_seconds": self._batch / self._rate if self._rate else 0.0,
-            "images_per_second": self._rate,
-            "images_per_second_per_device": self._rate / self._devices,
-            "input_wait": wait,
-        }
-        if self._ideal:
-            speed["mfu"] = self._rate / self._devices * self._ideal
-        each = " a device" if self._devices > 1 else ""
-        parts = [
-            f"step {step}/{self._total}",
-            f"loss {loss:.4f}",
-            f"{speed['step_seconds']:.3f} s",
-            f"{self._rate / self._devices:.0f} images/s{each}",
-            f"MFU {speed['mfu']:.0%}" if self._ideal else "",
-            f"input wait {wait:.0%}" if wait >= 0.01 else "",
+        speed = self._speed(wait) if self._rate else {}
+        parts = [f"step {step}/{self._total}", f"loss {loss:.4f}"]
+        if speed:
+            each = " a device" if self._devices > 1 else ""
+            parts += [
+                f"{speed['step_seconds']:.3f} s",
+                f"{speed['images_per_second_per_device']:.0f} images/s{each}",
+                f"MFU {speed['mfu']:.0%}" if self._ideal else "",
+                f"input wait {wait:.0%}" if wait >= 0.01 else "",
+            ]
+        parts += [
             f"saving {stalled:.1f} s" if stalled >= 0.05 else "",
             f"{memory:.1f} GiB" if memory else "",
-            f"{_clock(left)} left",
         ]
+        if speed:
+            left = (self._total - step) * speed["step_seconds"]
+            parts.append(f"{_clock(left)} left")
         self._print("  ".join(filter(None, parts)))
         return speed
+
+    def _speed(self, wait: float) -> dict[str, float]:
+        each = self._rate / self._devices
+        speed = {
+            "step_seconds": self._batch / self._rate,
+            "images_per_second": self._rate,
+            "images_per_second_per_device": each,
+            "input_wait": wait,
+        }
+        return speed | ({"mfu": each * self._ideal} if self._ideal else {})
 
     def advise(self, speed: dict[str, float], data: ConfigDict) -> bool:
         """Says what to raise if the input is the bottleneck; tells whether it is.

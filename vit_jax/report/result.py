@@ -11,6 +11,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from vit_jax.errors import UserError
 from vit_jax.report.writer import replace_text
 
 FILE = "report.json"
@@ -62,8 +63,20 @@ def read(workdir: str | os.PathLike) -> dict | None:
 
 
 def write(workdir: str | os.PathLike, report: dict) -> None:
-    """Writes the report."""
-    replace_text(epath.Path(workdir) / FILE, json.dumps(report, indent=2) + "\n")
+    """Writes the report.
+
+    Raises:
+      UserError: the workdir is gone, full or read-only.
+    """
+    path = epath.Path(workdir) / FILE
+    try:
+        replace_text(path, json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"the training is done, but {path} cannot be written "
+            f"({error.strerror or error}): mend that, then start again: what is saved "
+            "is not trained again"
+        ) from error
 
 
 def flatten(scores: dict) -> dict[str, float]:

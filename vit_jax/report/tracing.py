@@ -12,6 +12,20 @@ from vit_jax.errors import UserError
 FOLDER = "tensorboard"  # Under the workdir, where the metrics are as well.
 
 
+def check(steps: tuple[int, ...], total: int) -> None:
+    """Raises UserError if a trace is asked for of steps that a run does not take.
+
+    Args:
+      steps: as for `Trace`.
+      total: steps of the run.
+    """
+    if any(steps) and steps[1] > total:
+        raise UserError(
+            f"profile={steps} asks for a trace of steps that the run of {total} does not "
+            f"take: set it to steps from 1 to {total}"
+        )
+
+
 class Trace:
     """Records what host and device do in some steps; use as a context manager.
 
@@ -23,11 +37,8 @@ class Trace:
       steps: first and last step; () or zeros record none.
       workdir: folder of the run.
       start: steps taken when this start begins.
-      total: steps of the run.
       active: whether this process records.
 
-    Raises:
-      UserError: the run ends before the last step.
     """
 
     def __init__(
@@ -35,16 +46,10 @@ class Trace:
         steps: tuple[int, ...],
         workdir: str | os.PathLike,
         start: int,
-        total: int,
         *,
         active: bool,
     ):
         self._first, self._last = steps if any(steps) else (0, 0)
-        if self._last > total:
-            raise UserError(
-                f"profile={steps} asks for a trace of steps that the run of {total} "
-                f"does not take: set it to steps from 1 to {total}"
-            )
         self._place = epath.Path(workdir) / FOLDER
         self._recording = False
         self.note = ""

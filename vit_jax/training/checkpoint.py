@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -16,22 +15,6 @@ from vit_jax.parallel import distributed
 from vit_jax.training import resuming, saving
 from vit_jax.training.state import TrainState
 from vit_jax.weights import workdir as layout
-
-
-class Restored(NamedTuple):
-    """What a start goes on from.
-
-    Attributes:
-      state: on the devices.
-      step: optimiser steps taken.
-      seconds: trained before.
-      notes: lines for the log.
-    """
-
-    state: TrainState
-    step: int
-    seconds: float
-    notes: list[str]
 
 
 class Checkpointer:
@@ -76,8 +59,21 @@ class Checkpointer:
         self._last = self.latest  # Finished or under way.
         self._good = time.monotonic()  # When `latest` was saved, or this start began.
 
-    def restore(self, shapes: TrainState, shardings: TrainState) -> Restored:
-        """Reads the latest checkpoint that is intact; says so if it is not the latest.
+    def verify(self) -> list[str]:
+        """Lets `latest` be the newest checkpoint that is intact; puts others aside.
+
+        Returns:
+          Notes on what is unusual about it.
+
+        Raises:
+          UserError: there are checkpoints, and none is intact.
+        """
+        self.latest, notes = resuming.newest_intact(self._workdir)
+        self._last = self.latest
+        return notes
+
+    def restore(self, shapes: TrainState, shardings: TrainState) -> resuming.Restored:
+        """Reads the latest checkpoint; `verify` comes before.
 
         Args:
           shapes: the state as `jax.eval_shape` gives it.
@@ -87,9 +83,9 @@ class Checkpointer:
           The state and what goes with it.
 
         Raises:
-          UserError: the data set has changed since then, or no checkpoint is intact.
+          UserError: the data set has changed since then.
         """
-        step, notes = resuming.newest_intact(self._workdir)
+        step = self.latest
         path = layout.path_of(self._workdir, step)
         stored = ocp.metadata(path).custom_metadata
         for key, what in (("examples", "images"), ("class_names", "classes")):
@@ -106,10 +102,9 @@ class Checkpointer:
             shardings,
         )
         tree = ocp.load(path, _as_tree(like))
-        self.latest = self._last = step
         state = shapes.replace(**({"average": None} | tree))
-        notes = [*notes, f"resume: step {step} of {self._workdir}"]
-        return Restored(state, step, stored["seconds"], notes)
+        notes = [f"resume: step {step} of {self._workdir}"]
+        return resuming.Restored(state, step, stored["seconds"], notes)
 
     def save(self, step: int, state: TrainState, seconds: float) -> None:
         """Begins to save, after the previous save has ended.

@@ -1,32 +1,31 @@
 """The training run, from config to report, in the order in which things happen."""
 
 import contextlib
-import json
 import os
 import time
 
 import jax
-from clu import parameter_overview
 from ml_collections import ConfigDict
 
-from vit_jax import config as configuration
 from vit_jax.data import pipeline, sources
 from vit_jax.errors import Preempted
 from vit_jax.evaluation.suite import Suite
 from vit_jax.parallel import compilation_cache, distributed
 from vit_jax.parallel import mesh as meshes
-from vit_jax.report import result
+from vit_jax.report import result, tracing
 from vit_jax.report.compilations import Compilations
-from vit_jax.report.laps import Laps
-from vit_jax.report.progress import Progress
 from vit_jax.report.startup import Startup
-from vit_jax.report.tracing import Trace
-from vit_jax.report.waiting import InputWait
-from vit_jax.report.writer import MetricWriter
-from vit_jax.training import checkpoint, efficiency, guards, nearby, same_run, watchdog
+from vit_jax.training import (
+    checkpoint,
+    guards,
+    nearby,
+    same_run,
+    starting,
+    watchdog,
+)
 from vit_jax.training import program as programs
 from vit_jax.training.ahead import Ahead
-from vit_jax.weights import start as start_weights
+from vit_jax.training.logbook import Logbook
 
 
 def train(
@@ -76,6 +75,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
     # Model, optimiser, step and evaluations.
     program = programs.build(config, mesh, len(source))
     total, epoch = program.total, program.epoch
+    tracing.check(config.profile, total)
     suite = Suite(program.model, config, mesh, program.shardings.params)
 
     def due(what, step):
@@ -92,62 +92,36 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
 
         # State: created or restored in place, each part on the devices that hold it.
         near = nearby.Nearby(config, workdir, source, program.shapes, program.shardings)
-        latest = checkpoints.latest or 0
-        state, start, trained_seconds, notes = near.restore(newer_than=latest)
-        if state is None and latest:
-            state, start, trained_seconds, more = checkpoints.restore(
-                program.disk_shapes, program.disk_shardings
-            )
-            state, notes = program.from_disk(state), [*notes, *more]
-        elif state is None and config.init:
-            params, notes = start_weights.load(config, program.model, program.init)
-            state = program.start_from(params)
-        elif state is None:
-            state = program.start()
+        state, start, trained_seconds, notes = starting.begin(
+            config, program, checkpoints, near
+        )
 
         # Reports.
-        progress = Progress(
-            start,
-            total,
-            config.batch_size,
-            jax.device_count(),
-            active=first_process,
-            ideal=efficiency.ideal_seconds(program.model, jax.devices()[0].device_kind),
+        book = open_files.enter_context(
+            Logbook(
+                config,
+                workdir,
+                program,
+                start,
+                alike=alike,
+                startup=startup,
+                compilations=compilations,
+            )
         )
-        writer = open_files.enter_context(
-            MetricWriter(workdir, start, active=first_process)
-        )
-        writer.text("config", json.dumps(configuration.to_json(config), indent=2))
-        writer.text(
-            "parameters",
-            parameter_overview.get_parameter_overview(
-                program.disk_shapes.params, include_stats=False
-            ),
-        )
-        count = sum(x.size for x in jax.tree.leaves(program.shapes.params))
-        progress.say(
-            f"{config.name}: {config.model.variant}, {count:,} parameters, "
-            f"{len(source):,} images, {total:,} steps of {config.batch_size} on "
-            f"{jax.device_count()} x {jax.devices()[0].device_kind}; workdir {workdir}"
-        )
-        trace = Trace(config.profile, workdir, start, total, active=first_process)
+        book.head(len(source))
+        trace = tracing.Trace(config.profile, workdir, start, active=first_process)
         for note in filter(None, (*notes, uncached, trace.note)):
-            progress.say(note)
+            book.say(note)
 
         def seconds():
             return trained_seconds + time.perf_counter() - began
-
-        wait = InputWait()
 
         def settle(step, metrics):
             """Waits for a step and looks at its numbers."""
             values = {k: float(v) for k, v in jax.device_get(metrics).items()}
             guards.check_finite(step, values, checkpoints)
-            progress.done(step, wait.seconds)
+            book.done(step)
             watch.beat(f"step {step}", step=True)
-            if step == start + 1:
-                startup.done("first step")
-                progress.say(f"{startup.line()}; {compilations.line()}")
             return values
 
         def leave(step):
@@ -175,16 +149,13 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             scores = suite.run(params, stop)
             if scores is None:
                 leave(step)
-            for name, kinds in scores.items():
-                if not writer.has(step, f"{name}/raw/"):
-                    writer.scalars(step, result.flatten({name: kinds}))
-            progress.say(f"step {step}/{total}  {result.line(scores)}")
+            book.scores(step, scores)
             return scores
 
         # A start that was ended in an evaluation owes it still.
-        final, skipped, advised = {}, 0, False
+        final, skipped = {}, 0
         owed = start and start < total and due("evaluate", start)
-        if owed and not all(writer.has(start, f"{n}/raw/") for n in config.evals):
+        if owed and not all(book.has_scores(start, name) for name in config.evals):
             evaluate(start)
 
         # Training.
@@ -208,18 +179,17 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
         waiting = None  # The last step and its metrics, while the device is at it.
         # debug_nans runs a failed step again, operation by operation, which transfers.
         guard = "allow" if config.debug_nans else "disallow"
-        laps = Laps(config.slow_step, jax.process_index())
-        with batches, jax.transfer_guard(guard), wait, trace:
-            for step, batch in enumerate(wait.over(batches), start + 1):
-                laps.mark("input")
+        with batches, jax.transfer_guard(guard), book.wait, trace:
+            for step, batch in enumerate(book.wait.over(batches), start + 1):
+                book.laps.mark("input")
                 skipped += int(batch.pop("skipped").sum())
                 if step == 1:
-                    writer.images("train/images", batch["image"], 0)
+                    book.images("train/images", batch["image"], 0)
                 batch = meshes.to_devices(batch, mesh)
-                laps.mark("host-to-device")
+                book.laps.mark("host-to-device")
                 with trace.around(step):
                     state, metrics = train_step(state, batch)
-                wait.began(metrics)
+                book.wait.began(metrics)
                 if waiting:
                     settle(*waiting)
                 waiting = (step, metrics)
@@ -231,45 +201,32 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                     or any(map(due, ("log", "evaluate", "checkpoint"), [step] * 3))
                 ):
                     values, waiting = settle(*waiting), None
-                laps.mark("device step")
+                book.laps.mark("device step")
                 if due("log", step):
-                    # The slowest input holds all up.
-                    own = distributed.gather(skipped=skipped, waited=wait.seconds)
-                    waited, lost = float(own["waited"].max()), int(own["skipped"].sum())
-                    lost //= alike
-                    memory, own = efficiency.memory(), laps.report()
-                    speed = progress.log(
+                    book.log(
                         step,
-                        values["loss"],
-                        waited,
-                        own["checkpoint_stall"],
-                        memory.get("memory_gib", 0.0),
+                        values,
+                        skipped=skipped,
+                        failed=checkpoints.failures,
+                        read_ahead=batches.read_ahead,
                     )
-                    values |= speed | own | memory | startup.news()
-                    values["compile_seconds"] = compilations.seconds
-                    values |= {"skipped": lost} if lost else {}
-                    failed = checkpoints.failures
-                    values |= {"failed_saves": failed} if failed else {}
-                    if batches.read_ahead and not advised:
-                        advised = progress.advise(speed, data)
-                    writer.scalars(step, {f"train/{k}": v for k, v in values.items()})
-                    laps.mark("logging")
+                    book.laps.mark("logging")
                 if ending:
                     leave(step)
-                progress.pause()
-                if due("checkpoint", step):
-                    checkpoints.save(step, program.to_disk(state), seconds())
-                    watch.beat(f"waiting for a save at step {step}")
-                    laps.mark("checkpoint")
-                elif near.due(step):
-                    near.save(step, state, seconds())
-                    laps.mark("checkpoint")
-                if due("evaluate", step):
-                    final = evaluate(step)
-                    laps.mark("evaluation")
-                for line in filter(None, (trace.after(step, metrics), laps.end(step))):
-                    progress.say(line)
-                progress.resume()
+                with book.pause():
+                    if due("checkpoint", step):
+                        checkpoints.save(step, program.to_disk(state), seconds())
+                        watch.beat(f"waiting for a save at step {step}")
+                        book.laps.mark("checkpoint")
+                    elif near.due(step):
+                        near.save(step, state, seconds())
+                        book.laps.mark("checkpoint")
+                    if due("evaluate", step):
+                        final = evaluate(step)
+                        book.laps.mark("evaluation")
+                    for line in trace.after(step, metrics), book.laps.end(step):
+                        if line:
+                            book.say(line)
         if checkpoints.wait():
             # Once more, some time later.
             checkpoints.save(total, program.to_disk(state), seconds())
@@ -286,20 +243,20 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             "wall_seconds": round(seconds(), 3),
             "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
             "compile_seconds": round(compilations.seconds, 3),
-            "images_per_second": round(progress.images_per_second, 3) or None,
+            "images_per_second": round(book.images_per_second, 3) or None,
             "skipped_images": skipped,
             "class_names": list(source.class_names),
             "final": final,
             "params_sha256": result.params_sha256(program.to_disk(state).params),
         }
         if start >= total:
-            progress.say(f"this run is finished ({total} steps): evaluating only")
+            book.say(f"this run is finished ({total} steps): evaluating only")
             scores = evaluate(start)
             report = report | (result.read(workdir) or {})
             report["final"] = report["final"] | scores
         if skipped:
-            progress.say(f"skipped damaged images {skipped} times (data.on_error=skip)")
-        progress.say("\n" + result.table(report))
+            book.say(f"skipped damaged images {skipped} times (data.on_error=skip)")
+        book.say("\n" + result.table(report))
         if first_process:
             result.write(workdir, report)
         checkpoints.demand(total, "the training is done and reported")

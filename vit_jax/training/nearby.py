@@ -13,6 +13,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import socket
 import threading
 import zipfile
 import zlib
@@ -24,6 +25,7 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from vit_jax.data.sources import Source
+from vit_jax.errors import UserError
 from vit_jax.parallel import distributed
 from vit_jax.report.writer import replace_text
 from vit_jax.training import parts, resuming, same_run, saving
@@ -53,6 +55,9 @@ class Nearby:
       source: training split, which must not change.
       shapes: state with a jax.ShapeDtypeStruct for each array.
       shardings: state with the sharding of each.
+
+    Raises:
+      UserError: the folder names an environment variable that is not set.
     """
 
     def __init__(
@@ -71,6 +76,12 @@ class Nearby:
         told += same_run.decisive(config)
         self._print = hashlib.sha256(json.dumps(told).encode()).hexdigest()
         folder = os.path.expanduser(os.path.expandvars(config.local.folder))
+        if "$" in folder:
+            raise UserError(
+                f"local.folder={config.local.folder!r}: this host "
+                f"({socket.gethostname()}) has no such environment variable: set it, or "
+                "state the folder itself"
+            )
         self._folder = pathlib.Path(folder) / _name_of(workdir)
 
     def due(self, step: int) -> bool:
@@ -88,6 +99,7 @@ class Nearby:
         self.wait()
         about = {"step": step, "seconds": seconds, "print": self._print}
         arrays = self._layout.parts_of(state)
+        about["members"] = len(arrays) + 1  # With this.
         self._writing = threading.Thread(
             target=self._write, args=(step, about, arrays), daemon=True, name="nearby"
         )
@@ -105,20 +117,17 @@ class Nearby:
         if self._every:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def restore(
-        self, newer_than: int
-    ) -> tuple[TrainState | None, int, float, list[str]]:
+    def restore(self, newer_than: int) -> resuming.Restored:
         """Puts the newest step together that the hosts hold; all processes call it.
 
         Args:
           newer_than: step of the checkpoint in the workdir, 0 for none.
 
         Returns:
-          The state, its step, the seconds trained before, and lines for the log. The
-          state is None if no newer step can be put together.
+          What was put together; without a state if there is no newer step.
         """
         if not self._every:
-            return None, 0, 0.0, []
+            return resuming.Restored(None, 0, 0.0, [])
         mine = self._find(newer_than)
         listed = np.full((_LISTED, 2), -1)
         for row, found in enumerate(sorted(mine, reverse=True)[:_LISTED]):
@@ -138,7 +147,7 @@ class Nearby:
                 f"{', '.join(map(str, missing))}, which no other process holds"
             )
         else:
-            return None, 0, 0.0, notes
+            return resuming.Restored(None, 0, 0.0, notes)
         files = {p: _load(mine[step, p]) for s, p in mine if s == step}
         about = next((about for about, _ in files.values()), {"seconds": 0.0})
         own = {k: v for _, arrays in files.values() for k, v in arrays.items()}
@@ -156,7 +165,7 @@ class Nearby:
                 f"process {', '.join(map(str, empty))} had nothing on its disk: given "
                 "its parts by the others"
             )
-        return state, step, seconds, notes
+        return resuming.Restored(state, step, seconds, notes)
 
     def _find(self, newer_than: int) -> dict[tuple[int, int], pathlib.Path]:
         """Returns the undamaged files on this disk: (step, writing process) to path."""
@@ -167,11 +176,15 @@ class Nearby:
                 continue
             try:
                 with zipfile.ZipFile(path) as file:
-                    bad = file.testzip()
-                if bad is None and _about(path)["print"] == self._print:
-                    found[step, process] = path
-                elif bad is not None:
+                    bad, members = file.testzip(), len(file.namelist())
+                about = _about(path)
+                # A flipped bit may cut the file's table of contents short.
+                if bad is None and members != about["members"]:
+                    bad = f"{members} of {about['members']} arrays"
+                if bad is not None:
                     raise zipfile.BadZipFile(f"{bad} is not what was written")
+                if about["print"] == self._print:
+                    found[step, process] = path
             except _DAMAGE as error:
                 resuming.say(f"error: {path} is damaged ({error}): not used")
         return found

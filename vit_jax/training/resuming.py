@@ -2,14 +2,32 @@
 
 import os
 import sys
+from typing import NamedTuple
 
 import jax
 from etils import epath
 
 from vit_jax.errors import UserError
 from vit_jax.parallel import distributed
+from vit_jax.training.state import TrainState
 from vit_jax.weights import intact
 from vit_jax.weights import workdir as layout
+
+
+class Restored(NamedTuple):
+    """What a start goes on from.
+
+    Attributes:
+      state: on the devices; None if there is nothing to go on from.
+      step: optimiser steps taken.
+      seconds: trained before.
+      notes: lines for the log.
+    """
+
+    state: TrainState | None
+    step: int
+    seconds: float
+    notes: list[str]
 
 
 def newest_intact(workdir: str | os.PathLike) -> tuple[int, list[str]]:

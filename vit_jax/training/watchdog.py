@@ -15,6 +15,7 @@ EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h.
 # How long this file's thread may be kept from running before C code ends the process.
 _DEAF_SECONDS = 60.0
 _WORDS_SECONDS = 30.0  # For telling the other processes.
+_STOPPED_SECONDS = 5.0  # Later than this, a look comes from a process that was stopped.
 _STARTING = 3  # Times the limit, before the first step.
 
 
@@ -74,7 +75,12 @@ class Watchdog:
     def _watch(self) -> None:
         look = min(1.0, self._timeout / 10)
         deaf = max(self._limit, _DEAF_SECONDS)
+        looked = time.monotonic()
         while not self._done.wait(look):
+            late = time.monotonic() - looked - look
+            looked = time.monotonic()
+            if late > _STOPPED_SECONDS:  # The whole process stood: SIGSTOP, or a pause
+                self._when += late  # of the machine. It is not to blame.
             if sys.__stderr__ is not None:  # As in some notebooks.
                 faulthandler.dump_traceback_later(deaf, exit=True, file=sys.__stderr__)
             if time.monotonic() - self._when > self._limit:

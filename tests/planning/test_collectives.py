@@ -1,0 +1,180 @@
+"""Reading what devices exchange: programs of this machine, and texts of XLA's."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from vit_jax.planning import collectives, hlo
+
+Collective = collectives.Collective
+
+
+def compiled(function, *args, **kwargs):
+    return hlo.parse(jax.jit(function, **kwargs).lower(*args).compile().as_text())
+
+
+def test_collectives_of_a_program_of_this_machine_are_found_with_their_sizes():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rows = NamedSharding(mesh, PartitionSpec("a"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    x = jax.ShapeDtypeStruct((12, 5), jnp.float32)
+
+    summed = compiled(lambda x: x.sum(0), x, in_shardings=rows, out_shardings=whole)
+    (one,) = collectives.find(summed, 8)
+    assert (one.kind, one.devices, one.bytes) == ("all-reduce", 4, 5 * 4)
+    assert one.sent == pytest.approx(2 * 20 * 3 / 4)
+
+    gathered = compiled(lambda x: x + 1, x, in_shardings=rows, out_shardings=whole)
+    (one,) = collectives.find(gathered, 8)
+    assert (one.kind, one.devices, one.bytes) == ("all-gather", 4, 12 * 5 * 4)
+    assert one.sent == pytest.approx(240 * 3 / 4)
+
+
+# As TPU's compiler writes them: a fusion that reduces and scatters, and an asynchronous
+# all-gather as a chain of fusions that all show it.
+TPU = """
+HloModule m
+
+%all-reduce-scatter.1 (input: bf16[8,6]) -> bf16[2,6] {
+  %input = bf16[8,6]{1,0} parameter(0)
+  %all = bf16[8,6]{1,0} all-reduce(%input), channel_id=3, replica_groups=mesh['x'=4,'y'=4] {'y'}, to_apply=%add
+  ROOT %part = bf16[2,6]{1,0} dynamic-slice(%all, %i), dynamic_slice_sizes={2,6}
+}
+
+%begin (p: f32[2,5]) -> f32[8,5] {
+  %p = f32[2,5]{1,0} parameter(0)
+  ROOT %g1 = f32[8,5]{1,0} all-gather(%p), channel_id=7, replica_groups=[4,4]<=[16]T(1,0), dimensions={0}, frontend_attributes={chain_id="2"}
+}
+
+%go_on (p2: f32[2,5]) -> f32[8,5] {
+  %p2 = f32[2,5]{1,0} parameter(0)
+  ROOT %g2 = f32[8,5]{1,0} all-gather(%p2), channel_id=7, replica_groups=[4,4]<=[16]T(1,0), dimensions={0}, frontend_attributes={chain_id="2"}
+}
+
+ENTRY %main (a: bf16[8,6], b: f32[2,5]) -> bf16[2,6] {
+  %a = bf16[8,6]{1,0} parameter(0)
+  %b = f32[2,5]{1,0} parameter(1)
+  %first = f32[8,5]{1,0} fusion(%b), kind=kCustom, calls=%begin
+  %then = f32[8,5]{1,0} fusion(%b), kind=kCustom, calls=%go_on
+  %perm = f32[2,5]{1,0} collective-permute(%b), channel_id=9, source_target_pairs={{0,1},{1,0}}
+  %ga = (f32[2,5]{1,0}, f32[32,5]{1,0}) all-gather-start(%b), channel_id=8, replica_groups={{0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}}, dimensions={0}
+  %gd = f32[32,5]{1,0} all-gather-done(%ga)
+  ROOT %rs = bf16[2,6]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_what_tpus_compiler_makes_of_collectives_is_understood():
+    found = collectives.find(hlo.parse(TPU), 16)
+    assert found == [
+        Collective("all-gather", "f32", True, 4, 8 * 5 * 4, 1),
+        Collective("collective-permute", "f32", False, 16, 2 * 5 * 4, 1),
+        Collective("all-gather", "f32", True, 16, 32 * 5 * 4, 1),
+        Collective("reduce-scatter", "bf16", False, 4, 8 * 6 * 2, 1),
+    ]
+    assert [one.sent for one in found] == [120, 40, 600, 72]
+
+
+def test_collectives_add_up_by_kind_and_type():
+    found = collectives.find(hlo.parse(TPU), 16)
+    rows = {row["kind"]: row for row in collectives.summarize(found)}
+    assert list(rows) == ["reduce-scatter", "all-gather", "collective-permute"]
+    assert rows["all-gather"] == {
+        "kind": "all-gather",
+        "dtype": "f32",
+        "overlapped": True,
+        "slices": False,
+        "count": 2,
+        "bytes": 160 + 640,
+        "sent": 720,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        ("replica_groups={{0,1,2},{3,4,5}}", 3),
+        ("replica_groups=[16,3]<=[48]", 3),
+        ("replica_groups=[2,8]<=[4,4]T(1,0)", 8),
+        ("replica_groups=mesh['a'=2,'b'=6] {'a','b'}", 12),
+        ("replica_groups=mesh['a'=2,'b'=6] {'b':(1)3}", 3),
+        ("replica_groups={}", 48),
+    ],
+)
+def test_every_way_to_write_groups_is_read(words, devices):
+    assert collectives._group(f", channel_id=1, {words}, x={{0}}", 48) == devices
+
+
+# As XLA prints what stands for a computation of one collective (seen of TPU's compiler
+# with xla_tpu_enable_async_all_to_all), and of more than that.
+ASYNCHRONOUS = """
+HloModule m
+
+%odd (p: f32[8,6]) -> f32[2,6] {
+  %p = f32[8,6]{1,0} parameter(0)
+  %n = f32[8,6]{1,0} negate(%p)
+  ROOT %r = f32[2,6]{1,0} reduce-scatter(%n), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[8,6], y: bf16[4,6]) -> f32[8,6] {
+  %x = f32[8,6]{1,0} parameter(0)
+  %y = bf16[4,6]{1,0} parameter(1)
+  %rs = ((f32[8,6]{1,0}, bf16[4,6]{1,0}), (f32[2,6]{1,0}, bf16[1,6]{1,0}), s32[]) reduce-scatter-start(%x, %y), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+  %ru = ((f32[8,6]{1,0}, bf16[4,6]{1,0}), (f32[2,6]{1,0}, bf16[1,6]{1,0}), s32[]) reduce-scatter-update(%rs)
+  %rd = (f32[2,6]{1,0}, bf16[1,6]{1,0}) reduce-scatter-done(%ru)
+  %ts = ((f32[8,6]{1,0:T(8,128)}), f32[8,6]{1,0:T(8,128)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) all-to-all-start(%x), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+  %td = f32[8,6]{1,0} all-to-all-done(%ts)
+  %os = ((f32[8,6]{1,0}), f32[2,6]{1,0}, s32[]) async-start(%x), calls=%odd
+  %od = f32[2,6]{1,0} async-done(%os)
+  %gs = ((f32[8,6]{1,0}, bf16[4,6]{1,0}), (f32[32,6]{1,0}, bf16[16,6]{1,0})) all-gather-start(%x, %y), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}
+  %gd = (f32[32,6]{1,0}, bf16[16,6]{1,0}) all-gather-done(%gs)
+  %as = f32[8,6]{1,0} all-reduce-start(%x), channel_id=4, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %ad = f32[8,6]{1,0} all-reduce-done(%as)
+}
+"""
+
+
+def test_asynchronous_collectives_are_what_they_wrap():
+    assert collectives.find(hlo.parse(ASYNCHRONOUS), 16) == [
+        # What it takes, 4 times what it gives.
+        Collective("reduce-scatter", "f32", True, 4, 192 + 48, 1),
+        Collective("all-to-all", "f32", True, 4, 192, 1),
+        Collective("reduce-scatter", "f32", True, 4, 192, 1),
+        Collective("all-gather", "f32", True, 4, 768 + 192, 1),
+        Collective("all-reduce", "f32", True, 4, 192, 1),
+    ]
+
+
+# As TPU's compiler writes what goes from slice to slice (4 of v5e:2x2).
+SLICES = """
+HloModule m
+
+ENTRY %main (x: bf16[512,8]) -> bf16[512,8] {
+  %x = bf16[512,8]{1,0} parameter(0)
+  %t = token[] after-all()
+  %s1 = (bf16[512,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3,4}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %r1 = (bf16[512,8]{1,0}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3,4}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %d1 = token[] send-done(%s1), channel_id=1, is_host_transfer=true
+  %e1 = (bf16[512,8]{1,0}, token[]) recv-done(%r1), channel_id=2, is_host_transfer=true
+  %s2 = (bf16[512,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_megascale_target="{1:4}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}
+  %s3 = (bf16[512,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=5, is_host_transfer=true, frontend_attributes={_xla_megascale_target={{100000,200000},{100001,200001}},_xla_megascale_transfer_type="ALL_TO_ALL"}
+  %s4 = (bf16[512,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=7, is_host_transfer=true, frontend_attributes={_xla_megascale_target={{100000->200000},{200000->100000}},_xla_megascale_transfer_type="ONE_TO_ONE"}
+  ROOT %out = bf16[512,8]{1,0} get-tuple-element(%e1), index=0
+}
+"""
+
+
+def test_what_goes_between_slices_counts_once_and_apart():
+    found = collectives.find(hlo.parse(SLICES), 16)
+    size = 512 * 8 * 2
+    assert [(one.kind, one.devices, one.bytes) for one in found] == [
+        ("all-reduce", 4, size),
+        ("all-gather", 4, 4 * size),
+        ("all-to-all", 2, size),
+        ("collective-permute", 1, size),
+    ]
+    assert all(one.slices and one.overlapped for one in found)
+    assert [one.sent for one in found] == [1.5 * size, 3 * size, size / 2, size]
+    (first, *_) = collectives.summarize(found)
+    assert (first["kind"], first["slices"], first["count"]) == ("all-reduce", True, 1)

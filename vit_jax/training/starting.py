@@ -1,0 +1,45 @@
+"""The state that a start begins with: where the last one ended, given weights, or new."""
+
+from ml_collections import ConfigDict
+
+from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training.nearby import Nearby
+from vit_jax.training.program import Program
+from vit_jax.training.resuming import Restored
+from vit_jax.weights import start as start_weights
+
+
+def begin(
+    config: ConfigDict, program: Program, checkpoints: Checkpointer, near: Nearby
+) -> Restored:
+    """Restores or creates the state, each part on the devices that hold it.
+
+    Args:
+      config: complete config; its `init` names weights for a run that begins.
+      program: of the run.
+      checkpoints: in the workdir.
+      near: on the hosts' own disks; the newer of the two is taken.
+
+    Returns:
+      The state, at step 0 for a run that begins.
+
+    Raises:
+      UserError: no checkpoint is intact, what is stored is of other data, or `init`
+        cannot be read or does not fit.
+    """
+    latest, notes = checkpoints.latest or 0, []
+    found = near.restore(newer_than=latest)
+    if found.state is None and latest:
+        notes = checkpoints.verify()
+        if checkpoints.latest < latest:  # What is near may be newer now.
+            found = near.restore(newer_than=checkpoints.latest)
+        if found.state is None:
+            notes += found.notes
+            found = checkpoints.restore(program.disk_shapes, program.disk_shardings)
+            found = found._replace(state=program.from_disk(found.state))
+    elif found.state is None and config.init:
+        params, notes = start_weights.load(config, program.model, program.init)
+        found = found._replace(state=program.start_from(params))
+    elif found.state is None:
+        found = found._replace(state=program.start())
+    return found._replace(notes=[*notes, *found.notes])
