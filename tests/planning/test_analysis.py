@@ -11,7 +11,7 @@ from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.parallel import mesh as meshes
-from vit_jax.planning import analysis, report, strategies
+from vit_jax.planning import analysis, hlo, report, strategies
 from vit_jax.planning.roofline import Roofline
 from vit_jax.training import program as programs
 
@@ -53,6 +53,7 @@ def test_products_of_a_scan_are_not_what_a_trace_shows_once():
 
 SETTINGS = {
     "mesh": {"data": 256, "fsdp": 1, "model": 1},
+    "dcn": {"dcn_data": 1, "dcn_fsdp": 1},
     "variant": "B/16",
     "batch_size": 4096,
     "dtype": "bfloat16",
@@ -98,19 +99,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change():
     line = report.verdict(large)
     assert line == (
         "does not fit: it wants 20.00 GiB of a chip's 16.00, 4.00 too much; try "
-        "--config.mesh.fsdp=16, --config.model.remat=full, "
+        "--config.mesh.data=16 --config.mesh.fsdp=16, --config.model.remat=full, "
         "--config.optim.moment_dtype=bfloat16 or --config.optim.accumulate=2"
     )
     assert "Collectives" not in report.text(large, "heading")
-
-
-def test_advice_is_a_config_that_loads():
-    words = report.advice(SETTINGS | {"average": True, "dtype": "float32"})
-    found = [w.strip(",") for w in words.split() if w.startswith("--config.")]
-    assert len(found) == 6
-    for word in found:
-        key, _, value = word.removeprefix("--config.").partition("=")
-        configuration.load(QUICK, {key: configuration.parse_override(value)})
 
 
 def test_an_error_that_is_not_about_memory_is_shown():
@@ -124,10 +116,16 @@ def test_the_fastest_is_of_those_that_fit():
     large = dataclasses.replace(FOUND, fits=False, roofline=None)
     assert strategies.fastest([slow, large, FOUND]) is FOUND
     assert strategies.fastest([large]) is None
-    assert strategies.flags(FOUND) == (
-        "--config.mesh.fsdp=1 --config.mesh.model=1 --config.model.remat=none "
-        "--config.model.scan=False"
+
+
+def test_one_whose_floor_is_too_low_is_not_the_fastest():
+    unread = dataclasses.replace(
+        FOUND, unread_loops=2, roofline=Roofline(1e-3, 0.0, 0.0, 0.0)
     )
+    assert strategies.fastest([unread, FOUND]) is FOUND
+    assert strategies.fastest([unread]) is unread
+    assert strategies.line(unread).endswith("2 loops count once: the floor is too low")
+    assert "2 loops count once, here and below" in report.text(unread, "")
 
 
 def test_meshes_are_read_from_words():
@@ -167,9 +165,63 @@ def test_a_mesh_that_does_not_fit_is_a_row_and_the_others_are_compiled(monkeypat
     assert seen == [(mesh, *way) for mesh in (whole, halves) for way in ways]
 
 
-def test_every_policy_to_compare_is_one():
-    for policy in strategies.REMAT:
-        configuration.load(QUICK, {"model.remat": policy})
+def test_what_a_model_axis_repeats_is_not_hidden():
+    split = counted({"mesh.model": 2})
+    assert split.endswith(
+        "; a floor: what mesh.model=2 does not split, each of its devices repeats"
+    )
+    assert counted({}) == analysis.TRACED
+    text = report.text(dataclasses.replace(FOUND, counted=split), "")
+    assert "a floor: what mesh.model=2 does not split" in text
+
+
+def counted(keys):
+    """Says how the products of a step are counted before a compiler."""
+    config = configuration.load(QUICK, keys)
+    mesh = meshes.create(config.mesh.to_dict())
+    program = programs.build(config, mesh, 20)
+    traced = program.step.trace(program.shapes, program.batch_shapes)
+    return analysis._before(program, traced, config, mesh, 20, None).counted
+
+
+PROGRAM = """
+HloModule m
+
+ENTRY %main (d: bf16[32,512], e: bf16[512,10]) -> bf16[32,10] {
+  %d = bf16[32,512]{1,0} parameter(0)
+  %e = bf16[512,10]{1,0} parameter(1)
+  ROOT %c = bf16[32,10]{1,0} convolution(%d, %e), dim_labels=bf_io->bf
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("flops", "counted", "expected"),
+    [
+        (100.0, analysis.TRACED, (2.0 * 32 * 512 * 10, analysis.COMPILED)),
+        # A kernel's are not in the program, nor are those that became something else.
+        (100.0, analysis.KERNEL + "; a floor", (100.0, analysis.KERNEL + "; a floor")),
+        (1e9, analysis.TRACED, (1e9, analysis.TRACED)),
+    ],
+)
+def test_products_are_those_of_the_compiled_program_where_it_shows_them(
+    flops, counted, expected
+):
+    found = dataclasses.replace(FOUND, flops=flops, counted=counted)
+    assert analysis._products(found, hlo.parse(PROGRAM)) == expected
+
+
+@pytest.mark.slow  # It compiles a training step: 20 s and more.
+def test_what_a_model_axis_repeats_counts_on_each_device():
+    words = {"model.depth": 2, "data.classes": 7, "mesh.model": 2}
+    config = configuration.load(QUICK, words)
+    mesh = meshes.create(config.mesh.to_dict())
+    found = analysis.analyse(config, mesh, 20, None)
+    assert found.counted == analysis.COMPILED
+    traced, _ = flops(**words, **{"average.decay": 0.0})
+    # Two images a device: patches and, thrice, the representation and the classifier.
+    whole = 2 * 2 * (2 * 4 * (16 * 16 * 3) * 16 + 3 * 16 * 16 + 3 * 16 * 7)
+    assert found.flops == traced + whole / 2
 
 
 def test_what_is_traced_counts_as_what_is_called():

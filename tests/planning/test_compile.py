@@ -82,6 +82,27 @@ def test_floors_are_positive_and_the_products_are_counted(sharded):
     assert bounds["floor"] >= max(bounds["compute"], bounds["memory"]) > 0
 
 
+def test_products_of_the_compiled_program_are_those_of_the_trace(sharded):
+    # Nothing is repeated where "model" splits nothing, so that the trace is exact.
+    assert sharded["counted"] == "counted in the compiled program"
+    assert sharded["unread_loops"] == 0
+    assert sharded["flops"] == 476_809_003_008
+
+
+def test_what_goes_between_slices_is_found():
+    done = run(
+        "--config=configs/b16_i21k.py:quick",
+        "--config.data.classes=50",
+        "--topology=v5e:2x2",
+        "--slices=2",
+        "--json",
+    )
+    rows = json.loads(done.stdout)["collectives"]
+    between = [row for row in rows if row["slices"]]
+    assert {row["kind"] for row in between} == {"all-reduce"}
+    assert all(row["overlapped"] and row["sent"] > 0 for row in between)
+
+
 def test_what_is_too_large_exits_with_3_and_says_by_how_much():
     done = run(
         "--config=configs/b16_i21k.py:quick",

@@ -74,7 +74,9 @@ ENTRY %main (a: f32[6], i: s32[]) -> f32[6] {
 
 def test_an_asynchronous_start_moves_its_operands_and_results_once():
     module = hlo.parse(STARTS)
-    sizes = {i.name: [array.dims for array in i.results] for i in module.by_name.values()}
+    sizes = {
+        i.name: [array.dims for array in i.results] for i in module.by_name.values()
+    }
     assert sizes["copied"] == sizes["sent"] == sizes["away"] == [(6,)]
     assert sizes["begun"] == [(2,)]
     copied, cut, exchanged, negated = 24, 8 + 8, 24 + 24, 24 + 24
@@ -126,6 +128,23 @@ def test_of_slices_only_the_slice_moves_and_what_lies_in_the_core_does_not():
     # 8 bytes of the slice of %a and 8 of %b are read, %x stays in the core; then 8
     # bytes of the slice in the result are written.
     assert traffic.count(module) == 24
+
+
+BUFFERS = """
+HloModule m
+
+ENTRY %main (a: f32[6]) -> f32[6] {
+  %a = f32[6]{0} parameter(0)
+  %new = f32[900]{0} custom-call(), custom_call_target="AllocateBuffer"
+  %kept = (f32[6]{0}, f32[900]{0}) opt-barrier(%a, %new)
+  %first = f32[6]{0} get-tuple-element(%kept), index=0
+  ROOT %own = f32[6]{0} custom-call(%first), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_what_only_names_memory_moves_nothing():
+    assert traffic.count(hlo.parse(BUFFERS)) == 24 + 24
 
 
 def test_products_of_this_machine_move_their_operands_and_results():

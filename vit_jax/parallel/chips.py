@@ -4,18 +4,22 @@ All numbers are those of one JAX device. On TPU v2, v3 and 7x that is one of a c
 cores; on v4 and v5p both cores act as one device ("megacore"). None of them is reached
 in practice: they are what a measured number is divided by.
 
-Sources, by the names of the makers' pages:
-- Google Cloud, "TPU v3", "TPU v4", "TPU v5p", "TPU v5e", "TPU v6e" and "TPU7x
-  (Ironwood)" (docs.cloud.google.com/tpu/docs/v3 and so on): operations, memory and its
-  bandwidth, and from v5e on the interconnect. They give that in both directions
-  together, or in bits a second of one (v5p: 4,800 Gbit/s).
-- Links of v2 and v3, and all of v2: Jouppi et al., "A domain-specific supercomputer for
-  training deep neural networks", CACM 63(7), 2020, table 3.
+Looked up in November 2026, as far as another word is not given:
+- Google Cloud, "TPU v3", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)"
+  (docs.cloud.google.com/tpu/docs/v3 and so on): operations, memory and its bandwidth,
+  and from v5e on the interconnect, which they give in both directions together (400,
+  1,200, 800 and 1,200 GB/s a chip).
+- All of v2, and the links of v3: Jouppi et al., "A domain-specific supercomputer for
+  training deep neural networks", CACM 63(7), 2020, table 3. They were found where XLA's
+  own cost model of all-reduces cites it, not in the paper. "TPU v4" (below) has 70 GB/s
+  for a link of v3 and not 82; the larger one stands here, because a floor is made of it.
 - Links of v4, 6 of 50 GB/s: Jouppi et al., "TPU v4", ISCA 2023 (arXiv:2304.01433),
-  table 4.
-- NVIDIA's data sheets of V100, T4, A10, A100, L4, L40S, H100, GH200 and H200, and its
-  page "HGX platform" for B200 and B300. Where they state operations "with sparsity",
-  here is half of that. NVLink is stated in both directions together; half of it here.
+  table 4, as others quote it.
+- NVIDIA's data sheets of V100, T4, A10, A100, L4, L40S, H100 and H200, and of Blackwell
+  (HGX B200, HGX B300), as others quote them: NVIDIA's own pages could not be read.
+  Operations are stated "with sparsity" from A100 on; here is half of that. NVLink is
+  stated in both directions together; half of it here.
+- Not confirmed: the memory's bandwidth and the NVLink of GH200.
 """
 
 import dataclasses
@@ -35,7 +39,7 @@ class Chip:
       memory_bytes: of its own memory (HBM or GDDR).
       memory_bandwidth: bytes a second, read and written together.
       link_bandwidth: bytes a second that it can send to other devices, over all of its
-        links at once (ICI or NVLink); 0 if it has none.
+        links at once (ICI or NVLink, also of a bridge between cards); 0 if it has none.
       cores: of a TPU, those that are one device.
     """
 
@@ -114,14 +118,28 @@ CHIPS = (
         2_039 * GB,
         300 * GB,
     ),
-    Chip("A100 PCIe 40 GB", ("NVIDIA A100-PCIE-40GB",), 312e12, 40 * GB, 1_555 * GB),
-    Chip("A100 PCIe 80 GB", ("NVIDIA A100 80GB PCIe",), 312e12, 80 * GB, 1_935 * GB),
+    Chip(
+        "A100 PCIe 40 GB",
+        ("NVIDIA A100-PCIE-40GB",),
+        312e12,
+        40 * GB,
+        1_555 * GB,
+        300 * GB,
+    ),
+    Chip(
+        "A100 PCIe 80 GB",
+        ("NVIDIA A100 80GB PCIe",),
+        312e12,
+        80 * GB,
+        1_935 * GB,
+        300 * GB,
+    ),
     Chip("L4", ("NVIDIA L4",), 121e12, 24 * GB, 300 * GB),
     Chip("L40S", ("NVIDIA L40S",), 362e12, 48 * GB, 864 * GB),
     Chip(
         "H100 SXM5", ("NVIDIA H100 80GB HBM3",), 989.5e12, 80 * GB, 3.35 * TB, 450 * GB
     ),
-    Chip("H100 PCIe", ("NVIDIA H100 PCIe",), 756e12, 80 * GB, 2 * TB, 300 * GB),
+    Chip("H100 PCIe", ("NVIDIA H100 PCIe",), 756.5e12, 80 * GB, 2 * TB, 300 * GB),
     Chip("H100 NVL", ("NVIDIA H100 NVL",), 835.5e12, 94 * GB, 3.9 * TB, 300 * GB),
     Chip("GH200", ("NVIDIA GH200 480GB",), 989.5e12, 96 * GB, 4 * TB, 450 * GB),
     Chip("H200 SXM", ("NVIDIA H200",), 989.5e12, 141 * GB, 4.8 * TB, 450 * GB),

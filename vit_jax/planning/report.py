@@ -61,7 +61,7 @@ def advice(settings: dict) -> str:
 
 
 def _sharding(mesh, dcn):
-    """Yields a mesh whose "fsdp" takes about the root of what "data" has."""
+    """Returns a mesh whose "fsdp" takes about the root of what "data" has, if any."""
     whole = mesh["data"] // dcn["dcn_data"]
     size = 2 ** (whole.bit_length() // 2)
     while whole % size:
@@ -73,7 +73,7 @@ def _sharding(mesh, dcn):
 
 
 def _accumulation(settings):
-    """Yields the next larger number of microbatches that divides the batch."""
+    """Returns the next number of microbatches that divides the batch, if any."""
     split = math.prod(settings["mesh"][axis] for axis in BATCH_AXES)
     rows, now = settings["batch_size"] // split, settings["accumulate"]
     more = (n for n in range(now + 1, rows + 1) if rows % n == 0 and n % now == 0)

@@ -14,7 +14,7 @@ _FREE = {
     "conditional",
     "constant",
     "get-tuple-element",
-    "optimization-barrier",
+    "opt-barrier",
     "parameter",
     "partition-id",
     "replica-id",
@@ -22,6 +22,8 @@ _FREE = {
     "while",
 }
 _ENDS = ("-done", "-update")
+# Custom calls of TPU's compiler that only say what memory is used for.
+_NAMES_MEMORY = ("AllocateBuffer", "ConcatBitcast")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME = ("bitcast", "reshape", "copy", "convert", "transpose")
 
@@ -42,6 +44,8 @@ def count(module: Module) -> int:
 def _moved(module: Module, instruction: Instruction) -> int:
     opcode, base = instruction.opcode, instruction.base
     if opcode in _FREE or opcode.endswith(_ENDS):
+        return 0
+    if instruction.attribute("custom_call_target") in _NAMES_MEMORY:
         return 0
     operands = [module.by_name.get(name) for name in instruction.operands]
     if base in ("copy", *_SLICES) and instruction.starts:

@@ -1,0 +1,98 @@
+"""Counting products in compiled programs: this machine's, and TPU's texts."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vit_jax.models import cost
+from vit_jax.planning import hlo, products
+
+
+def both(function, *shapes):
+    """Counts in the compiled program and in the trace."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return products.count(hlo.parse(text)), cost.macs(function, *args)
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "words"),
+    [
+        ((2, 9, 7, 4), (3, 2, 4, 6), {"strides": (1, 1), "padding": "VALID"}),
+        ((2, 9, 7, 4), (3, 3, 4, 6), {"strides": (2, 1), "padding": "SAME"}),
+        (
+            (3, 8, 11, 4),
+            (3, 5, 2, 6),
+            {
+                "strides": (1, 2),
+                "padding": ((2, 1), (0, 3)),
+                "feature_group_count": 2,
+                "rhs_dilation": (2, 1),
+            },
+        ),
+        (
+            (2, 5, 6, 3),
+            (4, 3, 3, 5),
+            {"strides": (1, 1), "padding": ((3, 2), (1, 1)), "lhs_dilation": (3, 2)},
+        ),
+    ],
+)
+def test_a_convolution_counts_as_in_the_trace(image, kernel, words):
+    def convolve(x, w):
+        layout = ("NHWC", "HWIO", "NHWC")
+        strides, padding = words["strides"], words["padding"]
+        rest = {k: v for k, v in words.items() if k not in ("strides", "padding")}
+        return jax.lax.conv_general_dilated(
+            x, w, strides, padding, dimension_numbers=layout, **rest
+        )
+
+    compiled, traced = both(convolve, image, kernel)
+    assert compiled == traced > 0
+
+
+def test_products_of_batches_and_in_loops_count_as_in_the_trace():
+    def function(x, y):
+        z = jnp.einsum("bij,bkj->bik", x, y)
+        return jax.lax.scan(lambda c, _: (jnp.sin(z @ c), None), x, length=7)[0]
+
+    compiled, traced = both(function, (3, 5, 5), (3, 5, 5))
+    assert compiled == traced == 8 * 3 * 5 * 5 * 5
+
+
+# As TPU's compiler writes products: a batched one, whose batch is spread with zeros, and
+# one of 2 x 4 heads; both within fusions.
+TPU = """
+HloModule m
+
+%batched (l: bf16[32,8,197,64], r: bf16[32,8,197,64]) -> bf16[32,8,197,197] {
+  %l = bf16[32,8,197,64]{3,2,1,0} parameter(0)
+  %r = bf16[32,8,197,64]{3,2,1,0} parameter(1)
+  ROOT %c1 = bf16[32,8,197,197]{3,2,1,0} convolution(%l, %r), window={size=32x8 stride=31x7 lhs_dilate=32x8}, dim_labels=01bf_01oi->01bf
+}
+
+%heads (g: bf16[32,197,512], k: bf16[512,8,64]) -> bf16[32,197,8,64] {
+  %g = bf16[32,197,512]{2,1,0} parameter(0)
+  %k = bf16[512,8,64]{2,1,0} parameter(1)
+  %g2 = bf16[32,197,512,1]{2,1,0,3} bitcast(%g)
+  %k2 = bf16[8,64,512,1]{2,1,0,3} bitcast(%k)
+  ROOT %c2 = bf16[32,197,8,64]{1,3,2,0} convolution(%g2, %k2), window={size=1x8 pad=0_0x7_7 rhs_reversal=0x1}, dim_labels=0bf1_1oi0->0b1f
+}
+
+ENTRY %main (a: bf16[32,8,197,64], b: bf16[32,197,512], c: bf16[512,8,64], d: bf16[32,512], e: bf16[512,10]) -> bf16[32,10] {
+  %a = bf16[32,8,197,64]{3,2,1,0} parameter(0)
+  %b = bf16[32,197,512]{2,1,0} parameter(1)
+  %c = bf16[512,8,64]{2,1,0} parameter(2)
+  %d = bf16[32,512]{1,0} parameter(3)
+  %e = bf16[512,10]{1,0} parameter(4)
+  %f1 = bf16[32,8,197,197]{3,2,1,0} fusion(%a, %a), kind=kOutput, calls=%batched
+  %f2 = bf16[32,197,8,64]{1,3,2,0} fusion(%b, %c), kind=kOutput, calls=%heads
+  ROOT %c3 = bf16[32,10]{1,0} convolution(%d, %e), dim_labels=bf_io->bf
+}
+"""
+
+
+def test_products_as_tpus_compiler_writes_them_count_once():
+    logits = 32 * 8 * 197 * 197 * 64
+    heads = 32 * 197 * 512 * 512
+    classes = 32 * 512 * 10
+    assert products.count(hlo.parse(TPU)) == logits + heads + classes
