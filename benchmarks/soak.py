@@ -47,6 +47,7 @@ def get_config(arg=None):
     return c
 """
 LOST_SECONDS = 8  # Of silence after which a host counts as lost.
+START_SECONDS = 45  # For which a host waits for one that was killed before it came.
 HANG_SECONDS = 120.0
 KILLS_A_RUN = 20  # Then it is left to finish.
 COLD = 0.05  # Of the starts find no compiled program.
@@ -68,6 +69,7 @@ class Job:
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONFAULTHANDLER": "1",
                 "VIT_JAX_LOST_SECONDS": str(LOST_SECONDS),
+                "VIT_JAX_START_SECONDS": str(START_SECONDS),
                 "JAX_COMPILATION_CACHE_DIR": str(compiled(config)),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

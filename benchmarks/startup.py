@@ -24,7 +24,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PHASES = ("import", "devices", "data", "trace", "init", "compile", "first step")
-MADE = ("--config.data.name=made", "--config.data.examples=1000", "--config.evals={}")
+MADE = ("--config.data.name=made", "--config.data.examples=200", "--config.evals={}")
 SMALL = (*MADE, "--config.data.classes=1000", "--config.model.head_bias=0.0")
 CASES = {
     "digits": ("configs/digits.py",),
