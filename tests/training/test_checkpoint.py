@@ -47,10 +47,10 @@ def assert_is(state, step):
 
 def test_what_was_saved_is_restored(checkpointer):
     with checkpointer() as checkpoints:
-        checkpoints.save(3, state_of(3), 12.5)
+        checkpoints.save(3, state_of(3), 12.5, 37.5)
     found = restored(checkpointer())
     assert_is(found.state, 3)
-    assert (found.step, found.seconds) == (3, 12.5)
+    assert (found.step, found.seconds, found.device_seconds) == (3, 12.5, 37.5)
     assert len(found.notes) == 1
 
 

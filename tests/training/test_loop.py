@@ -47,11 +47,37 @@ def test_report_holds_what_was_asked(base):
     assert report["devices"] == 8
     assert report["wall_seconds"] > 0
     assert report["images_per_second"] > 0
+    assert report["variant"] == "Ti/4"
+    assert (report["dataset"], report["examples"], report["init"]) == ("made", 20, "")
     assert len(report["params_sha256"]) == 64
     for kind in ("raw", "ema"):
         scores = report["final"]["val"][kind]
         assert 0 <= scores["top1"] <= 1
         assert scores["examples"] == 20
+
+
+def test_report_holds_the_compute_of_all_starts(base, tmp_path):
+    config, workdir, report = base
+    found = report["compute"]
+    assert found["images_seen"] == 6 * 8
+    # Patches of 4 are embedded (6 x 48 x 12); a block of qkv, output and MLP and the
+    # attention of 7 tokens; the head.
+    macs = 6 * 48 * 12 + 7 * (4 * 12 * 12 + 2 * 12 * 20) + 2 * 7 * 7 * 12 + 12 * 5
+    assert found["exaflops"] == pytest.approx(6e-18 * macs * 48)
+    assert (found["devices"], found["device_kind"]) == (8, report["device_kind"])
+    days = 8 * report["wall_seconds"] / 86_400
+    assert found["device_days"] == pytest.approx(days, rel=0.2)
+
+    # A start that goes on from step 3 adds its seconds to those of the first.
+    copy = tmp_path / "copy"
+    shutil.copytree(workdir, copy)
+    shutil.rmtree(copy / "checkpoints" / "6")
+    about = copy / "checkpoints" / "3" / "_CHECKPOINT_METADATA"
+    before = json.loads(about.read_text())["custom_metadata"]
+    assert before["device_seconds"] == pytest.approx(8 * before["seconds"], rel=0.01)
+    again = loop.train(config, copy)["compute"]
+    assert again["images_seen"] == found["images_seen"]
+    assert again["device_days"] * 86_400 > before["device_seconds"]
 
 
 def test_metrics_are_logged_at_their_cadence(base):

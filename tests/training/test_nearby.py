@@ -57,7 +57,9 @@ def save(disk, shardings):
     def save(*steps):
         near = disk()
         for step in steps:
-            near.save(step, jax.device_put(make(step), shardings), 1.5 * step)
+            near.save(
+                step, jax.device_put(make(step), shardings), 1.5 * step, 9.0 * step
+            )
         near.wait()
 
     return save
@@ -78,8 +80,8 @@ def test_the_newest_of_the_last_two_is_restored_with_its_shardings(
     disk, save, shardings
 ):
     save(2, 4, 6)
-    state, step, seconds, notes = disk().restore(newer_than=0)
-    assert (step, seconds) == (6, 9.0)
+    state, step, *spent, notes = disk().restore(newer_than=0)
+    assert (step, spent) == (6, [9.0, 54.0])
     assert_is(state, 6, shardings)
     assert notes == ["resume: step 6 of the hosts' own disks"]
     # What is in the workdir is taken if it is as new.

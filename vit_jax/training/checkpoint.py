@@ -104,9 +104,14 @@ class Checkpointer:
         tree = ocp.load(path, _as_tree(like))
         state = shapes.replace(**({"average": None} | tree))
         notes = [f"resume: step {step} of {self._workdir}"]
-        return resuming.Restored(state, step, stored["seconds"], notes)
+        seconds = stored["seconds"]
+        # Older checkpoints tell the seconds alone.
+        devices = stored.get("device_seconds", seconds * jax.device_count())
+        return resuming.Restored(state, step, seconds, devices, notes)
 
-    def save(self, step: int, state: TrainState, seconds: float) -> None:
+    def save(
+        self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0
+    ) -> None:
         """Begins to save, after the previous save has ended.
 
         A failure, now or later, is printed and counted; `wait` and `demand` tell it.
@@ -115,6 +120,7 @@ class Checkpointer:
           step: optimiser steps taken.
           state: to save; it is copied before this returns.
           seconds: trained so far.
+          device_seconds: the same, each start's times its devices.
         """
         self.wait()
         if step == self._last:
@@ -125,7 +131,7 @@ class Checkpointer:
         self._saving = saving.Save(
             layout.path_of(self._workdir, step),
             _as_tree(state),
-            self._about | {"seconds": seconds},
+            self._about | {"seconds": seconds, "device_seconds": device_seconds},
             self._lack_of_disk(state),
             lambda reason: self._settle(step, reason),
         )

@@ -4,6 +4,7 @@ import jax
 
 from vit_jax.models import Model, cost
 from vit_jax.parallel import chips
+from vit_jax.report import compute as accounting
 
 
 def ideal_seconds(model: Model, device_kind: str) -> float:
@@ -40,3 +41,20 @@ def memory() -> dict[str, float]:
         for name, key in names.items()
         if all(key in stats for stats in found)
     }
+
+
+def compute(model: Model, images: int, device_seconds: float) -> dict:
+    """Returns the compute of a run, as `report.json` holds it.
+
+    Args:
+      model: what is trained.
+      images: seen in training, each epoch's counted.
+      device_seconds: of all starts, each start's seconds times its devices.
+    """
+    return accounting.record(
+        images=images,
+        exaflops=cost.training_exaflops(model, images),
+        device_kind=jax.devices()[0].device_kind,
+        devices=jax.device_count(),
+        device_seconds=device_seconds,
+    )

@@ -17,6 +17,7 @@ from vit_jax.report.compilations import Compilations
 from vit_jax.report.startup import Startup
 from vit_jax.training import (
     checkpoint,
+    efficiency,
     guards,
     nearby,
     same_run,
@@ -39,7 +40,7 @@ def train(
       startup: holds what was done before this call.
 
     Returns:
-      What `report.json` holds: config, commit, devices, steps, wall_seconds,
+      What `report.json` holds: config, commit, devices, steps, wall_seconds, compute,
       images_per_second, final ({evaluation: {"raw": {"top1": ...}, "ema": ...}}),
       params_sha256 and more.
 
@@ -92,7 +93,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
 
         # State: created or restored in place, each part on the devices that hold it.
         near = nearby.Nearby(config, workdir, source, program.shapes, program.shardings)
-        state, start, trained_seconds, notes = starting.begin(
+        state, start, *before, notes = starting.begin(
             config, program, checkpoints, near
         )
 
@@ -113,8 +114,10 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
         for note in filter(None, (*notes, uncached, trace.note)):
             book.say(note)
 
-        def seconds():
-            return trained_seconds + time.perf_counter() - began
+        def spent():
+            """Returns seconds, and seconds times devices, of this and former starts."""
+            own = time.perf_counter() - began
+            return before[0] + own, before[1] + own * jax.device_count()
 
         def settle(step, metrics):
             """Waits for a step and looks at its numbers."""
@@ -127,7 +130,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
         def leave(step):
             """Saves and ends, as SIGTERM asks."""
             if step and step != checkpoints.latest:
-                checkpoints.save(step, program.to_disk(state), seconds())
+                checkpoints.save(step, program.to_disk(state), *spent())
                 checkpoints.demand(step, "SIGTERM")
             saved = (
                 f"step {step} of {total} is saved" if step else "nothing to save yet"
@@ -215,11 +218,11 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                     leave(step)
                 with book.pause():
                     if due("checkpoint", step):
-                        checkpoints.save(step, program.to_disk(state), seconds())
+                        checkpoints.save(step, program.to_disk(state), *spent())
                         watch.beat(f"waiting for a save at step {step}")
                         book.laps.mark("checkpoint")
                     elif near.due(step):
-                        near.save(step, state, seconds())
+                        near.save(step, state, *spent())
                         book.laps.mark("checkpoint")
                     if due("evaluate", step):
                         final = evaluate(step)
@@ -229,7 +232,7 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
                             book.say(line)
         if checkpoints.wait():
             # Once more, some time later.
-            checkpoints.save(total, program.to_disk(state), seconds())
+            checkpoints.save(total, program.to_disk(state), *spent())
         watch.beat("the save of the last step")
 
         # Report.
@@ -240,7 +243,14 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
             "devices": jax.device_count(),
             "device_kind": jax.devices()[0].device_kind,
             "steps": total,
-            "wall_seconds": round(seconds(), 3),
+            "variant": config.model.variant,
+            "dataset": data.name,
+            "examples": len(source),
+            "init": config.init,
+            "wall_seconds": round(spent()[0], 3),
+            "compute": efficiency.compute(
+                program.model, total * config.batch_size, spent()[1]
+            ),
             "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
             "compile_seconds": round(compilations.seconds, 3),
             "images_per_second": round(book.images_per_second, 3) or None,

@@ -88,16 +88,20 @@ class Nearby:
         """Tells whether a step is to be saved."""
         return bool(self._every) and step % self._every == 0
 
-    def save(self, step: int, state: TrainState, seconds: float) -> None:
+    def save(
+        self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0
+    ) -> None:
         """Writes this process's parts in the background; a failure is said aloud.
 
         Args:
           step: optimiser steps taken.
           state: to save; it is copied before this returns.
           seconds: trained so far.
+          device_seconds: the same, each start's times its devices.
         """
         self.wait()
-        about = {"step": step, "seconds": seconds, "print": self._print}
+        about = {"step": step, "seconds": seconds, "device_seconds": device_seconds}
+        about["print"] = self._print
         arrays = self._layout.parts_of(state)
         about["members"] = len(arrays) + 1  # With this.
         self._writing = threading.Thread(
@@ -127,7 +131,7 @@ class Nearby:
           What was put together; without a state if there is no newer step.
         """
         if not self._every:
-            return resuming.Restored(None, 0, 0.0, [])
+            return resuming.Restored(None, 0, 0.0, 0.0, [])
         mine = self._find(newer_than)
         listed = np.full((_LISTED, 2), -1)
         for row, found in enumerate(sorted(mine, reverse=True)[:_LISTED]):
@@ -147,15 +151,17 @@ class Nearby:
                 f"{', '.join(map(str, missing))}, which no other process holds"
             )
         else:
-            return resuming.Restored(None, 0, 0.0, notes)
+            return resuming.Restored(None, 0, 0.0, 0.0, notes)
         files = {p: _load(mine[step, p]) for s, p in mine if s == step}
-        about = next((about for about, _ in files.values()), {"seconds": 0.0})
+        about = next((about for about, _ in files.values()), {})
         own = {k: v for _, arrays in files.values() for k, v in arrays.items()}
         given = self._give(own, held[step])
-        seconds = distributed.gather(seconds=about["seconds"])["seconds"].max()
-        state, seconds = self._layout.assemble(own | given), float(seconds)
+        names = "seconds", "device_seconds"
+        told = distributed.gather(**{name: about.get(name, 0.0) for name in names})
+        spent = [float(told[name].max()) for name in names]
+        state = self._layout.assemble(own | given)
         if (step, jax.process_index()) not in mine:
-            self.save(step, state, seconds)  # So that the next loss is no loss either.
+            self.save(step, state, *spent)  # So that the next loss is no loss either.
         empty = [
             h for h in range(len(hosts)) if not any(h in x for x in held[step].values())
         ]
@@ -165,7 +171,7 @@ class Nearby:
                 f"process {', '.join(map(str, empty))} had nothing on its disk: given "
                 "its parts by the others"
             )
-        return resuming.Restored(state, step, seconds, notes)
+        return resuming.Restored(state, step, *spent, notes)
 
     def _find(self, newer_than: int) -> dict[tuple[int, int], pathlib.Path]:
         """Returns the undamaged files on this disk: (step, writing process) to path."""

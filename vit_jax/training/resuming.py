@@ -21,12 +21,14 @@ class Restored(NamedTuple):
       state: on the devices; None if there is nothing to go on from.
       step: optimiser steps taken.
       seconds: trained before.
+      device_seconds: the same, each start's times its devices.
       notes: lines for the log.
     """
 
     state: TrainState | None
     step: int
     seconds: float
+    device_seconds: float
     notes: list[str]
 
 
