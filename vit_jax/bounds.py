@@ -21,6 +21,7 @@ _AT_LEAST_1 = (
     "optim.accumulate",
     "optim.timescale",
 )
+_AT_MOST_1 = ("optim.layer_decay",)
 _BELOW_1 = (
     "average.decay",
     "loss.label_smoothing",
@@ -51,6 +52,8 @@ def check(config: ConfigDict, flat: dict[str, object]) -> None:
                 raise UserError(f"{name}={value} must be finite")
             if name not in _ANY_SIGN and number < least:
                 raise UserError(f"{name}={value} must be at least {least}")
+            if name in _AT_MOST_1 and number > 1:
+                raise UserError(f"{name}={value} must be at most 1")
             if name in _BELOW_1 and number >= 1:
                 raise UserError(f"{name}={value} must be below 1")
     data = config.data

@@ -63,6 +63,7 @@ COMMON = {
         "warmup_fraction": 0.0,  # Of total_steps.
         "weight_decay": 0.0,  # Decoupled from the loss, times the scheduled rate.
         "decay_mask": (r"/kernel$",),  # Regular expressions: what weight decay touches.
+        "layer_decay": 0.0,  # Rate of a layer by that of the one above it; 0 is off.
         "clip_norm": 0.0,  # Largest global gradient norm; 0 is off.
         "accumulate": 1,  # Microbatches a step.
         "moment_dtype": "float32",  # Of Adam's first moment, SGD's momentum; "bfloat16".

@@ -85,6 +85,31 @@ def is_stacked(path: str) -> bool:
     return f"{ENCODER}/{STACKED}/" in path
 
 
+def map_paths(params: Mapping, function: Callable[[str], object]) -> dict:
+    """Gives each parameter a value that follows from its path.
+
+    Args:
+      params: nested dict of arrays or of jax.ShapeDtypeStruct, in either layout.
+      function: of a path as on disk, "Transformer/encoderblock_0/.../kernel".
+
+    Returns:
+      Nested dict of values; of stacked blocks whose values differ, an array of them
+      that broadcasts against the parameter.
+    """
+
+    def value(keys, leaf):
+        path = "/".join(key.key for key in keys)
+        if not is_stacked(path):
+            return function(path)
+        path = path.replace(f"/{STACKED}/", f"/{STACKED}_{{}}/")
+        values = [function(path.format(i)) for i in range(leaf.shape[0])]
+        if len(set(values)) == 1:
+            return values[0]
+        return np.reshape(values, (-1,) + (1,) * (leaf.ndim - 1))
+
+    return jax.tree.map_with_path(value, params)
+
+
 def _split(params: Mapping) -> tuple[dict[int, Mapping], dict]:
     """Returns the blocks by number, and the encoder's other parameters."""
     blocks, others = {}, {}

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
+from vit_jax.training import layer_decay
 
 Schedule = Callable[[jax.Array | int], jax.Array | float]
 
@@ -114,10 +115,12 @@ def optimizer(
 
     Returns:
       optax transformation: clipping, Adam or momentum, weight decay that is decoupled
-      from the loss and multiplied by the scheduled rate, the rate, freezing.
+      from the loss and multiplied by the scheduled rate, the rate, its decay from layer
+      to layer, freezing.
 
     Raises:
-      UserError: a regular expression of `decay_mask` or `freeze` matches no parameter.
+      UserError: a regular expression of `decay_mask` or `freeze` matches no parameter,
+        or `layer_decay` is set for a model without blocks.
     """
     optim = config.optim
     chain = []
@@ -138,6 +141,8 @@ def optimizer(
         mask = match(params, optim.decay_mask, "optim.decay_mask")
         chain.append(_decay(optim.weight_decay, mask))
     chain.append(optax.scale_by_learning_rate(rate))
+    if optim.layer_decay:
+        chain.append(layer_decay.scale(params, optim.layer_decay))
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
         until = configuration.steps(optim, "freeze", total_steps, steps_per_epoch)
@@ -165,11 +170,8 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
     Raises:
       UserError: an expression matches nothing, or is not a regular expression.
     """
-    leaves = [
-        (_paths("/".join(k.key for k in keys), leaf), leaf)
-        for keys, leaf in jax.tree.leaves_with_path(params)
-    ]
-    paths = [path for layers, _ in leaves for path in layers]
+    paths = []
+    stacking.map_paths(params, paths.append)
     for pattern in patterns:
         try:
             matched = any(re.search(pattern, path) for path in paths)
@@ -182,23 +184,9 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
                 f"{name}: {pattern!r} matches none of the {len(paths)} parameters, "
                 f"such as {paths[0]}"
             )
-    marks = []
-    for layers, leaf in leaves:
-        marked = [any(re.search(p, path) for p in patterns) for path in layers]
-        if len(set(marked)) > 1:
-            marked = [np.reshape(marked, (-1,) + (1,) * (leaf.ndim - 1))]
-        marks.append(marked[0])
-    return jax.tree.unflatten(jax.tree.structure(params), marks)
-
-
-def _paths(path: str, leaf) -> list[str]:
-    """Returns the path of each layer of a parameter."""
-    if not stacking.is_stacked(path):
-        return [path]
-    stacked = f"/{stacking.STACKED}/"
-    return [
-        path.replace(stacked, f"/{stacking.STACKED}_{i}/") for i in range(leaf.shape[0])
-    ]
+    return stacking.map_paths(
+        params, lambda path: any(re.search(p, path) for p in patterns)
+    )
 
 
 def _decay(weight: float, mask: dict) -> optax.GradientTransformation:

@@ -1,0 +1,127 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from helpers import tiny_config
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+from vit_jax.training import layer_decay, optim
+
+DECAY, DEPTH = 0.6, 3
+
+
+def shapes(variant="Ti/16", **options):
+    small = {"width": 24, "depth": DEPTH, "heads": 3, "mlp_dim": 20}
+    if "/" not in variant:
+        small = {}
+    model = models.create(variant, classes=5, image_size=(64, 96), **(small | options))
+    return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def flat(tree):
+    return flatten_dict(tree, sep="/")
+
+
+def test_a_layer_moves_by_the_decay_of_the_one_above_it():
+    found = flat(layer_decay.factors(shapes(representation=True), DECAY))
+    for path, factor in found.items():
+        # As MAE counts them: 0 the input, block i is i + 1, the rest is on top.
+        layer = DEPTH + 1
+        if path.startswith(("cls", "embedding/", "Transformer/posembed")):
+            layer = 0
+        elif "encoderblock_" in path:
+            layer = int(path.split("encoderblock_")[1].split("/")[0]) + 1
+        assert factor == pytest.approx(DECAY ** (DEPTH + 1 - layer)), path
+    assert {round(f, 9) for f in found.values()} == {
+        round(DECAY**n, 9) for n in range(DEPTH + 2)
+    }
+
+
+def test_stacked_blocks_move_as_those_one_by_one():
+    plain = flat(layer_decay.factors(shapes(), DECAY))
+    stacked = shapes(scan=True)
+    factors = layer_decay.factors(stacked, DECAY)
+    whole = jax.tree.map(lambda x, f: np.broadcast_to(f, x.shape), stacked, factors)
+    assert any(stacking.is_stacked(path) for path in flat(whole))
+    for path, values in flat(stacking.unstack(whole)).items():
+        np.testing.assert_allclose(values, plain[path], rtol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("variant", ["R50+B/16", "R50+B/32", "R26+B/32", "R+Ti/16"])
+def test_the_resnet_of_a_hybrid_is_its_input(variant):
+    found = flat(layer_decay.factors(shapes(variant), DECAY))
+    stem = [f for path, f in found.items() if path.startswith(("block", "conv_root"))]
+    assert stem
+    assert set(stem) == {found["embedding/kernel"]} == {DECAY ** (DEPTH + 1)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"posemb": "learned2d", "posemb_at": "every", "head": "map"},
+        {"posemb": "relative", "posemb_at": "every"},
+        {"posemb": "relative", "posemb_at": "shared"},
+        {"posemb": "sincos2d", "head": "gap", "class_token": True},
+        {"distillation": True, "pooled_norm": True, "representation": True},
+    ],
+)
+def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
+    found = flat(layer_decay.factors(shapes(**options), DECAY))
+    assert all(0 < factor <= 1 for factor in found.values())
+    for name, factor in found.items():
+        if name.startswith(("head", "fc_norm", "pre_logits", "MAPHead_0")):
+            assert factor == 1, name
+    if options.get("posemb_at") == "every":
+        of_last = [f for name, f in found.items() if f"embedding_{DEPTH - 1}" in name]
+        of_last += [f for name, f in found.items() if f"posembed_{DEPTH - 1}/" in name]
+        assert of_last and set(of_last) == {DECAY}
+
+
+def test_a_parameter_of_no_known_layer_is_an_error():
+    params = {"Transformer": {"encoderblock_0": {"k": np.zeros(2)}}, "odd": np.ones(3)}
+    with pytest.raises(ValueError, match="odd is of no layer"):
+        layer_decay.factors(params, DECAY)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(UserError, match=r"optim.layer_decay=0.6 needs the blocks"):
+        layer_decay.factors(shapes("R50x1"), DECAY)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_optimiser_scales_steps_and_weight_decay_but_not_the_clipping(scan):
+    blocks = {f"encoderblock_{i}": {"k": jnp.full(5, 2.0)} for i in range(DEPTH)}
+    params = {"embedding": {"k": jnp.full(5, 2.0)}, "Transformer": blocks}
+    params = stacking.stack(params) if scan else params
+    grads = jax.tree.map(jnp.ones_like, params)
+    options = {"name": "sgd", "momentum": 0.0, "clip_norm": 1.0, "weight_decay": 0.1}
+    options["decay_mask"] = ("k$",)
+
+    def update(**more):
+        config = tiny_config(optim=options | more)
+        tx = optim.optimizer(config, params, lambda step: 0.5, 100, 7.0)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    plain, scaled = update(), update(layer_decay=DECAY)
+    factors = layer_decay.factors(params, DECAY)
+    expected = jax.tree.map(lambda u, f: np.asarray(u) * f, plain, factors)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scaled, expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1.5, "optim.layer_decay=1.5 must be at most 1"),
+        (-0.1, "optim.layer_decay=-0.1 must be at least 0"),
+    ],
+)
+def test_values_out_of_bounds_are_refused(value, message):
+    with pytest.raises(UserError, match=message):
+        tiny_config(optim={"layer_decay": value})
+    assert tiny_config(optim={"layer_decay": 1}).optim.layer_decay == 1.0
+    assert tiny_config().optim.layer_decay == 0.0
