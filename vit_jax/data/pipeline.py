@@ -65,6 +65,7 @@ def eval_batches(
     batch_size: int,
     process_index: int = 0,
     process_count: int = 1,
+    host: tuple | None = None,
 ) -> "Batches":
     """Iterates once over the records, in their order; the last batch is padded.
 
@@ -74,6 +75,7 @@ def eval_batches(
       batch_size: images a batch over all processes.
       process_index: this process.
       process_count: all processes; all of them get the same number of batches.
+      host: operations on each image, as those of host_ops.py; `data.eval_ops` if None.
 
     Returns:
       An iterator to be closed, of dicts: image, label and skipped as for training
@@ -84,7 +86,8 @@ def eval_batches(
       UserError: a record is damaged or does not fit the config; raised by `next`.
     """
     local = _local(batch_size, process_count)
-    host = ops.parse_eval(data.eval_ops, data.image_size)
+    if host is None:
+        host = ops.parse_eval(data.eval_ops, data.image_size)
     loader = Loader.from_config(source, data, "data.eval_ops", host, seed=0)
     load = _EvalBatch(loader, batch_size, process_index * local, local)
     return Batches(load, range(-(-len(source) // batch_size)), data)
