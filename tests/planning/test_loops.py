@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_jax.planning import collectives, hlo
+from vit_jax.planning import analysis, collectives, hlo
 
 LOOP = """
 HloModule m
@@ -93,7 +93,7 @@ def test_rounds_are_read_from_the_counter_of_a_loop(
 ):
     module, found = loop(first, limit, step, direction, condition)
     assert found == rounds
-    assert module.unread() == 0
+    assert module.unread() == []
     exchanged = collectives.find(module, 8)
     assert [(one.kind, one.times) for one in exchanged] == [("all-reduce", rounds)]
     # The same as the loop that it stands for.
@@ -132,5 +132,18 @@ def test_xlas_own_word_for_the_rounds_goes_first():
 def test_rounds_that_cannot_be_read_are_not_guessed(words):
     module, rounds = loop(**words)
     assert rounds is None
-    assert module.unread() == 1
+    assert [one.name for one in module.unread()] == ["w"]
+    assert analysis._unread(module) == 1
     assert [one.times for one in collectives.find(module, 8)] == [1]
+
+
+def test_a_loop_that_only_draws_numbers_may_run_as_often_as_it_likes():
+    text = LOOP.replace(
+        "all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add",
+        "negate(%x)",
+    )
+    text = text.replace("CONDITION", "and(%i, %limit)").replace("%HELD", "%kept")
+    text = text.replace("ADVANCE", "add(%j, %step)").replace("%BEGIN", "%zero")
+    module = hlo.parse(text)
+    assert len(module.unread()) == 1
+    assert analysis._unread(module) == 0

@@ -16,6 +16,8 @@ from vit_jax.training import program as programs
 TRACED = "counted in the trace, split evenly over the devices"
 KERNEL = f"{TRACED}, attention as einsums: a floor, the kernel computes more"
 COMPILED = "counted in the compiled program"
+# What makes it matter how often a loop runs.
+_WORK = ("dot", "convolution", "send", *collectives.KINDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Analysis:
       model_flops: the same of 3 times the model's forward pass.
       moved_bytes: read and written in main memory.
       collectives: see `collectives.summarize`.
-      unread_loops: loops that count once because their rounds cannot be read.
+      unread_loops: loops with products or collectives that count once because their
+        rounds cannot be read. Others that do, such as mixup's, which draws numbers until
+        they fit, move next to nothing.
       roofline: see there; None without a program, or for an unknown chip.
       compile_seconds: of the compilation alone.
       error: of the compiler, one line; "" if there is none.
@@ -207,7 +211,7 @@ def _read(found: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
         counted=counted,
         moved_bytes=moved,
         collectives=tuple(collectives.summarize(exchanges)),
-        unread_loops=module.unread(),
+        unread_loops=_unread(module),
         roofline=bounds,
         compile_seconds=round(seconds, 1),
     )
@@ -220,7 +224,20 @@ def _products(found: Analysis, module: hlo.Module) -> tuple[float, str]:
     trace stays where it does not show all: of kernels, or of loops that cannot be read.
     """
     flops = 2.0 * products.count(module)
-    hidden = found.counted.startswith(KERNEL) or module.unread()
+    hidden = found.counted.startswith(KERNEL) or _unread(module)
     if hidden or flops < found.flops:
         return found.flops, found.counted
     return flops, COMPILED
+
+
+def _unread(module: hlo.Module) -> int:
+    """Counts the loops whose rounds cannot be read and matter."""
+    return sum(
+        any(
+            inner.base in _WORK
+            or inner.attribute("custom_call_target") == "tpu_custom_call"
+            for run in module.body(loop)
+            for inner in module.within(run.instruction)
+        )
+        for loop in module.unread()
+    )

@@ -75,10 +75,14 @@ class Module:
         operands = (self.by_name.get(name) for name in instruction.operands)
         return [array for one in operands if one for array in one.results]
 
-    def unread(self) -> int:
-        """Returns how many loops there are whose rounds cannot be read."""
+    def unread(self) -> list[Instruction]:
+        """Returns the loops whose rounds cannot be read."""
         found = [run.instruction for run in self.runs()]
-        return sum(i.opcode == "while" and self.rounds(i) is None for i in found)
+        return [i for i in found if i.opcode == "while" and self.rounds(i) is None]
+
+    def body(self, loop: Instruction) -> Iterator[Run]:
+        """Goes through what one round of a loop runs."""
+        yield from self._runs(loop.attribute("body").strip("%"), 1, False)
 
     def rounds(self, loop: Instruction) -> int | None:
         """Returns how often a while loop runs; see `loops.rounds`."""
