@@ -78,13 +78,14 @@ def _one(flags, config, devices, examples, limit, heading) -> int:
 
 
 def _compare(flags, config, devices, examples, limit, heading) -> int:
-    from vit_jax.planning import strategies
+    from vit_jax.planning import report, strategies
 
     has_blocks = "remat" in config.model
     sizes = strategies.meshes_for(len(devices), has_blocks)
     if flags.meshes:
         sizes = strategies.parse_meshes(flags.meshes)
-    policies = flags.remat.split(",") if has_blocks else ["none"]
+    stated = flags.remat.split(",") if flags.remat else strategies.REMAT
+    policies = stated if has_blocks else ["none"]
     scans = [config.model.scan] if has_blocks else [False]
     if flags.scan and has_blocks:
         scans = [{"true": True, "false": False}[word] for word in flags.scan.split(",")]
@@ -106,7 +107,10 @@ def _compare(flags, config, devices, examples, limit, heading) -> int:
             f"of those that fit the one with the lowest floor: {strategies.flags(best)}"
         )
     else:
-        print("none of these fits: try a larger slice, or --config.optim.accumulate=2")
+        # What the one that lacks least can still change.
+        compiled = [row for row in rows if row.peak_bytes]
+        least = min(compiled, key=lambda row: row.peak_bytes, default=rows[0])
+        print(f"none of these fits: {report.advice(least.settings)}")
     return 0 if best else EXIT_TOO_LARGE
 
 
@@ -126,7 +130,7 @@ if __name__ == "__main__":
         "--strategies", action="store_true", help="compare meshes and remat policies"
     )
     parser.add_argument("--meshes", default="", help="as data=-1,fsdp=16,model=4")
-    parser.add_argument("--remat", default="none,dots,full", help="policies to compare")
+    parser.add_argument("--remat", default="", help="policies to compare; all")
     parser.add_argument(
         "--scan",
         choices=("true", "false", "true,false"),
