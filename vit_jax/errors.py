@@ -8,5 +8,9 @@ class UserError(ValueError):
     """
 
 
+class Diverged(UserError):
+    """Training came to numbers that are not finite; the line names the step."""
+
+
 class Preempted(Exception):
     """The run was asked to end (SIGTERM) and has saved its state."""

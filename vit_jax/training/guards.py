@@ -11,7 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from vit_jax.errors import UserError
+from vit_jax.errors import Diverged, UserError
 from vit_jax.training.checkpoint import Checkpointer
 
 
@@ -61,13 +61,13 @@ def check_finite(
       checkpoints: of the run.
 
     Raises:
-      UserError: naming the step, the metrics and the last good checkpoint.
+      Diverged: naming the step, the metrics and the last good checkpoint.
     """
     bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     if bad:
         checkpoints.wait()  # The one under way is of finite numbers.
         what = ", ".join(f"{name}={value}" for name, value in bad.items())
-        raise UserError(
+        raise Diverged(
             f"training stopped at step {step}: {what}; {checkpoints.safe()}; lower "
             "optim.rate or set optim.clip_norm in another --workdir, or set "
             "debug_nans=True here to name the operation"

@@ -27,10 +27,14 @@ from vit_jax.training import (
 from vit_jax.training import program as programs
 from vit_jax.training.ahead import Ahead
 from vit_jax.training.logbook import Logbook
+from vit_jax.training.shared import Shared
 
 
 def train(
-    config: ConfigDict, workdir: str | os.PathLike, startup: Startup | None = None
+    config: ConfigDict,
+    workdir: str | os.PathLike,
+    startup: Startup | None = None,
+    shared: Shared | None = None,
 ) -> dict:
     """Trains, evaluates and reports; goes on where `workdir` holds a checkpoint.
 
@@ -38,6 +42,7 @@ def train(
       config: complete config, from `vit_jax.config.load`.
       workdir: folder for checkpoints, metrics and the report.
       startup: holds what was done before this call.
+      shared: between the runs of a sweep; the result is the same without it.
 
     Returns:
       What `report.json` holds: config, commit, devices, steps, wall_seconds, compute,
@@ -50,10 +55,10 @@ def train(
     """
     watch = watchdog.Watchdog(config.stall_timeout)
     with guards.clear_errors(config), guards.Preemption() as preemption, watch:
-        return _train(config, workdir, preemption, watch, startup or Startup())
+        return _train(config, workdir, preemption, watch, startup or Startup(), shared)
 
 
-def _train(config, workdir, preemption, watch, startup) -> dict:
+def _train(config, workdir, preemption, watch, startup, shared) -> dict:
     began, commit = time.perf_counter(), result.commit()  # Of the code that runs.
     data, every = config.data, config.every
     first_process = jax.process_index() == 0
@@ -74,10 +79,13 @@ def _train(config, workdir, preemption, watch, startup) -> dict:
     watch.beat("opening the data")
 
     # Model, optimiser, step and evaluations.
-    program = programs.build(config, mesh, len(source))
+    build, evaluations = programs.build, Suite
+    if shared:
+        build, evaluations = shared.program, shared.suite
+    program = build(config, mesh, len(source))
     total, epoch = program.total, program.epoch
     tracing.check(config.profile, total)
-    suite = Suite(program.model, config, mesh, program.shardings.params)
+    suite = evaluations(program.model, config, mesh, program.shardings.params)
 
     def due(what, step):
         intervals = every[what], round(every[f"{what}_epochs"] * epoch)

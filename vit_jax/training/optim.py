@@ -15,16 +15,28 @@ from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.training import layer_decay
 
-Schedule = Callable[[jax.Array | int], jax.Array | float]
+Number = jax.Array | float
+Schedule = Callable[[jax.Array | int], Number]
 
 
-def schedule(config: ConfigDict, total_steps: int, steps_per_epoch: float) -> Schedule:
+def peak_rate(config: ConfigDict) -> float:
+    """Returns the highest learning rate of a run."""
+    return config.optim.rate or config.optim.rate_per_256 * config.batch_size / 256
+
+
+def schedule(
+    config: ConfigDict,
+    total_steps: int,
+    steps_per_epoch: float,
+    peak: Number | None = None,
+) -> Schedule:
     """Builds the learning rate as a function of the step.
 
     Args:
       config: complete config; `config.optim` and `batch_size` are read.
       total_steps: length of the run.
       steps_per_epoch: training examples by batch size.
+      peak: in place of `peak_rate(config)`; it may be an argument of a jitted function.
 
     Returns:
       Function from the steps already taken to the rate of the next one: linear from 0
@@ -35,7 +47,7 @@ def schedule(config: ConfigDict, total_steps: int, steps_per_epoch: float) -> Sc
         `boundaries` are not in order between the warmup and the end.
     """
     optim = config.optim
-    peak = optim.rate or optim.rate_per_256 * config.batch_size / 256
+    peak = peak_rate(config) if peak is None else peak
     warmup = configuration.steps(optim, "warmup", total_steps, steps_per_epoch)
     rest = total_steps - warmup
     if rest < 0:
@@ -61,7 +73,7 @@ def schedule(config: ConfigDict, total_steps: int, steps_per_epoch: float) -> Sc
 
 
 def _staircase(
-    peak: float,
+    peak: Number,
     boundaries: Sequence[int],
     factor: float,
     warmup: int,
@@ -80,7 +92,7 @@ def _staircase(
 
 
 def _rsqrt(
-    peak: float, timescale: int, cooldown: int, warmup: int, total_steps: int
+    peak: Number, timescale: int, cooldown: int, warmup: int, total_steps: int
 ) -> Schedule:
     """Reciprocal square root with a linear cooldown to 0 (arXiv:2106.04560)."""
     if warmup + cooldown > total_steps:

@@ -39,7 +39,7 @@ class Program(NamedTuple):
         are in the memory of the hosts where the devices have their own: a second state
         beside the first may be more than they hold.
       to_disk, from_disk: the state as it is on disk, and back; what is given stays.
-      step: see `training.step.build`.
+      step: jitted; see `training.step.define`.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
     """
 
@@ -118,7 +118,7 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
         to_disk = functools.partial(stacking.convert, function=one_by_one)
         from_disk = functools.partial(stacking.convert, function=stacked)
     device_ops = ops.parse_train(data.ops, data.image_size).device
-    step = steps.build(model, tx, rate, device_ops, config, mesh, shardings)
+    step = steps.define(model, tx, rate, device_ops, config, mesh, shardings)
     return Program(
         model=model,
         total=total,
@@ -133,7 +133,7 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
         disk_shardings=disk_shardings,
         to_disk=to_disk,
         from_disk=from_disk,
-        step=step,
+        step=steps.jitted(step, config, mesh, shardings),
         batch_shapes=_batch_shapes(config, mesh),
     )
 

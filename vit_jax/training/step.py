@@ -20,7 +20,7 @@ from vit_jax.training.optim import Schedule
 Step = Callable[[states.TrainState, dict], tuple[states.TrainState, dict]]
 
 
-def build(
+def define(
     model: Model,
     tx: optax.GradientTransformation,
     rate: Schedule,
@@ -29,7 +29,7 @@ def build(
     mesh: Mesh,
     shardings: states.TrainState,
 ) -> Step:
-    """Builds the training step.
+    """Returns what the training step computes.
 
     Args:
       model: network.
@@ -41,9 +41,9 @@ def build(
       shardings: of each array of the state.
 
     Returns:
-      Jitted function from state and batch (image uint8 (B, Y, X, C), label (B,), index
-      (B,), split over the mesh) to the next state and scalars: loss, top1, grad_norm,
-      param_norm, rate. The state passed in is used up.
+      Function from state and batch (image uint8 (B, Y, X, C), label (B,), index (B,),
+      split over the mesh) to the next state and scalars: loss, top1, grad_norm,
+      param_norm, rate.
     """
     loss_fn = functools.partial(_loss, model, config)
 
@@ -78,12 +78,34 @@ def build(
         )
         return state, metrics
 
+    return train_step
+
+
+def jitted(
+    step: Callable,
+    config: ConfigDict,
+    mesh: Mesh,
+    shardings: states.TrainState,
+    scalars: int = 0,
+) -> Step:
+    """Jits a training step.
+
+    Args:
+      step: from `define`, or what takes so many scalars after its state and batch.
+      config: complete config.
+      mesh: of all devices.
+      shardings: of each array of the state.
+      scalars: how many.
+
+    Returns:
+      The jitted function. The state passed in is used up.
+    """
     everywhere = meshes.replicated(mesh)
     return jax.jit(
-        train_step,
+        step,
         # debug_nans runs a failed step again, which needs its input.
         donate_argnums=() if config.debug_nans else (0,),
-        in_shardings=(shardings, meshes.batched(mesh)),
+        in_shardings=(shardings, meshes.batched(mesh), *[everywhere] * scalars),
         out_shardings=(shardings, everywhere),
         compiler_options=compiler.options(mesh.devices.flat[0].platform),
     )
