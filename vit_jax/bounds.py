@@ -95,3 +95,31 @@ def check(config: ConfigDict, flat: dict[str, object]) -> None:
 def is_number(value: object, kind: type) -> bool:
     """Tells whether a value is a number of a kind; True and False are none."""
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def fit(name: str, value: object, default: object) -> object:
+    """Returns a value as the type that a key takes, where it is nearly that.
+
+    Args:
+      name: of the key, for messages.
+      value: as given.
+      default: of that type.
+
+    Raises:
+      UserError: it is of another type.
+    """
+    if isinstance(default, tuple) and isinstance(value, (list, tuple)):
+        one = default[0] if default else ""
+        return tuple(fit(f"{name}[{i}]", item, one) for i, item in enumerate(value))
+    if isinstance(default, tuple) and isinstance(value, str):
+        return (value,)
+    if type(default) is float and is_number(value, numbers.Real):
+        return float(value)
+    if type(default) is int and is_number(value, numbers.Integral):
+        return int(value)
+    if type(value) is not type(default):
+        raise UserError(
+            f"{name}={value!r} is {type(value).__name__}, "
+            f"but it takes {type(default).__name__} (as {default!r})"
+        )
+    return value

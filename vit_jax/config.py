@@ -8,7 +8,6 @@ would read is an error.
 import ast
 import difflib
 import importlib.util
-import numbers
 import pathlib
 import re
 import sys
@@ -16,12 +15,9 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from vit_jax import bounds
+from vit_jax import bounds, evals
 from vit_jax.errors import UserError
 from vit_jax.schema import CHOICES, COMMON, FORMS
-
-# Sections whose keys the user names.
-_FREE = ("evals",)
 
 
 def load(spec: str, overrides: Mapping[str, object] | None = None) -> ConfigDict:
@@ -39,16 +35,50 @@ def load(spec: str, overrides: Mapping[str, object] | None = None) -> ConfigDict
       UserError: the file, the argument or a key does not exist, or a value does not
         fit its key.
     """
+    return complete(_stated(spec, overrides))
+
+
+def load_evaluation(
+    spec: str, overrides: Mapping[str, object] | None = None
+) -> ConfigDict:
+    """Reads a config file for `python -m vit_jax.evaluate`.
+
+    Args:
+      spec, overrides: as of `load`.
+
+    Returns:
+      The complete, locked config; what it says of the model, and of its classes and
+      images, is the weights' to say.
+
+    Raises:
+      UserError: as `load`, or a key that only training reads, or no evaluation.
+    """
+    raw = _stated(spec, overrides)
+    evals.refuse_unread(raw)
+    raw["data"] = {"classes": 1} | dict(raw.get("data", {}))
+    return complete(raw | {"optim": {"rate": 1.0}})  # Which nobody reads.
+
+
+def _stated(spec: str, overrides: Mapping[str, object] | None) -> dict:
+    """Returns what a config file and overrides state."""
     path, _, arg = spec.partition(":")
     raw = _run_config_file(pathlib.Path(path), arg or None).to_dict()
     raw.setdefault("name", pathlib.Path(path).stem)
     for key, value in (overrides or {}).items():
         *sections, leaf = key.split(".")
-        if len(sections) > 1 or not set(sections) <= COMMON.keys():
+        deepest = 2 if sections[:1] == ["evals"] else 1
+        if len(sections) > deepest or not set(sections[:1]) <= COMMON.keys():
             raise UserError(_unknown_key(key, _known_keys({})))
-        section = raw.setdefault(sections[0], {}) if sections else raw
-        section[leaf] = value
-    return complete(raw)
+        node = raw
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise UserError(
+                    f"{key}: evals.{section}={node!r} is a split; to state its keys "
+                    f"give all: --config.evals.{section}=\"{{'split': {node!r}}}\""
+                )
+        node[leaf] = value
+    return raw
 
 
 def parse_override(text: str) -> object:
@@ -82,13 +112,16 @@ def complete(raw: Mapping | ConfigDict) -> ConfigDict:
     done = {}
     for section, defaults in known.items():
         given = _given(raw, section)
+        if section == "evals":  # Whose keys the user names.
+            done[section] = evals.complete_all(given)
+            continue
         for key in given:
-            if section in _FREE:
-                defaults = {**defaults, key: ""}
             if key not in defaults:
                 raise UserError(_unknown_key(f"{section}.{key}".strip("."), known))
         done[section] = {
-            key: _fit(f"{section}.{key}".strip("."), given.get(key, default), default)
+            key: bounds.fit(
+                f"{section}.{key}".strip("."), given.get(key, default), default
+            )
             for key, default in defaults.items()
         }
     config = ConfigDict({**done.pop(""), **done}, convert_dict=True)
@@ -174,7 +207,8 @@ def _run_config_file(path: pathlib.Path, arg: str | None) -> ConfigDict:
     spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     # Configs share `configs/common.py`, wherever the command was started.
-    root = str(path.resolve().parent.parent)
+    folders = path.resolve().parents
+    root = str(next((p.parent for p in folders if p.name == "configs"), folders[1]))
     sys.path.insert(0, root)
     try:
         spec.loader.exec_module(module)
@@ -216,24 +250,6 @@ def _given(raw: Mapping, section: str) -> dict:
     if section:
         return raw.get(section, {})
     return {key: value for key, value in raw.items() if key not in COMMON or not key}
-
-
-def _fit(name: str, value: object, default: object) -> object:
-    if isinstance(default, tuple) and isinstance(value, (list, tuple)):
-        one = default[0] if default else ""
-        return tuple(_fit(f"{name}[{i}]", item, one) for i, item in enumerate(value))
-    if isinstance(default, tuple) and isinstance(value, str):
-        return (value,)
-    if type(default) is float and bounds.is_number(value, numbers.Real):
-        return float(value)
-    if type(default) is int and bounds.is_number(value, numbers.Integral):
-        return int(value)
-    if type(value) is not type(default):
-        raise UserError(
-            f"{name}={value!r} is {type(value).__name__}, "
-            f"but it takes {type(default).__name__} (as {default!r})"
-        )
-    return value
 
 
 def _unknown_key(name: str, known: Mapping[str, Mapping]) -> str:

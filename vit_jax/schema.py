@@ -105,7 +105,62 @@ COMMON = {
         "rules": (),
         "smallest": 32_768,  # Elements (a layer) from which fsdp splits a parameter.
     },
-    "evals": {},  # Name of an evaluation: split of the data set.
+    # Name of an evaluation: split of the data set to classify, or what EVALS lists.
+    "evals": {},
+}
+
+# What an evaluation may state instead of a split: these and the keys of its kind.
+_EVAL = {
+    "every": 0,  # Interval in steps, and in epochs beside it; both 0: that of
+    "every_epochs": 0.0,  # every.evaluate. The last step is evaluated in any case.
+    "name": "",  # Another data set than `data.name`, and its own ...
+    "data_dir": "",  # ... or `data.data_dir` if "".
+    "image_key": "",
+    "label_key": "",
+    "eval_ops": "",  # In place of `data.eval_ops`, or of what travels with weights.
+}
+_FEATURES = _EVAL | {  # Learnt on features of one split, scored on another.
+    "train": "",  # "" is `data.split`, or "train" of another data set.
+    "test": "",  # "" is the split that the data set is tested on.
+}
+EVALS = {
+    "classification": _EVAL | {"split": ""},  # "" as for `test`.
+    # ImageNet's validation images with the labels of ReaL.
+    "real": _EVAL
+    | {
+        "name": "imagenet2012_real",
+        "label_key": "original_label",
+        "split": "validation",
+        "labels": "",  # The authors' real.json, for sets that do not hold them.
+    },
+    "objectnet": _EVAL | {"name": "objectnet", "split": "images"},
+    "fewshot": _FEATURES
+    | {
+        "shots": (1, 5, 10, 25),  # Examples a class.
+        "seeds": 20,  # Draws of them, over which mean and deviation are taken.
+        "l2": (1024.0,),  # Strengths of the regularisation; the first is reported.
+    },
+    "knn": _FEATURES | {"k": 20, "temperature": 0.07},
+    "probe": _FEATURES
+    | {
+        # Strengths, of which the held-out part of train chooses.
+        "l2": (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5),
+        "held_out": 0.1,
+        "seed": 0,  # Of that part.
+        "iterations": 1_000,  # Of L-BFGS, at most.
+    },
+}
+
+# What is read of a config where weights are evaluated alone; "evals" takes any name.
+EVALUATION = {
+    "": ("name", "batch_size", "compilation_cache"),
+    "data": (
+        *("name", "data_dir", "split", "examples", "image_key", "label_key"),
+        *("workers", "threads", "prefetch", "on_error"),
+    ),
+    "mesh": tuple(COMMON["mesh"]),
+    "sharding": tuple(COMMON["sharding"]),
+    "evals": (),
 }
 
 _ENCODER = {

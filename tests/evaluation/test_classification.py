@@ -1,108 +1,88 @@
-import math
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax import config as configuration
-from vit_jax import models
-from vit_jax.data import pipeline, sources
-from vit_jax.errors import UserError
 from vit_jax.evaluation import classification
-from vit_jax.parallel import mesh as meshes
-from vit_jax.parallel import sharding
-
-EXAMPLES = 37  # Not a multiple of the batch, nor of the devices.
+from vit_jax.evaluation.passes import Outputs
 
 
-@pytest.fixture(scope="module")
-def setting():
-    config = configuration.complete(
-        {
-            "batch_size": 8,
-            "optim": {"rate": 1.0},
-            "data": {
-                "name": "made",
-                "classes": 5,
-                "examples": EXAMPLES,
-                "image_size": (8, 12),
-            },
-            "model": {
-                "variant": "Ti/4",
-                "width": 12,
-                "depth": 1,
-                "heads": 3,
-                "mlp_dim": 24,
-            },
-        }
+def outputs(labels, tops, confidence=None, loss=None):
+    labels = np.asarray(labels, np.int32)
+    N = len(labels)
+    values = {
+        "tops": np.asarray(tops, np.int32),
+        "confidence": np.asarray(confidence or [0.5] * N, np.float32),
+        "loss": np.asarray(loss or [1.0] * N, np.float32),
+    }
+    return Outputs(np.arange(N), labels, values)
+
+
+def test_scores_of_seven_predictions():
+    labels = [0, 0, 0, 2, 2, 5, 5]
+    tops = [
+        [0, 1, 2, 3, 4],
+        [1, 0, 2, 3, 4],
+        [0, 5, 2, 3, 4],
+        [2, 1, 0, 3, 4],
+        [5, 1, 0, 3, 4],  # Not among the five.
+        [2, 5, 0, 3, 4],
+        [0, 1, 2, 3, 4],
+    ]
+    loss = [0.5, 1.5, 0.25, 1.0, 4.0, 2.0, 3.0]
+    metrics, confusion = classification.score(outputs(labels, tops, loss=loss), 6)
+    assert metrics["top1"] == pytest.approx(3 / 7)
+    assert metrics["top5"] == pytest.approx(5 / 7)
+    assert metrics["loss"] == pytest.approx(sum(loss) / 7)
+    # Of classes 0, 2 and 5; the others have no example.
+    assert metrics["class_mean"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
+    assert metrics["examples"] == 7
+    expected = np.zeros((6, 6), int)
+    for true, (first, *_) in zip(labels, tops, strict=True):
+        expected[true, first] += 1
+    np.testing.assert_array_equal(confusion, expected)
+    assert confusion[0, 1] == 1 != confusion[1, 0]
+
+
+def test_of_five_classes_there_is_no_top_5():
+    found = classification.score(outputs([1], [[1, 0, 2, 3, 4]]), 5)
+    assert "top5" not in found.metrics
+    assert found.confusion.shape == (5, 5)
+
+
+def test_many_classes_have_no_confusion_matrix():
+    found = classification.score(outputs([1], [[1, 0, 2, 3, 4]]), 21_843)
+    assert found.confusion is None
+    assert found.metrics["top1"] == 1
+
+
+def test_calibration_error_of_two_bins():
+    # Three of four are right at a confidence of 0.9 (and 0.87 in the same bin), one of
+    # two at 0.3.
+    confidence = np.array([0.9, 0.9, 0.87, 0.9, 0.3, 0.3], np.float32)
+    right = np.array([1, 1, 1, 0, 1, 0], bool)
+    expected = (abs(3 - 3.57) + abs(1 - 0.6)) / 6
+    assert classification.calibration_error(confidence, right) == pytest.approx(
+        expected, abs=1e-6
     )
-    model = models.create(**config.model, classes=5, image_size=(8, 12))
-    params = model.init(jax.random.key(0))
-    params["head"]["kernel"] = jax.random.normal(jax.random.key(1), (12, 5))
-    return config, model, params, sources.open_source(config.data, "val")
 
 
-def evaluate(setting, params=None, **sizes):
-    config, model, own, source = setting
-    mesh = meshes.create(sizes, jax.devices()[: math.prod(sizes.values())])
-    shardings = sharding.parameters(own, mesh, smallest=60)
-    params = params or {"raw": own}
-    with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
-        return classification.evaluate(
-            classification.build(model, config, mesh, shardings),
-            {
-                name: jax.device_put(values, shardings)
-                for name, values in params.items()
-            },
-            batches,
-            mesh,
-        )
+def test_bins_are_open_below_and_closed_above():
+    # 1/15 ends the first bin; 0 and 1 have bins too. In one bin the errors would
+    # cancel each other.
+    edge = np.array([1 / 15, np.nextafter(1 / 15, 1)])
+    right = np.array([True, False])
+    expected = (14 / 15 + 1 / 15) / 2
+    assert classification.calibration_error(edge, right) == pytest.approx(expected)
+    both = np.array([0.0, 1.0])
+    assert classification.calibration_error(both, right) == 1.0
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"data": 1}, {"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "model": 3}]
-)
-def test_each_example_counts_once_on_any_mesh(setting, sizes):
-    _, model, params, source = setting
-    images = source.images.astype(np.float32) / 127.5 - 1
-    logits = np.asarray(model.apply(params, jnp.asarray(images))["logits"], np.float64)
-    chosen = logits[np.arange(EXAMPLES), source.labels]
-    expected_loss = (np.log(np.exp(logits).sum(1)) - chosen).mean()
-    expected_top1 = (logits.argmax(1) == source.labels).mean()
-
-    scores = evaluate(setting, **sizes)["raw"]
-    assert scores["examples"] == EXAMPLES
-    assert scores["top1"] == pytest.approx(expected_top1, abs=1e-7)
-    assert scores["loss"] == pytest.approx(expected_loss, rel=1e-5)
-
-
-def test_sets_of_parameters_are_scored_side_by_side(setting):
-    _, _, params, _ = setting
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    scores = evaluate(setting, {"raw": params, "ema": zeros}, data=1)
-    assert scores["ema"]["loss"] == pytest.approx(np.log(5), rel=1e-6)
-    assert scores["raw"]["loss"] != scores["ema"]["loss"]
-
-
-def test_an_evaluation_can_be_abandoned(setting):
-    config, model, params, source = setting
-    mesh = meshes.create({"data": 1}, jax.devices()[:1])
-    asked = iter([False, False, True])
-    with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
-        scores = classification.evaluate(
-            classification.build(model, config, mesh),
-            {"raw": params},
-            batches,
-            mesh,
-            stop=lambda: next(asked),
-        )
-    assert scores is None
-
-
-def test_an_empty_evaluation_is_refused(setting):
-    config, model, params, _ = setting
-    mesh = meshes.create({"data": 1}, jax.devices()[:1])
-    step = classification.build(model, config, mesh)
-    with pytest.raises(UserError, match="no example"):
-        classification.evaluate(step, {"raw": params}, [], mesh)
+def test_a_calibrated_network_has_no_error_and_a_boaster_its_excess():
+    rng = np.random.default_rng(0)
+    confidence = rng.uniform(0.2, 1, 200_000).astype(np.float32)
+    right = rng.random(200_000) < confidence
+    assert classification.calibration_error(confidence, right) < 0.006
+    boast = np.minimum(confidence + 0.15, 1).astype(np.float32)
+    excess = (boast - confidence).mean()
+    assert classification.calibration_error(boast, right) == pytest.approx(
+        excess, abs=0.006
+    )

@@ -1,123 +1,84 @@
-"""Classification scores of a split, each example counted exactly once."""
+"""Scores of a classifier, each example counted exactly once.
 
-from collections.abc import Callable, Iterable
+Letters: N examples, K classes, T the best classes of an example.
+"""
 
-import flax
-import jax
-import jax.numpy as jnp
-from clu import metrics
-from jax.sharding import Mesh
-from ml_collections import ConfigDict
+from typing import NamedTuple
 
-from vit_jax.data import device_ops
-from vit_jax.errors import UserError
-from vit_jax.models import Model
-from vit_jax.parallel import compiler, sharding
-from vit_jax.parallel import mesh as meshes
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+
+from vit_jax.evaluation.passes import LOSS, TOPS, Outputs
+
+BINS = 15
 
 
-@flax.struct.dataclass
-class Scores(metrics.Collection):
-    """Masked means over the examples seen so far."""
+class Scored(NamedTuple):
+    """What an evaluation gives for one set of parameters.
 
-    top1: metrics.Average.from_output("top1")
-    loss: metrics.Average.from_output("loss")
-
-
-EvalStep = Callable[[dict, dict], Scores]
-
-
-def build(
-    model: Model, config: ConfigDict, mesh: Mesh, shardings: dict | None = None
-) -> EvalStep:
-    """Builds the jitted evaluation step: (params, batch) -> scores.
-
-    Args:
-      model: network.
-      config: complete config.
-      mesh: of all devices.
-      shardings: of the parameters; whole copies everywhere if None.
-
-    Returns:
-      Function that scores a batch (image uint8 (B, Y, X, C), label (B,), mask (B,)).
-      The loss is the softmax cross-entropy, whatever the training loss.
+    Attributes:
+      metrics: name to number.
+      confusion: examples of each true class (rows) by predicted class, or None.
     """
 
-    def eval_step(params, batch):
-        images = device_ops.normalize(
-            batch["image"], config.data.mean, config.data.std
-        ).astype(config.model.dtype)
-        with sharding.activations(mesh):
-            logits = model.apply(params, images)["logits"]
-        label = batch["label"]
-        chosen = jnp.take_along_axis(
-            jax.nn.log_softmax(logits), label[:, None], axis=-1
-        )
-        return Scores.single_from_model_output(
-            top1=(logits.argmax(-1) == label).astype(jnp.float32),
-            loss=-chosen[:, 0],
-            mask=batch["mask"],
-        )
-
-    everywhere = meshes.replicated(mesh)
-    return jax.jit(
-        eval_step,
-        in_shardings=(shardings or everywhere, meshes.batched(mesh)),
-        out_shardings=everywhere,
-        compiler_options=compiler.options(mesh.devices.flat[0].platform),
-    )
+    metrics: dict[str, float]
+    confusion: Integer[np.ndarray, "K K"] | None = None
 
 
-def evaluate(
-    step: EvalStep,
-    params: dict[str, dict],
-    batches: Iterable[dict],
-    mesh: Mesh,
-    stop: Callable[[], bool] = lambda: False,
-) -> dict[str, dict[str, float]] | None:
-    """Scores several sets of parameters in one pass over the images.
+def score(outputs: Outputs, classes: int) -> Scored:
+    """Scores predictions against one label each.
 
     Args:
-      step: from `build`.
-      params: name of a set ("raw", "ema") to parameters.
-      batches: what this process loads; every process has the same number.
-      mesh: of all devices.
-      stop: asked before every batch; True abandons the evaluation.
+      outputs: with TOPS and LOSS.
+      classes: number of classes.
 
     Returns:
-      Name of a set to {"top1": fraction, "loss": nats, "examples": count}, or None
-      when it was abandoned.
-
-    Raises:
-      UserError: there is no example.
+      top1, top5 (of more than five classes), loss (nats), ece, class_mean (the mean of
+      the accuracies of the classes that occur), examples; and the confusion matrix, of
+      up to `MOST_CLASSES`.
     """
-    scores, waiting = {}, {}
-    for batch in batches:
-        if stop():
-            return None
-        on_device = meshes.to_devices(
-            {name: batch[name] for name in ("image", "label", "mask")}, mesh
-        )
-        working = {name: step(params[name], on_device) for name in params}
-        # The scores of a batch are fetched while the device is at the next.
-        scores, waiting = _add(scores, waiting), working
-    scores = _add(scores, waiting)
-    if not scores:
-        raise UserError("the evaluation split has no example: check config.evals")
-    return {name: _result(score) for name, score in scores.items()}
-
-
-def _add(scores: dict[str, Scores], more: dict[str, Scores]) -> dict[str, Scores]:
-    more = jax.device_get(more)
-    return {
-        name: scores[name].merge(part) if name in scores else part
-        for name, part in more.items()
-    } or scores
-
-
-def _result(scores: Scores) -> dict[str, float]:
-    return {
-        "top1": float(scores.top1.total / scores.top1.count),
-        "loss": float(scores.loss.total / scores.loss.count),
-        "examples": int(scores.top1.count),
+    labels, tops = outputs.labels, outputs.values[TOPS]
+    right = tops == labels[:, None]
+    counts = np.bincount(labels, minlength=classes)
+    hits = np.bincount(labels[right[:, 0]], minlength=classes)
+    there = counts > 0
+    metrics = {"top1": float(right[:, 0].mean())}
+    if classes > tops.shape[1]:
+        metrics["top5"] = float(right.any(1).mean())
+    metrics |= {
+        "loss": float(outputs.values[LOSS].mean(dtype=np.float64)),
+        "ece": calibration_error(outputs.values["confidence"], right[:, 0]),
+        "class_mean": float((hits[there] / counts[there]).mean()),
+        "examples": len(labels),
     }
+    confusion = None
+    if classes <= MOST_CLASSES:
+        cells = labels.astype(np.int64) * classes + tops[:, 0]
+        confusion = np.bincount(cells, minlength=classes**2).reshape(classes, classes)
+    return Scored(metrics, confusion)
+
+
+MOST_CLASSES = 2_000  # More make a confusion matrix of gigabytes that none can read.
+
+
+def calibration_error(
+    confidence: Float[np.ndarray, " N"], right: Bool[np.ndarray, " N"]
+) -> float:
+    """Returns the expected calibration error.
+
+    Args:
+      confidence: probability that the network gives to its first class.
+      right: whether that is the true one.
+
+    Returns:
+      Mean over the examples of the difference between accuracy and mean confidence in
+      the example's one of 15 equally wide bins of confidence, (0, 1/15] to (14/15, 1].
+
+    Source: arXiv:1706.04599, equation 3.
+    """
+    edges = np.linspace(0, 1, BINS + 1)[1:-1]
+    bins = np.searchsorted(edges, confidence.astype(np.float64))
+    difference = np.bincount(
+        bins, right.astype(np.float64) - confidence, minlength=BINS
+    )
+    return float(np.abs(difference).sum() / len(right))

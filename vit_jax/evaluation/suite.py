@@ -1,14 +1,20 @@
 """The evaluations that a config names, run together."""
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.data import pipeline, sources
-from vit_jax.evaluation import classification
+from vit_jax import evals
+from vit_jax.evaluation import kinds, passes
+from vit_jax.evaluation.readings import Reading, Readings
 from vit_jax.models import Model
 from vit_jax.parallel import mesh as meshes
+from vit_jax.report.confusion import Confusion
+from vit_jax.weights.pretrained import Preprocess
 
 Scores = dict[str, dict[str, dict[str, float]]]
 
@@ -16,14 +22,22 @@ Scores = dict[str, dict[str, dict[str, float]]]
 class Suite:
     """All of `config.evals`, over splits that are opened once.
 
+    Evaluations of the same images share one pass over them.
+
     Args:
       model: network.
       config: complete config.
       mesh: of all devices.
       shardings: of the parameters; whole copies everywhere if None.
+      preprocess: how images are prepared where an evaluation does not say it; as in
+        `data.eval_ops` if None.
+
+    Attributes:
+      confusions: evaluation to set of parameters to the confusion matrix, of the last
+        `run`, where there is one.
 
     Raises:
-      UserError: a split cannot be opened.
+      UserError: a split cannot be opened, or does not fit the model.
     """
 
     def __init__(
@@ -32,44 +46,128 @@ class Suite:
         config: ConfigDict,
         mesh: Mesh,
         shardings: dict | None = None,
+        preprocess: Preprocess | None = None,
     ):
-        self._config, self._mesh = config, mesh
+        self._model, self._config, self._mesh = model, config, mesh
+        self._shardings = shardings
         self._part, self._parts = meshes.share(mesh)
-        self._step = classification.build(model, config, mesh, shardings)
-        self._sources = {
-            name: sources.open_source(config.data, split)
-            for name, split in config.evals.items()
+        self._steps: dict[frozenset[str], passes.Step] = {}
+        readings = Readings(config.data, preprocess)
+        self._specs = {name: evals.spec(value) for name, value in config.evals.items()}
+        self._evaluations = {
+            name: kinds.KINDS[spec.kind](name, spec, readings, config.data.classes)
+            for name, spec in self._specs.items()
         }
+        self.confusions: dict[str, dict[str, Confusion]] = {}
+
+    def due(
+        self, step: int, every: ConfigDict, *, total: int, epoch: float
+    ) -> list[str]:
+        """Returns the evaluations whose time is a step.
+
+        Args:
+          step: steps taken.
+          every: `config.every`, for evaluations without a cadence of their own.
+          total: steps of the run; at its end all are due.
+          epoch: steps an epoch.
+        """
+        due = []
+        for name, spec in self._specs.items():
+            steps, epochs = spec.every, spec.every_epochs
+            if not steps and not epochs:
+                steps, epochs = every.evaluate, every.evaluate_epochs
+            intervals = steps, round(epochs * epoch)
+            if step >= total or any(i and step % i == 0 for i in intervals):
+                due.append(name)
+        return due
 
     def run(
-        self, params: dict[str, dict], stop: Callable[[], bool] = lambda: False
+        self,
+        params: dict[str, dict],
+        stop: Callable[[], bool] = lambda: False,
+        names: Sequence[str] | None = None,
     ) -> Scores | None:
-        """Scores sets of parameters on every split.
+        """Scores sets of parameters.
 
         Args:
           params: name of a set ("raw", "ema") to parameters.
-          stop: asked before every batch; True abandons the evaluation.
+          stop: asked before every batch and every solution; True abandons.
+          names: of the evaluations; all if None.
 
         Returns:
-          Evaluation to set to {"top1", "loss", "examples"} (and "skipped", the damaged
-          images left out, if there are any), or None when it was abandoned.
+          Evaluation to set to its metrics, see kinds.py, and to "skipped", the damaged
+          images left out, if there are any; or None when it was abandoned.
         """
-        results = {}
-        for name, source in self._sources.items():
-            with pipeline.eval_batches(
-                source,
-                self._config.data,
-                batch_size=self._config.batch_size,
-                process_index=self._part,
-                process_count=self._parts,
-            ) as batches:
-                scores = classification.evaluate(
-                    self._step, params, batches, self._mesh, stop
-                )
-            if scores is None:
+        names = list(self._evaluations if names is None else names)
+        needs = {name: self._evaluations[name].needs() for name in names}
+        results, held = {}, {}
+        for place, name in enumerate(names):
+            still = [need for later in names[place:] for need in needs[later].values()]
+            for need in needs[name].values():
+                if need.reading not in held:
+                    held[need.reading] = self._pass(params, need.reading, still, stop)
+                if held[need.reading] is None:
+                    return None
+            scored = self._score(name, params, needs[name], held, stop)
+            if scored is None:
                 return None
-            for values in scores.values():
-                if values["examples"] < len(source):
-                    values["skipped"] = len(source) - values["examples"]
-            results[name] = scores
+            results[name] = scored
+            later = [n.reading for x in names[place + 1 :] for n in needs[x].values()]
+            held = {reading: x for reading, x in held.items() if reading in later}
         return results
+
+    def _pass(
+        self,
+        params: dict[str, dict],
+        reading: Reading,
+        needs: Sequence[kinds.Need],
+        stop: Callable[[], bool],
+    ) -> dict[str, passes.Outputs] | None:
+        """Takes one pass over a split for all that is wanted of it."""
+        needs = [need for need in needs if need.reading is reading]
+        wants = frozenset().union(*(need.wants for need in needs))
+        if wants not in self._steps:
+            self._steps[wants] = passes.build(
+                self._model,
+                self._config,
+                self._mesh,
+                self._shardings,
+                wants,
+                allowed=kinds.ALLOWED,
+            )
+        rows = None
+        if all(need.rows is not None for need in needs):
+            rows = functools.reduce(np.union1d, (need.rows for need in needs))
+        batches = reading.batches(
+            rows, self._config.batch_size, self._part, self._parts
+        )
+        with batches:
+            found = passes.collect(
+                self._steps[wants], params, batches, self._mesh, stop
+            )
+        if rows is None or found is None:
+            return found
+        return {
+            kind: dataclasses.replace(outputs, records=rows[outputs.records])
+            for kind, outputs in found.items()
+        }
+
+    def _score(self, name, params, needs, held, stop) -> dict | None:
+        scores, self.confusions[name] = {}, {}
+        for kind in params:
+            outputs = {key: held[need.reading][kind] for key, need in needs.items()}
+            found = self._evaluations[name].score(outputs, stop)
+            if found is None:
+                return None
+            lost = sum(_lost(need, outputs[key]) for key, need in needs.items())
+            scores[kind] = found.metrics | ({"skipped": lost} if lost else {})
+            if found.confusion is not None:
+                names = next(iter(needs.values())).reading.source.class_names
+                self.confusions[name][kind] = Confusion(found.confusion, names)
+        return scores
+
+
+def _lost(need: kinds.Need, outputs: passes.Outputs) -> int:
+    """Counts the damaged images that were left out."""
+    rows = np.arange(len(need.reading.source)) if need.rows is None else need.rows
+    return len(rows) - int(np.isin(rows, outputs.records).sum())

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 
 import jax
@@ -91,8 +92,10 @@ def flatten(scores: dict) -> dict[str, float]:
 
 def line(scores: dict) -> str:
     """Puts the accuracies of all evaluations into one line."""
-    tops = {k: v for k, v in flatten(scores).items() if k.endswith("/top1")}
-    return "top-1: " + ", ".join(f"{k[:-5]} {v:.2%}" for k, v in tops.items())
+    flat = flatten(scores)
+    tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
+    tops |= {k: v for k, v in flat.items() if re.fullmatch(r".*/\d+shot", k)}
+    return "top-1: " + ", ".join(f"{k} {v:.2%}" for k, v in tops.items())
 
 
 def table(report: dict) -> str:
@@ -110,10 +113,17 @@ def table(report: dict) -> str:
     lines += ["", f"{'evaluation':<14} {'parameters':<10} {'top-1':>8} {'loss':>8}"]
     for name, kinds in report["final"].items():
         for kind, scores in kinds.items():
-            lines.append(
-                f"{name:<14} {kind:<10} {scores['top1']:>8.2%} {scores['loss']:>8.4f}"
-            )
+            lines.append(f"{name:<14} {kind:<10} {_scores(scores)}")
     return "\n".join(lines)
+
+
+def _scores(scores: dict[str, float]) -> str:
+    """Lays out one evaluation: the accuracy and the loss, or what else it gives."""
+    if "top1" not in scores:
+        shown = {k: v for k, v in scores.items() if re.fullmatch(r"\d+shot", k)}
+        return "  ".join(f"{k} {v:.2%}" for k, v in (shown or scores).items())
+    loss = f" {scores['loss']:>8.4f}" if "loss" in scores else ""
+    return f"{scores['top1']:>8.2%}{loss}"
 
 
 def _number(value: float | None) -> str:

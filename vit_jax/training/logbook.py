@@ -5,12 +5,13 @@ import json
 import os
 
 import jax
+import numpy as np
 from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from vit_jax import config as configuration
 from vit_jax.parallel import distributed
-from vit_jax.report import result
+from vit_jax.report import confusion, result
 from vit_jax.report.compilations import Compilations
 from vit_jax.report.laps import Laps
 from vit_jax.report.progress import Progress
@@ -133,11 +134,22 @@ class Logbook:
             self._advised = self._progress.advise(speed, self._config.data)
         self._writer.scalars(step, {f"train/{k}": v for k, v in values.items()})
 
-    def scores(self, step: int, scores: dict) -> None:
-        """Prints what the evaluations gave, and writes it unless it is written."""
+    def scores(self, step: int, scores: dict, confusions: dict) -> None:
+        """Prints what the evaluations gave, and writes it unless it is written.
+
+        Args:
+          step: steps taken.
+          scores: evaluation to set of parameters to metrics.
+          confusions: the same to `report.confusion.Confusion`, of some.
+        """
         for name, kinds in scores.items():
-            if not self.has_scores(step, name):
-                self._writer.scalars(step, result.flatten({name: kinds}))
+            if self.has_scores(step, name):
+                continue
+            self._writer.scalars(step, result.flatten({name: kinds}))
+            for kind, table in confusions.get(name, {}).items():
+                if jax.process_index() == 0:
+                    picture = np.asarray(confusion.draw(table))[None]
+                    self.images(f"{name}/{kind}/confusion", picture, step)
         self.say(f"step {step}/{self._program.total}  {result.line(scores)}")
 
     def has_scores(self, step: int, name: str) -> bool:

@@ -88,6 +88,8 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
     suite = evaluations(program.model, config, mesh, program.shardings.params)
 
     def due(what, step):
+        if what == "evaluate":
+            return suite.due(step, every, total=total, epoch=epoch)
         intervals = every[what], round(every[f"{what}_epochs"] * epoch)
         return step == total or any(i and step % i == 0 for i in intervals)
 
@@ -157,16 +159,16 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
                 watch.beat(f"a part of the evaluation of step {step}")
                 return preemption.reached()
 
-            scores = suite.run(params, stop)
+            scores = suite.run(params, stop, due("evaluate", step))
             if scores is None:
                 leave(step)
-            book.scores(step, scores)
+            book.scores(step, scores, suite.confusions)
             return scores
 
         # A start that was ended in an evaluation owes it still.
         final, skipped = {}, 0
-        owed = start and start < total and due("evaluate", start)
-        if owed and not all(book.has_scores(start, name) for name in config.evals):
+        owed = due("evaluate", start) if 0 < start < total else ()
+        if not all(book.has_scores(start, name) for name in owed):
             evaluate(start)
 
         # Training.

@@ -1,0 +1,191 @@
+"""Linear probe: multinomial logistic regression on frozen features, full data.
+
+The strength of the L2 regularisation is chosen on a part of the training examples that
+is held out, then all of them are used; test examples are only scored. Letters: N
+examples, D features, K classes, B blocks of R examples.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+
+from vit_jax.evaluation import fewshot
+
+_BLOCK = 2**24  # Logits at once on the device; 4 bytes each.
+
+Features = Float[np.ndarray, "N D"]
+Labels = Integer[np.ndarray, " N"]
+
+
+class Probe(NamedTuple):
+    """A linear classifier of features as they are.
+
+    Attributes:
+      slopes: (D, K).
+      offsets: (K,).
+    """
+
+    slopes: np.ndarray
+    offsets: np.ndarray
+
+    def predict(self, features: np.ndarray) -> np.ndarray:
+        """Returns the class of each example."""
+        return (features @ self.slopes + self.offsets).argmax(1).astype(np.int32)
+
+
+class Choice(NamedTuple):
+    """What the held-out part chose.
+
+    Attributes:
+      l2: the strength.
+      top1: accuracy on the held-out part with it.
+      probe: fitted to all training examples.
+    """
+
+    l2: float
+    top1: float
+    probe: Probe
+
+
+def choose(
+    features: Features,
+    labels: Labels,
+    classes: int,
+    *,
+    l2: Sequence[float],
+    held_out: float,
+    seed: int = 0,
+    iterations: int = 1_000,
+    stop: Callable[[], bool] = lambda: False,
+) -> Choice | None:
+    """Chooses the strength on a part of the examples, and fits all of them with it.
+
+    Args:
+      features: to train on.
+      labels: their classes.
+      classes: number of classes.
+      l2: strengths to try; of equally good ones the largest is taken.
+      held_out: part of every class that is held out, at least one example where there
+        are two or more.
+      seed: of the draw of that part.
+      iterations: of L-BFGS, at most, for each strength.
+      stop: asked before every fit; True abandons.
+
+    Returns:
+      The choice, or None when it was abandoned.
+    """
+    held = _held_out(labels, classes, held_out, seed)
+    strengths = sorted(set(l2), reverse=True)
+    best, top1 = strengths[0], float("nan")
+    if len(strengths) > 1 and held.any():
+        fits = path(features[~held], labels[~held], classes, strengths, iterations)
+        scores = []
+        for fitted in fits:
+            if stop():
+                return None
+            right = fitted.predict(features[held]) == labels[held]
+            scores.append(right.mean())
+        best, top1 = strengths[int(np.argmax(scores))], float(max(scores))
+    if stop():
+        return None
+    *_, probe = path(features, labels, classes, [best], iterations)
+    return Choice(best, top1, probe)
+
+
+def path(
+    features: Features,
+    labels: Labels,
+    classes: int,
+    l2: Sequence[float],
+    iterations: int = 1_000,
+):
+    """Fits one probe after the other, each from where the last one ended.
+
+    The loss is the mean softmax cross-entropy plus l2 / 2 times the square of the
+    slopes of standardised features; offsets are free. It is computed in float32 on this
+    process's first device, which holds the features; L-BFGS keeps its own in float64 on
+    the host, 20 times (D + 1) K.
+
+    Args:
+      features, labels, classes, iterations: as of `choose`.
+      l2: strengths, the largest first.
+
+    Yields:
+      A probe for each strength.
+    """
+    from scipy import optimize
+
+    mean, scale = features.mean(0), features.std(0) + fewshot.EPSILON
+    blocks = _place((features - mean) / scale, labels, classes)
+    size = features.shape[1] + 1, classes
+    weights = np.zeros(size[0] * size[1])
+    for strength in l2:
+
+        def objective(flat, strength=strength):
+            given = jax.device_put(flat.reshape(size).astype(np.float32))
+            value, slope = jax.device_get(_loss(given, blocks))
+            body = flat.reshape(size)[:-1]
+            slope = slope.astype(np.float64)
+            slope[:-1] += strength * body
+            return value + strength / 2 * (body**2).sum(), slope.ravel()
+
+        options = {"maxiter": iterations, "maxfun": 2 * iterations, "gtol": 1e-6}
+        weights = optimize.minimize(
+            objective, weights, jac=True, method="L-BFGS-B", options=options
+        ).x
+        found = weights.reshape(size)
+        slopes = found[:-1] / scale[:, None]
+        offsets = found[-1] - mean @ slopes
+        yield Probe(slopes.astype(np.float32), offsets.astype(np.float32))
+
+
+def _held_out(
+    labels: np.ndarray, classes: int, part: float, seed: int
+) -> Bool[np.ndarray, " N"]:
+    """Marks a part of every class, drawn as the support of few-shot evaluation is."""
+    held = np.zeros(len(labels), bool)
+    counts = np.bincount(labels, minlength=classes)
+    order = fewshot.draw(labels, len(labels), seed, classes)
+    wanted = np.where(counts > 1, np.clip(np.round(counts * part), 1, counts - 1), 0)
+    for start, count in zip(np.cumsum(counts) - counts, wanted.astype(int)):
+        held[order[start : start + count]] = True
+    return held
+
+
+def _place(features: np.ndarray, labels: np.ndarray, classes: int) -> tuple:
+    """Puts examples on the device in blocks, the last filled up with weights of 0."""
+    rows = min(len(labels), max(1, _BLOCK // classes))
+    blocks = -(-len(labels) // rows)
+
+    def cut(x):
+        filled = np.zeros((blocks * rows, *x.shape[1:]), x.dtype)
+        filled[: len(x)] = x
+        return filled.reshape(blocks, rows, *x.shape[1:])
+
+    counted = np.full(len(labels), 1 / len(labels), np.float32)
+    parts = (features.astype(np.float32), labels.astype(np.int32), counted)
+    return jax.device_put(tuple(map(cut, parts)))
+
+
+@jax.jit
+def _loss(weights: jax.Array, blocks: tuple) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean cross-entropy and its gradient, block by block."""
+
+    def of_block(weights, features, labels, counted):
+        product = functools.partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)
+        logits = product(features, weights[:-1]) + weights[-1][None]
+        chances = jax.nn.log_softmax(logits)
+        chosen = jnp.take_along_axis(chances, labels[:, None], 1)[:, 0]
+        return -(counted * chosen).sum()
+
+    def add(total, block):
+        part = jax.value_and_grad(of_block)(weights, *block)
+        return jax.tree.map(jnp.add, total, part), None
+
+    nothing = (jnp.zeros([]), jnp.zeros_like(weights))
+    return jax.lax.scan(add, nothing, blocks)[0]

@@ -1,0 +1,230 @@
+"""Which images an evaluation reads, and how they are prepared."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Integer
+from ml_collections import ConfigDict
+
+from vit_jax.data import catalogue, pipeline, sources
+from vit_jax.data.excluding import without
+from vit_jax.data.splits import names as split_names
+from vit_jax.errors import UserError
+from vit_jax.weights import preprocess as preprocessing
+from vit_jax.weights.pretrained import Preprocess
+
+# Of `config.data`, what an evaluation of another data set states itself.
+KEYS = ("name", "data_dir", "image_key", "label_key", "eval_ops")
+_TESTS = ("test", "val", "validation")  # What a test split may be called.
+_MANY = 2**31 - 1  # Classes, where the labels are not the model's.
+
+
+@dataclasses.dataclass(frozen=True)
+class Travelled:
+    """A host operation: what travels with weights, see `weights.preprocess`."""
+
+    preprocess: Preprocess
+    channels: int
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return preprocessing.prepare(image, self.preprocess, self.channels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some records of a source, in their order.
+
+    Attributes:
+      source: all records.
+      rows: numbers of those taken.
+    """
+
+    source: sources.Source
+    rows: Integer[np.ndarray, " R"]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.source.class_names
+
+    @functools.cached_property
+    def images(self) -> np.ndarray | None:
+        return None if self.source.images is None else self.source.images[self.rows]
+
+    @functools.cached_property
+    def labels(self) -> np.ndarray | None:
+        return None if self.source.labels is None else self.source.labels[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict:
+        return self.source[int(self.rows[i])]
+
+    def describe(self, i: int) -> str:
+        return self.source.describe(int(self.rows[i]))
+
+    def record_id(self, i: int) -> str:
+        return self.source.record_id(int(self.rows[i]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reading:
+    """A split of a data set, opened.
+
+    Attributes:
+      title: for messages.
+      source: its records.
+      data: `config.data` for them.
+      ops: host operations; those of `data.eval_ops` if None.
+    """
+
+    title: str
+    source: sources.Source
+    data: ConfigDict
+    ops: tuple | None
+
+    def batches(
+        self,
+        rows: Integer[np.ndarray, " R"] | None,
+        batch_size: int,
+        process_index: int,
+        process_count: int,
+    ) -> pipeline.Batches:
+        """Iterates over all records, or over some; see `pipeline.eval_batches`."""
+        return pipeline.eval_batches(
+            self.source if rows is None else Part(self.source, rows),
+            self.data,
+            batch_size=batch_size,
+            process_index=process_index,
+            process_count=process_count,
+            host=self.ops,
+        )
+
+    @functools.cached_property
+    def labels(self) -> Integer[np.ndarray, " N"]:
+        """The class of every record; none is decoded, but some sets are read for it."""
+        source = self.source
+        if source.labels is not None:
+            return np.asarray(source.labels, np.int64)
+        if hasattr(source, "labels_of_paths"):
+            return np.asarray(source.labels_of_paths, np.int64)
+        if not hasattr(source, "read"):
+            return np.array([source[i]["label"] for i in range(len(source))], np.int64)
+        found = np.empty(len(source), np.int64)
+        for start in range(0, len(source), 1000):
+            numbers = range(start, min(start + 1000, len(source)))
+            found[start : numbers.stop] = [r["label"] for r in source.read(numbers)]
+        return found
+
+    @property
+    def classes(self) -> int:
+        """How many classes there are: names, or labels up to the largest."""
+        return len(self.source.class_names) or int(self.labels.max()) + 1
+
+
+class Readings:
+    """Opens what evaluations read, each split once.
+
+    Args:
+      data: `config.data` of the run; its classes are the model's.
+      preprocess: how images are prepared, where `eval_ops` is not stated; by
+        `data.eval_ops` if None.
+    """
+
+    def __init__(self, data: ConfigDict, preprocess: Preprocess | None = None):
+        self._data, self._preprocess = data, preprocess
+        self._opened: dict[tuple, Reading] = {}
+
+    def open(
+        self, name: str, spec: ConfigDict, split: str, *, of_model: bool
+    ) -> Reading:
+        """Opens a split.
+
+        Args:
+          name: of the evaluation, for messages.
+          spec: of the evaluation; KEYS are read.
+          split: its expression; "" is the one that the data set is tested on.
+          of_model: whether the labels must be classes of the model.
+
+        Raises:
+          UserError: the set or the split does not exist, or has other classes.
+        """
+        data = self._of(spec)
+        key = (*(data[k] for k in KEYS), split, of_model)
+        if key not in self._opened:
+            source = _open_any(data, [split] if split else _tests(data.name))
+            if data.exclude and split == data.split:
+                source = without(source, data.exclude)
+            if of_model:
+                self._check(name, source, data)
+            else:
+                data.classes = _MANY
+            title = f"{data.name} {split or 'test'}"
+            host = self._host_ops(source, data, stated=bool(spec.eval_ops))
+            self._opened[key] = Reading(title, source, data, host)
+        return self._opened[key]
+
+    def train_split(self, spec: ConfigDict) -> str:
+        """Returns the split to learn from, where none is stated."""
+        return "train" if spec.name else self._data.split
+
+    def _of(self, spec: ConfigDict) -> ConfigDict:
+        """Returns `config.data` as an evaluation changes it."""
+        data = self._data.copy_and_resolve_references()
+        if spec.name:
+            data.update(image_key="image", label_key="label", exclude="", examples=0)
+            data.split = spec.get("train") or "train"
+        data.update({key: spec[key] for key in KEYS if spec[key]})
+        return data
+
+    def _check(self, name: str, source: sources.Source, data: ConfigDict) -> None:
+        known = len(source.class_names)
+        labels = source.labels if source.labels is not None else np.zeros(1, int)
+        worst = int(labels.max()) if labels.min() >= 0 else int(labels.min())
+        if (known and known != data.classes) or not 0 <= worst < data.classes:
+            what = f"{known} classes" if known else f"a label {worst}"
+            raise UserError(
+                f"evals.{name}: {data.name} has {what}, but the model tells "
+                f"{data.classes} classes apart: fine-tune it on these, or take an "
+                "evaluation of its features, as kind='fewshot'"
+            )
+
+    def _host_ops(
+        self, source: sources.Source, data: ConfigDict, *, stated: bool
+    ) -> tuple | None:
+        if self._preprocess is None or stated:
+            return None
+        if source.images is not None:
+            size = source.images.shape[1:3]
+            same = size == self._preprocess.image_size
+            if same and preprocessing.resized(size, self._preprocess) == size:
+                return ()  # So that a batch is one gather.
+        return (Travelled(self._preprocess, data.channels),)
+
+
+def _tests(name: str) -> Sequence[str]:
+    """Returns the splits that a data set may be tested on, the likeliest first."""
+    entry = catalogue.ENTRIES.get(name.partition(":")[0])
+    return (entry.splits["test"],) if entry and "test" in entry.splits else _TESTS
+
+
+def _open_any(data: ConfigDict, splits: Sequence[str]) -> sources.Source:
+    if data.name == "folder":
+        root = os.path.expanduser(data.data_dir)
+
+        def there(split):
+            return os.path.isdir(os.path.join(root, split_names(split)[0]))
+
+        splits = list(filter(there, splits)) or splits
+        if not there(data.split):  # Of which the class folders count.
+            data.split = splits[0]
+    first = None
+    for split in splits:
+        try:
+            return sources.open_unchecked(data, split)
+        except UserError as error:
+            first = first or error
+    raise first
