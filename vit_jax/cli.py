@@ -92,10 +92,23 @@ def refuse_overrides(flags: argparse.Namespace, doing: str) -> None:
         )
 
 
-def add_image_flags(parser: Parser) -> None:
-    """Adds flags that say how images are prepared, where weights do not tell."""
+def add_weights_flags(parser: Parser) -> None:
+    """Adds flags that say which weights are tried, and at which size of images."""
     add = parser.add_argument
-    add("--labels", default="", help="file of class names, one a line")
+    add("--model", required=True, help="where the weights are")
+    add("--raw", action="store_true", help="a run's last parameters, not their average")
+    add("--resolution", type=size, help="other image size: pixels, or HEIGHTxWIDTH")
+    _add_preparation(parser)
+
+
+def add_image_flags(parser: Parser) -> None:
+    """Adds flags that say what weights do not tell: classes, and how images are made."""
+    parser.add_argument("--labels", default="", help="file of class names, one a line")
+    _add_preparation(parser)
+
+
+def _add_preparation(parser: Parser) -> None:
+    add = parser.add_argument
     add("--mean", type=_floats, help="as 0.485,0.456,0.406: fractions of 255")
     add("--std", type=_floats, help="as 0.229,0.224,0.225")
     add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
@@ -111,6 +124,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "interpolation": flags.interpolation,
         "crop_fraction": 1.0 if flags.crop == SQUASH else flags.crop,
         "squash": flags.crop and flags.crop == SQUASH,
+        "image_size": getattr(flags, "resolution", None),
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -120,6 +134,12 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
+
+
+def size(text: str) -> tuple[int, int]:
+    """Reads a flag's height and width: one number of pixels, or HEIGHTxWIDTH."""
+    height, _, width = text.partition("x")
+    return positive(height), positive(width or height)
 
 
 def _floats(text: str) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ input or no image at all.
 """
 
 import argparse
-import dataclasses
+import functools
 import os
 import sys
 
@@ -58,28 +58,16 @@ def main(flags: argparse.Namespace) -> int:
 
 def open_classifier(flags: argparse.Namespace):
     """Opens the checkpoint, with the flags in place of what travelled with it."""
-    from vit_jax import weights
-    from vit_jax.evaluation import prediction
-    from vit_jax.weights import preprocess as preprocessing
+    from vit_jax.evaluation import network, prediction
 
     names = prediction.read_labels(flags.labels) if flags.labels else ()
-    found = weights.open_pretrained(
-        flags.model, average=not flags.raw, heads=flags.heads
+    found, preprocess = network.open_weights(
+        flags.model,
+        cli.image_flags(flags),
+        average=not flags.raw,
+        heads=flags.heads,
+        tell=functools.partial(print, file=sys.stderr, flush=True),
     )
-    for note in found.notes:  # Such as how many heads were guessed.
-        print(f"{flags.model}: {note}", file=sys.stderr, flush=True)
-    given = cli.image_flags(flags)
-    if flags.resolution:
-        given["image_size"] = flags.resolution
-    preprocess = dataclasses.replace(prediction.preprocessing_of(found), **given)
-    stated = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
-    if not found.preprocess and not stated:
-        print(
-            f"{flags.model} does not tell how its images are prepared; assumed: "
-            f"{preprocessing.describe(preprocess)}",
-            file=sys.stderr,
-            flush=True,
-        )
     return prediction.Classifier(found, preprocess=preprocess, class_names=names)
 
 
@@ -88,21 +76,14 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("images", nargs="+", metavar="IMAGE", help="file, folder, or - for a pipe")
-    add("--model", required=True, help="where the weights are")
     add("--topk", type=cli.positive, default=5, help="classes an image; default 5")
     add("--json", action="store_true", help="a JSON object a line, not a table")
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
     )
-    add("--raw", action="store_true", help="a run's last parameters, not their average")
-    add("--resolution", type=_size, help="other image size: pixels, or HEIGHTxWIDTH")
-    cli.add_image_flags(parser)
+    add("--labels", default="", help="file of class names, one a line")
+    cli.add_weights_flags(parser)
     return parser
-
-
-def _size(text: str) -> tuple[int, int]:
-    height, _, width = text.partition("x")
-    return cli.positive(height), cli.positive(width or height)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,15 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from vit_jax import models
 from vit_jax.data import device_ops
 from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
-from vit_jax.evaluation import inputs
+from vit_jax.evaluation import inputs, network
 from vit_jax.parallel import compiler
 from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
-# As the library does it that the checkpoint is of.
-_POSEMB_RESIZE = {"timm": "bicubic", "hugging_face": "bicubic"}
+preprocessing_of = network.preprocessing_of
 _WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
 
 
@@ -62,19 +59,14 @@ class Classifier:
         class_names: tuple[str, ...] = (),
     ):
         preprocess = preprocess or preprocessing_of(pretrained)
-        source = models.create(**pretrained.options)
-        classes, self._channels = source.options["classes"], source.image_shape[-1]
+        classes = pretrained.options["classes"]
         if not classes:
             raise UserError(
                 f"{pretrained.source} has no classifier (classes=0): give a fine-tuned "
                 "checkpoint"
             )
-        if source.options.get("head") == "none":
-            raise UserError(
-                f"{pretrained.source} classifies every token by itself (head=none), not "
-                "the image: give a checkpoint with another head"
-            )
-        preprocessing.check(preprocess, self._channels)
+        model, params = network.fit(pretrained, preprocess)
+        self._channels = model.image_shape[-1]
         names = class_names or pretrained.class_names
         if names and len(names) != classes:
             raise UserError(
@@ -85,16 +77,6 @@ class Classifier:
         self._preprocess = preprocess
         self._sigmoid = pretrained.loss == "sigmoid"
 
-        wanted = {**pretrained.options, "image_size": preprocess.image_size}
-        model = models.create(**wanted)
-        params, _ = surgery.fit(
-            pretrained.params,
-            jax.eval_shape(model.init, jax.random.key(0)),
-            grid=model.grid,
-            old_grid=source.grid,
-            head="keep",
-            posemb_resize=_POSEMB_RESIZE.get(pretrained.format, "linear"),
-        )
         self._params = jax.device_put(params)
 
         def logits(params, images):
@@ -128,21 +110,6 @@ class Classifier:
         return tuple(
             Prediction(int(i), self._names[i], float(probabilities[i])) for i in best
         )
-
-
-def preprocessing_of(pretrained: Pretrained) -> Preprocess:
-    """Returns the preprocessing that travelled with a checkpoint, or the usual one.
-
-    Its size and channels are the network's.
-    """
-    options = pretrained.options
-    size = tuple(options.get("image_size", (224, 224)))
-    found = pretrained.preprocess or preprocessing.assumed(
-        pretrained.format, size, distillation=options.get("distillation", False)
-    )
-    # Equal numbers for three channels serve one as well.
-    mean, std = (v[:1] if len(set(v)) == 1 else v for v in (found.mean, found.std))
-    return dataclasses.replace(found, image_size=size, mean=mean, std=std)
 
 
 def predict(

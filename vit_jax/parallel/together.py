@@ -68,7 +68,7 @@ class Together:
     stays unfinished, as after a kill, and the one before it counts.
 
     Args:
-      workdir: of the run; a message says that it goes on from there.
+      workdir: of the run; a message says that it goes on from there. "" if it will not.
       debug: show tracebacks of bad input too.
     """
 
@@ -150,6 +150,8 @@ class Together:
         last_words.leave(words, address, gone, patience=self._limit / 2)
 
     def _remedy(self) -> str:
+        if not self._workdir:
+            return "start the job again"
         return f"start the job again, it goes on from the checkpoint in {self._workdir}"
 
 

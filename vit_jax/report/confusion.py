@@ -55,8 +55,10 @@ def draw(confusion: Confusion) -> Image.Image:
     names = [_cut(confusion.name(i)) for i in range(K)] if cell >= _NAMED else []
     width = max((round(font.getlength(name)) for name in names), default=40) + 8
     left, top, side = _MARGIN + width, 2 * _MARGIN + _FONT_SIZE + width, cell * K
-    size = left + side + _BAR + 60 + _MARGIN, top + side + _MARGIN
-    picture = Image.new("RGB", size, _PAPER)
+    title = f"true class (rows) by predicted class: {counts.sum():,} images, "
+    title += f"{counts.trace() / max(counts.sum(), 1):.2%} right"
+    across = max(left + side + _BAR + 60, _MARGIN + round(font.getlength(title)))
+    picture = Image.new("RGB", (across + _MARGIN, top + side + _MARGIN), _PAPER)
     parts = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     body = Image.fromarray(_colours(parts)).resize(
         (side, side), Image.Resampling.NEAREST
@@ -64,8 +66,6 @@ def draw(confusion: Confusion) -> Image.Image:
     picture.paste(body, (left, top))
     pen = ImageDraw.Draw(picture)
     pen.rectangle((left - 1, top - 1, left + side, top + side), outline=_GRID)
-    title = f"true class (rows) by predicted class: {counts.sum():,} images, "
-    title += f"{counts.trace() / max(counts.sum(), 1):.2%} right"
     pen.text((_MARGIN, _MARGIN // 2), title, _INK, font)
     if names:
         _write_names(picture, names, (left, top), cell, font)
@@ -156,4 +156,6 @@ def _draw_bars(pen, accuracies, corner, cell, font) -> None:
 
 
 def _cut(name: str) -> str:
-    return name if len(name) <= _LONGEST else name[: _LONGEST - 3] + "..."
+    # The end tells "terrier 7" from "terrier 8".
+    half = (_LONGEST - 3) // 2
+    return name if len(name) <= _LONGEST else f"{name[:half]}...{name[-half:]}"

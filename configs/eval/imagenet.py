@@ -1,0 +1,34 @@
+"""ImageNet classifiers on the validation images, ReaL, ImageNet-v2 and ObjectNet.
+
+Data:   imagenet2012_real has the validation images with both kinds of labels; how to
+        get each set: python -m vit_jax.datasets. DIR is where TFDS prepared them.
+Run:    python -m vit_jax.evaluate --model=PLACE \
+            --config=configs/eval/imagenet.py:data_dir=DIR,objectnet=FOLDER
+        v2=False and no objectnet= leave those out.
+Result: not run by us, for want of the images; published: the paper's table 2
+
+Validation and ReaL share one pass over the images.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg
+
+ARGUMENTS = dict(data_dir="", v2=True, objectnet="")
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    c = ConfigDict()
+    c.batch_size = 256
+    c.data = dict(name="imagenet2012_real", data_dir=arg.data_dir)
+    c.evals = {}
+    same = dict(name="imagenet2012_real", label_key="original_label")
+    c.evals.val = dict(kind="classification", split="validation", **same)
+    c.evals.real = dict(kind="real", split="validation", **same)
+    if arg.v2:
+        c.evals.v2 = dict(kind="classification", name="imagenet_v2/matched-frequency")
+        c.evals.v2.split = "test"
+    if arg.objectnet:
+        c.evals.objectnet = dict(kind="objectnet", data_dir=arg.objectnet)
+    return c

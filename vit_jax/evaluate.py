@@ -1,0 +1,74 @@
+"""Evaluates weights: python -m vit_jax.evaluate --model=PLACE --config=CONFIG
+
+PLACE is whatever holds weights: a run's workdir, an exported file, a file or folder of
+timm, Hugging Face or Google, hf://owner/name. CONFIG is a file under configs/eval/ with
+its argument: configs/eval/fewshot.py:data=FOLDER. Images are prepared as the weights
+say; flags replace single parts of that. Exit codes: 0 done, 2 bad input (one line says
+what).
+"""
+
+import argparse
+import functools
+import json
+import sys
+
+from vit_jax import cli
+from vit_jax import config as configuration
+
+
+def main(flags: argparse.Namespace) -> None:
+    """Runs the evaluations that the flags describe, and prints what they gave."""
+    config = configuration.load_evaluation(flags.config, flags.overrides)
+
+    # After the config, so that its errors come at once.
+    import jax
+
+    from vit_jax.evaluation import network, standalone
+    from vit_jax.parallel import compilation_cache, distributed, together
+    from vit_jax.report import evaluations
+
+    distributed.start()
+    first = jax.process_index() == 0
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    with together.Together("", debug=flags.debug):
+        if uncached := compilation_cache.enable(config.compilation_cache):
+            tell(uncached)
+        found, preprocess = network.open_weights(
+            flags.model,
+            cli.image_flags(flags),
+            average=not flags.raw,
+            heads=flags.heads,
+            tell=tell if first else lambda line: None,
+        )
+        results, confusions = standalone.evaluate(found, preprocess, config)
+        if not first:
+            return
+        report = {
+            "kind": "evaluate",
+            "model": flags.model,
+            "variant": found.options["variant"],
+            "config": config.name,
+            "results": results,
+        }
+        shown = evaluations.table(results, confusions)
+        if flags.out:
+            names = evaluations.write(flags.out, report, confusions)
+            tell(f"written to {flags.out}: {', '.join(names)}")
+        if flags.json:
+            shown = json.dumps(standalone.summary(config, results))
+        print(shown, flush=True)
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--config", required=True, help="file, or file:argument")
+    add("--json", action="store_true", help="one line of JSON, not a table")
+    add("--out", default="", help="folder for evaluate.json and confusion matrices")
+    cli.add_weights_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())

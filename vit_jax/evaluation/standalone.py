@@ -1,0 +1,104 @@
+"""Evaluating a checkpoint that is not in training."""
+
+import math
+import re
+
+import jax
+from ml_collections import ConfigDict
+
+from vit_jax import evals
+from vit_jax.evaluation import network
+from vit_jax.evaluation.suite import Scores, Suite
+from vit_jax.parallel import mesh as meshes
+from vit_jax.parallel import sharding
+from vit_jax.report.confusion import Confusion
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+KIND = "weights"  # The name of the one set of parameters.
+
+
+def evaluate(
+    pretrained: Pretrained, preprocess: Preprocess, config: ConfigDict
+) -> tuple[Scores, dict[str, Confusion]]:
+    """Runs all evaluations of a config; every process of the job calls it.
+
+    Args:
+      pretrained: what `weights.open_pretrained` returns.
+      preprocess: how images are prepared.
+      config: from `config.load_evaluation`.
+
+    Returns:
+      Evaluation to {"weights": metrics}, and to its confusion matrix if there is one.
+
+    Raises:
+      UserError: the data is not there, or does not fit the network.
+    """
+    mesh = meshes.create(config.mesh.to_dict())
+    model, params = network.fit(pretrained, preprocess)
+    config = _completed(config, model.options, preprocess, mesh)
+    shardings = sharding.parameters(
+        jax.eval_shape(model.init, jax.random.key(0)),
+        mesh,
+        config.sharding.rules,
+        config.sharding.smallest,
+    )
+    suite = Suite(model, config, mesh, shardings, preprocess)
+    scores = suite.run({KIND: jax.device_put(params, shardings)})
+    confusions = {
+        name: kinds[KIND] for name, kinds in suite.confusions.items() if kinds
+    }
+    return scores, confusions
+
+
+def summary(config: ConfigDict, scores: Scores) -> dict[str, object]:
+    """Arranges what `evaluate` gave as people ask for it, for JSON.
+
+    Args:
+      config: of the evaluations.
+      scores: what `evaluate` returned.
+
+    Returns:
+      Evaluation to its metrics. Of few-shot evaluation: shots to mean and std, and to
+      the same by each further strength ("l2") and to "short", the number of classes
+      with fewer examples, where there are such. Of k-NN the accuracy alone.
+    """
+    return {
+        name: _arranged(evals.spec(config.evals[name]).kind, kinds[KIND])
+        for name, kinds in scores.items()
+    }
+
+
+def _arranged(kind: str, metrics: dict[str, float]) -> object:
+    if kind == "knn":
+        return metrics["top1"]
+    if kind != "fewshot":
+        return metrics
+    found = {}
+    for name, value in metrics.items():
+        match = re.fullmatch(r"(\d+)shot(?:_l2_(.+?))?(?:_(std|short))?", name)
+        if not match:
+            continue
+        place = found.setdefault(match[1], {})
+        if match[2]:
+            place = place.setdefault("l2", {}).setdefault(match[2], {})
+        place[match[3] or "mean"] = value
+    return found
+
+
+def _completed(
+    config: ConfigDict, options: dict, preprocess: Preprocess, mesh
+) -> ConfigDict:
+    """Returns the config with what the weights say of classes and images."""
+    config = config.copy_and_resolve_references()
+    config.data.update(
+        classes=options["classes"],
+        image_size=tuple(preprocess.image_size),
+        channels=options["channels"],
+        mean=tuple(preprocess.mean),
+        std=tuple(preprocess.std),
+    )
+    config.model.dtype = options["dtype"]
+    parts = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
+    # Rows that fill a batch up do not count, so that any size will do.
+    config.batch_size = -(-config.batch_size // parts) * parts
+    return config

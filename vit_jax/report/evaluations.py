@@ -1,0 +1,80 @@
+"""What evaluations gave: `evaluate.json`, a table, and confusion matrices."""
+
+import json
+import os
+
+import numpy as np
+from etils import epath
+
+from vit_jax.errors import UserError
+from vit_jax.report import confusion as confusions
+from vit_jax.report.confusion import Confusion
+from vit_jax.report.writer import replace_text
+
+FILE = "evaluate.json"
+_FRACTIONS = ("top1", "top5", "shot", "ece", "mean", "overlap", "_std")
+
+
+def write(
+    folder: str | os.PathLike, report: dict, tables: dict[str, Confusion]
+) -> list[str]:
+    """Writes the report, and of each confusion matrix a picture and the numbers.
+
+    Args:
+      folder: made if it is missing.
+      report: what evaluate.json holds.
+      tables: evaluation to its confusion matrix.
+
+    Returns:
+      The names of the files.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    folder, written = epath.Path(folder), []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, table in tables.items():
+            picture, numbers = f"{name}_confusion.png", f"{name}_confusion.csv"
+            with (folder / picture).open("wb") as file:
+                confusions.draw(table).save(file, "PNG")
+            replace_text(folder / numbers, confusions.to_csv(table))
+            written += [picture, numbers]
+        replace_text(folder / FILE, json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"--out={folder} cannot be written ({error.strerror or error}): choose "
+            "another folder"
+        ) from error
+    return [FILE, *written]
+
+
+def table(results: dict, tables: dict[str, Confusion]) -> str:
+    """Lays evaluations out for a terminal, a metric a line.
+
+    Args:
+      results: evaluation to set of parameters to metrics.
+      tables: evaluation to its confusion matrix, of which the least accurate classes
+        are shown.
+    """
+    lines = []
+    for name, kinds in results.items():
+        for metrics in kinds.values():
+            for metric, value in metrics.items():
+                lines.append(f"{name:<16} {metric:<16} {_text(metric, value):>12}")
+        if name in tables:
+            lines += [f"{name:<16} {line}" for line in _worst(tables[name])]
+    return "\n".join(lines)
+
+
+def _worst(table: Confusion, most: int = 3) -> list[str]:
+    accuracies = table.accuracies
+    there = np.flatnonzero(~np.isnan(accuracies))
+    order = there[np.argsort(accuracies[there], kind="stable")][:most]
+    return [f"least accurate   {accuracies[i]:>12.2%} {table.name(i)}" for i in order]
+
+
+def _text(metric: str, value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.2%}" if metric.endswith(_FRACTIONS) else f"{value:.6g}"
