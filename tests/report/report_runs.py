@@ -1,0 +1,194 @@
+"""Folders as runs leave them, with numbers that are all different."""
+
+import json
+
+import numpy as np
+
+from vit_jax.data import vtab as vtab_tasks
+from vit_jax.report import confusion
+
+CLASSES = ("cat", "dog", "a_<very> long & odd name of a class")
+
+
+def write(folder, name, content):
+    """Writes a file of a run's folder and returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def compute(images, exaflops):
+    return {
+        "images_seen": images,
+        "exaflops": exaflops,
+        "device_kind": "TPU v3",
+        "devices": 16,
+        "device_days": 3.25,
+        "tpuv3_core_days": exaflops / 1.833,
+    }
+
+
+def training(folder, *, variant, dataset, init="", top1=0.5, images=None, batch=64):
+    """A finished training run with curves."""
+    report = {
+        "config": folder.name,
+        "commit": None,
+        "devices": 16,
+        "device_kind": "TPU v3",
+        "steps": 40,
+        "variant": variant,
+        "dataset": dataset,
+        "examples": images or 303_000_000,
+        "init": init,
+        "wall_seconds": 17.5,
+        "compute": compute(40 * batch, 0.0625),
+        "final": {"test": {"raw": {"top1": top1 / 2}, "ema": {"top1": top1}}},
+    }
+    if images is None and not init:
+        report["compute"] = compute(7 * 303_000_000, 223.5)
+        report["steps"] = 7 * 303_000_000 // 4096
+    write(folder, "report.json", report)
+    lines = []
+    for step in range(2, 41, 2):
+        line = {"step": step, "train/loss": 2.3 / step**0.5, "train/top1": 0.1}
+        lines.append(line)
+        if step % 10 == 0:
+            scores = {"test/raw/top1": step / 100, "test/ema/top1": step / 90}
+            lines.append({"step": step} | scores)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    # A run that goes on may be in the middle of a line.
+    (folder / "metrics.jsonl").write_text(text + '{"step": 42, "tra')
+    return folder
+
+
+def transfer(folder, *, model, variant, dataset, mean, std=0.0003):
+    trials = [(0.003, 0.71), (0.01, 0.74), (0.03, 0.69)]
+    content = {
+        "kind": "transfer",
+        "model": str(model),
+        "variant": variant,
+        "dataset": dataset,
+        "resolution": [384, 384],
+        "trials": [
+            {"rate": rate, "steps": 500, "score": score, "seconds": 12.5}
+            for rate, score in trials
+        ],
+        "best": {"rate": 0.01},
+        "runs": [
+            {"seed": seed, "top1": mean + 0.001 * (seed - 1), "seconds": 31.0}
+            for seed in range(3)
+        ],
+        "mean": mean,
+        "std": std,
+    }
+    return write(folder, "transfer.json", content)
+
+
+def vtab(folder, *, model, variant, tasks):
+    """Tasks: name to mean, or to words on how to prepare it."""
+    told = {
+        name: {"group": "natural", "absent": value}
+        if isinstance(value, str)
+        else {"group": "natural", "runs": [], "mean": value, "std": 0.01}
+        for name, value in tasks.items()
+    }
+    means = [value for value in tasks.values() if not isinstance(value, str)]
+    mean = sum(means) / len(means)
+    content = {
+        "kind": "vtab",
+        "model": str(model),
+        "variant": variant,
+        "tasks": told,
+        "groups": {"natural": {"mean": mean, "interval": 0.012, "tasks": len(means)}},
+        "mean": mean,
+        "interval": 0.0046,
+    }
+    return write(folder, "vtab.json", content)
+
+
+def evaluation(folder, *, model, variant, results, counts=None):
+    content = {
+        "kind": "evaluate",
+        "model": str(model),
+        "variant": variant,
+        "config": "fewshot",
+        "results": results,
+    }
+    if counts:
+        table = confusion.to_csv(confusion.Confusion(np.array(counts), CLASSES))
+        folder.mkdir(parents=True)
+        (folder / "confusion_val_weights.csv").write_text(table)
+        (folder / "other.csv").write_text("a,b\n1,2\n")
+    return write(folder, "evaluate.json", content)
+
+
+def study(folder):
+    """Three ViTs, a hybrid and a ResNet; the ResNet leads on few images."""
+    models = [
+        ("ViT-64", "vit", 1e-4, 0.30, 0.14),
+        ("ViT-96", "vit", 2.5e-4, 0.28, 0.17),
+        ("ViT-128", "vit", 6e-4, 0.25, 0.20),
+        ("R+ViT-96", "hybrid", 3e-4, 0.33, 0.15),
+        ("ResNet-32", "resnet", 3.5e-4, 0.38, 0.10),
+    ]
+    points = [
+        {
+            "model": name,
+            "family": family,
+            "images": images,
+            "exaflops": exaflops,
+            "fewshot": {"5": low + slope * i / 2, "10": low + slope * i / 2 + 0.04},
+            "finetuned": None if i == 2 else low + slope * i / 1.8 + 0.1,
+            "upstream": low + slope * i / 1.5 + 0.2,
+        }
+        for name, family, exaflops, low, slope in models
+        for i, images in enumerate((3_000, 12_000, 48_000))
+    ]
+    return write(folder, "study.json", {"kind": "scaling", "points": points})
+
+
+TASKS = tuple(vtab_tasks.TASKS)
+
+
+def everything(root):
+    """A pretraining on JFT, what followed from it, and others; returns the folders."""
+    b16 = training(root / "b16_jft", variant="B/16", dataset="jft300m")
+    five = {
+        "cifar10": 0.9893,
+        "cifar100": 0.9201,
+        "imagenet2012": 0.8402,
+        "oxford_iiit_pet": 0.9552,
+        "oxford_flowers102": 0.9961,
+    }
+    found = [b16]
+    for dataset, mean in five.items():
+        name = f"transfer_{dataset}"
+        about = {"model": b16, "variant": "B/16", "dataset": dataset, "mean": mean}
+        found.append(transfer(root / name, **about))
+    paper = {"model": "paper:L/16-i21k", "variant": "L/16"}
+    about = paper | {"dataset": "cifar10", "mean": 0.9921}
+    found.append(transfer(root / "l16" / "cifar10", **about))
+    whole = {task: 0.5 + 0.02 * i for i, task in enumerate(TASKS)}
+    found.append(vtab(root / "l16" / "vtab", **paper, tasks=whole))
+    some = whole | {"dmlab": "python -m vit_jax.prepare --dataset=dmlab"}
+    deit = {"model": "deit:Ti/16", "variant": "Ti/16"}
+    found.append(vtab(root / "deit" / "vtab", **deit, tasks=some))
+    scores = {"top1": 0.912, "top5": 0.988, "loss": 0.31, "examples": 736}
+    few = {"1shot": 0.51, "1shot_std": 0.021, "5shot": 0.72, "5shot_std": 0.009}
+    found.append(
+        evaluation(
+            root / "deit" / "evaluate",
+            **deit,
+            results={"val": {"weights": scores}, "fewshot": {"weights": few}},
+            counts=[[51, 3, 0], [4, 40, 1], [0, 0, 0]],
+        )
+    )
+    scratch = training(
+        root / "scratch", variant="Ti/4", dataset="cifar10", images=50_000, top1=0.664
+    )
+    found.append(scratch)
+    found.append(
+        training(root / "tuned", variant="Ti/4", dataset="cifar100", init=str(scratch))
+    )
+    found.append(study(root / "study"))
+    return found

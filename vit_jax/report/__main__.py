@@ -1,0 +1,35 @@
+"""Puts runs beside the paper: python -m vit_jax.report RUN... --out=report/
+
+RUN is the workdir of a training run, or a folder that evaluate, transfer, VTAB-1k or a
+scaling study wrote. Written are index.html (one file, for a browser or print), report.md
+and plots/ with every plot as PNG and SVG and its numbers as CSV. Exit codes: 0 done; 2
+bad input (one line says what). Needs the extra `plots`.
+"""
+
+import argparse
+
+from vit_jax import cli
+from vit_jax.report.pages import make
+
+
+def main(flags: argparse.Namespace) -> None:
+    """Writes the report that the flags describe."""
+    cli.refuse_overrides(flags, "reporting")
+    files = make.make(flags.runs, flags.out)
+    plots = sum(name.endswith(".png") for name in files)
+    print(
+        f"{flags.out.rstrip('/')}/index.html and report.md, with {plots} plots in "
+        f"{make.PLOTS}/"
+    )
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    flags = cli.Parser(__doc__)
+    flags.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    flags.add_argument("--out", default="report", help="folder of the report")
+    return flags
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())
