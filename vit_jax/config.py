@@ -55,8 +55,9 @@ def load_evaluation(
     """
     raw = _stated(spec, overrides)
     evals.refuse_unread(raw)
-    raw["data"] = {"classes": 1} | dict(raw.get("data", {}))
-    return complete(raw | {"optim": {"rate": 1.0}})  # Which nobody reads.
+    if isinstance(raw.setdefault("data", {}), dict):
+        raw["data"].setdefault("classes", 1)  # Which nobody reads, as the rate.
+    return complete(raw | {"optim": {"rate": 1.0}})
 
 
 def _stated(spec: str, overrides: Mapping[str, object] | None) -> dict:

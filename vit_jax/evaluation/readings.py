@@ -153,19 +153,20 @@ class Readings:
           UserError: the set or the split does not exist, or has other classes.
         """
         data = self._of(spec)
-        key = (*(data[k] for k in KEYS), split, of_model)
+        key = (*(data[k] for k in KEYS), split)
         if key not in self._opened:
             source = _open_any(data, [split] if split else _tests(data.name))
             if data.exclude and split == data.split:
                 source = without(source, data.exclude)
-            if of_model:
-                self._check(name, source, data)
-            else:
-                data.classes = _MANY
+            data.classes = _MANY
             title = f"{data.name} {split or 'test'}"
             host = self._host_ops(source, data, stated=bool(spec.eval_ops))
             self._opened[key] = Reading(title, source, data, host)
-        return self._opened[key]
+        found = self._opened[key]
+        if of_model:
+            self._check(name, found)
+            found.data.classes = self._data.classes  # Read as records are.
+        return found
 
     def train_split(self, spec: ConfigDict) -> str:
         """Returns the split to learn from, where none is stated."""
@@ -180,15 +181,16 @@ class Readings:
         data.update({key: spec[key] for key in KEYS if spec[key]})
         return data
 
-    def _check(self, name: str, source: sources.Source, data: ConfigDict) -> None:
+    def _check(self, name: str, found: Reading) -> None:
+        source, classes = found.source, self._data.classes
         known = len(source.class_names)
         labels = source.labels if source.labels is not None else np.zeros(1, int)
         worst = int(labels.max()) if labels.min() >= 0 else int(labels.min())
-        if (known and known != data.classes) or not 0 <= worst < data.classes:
+        if (known and known != classes) or not 0 <= worst < classes:
             what = f"{known} classes" if known else f"a label {worst}"
             raise UserError(
-                f"evals.{name}: {data.name} has {what}, but the model tells "
-                f"{data.classes} classes apart: fine-tune it on these, or take an "
+                f"evals.{name}: {found.data.name} has {what}, but the model tells "
+                f"{classes} classes apart: fine-tune it on these, or take an "
                 "evaluation of its features, as kind='fewshot'"
             )
 

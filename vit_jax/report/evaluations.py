@@ -70,11 +70,11 @@ def table(results: dict, tables: dict[str, Confusion]) -> str:
 def _worst(table: Confusion, most: int = 3) -> list[str]:
     accuracies = table.accuracies
     there = np.flatnonzero(~np.isnan(accuracies))
-    order = there[np.argsort(accuracies[there], kind="stable")][:most]
+    order = there[np.argsort(accuracies[there], kind="stable")][:most].tolist()
     return [f"least accurate   {accuracies[i]:>12.2%} {table.name(i)}" for i in order]
 
 
-def _text(metric: str, value: float) -> str:
+def _text(metric: str, value: int | float) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.2%}" if metric.endswith(_FRACTIONS) else f"{value:.6g}"

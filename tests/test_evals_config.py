@@ -1,0 +1,173 @@
+"""What `config.evals` may hold, and configs of evaluations alone."""
+
+import importlib
+import itertools
+import pathlib
+import re
+
+import pytest
+
+from vit_jax import config, evals, schema
+from vit_jax.errors import UserError
+from vit_jax.evaluation import kinds
+
+ROOT = pathlib.Path(__file__).parent.parent
+RECIPES = sorted(
+    path.stem
+    for path in (ROOT / "configs" / "eval").glob("*.py")
+    if path.stem not in ("__init__", "common")
+)
+
+
+def complete(**given):
+    raw = {"batch_size": 8, "data": {"classes": 3}, "optim": {"rate": 0.1}}
+    return config.complete(raw | {"evals": given})
+
+
+def test_a_split_stays_a_split_and_a_kind_gets_its_keys():
+    c = complete(val="val[:9]", few={"kind": "fewshot", "shots": [2], "l2": [64]})
+    assert c.evals.val == "val[:9]"
+    assert c.evals.few.shots == (2,)
+    assert c.evals.few.l2 == (64.0,)
+    assert set(c.evals.few) == {"kind", *schema.EVALS["fewshot"]}
+    assert evals.spec(c.evals.few) is c.evals.few
+    plain = evals.spec(c.evals.val)
+    assert (plain.kind, plain.split, plain.every) == ("classification", "val[:9]", 0)
+    assert set(plain) == {"kind", *schema.EVALS["classification"]}
+    assert config.differences(c, config.complete(config.to_json(c))) == []
+
+
+def test_a_mapping_without_a_kind_is_a_classification():
+    assert complete(val={"split": "val", "every": 7}).evals.val.kind == "classification"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, r"evals.x=3 is int, but it takes str \(a split\) or a dict"),
+        ({"kind": "few"}, "evals.x.kind='few' is not one of classification, real,"),
+        ({"kind": "knn", "shots": (1,)}, "evals.x.shots is read only with .*=fewshot"),
+        ({"kind": "knn", "kk": 1}, "unknown config key evals.x.kk; .* of knn is k"),
+        ({"kind": "knn", "k": 2.5}, "evals.x.k=2.5 is float, but it takes int"),
+        ({"kind": "knn", "k": 0}, "evals.x.k=0 must be at least 1"),
+        ({"kind": "knn", "temperature": 0}, "evals.x.temperature=0.0 must be above 0"),
+        ({"kind": "fewshot", "shots": ()}, "evals.x.shots is empty"),
+        ({"kind": "fewshot", "shots": (0, 5)}, r"shots=\(0, 5\) must be at least 1"),
+        ({"kind": "fewshot", "l2": (1, 0)}, r"evals.x.l2=\(1.0, 0.0\) must be above 0"),
+        ({"kind": "fewshot", "l2": (1, 1)}, "states a number twice"),
+        ({"kind": "fewshot", "seeds": 0}, "evals.x.seeds=0 must be at least 1"),
+        ({"kind": "probe", "held_out": 1.0}, "evals.x.held_out=1.0 must be below 1"),
+        ({"every": -1}, "evals.x.every=-1 must be at least 0"),
+    ],
+)
+def test_what_no_evaluation_could_use_is_refused(value, message):
+    with pytest.raises(UserError, match=message):
+        complete(x=value)
+
+
+def test_every_kind_has_its_code_and_every_key_is_read():
+    assert set(schema.EVALS) == set(kinds.KINDS)
+    folder = ROOT / "vit_jax" / "evaluation"
+    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    from_key = {"name", *kinds_keys()}
+    for kind, keys in schema.EVALS.items():
+        for key in keys:
+            assert key in from_key or re.search(rf"spec\.{key}\b", code), (kind, key)
+
+
+def kinds_keys():
+    from vit_jax.evaluation import readings
+
+    return readings.KEYS
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a config of an evaluation, whose body a test states."""
+
+    def write(body):
+        path = tmp_path / "one.py"
+        lines = ["from ml_collections import ConfigDict", "def get_config(arg=None):"]
+        lines += ["    c = ConfigDict()", f"    {body}", "    return c"]
+        path.write_text("\n".join(lines))
+        return str(path)
+
+    return write
+
+
+def test_keys_of_an_evaluation_are_set_from_the_command_line(recipe):
+    path = recipe("c.batch_size = 8; c.evals = dict(few=dict(kind='fewshot'), v='val')")
+    c = config.load_evaluation(path, {"evals.few.seeds": 3, "data.name": "digits"})
+    assert (c.evals.few.seeds, c.evals.v, c.data.name) == (3, "val", "digits")
+    c = config.load_evaluation(path, {"evals.new.kind": "knn", "evals.new.k": 5})
+    assert c.evals.new.k == 5
+    with pytest.raises(UserError, match="evals.v.every: evals.v='val' is a split"):
+        config.load_evaluation(path, {"evals.v.every": 3})
+    with pytest.raises(UserError, match="unknown config key evals.few.a.b"):
+        config.load_evaluation(path, {"evals.few.a.b": 3})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("c.evals = {}", "names no evaluation"),
+        ("c.seed = 3; c.evals = dict(v='val')", "key seed is not read where weights"),
+        ("c.model = dict(variant='B/16')", "key model is not read where weights"),
+        ("c.data = dict(ops='flip')", "key data.ops is not read .* here are name,"),
+        ("c.data = 3; c.evals = dict(v='v')", "data=3 is a section"),
+    ],
+)
+def test_what_evaluation_alone_does_not_read_is_refused(recipe, body, message):
+    with pytest.raises(UserError, match=message):
+        config.load_evaluation(recipe(f"c.batch_size = 8; {body}"))
+
+
+def arguments(stem):
+    """Returns all combinations of a recipe's arguments."""
+    known = importlib.import_module(f"configs.eval.{stem}").ARGUMENTS
+    choices = {
+        name: (value, not value) if isinstance(value, bool) else (value,)
+        for name, value in known.items()
+    }
+    if "objectnet" in choices:
+        choices["objectnet"] = ("", "somewhere")
+    return [
+        dict(zip(choices, x, strict=True)) for x in itertools.product(*choices.values())
+    ]
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_recipe_builds_with_every_argument(stem):
+    path = f"{ROOT}/configs/eval/{stem}.py"
+    for chosen in arguments(stem):
+        text = ",".join(f"{k}={v}" for k, v in chosen.items())
+        c = config.load_evaluation(f"{path}:{text}")
+        assert c.is_locked
+        assert c.evals
+        assert config.differences(c, config.complete(c)) == []
+    plain = config.load_evaluation(path)
+    first = ",".join(f"{k}={v}" for k, v in arguments(stem)[0].items())
+    assert config.differences(plain, config.load_evaluation(f"{path}:{first}")) == []
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_recipe_is_short_and_opens_with_command_and_result(stem):
+    text = (ROOT / "configs" / "eval" / f"{stem}.py").read_text()
+    doc = importlib.import_module(f"configs.eval.{stem}").__doc__
+    assert text.count("\n") < 80
+    assert f"configs/eval/{stem}.py" in doc
+    for word in ("Run:", "Result:"):
+        assert f"\n{word}" in doc
+
+
+def test_a_data_set_is_a_folder_or_a_name_with_its_place(tmp_path, monkeypatch):
+    def data(text):
+        c = config.load_evaluation(f"{ROOT}/configs/eval/probe.py:data={text}")
+        return c.data.name, c.data.data_dir
+
+    assert data("cifar10") == ("cifar10", "")
+    assert data("eurosat/rgb:2.0.0@/data/tfds") == ("eurosat/rgb:2.0.0", "/data/tfds")
+    assert data(tmp_path) == ("folder", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flowers@home").mkdir()
+    assert data("flowers@home") == ("folder", "flowers@home")

@@ -1,0 +1,234 @@
+"""`python -m vit_jax.evaluate`, on a small model with random parameters."""
+
+import csv
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import hosts
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import cli, evaluate, models
+from vit_jax.errors import UserError
+from vit_jax.weights.formats import own
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = ("ant", "bee", "cat")
+OPTIONS = {
+    "variant": "Ti/8",
+    "classes": 3,
+    "image_size": (16, 24),
+    "width": 12,
+    "depth": 1,
+    "heads": 3,
+    "mlp_dim": 17,
+}
+PREPROCESS = Preprocess(
+    (16, 24), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", crop_fraction=0.9
+)
+SIZES = {"train": 41, "val": 23}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the model, and with photographs of three kinds in two splits."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    model = models.create(**OPTIONS)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
+    rng = np.random.default_rng(1)
+    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    params = jax.tree.unflatten(tree, leaves)
+    params["head"]["bias"] *= 0
+    pretrained = Pretrained(
+        params, OPTIONS, "vit_jax", "tiny", PREPROCESS, class_names=NAMES
+    )
+    own.write(pretrained, folder / "tiny.safetensors")
+    for split, count in SIZES.items():
+        for i in range(count):
+            name = NAMES[i % 3]
+            where = folder / "photos" / split / name
+            where.mkdir(parents=True, exist_ok=True)
+            noise = rng.integers(0, 90, (29, 41 + i, 3), dtype=np.uint8)
+            noise[:, :, i % 3] += 160  # Of another tint each, so that it can be told.
+            Image.fromarray(noise).save(where / f"{i}.png")
+    return folder
+
+
+def words(place, recipe, *more, data="photos"):
+    data = place / data if data == "photos" else data
+    return [
+        f"--model={place / 'tiny.safetensors'}",
+        f"--config={ROOT}/configs/eval/{recipe}.py:data={data}",
+        *more,
+    ]
+
+
+@pytest.fixture
+def run(place, capsys):
+    """Runs the verb in this process: recipe and words -> stdout, stderr."""
+
+    def start(recipe, *more, **keys):
+        evaluate.main(cli.parse(evaluate.parser(), words(place, recipe, *more, **keys)))
+        return capsys.readouterr()
+
+    return start
+
+
+def test_few_shot_and_neighbours_end_with_a_line_of_json(run):
+    out, _ = run("fewshot", "--json", "--config.evals.fewshot.shots=(1, 5, 25)")
+    found = json.loads(out.splitlines()[-1])
+    assert list(found) == ["fewshot", "knn"]
+    assert list(found["fewshot"]) == ["1", "5", "25"]
+    for shots, values in found["fewshot"].items():
+        assert 0.2 < values["mean"] <= 1, shots
+        # No class has 25: each draw is all there is.
+        assert values["std"] >= 0 if shots != "25" else values["std"] == 0
+    assert found["fewshot"]["25"]["short"] == 3
+    assert "short" not in found["fewshot"]["5"]
+    assert found["fewshot"]["5"]["mean"] > 0.5
+    assert 0.3 < found["knn"] <= 1
+
+
+def test_classification_writes_numbers_and_a_picture(run, place, tmp_path):
+    out, err = run("classification", f"--out={tmp_path}/deep/out")
+    report = json.loads((tmp_path / "deep/out/evaluate.json").read_text())
+    assert report["kind"] == "evaluate"
+    assert (report["variant"], report["config"]) == ("Ti/8", "classification")
+    metrics = report["results"]["test"]["weights"]
+    assert metrics["examples"] == 23
+    assert f"{metrics['top1']:.2%}" in out
+    assert "least accurate" in out
+    assert "test_confusion.png" in err
+    with Image.open(tmp_path / "deep/out/test_confusion.png") as picture:
+        assert picture.format == "PNG"
+    numbers = (tmp_path / "deep/out/test_confusion.csv").read_text()
+    rows = list(csv.reader(numbers.splitlines()))
+    assert [row[0] for row in rows] == ["class", *NAMES]
+    assert sum(int(n) for row in rows[1:] for n in row[3:]) == 23
+    hits = sum(int(rows[i + 1][3 + i]) for i in range(3))
+    assert 0 < hits < 23
+    assert hits / 23 == pytest.approx(metrics["top1"])
+    # As the classifier says it of each image.
+    assert metrics["top1"] == pytest.approx(by_prediction(place))
+
+
+def by_prediction(place):
+    """Returns the accuracy that `vit_jax.predict` has on the test images."""
+    from vit_jax import weights
+    from vit_jax.evaluation import inputs, prediction
+
+    found = weights.open_pretrained(place / "tiny.safetensors")
+    classifier = prediction.Classifier(found)
+    images = list(inputs.find([str(place / "photos" / "val")]))
+    results = prediction.predict(classifier, images, batch_size=7, topk=1)
+    right = [best[0].name == pathlib.Path(name).parent.name for name, best in results]
+    return sum(right) / len(right)
+
+
+def test_a_probe_and_flags_for_the_images(run):
+    usual = json.loads(run("probe", "--json").out)["probe"]
+    assert set(usual) == {"top1", "l2", "held_out_top1"}
+    assert usual["top1"] > 0.6
+    tops = run("classification", "--json").out
+    assert run("classification", "--json", "--crop=0.9").out == tops
+    for other in ("--crop=squash", "--resolution=24x32", "--mean=0.1,0.2,0.3"):
+        assert run("classification", "--json", other).out != tops
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "data", "message"),
+    [
+        ("classification", [], "digits", "evals.test: digits has 10 classes, but .* 3"),
+        ("fewshot", [], "absent", "data.name='absent': no such prepared TFDS data set"),
+        ("fewshot", ["--resolution=20"], "photos", "height 20 is not a multiple of"),
+        ("imagenet", [], "", "config argument 'data' is unknown"),
+        ("fewshot", ["--config.seed=3"], "photos", "key seed is not read"),
+        ("fewshot", ["--config.evals.knn.test=dev"], "photos", "dev"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(run, recipe, more, data, message):
+    with pytest.raises(UserError, match=message):
+        run(recipe, *more, data=data)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--out=.*file/out cannot be written"):
+        run("classification", f"--out={tmp_path}/file/out")
+
+
+def start(place, hosts_, devices, *more):
+    """Starts the verb as so many processes with so many devices each."""
+    environment = hosts.stated(hosts_)
+    own = {k: v for k, v in os.environ.items() if not k.startswith(hosts._CLUSTERS)}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    own |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "vit_jax.evaluate", *words(place, *more)]
+    return [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=own | (environment(host) if hosts_ > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(hosts_)
+    ]
+
+
+def finish(processes):
+    ends = [process.communicate(timeout=200) for process in processes]
+    assert [p.returncode for p in processes] == [0] * len(processes), ends
+    return [out for out, _ in ends]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fewshot", "classification"])
+def test_two_hosts_give_what_one_gives(place, recipe):
+    more = ("--json", "--config.batch_size=6")
+    (alone,) = finish(start(place, 1, 1, recipe, *more))
+    first, second = finish(start(place, 2, 3, recipe, *more))
+    assert second == ""
+    one, two = json.loads(alone), json.loads(first)
+    if recipe == "fewshot":
+        assert one == two
+        assert one["fewshot"]["5"]["std"] > 0
+    else:
+        assert one["test"]["examples"] == two["test"]["examples"] == 23
+        assert two["test"] == pytest.approx(one["test"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_host_with_bad_input_ends_both_with_its_line(place):
+    processes = start(place, 2, 1, "fewshot", "--config.evals.knn.test=dev")
+    ends = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], ends
+    assert all("dev" in error for error in ends)
+
+
+@pytest.mark.skipif(
+    not (ROOT.parent / "shared/parity/deit_tiny_timm.safetensors").exists(),
+    reason="only where DeiT-Ti lies beside the checkout",
+)
+@pytest.mark.slow
+def test_deit_knows_flowers_from_few_examples(capsys):
+    shared = ROOT.parent / "shared"
+    splits = "train=train[:150],test=val[:60],seeds=5"
+    line = [
+        f"--model={shared}/parity/deit_tiny_timm.safetensors",
+        f"--config={ROOT}/configs/eval/fewshot.py:data={shared}/data/flowers,{splits}",
+        "--config.evals.fewshot.shots=(1, 10)",
+        "--json",
+    ]
+    evaluate.main(cli.parse(evaluate.parser(), line))
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["fewshot"]["1"]["mean"] > 0.45
+    assert found["fewshot"]["10"]["mean"] > 0.75
+    assert found["knn"] > 0.7
