@@ -151,6 +151,23 @@ def test_frozen_parameters_stay_and_do_not_count_for_clipping():
     assert updates["head"]["kernel"] == pytest.approx(expected)
 
 
+def test_what_never_moves_gets_no_gradient():
+    def loss(params, **options):
+        config = tiny_config(optim={"name": "sgd"} | options)
+        return sum(x.sum() for x in jax.tree.leaves(optim.hold(params, config)))
+
+    grads = jax.grad(loss)(PARAMS)
+    assert all(g.all() for g in jax.tree.leaves(grads))
+    grads = jax.grad(lambda p: loss(p, freeze=("^embedding",)))(PARAMS)
+    assert not grads["embedding"]["kernel"].any()
+    assert grads["head"]["kernel"].all()
+    # What moves later keeps its gradients, which warm its moments.
+    for length in ("freeze_steps", "freeze_epochs", "freeze_fraction"):
+        stated = {"freeze": ("^embedding",), length: 1}
+        grads = jax.grad(lambda p, s=stated: loss(p, **s))(PARAMS)
+        assert grads["embedding"]["kernel"].all()
+
+
 def test_what_thaws_under_adam_starts_at_the_rate():
     options = {"name": "adam", "freeze": ("bias",), "freeze_steps": 200}
     update_ = update(ONES, steps=201, **options)["embedding"]["bias"]

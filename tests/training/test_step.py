@@ -75,3 +75,16 @@ def test_mixup_changes_what_is_learnt():
     plain, _ = run(spec="flip")
     mixed, _ = run()
     assert (plain.params["head"]["kernel"] != mixed.params["head"]["kernel"]).any()
+
+
+def test_a_frozen_body_costs_no_backward_pass():
+    def flops(**optim):
+        config = tiny_config(model={"depth": 3}, optim={"name": "sgd"} | optim)
+        mesh = meshes.create({"data": 1}, jax.devices()[:1])
+        program = programs.build(config, mesh, examples=20)
+        lowered = program.step.lower(program.shapes, program.batch_shapes)
+        return lowered.compile().cost_analysis()["flops"]
+
+    # A forward pass is a third.
+    assert flops(freeze=("^(?!head/)",)) < 0.45 * flops()
+    assert flops(freeze=("^(?!head/)",), freeze_steps=3) > 0.95 * flops()

@@ -166,6 +166,30 @@ def optimizer(
     return optax.chain(*chain)
 
 
+def hold(params: dict, config: ConfigDict) -> dict:
+    """Lets no gradient reach what is frozen for the whole run.
+
+    So it costs no backward pass either. What is frozen for a part of the run keeps its
+    gradients, which warm its moments.
+
+    Args:
+      params: model parameters.
+      config: complete config; `config.optim` is read.
+
+    Returns:
+      The same parameters.
+    """
+    optim = config.optim
+    units = ("freeze_steps", "freeze_epochs", "freeze_fraction")
+    if not optim.freeze or any(optim[unit] for unit in units):
+        return params
+    return jax.tree.map(
+        lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p,
+        params,
+        match(params, optim.freeze, "optim.freeze"),
+    )
+
+
 def match(params: dict, patterns: Sequence[str], name: str) -> dict:
     """Marks the parameters whose path matches any of the regular expressions.
 

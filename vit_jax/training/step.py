@@ -13,7 +13,7 @@ from vit_jax.data import device_ops
 from vit_jax.models import Model
 from vit_jax.parallel import compiler, sharding
 from vit_jax.parallel import mesh as meshes
-from vit_jax.training import losses
+from vit_jax.training import losses, optim
 from vit_jax.training import state as states
 from vit_jax.training.optim import Schedule
 
@@ -172,7 +172,7 @@ def accumulate(
 
 
 def _loss(model, config, params, images, labels, key):
-    images = images.astype(config.model.dtype)
+    images, params = images.astype(config.model.dtype), optim.hold(params, config)
     logits = model.apply(params, images, train=True, key=key)["logits"]
     targets = losses.smooth(labels, config.loss.label_smoothing)
     loss = losses.LOSSES[config.loss.name](logits, targets).mean()
