@@ -7,14 +7,11 @@ saved (one line says what); 70 nothing moved for `stall_timeout` seconds; 75 pre
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
-from vit_jax import cli
-from vit_jax.errors import Preempted, UserError
-
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again.
+from vit_jax import cli, job
+from vit_jax.errors import UserError
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -22,11 +19,9 @@ def main(flags: argparse.Namespace) -> int:
     config = cli.load_config(flags)
 
     # After the config, so that its errors come at once.
-    import jax
-
-    from vit_jax.parallel import distributed, together
+    from vit_jax.parallel import distributed
     from vit_jax.report.startup import Startup, process_age
-    from vit_jax.training import ahead, loop, saving
+    from vit_jax.training import loop
 
     startup = Startup(process_age())
     startup.done("import")
@@ -34,24 +29,9 @@ def main(flags: argparse.Namespace) -> int:
     if distributed.start() > 1 and not flags.workdir:
         raise UserError("several processes need the same --workdir: state it")
     workdir = flags.workdir or new_workdir(config.name)
-    code = 0
-    with together.Together(workdir, debug=flags.debug):
-        try:
-            loop.train(config, workdir, startup)
-        except Preempted as preempted:
-            print(preempted, file=sys.stderr, flush=True)
-            code = EXIT_PREEMPTED
-        except UserError as error:
-            if jax.process_count() > 1 or not ahead.under_way():
-                raise
-            cli.show(error, debug=flags.debug)
-            together.leave(cli.EXIT_USER_ERROR)
-        # All leave in the same way: process 0 waits for those who do not wait.
-        hasty = saving.left_threads() or ahead.under_way()
-        hasty = bool(distributed.gather(hasty=hasty)["hasty"].any())
-    if hasty:
-        together.leave(code)
-    return code
+    return job.run(
+        lambda: loop.train(config, workdir, startup), workdir, debug=flags.debug
+    )
 
 
 def new_workdir(name: str) -> str:
