@@ -1,0 +1,178 @@
+import dataclasses
+import pathlib
+
+import jax
+import pytest
+
+from vit_jax import config as configuration
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.studies import fine_tuning, recipes
+from vit_jax.training import optim
+from vit_jax.weights.pretrained import Pretrained
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def published(variant="B/16", **options):
+    """Returns a checkpoint without its parameters, as of Google's ViTs."""
+    options = {"variant": variant, "classes": 21_843, "channels": 3} | options
+    options = {"image_size": (224, 224)} | options
+    return Pretrained({}, options, "google", "paper:B/16-i21k")
+
+
+def task(pretrained, dataset="cifar100", **options):
+    return fine_tuning.task(pretrained, recipes.find(dataset), **options)
+
+
+def test_runs_have_what_the_recipe_by_hand_has():
+    found = task(published(head="token", representation=True))
+    arg = "model=B/16,dataset=cifar100,rate=0.01"
+    for ours, extra in (
+        (found.trial(0.01), ",dev"),
+        (found.final(0.01, 0), ""),
+    ):
+        path = f"{ROOT}/configs/transfer.py:{arg}{extra}"
+        theirs = configuration.load(path, {"init": "paper:B/16-i21k"})
+        lines = configuration.differences(theirs, ours)
+        keys = {line.split(":")[0] for line in lines}
+        # How often is told and saved, where it is computed, and how it is written.
+        free = {"name", "data.ops", "data.eval_ops", "model.dtype", "keep.last"}
+        free |= {"evals.dev", "evals.held_out"}
+        assert {k for k in keys if not k.startswith("every.")} <= free, lines
+    assert found.trial(0.01).evals.to_dict() == {"held_out": "train[98%:]"}
+    assert found.final(0.01, 7).evals.to_dict() == {"test": "test"}
+    assert found.final(0.01, 7).seed == 7
+
+
+def test_the_checkpoint_says_what_its_network_is():
+    options = {"head": "gap", "class_token": True, "gelu": "erf", "epsilon": 1e-12}
+    options |= {"posemb": "none", "posemb_at": "stem", "width": 36, "heads": 3}
+    more = {"dropout": 0.1, "scan": True, "platform": "tpu", "stochastic_depth": 0.2}
+    model = task(published("S/16", **options, **more)).config.model
+    assert (model.variant, model.width, model.class_token) == ("S/16", 36, True)
+    assert (model.gelu, model.epsilon, model.posemb) == ("erf", 1e-12, "none")
+    # Neither what was drawn in its training nor where that was, nor its head.
+    assert (model.dropout, model.stochastic_depth, model.scan) == (0, 0, False)
+    assert not model.representation
+    assert "posemb_at" not in model  # Nobody reads it without position embeddings.
+
+
+def test_resnets_and_hybrids_have_their_own_keys():
+    resnet = task(published("R50x1", blocks=(1, 1, 1, 1), zero_pool=True)).config
+    assert (resnet.model.blocks, resnet.model.zero_pool) == ((1, 1, 1, 1), True)
+    hybrid = task(published("R50+B/16", stem_width=32, blocks=(1, 1, 2))).config
+    assert hybrid.model.stem_width == 32
+
+
+@pytest.mark.parametrize(
+    ("variant", "side"),
+    [("B/16", 384), ("L/32", 384), ("H/14", 518), ("R50+B/16", 384), ("R50x1", 384)],
+)
+def test_the_usual_resolution_is_that_of_the_paper(variant, side):
+    assert fine_tuning.usual_size(published(variant)) == (side, side)
+
+
+def test_grey_checkpoints_take_grey_images_and_both_their_normalisation(pretrained):
+    grey = published(channels=1, image_size=(32, 32))
+    assert task(grey, "digits", resolution=(16, 16)).config.data.channels == 1
+    preprocess = dataclasses.replace(pretrained.preprocess, mean=(0.1, 0.2, 0.3))
+    other = dataclasses.replace(pretrained, preprocess=preprocess)
+    found = task(other, "digits", resolution=(16, 16)).config
+    assert found.data.mean == (0.1, 0.2, 0.3)
+    assert found.data.classes == 10
+    assert found.total_steps == 500
+
+
+@pytest.mark.parametrize(
+    ("mode", "moves"),
+    [("full", (5, 5)), ("head", (2, 2)), ("head_then_all", (2, 5))],
+)
+def test_modes_move_what_they_say(pretrained, mode, moves):
+    overrides = {"total_steps": 10}
+    found = task(
+        pretrained, "digits", resolution=(8, 8), mode=mode, overrides=overrides
+    )
+    params = {
+        "head": {"kernel": jax.numpy.ones(3), "bias": jax.numpy.ones(2)},
+        "head_extra": {"k": jax.numpy.ones(3)},
+        "MAPHead_0": {"k": jax.numpy.ones(3)},
+        "embedding": {"head": jax.numpy.ones(4)},
+    }
+    config = found.final(0.1, 0)
+    tx, state = optim.optimizer(config, params, lambda step: 0.1, 10, 1.0), None
+    for expected, steps in zip(moves, (2, 1), strict=True):
+        state = state or tx.init(params)
+        for _ in range(steps):
+            updates, state = tx.update(params, state, params)
+        moved = sum(bool(u.any()) for u in jax.tree.leaves(updates))
+        assert moved == expected
+
+
+def test_layer_decay_and_other_keys_reach_every_run():
+    overrides = {"batch_size": 64, "optim.clip_norm": 0.0, "model.scan": True}
+    found = task(published(), layer_decay=0.75, rates=(0.1, 0.02), overrides=overrides)
+    assert found.rates == (0.02, 0.1)
+    for config in (found.trial(0.02), found.final(0.02, 1)):
+        assert (config.batch_size, config.optim.clip_norm) == (64, 0.0)
+        assert config.model.scan
+        assert (config.optim.layer_decay, config.optim.rate) == (0.75, 0.02)
+
+
+def test_the_test_split_is_scored_once_whatever_the_cadence():
+    found = task(published(), overrides={"every.evaluate": 5})
+    assert found.trial(0.1).every.evaluate == 5
+    assert found.final(0.1, 0).every.evaluate == 0
+
+
+def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
+    overrides = {"epochs": 3, "optim.name": "adam", "optim.b2": 0.99}
+    config = task(published(), overrides=overrides).config
+    assert (config.epochs, config.total_steps) == (3.0, 0)
+    assert (config.optim.name, config.optim.b2) == ("adam", 0.99)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optim.rate": 0.1}, "--config.optim.rate: it is set by --rates here"),
+        ({"init": "x"}, "--config.init: it is set by --model here"),
+        ({"seed": 3}, "--config.seed: it is set by --seeds here"),
+        ({"data.split": "test"}, "the recipe says what is trained and scored on"),
+        ({"evals.peek": "test"}, "--config.evals.peek: the recipe says what"),
+        ({"evals": {}}, "--config.evals: the recipe says what"),
+        ({"data": 5}, "--config.data: it is a section; set a key of it"),
+        ({"optim.momentun": 1}, "unknown config key optim.momentun; the nearest"),
+        ({"a.b.c": 1}, "unknown config key a.b"),
+    ],
+)
+def test_what_is_not_free_is_refused_in_one_line(overrides, message):
+    with pytest.raises(UserError, match=message):
+        task(published(), overrides=overrides)
+
+
+@pytest.mark.parametrize("test", ["train[90%:]", "test+train[:1]"])
+def test_a_test_split_out_of_train_is_refused(test):
+    with pytest.raises(UserError, match=r"must have no split in common with it"):
+        fine_tuning.task(published(), recipes.find("cifar10", test=test))
+
+
+def test_a_resolution_that_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="385 is not a multiple of the patch 16"):
+        task(published(), resolution=(385, 384))
+
+
+def test_weights_that_do_not_tell_their_normalisation_are_named():
+    assert any("assumed" in note for note in task(published()).notes)
+
+
+def test_the_network_of_every_variant_is_built_again():
+    for variant in ("Ti/16", "R+Ti/16", "R50x1"):
+        model = models.create(variant, classes=7, image_size=(64, 64))
+        found = task(published(**model.options), resolution=(64, 64))
+        again = models.create(
+            **found.config.model, classes=7, image_size=(64, 64), channels=3
+        )
+        ignored = {"dtype", "platform", "classes"}
+        for key in model.options.keys() - ignored:
+            assert again.options[key] == model.options[key], key

@@ -1,0 +1,243 @@
+"""Fine-tuning as the paper reports it: choose the rate, then train and test thrice.
+
+The rate is chosen on a held-out part of train; the whole of train is then used at the
+best one, with several seeds, each scored once on test (arXiv:2010.11929, section 4.1
+and table 4). A study that is killed goes on where it was when it is started again.
+"""
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Sequence
+
+import jax
+
+from vit_jax.data import sources
+from vit_jax.errors import UserError
+from vit_jax.studies import runs, tables
+from vit_jax.studies.fine_tuning import Task
+from vit_jax.studies.keeper import Keeper
+from vit_jax.training.shared import Shared
+
+FILE = "transfer.json"
+_TRIALS = {"rate": "g", "steps": "d", "score": ".2%"}
+_TRIALS |= {"seconds": ".1f", "start_seconds": ".1f"}
+_RUNS = {"seed": "d", "top1": ".2%", "seconds": ".1f"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """One checkpoint on one data set.
+
+    Attributes:
+      model: where the checkpoint is.
+      task: what it is fine-tuned on.
+      workdir: folder of the study.
+      seeds: number of final runs.
+    """
+
+    model: str
+    task: Task
+    workdir: str | os.PathLike
+    seeds: int = 3
+
+    def run(self, shared: Shared | None = None) -> dict:
+        """Runs all that is not done yet, and writes `transfer.json`.
+
+        Args:
+          shared: between several studies in this process.
+
+        Returns:
+          What the file holds: trials, best, runs, mean, std and more.
+
+        Raises:
+          UserError: of another command, no rate came to an end, or as `loop.train`.
+          Preempted: SIGTERM came; the same command goes on.
+        """
+        task, shared = self.task, shared or Shared()
+        runs.check_command(self.workdir, self._command())
+        for note in task.notes:
+            say(note)
+        keeper = Keeper(task.recipe.test)
+        with sources.opened_by(keeper):
+            trials = self._choose(shared) if len(task.rates) > 1 else []
+            best = choose(trials) if trials else {"rate": task.rates[0]}
+            say(on_choice(best, trials, task))
+            keeper.release()
+            finals = self._test(best["rate"], shared)
+        scores = [run["top1"] for run in finals]
+        report = {
+            "kind": "transfer",
+            "model": self.model,
+            "variant": task.config.model.variant,
+            "dataset": task.recipe.dataset,
+            "resolution": list(task.config.data.image_size),
+            "steps": finals[0]["steps"],
+            "trials": trials,
+            "best": best,
+            "runs": finals,
+            "mean": statistics.fmean(scores),
+            "std": statistics.stdev(scores) if len(scores) > 1 else None,
+        }
+        runs.write_json(self.workdir, FILE, report)
+        say(tables.show(finals, _RUNS))
+        say(
+            f"{task.recipe.dataset}: {task.config.model.variant} at rate "
+            f"{best['rate']:g}: top-1 {spread(report['mean'], report['std'])}, "
+            f"{len(scores)} runs"
+        )
+        return report
+
+    def _command(self) -> dict:
+        recipe = self.task.recipe
+        return {
+            "--model": self.model,
+            "--rates": list(self.task.rates),
+            "--seeds": self.seeds,
+            "splits": [recipe.train, recipe.part, recipe.held_out, recipe.test],
+            "config": runs.decisive(self.task.config),
+        }
+
+    def _choose(self, shared: Shared) -> list[dict]:
+        """Scores every rate on the held-out part."""
+        trials = []
+        for number, rate in enumerate(self.task.rates, 1):
+            say(f"trial {number} of {len(self.task.rates)}: rate {rate:g}")
+            config = self.task.trial(rate)
+            name = f"trials/rate{rate:g}"
+            report = runs.train(
+                config, os.path.join(self.workdir, name), shared, keep=False
+            )
+            trial = {"rate": rate, "steps": report.get("steps"), "score": None}
+            if "diverged" in report:
+                trial["diverged"] = report["diverged"]
+                say(f"rate {rate:g} diverged: {report['diverged']}")
+            else:
+                trial["score"] = top1(report, "held_out")
+                trial["seconds"] = report["wall_seconds"]
+                trial["start_seconds"] = sum(report["startup"].values())
+            trials.append(trial)
+            tables.write(self.workdir, "trials", trials)
+            self._note(name, rate, config.seed, "held_out", trial["score"])
+        say(tables.show(trials, _TRIALS))
+        if line := sharing(trials):
+            say(line)
+        return trials
+
+    def _test(self, rate: float, shared: Shared) -> list[dict]:
+        """Trains on the whole split and scores on test, once with each seed."""
+        finals = []
+        for seed in range(self.seeds):
+            say(f"final run {seed + 1} of {self.seeds}: rate {rate:g}, seed {seed}")
+            name = f"runs/seed{seed}"
+            report = runs.train(
+                self.task.final(rate, seed),
+                os.path.join(self.workdir, name),
+                shared,
+                keep=True,
+            )
+            if "diverged" in report:
+                raise UserError(
+                    f"the final run of seed {seed} at rate {rate:g} diverged "
+                    f"({report['diverged']}): state lower --rates in another --workdir"
+                )
+            score = top1(report, "test")
+            finals.append(
+                {
+                    "seed": seed,
+                    "rate": rate,
+                    "steps": report["steps"],
+                    "top1": score,
+                    "seconds": report["wall_seconds"],
+                    "compute": report.get("compute"),
+                }
+            )
+            self._note(name, rate, seed, "test", score)
+        return finals
+
+    def _note(self, name, rate, seed, part, score) -> None:
+        settings = {"rate": rate, "seed": seed, "part": part}
+        scores = {} if score is None else {"top1": score}
+        tables.hparams(self.workdir, name, settings, scores)
+
+
+def choose(trials: Sequence[dict]) -> dict:
+    """Returns the best of a sweep: the highest score, of equals the lowest rate.
+
+    Args:
+      trials: with `rate` and `score`; None where it diverged.
+
+    Returns:
+      rate and score; `edge`: whether it is the lowest or highest rate of several, so
+      that a better one may lie outside; `tied`: other rates with the same score.
+
+    Raises:
+      UserError: all diverged.
+    """
+    scored = [trial for trial in trials if trial["score"] is not None]
+    if not scored:
+        rates = ", ".join(f"{trial['rate']:g}" for trial in trials)
+        raise UserError(f"every rate diverged ({rates}): state lower ones by --rates")
+    best = max(scored, key=lambda trial: (trial["score"], -trial["rate"]))
+    rates = [trial["rate"] for trial in trials]
+    return {
+        "rate": best["rate"],
+        "score": best["score"],
+        "edge": len(rates) > 1 and best["rate"] in (min(rates), max(rates)),
+        "tied": [
+            trial["rate"]
+            for trial in scored
+            if trial["score"] == best["score"] and trial is not best
+        ],
+    }
+
+
+def top1(report: dict, evaluation: str) -> float:
+    """Returns the accuracy of a run, of its averaged parameters if it has them."""
+    kinds = report["final"][evaluation]
+    return kinds.get("ema", kinds["raw"])["top1"]
+
+
+def sharing(trials: Sequence[dict]) -> str:
+    """Says what the first trial took and what those after it; "" if they are too few."""
+    first, *others = [trial for trial in trials if "seconds" in trial] or [None]
+    if not others:
+        return ""
+    words = []
+    for key, what in (("start_seconds", "to its first step"), ("seconds", "in all")):
+        mean = statistics.fmean(trial[key] for trial in others)
+        words.append(f"{first[key]:.1f} s {what}, each after it {mean:.1f}")
+    return (
+        f"the first trial took {'; '.join(words)}: they share the compiled step and "
+        "the data"
+    )
+
+
+def spread(mean: float, std: float | None) -> str:
+    """Puts a mean and its deviation, fractions, into words."""
+    return f"{mean:.2%}" + ("" if std is None else f" ± {100 * std:.2f}")
+
+
+def say(text: str) -> None:
+    """Prints, in the first process."""
+    if text and jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def on_choice(best: dict, trials: Sequence[dict], task: Task) -> str:
+    """Says how the rate was chosen, and what there is to doubt about it."""
+    if not trials:
+        return f"rate {best['rate']:g} alone is stated: nothing to choose"
+    text = (
+        f"rate {best['rate']:g} is best on {task.recipe.held_out}: {best['score']:.2%}"
+    )
+    if best["tied"]:
+        others = ", ".join(f"{rate:g}" for rate in best["tied"])
+        text += f"; {others} score the same, and the lowest is taken"
+    if best["edge"]:
+        side = "below" if best["rate"] == min(task.rates) else "above"
+        text += (
+            f"; warning: it is at the edge of the sweep, a better one may lie {side}: "
+            "state more --rates (in another --workdir)"
+        )
+    return text

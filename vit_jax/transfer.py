@@ -1,0 +1,112 @@
+"""Fine-tunes a checkpoint on a data set, as the paper does (its table 4).
+
+    python -m vit_jax.transfer --model=PLACE --dataset=cifar10 --resolution=384
+
+PLACE is whatever holds weights, as for vit_jax.predict. The data set is one of the
+paper (cifar10, cifar100, oxford_iiit_pet, oxford_flowers102, imagenet2012), digits, a
+folder with train/<class>/ and test/<class>/, any name that data.name takes, or VTAB-1k:
+vtab, vtab/TASK, vtab/GROUP, several between commas. A part of train is held out to
+choose the learning rate; then all of train is used with the best one, with three seeds,
+each scored once on test. Until then the test split cannot be opened.
+
+The same command goes on where it was ended; what is done is not repeated. Results are
+in transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard.
+Any key of vit_jax/schema.py can be set for all runs: --config.total_steps=500. Exit
+codes: 0 done (of VTAB-1k: at least one task), 2 bad input, 75 preempted.
+"""
+
+import argparse
+import re
+
+from vit_jax import cli, job
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Runs the study that the flags describe; returns the exit code."""
+    workdir = flags.workdir or default_workdir(flags)
+
+    # After the flags, so that their errors come at once.
+    from vit_jax.parallel import distributed
+
+    distributed.start()
+    return job.run(lambda: run(flags, workdir), workdir, debug=flags.debug)
+
+
+def run(flags: argparse.Namespace, workdir: str) -> dict:
+    """Runs the study in a workdir; returns its report."""
+    from vit_jax import weights
+    from vit_jax.parallel import compilation_cache
+    from vit_jax.studies import fine_tuning, recipes, transfer, vtab
+
+    # Before anything is compiled, by what the checkpoint needs too.
+    compilation_cache.enable(flags.overrides.get("compilation_cache", "auto"))
+    names = []
+    if flags.dataset.split("/")[0].split(",")[0] == "vtab":
+        names = vtab.tasks(flags.dataset)
+    pretrained = weights.open_pretrained(flags.model, heads=flags.heads)
+
+    def study(dataset, folder):
+        recipe = recipes.find(dataset, flags.data_dir, flags.test)
+        task = fine_tuning.task(
+            pretrained,
+            recipe,
+            resolution=flags.resolution,
+            mode=flags.mode,
+            layer_decay=flags.layer_decay,
+            rates=flags.rates,
+            overrides=flags.overrides,
+        )
+        return transfer.Study(flags.model, task, folder, flags.seeds)
+
+    if not names:
+        return study(flags.dataset, workdir).run()
+    benchmark = vtab.Benchmark(
+        flags.model,
+        pretrained.options["variant"],
+        names,
+        lambda name, folder: study(f"vtab/{name}", folder),
+        workdir,
+        flags.data_dir,
+    )
+    return benchmark.run()
+
+
+def default_workdir(flags: argparse.Namespace) -> str:
+    """Names a folder under runs/, the same whenever the command is."""
+    words = (flags.model, flags.dataset)
+    model, dataset = (re.sub(r"[^A-Za-z0-9.]+", "-", w).strip("-.") for w in words)
+    return f"runs/transfer/{model}_{dataset}"
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--model", required=True, help="where the weights are")
+    add("--dataset", required=True, help="name, folder, vtab or vtab/TASK")
+    add("--data_dir", default="", help="where it lies; default: TFDS's own folder")
+    add("--test", default="", help="split to report on, if not the usual one")
+    add("--resolution", type=cli.size, help="pixels, or HEIGHTxWIDTH; default 384")
+    add("--workdir", default="", help="default: one under runs/transfer/")
+    add("--mode", choices=("full", "head", "head_then_all"), default="full")
+    add("--layer_decay", type=float, default=0.0, help="as 0.75; 0 is off")
+    add("--rates", type=_rates, default=(), help="as 0.003,0.01, not the recipe's")
+    add("--seeds", type=cli.positive, default=3, help="final runs; default 3")
+    add("--heads", type=cli.positive, default=0, help="where the weights do not tell")
+    return parser
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not numbers above 0 with commas between them"
+        )
+    return rates
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())
