@@ -105,14 +105,14 @@ class Job:
     def doing(self):
         """Says what the run is at, seen from outside."""
         lines = list(self.lines[0])
+        if not any(line.startswith("soak:") for line in lines):
+            return "start-up"
         folder = self.workdir / "checkpoints"
         folders = list(folder.iterdir()) if folder.is_dir() else []
         if any("tmp" in p.name for p in folders) or any(
             p.name.isdecimal() and not (p / "checksums.json").exists() for p in folders
         ):
             return "save"
-        if not any(line.startswith("soak:") for line in lines):
-            return "start-up"
         if not any("first step after" in line for line in lines):
             return "restore and compile"
         if any(line.startswith("config ") for line in lines):
