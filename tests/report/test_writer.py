@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -46,3 +49,16 @@ def test_other_processes_know_what_is_written_but_write_nothing(tmp_path):
     other.scalars(6, {"val/raw/top1": 0.6})
     other.close()
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_pytorch_is_not_imported_where_it_is_installed_and_can_be_later(tmp_path):
+    (tmp_path / "torch.py").write_text("print('PyTorch is imported')")
+    code = "from vit_jax.report import writer; print('no'); import torch"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\n")[:2] == ["no", "PyTorch is imported"]

@@ -8,8 +8,8 @@ import contextlib
 import time
 
 from etils import epath
-from tensorboardX import event_file_writer
-from tensorboardX.proto import event_pb2, summary_pb2
+
+from vit_jax.report.tensorboard import event_file_writer, event_pb2, summary_pb2
 
 
 class Events:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 import numpy as np
 from etils import epath
 
+from vit_jax.report.events import Events
+from vit_jax.report.tensorboard import summary
+
 
 class MetricWriter:
     """Writes the metrics of one run; a no-op in all processes but the first.
@@ -33,10 +36,6 @@ class MetricWriter:
             lines = map(_parse, self._path.read_bytes().splitlines())
             self._lines = [line for line in lines if line and line["step"] <= step]
         if active:
-            # Not above: where PyTorch is installed it is imported too, for a second.
-            from tensorboardX import summary
-
-            self._summary = summary
             self._try(lambda: self._path.parent.mkdir(parents=True, exist_ok=True))
             self._try(self._write_lines)
 
@@ -53,7 +52,7 @@ class MetricWriter:
             return
         self._lines.append({"step": step, **values})
         self._unseen += [
-            (step, self._summary.scalar(name, value)) for name, value in values.items()
+            (step, summary.scalar(name, value)) for name, value in values.items()
         ]
         self._try(self._write_lines)
         self._try(self._write_events)
@@ -61,14 +60,14 @@ class MetricWriter:
     def text(self, name: str, text: str) -> None:
         """Shows a text in TensorBoard."""
         if self._active:
-            self._unseen.append((0, self._summary.text(name, f"<pre>{text}</pre>")))
+            self._unseen.append((0, summary.text(name, f"<pre>{text}</pre>")))
             self._try(self._write_events)
 
     def images(self, name: str, images: np.ndarray, step: int) -> None:
         """Shows up to 16 images, uint8 (B, Y, X, C), in TensorBoard."""
         if self._active:
             shown = images[:16].repeat(3 // images.shape[-1], axis=-1)
-            image = self._summary.image(name, shown, dataformats="NHWC")
+            image = summary.image(name, shown, dataformats="NHWC")
             self._unseen.append((step, image))
             self._try(self._write_events)
 
@@ -108,8 +107,6 @@ class MetricWriter:
         self._whole = True
 
     def _write_events(self) -> None:
-        from vit_jax.report.events import Events
-
         try:
             if self._events is None:
                 self._events = Events(self._path.parent / "tensorboard", self._purge)

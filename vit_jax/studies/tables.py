@@ -10,6 +10,7 @@ import jax
 from etils import epath
 
 from vit_jax.report.events import Events
+from vit_jax.report.tensorboard import summary
 from vit_jax.report.writer import replace_text
 
 Row = Mapping[str, object]
@@ -64,9 +65,6 @@ def hparams(
     """
     if jax.process_index():
         return
-    # Not above: where PyTorch is installed it is imported too, for a second.
-    from tensorboardX import summary
-
     folder = epath.Path(workdir) / _HPARAMS / name
     folder.rmtree(missing_ok=True)
     events = Events(folder, 0)
