@@ -74,7 +74,7 @@ def _worst(table: Confusion, most: int = 3) -> list[str]:
     return [f"least accurate   {accuracies[i]:>12.2%} {table.name(i)}" for i in order]
 
 
-def _text(metric: str, value: float) -> str:
+def _text(metric: str, value: int | float) -> str:  # noqa: PYI041 (beartype knows)
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.2%}" if metric.endswith(_FRACTIONS) else f"{value:.6g}"
