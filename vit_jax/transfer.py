@@ -35,11 +35,8 @@ def main(flags: argparse.Namespace) -> int:
 def run(flags: argparse.Namespace, workdir: str) -> dict:
     """Runs the study in a workdir; returns its report."""
     from vit_jax import weights
-    from vit_jax.parallel import compilation_cache
     from vit_jax.studies import fine_tuning, recipes, transfer, vtab
 
-    # Before anything is compiled, by what the checkpoint needs too.
-    compilation_cache.enable(flags.overrides.get("compilation_cache", "auto"))
     names = []
     if flags.dataset.split("/")[0].split(",")[0] == "vtab":
         names = vtab.tasks(flags.dataset)

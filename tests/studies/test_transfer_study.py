@@ -120,6 +120,23 @@ def test_another_command_in_the_same_workdir_is_refused(
         study(checkpoint, pretrained, workdir, **options).run()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optim.warmup_steps": 9}, "the warmup takes 9 steps but the run only 3"),
+        ({"optim.freeze": ("haed",)}, "'haed' matches none of the"),
+        ({"batch_size": 9}, "batch_size=9"),
+    ],
+)
+def test_what_no_run_could_do_is_refused_before_anything_is_written(
+    checkpoint, pretrained, tmp_path, overrides, message
+):
+    found = study(checkpoint, pretrained, tmp_path / "study", overrides=overrides)
+    with pytest.raises(UserError, match=message):
+        found.run()
+    assert not (tmp_path / "study").exists()
+
+
 def test_trials_leave_their_numbers_and_runs_their_checkpoints(done):
     workdir, _, _ = done
     for rate in ("0.02", "0.3", "1e+30"):

@@ -14,12 +14,15 @@ import jax
 
 from vit_jax.data import sources
 from vit_jax.errors import UserError
+from vit_jax.parallel import mesh as meshes
 from vit_jax.studies import runs, tables
 from vit_jax.studies.fine_tuning import Task
 from vit_jax.studies.keeper import Keeper
+from vit_jax.training import program as programs
 from vit_jax.training.shared import Shared
 
 FILE = "transfer.json"
+_SOME_IMAGES = 10_000  # Their number decides lengths that are stated in epochs.
 _TRIALS = {"rate": "g", "steps": "d", "score": ".2%"}
 _TRIALS |= {"seconds": ".1f", "start_seconds": ".1f"}
 _RUNS = {"seed": "d", "top1": ".2%", "seconds": ".1f"}
@@ -55,6 +58,9 @@ class Study:
           Preempted: SIGTERM came; the same command goes on.
         """
         task, shared = self.task, shared or Shared()
+        # What no run could do is refused before anything is written.
+        config = task.final(task.rates[0], 0)
+        programs.build(config, meshes.create(config.mesh.to_dict()), _SOME_IMAGES)
         runs.check_command(self.workdir, self._command())
         for note in task.notes:
             say(note)

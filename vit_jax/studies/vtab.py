@@ -98,8 +98,10 @@ class Benchmark:
         if not there:
             first = self.names[0]
             raise UserError(
-                f"the data of {'none of the ' * (len(found) > 1)}{len(found)} tasks is "
-                f"there; vtab/{first}, for one: {missing[first]}"
+                f"the data of vtab/{first} is not there: {missing[first]}"
+                if len(found) == 1
+                else f"the data of none of the {len(found)} tasks is there; of "
+                f"vtab/{first}, for one: {missing[first]}"
             )
         shared, report = Shared(), {}
         for number, name in enumerate(there, 1):
@@ -173,13 +175,17 @@ def table(report: dict) -> str:
     for name, mean in means.items():
         half = mean["interval"]
         half = "" if half is None else f" ± {100 * half:.2f} (95 % over seeds)"
-        many = f"{mean['tasks']} task{'s' * (mean['tasks'] > 1)}"
+        many = _count(mean["tasks"])
         lines.append(f"mean of {name} ({many}): {mean['mean']:.2%}{half}")
     missing = {n: t["absent"] for n, t in report["tasks"].items() if "absent" in t}
     if missing:
-        lines += ["", f"absent: the data of {len(missing)} tasks; to prepare it:"]
+        lines += ["", f"absent: the data of {_count(len(missing))}; to prepare it:"]
         lines += [f"vtab/{name}: {how}" for name, how in missing.items()]
     return "\n".join(lines)
+
+
+def _count(tasks: int) -> str:
+    return f"{tasks} task{'s' * (tasks != 1)}"
 
 
 def _by_seed(members: Sequence[Mapping]) -> list[float]:

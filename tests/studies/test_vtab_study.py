@@ -1,0 +1,169 @@
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from tfds_sets import builder_class, png
+
+from vit_jax.data import sources, vtab
+from vit_jax.data.arrays import ArraySource
+from vit_jax.data.splits import Numbering
+from vit_jax.errors import UserError
+from vit_jax.schema import COMMON
+from vit_jax.studies import fine_tuning, recipes, transfer
+from vit_jax.studies import vtab as benchmarks
+from vit_jax.studies.keeper import Keeper
+
+OVERRIDES = {"batch_size": 8, "total_steps": 2, "optim.warmup_steps": 1}
+NAMES = ("dtd", "sun397", "dmlab")  # Natural, natural, structured.
+TEST = 11
+
+
+def test_tasks_are_named_alone_by_group_or_all():
+    assert benchmarks.tasks("vtab") == list(vtab.TASKS)
+    assert benchmarks.tasks("vtab/dmlab,vtab/dtd") == ["dtd", "dmlab"]
+    assert benchmarks.tasks("vtab/dmlab,dtd") == ["dtd", "dmlab"]
+    structured = benchmarks.tasks("vtab/structured")
+    assert len(structured) == 8
+    assert structured[0] == "clevr_count"
+    assert benchmarks.tasks("vtab/structured,vtab/dmlab") == structured
+    with pytest.raises(UserError, match="'vtab/dmlabs': VTAB-1k has no such task"):
+        benchmarks.tasks("vtab/dtd,vtab/dmlabs")
+
+
+def runs(*tops):
+    return [{"seed": i, "top1": top} for i, top in enumerate(tops)]
+
+
+def test_means_are_of_groups_and_of_all_tasks_with_intervals_over_seeds():
+    found = {
+        "a": {"group": "natural", "runs": runs(0.5, 0.6, 0.7)},
+        "b": {"group": "natural", "runs": runs(0.7, 0.6, 0.5)},
+        "c": {"group": "structured", "runs": runs(0.1, 0.3, 0.2)},
+        "d": {"group": "specialised", "absent": "..."},
+    }
+    summary = benchmarks.summary(found)
+    natural, structured = (summary["groups"][g] for g in ("natural", "structured"))
+    # The seeds' means are equal, though each task's scores are not.
+    assert natural["mean"] == pytest.approx(0.6)
+    assert natural["interval"] == pytest.approx(0, abs=1e-12)
+    # t of 2 degrees of freedom at 97.5 %: 4.302653.
+    assert structured["interval"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
+    assert "specialised" not in summary["groups"]
+    # Of all tasks, not of the groups' means.
+    assert summary["mean"] == pytest.approx((0.6 + 0.6 + 0.2) / 3)
+    assert (summary["tasks_run"], natural["tasks"]) == (3, 2)
+
+
+def test_one_seed_has_no_interval():
+    assert benchmarks.interval([0.25]) == (0.25, None)
+
+
+@pytest.mark.parametrize("name", vtab.TASKS)
+def test_val200_has_no_image_of_the_test_split(name):
+    """Checks by the numbers of records, whatever the splits are called."""
+    task, keeper = vtab.TASKS[name], Keeper("test")
+    keeper.release()
+    sizes = {"train": 737_280, "test": 24_300, "validation": 15_000}
+    data = {"name": name}
+
+    def opened(role):
+        numbering = Numbering.of(task.splits[role], sizes, name)
+        none = np.zeros((0, 1, 1, 1), np.uint8)
+        return ArraySource(name, none, np.zeros(0, int), (), numbering)
+
+    for role in ("train800", "val200", "train800val200", "test"):
+        keeper(ConfigDict(COMMON["data"] | data), role, lambda role=role: opened(role))
+    assert keeper.opened[-1] == "test"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Prepares small stand-ins for two of the sets."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    where, code = tmp_path_factory.mktemp("vtab"), tmp_path_factory.mktemp("code")
+    features = {
+        "image": tfds.features.Image(shape=(8, 8, 3)),
+        "label": tfds.features.ClassLabel(num_classes=47),
+    }
+
+    def examples(split, count, classes):
+        def make():
+            for i in range(count):
+                pixels = np.full((8, 8, 3), (i * 5) % 256, np.uint8)
+                yield {"image": png(pixels), "label": i % classes}
+
+        return {split: make}
+
+    for name, version, classes in (("dtd", "3.0.1", 47), ("dmlab", "2.0.1", 6)):
+        made = examples("train", 800, classes) | examples("validation", 200, classes)
+        made |= examples("test", TEST, classes)
+        features["label"] = tfds.features.ClassLabel(num_classes=classes)
+        builder = builder_class(name, version, dict(features), made, code)
+        builder(data_dir=where, file_format="array_record").download_and_prepare()
+    return str(where)
+
+
+@pytest.fixture
+def benchmark(checkpoint, pretrained, prepared, tmp_path):
+    def study(name, folder):
+        recipe = recipes.find(f"vtab/{name}", prepared)
+        task = fine_tuning.task(
+            pretrained, recipe, resolution=(8, 8), overrides=OVERRIDES, rates=rates
+        )
+        return transfer.Study(checkpoint, task, folder, 2)
+
+    rates = (0.02, 0.1)
+    return benchmarks.Benchmark(
+        checkpoint, "Ti/4", NAMES, study, tmp_path / "vtab", prepared
+    )
+
+
+@pytest.mark.slow
+def test_tasks_that_are_there_run_and_the_others_say_how(
+    benchmark, monkeypatch, capsys
+):
+    opened, real = [], sources._open
+
+    def watch(data, split):
+        opened.append((data.name, split))
+        return real(data, split)
+
+    monkeypatch.setattr(sources, "_open", watch)
+    report = benchmark.run()
+    for name in ("vtab/dtd", "vtab/dmlab"):
+        own = [split for asked, split in opened if asked == name]
+        # Chosen on val200 alone; then trained on all 1,000 and scored on test alone.
+        assert own == ["train800", "val200", "train800val200", "test"]
+
+    assert json.loads((benchmark.workdir / "vtab.json").read_text()) == report
+    tasks = report["tasks"]
+    assert list(tasks) == list(NAMES)
+    assert tasks["sun397"]["group"] == "natural"
+    assert (
+        "python -m vit_jax.prepare --dataset=sun397/tfds" in tasks["sun397"]["absent"]
+    )
+    for name in ("dtd", "dmlab"):
+        assert len(tasks[name]["runs"]) == 2
+        correct = [run["top1"] * TEST for run in tasks[name]["runs"]]
+        np.testing.assert_allclose(correct, np.round(correct), atol=1e-5)
+    assert {g: found["tasks"] for g, found in report["groups"].items()} == {
+        "natural": 1,
+        "structured": 1,
+    }
+    out = capsys.readouterr().out
+    assert "absent: the data of 1 task; to prepare it:\nvtab/sun397: " in out
+    assert "mean of all (2 tasks): " in out
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [(("sun397",), "of vtab/sun397 is not there"), (NAMES, "of none of the 3 tasks")],
+)
+def test_without_any_data_there_is_one_line(benchmark, tmp_path, names, words):
+    empty = dataclasses.replace(benchmark, names=names, data_dir=str(tmp_path))
+    with pytest.raises(UserError, match=f"{words}.*vit_jax.prepare --dataset="):
+        empty.run()
+    assert not (benchmark.workdir / "vtab.json").exists()
