@@ -144,7 +144,7 @@ EVALS = {
     "probe": _FEATURES
     | {
         # Strengths, of which the held-out part of train chooses.
-        "l2": (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5),
+        "l2": (10.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5),
         "held_out": 0.1,
         "seed": 0,  # Of that part.
         "iterations": 1_000,  # Of L-BFGS, at most.

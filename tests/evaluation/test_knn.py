@@ -32,6 +32,8 @@ def test_neighbours_vote_by_their_similarity(k, temperature, monkeypatch):
     assert len(set(expected)) == 4
     monkeypatch.setattr(knn, "_BLOCK", 200)  # Two rows at once.
     assert knn.predict(train, labels, test, 4, **sizes).tolist() == expected
+    asked = iter([False, True])
+    assert knn.predict(train, labels, test, 4, stop=lambda: next(asked)) is None
 
 
 def test_the_weights_matter():

@@ -143,6 +143,7 @@ def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_pat
         "val": "val",
         "few": FEW | {"every": 2},
         "knn": KNN | {"every_epochs": 0.97},
+        "probe": PROBE,
     }
     report = loop.train(config_of(evals), tmp_path)
     lines = [

@@ -166,8 +166,6 @@ class Neighbours(_OfFeatures):
     """Weighted k-nearest neighbours, see knn.py."""
 
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        if stop():
-            return None
         train, (features, labels), classes = self._pairs(outputs)
         found = knn.predict(
             *train,
@@ -175,7 +173,10 @@ class Neighbours(_OfFeatures):
             classes,
             k=self._spec.k,
             temperature=self._spec.temperature,
+            stop=stop,
         )
+        if found is None:
+            return None
         return Scored({"top1": float((found == labels).mean())})
 
 

@@ -1,5 +1,7 @@
 """Weighted k-nearest neighbours on frozen features, as DINO does it."""
 
+from collections.abc import Callable
+
 import numpy as np
 from jaxtyping import Float, Integer
 
@@ -16,7 +18,8 @@ def predict(
     *,
     k: int = 20,
     temperature: float = 0.07,
-) -> Labels:
+    stop: Callable[[], bool] = lambda: False,
+) -> Labels | None:
     """Classifies by a vote of the nearest neighbours.
 
     Each of the `k` training examples of the largest cosine similarity s votes for its
@@ -32,9 +35,11 @@ def predict(
       classes: number of classes.
       k: neighbours; all examples where there are fewer.
       temperature: the lower, the more the nearest count.
+      stop: asked before every block of test examples; True abandons.
 
     Returns:
-      Class of each test example; of equal votes the lowest number.
+      Class of each test example, of equal votes the lowest number; or None when it was
+      abandoned.
 
     Source: arXiv:2104.14294, appendix F.1, after arXiv:1805.01978, section 3.4.
     """
@@ -43,6 +48,8 @@ def predict(
     found = np.empty(len(test), np.int32)
     rows = max(1, _BLOCK // max(len(train), classes))
     for start in range(0, len(test), rows):
+        if stop():
+            return None
         similar = _normalised(test[start : start + rows]) @ known.T
         nearest = np.argpartition(similar, -k, axis=1)[:, -k:]
         closeness = np.take_along_axis(similar, nearest, 1).astype(np.float64)

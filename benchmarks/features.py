@@ -1,0 +1,138 @@
+"""Features of JPEG files against the bare forward pass of the same network.
+
+Run:  PYTHONPATH=. python benchmarks/features.py [--images=10000] [--data=FOLDER]
+
+The bare pass has its images on the device and only computes; features are made as
+evaluations make them: files are read, decoded, resized and cropped in threads, sent,
+computed, and fetched into one array. Rounds of both alternate, so that the machine's
+moods hit both. Prints medians, their ratio, and in brackets the quartiles of the ratios
+of single rounds. Without --data the files are made: blurred noise of 500x375 pixels.
+"""
+
+import argparse
+import io
+import pathlib
+import tempfile
+import time
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+from PIL import Image, ImageFilter
+
+from vit_jax import models
+from vit_jax.data import device_ops, folder, pipeline
+from vit_jax.evaluation import passes, readings
+from vit_jax.parallel import compiler
+from vit_jax.parallel import mesh as meshes
+from vit_jax.schema import COMMON
+from vit_jax.weights.pretrained import Preprocess
+
+MADE = 64  # Files; they are read again and again.
+
+
+def make_files(root):
+    """Writes JPEG files as large as ImageNet's usual ones."""
+    rng = np.random.default_rng(0)
+    for i in range(MADE):
+        noise = rng.integers(0, 256, (375, 500, 3), dtype=np.uint8)
+        picture = Image.fromarray(noise).filter(ImageFilter.GaussianBlur(2))
+        stream = io.BytesIO()
+        picture.save(stream, "JPEG", quality=90)
+        path = root / "all" / str(i % 2) / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(stream.getvalue())
+
+
+def open_rows(root, split, count):
+    """Returns `count` records of a folder, the same ones again where it has fewer."""
+    source = folder.open_folder(str(root), split, split)
+    return readings.Part(source, np.arange(count) % len(source))
+
+
+def main(args):
+    """Prints the comparison."""
+    side, batch = args.side, args.batch
+    model = models.create(args.variant, classes=0, image_size=(side, side))
+    params = jax.jit(model.init)(jax.random.key(0))
+    config = ConfigDict({"data": COMMON["data"], "model": {"dtype": args.dtype}})
+    config.data.update(image_size=(side, side), classes=2**31 - 1, threads=args.threads)
+    mesh = meshes.create({"data": 1}, jax.devices()[:1])
+    step = passes.build(model, config, mesh, wants=(passes.FEATURES,))
+    ops = readings.Travelled(
+        Preprocess((side, side), interpolation="bicubic", crop_fraction=0.875), 3
+    )
+
+    @jax.jit
+    def plain(params, images):
+        images = device_ops.normalize(images, config.data.mean, config.data.std)
+        return model.apply(params, images.astype(args.dtype))["pre_logits"]
+
+    shape = jax.ShapeDtypeStruct((batch, side, side, 3), np.uint8)
+    bare = plain.lower(params, shape).compile(compiler.options())
+    pixels = np.random.default_rng(1).integers(0, 256, shape.shape, np.uint8)
+    pixels = jax.device_put(pixels)
+
+    def forward(batches):
+        for _ in range(batches):
+            found = bare(params, pixels)
+        found.block_until_ready()
+
+    def features(source):
+        with pipeline.eval_batches(
+            source, config.data, batch_size=batch, host=(ops,)
+        ) as batches:
+            found = passes.collect(step, {"one": params}, batches, mesh)["one"]
+        assert found.values[passes.FEATURES].shape[0] == len(source)
+
+    with tempfile.TemporaryDirectory() as made:
+        root, split = pathlib.Path(args.data or made), args.split
+        if not args.data:
+            make_files(root)
+        rounds = max(2, round(args.images / args.round))
+        batches = -(-args.round // batch)
+        source = open_rows(root, split, batches * batch)
+        forward(1)  # Both are compiled before the clock starts.
+        features(open_rows(root, split, batch))
+        seconds = {"forward": [], "features": []}
+        for i in range(rounds):
+            for name in list(seconds)[:: 1 if i % 2 else -1]:
+                start = time.perf_counter()
+                forward(batches) if name == "forward" else features(source)
+                seconds[name].append(time.perf_counter() - start)
+    report(args, seconds, batches * batch)
+
+
+def report(args, seconds, images):
+    """Prints a table."""
+    speeds = {name: images / np.array(values) for name, values in seconds.items()}
+    ratios = speeds["features"] / speeds["forward"]
+    low, high = np.quantile(ratios, (0.25, 0.75))
+    forward, features = (np.median(speeds[name]) for name in ("forward", "features"))
+    rounds = len(ratios)
+    print("| model | images | forward, images/s | features, images/s | ratio |")
+    print("|---|---|---|---|---|")
+    print(
+        f"| {args.variant} at {args.side} | {rounds} rounds of {images} | {forward:.1f} "
+        f"| {features:.1f} | {features / forward:.3f} ({low:.3f} to {high:.3f}) |"
+    )
+
+
+def parse():
+    """Returns the flags."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    add = parser.add_argument
+    add("--variant", default="S/16")
+    add("--images", type=int, default=480, help="in all rounds")
+    add("--round", type=int, default=160, help="images a round")
+    add("--batch", type=int, default=32)
+    add("--side", type=int, default=224)
+    add("--dtype", default="float32")
+    add("--threads", type=int, default=2)
+    add("--data", default="", help="folder of class folders, or with splits")
+    add("--split", default="all", help="of --data")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main(parse())
