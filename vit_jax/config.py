@@ -11,13 +11,17 @@ import importlib.util
 import pathlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TypeVar
 
 from ml_collections import ConfigDict
 
 from vit_jax import bounds, evals
 from vit_jax.errors import UserError
 from vit_jax.schema import CHOICES, COMMON, FORMS
+
+T = TypeVar("T")
 
 
 def load(spec: str, overrides: Mapping[str, object] | None = None) -> ConfigDict:
@@ -63,7 +67,9 @@ def load_evaluation(
 def _stated(spec: str, overrides: Mapping[str, object] | None) -> dict:
     """Returns what a config file and overrides state."""
     path, _, arg = spec.partition(":")
-    raw = _run_config_file(pathlib.Path(path), arg or None).to_dict()
+    raw = _run_config_file(
+        pathlib.Path(path), lambda file: _config_of(file, arg or None)
+    ).to_dict()
     raw.setdefault("name", pathlib.Path(path).stem)
     for key, value in (overrides or {}).items():
         *sections, leaf = key.split(".")
@@ -198,7 +204,29 @@ def to_json(config: ConfigDict) -> dict:
     }
 
 
-def _run_config_file(path: pathlib.Path, arg: str | None) -> ConfigDict:
+def arguments(path: str) -> dict[str, object]:
+    """Returns what a config file takes behind the colon: its `ARGUMENTS`.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      Name to default, or to a tuple of the values that are allowed.
+
+    Raises:
+      UserError: there is no such file, or it does not run.
+    """
+    return _run_config_file(pathlib.Path(path), lambda file: dict(file.ARGUMENTS))
+
+
+def _config_of(file: ModuleType, arg: str | None) -> ConfigDict:
+    config = file.get_config(arg)
+    if not isinstance(config, ConfigDict):
+        raise TypeError(f"get_config returned {config!r}")
+    return config
+
+
+def _run_config_file(path: pathlib.Path, get: Callable[[ModuleType], T]) -> T:
     if not path.is_file():
         here = sorted(p.name for p in path.parent.glob("[!_]*.py"))
         raise UserError(
@@ -213,10 +241,7 @@ def _run_config_file(path: pathlib.Path, arg: str | None) -> ConfigDict:
     sys.path.insert(0, root)
     try:
         spec.loader.exec_module(module)
-        config = module.get_config(arg)
-        if not isinstance(config, ConfigDict):
-            raise TypeError(f"get_config returned {config!r}")
-        return config
+        return get(module)
     except UserError:
         raise
     except Exception as error:  # It is the user's code: it may raise anything.

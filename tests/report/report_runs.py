@@ -72,7 +72,8 @@ def transfer(folder, *, model, variant, dataset, mean, std=0.0003):
         "trials": [
             {"rate": rate, "steps": 500, "score": score, "seconds": 12.5}
             for rate, score in trials
-        ],
+        ]
+        + [{"rate": 1e9, "steps": None, "score": None, "diverged": "loss is NaN"}],
         "best": {"rate": 0.01},
         "runs": [
             {"seed": seed, "top1": mean + 0.001 * (seed - 1), "seconds": 31.0}

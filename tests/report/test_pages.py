@@ -363,6 +363,15 @@ def test_a_confusion_matrix_is_drawn_from_what_an_evaluation_left(parts):
     assert table.rows == (("dog", "45", "88.89"), ("cat", "54", "94.44"))
 
 
+def test_a_sweep_is_told_with_what_was_chosen_and_what_diverged(parts):
+    table = next(t for t in blocks(parts, Table) if t.title.endswith("on cifar10"))
+    rows = {row[0]: row[2:] for row in table.rows}
+    assert rows["rate 0.01, chosen"] == ("74.00", "12.5")
+    assert rows["rate 1e+09"] == ("diverged", "-")
+    assert rows["seed 2"] == ("99.03", "31")
+    assert table.note == "Mean 98.93 %, standard deviation 0.03."
+
+
 def test_tasks_that_are_absent_are_listed_with_the_remedy(parts):
     (table,) = (t for t in blocks(parts, Table) if "absent" in t.title)
     assert table.rows == (("DMLab", "python -m vit_jax.prepare --dataset=dmlab"),)

@@ -106,7 +106,7 @@ def _sweep(run: Run, told: dict) -> Table:
         (
             f"rate {trial['rate']:g}{', chosen' if trial['rate'] == best else ''}",
             "held-out part of train",
-            percent(100 * trial["score"]),
+            "diverged" if "diverged" in trial else _fraction(trial.get("score")),
             number(trial.get("seconds")),
         )
         for trial in trials

@@ -1,0 +1,250 @@
+"""Scaling studies: their configs, what is run, what is left, and going on after a kill."""
+
+import itertools
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vit_jax import config as configuration
+from vit_jax import models
+from vit_jax.data import splits
+from vit_jax.data.catalogue import ENTRIES
+from vit_jax.errors import UserError
+from vit_jax.models import cost
+from vit_jax.report.pages import make, runs
+from vit_jax.studies import scaling
+from vit_jax.training import loop
+
+ROOT = pathlib.Path(__file__).parents[2]
+STUDIES = sorted(
+    path for path in (ROOT / "configs/study").glob("[!_]*.py") if path.stem != "common"
+)
+DIGITS = str(ROOT / "configs/study/digits.py")
+# Images of train.
+SIZES = {"cifar10": 50_000, "digits": 1_442}
+
+
+def combinations(path):
+    """Yields every choice of the arguments of a study's config, as text."""
+    known = configuration.arguments(str(path))
+    values = [v if isinstance(v, tuple) else (False, True) for v in known.values()]
+    for chosen in itertools.product(*values):
+        pairs = zip(known, chosen, strict=True)
+        yield ",".join(f"{name}={value}" for name, value in pairs)
+
+
+def records(split, name):
+    sizes = {"train": SIZES[name], "test": 10_000}
+    return {
+        f"{part}/{i}"
+        for part, numbers in splits.select(split, sizes, name)
+        for i in numbers
+    }
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_run_of_a_study_is_a_complete_config(path):
+    assert len(STUDIES) == 2
+    texts = list(combinations(path))
+    assert len(texts) == len(set(texts)) > 11
+    names = set()
+    for text in texts:
+        config = configuration.load(f"{path}:{text}")
+        names.add(config.name)
+        assert set(config.evals) == (
+            {"test"} if "part=finetune" in text else {"test", "fewshot"}
+        )
+        assert config.every.evaluate == 0  # Test is scored once, at the end.
+    assert len(names) >= len(texts) / 2
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_parts_are_nested_and_apart_from_what_is_fine_tuned_on(path):
+    study = scaling.plan(str(path), "work")
+    by_size = {}
+    for point in study.points:
+        data, own = point.pretrain.data, point.finetune.data
+        part, tuned = records(data.split, data.name), records(own.split, own.name)
+        assert len(part) == data.examples == point.images
+        assert len(tuned) == own.examples
+        assert not part & tuned
+        assert point.pretrain.evals.fewshot.train == own.split
+        assert by_size.setdefault(point.images, part) == part
+    ordered = [by_size[size] for size in sorted(by_size)]
+    assert len(ordered) > 1
+    for small, large in itertools.pairwise(ordered):
+        assert small < large
+    if name := ENTRIES.get(study.points[0].pretrain.data.name):
+        assert name.images == SIZES["cifar10"]
+
+
+@pytest.mark.parametrize("budget", ["cpu", "gpu"])
+def test_hybrid_and_resnet_compute_as_much_as_the_middle_vit(budget):
+    path = ROOT / "configs/study/cifar10.py"
+    macs = {}
+    for name in configuration.arguments(str(path))["model"]:
+        config = configuration.load(f"{path}:model={name},budget={budget}")
+        model = models.create(
+            **config.model, classes=10, image_size=config.data.image_size
+        )
+        macs[name] = cost.macs_per_image(model)
+    assert macs["vit-xs"] < macs["vit-s"] < macs["vit-m"]
+    for name in ("hybrid", "resnet"):
+        assert macs[name] == pytest.approx(macs["vit-s"], rel=0.12)
+
+
+def test_a_plan_goes_through_all_models_of_a_size_before_the_next():
+    study = scaling.plan(f"{DIGITS}:quick", "work", overrides={"seed": 5})
+    assert [point.name for point in study.points] == [
+        *("vit-300", "hybrid-300", "resnet-300"),
+        *("vit-1200", "hybrid-1200", "resnet-1200"),
+    ]
+    assert [p.family for p in study.points[:3]] == ["vit", "hybrid", "resnet"]
+    for point in study.points:
+        assert point.finetune.init == f"work/{point.name}/pretrain"
+        assert point.pretrain.seed == point.finetune.seed == 5
+        assert point.pretrain.total_steps == 4
+    few = scaling.plan(DIGITS, "w", models=("resnet",), images=(1_200,))
+    assert [point.name for point in few.points] == ["resnet-1200"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("configs/digits.py", {}, "has no argument 'model' with a list of values"),
+        (
+            f"{DIGITS}:model=vit",
+            {},
+            "goes through all of 'model'; choose with --models",
+        ),
+        (
+            DIGITS,
+            {"models": ("vlt",)},
+            "--models=vlt: the study has vit, hybrid, resnet",
+        ),
+        (DIGITS, {"images": (7,)}, "--images=7: the study has 300, 1200"),
+        (
+            DIGITS,
+            {"overrides": {"data.split": "train"}},
+            "--config.data.split: the study",
+        ),
+        (DIGITS, {"overrides": {"evals.x": "test"}}, "--config.evals.x: the study's"),
+        (DIGITS, {"overrides": {"optim.rat": 1}}, "unknown config key optim.rat"),
+        ("configs/study/none.py", {}, "configs/study/none.py not found; .*cifar10.py"),
+    ],
+)
+def test_what_is_no_study_is_one_line(spec, options, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=message):
+        scaling.plan(spec, "work", **options)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished study of one model; its folder and report."""
+    workdir = tmp_path_factory.mktemp("study")
+    study = scaling.plan(f"{DIGITS}:quick", workdir, models=("vit",), images=(300,))
+    return study, workdir, study.run()
+
+
+def test_a_study_leaves_what_reports_read(done):
+    _, workdir, report = done
+    assert json.loads((workdir / "study.json").read_text()) == report
+    (point,) = report["points"]
+    assert (point["model"], point["family"], point["images"]) == ("vit", "vit", 300)
+    told = {
+        part: json.loads((workdir / "vit-300" / part / "report.json").read_text())
+        for part in ("pretrain", "finetune")
+    }
+    final = told["pretrain"]["final"]
+    assert point["upstream"] == final["test"]["raw"]["top1"]
+    assert point["fewshot"] == {"5": final["fewshot"]["raw"]["5shot"]}
+    assert point["finetuned"] == told["finetune"]["final"]["test"]["raw"]["top1"]
+    assert point["exaflops"] == told["pretrain"]["compute"]["exaflops"] > 0
+    assert point["images_seen"] == 4 * 64
+    assert told["finetune"]["init"].endswith("vit-300/pretrain")
+    # The pretraining stays, for other uses; what was fine-tuned goes.
+    assert (workdir / "vit-300" / "pretrain" / "checkpoints" / "4").is_dir()
+    assert not (workdir / "vit-300" / "finetune" / "checkpoints").exists()
+
+
+def test_a_finished_study_trains_nothing_again(done, monkeypatch):
+    study, _, report = done
+
+    def train(*_, **__):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(loop, "train", train)
+    assert study.run() == report
+
+
+def test_a_workdir_is_of_one_study(done):
+    _, workdir, _ = done
+    other = scaling.plan(
+        f"{DIGITS}:quick",
+        workdir,
+        models=("vit",),
+        images=(300,),
+        overrides={"optim.rate": 0.5},
+    )
+    with pytest.raises(UserError, match="holds a study by another command"):
+        other.run()
+
+
+def test_a_report_of_a_real_study_and_its_runs(done, tmp_path):
+    _, workdir, report = done
+    folders = [workdir, *(workdir / "vit-300").iterdir()]
+    files = make.make(folders, tmp_path)
+    assert any(name.endswith("_upstream_by_images.svg") for name in files)
+    assert "plots/loss_by_images.png" in files
+    parts = make.sections(runs.read(folders))
+    (compute,) = (part for part in parts if part.title == "Compute")
+    (row,) = (row for row in compute.blocks[0].rows if row[0] == "pretrain")
+    assert row[1:5] == ("Ti/2", "digits", "4", "256")
+    assert float(row[5]) == pytest.approx(report["points"][0]["exaflops"], rel=0.01)
+    (tuned,) = (r for r in parts[1].blocks[0].rows if r[0] == "finetune")
+    assert tuned[2:4] == ("digits", "digits")
+
+
+@pytest.mark.slow
+def test_a_killed_study_goes_on_to_the_same_result(tmp_path):
+    def command(workdir):
+        words = [
+            "-m",
+            "vit_jax.study",
+            f"--config={DIGITS}:quick",
+            "--models=vit,resnet",
+        ]
+        return [sys.executable, *words, "--images=300", f"--workdir={workdir}"]
+
+    def run(workdir):
+        subprocess.run(
+            command(workdir), cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        )
+        return json.loads((workdir / "study.json").read_text())
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = run(whole)
+    # Once within the second run of the study, once within its third.
+    for beginning in ("vit-300/finetune", "resnet-300/pretrain"):
+        process = subprocess.Popen(
+            command(killed),
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + 240
+        while not (killed / beginning / "metrics.jsonl").exists():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = (killed / "vit-300" / "pretrain" / "report.json").read_bytes()
+    assert run(killed) == expected
+    assert (killed / "vit-300" / "pretrain" / "report.json").read_bytes() == before

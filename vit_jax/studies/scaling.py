@@ -1,0 +1,245 @@
+"""A scaling study: architectures on nested parts of a data set, at equal length.
+
+Its config takes three arguments: `model`, `images` (the part of the data set that is
+pretrained on) and `part` ("pretrain" or "finetune"). Every model is pretrained on every
+part and then fine-tuned, with what it came to as `init`. A study that is killed goes on
+where it was when it is started again.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+
+from ml_collections import ConfigDict
+
+from vit_jax import config as configuration
+from vit_jax.data import sources
+from vit_jax.data.sources import Source
+from vit_jax.errors import UserError
+from vit_jax.models import variants
+from vit_jax.studies import runs, tables
+from vit_jax.studies.transfer import say
+from vit_jax.training.shared import Shared
+
+FILE = "study.json"
+_ARGUMENTS = ("model", "images", "part")
+# Keys that the study's config says for each run.
+_TAKEN = ("name", "init", "data.split", "data.examples", "evals")
+_COLUMNS = {"model": "", "images": ",", "upstream": ".2%", "finetuned": ".2%"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A model on a part of the data set.
+
+    Attributes:
+      model: its name in the study.
+      images: size of the part.
+      pretrain: complete config.
+      finetune: complete config; its `init` is the workdir of the pretraining.
+    """
+
+    model: str
+    images: int
+    pretrain: ConfigDict
+    finetune: ConfigDict
+
+    @property
+    def name(self) -> str:
+        """Names the folder of its runs."""
+        return f"{self.model}-{self.images}"
+
+    @property
+    def family(self) -> str:
+        """Returns "vit", "hybrid" or "resnet"."""
+        variant = variants.parse(self.pretrain.model.variant)
+        if variant.size is None:
+            return "resnet"
+        return "hybrid" if variant.resnet else "vit"
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """All points of a study.
+
+    Attributes:
+      points: in the order in which they are run.
+      workdir: folder of the study.
+    """
+
+    points: tuple[Point, ...]
+    workdir: str | os.PathLike
+
+    def run(self) -> dict:
+        """Runs all that is not done yet, and writes `study.json` after each run.
+
+        Returns:
+          What the file holds: of each point its model, family, images, the exaFLOPs of
+          its pretraining, and the top-1 on test: upstream, few-shot (by examples a
+          class) and fine-tuned (None if that is not done).
+
+        Raises:
+          UserError: the workdir holds another study, a run diverged, or as
+            `loop.train`.
+          Preempted: SIGTERM came; the same command goes on.
+        """
+        runs.check_command(self.workdir, self._command())
+        rows = []
+        with sources.opened_by(_Kept()):
+            for number, point in enumerate(self.points, 1):
+                say(f"point {number} of {len(self.points)}: {point.name}")
+                pretrained = self._train(point, point.pretrain, "pretrain", keep=True)
+                rows.append(_row(point, pretrained))
+                self._write(rows)
+                tuned = self._train(point, point.finetune, "finetune", keep=False)
+                rows[-1]["finetuned"] = _scores(tuned, "test")["top1"]
+                self._write(rows)
+        say(tables.show([_flat(row) for row in rows], _columns(rows)))
+        return _report(rows)
+
+    def _train(self, point: Point, config: ConfigDict, part: str, keep: bool) -> dict:
+        folder = os.path.join(self.workdir, point.name, part)
+        done = runs.train(config, folder, Shared(), keep=keep)
+        if "diverged" in done:
+            raise UserError(
+                f"{point.name}, {part}, diverged ({done['diverged']}): state a lower "
+                "rate in the study's config, and another --workdir"
+            )
+        return done
+
+    def _write(self, rows: list[dict]) -> None:
+        runs.write_json(self.workdir, FILE, _report(rows))
+        tables.write(self.workdir, "points", [_flat(row) for row in rows])
+
+    def _command(self) -> dict:
+        return {
+            point.name: {
+                "pretrain": runs.decisive(point.pretrain),
+                "finetune": runs.decisive(point.finetune),
+            }
+            for point in self.points
+        }
+
+
+def plan(
+    spec: str,
+    workdir: str | os.PathLike,
+    *,
+    models: tuple[str, ...] = (),
+    images: tuple[int, ...] = (),
+    overrides: Mapping[str, object] | None = None,
+) -> Study:
+    """Reads the configs of all runs, so that none begins if one of them is wrong.
+
+    Args:
+      spec: path of a config with the arguments `model`, `images` and `part`; others may
+        be stated behind a colon.
+      workdir: folder of the study.
+      models, images: of those that the config takes; all if empty.
+      overrides: dotted config key to value, for all runs.
+
+    Raises:
+      UserError: the config has no such arguments, a value is none of theirs, or an
+        override is the study's to state.
+    """
+    path, _, rest = spec.partition(":")
+    known = configuration.arguments(path)
+    for name in _ARGUMENTS:
+        if not isinstance(known.get(name), tuple):
+            raise UserError(
+                f"--config={path} has no argument {name!r} with a list of values, which "
+                "a study goes through: take one of configs/study/"
+            )
+        if re.search(rf"(^|,){name}(=|,|$)", rest):
+            raise UserError(
+                f"--config={spec}: the study goes through all of {name!r}; choose with "
+                "--models and --images"
+            )
+    for key in overrides or {}:
+        if re.match(rf"({'|'.join(map(re.escape, _TAKEN))})(\.|$)", key):
+            raise UserError(f"--config.{key}: the study's config says it for each run")
+    chosen = _choose("--models", models, known["model"])
+    sizes = sorted(_choose("--images", images, known["images"]))
+
+    def load(model, size, part, more):
+        words = [f"model={model}", f"images={size}", f"part={part}", rest]
+        text = ",".join(filter(None, words))
+        return configuration.load(f"{path}:{text}", dict(overrides or {}) | more)
+
+    points = []
+    # All models on the smallest part first: so a study cut short still compares them.
+    for size, model in itertools.product(sizes, chosen):
+        init = os.path.join(workdir, f"{model}-{size}", "pretrain")
+        pretrain = load(model, size, "pretrain", {})
+        finetune = load(model, size, "finetune", {"init": init})
+        points.append(Point(model, size, pretrain, finetune))
+    return Study(tuple(points), workdir)
+
+
+class _Kept:
+    """Opens each split of a study once; give it to `sources.opened_by`."""
+
+    def __init__(self):
+        self._sources: dict[str, Source] = {}
+
+    def __call__(
+        self, data: ConfigDict, split: str, open_it: Callable[[], Source]
+    ) -> Source:
+        key = json.dumps([configuration.to_json(data), split])
+        if key not in self._sources:
+            self._sources[key] = open_it()
+        return self._sources[key]
+
+
+def _choose(flag: str, wanted: tuple, known: tuple) -> tuple:
+    for value in wanted:
+        if value not in known:
+            listed = ", ".join(map(str, known))
+            raise UserError(f"{flag}={value}: the study has {listed}")
+    return wanted or known
+
+
+def _row(point: Point, pretrained: dict) -> dict:
+    return {
+        "model": point.model,
+        "variant": point.pretrain.model.variant,
+        "family": point.family,
+        "images": point.images,
+        "images_seen": pretrained["compute"]["images_seen"],
+        "exaflops": pretrained["compute"]["exaflops"],
+        "upstream": _scores(pretrained, "test")["top1"],
+        "fewshot": _fewshot(pretrained),
+        "finetuned": None,
+    }
+
+
+def _report(rows: list[dict]) -> dict:
+    return {"kind": "scaling", "points": rows}
+
+
+def _scores(report: dict, name: str) -> dict[str, float]:
+    """Returns an evaluation's scores, of the averaged parameters if there are any."""
+    kinds = report["final"][name]
+    return kinds.get("ema", kinds["raw"])
+
+
+def _fewshot(report: dict) -> dict[str, float]:
+    """Returns the few-shot accuracies by the number of examples a class."""
+    found = {}
+    for name, value in _scores(report, "fewshot").items():
+        if match := re.fullmatch(r"(\d+)shot", name):
+            found[match[1]] = value
+    return found
+
+
+def _flat(point: dict) -> dict:
+    """Returns a point as a row of a table."""
+    row = {name: value for name, value in point.items() if name != "fewshot"}
+    return row | {f"{n}shot": value for n, value in point["fewshot"].items()}
+
+
+def _columns(points: list[dict]) -> dict[str, str]:
+    return _COLUMNS | {f"{n}shot": ".2%" for point in points for n in point["fewshot"]}
