@@ -69,6 +69,8 @@ def test_a_folder_is_tested_on_what_it_has(tmp_path, there, test):
     found = recipes.find(str(tmp_path))
     assert (found.dataset, found.data_dir) == ("folder", str(tmp_path))
     assert found.test == test
+    assert found.title == tmp_path.name
+    assert recipes.find("digits").title == "digits"
     assert recipes.find(str(tmp_path), test="train2").test == "train2"
 
 

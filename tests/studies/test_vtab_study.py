@@ -167,3 +167,20 @@ def test_without_any_data_there_is_one_line(benchmark, tmp_path, names, words):
     with pytest.raises(UserError, match=f"{words}.*vit_jax.prepare --dataset="):
         empty.run()
     assert not (benchmark.workdir / "vtab.json").exists()
+
+
+def test_a_task_that_fails_does_not_stop_the_others(benchmark, monkeypatch, capsys):
+    def run(study, shared):
+        if study.task.recipe.dataset == "vtab/dtd":
+            raise UserError("the disk is full")
+        return {"best": {"rate": 0.1}, "runs": runs(0.25), "mean": 0.25, "std": None}
+
+    benchmark.workdir.mkdir()
+    monkeypatch.setattr(transfer.Study, "run", run)
+    with pytest.raises(
+        UserError, match=r"1 task failed \(dtd\), vtab/dtd: the disk is"
+    ):
+        benchmark.run()
+    report = json.loads((benchmark.workdir / "vtab.json").read_text())
+    assert list(report["tasks"]) == ["sun397", "dmlab"]
+    assert "error: vtab/dtd: the disk is full" in capsys.readouterr().out

@@ -70,6 +70,13 @@ class Recipe:
     flip: bool = True
     source: str = "arXiv:2010.11929, table 4"
 
+    @property
+    def title(self) -> str:
+        """The name of the set, of a folder its own."""
+        if self.dataset != "folder":
+            return self.dataset
+        return os.path.basename(os.path.abspath(os.path.expanduser(self.data_dir)))
+
     def ops(self, image_size: tuple[int, int]) -> str:
         """Returns `data.ops` for images of a height and width in pixels."""
         size = tuple(round(side * _CROP) for side in image_size)

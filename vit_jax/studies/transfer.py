@@ -76,7 +76,7 @@ class Study:
             "kind": "transfer",
             "model": self.model,
             "variant": task.config.model.variant,
-            "dataset": task.recipe.dataset,
+            "dataset": task.recipe.title,
             "resolution": list(task.config.data.image_size),
             "steps": finals[0]["steps"],
             "trials": trials,
@@ -88,7 +88,7 @@ class Study:
         runs.write_json(self.workdir, FILE, report)
         say(tables.show(finals, _RUNS))
         say(
-            f"{task.recipe.dataset}: {task.config.model.variant} at rate "
+            f"{task.recipe.title}: {task.config.model.variant} at rate "
             f"{best['rate']:g}: top-1 {spread(report['mean'], report['std'])}, "
             f"{len(scores)} runs"
         )

@@ -6,6 +6,8 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+import jax
+
 from vit_jax.data import catalogue, tfds_source, vtab
 from vit_jax.errors import UserError
 from vit_jax.studies import runs, tables
@@ -85,7 +87,7 @@ class Benchmark:
           means and the mean of all tasks that ran, with intervals.
 
         Raises:
-          UserError: no task's data is there, or as `Study.run`.
+          UserError: no task's data is there; or, after all tasks that can, one failed.
           Preempted: as `Study.run`.
         """
         missing = {name: absent(name, self.data_dir) for name in self.names}
@@ -103,11 +105,19 @@ class Benchmark:
                 else f"the data of none of the {len(found)} tasks is there; of "
                 f"vtab/{first}, for one: {missing[first]}"
             )
-        shared, report = Shared(), {}
+        shared, report, failed = Shared(), {}, {}
         for number, name in enumerate(there, 1):
             say(f"task {number} of {len(there)}: vtab/{name}")
-            folder = os.path.join(self.workdir, name)
-            done = self.study(name, folder).run(shared)
+            try:
+                folder = os.path.join(self.workdir, name)
+                done = self.study(name, folder).run(shared)
+            except UserError as error:
+                # The other tasks have nothing to do with it; other processes may.
+                if jax.process_count() > 1:
+                    raise
+                say(f"error: vtab/{name}: {error}")
+                failed[name] = str(error)
+                continue
             found[name] = {
                 "group": vtab.TASKS[name].group,
                 **{k: done[k] for k in ("best", "runs", "mean", "std")},
@@ -115,7 +125,14 @@ class Benchmark:
             ordered = {name: found[name] for name in self.names if name in found}
             report = self._report(ordered)
             runs.write_json(self.workdir, FILE, report)
-        say(table(report))
+        if report:
+            say(table(report))
+        if failed:
+            name, reason = next(iter(failed.items()))
+            raise UserError(
+                f"{_count(len(failed))} failed ({', '.join(failed)}), vtab/{name}: "
+                f"{reason}; the same command goes on with what is not done"
+            )
         return report
 
     def _report(self, found: Mapping[str, dict]) -> dict:

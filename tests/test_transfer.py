@@ -1,0 +1,204 @@
+"""`python -m vit_jax.transfer`: from the command line to `transfer.json`."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import cli, transfer
+from vit_jax import config as configuration
+from vit_jax.training import loop
+
+ROOT = pathlib.Path(__file__).parents[1]
+DIGITS = f"{ROOT}/configs/digits.py"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Returns the workdir of a small digits model that has hardly been trained."""
+    workdir = tmp_path_factory.mktemp("runs") / "digits"
+    overrides = {"epochs": 2, "model.width": 24, "model.depth": 2, "batch_size": 32}
+    overrides |= {"optim.warmup_epochs": 0.5}
+    loop.train(configuration.load(DIGITS, overrides), workdir)
+    return str(workdir)
+
+
+def parse(*words):
+    return cli.parse(transfer.parser(), ["--model=m", "--dataset=digits", *words])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--rates=0.1,x", "argument --rates: '0.1,x' is not numbers above 0 with"),
+        ("--rates=0", "'0' is not numbers above 0"),
+        ("--rates=inf", "'inf' is not numbers above 0"),
+        ("--seeds=0", "'0' is not a whole number from 1 on"),
+        ("--resolution=a", "'a' is not a whole number"),
+        ("--mode=half", "invalid choice: 'half'"),
+    ],
+)
+def test_flags_that_make_no_sense_end_with_one_line(word, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(word)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_flags_are_read():
+    flags = parse("--rates=0.1,1e-2", "--resolution=16x24", "--config.batch_size=8")
+    assert flags.rates == (0.1, 0.01)
+    assert flags.resolution == (16, 24)
+    assert flags.overrides == {"batch_size": 8}
+    assert (flags.seeds, flags.mode, flags.layer_decay) == (3, "full", 0.0)
+
+
+def test_a_command_without_a_workdir_has_the_same_one_each_time():
+    flags = cli.parse(
+        transfer.parser(), ["--model=hf://a/b-c/", "--dataset=vtab/dtd,vtab/pets"]
+    )
+    found = transfer.default_workdir(flags)
+    assert found == "runs/transfer/hf-a-b-c_vtab-dtd-vtab-pets"
+
+
+def start(*words):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "vit_jax.transfer", *words],
+        cwd=ROOT,
+        env=env | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model=nowhere"], "nowhere"),
+        (["--dataset=nothing"], "data.name='nothing': no such prepared TFDS data set"),
+        (["--config.evals.x=test"], "the recipe says what is trained and scored on"),
+        (["--dataset=vtab/dtd", "--data_dir=."], "vit_jax.prepare --dataset=dtd"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(digits, tmp_path, words, message):
+    model = [] if words[0].startswith("--model") else [f"--model={digits}"]
+    data = [] if words[0].startswith("--dataset") else ["--dataset=digits"]
+    process = start(*model, *data, f"--workdir={tmp_path}/w", *words)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 2, out
+    (line,) = out.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not list(tmp_path.glob("w/*/*"))
+
+
+def kill_at(process, *parts):
+    """Kills when lines with each of the parts have been printed, in that order."""
+    parts = list(parts)
+    with process.stdout as lines:
+        for line in lines:
+            if parts[0] in line:
+                del parts[0]
+            if not parts:
+                process.kill()
+                break
+        else:
+            raise AssertionError(f"the study ended without printing {parts[0]!r}")
+    assert process.wait() == -signal.SIGKILL
+
+
+def lasting(report):
+    """Returns a report without what depends on the time that its runs took."""
+
+    def clean(node):
+        if isinstance(node, list):
+            return [clean(item) for item in node]
+        if isinstance(node, dict):
+            return {k: clean(v) for k, v in node.items() if k not in timed}
+        return node
+
+    timed = ("seconds", "start_seconds", "device_days")
+    return clean(report)
+
+
+@pytest.mark.slow
+def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tmp_path):
+    words = [f"--model={digits}", "--dataset=digits", "--resolution=12", "--seeds=2"]
+    words += ["--rates=0.03,0.3", "--config.total_steps=40", "--config.batch_size=32"]
+    words += ["--config.every.checkpoint=5", "--config.every.log=5"]
+
+    out = finish(start(*words, f"--workdir={tmp_path}/undisturbed"))
+    expected = json.loads((tmp_path / "undisturbed" / "transfer.json").read_text())
+    assert expected["mean"] > 0.2  # Chance is a tenth.
+    assert f"top-1 {expected['mean']:.2%} ± {100 * expected['std']:.2f}, 2 runs" in out
+    assert "they share the compiled step" in out
+
+    words += [f"--workdir={tmp_path}/killed"]
+    kill_at(start(*words), "trial 2 of 2", "step 20/40")
+    kill_at(start(*words), "final run 1 of 2", "step 20/40")
+    last = finish(start(*words))
+    # Nothing that was done is done again, and what was begun goes on.
+    folders = [line for line in last.splitlines() if "; workdir " in line]
+    assert [line.rsplit("/", 2)[1:] for line in folders] == [
+        ["runs", "seed0"],
+        ["runs", "seed1"],
+    ]
+    assert "resume: step " in last
+    found = json.loads((tmp_path / "killed" / "transfer.json").read_text())
+    assert lasting(found) == lasting(expected)
+
+    process = start(*words, "--rates=0.03,0.1,0.3")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    (line,) = out.splitlines()
+    assert "holds a study by another command (--rates: " in line
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_is_learnt_by_each_mode(digits, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 20), ("test", 7)):
+        for label, name in enumerate(("dark", "bright", "left")):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 60, (9, 11), np.uint8) + 90 * (label == 1)
+                pixels[:, :5] += 120 * (label == 2)
+                Image.fromarray(pixels).save(
+                    tmp_path / "data" / split / name / f"{i}.png"
+                )
+    for mode in ("head", "head_then_all"):
+        flags = cli.parse(
+            transfer.parser(),
+            [
+                f"--model={digits}",
+                f"--dataset={tmp_path}/data",
+                f"--workdir={tmp_path}/{mode}",
+                f"--mode={mode}",
+                "--resolution=8",
+                "--rates=0.03,0.3",
+                "--seeds=1",
+                "--layer_decay=0.8",
+                "--config.total_steps=60",
+                "--config.batch_size=16",
+            ],
+        )
+        assert transfer.main(flags) == 0
+        report = json.loads((tmp_path / mode / "transfer.json").read_text())
+        assert report["dataset"] == "data"
+        assert report["mean"] > 0.9, (mode, report["trials"])
+    assert "not in the paper: as its sets of this size, 10 %" in capsys.readouterr().out
