@@ -66,7 +66,13 @@ def direct(setting):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 1}, {"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "model": 3}]
+    "sizes",
+    [
+        {"data": 1},
+        {"data": 2, "model": 3},
+        pytest.param({"data": 8}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+    ],
 )
 def test_each_example_counts_once_on_any_mesh(setting, sizes):
     features, logits = direct(setting)

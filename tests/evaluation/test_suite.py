@@ -78,7 +78,7 @@ def features_of(model, params, source):
     return np.asarray(model.apply(params, images)["pre_logits"])
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_kind_is_scored_as_its_own_function_does(devices, passed):
     config = config_of({"val": "val", "few": FEW, "knn": KNN, "probe": PROBE})
     suite, model = suite_of(config, devices)
@@ -138,6 +138,21 @@ def test_classes_with_few_examples_are_counted():
     assert found["3shot_short"] == 3
 
 
+def test_each_evaluation_has_its_time():
+    evals = {
+        "val": "val",
+        "few": FEW | {"every": 4},
+        "knn": KNN | {"every_epochs": 0.5},
+    }
+    config = config_of(evals)
+    suite, _ = suite_of(config)
+    due = [suite.due(n, config.every, total=11, epoch=9.7) for n in range(1, 13)]
+    assert [n + 1 for n, names in enumerate(due) if "val" in names] == [3, 6, 9, 11, 12]
+    assert [n + 1 for n, names in enumerate(due) if "few" in names] == [4, 8, 11, 12]
+    assert [n + 1 for n, names in enumerate(due) if "knn" in names] == [5, 10, 11, 12]
+
+
+@pytest.mark.slow
 def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_path):
     evals = {
         "val": "val",
