@@ -164,6 +164,16 @@ def test_a_resolution_that_does_not_fit_is_refused():
 
 def test_weights_that_do_not_tell_their_normalisation_are_named():
     assert any("assumed" in note for note in task(published()).notes)
+    stated = {"data.mean": (0.5,), "data.std": (0.5, 0.4, 0.3)}
+    assert not any("assumed" in n for n in task(published(), overrides=stated).notes)
+
+
+def test_long_runs_save_ten_times_and_short_ones_seldom():
+    saved = lambda steps: task(published(), overrides={"total_steps": steps})
+    every = {steps: saved(steps).config.every.checkpoint for steps in (20, 500, 7000)}
+    assert every == {20: 50, 500: 50, 7000: 700}
+    stated = {"every.checkpoint": 3}
+    assert task(published(), overrides=stated).config.every.checkpoint == 3
 
 
 def test_the_network_of_every_variant_is_built_again():

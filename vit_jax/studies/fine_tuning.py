@@ -34,7 +34,8 @@ _FLAGS = {
     "data.data_dir": "--data_dir",
     "data.image_size": "--resolution",
 }
-_SAVES = 10  # Checkpoints a run, so that one that is killed loses a tenth at most.
+# Steps between checkpoints: so many parts of a run, and not fewer than this.
+_SAVES, _LEAST = 10, 50
 _PARTS = ("data.split", "data.exclude", "data.examples", "evals")
 # Of the checkpoint, but a run's own: what is drawn while it trains, and the old head.
 _NOT_INHERITED = (
@@ -119,7 +120,9 @@ def task(
         channels=config.data.channels,
     )
     notes = [f"recipe: {recipe.source}"]
-    if pretrained.preprocess is None:
+    if pretrained.preprocess is None and not {"data.mean", "data.std"} <= set(
+        overrides
+    ):
         described = preprocessing.describe(network.preprocessing_of(pretrained))
         notes.append(
             f"{pretrained.source} does not tell how its images are normalised; assumed "
@@ -175,7 +178,7 @@ def _fill(raw: dict) -> None:
             raw["total_steps"] if timed else recipes.steps_for(len(source))
         )
     if raw["total_steps"]:
-        often = max(1, raw["total_steps"] // _SAVES)
+        often = max(_LEAST, raw["total_steps"] // _SAVES)
         raw["every"] = {"checkpoint": often} | raw["every"]
 
 
@@ -196,7 +199,7 @@ def _raw(pretrained, recipe, size, mode) -> dict:
     on_cpu = jax.default_backend() == "cpu"
     optim = {"name": "sgd", "momentum": 0.9, "decay": "cosine", "weight_decay": 0.0}
     return {
-        "name": f"transfer_{recipe.dataset.replace('/', '_')}",
+        "name": f"transfer_{recipe.title.replace('/', '_')}",
         "total_steps": recipe.steps,
         "batch_size": 512,
         "init": pretrained.source,

@@ -99,11 +99,14 @@ class Benchmark:
         }
         if not there:
             first = self.names[0]
+            if len(found) == 1:
+                raise UserError(
+                    f"the data of vtab/{first} is not there: {missing[first]}"
+                )
+            say(_how(found))
             raise UserError(
-                f"the data of vtab/{first} is not there: {missing[first]}"
-                if len(found) == 1
-                else f"the data of none of the {len(found)} tasks is there; of "
-                f"vtab/{first}, for one: {missing[first]}"
+                f"the data of none of the {len(found)} tasks is there: prepare some, as "
+                "listed above"
             )
         shared, report, failed = Shared(), {}, {}
         for number, name in enumerate(there, 1):
@@ -194,11 +197,17 @@ def table(report: dict) -> str:
         half = "" if half is None else f" ± {100 * half:.2f} (95 % over seeds)"
         many = _count(mean["tasks"])
         lines.append(f"mean of {name} ({many}): {mean['mean']:.2%}{half}")
-    missing = {n: t["absent"] for n, t in report["tasks"].items() if "absent" in t}
-    if missing:
-        lines += ["", f"absent: the data of {_count(len(missing))}; to prepare it:"]
-        lines += [f"vtab/{name}: {how}" for name, how in missing.items()]
+    if how := _how(report["tasks"]):
+        lines += ["", how]
     return "\n".join(lines)
+
+
+def _how(found: Mapping[str, dict]) -> str:
+    """Lists what was absent and how to prepare it."""
+    missing = {n: task["absent"] for n, task in found.items() if "absent" in task}
+    lines = [f"absent: the data of {_count(len(missing))}; to prepare it:"]
+    lines += [f"vtab/{name}: {how}" for name, how in missing.items()]
+    return "\n".join(lines) if missing else ""
 
 
 def _count(tasks: int) -> str:
