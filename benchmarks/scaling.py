@@ -4,7 +4,8 @@ Run: PYTHONPATH=. python benchmarks/scaling.py [--variant=S/16] [--csv=FILE] [--
 
 Each point is the product's own step in a process of its own, with everything else as in
 the middle of the axis (--batch, --depth, --side). Images a second are medians of --calls
-steps; memory is what the compiler plans for one device (on a CPU the sum of its buffers),
+steps. The axes are measured in turns, and the middle once for each of them: how far these
+differ, printed below the table, is what another process on the machine did. Memory is what the compiler plans for one device (on a CPU the sum of its buffers),
 with parameters and moments. The batch is split over the devices, parameters are not. On a
 CPU the devices are fake: they share its cores, so that a flat line is the most that can
 be had, and what falls below it is what splitting costs. The plot needs matplotlib.
@@ -53,7 +54,7 @@ def points(args) -> list[Point]:
     while devices <= args.devices:
         found.append(dataclasses.replace(base, axis="devices", devices=devices))
         devices *= 2
-    return sorted(found, key=lambda point: point.axis)
+    return found
 
 
 def measure(args, point: Point) -> dict:
@@ -201,11 +202,14 @@ def main():
         f"{args.variant} on {jax.devices()[0].device_kind}, {args.dtype}: batch "
         f"{args.batch}, {args.depth} layers, {args.side} px, else as shown"
     )
-    rows = []
+    rows = sorted((in_a_process(args, p) for p in found), key=lambda row: row["axis"])
     print(f"| {' | '.join(FIELDS)} |\n{'|---' * len(FIELDS)}|")
-    for point in found:
-        rows.append(in_a_process(args, point))
-        print(f"| {' | '.join(str(rows[-1][field]) for field in FIELDS)} |", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(str(row[field]) for field in FIELDS)} |")
+    same = args.batch, args.depth, 1, (args.side // args.patch) ** 2 + 1
+    keys = ("batch", "depth", "devices", "tokens")
+    middle = [r["images_per_second"] for r in rows if tuple(r[k] for k in keys) == same]
+    print(f"\nthe middle, {len(middle)} times: {min(middle):g} to {max(middle):g}")
     if args.csv:
         with open(args.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)

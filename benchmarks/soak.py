@@ -202,7 +202,7 @@ def punish(config, workdir, hosts, evaluate, seconds, rng, budget):
         if rng.random() < COLD:
             shutil.rmtree(compiled(config), ignore_errors=True)
         job, moment = Job(config, workdir, hosts, evaluate), rng.uniform(0, seconds)
-        starts += 1
+        starts, hit = starts + 1, ""
         victims = rng.choice([[0], [1], [0, 1], [0, 1]]) if hosts > 1 else [0]
         spare = len(kills) >= budget
         while job.running():
@@ -211,12 +211,13 @@ def punish(config, workdir, hosts, evaluate, seconds, rng, budget):
                 # A process that has ended already cannot be killed.
                 if any(p.poll() is not None for p in job.processes):
                     break
-                what = job.doing()
-                job.kill(victims)
                 whom = ", one host" if hosts > 1 and len(victims) == 1 else ""
-                kills.append(what + whom)
+                hit = job.doing() + whom
+                job.kill(victims)
                 break
         codes = job.wait()
+        if hit and -signal.SIGKILL in codes:  # Else it had ended a moment before.
+            kills.append(hit)
         text = "".join(job.lines[0])
         resumed += re.findall(r"resume: step (\d+) of", text)
         if not any(codes):

@@ -141,6 +141,9 @@ def main() -> None:
         if flags.list:
             continue
         row = {"name": name} | _run(words, flags.prefix)
+        if row["code"] not in (0, 3):  # Killed, say: no result, to be tried again.
+            print(f"  ended with {row['code']}: {row.get('error')}", flush=True)
+            continue
         with flags.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         peak = row.get("peak_bytes", 0) / 2**30

@@ -72,7 +72,12 @@ stop() { everywhere 'kill -TERM "$(cat vit_jax/train.pid)"'; }
 down() { queue delete --force --quiet; }
 
 case ${1:-all} in
-  all) up && install && train && watch ;;
+  all) # Not by "&&", which would keep a failure within them from ending this.
+    up
+    install
+    train
+    watch
+    ;;
   up | install | train | watch | stop | down) "$1" ;;
   *)
     sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2

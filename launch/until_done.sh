@@ -29,5 +29,7 @@ for ((run = 0; ; run++)); do
     exit "$code"
   fi
   echo "until_done.sh: ended with $code; restart $((run + 1)) of at most $restarts" >&2
-  sleep "${RESTART_SECONDS:-10}" # The other hosts end too, and free the port.
+  sleep "${RESTART_SECONDS:-10}" & # The other hosts end too, and free the port.
+  wait $! || true # A signal ends this at once.
+  if [[ -n $stopped ]]; then exit "$code"; fi
 done

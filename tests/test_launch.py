@@ -125,6 +125,21 @@ def test_sigterm_reaches_the_run_and_is_not_answered_with_a_restart(place):
     assert len(calls(place, "python")) == 1
 
 
+def test_sigterm_between_two_runs_is_not_answered_with_a_restart(place):
+    (place.folder / "bin" / "sleep").unlink()  # A real one.
+    place("python", "exit 75")
+    command = ["bash", str(LAUNCH / "until_done.sh"), "python"]
+    more = {"RESTART_SECONDS": "60"}
+    process = subprocess.Popen(
+        command, env=environment(place, **more), stderr=subprocess.PIPE, text=True
+    )
+    assert "restart 1" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 75
+    process.communicate()
+    assert len(calls(place, "python")) == 1
+
+
 SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "77", "PYTHON": "python"}
 
 
@@ -150,6 +165,13 @@ def test_slurm_queues_the_job_again_where_that_helps(place, code, count, queued)
     assert options == ["--kill-on-bad-exit=0", "--wait=120"]
     assert (python, module) == ("python", "-m")
     parsed([name, config, data, workdir])
+
+
+@pytest.mark.parametrize("cpus", ["", "64"])
+def test_srun_is_given_the_cores_of_the_job(place, cpus):
+    place("srun", "echo ${SRUN_CPUS_PER_TASK-none}")
+    more = {"SLURM_CPUS_PER_TASK": cpus} if cpus else {}
+    assert run(place, "slurm.sbatch", **SLURM, **more).stdout == f"{cpus or 'none'}\n"
 
 
 def test_slurm_does_not_queue_a_job_that_was_cancelled(place):
@@ -257,6 +279,19 @@ def test_a_tpu_slice_that_is_not_to_be_had_ends_the_script(place):
     assert out.returncode == 1
     assert "no slice (FAILED)" in out.stderr
     assert not any("ssh" in words for words in calls(place, "gcloud"))
+
+
+@pytest.mark.parametrize(
+    ("failing", "never"), [("create", "describe"), (" scp ", " ssh ")]
+)
+def test_what_fails_on_the_way_to_a_slice_ends_the_script(place, failing, never):
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone: there is no commit to send")
+    place("gcloud", f'[[ " $* " != *"{failing}"* ]] || exit 4\necho ACTIVE')
+    assert run(place, "tpu_pod.sh").returncode == 4
+    said = [f" {' '.join(words)} " for words in calls(place, "gcloud")]
+    assert any(failing in words for words in said)
+    assert not any(never in words for words in said)
 
 
 def test_stop_and_down_of_a_tpu_slice(place):

@@ -159,7 +159,7 @@ def test_without_a_stall_a_run_is_left_alone(monkeypatch):
     with watchdog.Watchdog(0.5) as watch:
         for step in range(8):
             time.sleep(0.1)
-            watch.beat(f"step {step}")
+            watch.beat(f"step {step}", step=True)
     with watchdog.Watchdog(0.0):
         time.sleep(0.3)
     assert ended == []

@@ -17,6 +17,7 @@ from vit_jax import cli
 from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.planning import topology
+from vit_jax.schema import CHOICES
 
 EXIT_TOO_LARGE = 3
 # Where neither the config nor the catalogue says how many there are. It changes the
@@ -28,8 +29,7 @@ _EXAMPLES = 303_000_000
 def main(flags: argparse.Namespace) -> int:
     """Compiles what the flags name and prints what it costs; returns the exit code."""
     place = topology.parse(flags.topology, flags.slices)
-    if flags.export and flags.strategies:
-        raise UserError("--export keeps one program: leave --strategies out")
+    _check(flags)
     # Not cli.load_config: weights to start from change no program.
     config = configuration.load(flags.config, flags.overrides)
     topology.prepare()
@@ -44,6 +44,24 @@ def main(flags: argparse.Namespace) -> int:
     if flags.strategies:
         return _compare(flags, config, devices, examples, limit, heading)
     return _one(flags, config, devices, examples, limit, heading)
+
+
+def _check(flags) -> None:
+    """Refuses what would be ignored, or fail after minutes of compiling."""
+    if flags.export and flags.strategies:
+        raise UserError("--export keeps one program: leave --strategies out")
+    for name in ("meshes", "remat", "scan"):
+        if getattr(flags, name) and not flags.strategies:
+            raise UserError(f"--{name} is read with --strategies only: state that too")
+    folder = pathlib.Path(flags.export).absolute().parent
+    if flags.export and not folder.is_dir():
+        raise UserError(
+            f"--export={flags.export}: there is no folder {folder}: make it"
+        )
+    known = CHOICES["model", "remat"]
+    for policy in filter(None, flags.remat.split(",")):
+        if policy not in known:
+            raise UserError(f"--remat: {policy!r} is not one of {', '.join(known)}")
 
 
 def _examples(flags, config) -> tuple[int, str]:
@@ -114,26 +132,23 @@ def _compare(flags, config, devices, examples, limit, heading) -> int:
     return 0 if best else EXIT_TOO_LARGE
 
 
-if __name__ == "__main__":
+def parser() -> cli.Parser:
+    """Returns the flags."""
     parser = cli.Parser(__doc__)
-    parser.add_argument("--config", required=True, help="file, or file:argument")
-    parser.add_argument("--topology", required=True, help="as v5e:16x16 or v4:4x4x4")
-    parser.add_argument(
-        "--slices", type=cli.positive, default=1, help="so many of the topology"
-    )
-    parser.add_argument(
-        "--examples", type=cli.positive, default=0, help="size of the training split"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--export", default="", help="file for the step's StableHLO")
-    parser.add_argument(
-        "--strategies", action="store_true", help="compare meshes and remat policies"
-    )
-    parser.add_argument("--meshes", default="", help="as data=-1,fsdp=16,model=4")
-    parser.add_argument("--remat", default="", help="policies to compare; all")
-    parser.add_argument(
-        "--scan",
-        choices=("true", "false", "true,false"),
-        help="loops to compare; the config's",
-    )
-    cli.run(main, parser)
+    add = parser.add_argument
+    add("--config", required=True, help="file, or file:argument")
+    add("--topology", required=True, help="as v5e:16x16 or v4:4x4x4")
+    add("--slices", type=cli.positive, default=1, help="so many of the topology")
+    add("--examples", type=cli.positive, default=0, help="size of the training split")
+    add("--json", action="store_true", help="one JSON object")
+    add("--export", default="", help="file for the step's StableHLO")
+    add("--strategies", action="store_true", help="compare meshes and remat policies")
+    add("--meshes", default="", help="as data=-1,fsdp=16,model=4")
+    add("--remat", default="", help="policies to compare; all")
+    scans = ("true", "false", "true,false")
+    add("--scan", choices=scans, help="loops to compare; the config's")
+    return parser
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())

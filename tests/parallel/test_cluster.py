@@ -220,6 +220,9 @@ WRONG = {
     "both": (STATED | {"VIT_JAX_HOSTS": "a,b"}, "VIT_JAX_HOSTS and JAX_.* both set"),
     "hosts": ({"VIT_JAX_HOSTS": "a,,b"}, "VIT_JAX_HOSTS='a,,b': list the hosts"),
     "port": ({"VIT_JAX_HOSTS": "a:x,b"}, "VIT_JAX_HOSTS='a:x,b'"),
+    "high port": (STATED | {"JAX_COORDINATOR_ADDRESS": "a:99999"}, "port '99999' of"),
+    "no port": ({"VIT_JAX_HOSTS": "localhost:0,x"}, "told by VIT_JAX_HOSTS.*no number"),
+    "port of srun": (SLURM | {"JAX_COORDINATOR_PORT": "abc"}, "port 'abc' of"),
     "elsewhere": (
         {"VIT_JAX_HOSTS": "198.51.100.1,198.51.100.2"},
         r"this host \(.*\) is not among them",

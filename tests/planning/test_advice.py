@@ -6,7 +6,9 @@ import pathlib
 import jax
 import pytest
 
+from vit_jax import cli, compile
 from vit_jax import config as configuration
+from vit_jax.errors import UserError
 from vit_jax.models import remat
 from vit_jax.parallel import mesh as meshes
 from vit_jax.planning import analysis, report, strategies
@@ -162,3 +164,30 @@ def test_all_policies_that_there_are_are_compared(monkeypatch):
     found = rows(QUICK, {}, sizes, jax.devices(), monkeypatch)
     assert [row.settings["remat"] for row in found] == list(strategies.REMAT)
     assert "attention" in strategies.REMAT
+
+
+@pytest.mark.parametrize(
+    "text", ["fsdp=--4", "fsdp=4+fsdp=8", "fsdp", "rows=2", "", "-"]
+)
+def test_meshes_that_cannot_be_read_are_named(text):
+    with pytest.raises(UserError, match="--meshes: .* is not an axis with a size"):
+        strategies.parse_meshes(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--export=step", "--strategies"], "--export keeps one program"),
+        (["--meshes=fsdp=4"], "--meshes is read with --strategies only"),
+        (["--remat=full"], "--remat is read with --strategies only"),
+        (["--scan=true"], "--scan is read with --strategies only"),
+        (["--export=no/such/folder/step"], "there is no folder .*no/such/folder"),
+        (["--strategies", "--remat=full,some"], "--remat: 'some' is not one of none,"),
+    ],
+)
+def test_flags_that_would_fail_late_are_refused_at_once(words, message):
+    flags = cli.parse(
+        compile.parser(), [f"--config={QUICK}", "--topology=v5e:4x4", *words]
+    )
+    with pytest.raises(UserError, match=message):
+        compile.main(flags)

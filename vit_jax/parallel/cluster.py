@@ -33,7 +33,15 @@ def find(wait_seconds: int = 300) -> Place | None:
     place = _stated() or _listed()
     for look in schedulers.ALL:
         place = place or look(wait_seconds)
-    return place if place and place.count > 1 else None
+    if not place or place.count == 1:
+        return None
+    port = place.address.rpartition(":")[2]
+    if not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(
+            f"port {port!r} of {place.address} (told by {place.told_by}) is no number "
+            f"from 1 to {2**16 - 1}: state another, as {_PORT}"
+        )
+    return place
 
 
 def _stated() -> Place | None:

@@ -1,6 +1,7 @@
 """Several ways to run one config on a slice, compiled one after the other."""
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
@@ -14,6 +15,7 @@ from vit_jax.schema import CHOICES
 
 # All there are, from the one that keeps most to the one that keeps least.
 REMAT = tuple(CHOICES["model", "remat"])
+_DEFAULT = {"data": -1, "fsdp": 1, "model": 1}
 _WIDTHS = (11, 9, 5, 9, 9, 10, 9)
 HEADING = ("mesh", "remat", "scan", "GiB", "TFLOP", "MB sent", "floor ms")
 
@@ -25,7 +27,7 @@ def meshes_for(devices: int, model: bool) -> list[dict]:
       devices: there are.
       model: whether the network has heads and MLPs that can be split.
     """
-    found = [{"data": -1, "fsdp": 1, "model": 1}]
+    found = [dict(_DEFAULT)]
     for size in (4, 8, 16, 32):
         if size <= devices and devices % size == 0:
             found.append({"data": -1, "fsdp": size, "model": 1})
@@ -38,20 +40,21 @@ def parse_meshes(text: str) -> list[dict]:
     """Reads meshes: "fsdp=16,fsdp=4+model=2,data=-1".
 
     Raises:
-      UserError: a word is not an axis and a size.
+      UserError: a word is not an axis and a size, or an axis comes twice.
     """
     found = []
     for words in text.split(","):
-        sizes = {"data": -1, "fsdp": 1, "model": 1}
+        sizes = {}
         for word in words.split("+"):
             axis, _, size = word.partition("=")
-            if axis not in sizes or not size.lstrip("-").isdecimal():
+            known = axis in _DEFAULT and axis not in sizes
+            if not known or not re.fullmatch(r"-?\d+", size):
                 raise UserError(
-                    f"--meshes: {word!r} is not an axis with a size: state meshes as "
-                    "data=-1,fsdp=16,fsdp=4+model=2"
+                    f"--meshes: {word!r} in {words!r} is not an axis with a size, each "
+                    "axis once: state meshes as data=-1,fsdp=16,fsdp=4+model=2"
                 )
             sizes[axis] = int(size)
-        found.append(sizes)
+        found.append(_DEFAULT | sizes)
     return found
 
 

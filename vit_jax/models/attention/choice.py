@@ -8,7 +8,8 @@ NAMES = ("auto", "einsum", "cudnn", "splash")  # What a config can say.
 WAYS = ("einsum", "einsum16", "cudnn", "splash")
 
 # From this many tokens on splash attention moves fewer bytes than einsums with bfloat16
-# logits, by the compiler's own count (docs/benchmarks.md).
+# logits, by the compiler's own count; just about as many at 577, clearly fewer at 1,025
+# (docs/decisions.md).
 SPLASH_TOKENS = 577
 
 
