@@ -100,6 +100,13 @@ def test_classification_writes_numbers_and_a_picture(run, place, tmp_path):
     report = json.loads((tmp_path / "deep/out/evaluate.json").read_text())
     assert report["kind"] == "evaluate"
     assert (report["variant"], report["config"]) == ("Ti/8", "classification")
+    assert report["preprocess"] == PREPROCESS.__dict__ | {
+        key: list(getattr(PREPROCESS, key)) for key in ("image_size", "mean", "std")
+    }
+    photos = {"dataset": "photos", "data_dir": str(place / "photos")}
+    assert report["evals"] == {
+        "test": {"kind": "classification", "splits": ["val"]} | photos
+    }
     metrics = report["results"]["test"]["weights"]
     assert metrics["examples"] == 23
     assert f"{metrics['top1']:.2%}" in out
@@ -116,6 +123,16 @@ def test_classification_writes_numbers_and_a_picture(run, place, tmp_path):
     assert hits / 23 == pytest.approx(metrics["top1"])
     # As the classifier says it of each image.
     assert metrics["top1"] == pytest.approx(by_prediction(place))
+
+
+def test_what_was_evaluated_is_written(run, tmp_path):
+    more = [f"--out={tmp_path}", "--config.evals.fewshot.shots=(1, 2)"]
+    run("fewshot", *more, data="digits,train=train[:80],seeds=2,l2=64")
+    report = json.loads((tmp_path / "evaluate.json").read_text())
+    digits = {"dataset": "digits", "splits": ["train[:80]", "test"]}
+    few = {"kind": "fewshot", "shots": [1, 2], "seeds": 2, "l2": [64.0]} | digits
+    knn = {"kind": "knn", "k": 20, "temperature": 0.07} | digits
+    assert report["evals"] == {"fewshot": few, "knn": knn}
 
 
 def by_prediction(place):

@@ -8,6 +8,7 @@ what).
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -40,7 +41,7 @@ def main(flags: argparse.Namespace) -> None:
             heads=flags.heads,
             tell=tell if first else lambda line: None,
         )
-        results, confusions = standalone.evaluate(found, preprocess, config)
+        results, confusions, described = standalone.evaluate(found, preprocess, config)
         if not first:
             return
         report = {
@@ -48,6 +49,8 @@ def main(flags: argparse.Namespace) -> None:
             "model": flags.model,
             "variant": found.options["variant"],
             "config": config.name,
+            "preprocess": dataclasses.asdict(preprocess),
+            "evals": described,
             "results": results,
         }
         shown = evaluations.table(results, confusions)

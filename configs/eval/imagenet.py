@@ -24,7 +24,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data = dict(name="imagenet2012_real", data_dir=arg.data_dir)
     c.evals = {}
     same = dict(name="imagenet2012_real", label_key="original_label")
-    c.evals.val = dict(kind="classification", split="validation", **same)
+    c.evals.imagenet = dict(kind="classification", split="validation", **same)
     c.evals.real = dict(kind="real", split="validation", **same)
     if arg.v2:
         c.evals.v2 = dict(kind="classification", name="imagenet_v2/matched-frequency")

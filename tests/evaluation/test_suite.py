@@ -173,7 +173,9 @@ def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_pat
     alone = {"name": "alone", "batch_size": 8, "evals": evals, "mesh": {"data": 8}}
     alone["data"] = {"name": "made", "examples": 83, "classes": 1}
     config = configuration.complete(alone | {"optim": {"rate": 1.0}})
-    scores, confusions = standalone.evaluate(pretrained, pretrained.preprocess, config)
+    scores, confusions, _ = standalone.evaluate(
+        pretrained, pretrained.preprocess, config
+    )
     for name, found in scores.items():
         raw = report["final"][name]["raw"]
         assert found["weights"] == {

@@ -31,7 +31,13 @@ class Need(NamedTuple):
 
 
 class Evaluation(Protocol):
-    """One of `config.evals`; made with its name, its spec, `Readings` and K."""
+    """One of `config.evals`; made with its name, its spec, `Readings` and K.
+
+    Attributes:
+      splits: what it reads.
+    """
+
+    splits: tuple[Reading, ...]
 
     def needs(self) -> dict[str, Need]:
         """Returns what it wants of which pass, by a name of its own."""
@@ -45,7 +51,7 @@ class Classification:
 
     def __init__(self, name: str, spec: ConfigDict, readings: Readings, classes: int):
         self._reading = readings.open(name, spec, spec.split, of_model=True)
-        self._classes = classes
+        self.splits, self._classes = (self._reading,), classes
 
     def needs(self) -> dict[str, Need]:
         return {"test": Need(self._reading, frozenset((TOPS, LOSS)))}
@@ -60,6 +66,7 @@ class Real:
     def __init__(self, name: str, spec: ConfigDict, readings: Readings, classes: int):
         _check_imagenet(name, spec, classes)
         self._reading = readings.open(name, spec, spec.split, of_model=True)
+        self.splits = (self._reading,)
         self._path, self._sets = spec.labels, None
 
     def needs(self) -> dict[str, Need]:
@@ -78,6 +85,7 @@ class ObjectNet:
     def __init__(self, name: str, spec: ConfigDict, readings: Readings, classes: int):
         _check_imagenet(name, spec, classes)
         self._reading = readings.open(name, spec, spec.split, of_model=False)
+        self.splits = (self._reading,)
         if self._reading.source.class_names != tuple(objectnet.CLASSES):
             raise UserError(
                 f"evals.{name}: {self._reading.title} does not have ObjectNet's "
@@ -99,6 +107,7 @@ class _OfFeatures:
         train = spec.train or readings.train_split(spec)
         self._train = readings.open(name, spec, train, of_model=False)
         self._test = readings.open(name, spec, spec.test, of_model=False)
+        self.splits = (self._train, self._test)
 
     def needs(self) -> dict[str, Need]:
         return {
@@ -211,6 +220,29 @@ KINDS: dict[str, type[Evaluation]] = {
     "knn": Neighbours,
     "probe": LinearProbe,
 }
+
+# Of an evaluation's keys, what is told by other means or does not change its numbers.
+_UNTOLD = (
+    *("kind", "every", "every_epochs", "name", "data_dir"),
+    *("split", "train", "test"),
+)
+
+
+def described(spec: ConfigDict, evaluation: Evaluation) -> dict[str, object]:
+    """Says what an evaluation has read, and with which settings, for JSON.
+
+    Returns:
+      kind, dataset, data_dir where there is one, splits in the order in which they are
+      read, and every other key of its kind that is not empty.
+    """
+    first = evaluation.splits[0]
+    found = {"kind": spec.kind, "dataset": first.dataset}
+    if first.data.data_dir:
+        found["data_dir"] = first.data.data_dir
+    found["splits"] = [reading.split for reading in evaluation.splits]
+    keys = {key: spec[key] for key in spec if key not in _UNTOLD}
+    return found | {key: value for key, value in keys.items() if value != ""}
+
 
 # What passes need to know for RESTRICTED.
 ALLOWED = label_sets.OVERLAP

@@ -75,13 +75,13 @@ class Reading:
     """A split of a data set, opened.
 
     Attributes:
-      title: for messages.
+      split: its expression.
       source: its records.
       data: `config.data` for them.
       ops: host operations; those of `data.eval_ops` if None.
     """
 
-    title: str
+    split: str
     source: sources.Source
     data: ConfigDict
     ops: tuple | None
@@ -120,6 +120,19 @@ class Reading:
         return found
 
     @property
+    def title(self) -> str:
+        """Names it in messages."""
+        return f"{self.data.name} {self.split}"
+
+    @property
+    def dataset(self) -> str:
+        """The name of its set, of a folder its own."""
+        if self.data.name != "folder":
+            return self.data.name
+        path = os.path.expanduser(self.data.data_dir)
+        return os.path.basename(os.path.abspath(path))
+
+    @property
     def classes(self) -> int:
         """How many classes there are: names, or labels up to the largest."""
         return len(self.source.class_names) or int(self.labels.max()) + 1
@@ -155,13 +168,13 @@ class Readings:
         data = self._of(spec)
         key = (*(data[k] for k in KEYS), split)
         if key not in self._opened:
-            source = _open_any(data, [split] if split else _tests(data.name))
+            splits = [split] if split else _tests(data.name)
+            source, opened = _open_any(data, splits)
             if data.exclude and split == data.split:
                 source = without(source, data.exclude)
             data.classes = _MANY
-            title = f"{data.name} {split or 'test'}"
             host = self._host_ops(source, data, stated=bool(spec.eval_ops))
-            self._opened[key] = Reading(title, source, data, host)
+            self._opened[key] = Reading(opened, source, data, host)
         found = self._opened[key]
         if of_model:
             self._check(name, found)
@@ -213,7 +226,8 @@ def _tests(name: str) -> Sequence[str]:
     return (entry.splits["test"],) if entry and "test" in entry.splits else _TESTS
 
 
-def _open_any(data: ConfigDict, splits: Sequence[str]) -> sources.Source:
+def _open_any(data: ConfigDict, splits: Sequence[str]) -> tuple[sources.Source, str]:
+    """Opens the first of some splits that is there; returns it and its expression."""
     if data.name == "folder":
         root = os.path.expanduser(data.data_dir)
 
@@ -226,7 +240,7 @@ def _open_any(data: ConfigDict, splits: Sequence[str]) -> sources.Source:
     first = None
     for split in splits:
         try:
-            return sources.open_unchecked(data, split)
+            return sources.open_unchecked(data, split), split
         except UserError as error:
             first = first or error
     raise first

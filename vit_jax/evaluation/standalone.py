@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -17,18 +18,29 @@ from vit_jax.weights.pretrained import Preprocess, Pretrained
 KIND = "weights"  # The name of the one set of parameters.
 
 
+class Evaluated(NamedTuple):
+    """What the evaluations of a config gave.
+
+    Attributes:
+      scores: evaluation to {"weights": metrics}.
+      confusions: evaluation to its confusion matrix, where there is one.
+      evals: evaluation to what it has read and how it is set, see `kinds.described`.
+    """
+
+    scores: Scores
+    confusions: dict[str, Confusion]
+    evals: dict[str, dict]
+
+
 def evaluate(
     pretrained: Pretrained, preprocess: Preprocess, config: ConfigDict
-) -> tuple[Scores, dict[str, Confusion]]:
+) -> Evaluated:
     """Runs all evaluations of a config; every process of the job calls it.
 
     Args:
       pretrained: what `weights.open_pretrained` returns.
       preprocess: how images are prepared.
       config: from `config.load_evaluation`.
-
-    Returns:
-      Evaluation to {"weights": metrics}, and to its confusion matrix if there is one.
 
     Raises:
       UserError: the data is not there, or does not fit the network.
@@ -47,7 +59,7 @@ def evaluate(
     confusions = {
         name: kinds[KIND] for name, kinds in suite.confusions.items() if kinds
     }
-    return scores, confusions
+    return Evaluated(scores, confusions, suite.described())
 
 
 def summary(config: ConfigDict, scores: Scores) -> dict[str, object]:
@@ -55,7 +67,7 @@ def summary(config: ConfigDict, scores: Scores) -> dict[str, object]:
 
     Args:
       config: of the evaluations.
-      scores: what `evaluate` returned.
+      scores: of what `evaluate` returned.
 
     Returns:
       Evaluation to its metrics. Of few-shot evaluation: shots to mean and std, and to

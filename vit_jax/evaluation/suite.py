@@ -60,6 +60,13 @@ class Suite:
         }
         self.confusions: dict[str, dict[str, Confusion]] = {}
 
+    def described(self) -> dict[str, dict]:
+        """Says of each evaluation what it reads and how it is set, for JSON."""
+        return {
+            name: kinds.described(self._specs[name], evaluation)
+            for name, evaluation in self._evaluations.items()
+        }
+
     def due(
         self, step: int, every: ConfigDict, *, total: int, epoch: float
     ) -> list[str]:
