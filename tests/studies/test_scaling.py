@@ -1,5 +1,6 @@
 """Scaling studies: their configs, what is run, what is left, and going on after a kill."""
 
+import csv
 import itertools
 import json
 import pathlib
@@ -167,6 +168,11 @@ def test_a_study_leaves_what_reports_read(done):
     assert point["finetuned"] == told["finetune"]["final"]["test"]["raw"]["top1"]
     assert point["exaflops"] == told["pretrain"]["compute"]["exaflops"] > 0
     assert point["images_seen"] == 4 * 64
+    assert point["compute"] == {part: told[part]["compute"] for part in told}
+    with (workdir / "points.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    used = told["finetune"]["compute"]
+    assert float(row["compute.finetune.device_days"]) == used["device_days"] > 0
     assert told["finetune"]["init"].endswith("vit-300/pretrain")
     # The pretraining stays, for other uses; what was fine-tuned goes.
     assert (workdir / "vit-300" / "pretrain" / "checkpoints" / "4").is_dir()
@@ -181,6 +187,38 @@ def test_a_finished_study_trains_nothing_again(done, monkeypatch):
 
     monkeypatch.setattr(loop, "train", train)
     assert study.run() == report
+
+
+def test_what_diverges_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    used = {"images_seen": 256, "exaflops": 0.5, "device_days": 0.25}
+    scored = {"test": {"raw": {"top1": 0.5}}, "fewshot": {"raw": {"5shot": 0.25}}}
+
+    def train(config, folder, shared, keep):
+        begun.append(folder.removeprefix(f"{tmp_path}/"))
+        if begun[-1] in ("vit-300/finetune", "hybrid-300/pretrain"):
+            return {"diverged": "the loss is NaN"}
+        return {"compute": used, "final": scored}
+
+    begun = []
+    monkeypatch.setattr(scaling.runs, "train", train)
+    study = scaling.plan(f"{DIGITS}:quick", str(tmp_path), images=(300,))
+    report = study.run()
+    assert begun == [
+        *("vit-300/pretrain", "vit-300/finetune", "hybrid-300/pretrain"),
+        *("resnet-300/pretrain", "resnet-300/finetune"),
+    ]
+    assert json.loads((tmp_path / "study.json").read_text()) == report
+    vit, hybrid, resnet = report["points"]
+    assert vit["diverged"] == {"finetune": "the loss is NaN"}
+    assert (vit["upstream"], vit["finetuned"]) == (0.5, None)
+    assert hybrid["diverged"] == {"pretrain": "the loss is NaN"}
+    assert (hybrid["upstream"], hybrid["exaflops"]) == (None, None)
+    assert "diverged" not in resnet
+    assert resnet["finetuned"] == 0.5
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "diverged: vit-300, finetune (the loss is NaN); hybrid-300, "
+    )
 
 
 def test_a_workdir_is_of_one_study(done):
@@ -226,7 +264,11 @@ def test_a_killed_study_goes_on_to_the_same_result(tmp_path):
         subprocess.run(
             command(workdir), cwd=ROOT, check=True, stdout=subprocess.DEVNULL
         )
-        return json.loads((workdir / "study.json").read_text())
+        report = json.loads((workdir / "study.json").read_text())
+        for point in report["points"]:
+            for used in point["compute"].values():
+                assert used.pop("device_days") > 0  # Another one each time.
+        return report
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = run(whole)

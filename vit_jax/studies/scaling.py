@@ -25,6 +25,7 @@ from vit_jax.studies.transfer import say
 from vit_jax.training.shared import Shared
 
 FILE = "study.json"
+PARTS = ("pretrain", "finetune")
 _ARGUMENTS = ("model", "images", "part")
 # Keys that the study's config says for each run.
 _TAKEN = ("name", "init", "data.split", "data.examples", "evals")
@@ -78,12 +79,12 @@ class Study:
 
         Returns:
           What the file holds: of each point its model, family, images, the exaFLOPs of
-          its pretraining, and the top-1 on test: upstream, few-shot (by examples a
-          class) and fine-tuned (None if that is not done).
+          its pretraining, the compute of its runs, and the top-1 on test: upstream,
+          few-shot (by examples a class) and fine-tuned (None if that is not done);
+          "diverged" is {part: one line} of a run whose numbers became infinite.
 
         Raises:
-          UserError: the workdir holds another study, a run diverged, or as
-            `loop.train`.
+          UserError: the workdir holds another study, or as `loop.train`.
           Preempted: SIGTERM came; the same command goes on.
         """
         runs.check_command(self.workdir, self._command())
@@ -91,24 +92,23 @@ class Study:
         with sources.opened_by(_Kept()):
             for number, point in enumerate(self.points, 1):
                 say(f"point {number} of {len(self.points)}: {point.name}")
-                pretrained = self._train(point, point.pretrain, "pretrain", keep=True)
-                rows.append(_row(point, pretrained))
-                self._write(rows)
-                tuned = self._train(point, point.finetune, "finetune", keep=False)
-                rows[-1]["finetuned"] = _scores(tuned, "test")["top1"]
-                self._write(rows)
+                rows.append(_row(point))
+                for part in PARTS:
+                    done = self._train(point, part)
+                    rows[-1] = _with(rows[-1], part, done)
+                    self._write(rows)
+                    if "diverged" in done:  # There is nothing to fine-tune.
+                        say(f"{point.name}, {part}, diverged: {done['diverged']}")
+                        break
         say(tables.show([_flat(row) for row in rows], _columns(rows)))
+        say(_on_diverged(rows))
         return _report(rows)
 
-    def _train(self, point: Point, config: ConfigDict, part: str, keep: bool) -> dict:
+    def _train(self, point: Point, part: str) -> dict:
         folder = os.path.join(self.workdir, point.name, part)
-        done = runs.train(config, folder, Shared(), keep=keep)
-        if "diverged" in done:
-            raise UserError(
-                f"{point.name}, {part}, diverged ({done['diverged']}): state a lower "
-                "rate in the study's config, and another --workdir"
-            )
-        return done
+        config = point.pretrain if part == PARTS[0] else point.finetune
+        # What was pretrained stays, for other uses.
+        return runs.train(config, folder, Shared(), keep=part == PARTS[0])
 
     def _write(self, rows: list[dict]) -> None:
         runs.write_json(self.workdir, FILE, _report(rows))
@@ -202,18 +202,47 @@ def _choose(flag: str, wanted: tuple, known: tuple) -> tuple:
     return wanted or known
 
 
-def _row(point: Point, pretrained: dict) -> dict:
+def _row(point: Point) -> dict:
+    """Returns a point of which nothing is done."""
     return {
         "model": point.model,
         "variant": point.pretrain.model.variant,
         "family": point.family,
         "images": point.images,
-        "images_seen": pretrained["compute"]["images_seen"],
-        "exaflops": pretrained["compute"]["exaflops"],
-        "upstream": _scores(pretrained, "test")["top1"],
-        "fewshot": _fewshot(pretrained),
+        "images_seen": None,
+        "exaflops": None,
+        "upstream": None,
+        "fewshot": {},
         "finetuned": None,
+        "compute": {},
     }
+
+
+def _with(row: dict, part: str, done: dict) -> dict:
+    """Adds what a run came to."""
+    if "diverged" in done:
+        return row | {"diverged": {part: done["diverged"]}}
+    row = row | {"compute": row["compute"] | {part: done["compute"]}}
+    top1 = _scores(done, "test")["top1"]
+    if part == "finetune":
+        return row | {"finetuned": top1}
+    used = {name: done["compute"][name] for name in ("images_seen", "exaflops")}
+    return row | used | {"upstream": top1, "fewshot": _fewshot(done)}
+
+
+def _on_diverged(rows: list[dict]) -> str:
+    """Lists the runs that diverged; "" if none did."""
+    lines = [
+        f"{row['model']}-{row['images']}, {part} ({reason})"
+        for row in rows
+        for part, reason in row.get("diverged", {}).items()
+    ]
+    if not lines:
+        return ""
+    return (
+        f"diverged: {'; '.join(lines)}; a lower rate in the study's config, and another "
+        "--workdir, may mend that"
+    )
 
 
 def _report(rows: list[dict]) -> dict:

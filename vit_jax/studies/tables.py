@@ -18,17 +18,21 @@ _HPARAMS = "tensorboard"
 
 
 def write(workdir: str | os.PathLike, name: str, rows: Sequence[Row]) -> None:
-    """Writes rows to NAME.jsonl and NAME.csv, whole, in the first process."""
+    """Writes rows to NAME.jsonl and NAME.csv, whole, in the first process.
+
+    In the second, what lies deeper is a column of its own: "compute.exaflops".
+    """
     if jax.process_index():
         return
     folder, text = epath.Path(workdir), io.StringIO()
     replace_text(
         folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
     )
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    flat = [_flatten(row) for row in rows]
+    columns = list(dict.fromkeys(key for row in flat for key in row))
     table = csv.DictWriter(text, columns, lineterminator="\n")
     table.writeheader()
-    table.writerows(rows)
+    table.writerows(flat)
     replace_text(folder / f"{name}.csv", text.getvalue())
 
 
@@ -75,3 +79,13 @@ def hparams(
         events.add(0, summary.scalar(tag, value))
     events.flush()
     events.close()
+
+
+def _flatten(row: Row, prefix: str = "") -> dict[str, object]:
+    flat = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
