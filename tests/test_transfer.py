@@ -65,6 +65,8 @@ def test_a_command_without_a_workdir_has_the_same_one_each_time():
     )
     found = transfer.default_workdir(flags)
     assert found == "runs/transfer/hf-a-b-c_vtab-dtd-vtab-pets"
+    flags.data_dir = "/v2/sets"
+    assert transfer.default_workdir(flags) == f"{found}_v2-sets"
 
 
 def start(*words):

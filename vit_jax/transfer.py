@@ -70,9 +70,9 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
 
 def default_workdir(flags: argparse.Namespace) -> str:
     """Names a folder under runs/, the same whenever the command is."""
-    words = (flags.model, flags.dataset)
-    model, dataset = (re.sub(r"[^A-Za-z0-9.]+", "-", w).strip("-.") for w in words)
-    return f"runs/transfer/{model}_{dataset}"
+    words = filter(None, (flags.model, flags.dataset, flags.data_dir))
+    parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in words)
+    return f"runs/transfer/{'_'.join(parts)}"
 
 
 def parser() -> cli.Parser:

@@ -16,8 +16,10 @@ RATES = (0.02, 0.3, 1e30)  # The last diverges.
 OVERRIDES = {"batch_size": 8, "total_steps": 3, "every.log": 2}
 
 
-def study(checkpoint, pretrained, workdir, rates=RATES, seeds=2, **options):
-    recipe = recipes.find("watched:open_source")
+def study(
+    checkpoint, pretrained, workdir, rates=RATES, seeds=2, data_dir="", **options
+):
+    recipe = recipes.find("watched:open_source", data_dir)
     options["overrides"] = OVERRIDES | options.get("overrides", {})
     task = fine_tuning.task(
         pretrained, recipe, resolution=(8, 12), rates=rates, **options
@@ -58,8 +60,11 @@ def test_a_study_reports_its_trials_its_choice_and_its_runs(done, checkpoint):
     assert [run["seed"] for run in report["runs"]] == [0, 1]
     assert report["mean"] == pytest.approx(sum(tops) / 2)
     assert report["std"] == pytest.approx(statistics.stdev(tops))
-    for run in report["runs"]:
+    told = report["mode"], report["layer_decay"], report["overrides"]
+    assert told == ("full", 0.0, OVERRIDES)
+    for run in (*report["runs"], *scored):
         assert run["compute"]["images_seen"] == 3 * 8
+    for run in report["runs"]:
         assert run["rate"] == report["best"]["rate"]
 
 
@@ -110,6 +115,7 @@ def test_what_is_done_is_not_done_again(done, checkpoint, pretrained, monkeypatc
         ({"seeds": 3}, "--seeds: 2 -> 3"),
         ({"overrides": {"total_steps": 4}}, "config.total_steps: 3 -> 4"),
         ({"mode": "head"}, "config.optim.freeze: "),
+        ({"data_dir": "/v2"}, "--data_dir:  -> /v2.*if the same data was moved, state"),
     ],
 )
 def test_another_command_in_the_same_workdir_is_refused(

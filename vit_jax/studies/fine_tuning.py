@@ -53,12 +53,16 @@ class Task:
       config: complete config that all runs share, but for rate, seed and splits.
       rates: peak rates to choose from.
       notes: lines on what was assumed.
+      mode: one of `MODES`.
+      overrides: dotted config key to value, as the user stated them.
     """
 
     recipe: recipes.Recipe
     config: ConfigDict
     rates: tuple[float, ...]
     notes: tuple[str, ...] = ()
+    mode: str = "full"
+    overrides: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def trial(self, rate: float) -> ConfigDict:
         """Returns the config of a run that is scored on the held-out part."""
@@ -128,7 +132,8 @@ def task(
             f"{pretrained.source} does not tell how its images are normalised; assumed "
             f"as of {described}: else set --config.data.mean and --config.data.std"
         )
-    return Task(recipe, config, tuple(sorted(set(rates or recipe.rates))), tuple(notes))
+    chosen = tuple(sorted(set(rates or recipe.rates)))
+    return Task(recipe, config, chosen, tuple(notes), mode, overrides)
 
 
 def usual_size(pretrained: Pretrained) -> tuple[int, int]:

@@ -63,10 +63,13 @@ def check_command(workdir: str | os.PathLike, command: dict) -> None:
     if path.exists():
         changed = configuration.differences(json.loads(path.read_text()), command)
         if changed:
+            moved = ""
+            if any(line.startswith("--data_dir:") for line in changed):
+                moved = f"; if the same data was moved, state its new place in {path}"
             raise UserError(
                 f"{workdir} holds a study by another command "
                 f"({'; '.join(changed[:4])}): choose another --workdir, or repeat that "
-                "command"
+                f"command{moved}"
             )
         return
     try:

@@ -14,15 +14,12 @@ import jax
 
 from vit_jax.data import sources
 from vit_jax.errors import UserError
-from vit_jax.parallel import mesh as meshes
-from vit_jax.studies import runs, tables
+from vit_jax.studies import feasible, runs, tables
 from vit_jax.studies.fine_tuning import Task
 from vit_jax.studies.keeper import Keeper
-from vit_jax.training import program as programs
 from vit_jax.training.shared import Shared
 
 FILE = "transfer.json"
-_SOME_IMAGES = 10_000  # Their number decides lengths that are stated in epochs.
 _TRIALS = {"rate": "g", "steps": "d", "score": ".2%"}
 _TRIALS |= {"seconds": ".1f", "start_seconds": ".1f"}
 _RUNS = {"seed": "d", "top1": ".2%", "seconds": ".1f"}
@@ -58,9 +55,7 @@ class Study:
           Preempted: SIGTERM came; the same command goes on.
         """
         task, shared = self.task, shared or Shared()
-        # What no run could do is refused before anything is written.
-        config = task.final(task.rates[0], 0)
-        programs.build(config, meshes.create(config.mesh.to_dict()), _SOME_IMAGES)
+        feasible.check(task)
         runs.check_command(self.workdir, self._command())
         for note in task.notes:
             say(note)
@@ -78,6 +73,9 @@ class Study:
             "variant": task.config.model.variant,
             "dataset": task.recipe.title,
             "resolution": list(task.config.data.image_size),
+            "mode": task.mode,
+            "layer_decay": task.config.optim.layer_decay,
+            "overrides": dict(task.overrides),
             "steps": finals[0]["steps"],
             "trials": trials,
             "best": best,
@@ -98,6 +96,7 @@ class Study:
         recipe = self.task.recipe
         return {
             "--model": self.model,
+            "--data_dir": _absolute(recipe.data_dir),
             "--rates": list(self.task.rates),
             "--seeds": self.seeds,
             "splits": [recipe.train, recipe.part, recipe.held_out, recipe.test],
@@ -122,6 +121,7 @@ class Study:
                 trial["score"] = top1(report, "held_out")
                 trial["seconds"] = report["wall_seconds"]
                 trial["start_seconds"] = sum(report["startup"].values())
+                trial["compute"] = report.get("compute")
             trials.append(trial)
             tables.write(self.workdir, "trials", trials)
             self._note(name, rate, config.seed, "held_out", trial["score"])
@@ -196,6 +196,13 @@ def choose(trials: Sequence[dict]) -> dict:
             if trial["score"] == best["score"] and trial is not best
         ],
     }
+
+
+def _absolute(data_dir: str) -> str:
+    """Returns where a data set lies, the same from every folder; "" is TFDS's own."""
+    if not data_dir or "://" in data_dir:
+        return data_dir
+    return os.path.abspath(os.path.expanduser(data_dir))
 
 
 def top1(report: dict, evaluation: str) -> float:

@@ -1,0 +1,97 @@
+"""What is refused before a study writes anything."""
+
+import re
+import types
+
+import pytest
+import watched
+from PIL import Image
+
+from vit_jax.data import sources
+from vit_jax.data.splits import Numbering
+from vit_jax.errors import UserError
+from vit_jax.studies import feasible, fine_tuning, recipes
+
+
+def task(pretrained, recipe, rates=(0.1, 0.2), **overrides):
+    return fine_tuning.task(
+        pretrained, recipe, resolution=(8, 8), rates=rates, overrides=overrides
+    )
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Splits that are opened, in their order."""
+    found, real = [], sources._open
+
+    def watch(data, split):
+        found.append(split)
+        return real(data, split)
+
+    monkeypatch.setattr(sources, "_open", watch)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("tset", "--test=tset: split 'tset': digits has no split 'tset'; it has test,"),
+        ("test[:5]+val", "digits has no split 'val'"),
+        ("test[400:]", "selects no record"),
+    ],
+)
+def test_a_test_split_that_is_not_there_is_told_from_its_name(
+    pretrained, opened, test, message
+):
+    found = task(pretrained, recipes.find("digits", test=test), total_steps=2)
+    with pytest.raises(UserError, match=re.escape(message)):
+        feasible.check(found)
+    assert set(opened) <= {"train", "train[:1]"}
+
+
+def test_a_folder_is_looked_at_without_its_test_images(pretrained, tmp_path, opened):
+    for split in ("train", "test"):
+        (tmp_path / split / "a").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "train" / "a" / "1.png")
+    # Of no image in it would be told, were test opened.
+    feasible.check(task(pretrained, recipes.find(str(tmp_path)), total_steps=2))
+    found = task(pretrained, recipes.find(str(tmp_path), test="val"), total_steps=2)
+    with pytest.raises(UserError, match="has no folder 'val'; it has test, train"):
+        feasible.check(found)
+    assert set(opened) == {"train"}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "warmup", "fits"),
+    # Digits: 1,442 images in train and 1,298 in its part; watched: 40 and 36.
+    [
+        ("digits", 162, True),
+        ("digits", 163, False),
+        ("watched:open_source", 4, True),
+        ("watched:open_source", 5, False),
+    ],
+)
+def test_lengths_in_epochs_are_those_of_what_is_trained_on(
+    pretrained, dataset, warmup, fits
+):
+    stated = {"batch_size": 8, "epochs": 1, "optim.warmup_steps": warmup}
+    found = task(pretrained, recipes.find(dataset), **stated)
+    watched.events.clear()
+    if fits:
+        feasible.check(found)
+    else:
+        steps = {"digits": 162, "watched:open_source": 4}[dataset]
+        with pytest.raises(UserError, match=f"but the run only {steps}:"):
+            feasible.check(found)
+    assert not any("test" in name for _, name in watched.events)
+
+
+def test_a_long_warmup_fits_a_large_set(pretrained, monkeypatch):
+    """Eight epochs of ImageNet are 20,000 steps."""
+    sizes = {"train": 1_281_167, "validation": 50_000}
+    source = types.SimpleNamespace(numbering=Numbering(sizes, ()))
+    monkeypatch.setattr(sources, "open_unchecked", lambda data, split: source)
+    stated = {"epochs": 8, "optim.warmup_steps": 500}
+    feasible.check(task(pretrained, recipes.find("imagenet2012"), **stated))
+    with pytest.raises(UserError, match="imagenet2012 has no split 'test'"):
+        feasible.check(task(pretrained, recipes.find("imagenet2012", test="test")))
