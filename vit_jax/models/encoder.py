@@ -139,6 +139,18 @@ class Encoder(nn.Module):
         self, x: Float[Array, "B N D"], *, train: bool = False
     ) -> Float[Array, "B N D"]:
         """Returns the normalised tokens of the last block."""
+        x, layers = self._begin(x, train)
+        if self.scan and not self.is_initializing():
+            x = self._scan(x, layers)
+        else:
+            policy = "none" if self.is_initializing() else self.remat
+            run = remat.wrap(_run, policy, in_scan=False)
+            for i, layer in enumerate(layers):
+                x, _ = run(self.block(name=f"{stacking.STACKED}_{i}"), x, layer)
+        return self._end(x)
+
+    def _begin(self, x, train):
+        """Returns the tokens that reach the first block, and what blocks are given."""
         random = train and (self.dropout or self.stochastic_depth)
         keys = [None] * (1 + self.depth)
         if random:
@@ -149,15 +161,9 @@ class Encoder(nn.Module):
         x = x if layers[0].position is None else x + layers[0].position
         layers[0] = layers[0]._replace(position=None)
         x = nn.Dropout(self.dropout, deterministic=not random)(x, rng=key)
-        x = nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
+        return nn.with_logical_constraint(x, ("batch", "tokens", "embed")), layers
 
-        if self.scan and not self.is_initializing():
-            x = self._scan(x, layers)
-        else:
-            policy = "none" if self.is_initializing() else self.remat
-            run = remat.wrap(_run, policy, in_scan=False)
-            for i, layer in enumerate(layers):
-                x, _ = run(self.block(name=f"{stacking.STACKED}_{i}"), x, layer)
+    def _end(self, x):
         if not self.final_norm:
             return x
         return LayerNorm(self.epsilon, self.dtype, name="encoder_norm")(x)

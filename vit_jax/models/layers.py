@@ -14,6 +14,10 @@ from jaxtyping import Array, Float, Key
 from vit_jax.models import attention
 from vit_jax.models.pointwise import GELU, LayerNorm
 
+# Collections of variables: weights of attention that are kept, and arrays that are added
+# to them.
+KEPT, ADDED = "intermediates", "perturbations"
+
 _kernel_init = nn.initializers.xavier_uniform()
 _bias_init = nn.initializers.normal(1e-6)
 
@@ -94,8 +98,14 @@ class MultiHeadAttention(nn.Module):
 
         q = project("query", x)
         k, v = project("key", context), project("value", context)
-        y = jnp.swapaxes(attention.attend(q, k, v, relative, way=self.way), 1, 2)
-        y = y.reshape(x.shape)
+        if self.is_mutable_collection(KEPT):
+            # Someone looks inside, see `inside`; derivatives are of what is added.
+            weights = self.perturb("weights", attention.weights(q, k, relative), ADDED)
+            self.sow(KEPT, "weights", weights)
+            y = jnp.einsum("bhnm,bhmk->bhnk", weights.astype(v.dtype), v)
+        else:
+            y = attention.attend(q, k, v, relative, way=self.way)
+        y = jnp.swapaxes(y, 1, 2).reshape(x.shape)
         y = merge_tokens(y) if self.merge else y
         y = MergedDense(split, (D,), self.dtype, name="out")(y)
         return y.reshape(x.shape)

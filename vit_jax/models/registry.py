@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,8 @@ import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.models import attention as ways
-from vit_jax.models import positions, remat, stacking, variants, vit
+from vit_jax.models import inside, positions, remat, stacking, variants, vit
+from vit_jax.models.inside import Layer, Pull
 from vit_jax.models.resnet import ResNet
 
 Params = dict  # Nested: name to arrays or to further dicts.
@@ -50,6 +51,11 @@ class Model:
         """Whether its parameters are in the layout of a scan, see stacking."""
         return getattr(self.module, "scan", False)
 
+    @property
+    def extra(self) -> int:
+        """Number of tokens in front of the patches."""
+        return getattr(self.module, "extra", 0)
+
     def init(self, key: jax.Array) -> Params:
         """Draws initial parameters, a nested dict of float32 arrays.
 
@@ -81,6 +87,20 @@ class Model:
         """
         rngs = {"dropout": key} if train else None
         return self.module.apply({"params": params}, images, train=train, rngs=rngs)
+
+    def inside(self, params: Params, images: jax.Array) -> Iterator[Layer]:
+        """Yields attention and tokens of each block, see inside.layers."""
+        return inside.layers(self.module, params, images)
+
+    def finish(self, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
+        """Returns what `apply` does, given the last tokens from `inside`."""
+        return inside.finish(self.module, params, tokens)
+
+    def gradients(
+        self, params: Params, images: jax.Array, classes: jax.Array
+    ) -> tuple[jax.Array, Iterator[Pull]]:
+        """Follows logits back to the attention that led to them, see inside.gradients."""
+        return inside.gradients(self.module, params, images, classes)
 
 
 def create(
@@ -137,7 +157,7 @@ def create(
     if parsed.size:
         used |= {"attention": attention, "platform": platform}
         _check_encoder(module)
-        tokens = math.prod(side // patch for side in image_size) + _extra(module)
+        tokens = math.prod(side // patch for side in image_size) + module.extra
         module = _placed(module, attention, platform or jax.default_backend(), tokens)
     return Model(module, used, (*image_size, channels), patch)
 
@@ -155,12 +175,6 @@ def _placed(
         relative=module.posemb == "relative",
     )
     return module.clone(way=way, merge=platform == "cpu")
-
-
-def _extra(module: vit.VisionTransformer) -> int:
-    """Returns the number of tokens in front of the patches."""
-    class_token = module.head == "token" or module.class_token
-    return class_token + module.distillation
 
 
 def _numbers(parsed: variants.Variant, options: dict) -> dict:

@@ -81,6 +81,11 @@ class VisionTransformer(nn.Module):
     way: str = "einsum"
     merge: bool = True
 
+    @property
+    def extra(self) -> int:
+        """Number of tokens in front of the patches."""
+        return (self.head == "token" or self.class_token) + self.distillation
+
     @nn.compact
     def __call__(
         self, images: Float[Array, "B Y X C"], *, train: bool = False
@@ -96,6 +101,11 @@ class VisionTransformer(nn.Module):
           distillation the class token's), and "logits" (B, L), float32; with head
           "none" (B, N, D) and (B, N, L).
         """
+        x, grid = self._embed(images)
+        return self._classify(self._encoder(Encoder, grid)(x, train=train))
+
+    def _embed(self, images):
+        """Returns the encoder's tokens, and the patches down and across."""
         x = images
         if self.stem_width:
             x = resnet.stem(x, self.blocks, self.stem_width, self.dtype)
@@ -113,23 +123,14 @@ class VisionTransformer(nn.Module):
         names += ["dist"] if self.distillation else []
         tokens = [self.param(n, nn.initializers.zeros, (1, 1, D)) for n in names]
         tokens = [jnp.broadcast_to(t.astype(x.dtype), (B, 1, D)) for t in tokens]
-        x = jnp.concatenate([*tokens, x], axis=1)
+        return jnp.concatenate([*tokens, x], axis=1), tuple(grid)
 
-        block = functools.partial(
-            Block,
-            heads=self.heads,
-            hidden=self.mlp_dim,
-            dropout=self.dropout,
-            gelu=self.gelu,
-            epsilon=self.epsilon,
-            dtype=self.dtype,
-            way=self.way,
-            merge=self.merge,
-        )
-        x = Encoder(
-            block=block,
-            grid=tuple(grid),
-            extra=len(tokens),
+    def _encoder(self, kind, grid):
+        """Makes the encoder, or what has its parameters and does a part of it."""
+        return kind(
+            block=block_of(self),
+            grid=grid,
+            extra=self.extra,
             final_norm=not self.pooled_norm,
             depth=self.depth,
             heads=self.heads,
@@ -142,10 +143,9 @@ class VisionTransformer(nn.Module):
             scan=self.scan,
             remat=self.remat,
             name="Transformer",
-        )(x, train=train)
-        return self._classify(x, len(tokens))
+        )
 
-    def _classify(self, x, extra):
+    def _classify(self, x):
         if self.distillation:
             x = self._features(x[:, :2])
             outputs, other = (
@@ -158,7 +158,7 @@ class VisionTransformer(nn.Module):
         if self.head == "token":
             x = x[:, 0]
         elif self.head == "gap":
-            x = x[:, extra:].mean(axis=1)
+            x = x[:, self.extra :].mean(axis=1)
         elif self.head == "map":
             x = MapHead(
                 self.heads,
@@ -178,3 +178,18 @@ class VisionTransformer(nn.Module):
         if self.representation:
             x = nn.tanh(nn.Dense(self.width, dtype=self.dtype, name="pre_logits")(x))
         return x.astype(jnp.float32)
+
+
+def block_of(module: VisionTransformer) -> functools.partial:
+    """Returns what makes a block of a network, given its name."""
+    return functools.partial(
+        Block,
+        heads=module.heads,
+        hidden=module.mlp_dim,
+        dropout=module.dropout,
+        gelu=module.gelu,
+        epsilon=module.epsilon,
+        dtype=module.dtype,
+        way=module.way,
+        merge=module.merge,
+    )

@@ -1,0 +1,183 @@
+"""The inside of networks: against a plain one, `apply`, and the memory that is said."""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_vit
+import pytest
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+
+TINY = {"width": 12, "depth": 3, "heads": 3, "mlp_dim": 20}
+HEADS = {
+    "token": {},
+    "gap": {"head": "gap"},
+    "map": {"head": "map"},
+}
+
+
+def drawn(classes=5, variant="B/4", **options):
+    """Returns a model, parameters that all show, and two images."""
+    model = models.create(
+        variant, classes=classes, image_size=(8, 12), **{**TINY, **options}
+    )
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(shapes)
+    rng = np.random.default_rng(3)
+    leaves = [
+        jnp.array(0.4 * rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves
+    ]
+    images = jnp.array(rng.standard_normal((2, 8, 12, 3), np.float32))
+    return model, jax.tree.unflatten(tree, leaves), images
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_layers_are_those_of_a_network_written_out(head):
+    model, params, images = drawn(**HEADS[head])
+    found = list(model.inside(params, images))
+    for b, image in enumerate(images):
+        run = functools.partial(plain_vit.forward, patch=4, heads=3, head=head)
+        logits, weights, tokens = jax.jit(run)(params, image)
+        for i, layer in enumerate(found):
+            np.testing.assert_allclose(
+                layer.attention[b], jnp.stack(weights[i]), atol=2e-5
+            )
+            np.testing.assert_allclose(layer.tokens[b], tokens[i], atol=1e-4)
+        ours = model.finish(params, found[-1].tokens)["logits"][b]
+        np.testing.assert_allclose(ours, logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"distillation": True, "pooled_norm": True},
+        {"head": "gap", "class_token": True, "representation": True},
+        {"head": "none", "posemb": "sincos2d", "posemb_at": "shared"},
+        {"posemb": "learned2d", "posemb_at": "every", "classes": 0},
+        {"posemb": "relative", "posemb_at": "every", "gelu": "erf"},
+        {"posemb": "relative", "posemb_at": "shared", "epsilon": 1e-2},
+        {"variant": "R50+B/32", "blocks": (1,), "stem_width": 32},
+        {"dtype": "bfloat16", "head": "map"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_the_last_tokens_lead_to_what_apply_gives(options):
+    model, params, images = drawn(**{"depth": 2} | options)
+    wanted = jax.jit(model.apply)(params, images)
+    for layer in model.inside(params, images):
+        assert layer.attention.dtype == layer.tokens.dtype == jnp.float32
+        np.testing.assert_allclose(layer.attention.sum(-1), 1, rtol=1e-5)
+    found = model.finish(params, layer.tokens)
+    assert found.keys() == wanted.keys()
+    # What XLA fuses in one program it rounds less often than in several.
+    loose = 0.1 if options.get("dtype") == "bfloat16" else 1e-5
+    for name in found:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("posemb_at", ["stem", "every"])
+def test_the_layout_of_the_parameters_does_not_matter(posemb_at):
+    options = {"posemb_at": posemb_at}
+    model, params, images = drawn(**options)
+    scanned = models.create(
+        "B/4", classes=5, image_size=(8, 12), scan=True, **TINY, **options
+    )
+    stacked = stacking.stack(params)
+    one, other = (
+        list(m.inside(p, images)) for m, p in ((model, params), (scanned, stacked))
+    )
+    assert len(one) == len(other) == 3
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a.attention, b.attention)
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+    wanted = jax.jit(scanned.apply)(stacked, images)["logits"]
+    np.testing.assert_allclose(
+        scanned.finish(stacked, other[-1].tokens)["logits"], wanted, atol=1e-5
+    )
+    pulls = [
+        list(m.gradients(p, images, jnp.array([1, 3]))[1])
+        for m, p in ((model, params), (scanned, stacked))
+    ]
+    for a, b in zip(*pulls, strict=True):
+        np.testing.assert_array_equal(a.gradient, b.gradient)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_gradients_are_those_of_the_network_written_out(head):
+    model, params, images = drawn(**HEADS[head])
+    classes, N = jnp.array([4, 2]), 7 if head == "token" else 6
+    looked_at, pulls = model.gradients(params, images, classes)
+    pulls = list(pulls)[::-1]
+    for b, (image, label) in enumerate(zip(images, classes, strict=True)):
+
+        def logit(added, image=image, label=label):
+            out = plain_vit.forward(
+                params, image, patch=4, heads=3, head=head, added=added
+            )
+            return out[0][label], out[1]
+
+        slopes, weights = jax.jit(jax.grad(logit, has_aux=True))(
+            [[jnp.zeros((N, N))] * 3] * 3
+        )
+        for i, pull in enumerate(pulls):
+            np.testing.assert_allclose(
+                pull.gradient[b], jnp.stack(slopes[i]), atol=1e-4, rtol=1e-3
+            )
+            np.testing.assert_allclose(
+                pull.attention[b], jnp.stack(weights[i]), atol=2e-5
+            )
+    if head == "token":
+        np.testing.assert_array_equal(looked_at, [[1, 0, 0, 0, 0, 0, 0]] * 2)
+    elif head == "gap":
+        np.testing.assert_allclose(looked_at, np.full((2, 6), 1 / 6), rtol=1e-6)
+
+
+def test_both_tokens_of_deit_are_looked_at():
+    model, params, images = drawn(distillation=True)
+    looked_at, _ = model.gradients(params, images, jnp.array([0, 1]))
+    np.testing.assert_allclose(looked_at[1], [0.5, 0.5, 0, 0, 0, 0, 0, 0])
+
+
+def alive(B, H, N):
+    """Counts the arrays of the size of a layer's attention."""
+    gc.collect()
+    return sum(array.shape == (B, H, N, N) for array in jax.live_arrays())
+
+
+def test_the_attention_of_one_layer_is_there_at_a_time():
+    model, params, images = drawn(depth=5)
+    before = alive(2, 3, 7)
+    for layer in model.inside(params, images):
+        assert alive(2, 3, 7) == before + 1
+        del layer
+        assert alive(2, 3, 7) == before
+    _, pulls = model.gradients(params, images, jnp.array([0, 1]))
+    assert alive(2, 3, 7) == before
+    for pull in pulls:
+        assert alive(2, 3, 7) == before + 2
+        del pull
+        assert alive(2, 3, 7) == before
+
+
+def test_what_cannot_be_seen_is_refused():
+    resnet = models.create("R50x1", classes=5, image_size=(32, 32))
+    images = jnp.zeros((1, 32, 32, 3))
+    for look in (
+        lambda: resnet.inside({}, images),
+        lambda: resnet.finish({}, images[..., 0]),
+        lambda: resnet.gradients({}, images, jnp.array([0])),
+    ):
+        with pytest.raises(UserError, match="a ResNet has no attention to look at"):
+            look()
+    model, params, images = drawn()
+    with pytest.raises(UserError, match=r"class 5 is not one of the 5 of the model"):
+        model.gradients(params, images, jnp.array([0, 5]))
+    for options in ({"head": "none"}, {"classes": 0}):
+        model, params, images = drawn(**options)
+        with pytest.raises(UserError, match=r"no logit to explain with classes="):
+            model.gradients(params, images, jnp.array([0, 0]))

@@ -1,0 +1,77 @@
+"""A Vision Transformer written out plainly, as a reference: one image, one head a loop."""
+
+import jax
+import jax.numpy as jnp
+
+
+def forward(params, image, *, patch, heads, head="token", added=None, epsilon=1e-6):
+    """Runs a network with learned positions on one image.
+
+    Args:
+      params: as of `Model.init`, blocks one by one.
+      image: (height, width, channels).
+      patch, heads: of the network.
+      head: "token", "gap" or "map".
+      added: (N, N) a head a block, added to the attention.
+
+    Returns:
+      Logits, [block][head] attention (N, N), and [block] tokens (N, D).
+    """
+    encoder = params["Transformer"]
+    Y, X = image.shape[0] // patch, image.shape[1] // patch
+    kernel = params["embedding"]["kernel"]
+    x = [params["cls"][0, 0]] if "cls" in params else []
+    for i in range(Y * X):
+        row, column = divmod(i, X)
+        piece = image[
+            row * patch : (row + 1) * patch, column * patch : (column + 1) * patch
+        ]
+        x.append(jnp.tensordot(piece, kernel, 3) + params["embedding"]["bias"])
+    x = jnp.stack(x) + encoder["posembed_input"]["pos_embedding"][0]
+    depth = sum(name.startswith("encoderblock_") for name in encoder)
+    weights, tokens = [], []
+    for i in range(depth):
+        block = encoder[f"encoderblock_{i}"]
+        y = norm(x, block["LayerNorm_0"], epsilon)
+        extra = added[i] if added is not None else [0.0] * heads
+        y, found = attend(y, y, block["MultiHeadDotProductAttention_1"], extra)
+        x = x + y
+        x = x + mlp(norm(x, block["LayerNorm_2"], epsilon), block["MlpBlock_3"])
+        weights.append(found)
+        tokens.append(x)
+    x = norm(x, encoder["encoder_norm"], epsilon)
+    if head == "map":
+        pool = params["MAPHead_0"]
+        attention = pool["MultiHeadDotProductAttention_0"]
+        x, _ = attend(pool["probe"][0], x, attention, [0.0] * heads)
+        x = x + mlp(norm(x, pool["LayerNorm_0"], epsilon), pool["MlpBlock_0"])
+    x = x.mean(0) if head == "gap" else x[0]  # Of attention pooling the only one.
+    return x @ params["head"]["kernel"] + params["head"]["bias"], weights, tokens
+
+
+def attend(x, context, params, added):
+    """Returns what attention gives, and the weights of each head."""
+    out, found = params["out"]["bias"][None], []
+    for h, more in enumerate(added):
+        q, k, v = (
+            tokens @ params[name]["kernel"][:, h] + params[name]["bias"][h][None]
+            for name, tokens in (("query", x), ("key", context), ("value", context))
+        )
+        weights = jax.nn.softmax(q @ k.T / q.shape[-1] ** 0.5) + more
+        found.append(weights)
+        out = out + weights @ v @ params["out"]["kernel"][h]
+    return out, found
+
+
+def norm(x, params, epsilon):
+    """Normalises each token."""
+    mean = x.mean(-1, keepdims=True)
+    spread = jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + epsilon)
+    return (x - mean) / spread * params["scale"][None] + params["bias"][None]
+
+
+def mlp(x, params):
+    """Transforms each token."""
+    one, two = params["Dense_0"], params["Dense_1"]
+    x = jax.nn.gelu(x @ one["kernel"] + one["bias"][None])
+    return x @ two["kernel"] + two["bias"][None]
