@@ -12,6 +12,7 @@ from vit_jax.errors import Diverged, UserError
 from vit_jax.parallel import distributed
 from vit_jax.report import result
 from vit_jax.report.writer import replace_text
+from vit_jax.studies import disk
 from vit_jax.training import loop, same_run
 from vit_jax.training.shared import Shared
 from vit_jax.weights import workdir as layout
@@ -35,17 +36,20 @@ def train(
       The run's report; {"diverged": one line} if its numbers became infinite.
 
     Raises:
-      UserError, Preempted: as `loop.train`.
+      UserError, Preempted: as `loop.train`; or the folder cannot be written.
     """
     done = _outcome(folder)
     if not done:
         try:
             done = loop.train(config, folder, shared=shared)
         except Diverged as error:
-            done = {"diverged": str(error)}
-            _write(epath.Path(folder) / _DIVERGED, done)
+            done, path = {"diverged": str(error)}, epath.Path(folder) / _DIVERGED
+            with disk.writing(path, "only this run"):
+                _write(path, done)
     if not keep and jax.process_index() == 0:
-        (layout.absolute(folder) / layout.FOLDER).rmtree(missing_ok=True)
+        checkpoints = layout.absolute(folder) / layout.FOLDER
+        with disk.writing(checkpoints):
+            checkpoints.rmtree(missing_ok=True)
     return done
 
 
@@ -95,14 +99,8 @@ def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:
       UserError: the workdir is gone, full or read-only.
     """
     path = epath.Path(workdir) / name
-    try:
+    with disk.writing(path):
         _write(path, content)
-    except OSError as error:
-        raise UserError(
-            f"all runs are done, but {path} cannot be written "
-            f"({error.strerror or error}): mend that, then start again: no run is "
-            "repeated"
-        ) from error
 
 
 def _outcome(folder: str | os.PathLike) -> dict | None:

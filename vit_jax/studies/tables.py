@@ -12,6 +12,7 @@ from etils import epath
 from vit_jax.report.events import Events
 from vit_jax.report.tensorboard import summary
 from vit_jax.report.writer import replace_text
+from vit_jax.studies import disk
 
 Row = Mapping[str, object]
 _HPARAMS = "tensorboard"
@@ -21,19 +22,23 @@ def write(workdir: str | os.PathLike, name: str, rows: Sequence[Row]) -> None:
     """Writes rows to NAME.jsonl and NAME.csv, whole, in the first process.
 
     In the second, what lies deeper is a column of its own: "compute.exaflops".
+
+    Raises:
+      UserError: the workdir is gone, full or read-only.
     """
     if jax.process_index():
         return
-    folder, text = epath.Path(workdir), io.StringIO()
-    replace_text(
-        folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
-    )
+    text = io.StringIO()
     flat = [_flatten(row) for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))
     table = csv.DictWriter(text, columns, lineterminator="\n")
     table.writeheader()
     table.writerows(flat)
-    replace_text(folder / f"{name}.csv", text.getvalue())
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for suffix, content in (("jsonl", lines), ("csv", text.getvalue())):
+        path = epath.Path(workdir) / f"{name}.{suffix}"
+        with disk.writing(path):
+            replace_text(path, content)
 
 
 def show(rows: Sequence[Row], formats: Mapping[str, str]) -> str:
@@ -66,19 +71,23 @@ def hparams(
       name: of the run.
       settings: what was varied; a run has them all, so that they are one table.
       scores: what came out.
+
+    Raises:
+      UserError: the workdir is gone, full or read-only.
     """
     if jax.process_index():
         return
     folder = epath.Path(workdir) / _HPARAMS / name
-    folder.rmtree(missing_ok=True)
-    events = Events(folder, 0)
-    # The plugin's own order: the experiment, and the session's start and end.
-    for part in summary.hparams(dict(settings), dict(scores)):
-        events.add(0, part)
-    for tag, value in scores.items():
-        events.add(0, summary.scalar(tag, value))
-    events.flush()
-    events.close()
+    with disk.writing(folder):
+        folder.rmtree(missing_ok=True)
+        events = Events(folder, 0)
+        # The plugin's own order: the experiment, and the session's start and end.
+        for part in summary.hparams(dict(settings), dict(scores)):
+            events.add(0, part)
+        for tag, value in scores.items():
+            events.add(0, summary.scalar(tag, value))
+        events.flush()
+        events.close()
 
 
 def _flatten(row: Row, prefix: str = "") -> dict[str, object]:

@@ -1,0 +1,42 @@
+"""What a study says of a disk that is full or broken."""
+
+import errno
+
+import pytest
+from ml_collections import ConfigDict
+
+from vit_jax.errors import Diverged, UserError
+from vit_jax.studies import runs, tables
+from vit_jax.training.shared import Shared
+
+ROWS = [{"rate": 0.5, "score": None}]
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda to: runs.write_json(to, "vtab.json", {}), "vtab.json"),
+        (lambda to: tables.write(to, "trials", ROWS), "trials.jsonl"),
+        (lambda to: tables.hparams(to, "runs/seed0", {}, {}), "tensorboard/runs/seed0"),
+    ],
+    ids=["json", "table", "hparams"],
+)
+def test_a_broken_disk_is_one_line_with_the_remedy(tmp_path, write, name):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / name
+    remedy = "mend that, then start again: no run is repeated"
+    with pytest.raises(UserError, match=rf"{place} cannot be written \(.*\): {remedy}"):
+        write(tmp_path / "file")
+
+
+def test_that_a_run_diverged_may_not_fit_the_disk(tmp_path, monkeypatch):
+    def train(*_, **__):
+        raise Diverged("the loss is NaN")
+
+    def replace_text(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(runs.loop, "train", train)
+    monkeypatch.setattr(runs, "replace_text", replace_text)
+    with pytest.raises(UserError, match=r"diverged.json cannot be .*\(No space left"):
+        runs.train(ConfigDict(), tmp_path, Shared(), keep=True)
