@@ -12,7 +12,8 @@ each scored once on test. Until then the test split cannot be opened.
 The same command goes on where it was ended; what is done is not repeated. Results are
 in transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard.
 Any key of vit_jax/schema.py can be set for all runs: --config.total_steps=500. Exit
-codes: 0 done (of VTAB-1k: at least one task), 2 bad input, 75 preempted.
+codes: 0 done, 2 bad input (of VTAB-1k: or a task failed; the others are done all the
+same, and tasks without data are no failure), 75 preempted.
 """
 
 import argparse
@@ -57,6 +58,7 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
 
     if not names:
         return study(flags.dataset, workdir).run()
+    resolution = flags.resolution or fine_tuning.usual_size(pretrained)
     benchmark = vtab.Benchmark(
         flags.model,
         pretrained.options["variant"],
@@ -64,6 +66,12 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
         lambda name, folder: study(f"vtab/{name}", folder),
         workdir,
         flags.data_dir,
+        {
+            "mode": flags.mode,
+            "layer_decay": flags.layer_decay,
+            "seeds": flags.seeds,
+            "resolution": list(resolution),
+        },
     )
     return benchmark.run()
 

@@ -30,6 +30,11 @@ def test_tasks_are_named_alone_by_group_or_all():
     assert len(structured) == 8
     assert structured[0] == "clevr_count"
     assert benchmarks.tasks("vtab/structured,vtab/dmlab") == structured
+    # A comma too many is no word for all tasks.
+    assert benchmarks.tasks("vtab/dtd,") == benchmarks.tasks(",vtab/dtd") == ["dtd"]
+    assert benchmarks.tasks("vtab/dtd, ,vtab") == list(vtab.TASKS)
+    with pytest.raises(UserError, match="'vtab/': VTAB-1k has no such task"):
+        benchmarks.tasks("vtab/")
     with pytest.raises(UserError, match="'vtab/dmlabs': VTAB-1k has no such task"):
         benchmarks.tasks("vtab/dtd,vtab/dmlabs")
 
@@ -183,7 +188,7 @@ def test_a_task_that_fails_does_not_stop_the_others(benchmark, monkeypatch, caps
     def run(study, shared):
         if study.task.recipe.dataset == "vtab/dtd":
             raise UserError("the disk is full")
-        return {"best": {"rate": 0.1}, "runs": runs(0.25), "mean": 0.25, "std": None}
+        return came_to(0.25)
 
     benchmark.workdir.mkdir()
     monkeypatch.setattr(transfer.Study, "run", run)
@@ -192,5 +197,51 @@ def test_a_task_that_fails_does_not_stop_the_others(benchmark, monkeypatch, caps
     ):
         benchmark.run()
     report = json.loads((benchmark.workdir / "vtab.json").read_text())
-    assert list(report["tasks"]) == ["sun397", "dmlab"]
-    assert "error: vtab/dtd: the disk is full" in capsys.readouterr().out
+    assert list(report["tasks"]) == list(NAMES)
+    assert report["tasks"]["dtd"] == {"group": "natural", "failed": "the disk is full"}
+    assert (report["mean"], report["tasks_run"]) == (0.25, 1)
+    out = capsys.readouterr().out
+    assert "error: vtab/dtd: the disk is full" in out
+    assert out.splitlines()[-1] == "failed: vtab/dtd: the disk is full"
+
+
+def came_to(top1):
+    return {"best": {"rate": 0.1}, "runs": runs(top1), "mean": top1, "std": None}
+
+
+def test_when_all_tasks_fail_the_file_says_why(benchmark, monkeypatch):
+    def run(study, shared):
+        raise UserError("the disk is full")
+
+    benchmark.workdir.mkdir()
+    monkeypatch.setattr(transfer.Study, "run", run)
+    with pytest.raises(UserError, match=r"2 tasks failed \(dtd, dmlab\)"):
+        benchmark.run()
+    report = json.loads((benchmark.workdir / "vtab.json").read_text())
+    assert (report["mean"], report["groups"], report["tasks_run"]) == (None, {}, 0)
+
+
+def test_what_the_workdir_holds_of_other_tasks_stays(benchmark, monkeypatch):
+    def run(study, shared):
+        if study.task.recipe.dataset in failing:
+            raise UserError("the disk is full")
+        return came_to(0.75 if study.task.recipe.dataset == "vtab/dtd" else 0.25)
+
+    def of(names):
+        return dataclasses.replace(benchmark, names=names, settings={"mode": "full"})
+
+    benchmark.workdir.mkdir()
+    monkeypatch.setattr(transfer.Study, "run", run)
+    failing = ()
+    of(("dmlab",)).run()
+    # Tasks that fail, or whose data is gone, leave what they once came to.
+    failing = ("vtab/dmlab",)
+    with pytest.raises(UserError, match=r"1 task failed \(dmlab\)"):
+        of(NAMES).run()
+    report = json.loads((benchmark.workdir / "vtab.json").read_text())
+    assert [report["tasks"][name].get("mean") for name in NAMES] == [0.75, None, 0.25]
+    assert report["mode"] == "full"
+    assert report["mean"] == 0.5
+    other = dataclasses.replace(of(("dtd",)), settings={"mode": "head"})
+    with pytest.raises(UserError, match=r"VTAB-1k by another .*\(mode: full -> head\)"):
+        other.run()

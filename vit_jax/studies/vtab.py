@@ -1,13 +1,16 @@
 """VTAB-1k (arXiv:1910.04867): 19 tasks of 1,000 images, in three groups."""
 
 import dataclasses
+import json
 import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+from etils import epath
 
+from vit_jax import config as configuration
 from vit_jax.data import catalogue, tfds_source, vtab
 from vit_jax.errors import UserError
 from vit_jax.studies import runs, tables
@@ -18,6 +21,8 @@ FILE = "vtab.json"
 GROUPS = ("natural", "specialised", "structured")
 _COLUMNS = {"task": "", "group": "", "rate": "g", "mean": ".2%", "std": ".2%"}
 _CONFIDENCE = 0.95
+# Of what a task's study reports.
+_KEPT = ("resolution", "overrides", "best", "runs", "mean", "std", "failed")
 
 
 def tasks(dataset: str) -> list[str]:
@@ -35,8 +40,12 @@ def tasks(dataset: str) -> list[str]:
     """
     wanted = set()
     for word in dataset.split(","):
-        name = word.strip().removeprefix("vtab").removeprefix("/")
-        members = [n for n, task in vtab.TASKS.items() if name in ("", task.group)]
+        if not (word := word.strip()):
+            continue
+        name = word.removeprefix("vtab/")
+        members = [
+            n for n, task in vtab.TASKS.items() if word == "vtab" or name == task.group
+        ]
         if not members:
             vtab.task(f"vtab/{name}")
         wanted.update(members or [name])
@@ -70,6 +79,8 @@ class Benchmark:
       study: makes the study of a task, given its name and its workdir.
       workdir: folder of all.
       data_dir: as data.data_dir.
+      settings: what makes the tasks comparable, as mode, seeds and resolution; a
+        workdir is of one choice of them.
     """
 
     model: str
@@ -78,36 +89,34 @@ class Benchmark:
     study: Callable[[str, str], Study]
     workdir: str | os.PathLike
     data_dir: str = ""
+    settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def run(self) -> dict:
         """Runs what is not done yet, and writes `vtab.json` after every task.
 
+        Tasks of earlier starts, which may have been others, stay in the file.
+
         Returns:
-          What the file holds: each task's runs or what its data lacks, the groups'
-          means and the mean of all tasks that ran, with intervals.
+          What the file holds: each task's runs, or what its data lacks ("absent"), or
+          why it "failed"; the groups' means and the mean of all tasks that ran, with
+          intervals.
 
         Raises:
-          UserError: no task's data is there; or, after all tasks that can, one failed.
+          UserError: no task's data is there, or the workdir holds another benchmark;
+            or, after all tasks that can, one failed.
           Preempted: as `Study.run`.
         """
+        found = self._held()
         missing = {name: absent(name, self.data_dir) for name in self.names}
         there = [name for name in self.names if not missing[name]]
-        found = {
+        absent_now = {
             name: {"group": vtab.TASKS[name].group, "absent": how}
             for name, how in missing.items()
             if how
         }
         if not there:
-            first = self.names[0]
-            if len(found) == 1:
-                raise UserError(
-                    f"the data of vtab/{first} is not there: {missing[first]}"
-                )
-            say(_how(found))
-            raise UserError(
-                f"the data of none of the {len(found)} tasks is there: prepare some, as "
-                "listed above"
-            )
+            _refuse_all(absent_now)
+        _add(found, absent_now)
         shared, report, failed = Shared(), {}, {}
         for number, name in enumerate(there, 1):
             say(f"task {number} of {len(there)}: vtab/{name}")
@@ -120,16 +129,12 @@ class Benchmark:
                     raise
                 say(f"error: vtab/{name}: {error}")
                 failed[name] = str(error)
-                continue
-            found[name] = {
-                "group": vtab.TASKS[name].group,
-                **{k: done[k] for k in ("best", "runs", "mean", "std")},
-            }
-            ordered = {name: found[name] for name in self.names if name in found}
-            report = self._report(ordered)
+                done = {"failed": str(error)}
+            kept = {key: done[key] for key in _KEPT if key in done}
+            _add(found, {name: {"group": vtab.TASKS[name].group, **kept}})
+            report = self._report(found)
             runs.write_json(self.workdir, FILE, report)
-        if report:
-            say(table(report))
+        say(table(report))
         if failed:
             name, reason = next(iter(failed.items()))
             raise UserError(
@@ -138,14 +143,52 @@ class Benchmark:
             )
         return report
 
+    def _held(self) -> dict[str, dict]:
+        """Returns what the workdir holds of all tasks."""
+        path = epath.Path(self.workdir) / FILE
+        if not path.exists():
+            return {}
+        held = json.loads(path.read_text())
+        own = {"model": self.model, **self.settings}
+        told = {key: held.get(key, value) for key, value in own.items()}
+        if changed := configuration.differences(told, own):
+            raise UserError(
+                f"{self.workdir} holds VTAB-1k by another command "
+                f"({'; '.join(changed)}): choose another --workdir, or repeat that "
+                "command"
+            )
+        return held["tasks"]
+
     def _report(self, found: Mapping[str, dict]) -> dict:
+        ordered = {name: found[name] for name in vtab.TASKS if name in found}
         return {
             "kind": "vtab",
             "model": self.model,
             "variant": self.variant,
-            "tasks": dict(found),
-            **summary(found),
+            **self.settings,
+            "tasks": ordered,
+            **summary(ordered),
         }
+
+
+def _add(found: dict[str, dict], tasks: Mapping[str, dict]) -> None:
+    """Takes tasks in; one that ran before stays, unless it ran again."""
+    for name, task in tasks.items():
+        if "runs" in task or "runs" not in found.get(name, {}):
+            found[name] = task
+
+
+def _refuse_all(missing: Mapping[str, dict]) -> None:
+    first = next(iter(missing))
+    if len(missing) == 1:
+        raise UserError(
+            f"the data of vtab/{first} is not there: {missing[first]['absent']}"
+        )
+    say(_how(missing))
+    raise UserError(
+        f"the data of none of the {len(missing)} tasks is there: prepare some, as "
+        "listed above"
+    )
 
 
 def summary(found: Mapping[str, dict]) -> dict:
@@ -159,7 +202,8 @@ def summary(found: Mapping[str, dict]) -> dict:
 
     Returns:
       "groups": of each with a run, "mean", "interval" and how many "tasks" ran; and the
-      same of all tasks. Intervals are half widths of 95 %, None with one seed.
+      same of all tasks. Intervals are half widths of 95 %, None with one seed; without
+      any run the mean is None too.
     """
     ran = {name: task for name, task in found.items() if "runs" in task}
     groups = {}
@@ -168,7 +212,7 @@ def summary(found: Mapping[str, dict]) -> dict:
         if members:
             mean, half = interval(_by_seed(members))
             groups[group] = {"mean": mean, "interval": half, "tasks": len(members)}
-    mean, half = interval(_by_seed(list(ran.values())))
+    mean, half = interval(_by_seed(list(ran.values()))) if ran else (None, None)
     return {"groups": groups, "mean": mean, "interval": half, "tasks_run": len(ran)}
 
 
@@ -184,14 +228,16 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def table(report: dict) -> str:
-    """Lays a report out for a terminal, and says what was absent."""
+    """Lays a report out for a terminal, and says what was absent and what failed."""
     rows = [
         {"task": name, "rate": task["best"]["rate"], **task}
         for name, task in report["tasks"].items()
         if "runs" in task
     ]
-    lines = [tables.show(rows, _COLUMNS), ""]
-    means = {**report["groups"], "all": report | {"tasks": report["tasks_run"]}}
+    lines = [tables.show(rows, _COLUMNS), ""] if rows else []
+    means = dict(report["groups"])
+    if rows:
+        means["all"] = report | {"tasks": report["tasks_run"]}
     for name, mean in means.items():
         half = mean["interval"]
         half = "" if half is None else f" ± {100 * half:.2f} (95 % over seeds)"
@@ -199,6 +245,9 @@ def table(report: dict) -> str:
         lines.append(f"mean of {name} ({many}): {mean['mean']:.2%}{half}")
     if how := _how(report["tasks"]):
         lines += ["", how]
+    for name, task in report["tasks"].items():
+        if "failed" in task:
+            lines.append(f"failed: vtab/{name}: {task['failed']}")
     return "\n".join(lines)
 
 
