@@ -7,6 +7,7 @@ import pytest
 from vit_jax import config as configuration
 from vit_jax import models
 from vit_jax.errors import UserError
+from vit_jax.models import variants
 from vit_jax.studies import fine_tuning, recipes
 from vit_jax.training import optim
 from vit_jax.weights.pretrained import Pretrained
@@ -144,11 +145,24 @@ def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
         ({"data": 5}, "--config.data: it is a section; set a key of it"),
         ({"optim.momentun": 1}, "unknown config key optim.momentun; the nearest"),
         ({"a.b.c": 1}, "unknown config key a.b"),
+        ({"name.x": 3}, "unknown config key name.x"),
+        ({"total_steps.x": 3}, "unknown config key total_steps.x"),
+        ({"total_steps": "abc"}, "total_steps='abc'"),
+        ({"total_steps": (5,)}, r"total_steps=\(5,\)"),
+        ({"total_steps": [5]}, r"total_steps=\[5\]"),
+        ({"epochs": "x"}, "epochs='x'"),
+        ({"optim.name": 3}, "optim.name=3 is not one of"),
+        ({"data.classes": "x"}, "data.classes='x'"),
     ],
 )
 def test_what_is_not_free_is_refused_in_one_line(overrides, message):
     with pytest.raises(UserError, match=message):
         task(published(), overrides=overrides)
+
+
+def test_keys_of_the_data_are_checked_before_it_is_opened(pretrained):
+    with pytest.raises(UserError, match="data.channels='x'"):
+        task(pretrained, "digits", resolution=(8, 8), overrides={"data.channels": "x"})
 
 
 @pytest.mark.parametrize("test", ["train[90%:]", "test+train[:1]"])
@@ -177,12 +191,11 @@ def test_long_runs_save_ten_times_and_short_ones_seldom():
 
 
 def test_the_network_of_every_variant_is_built_again():
-    for variant in ("Ti/16", "R+Ti/16", "R50x1"):
-        model = models.create(variant, classes=7, image_size=(64, 64))
-        found = task(published(**model.options), resolution=(64, 64))
-        again = models.create(
-            **found.config.model, classes=7, image_size=(64, 64), channels=3
-        )
+    size = {"image_size": (224, 448)}
+    for variant in variants.NAMES:
+        model = models.create(variant, classes=7, **size)
+        found = task(published(**model.options), resolution=size["image_size"])
+        again = models.create(**found.config.model, classes=7, channels=3, **size)
         ignored = {"dtype", "platform", "classes"}
         for key in model.options.keys() - ignored:
             assert again.options[key] == model.options[key], key

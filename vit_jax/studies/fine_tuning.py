@@ -14,6 +14,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluation import network
 from vit_jax.schema import CHOICES, COMMON, FORMS
 from vit_jax.studies import keeper, recipes
+from vit_jax.studies import overrides as overriding
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights.pretrained import Pretrained
 
@@ -23,20 +24,8 @@ MODES = {
     "head": {"freeze": (r"^(?!head(_dist)?/)",)},
     "head_then_all": {"freeze": (r"^(?!head(_dist)?/)",), "freeze_fraction": 0.2},
 }
-# Keys that have a flag, or follow from one.
-_FLAGS = {
-    "init": "--model",
-    "seed": "--seeds",
-    "optim.rate": "--rates",
-    "optim.rate_per_256": "--rates",
-    "optim.layer_decay": "--layer_decay",
-    "data.name": "--dataset",
-    "data.data_dir": "--data_dir",
-    "data.image_size": "--resolution",
-}
 # Steps between checkpoints: so many parts of a run, and not fewer than this.
 _SAVES, _LEAST = 10, 50
-_PARTS = ("data.split", "data.exclude", "data.examples", "evals")
 # Of the checkpoint, but a run's own: what is drawn while it trains, and the old head.
 _NOT_INHERITED = (
     *("classes", "image_size", "channels", "head_bias", "dtype", "representation"),
@@ -106,7 +95,7 @@ def task(
       UserError: something does not fit, or an override is a flag's or the study's.
     """
     overrides = dict(overrides or {})
-    _refuse(overrides)
+    overriding.refuse(overrides)
     if keeper.touch(recipe.train, recipe.test):
         raise UserError(
             f"--test={recipe.test}: {recipe.dataset} is trained on {recipe.train!r}, "
@@ -114,7 +103,7 @@ def task(
         )
     raw = _raw(pretrained, recipe, resolution or usual_size(pretrained), mode)
     raw["optim"]["layer_decay"] = layer_decay
-    _apply(raw, overrides)
+    overriding.apply(raw, overrides)
     _fill(raw)
     config = configuration.complete(raw)
     models.create(  # Refuses here and now what does not fit.
@@ -145,30 +134,6 @@ def usual_size(pretrained: Pretrained) -> tuple[int, int]:
     candidates = (384, 518, max(1, round(384 / patch)) * patch)
     side = next(size for size in candidates if size % patch == 0)
     return side, side
-
-
-def _refuse(overrides: Mapping[str, object]) -> None:
-    for key in overrides:
-        if key in _FLAGS:
-            raise UserError(f"--config.{key}: it is set by {_FLAGS[key]} here")
-        if key.startswith(_PARTS):
-            raise UserError(
-                f"--config.{key}: the recipe says what is trained and scored on; state "
-                "--dataset and --test"
-            )
-        if key and key in COMMON:
-            raise UserError(f"--config.{key}: it is a section; set a key of it")
-
-
-def _apply(raw: dict, overrides: Mapping[str, object]) -> None:
-    """Puts overrides into a raw config, and takes out what they leave unread."""
-    for key, value in overrides.items():
-        section, _, leaf = key.rpartition(".")
-        (raw.setdefault(section, {}) if section else raw)[leaf] = value
-    if raw.get("epochs") and "total_steps" not in overrides:
-        raw["total_steps"] = 0
-    if raw["optim"]["name"] != "sgd" and "optim.momentum" not in overrides:
-        del raw["optim"]["momentum"]
 
 
 def _fill(raw: dict) -> None:
