@@ -161,6 +161,7 @@ def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tm
         ["runs", "seed1"],
     ]
     assert "resume: step " in last
+    assert "they share" not in last  # The trials were not of this start.
     found = json.loads((tmp_path / "killed" / "transfer.json").read_text())
     assert lasting(found) == lasting(expected)
 

@@ -112,6 +112,9 @@ def test_a_plan_goes_through_all_models_of_a_size_before_the_next():
         assert point.pretrain.total_steps == 4
     few = scaling.plan(DIGITS, "w", models=("resnet",), images=(1_200,))
     assert [point.name for point in few.points] == ["resnet-1200"]
+    twice = {"models": ("vit", "resnet", "vit"), "images": (300, 300)}
+    few = scaling.plan(DIGITS, "w", **twice)
+    assert [point.name for point in few.points] == ["vit-300", "resnet-300"]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +259,7 @@ def test_a_killed_study_goes_on_to_the_same_result(tmp_path):
             "-m",
             "vit_jax.study",
             f"--config={DIGITS}:quick",
-            "--models=vit",
+            "--models=vit,hybrid,resnet",
         ]
         return [sys.executable, *words, "--images=300", f"--workdir={workdir}"]
 

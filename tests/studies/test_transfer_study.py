@@ -100,12 +100,15 @@ def test_a_run_that_looks_at_test_too_early_is_refused(
     assert ("open", "test") not in watched.events
 
 
-def test_what_is_done_is_not_done_again(done, checkpoint, pretrained, monkeypatch):
+def test_what_is_done_is_not_done_again(
+    done, checkpoint, pretrained, monkeypatch, capsys
+):
     workdir, report, _ = done
     monkeypatch.setattr(loop, "train", None)
     (workdir / "transfer.json").unlink()
     again = study(checkpoint, pretrained, workdir).run()
     assert again == report == json.loads((workdir / "transfer.json").read_text())
+    assert "they share" not in capsys.readouterr().out  # Not in this process.
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from vit_jax.data.arrays import ArraySource
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 from vit_jax.schema import COMMON
-from vit_jax.studies import fine_tuning, recipes, transfer
+from vit_jax.studies import fine_tuning, recipes, transfer, vtab_means
 from vit_jax.studies import vtab as benchmarks
 from vit_jax.studies.keeper import Keeper
 
@@ -50,7 +50,7 @@ def test_means_are_of_groups_and_of_all_tasks_with_intervals_over_seeds():
         "c": {"group": "structured", "runs": runs(0.1, 0.3, 0.2)},
         "d": {"group": "specialised", "absent": "..."},
     }
-    summary = benchmarks.summary(found)
+    summary = vtab_means.summary(found)
     natural, structured = (summary["groups"][g] for g in ("natural", "structured"))
     # The seeds' means are equal, though each task's scores are not.
     assert natural["mean"] == pytest.approx(0.6)
@@ -64,7 +64,7 @@ def test_means_are_of_groups_and_of_all_tasks_with_intervals_over_seeds():
 
 
 def test_one_seed_has_no_interval():
-    assert benchmarks.interval([0.25]) == (0.25, None)
+    assert vtab_means.interval([0.25]) == (0.25, None)
 
 
 @pytest.mark.parametrize("name", vtab.TASKS)

@@ -14,6 +14,22 @@ from vit_jax.errors import UserError
 Records = dict[str, list[range]] | frozenset[str]
 
 
+class Kept:
+    """Opens each split once; give it to `sources.opened_by`."""
+
+    def __init__(self):
+        self._sources: dict[str, Source] = {}
+
+    def __call__(
+        self, data: ConfigDict, split: str, open_it: Callable[[], Source]
+    ) -> Source:
+        """Returns a split's source."""
+        key = json.dumps([configuration.to_json(data), split])
+        if key not in self._sources:
+            self._sources[key] = open_it()
+        return self._sources[key]
+
+
 class Keeper:
     """Opens splits for all runs of a study; give it to `sources.opened_by`.
 
@@ -30,7 +46,7 @@ class Keeper:
 
     def __init__(self, test: str):
         self._test, self._sealed = test, True
-        self._sources: dict[str, Source] = {}
+        self._kept = Kept()
         self._records: dict[str, Records] = {}
         self.opened: list[str] = []
 
@@ -48,17 +64,18 @@ class Keeper:
                 f"split {split!r} of {data.name} is sealed: it has images of the test "
                 f"split {self._test!r}, which stays shut until the rate is chosen"
             )
-        key = json.dumps([configuration.to_json(data), split])
-        if key not in self._sources:
+
+        def open_and_check():
             self.opened.append(split)
-            self._sources[key] = open_it()
-            self._check(data.name, split, self._sources[key])
-        return self._sources[key]
+            source = open_it()
+            self._check(data.name, split, source)
+            return source
+
+        return self._kept(data, split, open_and_check)
 
     def release(self) -> None:
         """Lets the test split be opened, and forgets what was read for the choice."""
-        self._sealed = False
-        self._sources.clear()
+        self._sealed, self._kept = False, Kept()
 
     def _check(self, name: str, split: str, source: Source) -> None:
         self._records[split] = _records(source)

@@ -169,8 +169,11 @@ def _of_task(dataset: str, data_dir: str, test: str) -> Recipe:
 
 def _test_folder(data_dir: str) -> str:
     root = os.path.expanduser(data_dir)
-    there = [name for name in ("train", "test", "val", "validation")]
-    there = [name for name in there if os.path.isdir(os.path.join(root, name))]
+    there = [
+        name
+        for name in ("train", "test", "val", "validation")
+        if os.path.isdir(os.path.join(root, name))
+    ]
     if there[:1] != ["train"] or len(there) < 2:
         raise UserError(
             f"--dataset={data_dir} has {' and '.join(there) or 'neither'} of the folders "

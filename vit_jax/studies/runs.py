@@ -11,6 +11,7 @@ from vit_jax import config as configuration
 from vit_jax.errors import Diverged, UserError
 from vit_jax.parallel import distributed
 from vit_jax.report import result
+from vit_jax.report.pages import results
 from vit_jax.report.writer import replace_text
 from vit_jax.studies import disk
 from vit_jax.training import loop, same_run
@@ -90,6 +91,11 @@ def decisive(config: ConfigDict) -> dict[str, str]:
     """Returns the keys of a config that decide what its run gives, and their values."""
     lines = (line.split(": absent -> ", 1) for line in same_run.decisive(config))
     return dict(lines)
+
+
+def scores(report: dict, evaluation: str) -> dict[str, float]:
+    """Returns what a run scored, its averaged parameters if it has them."""
+    return results.quoted(report["final"][evaluation])[1]
 
 
 def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:

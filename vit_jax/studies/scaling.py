@@ -8,19 +8,19 @@ where it was when it is started again.
 
 import dataclasses
 import itertools
-import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
 from vit_jax import config as configuration
 from vit_jax.data import sources
-from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.studies import runs, tables
+from vit_jax.studies.keeper import Kept
+from vit_jax.studies.runs import scores
 from vit_jax.studies.transfer import say
 from vit_jax.training.shared import Shared
 
@@ -89,7 +89,7 @@ class Study:
         """
         runs.check_command(self.workdir, self._command())
         rows = []
-        with sources.opened_by(_Kept()):
+        with sources.opened_by(Kept()):
             for number, point in enumerate(self.points, 1):
                 say(f"point {number} of {len(self.points)}: {point.name}")
                 rows.append(_row(point))
@@ -179,27 +179,12 @@ def plan(
     return Study(tuple(points), workdir)
 
 
-class _Kept:
-    """Opens each split of a study once; give it to `sources.opened_by`."""
-
-    def __init__(self):
-        self._sources: dict[str, Source] = {}
-
-    def __call__(
-        self, data: ConfigDict, split: str, open_it: Callable[[], Source]
-    ) -> Source:
-        key = json.dumps([configuration.to_json(data), split])
-        if key not in self._sources:
-            self._sources[key] = open_it()
-        return self._sources[key]
-
-
 def _choose(flag: str, wanted: tuple, known: tuple) -> tuple:
     for value in wanted:
         if value not in known:
             listed = ", ".join(map(str, known))
             raise UserError(f"{flag}={value}: the study has {listed}")
-    return wanted or known
+    return tuple(dict.fromkeys(wanted)) or known
 
 
 def _row(point: Point) -> dict:
@@ -223,7 +208,7 @@ def _with(row: dict, part: str, done: dict) -> dict:
     if "diverged" in done:
         return row | {"diverged": {part: done["diverged"]}}
     row = row | {"compute": row["compute"] | {part: done["compute"]}}
-    top1 = _scores(done, "test")["top1"]
+    top1 = scores(done, "test")["top1"]
     if part == "finetune":
         return row | {"finetuned": top1}
     used = {name: done["compute"][name] for name in ("images_seen", "exaflops")}
@@ -249,16 +234,10 @@ def _report(rows: list[dict]) -> dict:
     return {"kind": "scaling", "points": rows}
 
 
-def _scores(report: dict, name: str) -> dict[str, float]:
-    """Returns an evaluation's scores, of the averaged parameters if there are any."""
-    kinds = report["final"][name]
-    return kinds.get("ema", kinds["raw"])
-
-
 def _fewshot(report: dict) -> dict[str, float]:
     """Returns the few-shot accuracies by the number of examples a class."""
     found = {}
-    for name, value in _scores(report, "fewshot").items():
+    for name, value in scores(report, "fewshot").items():
         if match := re.fullmatch(r"(\d+)shot", name):
             found[match[1]] = value
     return found

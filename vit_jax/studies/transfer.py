@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 import jax
+from etils import epath
 
 from vit_jax.data import sources
 from vit_jax.errors import UserError
@@ -105,20 +106,20 @@ class Study:
 
     def _choose(self, shared: Shared) -> list[dict]:
         """Scores every rate on the held-out part."""
-        trials = []
+        trials, together = [], True
         for number, rate in enumerate(self.task.rates, 1):
             say(f"trial {number} of {len(self.task.rates)}: rate {rate:g}")
             config = self.task.trial(rate)
             name = f"trials/rate{rate:g}"
-            report = runs.train(
-                config, os.path.join(self.workdir, name), shared, keep=False
-            )
+            folder = epath.Path(self.workdir) / name
+            together = together and not folder.exists()
+            report = runs.train(config, folder, shared, keep=False)
             trial = {"rate": rate, "steps": report.get("steps"), "score": None}
             if "diverged" in report:
                 trial["diverged"] = report["diverged"]
                 say(f"rate {rate:g} diverged: {report['diverged']}")
             else:
-                trial["score"] = top1(report, "held_out")
+                trial["score"] = runs.scores(report, "held_out")["top1"]
                 trial["seconds"] = report["wall_seconds"]
                 trial["start_seconds"] = sum(report["startup"].values())
                 trial["compute"] = report.get("compute")
@@ -126,8 +127,8 @@ class Study:
             tables.write(self.workdir, "trials", trials)
             self._note(name, rate, config.seed, "held_out", trial["score"])
         say(tables.show(trials, _TRIALS))
-        if line := sharing(trials):
-            say(line)
+        if together:  # And not in starts of which each compiled and read anew.
+            say(sharing(trials))
         return trials
 
     def _test(self, rate: float, shared: Shared) -> list[dict]:
@@ -147,7 +148,7 @@ class Study:
                     f"the final run of seed {seed} at rate {rate:g} diverged "
                     f"({report['diverged']}): state lower --rates in another --workdir"
                 )
-            score = top1(report, "test")
+            score = runs.scores(report, "test")["top1"]
             finals.append(
                 {
                     "seed": seed,
@@ -203,12 +204,6 @@ def _absolute(data_dir: str) -> str:
     if not data_dir or "://" in data_dir:
         return data_dir
     return os.path.abspath(os.path.expanduser(data_dir))
-
-
-def top1(report: dict, evaluation: str) -> float:
-    """Returns the accuracy of a run, of its averaged parameters if it has them."""
-    kinds = report["final"][evaluation]
-    return kinds.get("ema", kinds["raw"])["top1"]
 
 
 def sharing(trials: Sequence[dict]) -> str:
