@@ -330,6 +330,7 @@ def test_empty_class_folder_is_named(refused, folder, tmp_path):
     says(line, folder / "train" / "c", "has no images", "add some or remove")
 
 
+@pytest.mark.slow
 def test_damaged_image_is_named_or_skipped_and_counted(
     start, refused, folder, tmp_path
 ):
@@ -537,6 +538,7 @@ def test_save_that_fails_midway_leaves_the_checkpoint_before_it(
     assert sha256_of(run) == sha256_of(finished)
 
 
+@pytest.mark.slow
 def test_disk_that_is_too_small_leaves_the_checkpoint_before_it(
     start, halfway, finished, disk
 ):

@@ -22,7 +22,7 @@ RECIPES = sorted(
     for path in (ROOT / "configs").glob("*.py")
     if path.stem not in ("__init__", "common")
 )
-FAST = ("b16_i21k", "digits_finetune")  # Sigmoid and Adam; resize, SGD and softmax.
+FAST = ("digits_finetune",)  # Resize, SGD and softmax; others with `-m slow`.
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -44,6 +44,7 @@ def test_resnet_takes_any_size_and_starts_at_its_head_bias():
     assert model.grid == (3, 5)  # 16 pixels each, the last ones in part.
 
 
+@pytest.mark.slow
 def test_units_of_a_hybrids_stem_start_as_the_identity():
     model = models.create(
         "R50+B/16",
@@ -69,7 +70,9 @@ def test_units_of_a_hybrids_stem_start_as_the_identity():
     assert model.grid == (2, 3)
 
 
-@pytest.mark.parametrize("variant", ["R50x1", "R50+B/16"])
+@pytest.mark.parametrize(
+    "variant", ["R50x1", pytest.param("R50+B/16", marks=pytest.mark.slow)]
+)
 def test_bfloat16_stays_near_float32(variant):
     outs = []
     for dtype in ("float32", "bfloat16"):

@@ -57,6 +57,7 @@ def trained_like(params):
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     outs = {}
@@ -71,7 +72,9 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
     assert np.abs(outs["bfloat16"] - outs["float32"]).max() > 1e-5
 
 
-@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
+@pytest.mark.parametrize(
+    "option", [pytest.param("dropout", marks=pytest.mark.slow), "stochastic_depth"]
+)
 def test_random_layers_act_in_training_only(option):
     model = models.create("B/4", classes=5, image_size=(8, 8), **{option: 0.5}, **TINY)
     params = trained_like(jax.jit(model.init)(jax.random.key(0)))

@@ -159,6 +159,7 @@ def test_keep_last_and_every(tmp_path):
     assert steps == [3, 5, 6]
 
 
+@pytest.mark.slow
 def test_frozen_body_stays_while_the_head_trains(tmp_path):
     config = tiny_config(optim={"freeze": ("^(?!head/)",), "weight_decay": 0.1})
     loop.train(config, tmp_path)
@@ -271,6 +272,7 @@ def test_the_loop_stops_transfers_that_nobody_meant(tmp_path, monkeypatch):
         loop.train(tiny_config(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_slow_source_shows_as_waiting_for_input(tmp_path, monkeypatch, capsys):
     from vit_jax.data.arrays import ArraySource
 

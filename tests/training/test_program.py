@@ -52,6 +52,7 @@ def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, numbers(one), numbers(other))
 
 
+@pytest.mark.slow
 def test_the_first_state_is_drawn_in_parts():
     _, _, split = build(fsdp=8)
     compiled = jax.jit(split.init, out_shardings=split.shardings.params).lower()

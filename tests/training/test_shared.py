@@ -20,18 +20,13 @@ def config(rate, seed=3, **sections):
     return tiny_config(seed=seed, optim=optim, total_steps=4, **sections)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optim",
     [
         {},
-        pytest.param(
-            {"decay": "linear", "end_rate": 1e-4, "warmup_steps": 1},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"decay": "rsqrt", "weight_decay": 0.1, "layer_decay": 0.7},
-            marks=pytest.mark.slow,
-        ),
+        {"decay": "linear", "end_rate": 1e-4, "warmup_steps": 1},
+        {"decay": "rsqrt", "weight_decay": 0.1, "layer_decay": 0.7},
     ],
 )
 def test_runs_that_share_give_what_they_give_alone(tmp_path, optim):

@@ -43,7 +43,7 @@ def near(a, b, atol):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
 
 
-@pytest.mark.parametrize("microbatches", [2, 16])
+@pytest.mark.parametrize("microbatches", [pytest.param(2, marks=pytest.mark.slow), 16])
 def test_accumulation_equals_the_large_batch(microbatches):
     whole, metrics = run()
     parts, same = run(accumulate=microbatches)
@@ -51,12 +51,14 @@ def test_accumulation_equals_the_large_batch(microbatches):
     near(metrics, same, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_accumulation_works_across_devices():
     whole, _ = run()
     parts, _ = run(devices=4, accumulate=2)
     near(whole.params, parts.params, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_draw_their_own_dropout():
     alike, _ = run(accumulate=1, dropout=0.5)
     other, _ = run(accumulate=2, dropout=0.5)

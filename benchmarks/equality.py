@@ -1,0 +1,45 @@
+"""How far 20 steps on a mesh of 8 fake devices are from 20 steps on one.
+
+Run: PYTHONPATH=. python benchmarks/equality.py
+
+What tests/training/test_strategies.py holds to 1e-5, as a table: the largest absolute
+difference of parameters, moments and average, and of the metrics of the last step.
+"""
+
+import os
+import pathlib
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "training"))
+
+import jax
+import numpy as np
+import test_strategies as strategies
+
+
+def furthest(one, other):
+    """Returns the largest absolute difference between two trees of arrays."""
+    differences = jax.tree.map(lambda a, b: np.abs(a - b).max(initial=0.0), one, other)
+    return max(float(x) for x in jax.tree.leaves(differences))
+
+
+def main():
+    """Trains with every strategy and prints the table."""
+    print("| mesh | optimiser | parameters | moments | average | metrics |")
+    print("|---|---|---|---|---|---|")
+    for mesh, options in strategies.CASES:
+        one = strategies.on_one_device(options)
+        other = strategies.train(strategies.MESHES[mesh], **strategies.OPTIONS[options])
+        cells = [
+            furthest(getattr(one[0], name), getattr(other[0], name))
+            for name in ("params", "opt_state", "average")
+        ]
+        cells.append(furthest(one[1], other[1]))
+        name = strategies.OPTIONS[options]["optim"]["name"]
+        print(f"| {mesh} | {name} | " + " | ".join(f"{x:.1e}" for x in cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
