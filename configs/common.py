@@ -11,7 +11,8 @@ def parse_arg(arg: str | None, **arguments: object) -> SimpleNamespace:
     """Reads the part of --config=file.py:PART behind the colon.
 
     Args:
-      arg: "model=B/16,dataset=cifar100,quick", or "" or None for all defaults.
+      arg: "model=B/16,dataset=cifar100,quick", or "" or None for all defaults. Commas
+        within brackets belong to a value, as in "train=even_splits(train, 3)[0]".
       **arguments: name to default. A tuple lists the allowed values, first the default;
         a bool is a flag, set by its bare name; otherwise the default gives the type.
 
@@ -25,16 +26,36 @@ def parse_arg(arg: str | None, **arguments: object) -> SimpleNamespace:
         name: default[0] if isinstance(default, tuple) else default
         for name, default in arguments.items()
     }
-    for word in filter(None, (arg or "").split(",")):
+    for word in filter(None, _words(arg or "")):
         name, equals, text = word.partition("=")
         if name not in arguments:
             known = ", ".join(arguments) or "none"
-            raise UserError(f"config argument {name!r} is unknown; it takes {known}")
+            hint = ""
+            if "data" in arguments and not equals:
+                hint = (
+                    ". A comma ends a value: a folder that has one in its name is "
+                    "--config.data.name=folder --config.data.data_dir=FOLDER"
+                )
+            raise UserError(
+                f"config argument {name!r} is unknown; it takes {known}{hint}"
+            )
         is_flag = isinstance(arguments[name], bool)
         values[name] = _value(
             name, text if equals or not is_flag else "True", arguments
         )
     return SimpleNamespace(**values)
+
+
+def _words(arg: str) -> list[str]:
+    """Cuts at the commas that stand outside of brackets."""
+    words, depth = [""], 0
+    for letter in arg:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth <= 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return words
 
 
 def _value(name: str, text: str, arguments: dict) -> object:

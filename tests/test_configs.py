@@ -244,6 +244,15 @@ def test_arguments_take_their_defaults():
         }
 
 
+def test_commas_within_brackets_belong_to_a_value():
+    text = "train=even_splits(train, 3)[0],size=9,test=even_splits(a+b,2)[1],"
+    assert vars(parse_arg(text, train="", test="", size=7)) == {
+        "train": "even_splits(train, 3)[0]",
+        "test": "even_splits(a+b,2)[1]",
+        "size": 9,
+    }
+
+
 def test_arguments_are_read_with_their_types():
     known = {
         "model": ("B/16", "L/16"),
