@@ -5,6 +5,7 @@ is held out, then all of them are used; test examples are only scored. Letters: 
 examples, D features, K classes, B blocks of R examples.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -52,6 +53,31 @@ class Choice(NamedTuple):
     probe: Probe
 
 
+class _Stopped(Exception):
+    """It was abandoned."""
+
+
+class _Asking:
+    """Asks a question a fixed number of times in all.
+
+    How often L-BFGS computes the loss may hang on the last bits of it, and so differ
+    between processes, which must ask equally often (see `guards.Preemption`).
+    """
+
+    def __init__(self, stop: Callable[[], bool], times: int):
+        self._stop, self._left = stop, times
+
+    def once(self) -> None:
+        if self._left:
+            self._left -= 1
+            if self._stop():
+                raise _Stopped
+
+    def rest(self) -> None:
+        while self._left:
+            self.once()
+
+
 def choose(
     features: Features,
     labels: Labels,
@@ -74,27 +100,25 @@ def choose(
         are two or more.
       seed: of the draw of that part.
       iterations: of L-BFGS, at most, for each strength.
-      stop: asked before every fit; True abandons.
+      stop: asked whenever the loss is computed, and equally often for each fit, as
+        processes that agree on the answer must; True abandons.
 
     Returns:
       The choice, or None when it was abandoned.
     """
-    held = _held_out(labels, classes, held_out, seed)
-    strengths = sorted(set(l2), reverse=True)
-    best, top1 = strengths[0], float("nan")
-    if len(strengths) > 1 and held.any():
-        fits = path(features[~held], labels[~held], classes, strengths, iterations)
-        scores = []
-        for fitted in fits:
-            if stop():
-                return None
-            right = fitted.predict(features[held]) == labels[held]
-            scores.append(right.mean())
-        best, top1 = strengths[int(np.argmax(scores))], float(max(scores))
-    if stop():
-        return None
-    *_, probe = path(features, labels, classes, [best], iterations)
-    return Choice(best, top1, probe)
+    with contextlib.suppress(_Stopped):
+        held = _held_out(labels, classes, held_out, seed)
+        strengths = sorted(set(l2), reverse=True)
+        best, top1 = strengths[0], float("nan")
+        if len(strengths) > 1 and held.any():
+            known = features[~held], labels[~held]
+            fits = path(*known, classes, strengths, iterations, stop)
+            tried, true = features[held], labels[held]
+            scores = [(fitted.predict(tried) == true).mean() for fitted in fits]
+            best, top1 = strengths[int(np.argmax(scores))], float(max(scores))
+        (probe,) = path(features, labels, classes, [best], iterations, stop)
+        return Choice(best, top1, probe)
+    return None
 
 
 def path(
@@ -103,6 +127,7 @@ def path(
     classes: int,
     l2: Sequence[float],
     iterations: int = 1_000,
+    stop: Callable[[], bool] = lambda: False,
 ):
     """Fits one probe after the other, each from where the last one ended.
 
@@ -114,6 +139,7 @@ def path(
     Args:
       features, labels, classes, iterations: as of `choose`.
       l2: strengths, the largest first.
+      stop: as of `choose`; raises _Stopped.
 
     Yields:
       A probe for each strength.
@@ -124,9 +150,12 @@ def path(
     blocks = _place((features - mean) / scale, labels, classes)
     size = features.shape[1] + 1, classes
     weights = np.zeros(size[0] * size[1])
+    most = 2 * iterations  # Evaluations of the loss, about.
     for strength in l2:
+        asking = _Asking(stop, most)
 
-        def objective(flat, strength=strength):
+        def objective(flat, strength=strength, asking=asking):
+            asking.once()
             given = jax.device_put(flat.reshape(size).astype(np.float32))
             value, slope = jax.device_get(_loss(given, blocks))
             body = flat.reshape(size)[:-1]
@@ -134,10 +163,11 @@ def path(
             slope[:-1] += strength * body
             return value + strength / 2 * (body**2).sum(), slope.ravel()
 
-        options = {"maxiter": iterations, "maxfun": 2 * iterations, "gtol": 1e-6}
+        options = {"maxiter": iterations, "maxfun": most, "gtol": 1e-6}
         weights = optimize.minimize(
             objective, weights, jac=True, method="L-BFGS-B", options=options
         ).x
+        asking.rest()
         found = weights.reshape(size)
         slopes = found[:-1] / scale[:, None]
         offsets = found[-1] - mean @ slopes
