@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -121,6 +123,25 @@ def test_a_small_class_gives_all_that_it_has():
     labels = np.array([0] * 9 + [1] * 2 + [3])
     rows = fewshot.draw(labels, 5, seed=0, classes=4)
     assert np.bincount(labels[rows], minlength=4).tolist() == [5, 2, 0, 1]
+
+
+def test_memory_is_what_the_solution_says(monkeypatch):
+    # A quarter of 21,843 classes and of 1,280 features, so a 16th of what a block holds.
+    K, D, block = 5_461, 320, 2**18
+    monkeypatch.setattr(fewshot, "_BLOCK", block)
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((K, D), np.float32), np.arange(K)
+    tracemalloc.start()
+    try:
+        solution = fewshot.solve(x, labels, K)
+        peaks = [tracemalloc.get_traced_memory()[1]]
+        tracemalloc.reset_peak()
+        solution.predict(x[:50], 1024.0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+    stated = 2 * (D + 1) * K + 4 * (D + 1) ** 2 + block
+    assert 0.8 < max(peaks) / (8 * stated) < 1.05
 
 
 @pytest.mark.slow
