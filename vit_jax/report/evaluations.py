@@ -1,7 +1,10 @@
 """What evaluations gave: `evaluate.json`, a table, and confusion matrices."""
 
+import contextlib
+import io
 import json
 import os
+import re
 
 import numpy as np
 from etils import epath
@@ -12,7 +15,21 @@ from vit_jax.report.confusion import Confusion
 from vit_jax.report.writer import replace_text
 
 FILE = "evaluate.json"
-_FRACTIONS = ("top1", "top5", "shot", "ece", "mean", "overlap", "_std")
+# Metrics that are fractions; further strengths and deviations of few shots too.
+_FRACTION = re.compile(r"\d+shot.*|(.*_)?top[15](_overlap)?|ece|class_mean")
+
+
+def prepare(folder: str | os.PathLike) -> None:
+    """Makes the folder and tries it, so that no evaluation is done in vain.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    trial = epath.Path(folder) / f".{FILE}.new"
+    with _clear(folder):
+        trial.parent.mkdir(parents=True, exist_ok=True)
+        trial.write_text("")
+        trial.unlink()
 
 
 def write(
@@ -32,20 +49,18 @@ def write(
       UserError: the folder cannot be written.
     """
     folder, written = epath.Path(folder), []
-    try:
+    with _clear(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in tables.items():
             picture, numbers = f"{name}_confusion.png", f"{name}_confusion.csv"
-            with (folder / picture).open("wb") as file:
-                confusions.draw(table).save(file, "PNG")
+            stream = io.BytesIO()
+            confusions.draw(table).save(stream, "PNG")
+            new = folder / f".{picture}.new"  # So that it is never half a picture.
+            new.write_bytes(stream.getvalue())
+            new.replace(folder / picture)
             replace_text(folder / numbers, confusions.to_csv(table))
             written += [picture, numbers]
         replace_text(folder / FILE, json.dumps(report, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"--out={folder} cannot be written ({error.strerror or error}): choose "
-            "another folder"
-        ) from error
     return [FILE, *written]
 
 
@@ -61,10 +76,28 @@ def table(results: dict, tables: dict[str, Confusion]) -> str:
     for name, kinds in results.items():
         for metrics in kinds.values():
             for metric, value in metrics.items():
-                lines.append(f"{name:<16} {metric:<16} {_text(metric, value):>12}")
+                lines.append(f"{name:<16} {metric:<16} {text(metric, value):>12}")
         if name in tables:
             lines += [f"{name:<16} {line}" for line in _worst(tables[name])]
     return "\n".join(lines)
+
+
+def text(metric: str, value: int | float) -> str:  # noqa: PYI041 (beartype knows)
+    """Returns a metric as people read it: a count, a percentage or a number."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.2%}" if _FRACTION.fullmatch(metric) else f"{value:.6g}"
+
+
+@contextlib.contextmanager
+def _clear(folder: str | os.PathLike):
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--out={folder} cannot be written ({error.strerror or error}): choose "
+            "another folder"
+        ) from error
 
 
 def _worst(table: Confusion, most: int = 3) -> list[str]:
@@ -72,9 +105,3 @@ def _worst(table: Confusion, most: int = 3) -> list[str]:
     there = np.flatnonzero(~np.isnan(accuracies))
     order = there[np.argsort(accuracies[there], kind="stable")][:most].tolist()
     return [f"least accurate   {accuracies[i]:>12.2%} {table.name(i)}" for i in order]
-
-
-def _text(metric: str, value: int | float) -> str:  # noqa: PYI041 (beartype knows)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.2%}" if metric.endswith(_FRACTIONS) else f"{value:.6g}"

@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.report import evaluations
+from vit_jax.report.confusion import Confusion
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("5shot", 0.5, "50.00%"),
+        ("5shot_std", 0.01, "1.00%"),
+        ("5shot_l2_1024", 0.25, "25.00%"),
+        ("25shot_l2_0.5_std", 0.02, "2.00%"),
+        ("25shot_short", 3, "3"),
+        ("top1", 1.0, "100.00%"),
+        ("top1_overlap", 0.5, "50.00%"),
+        ("held_out_top1", 0.5, "50.00%"),
+        ("ece", 0.125, "12.50%"),
+        ("class_mean", 0.5, "50.00%"),
+        ("loss", 0.5, "0.5"),
+        ("l2", 0.001, "0.001"),
+        ("examples", 46_837, "46,837"),
+    ],
+)
+def test_fractions_are_percentages_and_counts_are_whole(metric, value, text):
+    assert evaluations.text(metric, value) == text
+
+
+def test_a_picture_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    table = Confusion(np.eye(3, dtype=int))
+    names = evaluations.write(tmp_path, {"results": {}}, {"test": table})
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    path = tmp_path / "test_confusion.png"
+    before = path.read_bytes()
+
+    def broken(self, stream, kind):
+        stream.write(b"half")
+        raise OSError("full")
+
+    monkeypatch.setattr(Image.Image, "save", broken)
+    with pytest.raises(ValueError, match="cannot be written"):
+        evaluations.write(tmp_path, {"results": {}}, {"test": table})
+    assert path.read_bytes() == before
+
+
+def test_a_trial_leaves_nothing_but_the_folder(tmp_path):
+    evaluations.prepare(tmp_path / "deep/er")
+    assert list((tmp_path / "deep/er").iterdir()) == []
