@@ -1,0 +1,150 @@
+"""The form in which attention is kept and sent, and where it comes from."""
+
+import io
+
+import explored
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.analysis import attention, rollout
+from vit_jax.errors import UserError
+from vit_jax.evaluation import network, prediction
+from vit_jax.explorer import subject
+from vit_jax.explorer.rows import Rows
+from vit_jax.weights import preprocess as preprocessing
+from vit_jax.weights.pretrained import Preprocess
+
+
+def read(data, layers, maps, extra, patches, steps=255):
+    """Reads a row without the code under test: attention to all tokens."""
+    count = layers * maps * (extra + 1)
+    scales = np.frombuffer(data, "<f4", count).reshape(layers, maps, extra + 1)
+    levels = np.frombuffer(data, np.uint8, offset=4 * count)
+    levels = levels.reshape(layers, maps, patches)
+    values = levels * (scales[..., -1:] / np.float32(steps))
+    return np.concatenate([scales[..., :-1], values], -1)
+
+
+def uneven(rng, *shape):
+    """Returns rows of sum 1, some entries far larger than others."""
+    values = np.exp(3 * rng.standard_normal(shape))
+    return (values / values.sum(-1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize("steps", [255, 15])
+def test_rows_are_read_back_to_half_a_step(steps):
+    maps = uneven(np.random.default_rng(0), 3, 5, 11, 11)  # Layers, maps, N, N.
+    rows = Rows.empty(tokens=11, extra=2, layers=3, maps=5)
+    for layer, values in enumerate(maps):
+        rows.put(layer, values)
+    if steps != 255:
+        rows = rows.coarser(steps)
+    for query in (0, 7, 10):
+        found = read(rows.of(query), 3, 5, 2, 9, steps)
+        expected = maps[:, :, query]
+        np.testing.assert_array_equal(found[..., :2], expected[..., :2])
+        peak = expected[..., 2:].max(-1, keepdims=True)
+        # Half a step of the one, and of the 255 that it was made of.
+        error = abs(found - expected)[..., 2:] / peak
+        assert error.max() <= 0.5 / steps + 0.5 / 255 * (steps != 255) + 1e-5
+
+
+def test_a_row_of_zeros_stays_one():
+    rows = Rows.empty(tokens=3, extra=0, layers=1, maps=1)
+    rows.put(0, np.zeros((1, 3, 3), np.float32))
+    assert not read(rows.of(1), 1, 1, 0, 3).any()
+
+
+def everything(found, pretrained):
+    """Returns the attention of all layers by `analysis`, and the network's input."""
+    model, params = network.fit(pretrained, pretrained.preprocess)
+    pixels = np.array(Image.open(io.BytesIO(found.picture)))
+    pixels = pixels.reshape(1, *model.image_shape)
+    images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
+    return list(attention.maps(model, params, images))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_subject_keeps_the_attention_of_the_analysis(
+    number, subjects, first, second, photograph
+):
+    pretrained = (first, second)[number]
+    layers, heads, extra, patches = ((4, 3, 1, 15), (2, 2, 0, 8))[number]
+    found = subjects[number].see(photograph, "photograph")
+    maps = everything(found, pretrained)
+    assert len(maps) == layers
+    flows = [rollout.rollout(maps[: layer + 1])[0] for layer in range(layers)]
+    for query in range(extra + patches):
+        row = read(found.rows.of(query), layers, heads + 1, extra, patches)
+        for layer in range(layers):
+            expected = [*maps[layer][0, :, query], flows[layer][query]]
+            np.testing.assert_allclose(row[layer], expected, atol=1 / 255)
+            peak = np.max(np.array(expected)[:, extra:], axis=-1, keepdims=True)
+            assert (abs(row[layer] - expected) <= 0.51 / 255 * peak + 1e-6).all()
+
+
+def test_the_classes_are_those_of_predict(subjects, first, photograph):
+    found = subjects[0].see(photograph, "photograph")
+    [(_, expected)] = prediction.predict(
+        prediction.Classifier(first), [("photograph", photograph)], batch_size=1
+    )
+    assert found.classes == expected
+
+
+def test_without_a_classifier_there_are_no_classes(subjects, photograph):
+    assert subjects[1].see(photograph, "photograph").classes == ()
+
+
+def test_a_description(subjects):
+    assert subjects[0].describe() == {
+        "name": "models/tiny1",
+        "variant": "Ti/8",
+        "grid": (3, 5),
+        "size": (24, 40),
+        "layers": 4,
+        "heads": 3,
+        "extra": ["CLS"],
+    }
+    assert subjects[1].describe()["extra"] == []
+
+
+def test_the_distillation_token_is_named():
+    small = {"width": 12, "depth": 1, "heads": 3, "mlp_dim": 5, "image_size": (8, 16)}
+    given = explored.pretrained(
+        3, variant="Ti/8", classes=5, distillation=True, **small
+    )
+    found = subject.Subject(given, preprocess=given.preprocess)
+    assert found.describe()["extra"] == ["CLS", "DIST"]
+
+
+def test_a_resnet_is_refused():
+    options = {"variant": "R50x1", "classes": 3, "blocks": (1,), "stem_width": 32}
+    given = explored.pretrained(4, **options, image_size=(32, 32))
+    with pytest.raises(UserError, match="a ResNet has no attention"):
+        subject.Subject(given, preprocess=given.preprocess)
+
+
+@pytest.mark.parametrize(
+    "preprocess",
+    [
+        Preprocess((20, 30), crop_fraction=0.8),
+        Preprocess((30, 20), crop_fraction=1.0),
+        Preprocess((30, 20), squash=True, crop_fraction=0.9),
+        Preprocess((24, 24)),
+    ],
+)
+def test_the_box_is_what_the_crop_keeps(preprocess):
+    # Red grows from top to bottom, green from left to right.
+    height, width = 83, 131
+    y, x = (np.arange(side) + 0.5 for side in (height, width))
+    red, green = np.meshgrid(255 * y / height, 255 * x / width, indexing="ij")
+    image = np.stack([red, green, red], -1).round().astype(np.uint8)
+    kept = preprocessing.prepare(image, preprocess)
+    top, left, bottom, right = subject.box((height, width), preprocess)
+    rows, columns = preprocess.image_size
+    for i, (start, end) in ((0, (top, bottom)), (1, (left, right))):
+        middles = kept[rows // 2, :, 1] if i else kept[:, columns // 2, 0]
+        places = start + (np.arange(len(middles)) + 0.5) / len(middles) * (end - start)
+        np.testing.assert_allclose(middles / 255, places, atol=0.02)

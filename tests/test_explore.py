@@ -1,0 +1,189 @@
+"""`python -m vit_jax.explore`, on a small model with random parameters."""
+
+import io
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import cli, explore, models
+from vit_jax.errors import UserError
+from vit_jax.explorer import images, saved
+from vit_jax.weights.formats import own
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model and an image."""
+    folder = tmp_path_factory.mktemp("explore")
+    options = {
+        "variant": "Ti/8",
+        "classes": 3,
+        "image_size": (16, 24),
+        "width": 12,
+        "depth": 2,
+        "heads": 3,
+        "mlp_dim": 17,
+    }
+    model = models.create(**options)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
+    rng = np.random.default_rng(1)
+    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    pretrained = Pretrained(
+        params=jax.tree.unflatten(tree, leaves),
+        options=options,
+        format="vit_jax",
+        source="tiny",
+        preprocess=Preprocess((16, 24), crop_fraction=0.9),
+        class_names=("apple", "Bär", "cat"),
+    )
+    own.write(pretrained, folder / "tiny.safetensors")
+    noise = rng.integers(0, 256, (29, 41, 3), dtype=np.uint8)
+    (folder / "images").mkdir()
+    Image.fromarray(noise).save(folder / "images" / "noise.png")
+    return folder
+
+
+@pytest.fixture
+def run(place, capsys):
+    """Runs the verb in this process: words -> (stdout, stderr)."""
+
+    def start(*words):
+        words = [f"--model={place / 'tiny.safetensors'}", *map(str, words)]
+        explore.main(cli.parse(explore.parser(), words))
+        return capsys.readouterr()
+
+    return start
+
+
+def test_a_file_holds_everything(run, place, tmp_path):
+    path = tmp_path / "noise.html"
+    image = place / "images" / "noise.png"
+    model = place / "tiny.safetensors"
+    out, err = run(f"--html={path}", f"--image={image}", f"--compare={model}")
+    text = path.read_text()
+    assert out == (
+        f"{path}: {path.stat().st_size / 1e6:.2f} MB, attention in 256 steps of each "
+        "row's largest\n"
+    )
+    assert err == ""
+    state = json.loads(re.search(r'id="saved">(.+?)</script>', text)[1])
+    assert [model["layers"] for model in state["models"]] == [2, 2]
+    assert state["seen"]["name"] == "noise.png"
+    assert len(state["seen"]["models"][1]["classes"]) == 3
+    # Nothing comes from elsewhere, and not even the place of the model is told.
+    assert not re.search(r'(?:src|href)="(?!data:)', text)
+    assert "default-src 'none'" in text
+    assert str(place.parent) not in text
+
+
+def test_steps_are_given_up_for_a_small_file(run, place, tmp_path, monkeypatch):
+    image = place / "images" / "noise.png"
+    words = f"--html={tmp_path / 'x.html'}", f"--image={image}"
+    run(*words)
+    large = (tmp_path / "x.html").stat().st_size
+    monkeypatch.setattr(saved, "MAX_BYTES", large - 100)
+    out, err = run(*words)
+    assert (tmp_path / "x.html").stat().st_size <= large - 100
+    assert int(re.search(r"in (\d+) steps", out)[1]) < 256
+    assert err == ""
+    monkeypatch.setattr(saved, "MAX_BYTES", 10_000)
+    out, err = run(*words)
+    assert "attention in 4 steps" in out
+    assert err == f"{tmp_path / 'x.html'} is larger than 0.01 MB\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--html=x.html"], "--html=FILE is the page of one --image=IMAGE: give both"),
+        (["--image=x.png"], "--html=FILE is the page of one --image=IMAGE: give both"),
+        (["--images=absent"], "--images=absent is not a folder"),
+        (["--compare=absent"], "absent"),
+        (
+            ["--html=x.html", "--image=absent.png"],
+            r"--image=absent\.png cannot be read",
+        ),
+        (["--html=absent/x.html", "--image={image}"], "--html=absent/x.html cannot be"),
+        (["--html=x.html", "--image={text}"], "--image: notes.txt cannot be decoded"),
+        (["--config.seed=1"], "--config.seed: exploring takes no config"),
+        (
+            ["--host=no.such.host.invalid"],
+            r"--host=no\.such\.host\.invalid --port=8000",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(run, place, tmp_path, monkeypatch, words, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("no image")
+    image, text = place / "images" / "noise.png", tmp_path / "notes.txt"
+    with pytest.raises(UserError, match=reason):
+        run(*(word.format(image=image, text=text) for word in words))
+
+
+def test_ports(capsys):
+    for port in ("-1", "65536", "http"):
+        with pytest.raises(SystemExit) as end:
+            cli.parse(explore.parser(), ["--model=x", f"--port={port}"])
+        assert end.value.code == 2
+        assert f"'{port}' is not a port from 0 to 65535" in capsys.readouterr().err
+
+
+def test_a_large_image_is_refused(run, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "MAX_PIXELS", 100)
+    image = place / "images" / "noise.png"
+    with pytest.raises(UserError, match="--image: noise.png has 41x29 pixels"):
+        run(f"--html={tmp_path / 'x.html'}", f"--image={image}")
+
+
+def test_a_process_serves_until_it_is_interrupted(place):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    model, folder = place / "tiny.safetensors", place / "images"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vit_jax.explore", f"--model={model}", "--port=0"),
+            f"--images={folder}",
+        ],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()
+        address = re.match(
+            r"(http://127\.0\.0\.1:\d+/) shows .*tiny\.safetensors$", line
+        )
+        assert address, line + process.stderr.read()
+        with urllib.request.urlopen(f"{address[1]}api/about") as answer:
+            assert json.load(answer)["images"] == ["noise.png"]
+        request = urllib.request.Request(
+            f"{address[1]}api/open?name=noise.png", method="POST"
+        )
+        with urllib.request.urlopen(request) as answer:
+            key = json.load(answer)["key"]
+        picture = f"{address[1]}api/picture?image={key}&model=0"
+        with urllib.request.urlopen(picture) as answer:
+            assert Image.open(io.BytesIO(answer.read())).size == (24, 16)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{address[1]}pyproject.toml").close()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (0, "", "ended\n")
+    finally:
+        process.kill()
+        process.wait()

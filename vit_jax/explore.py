@@ -1,0 +1,129 @@
+"""Shows where a model looks: python -m vit_jax.explore --model=PLACE [--images=FOLDER]
+
+PLACE is whatever holds weights, as of vit_jax.predict. Prints the address of a page for
+a browser on this computer: drop an image there, see the top classes, click a patch and
+see where it looks, in every layer and head. --compare=PLACE puts a second model beside
+the first. Ctrl-C ends it. --html=FILE --image=IMAGE writes the page of one image as one
+file to share, which needs no server, and ends. Exit codes: 0 done, 2 bad input.
+"""
+
+import argparse
+import os
+import sys
+
+from vit_jax import cli
+from vit_jax.errors import UserError
+
+PORT = 8000
+
+
+def main(flags: argparse.Namespace) -> None:
+    """Serves or writes the page that the flags describe."""
+    cli.refuse_overrides(flags, "exploring")
+    if bool(flags.html) != bool(flags.image):
+        raise UserError(
+            "--html=FILE is the page of one --image=IMAGE: give both, or neither"
+        )
+    # After the flags, so that their errors come at once.
+    from vit_jax.explorer.images import Folder
+    from vit_jax.parallel import compilation_cache
+
+    folder = Folder(flags.images) if flags.images else None
+    if uncached := compilation_cache.enable():
+        _tell(uncached)
+    places = [flags.model, flags.compare] if flags.compare else [flags.model]
+    subjects = [open_subject(flags, place) for place in places]
+    if flags.html:
+        write(flags, subjects)
+    else:
+        serve(flags, subjects, folder)
+
+
+def write(flags: argparse.Namespace, subjects: list) -> None:
+    """Writes the page of one image as one file."""
+    from vit_jax.explorer import images, saved
+
+    name = os.path.basename(flags.image)
+    try:
+        with open(flags.image, "rb") as file:
+            data = file.read()
+        images.check(data, name)
+        seen = [subject.see(data, name) for subject in subjects]
+    except OSError as error:
+        raise UserError(f"--image={flags.image} cannot be read: {error}") from error
+    except images.Refused as error:
+        raise UserError(f"--image: {error.sentence}") from error
+    size, steps = saved.write(flags.html, subjects, seen, name)
+    print(
+        f"{flags.html}: {size / 1e6:.2f} MB, attention in {steps + 1} steps of each "
+        "row's largest"
+    )
+    if size > saved.MAX_BYTES:
+        _tell(f"{flags.html} is larger than {saved.MAX_BYTES / 1e6:g} MB")
+
+
+def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
+    """Serves the page until Ctrl-C."""
+    from vit_jax.explorer import access
+    from vit_jax.explorer.server import Server
+    from vit_jax.explorer.session import Session
+
+    with Server(Session(subjects, folder), flags.host, flags.port) as server:
+        if not access.loopback(flags.host):
+            _tell(
+                f"--host={flags.host}: whoever reaches this computer can use the page, "
+                "and see the images of --images; there is no password"
+            )
+        for subject in subjects:  # Or the first image would wait for compilation.
+            subject.warm_up()
+        names = " and ".join(subject.name for subject in subjects)
+        print(f"{server.address} shows {names}", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            _tell("ended")
+
+
+def open_subject(flags: argparse.Namespace, place: str):
+    """Opens a checkpoint, with the flags in place of what travelled with it."""
+    from vit_jax.evaluation import network, prediction
+    from vit_jax.explorer.subject import Subject
+
+    names = prediction.read_labels(flags.labels) if flags.labels else ()
+    found, preprocess = network.open_weights(
+        place,
+        cli.image_flags(flags),
+        average=not flags.raw,
+        heads=flags.heads,
+        tell=_tell,
+    )
+    return Subject(found, preprocess=preprocess, class_names=names)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--images", default="", help="folder to choose from; nothing else is read")
+    add("--compare", default="", metavar="PLACE", help="a second model")
+    add("--host", default="127.0.0.1", help="to listen at; default: this computer only")
+    add("--port", type=_port, default=PORT, help=f"0 is any; default {PORT}")
+    add("--html", default="", metavar="FILE", help="write the page of --image and end")
+    add("--image", default="", help="what --html shows")
+    add("--labels", default="", help="file of class names, one a line")
+    cli.add_weights_flags(parser)
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())

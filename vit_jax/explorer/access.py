@@ -1,0 +1,77 @@
+"""Who may ask the explorer, and what its page may do.
+
+A page of any site can make a browser send requests to this computer. It cannot read
+the answers, unless its own name is made to stand for this computer (DNS rebinding):
+then the Host header still has that name. Addresses cannot be rebound.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from email.message import Message
+from urllib.parse import urlsplit
+
+from vit_jax.explorer.images import Refused
+
+# Of the page and all that it loads: nothing from elsewhere, nothing inline.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; "
+        "img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+
+
+def loopback(host: str) -> bool:
+    """Returns whether only this computer can reach a server at `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check(headers: Message | Mapping[str, str], served: str, *, api: bool) -> None:
+    """Checks where a request comes from.
+
+    Args:
+      headers: of the request.
+      served: the host of --host.
+      api: whether it asks for more than the page's own files, which a link of another
+        site may lead to.
+
+    Raises:
+      Refused: it may come from another site.
+    """
+    host = headers.get("Host", "")
+    if not _known(host, served):
+        raise Refused(
+            403,
+            f"The address {host!r} is not this server's: open it by its number, as "
+            "127.0.0.1, or start it with --host and that name.",
+        )
+    if not api:
+        return
+    origin = headers.get("Origin")
+    site = headers.get("Sec-Fetch-Site", "same-origin")
+    foreign = origin is not None and urlsplit(origin).netloc != host
+    if foreign or site not in ("same-origin", "none"):
+        raise Refused(403, "Pages of other sites may not ask this server.")
+
+
+def _known(host: str, served: str) -> bool:
+    """Returns whether a Host header names this server."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # As of brackets that are not closed.
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("localhost", served.lower())
+    return loopback(name) or not loopback(served)

@@ -1,0 +1,81 @@
+"use strict";
+
+/** Red, green and blue from the smallest attention to the largest, ever lighter. */
+const STOPS = [
+  [10, 8, 38],
+  [66, 18, 112],
+  [150, 35, 118],
+  [217, 74, 79],
+  [248, 142, 44],
+  [252, 208, 92],
+  [255, 253, 208],
+];
+
+/** STOPS with what lies between them: 256 colours of 3 numbers. */
+const RAMP = (() => {
+  const ramp = new Uint8ClampedArray(3 * 256);
+  for (let i = 0; i < 256; i++) {
+    const place = (i / 255) * (STOPS.length - 1);
+    const below = Math.min(Math.floor(place), STOPS.length - 2);
+    for (let c = 0; c < 3; c++) {
+      const [low, high] = [STOPS[below][c], STOPS[below + 1][c]];
+      ramp[3 * i + c] = low + (place - below) * (high - low);
+    }
+  }
+  return ramp;
+})();
+
+/**
+ * Paints a map into an image, a pixel a patch.
+ *
+ * @param {ImageData} image
+ * @param {Float32Array} values attention to each patch, row by row.
+ * @param {number[]} grid patches down and across.
+ * @param {number} peak the value that has the last colour, as larger ones have.
+ * @param {number} left where in the image it starts.
+ * @param {number} top
+ */
+function paint(image, values, [rows, columns], peak, left = 0, top = 0) {
+  const unit = peak > 0 ? 255 / peak : 0;
+  for (let y = 0; y < rows; y++) {
+    let pixel = 4 * ((top + y) * image.width + left);
+    for (let x = 0; x < columns; x++, pixel += 4) {
+      const level = Math.min(255, Math.round(unit * values[y * columns + x]));
+      for (let c = 0; c < 3; c++) image.data[pixel + c] = RAMP[3 * level + c];
+      image.data[pixel + 3] = 255;
+    }
+  }
+}
+
+/** Returns a picture of a map alone. */
+function picture(values, [rows, columns], peak) {
+  const image = new ImageData(columns, rows);
+  paint(image, values, [rows, columns], peak);
+  return image;
+}
+
+/** Returns the value of the last colour: the largest, or that of which 5 % are larger. */
+function peakOf(values, clip) {
+  if (!clip) return Math.max(...values);
+  return values.toSorted()[Math.ceil(0.95 * values.length) - 1];
+}
+
+/** Returns a canvas of the size of some pixels that shows them. */
+function canvasOf(image) {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [image.width, image.height];
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
+}
+
+/** Fills a canvas, a pixel high, with all colours. */
+function paintRamp(canvas) {
+  const values = Float32Array.from({ length: canvas.width }, (_, i) => i);
+  const image = picture(values, [1, canvas.width], canvas.width - 1);
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+/** Writes a share as a percentage of three figures. */
+function percent(share) {
+  return `${Number((100 * share).toPrecision(3))} %`;
+}

@@ -1,0 +1,193 @@
+"""The explorer's HTTP server: the page, and what it asks for.
+
+GET  /, /NAME                               the page and its files
+GET  /api/about                             models, limits and names of images
+GET  /api/thumbnail?name=                   of an image of the folder, a JPEG file
+GET  /api/picture?image=KEY&model=          what a model saw, a PNG file
+GET  /api/row?image=KEY&model=&query=       where a token looks, see rows.py
+POST /api/open?name=                        looks at an image of the folder
+POST /api/see?name=                         looks at the image that is the body
+
+What is refused is answered with {"error": one sentence}.
+"""
+
+import http.server
+import json
+import socket
+import sys
+from urllib.parse import parse_qs, urlsplit
+
+from vit_jax.errors import UserError
+from vit_jax.explorer import access, images, saved
+from vit_jax.explorer.images import MAX_BYTES, Refused
+from vit_jax.explorer.session import Session
+
+_JSON, _BINARY = "application/json", "application/octet-stream"
+_SILENCE = 30  # Seconds after which a connection on which nothing comes is closed.
+_CHUNK = 1 << 20
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves a session until `shutdown`.
+
+    Args:
+      session: to ask.
+      host: address or name to listen at.
+      port: 0 is any that is free; `server_port` tells which.
+
+    Raises:
+      UserError: it cannot listen there.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, session: Session, host: str, port: int):
+        self.session, self.host, self.assets = session, host, saved.assets()
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"--host={host} --port={port} cannot be served: {error}; --port=0 "
+                "takes a port that is free"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser."""
+        host = "127.0.0.1" if self.host in ("", "0.0.0.0", "::") else self.host
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.server_port}/"
+
+    def handle_error(self, request, client_address) -> None:
+        """Keeps quiet on connections that browsers drop."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"  # Keeps the connection for the next click.
+    timeout = _SILENCE
+
+    def version_string(self) -> str:
+        """Leaves the versions out."""
+        return "vit_jax"
+
+    def log_message(self, format, *args) -> None:
+        """Is silent: a line a click would help nobody."""
+
+    def do_GET(self) -> None:
+        """Answers what only reads."""
+        self._answer(
+            {
+                "/api/about": self._about,
+                "/api/thumbnail": self._thumbnail,
+                "/api/picture": self._picture,
+                "/api/row": self._row,
+            }
+        )
+
+    def do_POST(self) -> None:
+        """Answers what makes the models look at an image."""
+        self._answer({"/api/open": self._open, "/api/see": self._see})
+
+    def _answer(self, routes) -> None:
+        address = urlsplit(self.path)
+        self.query = {
+            name: values[-1] for name, values in parse_qs(address.query).items()
+        }
+        api = address.path.startswith("/api/")
+        try:
+            access.check(self.headers, self.server.host, api=api)
+            asset = self.server.assets.get(address.path.lstrip("/") or saved.PAGE)
+            if address.path in routes:
+                self._send(200, *routes[address.path]())
+            elif asset and self.command == "GET":
+                self._send(200, *asset)
+            else:
+                raise Refused(404, f"There is nothing at {address.path[:99]}.")
+        except Refused as error:
+            self._refuse(error.status, error.sentence)
+        except UserError as error:
+            self._refuse(500, f"{error}.")
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception:
+            self._refuse(500, "The server failed; its terminal says how.")
+            raise
+
+    def _about(self):
+        return _json(self.server.session.about())
+
+    def _thumbnail(self):
+        return "image/jpeg", images.thumbnail(self._from_folder())
+
+    def _picture(self):
+        return "image/png", self._seen().picture
+
+    def _row(self):
+        rows, query = self._seen().rows, self._number("query")
+        if query >= len(rows.levels):
+            raise Refused(404, f"There is no token {query}.")
+        return _BINARY, rows.of(query)
+
+    def _open(self):
+        return _json(self.server.session.see(self._from_folder(), self.query["name"]))
+
+    def _see(self):
+        name = self.query.get("name", "The image")[:200]
+        return _json(self.server.session.see(self._body(name), name))
+
+    def _from_folder(self) -> bytes:
+        if self.server.session.folder is None:
+            raise Refused(404, "No folder was chosen: start with --images=FOLDER.")
+        return self.server.session.folder.read(self.query.get("name", ""))
+
+    def _seen(self):
+        return self.server.session.seen(
+            self.query.get("image", ""), self._number("model")
+        )
+
+    def _number(self, name: str) -> int:
+        text = self.query.get(name, "")
+        if not (text.isascii() and text.isdecimal() and len(text) < 9):
+            raise Refused(400, f"{name}={text[:20]!r} is not a whole number.")
+        return int(text)
+
+    def _body(self, name: str) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise Refused(411, "The request does not say how long it is.")
+        size = int(length)
+        if size > MAX_BYTES:
+            # Read some, or the browser would not come to read the answer.
+            for _ in range(0, min(size, 4 * MAX_BYTES), _CHUNK):
+                self.rfile.read(_CHUNK)
+            raise images.too_large(size, name)
+        data = self.rfile.read(size)
+        if len(data) < size:
+            raise ConnectionResetError("the upload was broken off")
+        return data
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        self.close_connection = True  # What is left of the request is not read.
+        self._send(status, *_json({"error": sentence}))
+
+    def _send(self, status: int, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        for name, value in access.HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def _json(content: dict) -> tuple[str, bytes]:
+    return _JSON, json.dumps(content).encode()
