@@ -107,7 +107,7 @@ def distances(
     tokens that are no patches neither asking nor being looked at counts.
     """
     between = jnp.asarray(between_patches(grid, patch))
-    return np.stack([_distances(weights, between, extra) for weights in maps], axis=1)
+    return np.stack([reach(weights, between, extra) for weights in maps], axis=1)
 
 
 def between_patches(grid: tuple[int, int], patch: int) -> Float[np.ndarray, "P P"]:
@@ -118,11 +118,20 @@ def between_patches(grid: tuple[int, int], patch: int) -> Float[np.ndarray, "P P
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _distances(weights, between, extra):
+def reach(
+    weights: Float[Array, "B H N N"], between: Float[Array, "P P"], extra: int
+) -> Float[Array, "B H"]:
+    """Returns how far the heads of one layer look; see `distances`.
+
+    Args:
+      weights: attention.
+      between: distances of patches, from `between_patches`.
+      extra: tokens in front of the patches.
+    """
     weights = weights[:, :, extra:, extra:]
     total = weights.sum(-1)
-    reach = jnp.einsum("bhnm,nm->bhn", weights, between)
+    far = jnp.einsum("bhnm,nm->bhn", weights, between)
     # A patch that looks at no patch is left out: it has no distance.
     seen = total > 0
-    reach = jnp.where(seen, reach / jnp.where(seen, total, 1), 0)
-    return reach.sum(-1) / jnp.maximum(seen.sum(-1), 1)
+    far = jnp.where(seen, far / jnp.where(seen, total, 1), 0)
+    return far.sum(-1) / jnp.maximum(seen.sum(-1), 1)

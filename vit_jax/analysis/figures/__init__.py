@@ -1,0 +1,1 @@
+"""The figures: a thin layer of drawing on the arrays of the package above."""

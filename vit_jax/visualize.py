@@ -1,0 +1,166 @@
+"""Draws what a model has learned, and where it looks.
+
+    python -m vit_jax.visualize --model=PLACE --images FOLDER --out=DIR
+
+PLACE is whatever holds weights, as for vit_jax.predict; --images takes files, folders
+and "-". --figure names some of these, between commas (default: all that there is
+something for):
+
+    filters     principal components of the first filters
+    posemb      how alike the position embeddings of patches are
+    distance    how far each head looks, by depth: over all images
+    norms       how long tokens are, by depth: over all images
+    cka         how alike layers are, or those of --other=PLACE: over all images
+    attention   where the query looks, by layer and head: an image a figure
+    rollout     the same over all layers, on the image
+    relevance   which patches spoke for the most probable classes, or for --classes
+
+Each is written as PNG, SVG (dark on dark screens) and its numbers as npz. Only the first
+--shown images get figures of their own. Needs matplotlib: pip install 'vit_jax[plots]'.
+Exit codes: 0 done, 1 some images could not be read (a line each says why), 2 bad input.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+
+from vit_jax import cli
+from vit_jax.analysis.figures import names
+from vit_jax.errors import UserError
+
+EXIT_DAMAGED = 1
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Draws what the flags name; returns the exit code."""
+    cli.refuse_overrides(flags, "looking into a model")
+    figures = _figures(flags)
+    # After the flags, so that their errors come at once; JAX after the images.
+    from vit_jax.evaluation import inputs
+
+    images = inputs.find_some(flags.images) if flags.images else []
+
+    from vit_jax.analysis.figures import make
+    from vit_jax.parallel import compilation_cache
+
+    if uncached := compilation_cache.enable():
+        print(uncached, file=sys.stderr, flush=True)
+    subject = open_subject(flags, flags.model)
+    other = open_subject(flags, flags.other) if flags.other else None
+    count = len(images) if isinstance(images, list) else None
+    order = make.Order(
+        figures=figures or make.possible(subject, count),
+        choice=make.Choice(
+            flags.query, flags.combine, flags.discard, flags.classes, flags.topk
+        ),
+        shown=flags.shown,
+        batch_size=flags.batch_size,
+        layer=flags.layer,
+    )
+    damaged = []
+
+    def tell(name, why):
+        damaged.append(name)
+        print(f"{name}: {why}", file=sys.stderr, flush=True)
+
+    files = list(
+        make.make(
+            subject,
+            images,
+            order,
+            pathlib.Path(flags.out),
+            other=other,
+            tell=tell,
+            progress=functools.partial(_progress, count=count),
+        )
+    )
+    for name in files:
+        if name.endswith(".png"):
+            print(pathlib.Path(flags.out) / name)
+    return EXIT_DAMAGED if damaged else 0
+
+
+def open_subject(flags: argparse.Namespace, place: str):
+    """Opens a checkpoint, with the flags in place of what travelled with it."""
+    from vit_jax.analysis import subject
+    from vit_jax.evaluation import network, prediction
+
+    first = place == flags.model
+    found, preprocess = network.open_weights(
+        place,
+        cli.image_flags(flags) if first else {},
+        average=not flags.raw,
+        heads=flags.heads,
+        tell=functools.partial(print, file=sys.stderr, flush=True),
+    )
+    labels = flags.labels if first else ""
+    classes = prediction.read_labels(labels) if labels else ()
+    path = pathlib.Path(place)
+    name = path.name.removesuffix(path.suffix) if path.is_file() else path.name
+    return subject.make(name if path.exists() else place, found, preprocess, classes)
+
+
+def _progress(batches, count):
+    """Shows how many images are done, on terminals only."""
+    from tqdm import tqdm
+
+    with tqdm(total=count, unit="image", desc="images", disable=None) as bar:
+        for batch in batches:
+            yield batch
+            bar.update(len(batch.names))
+
+
+def _figures(flags: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the figures that are asked for; none stands for all."""
+    figures = tuple(filter(None, flags.figure.split(",")))
+    for name in figures:
+        if name not in names.NAMES:
+            raise UserError(
+                f"--figure={name} is not one of {', '.join(names.NAMES)}: name some of "
+                "these between commas"
+            )
+        if name not in names.OF_WEIGHTS and not flags.images:
+            raise UserError(f"--figure={name} is made from images: set --images")
+    return figures
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--images", nargs="+", default=(), help="files, folders, or - for a pipe")
+    add("--figure", default="", help="as filters,rollout; default: all")
+    add("--out", required=True, help="folder of the figures")
+    add("--other", default="", help="a second model, for cka")
+    add("--query", type=_place, help="ROW,COLUMN of a patch; default: class token")
+    add("--combine", default="mean", help="of heads in rollout: mean or max")
+    add("--discard", type=float, default=0.0, help="fraction rollout leaves out")
+    add("--classes", type=_classes, default=(), help="as 3,7: those of relevance")
+    add("--topk", type=cli.positive, default=2, help="most probable ones; default 2")
+    add("--layer", type=int, default=0, help="of posemb, from 0; default 0")
+    add("--shown", type=cli.positive, default=16, help="images drawn; default 16")
+    add("--labels", default="", help="file of class names, one a line")
+    add("--batch_size", type=cli.positive, default=0, help="default: as memory allows")
+    cli.add_weights_flags(parser)
+    return parser
+
+
+def _place(text: str) -> tuple[int, int]:
+    row, _, column = text.partition(",")
+    if not (row.isdecimal() and column.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROW,COLUMN, as 3,10")
+    return int(row), int(column)
+
+
+def _classes(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not labels from 0 on with commas between them"
+        )
+    return tuple(map(int, words))
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())
