@@ -228,9 +228,12 @@ def test_a_large_upload_is_refused_unread(served):
     assert b"huge has 99,999,999,999,999 bytes, more than 33,554,432" in answer
 
 
-def test_an_upload_must_tell_its_length(ask):
-    answer = ask("POST", "/api/see", iter([b"abc"]))  # In chunks.
-    assert "does not say how long" in sentence(answer, 411)
+@pytest.mark.parametrize("line", [b"Transfer-Encoding: chunked", b"Content-Length: -1"])
+def test_an_upload_must_tell_its_length(served, line):
+    request = b"POST /api/see HTTP/1.1\r\nHost: localhost\r\n" + line
+    answer = raw(served, request + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 411 ")
+    assert b"does not say how long" in answer
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, routes) -> None:
         address = urlsplit(self.path)
+        length = self.headers.get("Content-Length", "")
+        known = length.isascii() and length.isdecimal() and len(length) < 20
+        self.unread = int(length) if known else None  # Bytes of the body.
         self.query = {
             name: values[-1] for name, values in parse_qs(address.query).items()
         }
@@ -159,23 +162,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return int(text)
 
     def _body(self, name: str) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdecimal()):
+        size = self.unread
+        if size is None:
             raise Refused(411, "The request does not say how long it is.")
-        size = int(length)
         if size > MAX_BYTES:
-            # Read some, or the browser would not come to read the answer.
-            for _ in range(0, min(size, 4 * MAX_BYTES), _CHUNK):
-                self.rfile.read(_CHUNK)
             raise images.too_large(size, name)
         data = self.rfile.read(size)
         if len(data) < size:
             raise ConnectionResetError("the upload was broken off")
+        self.unread = 0
         return data
 
     def _refuse(self, status: int, sentence: str) -> None:
-        self.close_connection = True  # What is left of the request is not read.
+        self.close_connection = True
         self._send(status, *_json({"error": sentence}))
+        # Whoever has not sent all of a request may not come to read its answer.
+        for _ in range(0, min(self.unread or 0, 4 * MAX_BYTES), _CHUNK):
+            if not self.rfile.read(min(_CHUNK, self.unread)):
+                break
+            self.unread -= _CHUNK
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
         self.send_response(status)
