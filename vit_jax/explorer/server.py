@@ -72,6 +72,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"  # Keeps the connection for the next click.
     timeout = _SILENCE
+    # Or what is sent after the headers would wait for their receipt: 40 ms.
+    disable_nagle_algorithm = True
 
     def version_string(self) -> str:
         """Leaves the versions out."""
