@@ -6,6 +6,7 @@ import numpy as np
 
 from vit_jax.data import vtab as vtab_tasks
 from vit_jax.report import confusion
+from vit_jax.report.pages.blocks import Table
 
 CLASSES = ("cat", "dog", "a_<very> long & odd name of a class")
 
@@ -61,22 +62,37 @@ def training(folder, *, variant, dataset, init="", top1=0.5, images=None, batch=
     return folder
 
 
-def transfer(folder, *, model, variant, dataset, mean, std=0.0003):
+def transfer(folder, *, model, variant, dataset, mean, std=0.0003, mode="full"):
     trials = [(0.003, 0.71), (0.01, 0.74), (0.03, 0.69)]
     content = {
         "kind": "transfer",
         "model": str(model),
         "variant": variant,
         "dataset": dataset,
-        "resolution": [384, 384],
+        "resolution": [384, 512],
+        "mode": mode,
+        "layer_decay": 0.75 if mode == "full" else 0.0,
+        "overrides": {"batch_size": 24},
         "trials": [
-            {"rate": rate, "steps": 500, "score": score, "seconds": 12.5}
+            {
+                "rate": rate,
+                "steps": 500,
+                "score": score,
+                "seconds": 12.5,
+                "compute": compute(500 * 24, 0.125),
+            }
             for rate, score in trials
         ]
         + [{"rate": 1e9, "steps": None, "score": None, "diverged": "loss is NaN"}],
         "best": {"rate": 0.01},
         "runs": [
-            {"seed": seed, "top1": mean + 0.001 * (seed - 1), "seconds": 31.0}
+            {
+                "seed": seed,
+                "top1": mean + 0.001 * (seed - 1),
+                "seconds": 31.0,
+                "steps": 500,
+                "compute": compute(500 * 24, 0.125 * (seed + 1)),
+            }
             for seed in range(3)
         ],
         "mean": mean,
@@ -85,20 +101,16 @@ def transfer(folder, *, model, variant, dataset, mean, std=0.0003):
     return write(folder, "transfer.json", content)
 
 
-def vtab(folder, *, model, variant, tasks):
-    """Tasks: name to mean, or to words on how to prepare it."""
-    told = {
-        name: {"group": "natural", "absent": value}
-        if isinstance(value, str)
-        else {"group": "natural", "runs": [], "mean": value, "std": 0.01}
-        for name, value in tasks.items()
-    }
-    means = [value for value in tasks.values() if not isinstance(value, str)]
+def vtab(folder, *, model, variant, tasks, mode="full"):
+    """Tasks: name to mean, to words on how to prepare it, or to an error."""
+    told = {name: {"group": "natural", **_task(value)} for name, value in tasks.items()}
+    means = [value for value in tasks.values() if isinstance(value, float)]
     mean = sum(means) / len(means)
     content = {
         "kind": "vtab",
         "model": str(model),
         "variant": variant,
+        "mode": mode,
         "tasks": told,
         "groups": {"natural": {"mean": mean, "interval": 0.012, "tasks": len(means)}},
         "mean": mean,
@@ -107,7 +119,16 @@ def vtab(folder, *, model, variant, tasks):
     return write(folder, "vtab.json", content)
 
 
-def evaluation(folder, *, model, variant, results, counts=None):
+def _task(value):
+    if isinstance(value, str):
+        return {"absent": value}
+    if isinstance(value, Exception):
+        return {"failed": str(value)}
+    ran = {"seed": 0, "top1": value, "steps": 2500, "compute": compute(300, 0.75)}
+    return {"runs": [ran], "mean": value, "std": 0.01}
+
+
+def evaluation(folder, *, model, variant, results, counts=None, evals=None):
     content = {
         "kind": "evaluate",
         "model": str(model),
@@ -115,6 +136,8 @@ def evaluation(folder, *, model, variant, results, counts=None):
         "config": "fewshot",
         "results": results,
     }
+    if evals:
+        content["evals"] = evals
     if counts:
         table = confusion.to_csv(confusion.Confusion(np.array(counts), CLASSES))
         folder.mkdir(parents=True)
@@ -193,3 +216,12 @@ def everything(root):
     )
     found.append(study(root / "study"))
     return found
+
+
+def cell(table: Table, column: str, *labels: str) -> str:
+    (row,) = (row for row in table.rows if row[: len(labels)] == labels)
+    return row[table.head.index(column)]
+
+
+def blocks(parts, kind):
+    return [block for part in parts for block in part.blocks if isinstance(block, kind)]

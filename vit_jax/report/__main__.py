@@ -1,9 +1,10 @@
 """Puts runs beside the paper: python -m vit_jax.report RUN... --out=report/
 
 RUN is the workdir of a training run, or a folder that evaluate, transfer, VTAB-1k or a
-scaling study wrote. Written are index.html (one file, for a browser or print), report.md
-and plots/ with every plot as PNG and SVG and its numbers as CSV. Exit codes: 0 done; 2
-bad input (one line says what). Needs the extra `plots`.
+scaling study wrote; of the runs inside it the compute and, where they are still there,
+the losses are shown too. Written are index.html (one file, for a browser or print),
+report.md and plots/ with every plot as PNG and SVG and its numbers as CSV. Exit codes: 0
+done; 2 bad input (one line says what). Needs the extra `plots`.
 """
 
 import argparse

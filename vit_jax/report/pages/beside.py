@@ -13,7 +13,7 @@ from vit_jax.report.pages.blocks import (
     signed,
     with_spread,
 )
-from vit_jax.report.pages.results import Model
+from vit_jax.report.pages.pretrained import Model
 
 Row = tuple[str, ...]  # The words that name it.
 # Mean and standard deviation; the mean of a published number may be words.

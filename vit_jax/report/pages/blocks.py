@@ -1,6 +1,7 @@
 """What a report is made of, before it is HTML or Markdown."""
 
 import dataclasses
+import re
 
 NONE = "-"  # There is no such number; nothing is ever made up for it.
 # Whose a number is: the paper's, ours, or how far ours is from the paper's.
@@ -57,7 +58,7 @@ class Series:
       hollow: whether the markers are outlines, as those of the paper's numbers are.
       marked: whether there are markers at all.
       dashes: number in the list of line styles.
-      spread: standard deviation of each y, or nothing.
+      spread: standard deviation of each y, None where it is unknown; or nothing.
     """
 
     label: str
@@ -69,7 +70,7 @@ class Series:
     hollow: bool = False
     marked: bool = True
     dashes: int = 0
-    spread: tuple[Number, ...] = ()
+    spread: tuple[Number | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,3 +155,8 @@ def number(value: Number | None) -> str:
     if value == 0 or 1e-4 <= abs(value) < 1e3:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.2e}"
+
+
+def stem(*words: str) -> str:
+    """Returns the name of a picture; `make.sections` keeps equal ones apart."""
+    return re.sub(r"\W", "_", "_".join(words))

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from vit_jax.report.pages.blocks import Chart, Number, Series
+from vit_jax.report.pages.axes import COLOURS
+from vit_jax.report.pages.blocks import Chart, Number, Series, stem
 from vit_jax.report.pages.runs import Run
 
 _MOST = 500  # Points a curve; of more, evenly spaced ones are drawn.
@@ -53,6 +54,26 @@ def charts(runs: Sequence[Run]) -> tuple[Chart, ...]:
             )
         )
     return tuple(chart for chart in found if chart.series)
+
+
+def inner_charts(runs: Sequence[Run]) -> tuple[Chart, ...]:
+    """Returns the losses of the runs inside transfers and studies, by step.
+
+    Such runs are alike in length and batch, and most are scored at their end alone.
+    """
+    found = []
+    for run in runs:
+        for title, inside in run.inner.items():
+            losses = [(one.name, i, _loss(one)) for i, one in enumerate(inside)]
+            series = tuple(
+                _series(name, i, i // len(COLOURS), points, 1)
+                for name, i, points in losses
+                if points
+            )
+            if series:
+                about = f"{run.name}, {title}: training loss", "step", "loss"
+                found.append(Chart(stem(run.name, title, "loss"), *about, series))
+    return tuple(found)
 
 
 def images_a_step(run: Run) -> Number | None:

@@ -1,10 +1,9 @@
 """Tables of what runs did and scored, each as it was recorded."""
 
-import re
 from collections.abc import Sequence
 
-from vit_jax.report import compute
-from vit_jax.report.pages import results
+from vit_jax.report import evaluations as formats
+from vit_jax.report.pages import pretrained, results
 from vit_jax.report.pages.blocks import (
     NONE,
     OURS,
@@ -13,60 +12,15 @@ from vit_jax.report.pages.blocks import (
     Matrix,
     Number,
     Table,
-    Text,
     number,
     percent,
+    stem,
     with_spread,
 )
 from vit_jax.report.pages.results import Result
 from vit_jax.report.pages.runs import Run
 
-# Metrics that are fractions of examples, shown in percent.
-_FRACTIONS = ("top1", "top5", "class_mean", "ece")
 _WORST = 20  # Classes whose accuracies are listed.
-
-
-def compute_blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
-    """Returns the compute of the training runs, and how it is counted."""
-    rows = []
-    for run in runs:
-        if (told := run.training) is None:
-            continue
-        used = told.get("compute", {})
-        device = f"{used['devices']} x {used['device_kind']}" if used else NONE
-        seen = f"{used['images_seen']:,}" if used else NONE
-        amounts = ("exaflops", "device_days", "tpuv3_core_days")
-        rows.append(
-            (
-                run.name,
-                told.get("variant", NONE),
-                told.get("dataset", NONE),
-                f"{told['steps']:,}",
-                seen,
-                number(used.get(amounts[0])),
-                device,
-                *(number(used.get(name)) for name in amounts[1:]),
-            )
-        )
-    head = ("run", "model", "data", "steps", "images seen", "exaFLOPs", "devices")
-    head += ("device-days", "TPUv3-core-days, equivalent")
-    if not rows:
-        return ()
-    return (
-        Table("Compute of the training runs", head, tuple(rows)),
-        Text(
-            "exaFLOPs: 6 x multiply-accumulates of the forward pass of an image x "
-            "images seen, as in table 6 of the paper. Device-days: the time for which "
-            "the devices were taken, compiling, evaluating and saving with it, summed "
-            "over all starts; what a killed start did after its last checkpoint is not "
-            "in it. The equivalent in TPUv3-core-days is the exaFLOPs divided by "
-            f"{compute.exaflops_a_core_day():.2f}, what a core of the paper's own runs "
-            "did in a day: 1567 + 4262 exaFLOPs in 680 + 2500 core-days (L/16 and "
-            "H/14, 14 epochs of JFT-300M; tables 6 and 2). One of the two alone would "
-            "give 2.30 or 1.70, so it is good to about a quarter; it says what the "
-            "paper's hardware and code would have taken, not how fast these runs were."
-        ),
-    )
 
 
 def accuracies(found: Sequence[Result]) -> tuple[Block, ...]:
@@ -120,13 +74,15 @@ def _sweep(run: Run, told: dict) -> Table:
         )
         for one in told["runs"]
     ]
+    stated = ", ".join(f"{k}={v}" for k, v in told.get("overrides", {}).items())
     return Table(
-        f"{run.name}: {told['variant']} ({results.short(told['model'])}) on "
+        f"{run.name}: {told['variant']} ({pretrained.short(told['model'])}) on "
         f"{told['dataset']}",
         ("trial or run", "scored on", "top-1 in %", "seconds"),
         tuple(rows),
         note=f"Mean {_fraction(told['mean'])} %, standard deviation "
-        f"{_fraction(told.get('std'))}.",
+        f"{_fraction(told.get('std'))}. Mode: {results.settings(told)}"
+        f"{f'; set: {stated}' if stated else ''}.",
     )
 
 
@@ -142,19 +98,20 @@ def _vtab(run: Run, told: dict) -> list[Block]:
         for name, group in groups.items()
     ]
     head = ("group", "tasks", "mean top-1 in %", "half of the 95 % interval")
-    found: list[Block] = [Table(f"{run.name}: VTAB-1k by group", head, tuple(rows))]
-    absent = {
-        results.TASKS.get(task, task): about["absent"]
-        for task, about in told["tasks"].items()
-        if "absent" in about
-    }
-    if absent:
-        table = Table(
-            f"{run.name}: tasks whose data is absent",
-            ("task", "how to prepare it"),
-            tuple(absent.items()),
+    title = f"{run.name}: VTAB-1k by group"
+    note = f"Mode: {results.settings(told)}."
+    found: list[Block] = [Table(title, head, tuple(rows), note=note)]
+    for key, title, column in (
+        ("absent", "tasks whose data is absent", "how to prepare it"),
+        ("failed", "tasks that failed", "why"),
+    ):
+        listed = tuple(
+            (results.TASKS.get(task, task), about[key])
+            for task, about in told["tasks"].items()
+            if key in about
         )
-        found.append(table)
+        if listed:
+            found.append(Table(f"{run.name}: {title}", ("task", column), listed))
     return found
 
 
@@ -168,7 +125,7 @@ def evaluations(runs: Sequence[Run]) -> tuple[Block, ...]:
         if run.evaluate is None:
             continue
         told = run.evaluate
-        title = f"{run.name}: {told['variant']} ({results.short(told['model'])})"
+        title = f"{run.name}: {told['variant']} ({pretrained.short(told['model'])})"
         found.append(_metrics(title, told["results"]))
         for name, rows in run.confusions.items():
             found += _classes(run, name, rows)
@@ -178,18 +135,12 @@ def evaluations(runs: Sequence[Run]) -> tuple[Block, ...]:
 def _metrics(title: str, scores: dict) -> Table:
     """Lays scores out, one row an evaluation, set of parameters and metric."""
     rows = tuple(
-        (name, kind, metric, _metric(metric, value))
+        (name, kind, metric, formats.text(metric, value))
         for name, kinds in scores.items()
         for kind, values in kinds.items()
         for metric, value in values.items()
     )
     return Table(title, ("evaluation", "parameters", "metric", "value"), rows, labels=3)
-
-
-def _metric(name: str, value: Number) -> str:
-    if name in _FRACTIONS or "shot" in name.partition("_")[0] or name.endswith("top1"):
-        return f"{100 * value:.2f} %"
-    return f"{value:,}" if isinstance(value, int) else number(value)
 
 
 def _classes(run: Run, name: str, rows: list[list[str]]) -> list[Block]:
@@ -207,7 +158,7 @@ def _classes(run: Run, name: str, rows: list[list[str]]) -> list[Block]:
         else "",
     )
     picture = Matrix(
-        re.sub(r"\W", "_", f"confusion_{run.name}_{name}"),
+        stem("confusion", run.name, name),
         f"{run.name}: {name}",
         tuple(names),
         tuple(tuple(int(count) for count in row[3:]) for row in body),

@@ -7,9 +7,9 @@ of JFT-300M) no numbers are published: the chart of a scaling study stands for i
 from collections.abc import Sequence
 
 from vit_jax.report import published
-from vit_jax.report.pages import results
+from vit_jax.report.pages import pretrained, results
 from vit_jax.report.pages.blocks import Chart, Number, Series
-from vit_jax.report.pages.results import Model, Result
+from vit_jax.report.pages.results import Result
 
 # Family to its number in the palette and in the markers, the same in all charts.
 FAMILIES = {"vit": 0, "hybrid": 2, "resnet": 1}
@@ -55,13 +55,16 @@ def _figure_5(found, datasets: Sequence[str], name: str, what: str) -> Chart:
         for (kind, points), number in zip(paper.items(), FAMILIES.values(), strict=True)
     ]
     ours = {kind: [] for kind in FAMILIES}
-    for model in _unique(found):
+    for model in results.models(found):
         picked = [results.best(found, model, data) for data in datasets]
         if all(picked) and "exaflops" in model.compute and model.variant:
             value = sum(result.value for result in picked) / len(picked)
-            ours[family(model.variant)].append((model.compute["exaflops"], value))
+            # Of a mean over data sets no run tells the deviation.
+            spread = picked[0].spread if len(picked) == 1 else None
+            point = model.compute["exaflops"], value, spread
+            ours[family(model.variant)].append(point)
     series += [
-        _points(f"{NAMES[kind]}, ours", sorted(points), FAMILIES[kind])
+        _points(f"{NAMES[kind]}, ours", _in_order(points), FAMILIES[kind])
         for kind, points in ours.items()
         if points
     ]
@@ -81,7 +84,7 @@ def _figure_5(found, datasets: Sequence[str], name: str, what: str) -> Chart:
 
 def _figure_3(found) -> Chart:
     told = published.tables()["table5"]
-    sizes = results.IMAGES
+    sizes = pretrained.IMAGES
     series = []
     for i, column in enumerate(told["cols"]):
         points = [
@@ -100,14 +103,16 @@ def _figure_3(found) -> Chart:
             )
         )
     ours: dict[str, list] = {}
-    for model in _unique(found):
+    for model in results.models(found):
         result = results.best(found, model, "ImageNet")
         if result and model.images and model.variant:
-            ours.setdefault(model.variant, []).append((model.images, result.value))
+            point = model.images, result.value, result.spread
+            ours.setdefault(model.variant, []).append(point)
+    # Variants that the paper lacks come after its own, each with a colour.
+    numbers = list(dict.fromkeys([*told["cols"], *ours]))
     for variant, points in ours.items():
-        known = variant in told["cols"]
-        number = told["cols"].index(variant) if known else len(told["cols"])
-        series.append(_points(f"{variant}, ours", sorted(points), number))
+        number = numbers.index(variant)
+        series.append(_points(f"{variant}, ours", _in_order(points), number))
     ticks = tuple(float(size) for size in sizes.values())
     return Chart(
         "figure3",
@@ -123,6 +128,8 @@ def _figure_3(found) -> Chart:
 
 
 def _points(label, points, number: int, *, hollow: bool = False) -> Series:
+    """Returns a series of (x, y), or of (x, y, deviation or None)."""
+    spread = tuple(deviation for _, _, *more in points for deviation in more)
     return Series(
         label,
         *_transposed(points),
@@ -130,16 +137,13 @@ def _points(label, points, number: int, *, hollow: bool = False) -> Series:
         marker=number,
         line=False,
         hollow=hollow,
+        spread=spread,
     )
 
 
+def _in_order(points: list) -> list:
+    return sorted(points, key=lambda point: point[:2])
+
+
 def _transposed(points) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
-    return tuple(x for x, _ in points), tuple(y for _, y in points)
-
-
-def _unique(found: Sequence[Result]) -> list[Model]:
-    unique = []
-    for result in found:
-        if result.model not in unique:
-            unique.append(result.model)
-    return unique
+    return tuple(x for x, *_ in points), tuple(y for _, y, *_ in points)

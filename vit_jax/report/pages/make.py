@@ -1,5 +1,6 @@
 """From folders of runs to a report."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from vit_jax.report.pages import (
     markdown,
     results,
     runs,
+    spent,
     study,
     tables,
 )
@@ -64,7 +66,10 @@ def make(paths: Sequence[str | os.PathLike], out: str | os.PathLike) -> list[str
 
 
 def sections(read: Sequence[runs.Run]) -> list[Section]:
-    """Returns the parts of the report that these runs give something for."""
+    """Returns the parts of the report that these runs give something for.
+
+    No two pictures have one name, whether or not a disk tells capitals apart.
+    """
     found = results.collect(read)
     paper = tables.make(found, read)
     charts = [
@@ -78,19 +83,36 @@ def sections(read: Sequence[runs.Run]) -> list[Section]:
     parts = [
         Section("Beside the paper's tables", paper),
         Section("All accuracies", details.accuracies(found)),
-        Section("Compute", details.compute_blocks(read)),
-        Section("Training curves", curves.charts(read)),
+        Section("Compute", spent.blocks(read)),
+        Section("Training curves", (*curves.charts(read), *curves.inner_charts(read))),
         Section("Accuracy against compute and pretraining size", tuple(charts)),
         Section("Scaling study", tuple(studies)),
         Section("Transfer", details.transfers(read)),
         Section("Evaluations", details.evaluations(read)),
     ]
     missing = [part.title for part in parts if not part.blocks]
-    parts = [part for part in parts if part.blocks]
+    parts = _apart([part for part in parts if part.blocks])
     if missing:
         text = f"These runs hold nothing for: {', '.join(missing)}."
         parts.append(Section("Not in this report", (Text(text),)))
     return parts
+
+
+def _apart(parts: list[Section]) -> list[Section]:
+    """Numbers the pictures whose names an earlier one has."""
+    taken = set()
+
+    def named(block):
+        if not isinstance(block, Chart | Matrix):
+            return block
+        name, count = block.name, 1
+        while name.lower() in taken:
+            count += 1
+            name = f"{block.name}_{count}"
+        taken.add(name.lower())
+        return dataclasses.replace(block, name=name)
+
+    return [Section(part.title, tuple(map(named, part.blocks))) for part in parts]
 
 
 def _write(out: epath.Path, files: dict[str, str | bytes]) -> None:

@@ -1,28 +1,18 @@
-"""What runs scored, on which data set, from which pretraining."""
+"""What runs scored, and on which data set."""
 
 import dataclasses
 import re
 from collections.abc import Sequence
 
 from vit_jax.report.pages.blocks import Number
-from vit_jax.report.pages.runs import Run, training_of
+from vit_jax.report.pages.pretrained import (
+    DATASETS,
+    Model,
+    dataset_name,
+    model_of,
+)
+from vit_jax.report.pages.runs import Run
 
-JFT, I21K, I1K = "JFT-300M", "ImageNet-21k", "ImageNet"
-# Images of each (paper, section 4.1).
-IMAGES = {I1K: 1_300_000, I21K: 14_000_000, JFT: 303_000_000}
-
-# Data sets by their names here (those of TFDS, or of an evaluation) as the paper's
-# tables call them.
-DATASETS = {
-    "imagenet2012": "ImageNet",
-    "imagenet": "ImageNet",
-    "real": "ReaL",
-    "imagenet_real": "ReaL",
-    "cifar10": "CIFAR-10",
-    "cifar100": "CIFAR-100",
-    "oxford_iiit_pet": "Pets",
-    "oxford_flowers102": "Flowers",
-}
 # Tasks of VTAB-1k in the order of table 9, as it calls them.
 TASKS = {
     "caltech101": "Caltech101",
@@ -45,48 +35,8 @@ TASKS = {
     "norb_azimuth": "sNORB-Azim",
     "norb_elevation": "sNORB-Elev",
 }
-# What a data set that a run was pretrained on is called.
-_PRETRAINING = {"imagenet2012": I1K, "imagenet21k": I21K, "jft300m": JFT}
-# Sources that say in their names what they were pretrained on (weights/places).
-_NAMED = (
-    (r"augreg-i1k:|deit:|sam:|big_vision:", I1K),
-    (r"paper:|augreg:|bit:|.*(imagenet21k|i21k|in21k)", I21K),
-    (r".*imagenet2012", I1K),
-)
-# Names with a variant behind the colon, as "augreg:B/16-i1k-384".
-_VARIANT = r"[a-z0-9_-]+:(?!//)([^-]+)"
 # Parameters to quote where an evaluation has several.
 _SETS = ("ema", "weights", "raw")
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A pretrained model that was judged.
-
-    Attributes:
-      name: where it came from, as it was stated.
-      variant: as "B/16"; "" if unknown.
-      pretraining: JFT, I21K, I1K, another data set, or "" if unknown.
-      images: size of the training split, or None if unknown.
-      compute: of the pretraining, as `report.json` has it, or {}.
-    """
-
-    name: str
-    variant: str
-    pretraining: str = ""
-    images: int | None = None
-    compute: dict = dataclasses.field(default_factory=dict, hash=False)
-
-    @property
-    def label(self) -> str:
-        """Names it in the head of a column."""
-        return f"{self.variant or 'model'} ({short(self.name)})"
-
-    @property
-    def epochs(self) -> Number | None:
-        """Passes over the pretraining split."""
-        seen = self.compute.get("images_seen")
-        return seen / self.images if seen and self.images else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +50,8 @@ class Result:
       spread: standard deviation over runs, in percent, or None.
       how: what kind of run this was.
       run: name of the run.
+      tabled: whether it may stand beside the paper's, whose models are fine-tuned as a
+        whole.
     """
 
     model: Model
@@ -108,36 +60,7 @@ class Result:
     spread: Number | None
     how: str
     run: str
-
-
-def model_of(source: str, variant: str) -> Model:
-    """Finds out what a source of weights was pretrained on, and with what compute.
-
-    Args:
-      source: a workdir, or the name of published weights, as `--model` takes them.
-      variant: of the model; "" is looked up.
-
-    Returns:
-      The model; what is not stated anywhere stays unknown.
-    """
-    name, seen = source, []
-    # A fine-tuned model leads to the one that it began with.
-    while (told := training_of(name)) and told.get("init") and name not in seen:
-        seen.append(name)
-        name = told["init"]
-    if told is None:
-        data = next((d for pattern, d in _NAMED if re.match(pattern, name)), "")
-        named = re.match(_VARIANT, source)
-        variant = variant or (named[1] if data and named else "")
-        return Model(source, variant, data, IMAGES.get(data))
-    data = told.get("dataset", "")
-    return Model(
-        source,
-        variant or told.get("variant", ""),
-        _PRETRAINING.get(data.partition(":")[0], dataset_name(data)),
-        told.get("examples"),
-        told.get("compute", {}),
-    )
+    tabled: bool = True
 
 
 def collect(runs: Sequence[Run]) -> list[Result]:
@@ -149,24 +72,50 @@ def collect(runs: Sequence[Run]) -> list[Result]:
 
 
 def best(results: Sequence[Result], model: Model, dataset: str) -> Result | None:
-    """Returns the first accuracy of a model on a data set, or None."""
-    return next((r for r in results if r.model == model and r.dataset == dataset), None)
+    """Returns the first accuracy for the paper's tables of a model on a data set."""
+    found = (r for r in results if r.model == model and r.dataset == dataset)
+    return next((result for result in found if result.tabled), None)
 
 
-def short(source: str) -> str:
-    """Returns a source of weights, a folder by the end of its path."""
-    return source if ":" in source else "/".join(source.split("/")[-2:])
-
-
-def dataset_name(name: str) -> str:
-    """Returns what the paper calls a data set, or its own name."""
-    return DATASETS.get(name.partition(":")[0], name)
+def models(found: Sequence[Result]) -> list[Model]:
+    """Returns the models that were judged, each once."""
+    unique = []
+    for result in found:
+        if result.model not in unique:
+            unique.append(result.model)
+    return unique
 
 
 def quoted(kinds: dict) -> tuple[str, dict]:
     """Returns the scores of the averaged parameters, or of others if there are none."""
     name = next((kind for kind in _SETS if kind in kinds), next(iter(kinds), ""))
     return name, kinds.get(name, {})
+
+
+def is_full(told: dict) -> bool:
+    """Tells whether a transfer, or VTAB-1k, moved all parameters from the beginning."""
+    return told.get("mode", "full") == "full"
+
+
+def settings(told: dict) -> str:
+    """Says how a transfer, or VTAB-1k, was done: "full, 384x384"."""
+    words = [told.get("mode", "full").replace("_", " ")]
+    if told.get("layer_decay"):
+        words.append(f"layer decay {told['layer_decay']:g}")
+    if size := told.get("resolution"):
+        words.append("x".join(map(str, size)))
+    return ", ".join(words)
+
+
+def shots(scores: dict) -> dict[str, tuple[Number, Number | None]]:
+    """Returns "5-shot" and so on: few-shot accuracy and its deviation, in percent."""
+    found = {}
+    for name, value in scores.items():
+        if match := re.fullmatch(r"(\d+)shot", name):
+            spread = scores.get(f"{name}_std")
+            spread = None if spread is None else 100 * spread
+            found[f"{match[1]}-shot"] = 100 * value, spread
+    return found
 
 
 def _transferred(run: Run) -> list[Result]:
@@ -180,8 +129,9 @@ def _transferred(run: Run) -> list[Result]:
             dataset_name(told["dataset"]),
             100 * told["mean"],
             None if spread is None else 100 * spread,
-            f"transfer, {len(told['runs'])} runs",
+            f"transfer, {settings(told)}, {len(told['runs'])} runs",
             run.name,
+            is_full(told),
         )
     ]
 
@@ -193,11 +143,26 @@ def _evaluated(run: Run) -> list[Result]:
     model = model_of(told["model"], told["variant"])
     for name, kinds in told["results"].items():
         kind, scores = quoted(kinds)
-        if "top1" in scores:
-            how = f"evaluate, {kind}"
-            row = dataset_name(name), 100 * scores["top1"], None, how, run.name
+        about = told.get("evals", {}).get(name, {})
+        data = dataset_name(about.get("dataset", name))
+        if about.get("kind") == "real":
+            data = DATASETS["real"]
+        how = f"evaluate, {name}"
+        if there := about.get("splits"):
+            how += f" on {there[-1]}"
+        own = about.get("kind", "classification") in ("classification", "real")
+        tabled = own and (name in DATASETS or about.get("kind") == "real")
+        for what, (value, spread) in _accuracies(scores).items():
+            words = ", ".join(filter(None, (how, what, kind)))
+            row = data, value, spread, words, run.name, tabled
             found.append(Result(model, *row))
     return found
+
+
+def _accuracies(scores: dict) -> dict[str, tuple[Number, Number | None]]:
+    """Returns what was scored ("" is top-1) to accuracy and deviation, in percent."""
+    found = {"": (100 * scores["top1"], None)} if "top1" in scores else {}
+    return found | shots(scores)
 
 
 def _trained(run: Run) -> list[Result]:
@@ -209,13 +174,13 @@ def _trained(run: Run) -> list[Result]:
     model = model_of(begun or str(run.path), told.get("variant", ""))
     for name, kinds in told["final"].items():
         kind, scores = quoted(kinds)
-        if "top1" not in scores:
-            continue
         data = dataset_name(told.get("dataset", ""))
         if begun and name in DATASETS:
             data = DATASETS[name]
         elif not begun or name != "test":  # No transfer, or no test split.
             data = f"{data} ({name})"
-        how = f"training, 1 run, {kind}"
-        found.append(Result(model, data, 100 * scores["top1"], None, how, run.name))
+        for what, (value, spread) in _accuracies(scores).items():
+            how = ", ".join(filter(None, ("training, 1 run", what, kind)))
+            row = data, value, spread, how, run.name, not what
+            found.append(Result(model, *row))
     return found

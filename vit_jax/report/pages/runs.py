@@ -40,6 +40,8 @@ class Run:
       evaluate, transfer, vtab, study: the file of that name.
       confusions: stem of a file to the table in it, as `confusion.to_csv` writes it:
         the head, and a row for each true class.
+      inner: what to call them to the training runs in folders of this one, as far as
+        they are there; of each only its name, report and metrics.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Run:
     vtab: dict | None
     study: dict | None
     confusions: dict[str, list[list[str]]]
+    inner: dict[str, tuple["Run", ...]] = dataclasses.field(default_factory=dict)
 
 
 def read(paths: Sequence[str | os.PathLike]) -> list[Run]:
@@ -83,13 +86,39 @@ def _read(path: epath.Path, name: str) -> Run:
     metrics = _lines(path / _METRICS)
     if not metrics and not any(found.values()):
         raise UserError(
-            f"{path} {'holds' if path.is_dir() else 'is no folder with'} none of "
+            f"{path} {'holds none' if path.is_dir() else 'is no folder with any'} of "
             f"{', '.join((*_NEEDED, _METRICS))}: give the workdir of a training run, or "
             "what evaluate, transfer or study wrote"
         )
     others = (found[file] for file in _KINDS)
     tables = _confusions(path) if found["evaluate.json"] else {}
-    return Run(name, path, found[_REPORT], metrics, *others, tables)
+    inner = _inner(path, found["transfer.json"], found["study.json"])
+    return Run(name, path, found[_REPORT], metrics, *others, tables, inner)
+
+
+def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
+    """Reads the training runs that a transfer or a study has left."""
+    places: dict[str, list[tuple[str, str]]] = {}
+    for point in (study or {}).get("points", []):
+        title = f"pretraining on {point['images']:,} images"
+        folder = f"{point['model']}-{point['images']}/pretrain"
+        places.setdefault(title, []).append((point["model"], folder))
+    if transfer:
+        trials = [f"rate{trial['rate']:g}" for trial in transfer.get("trials", [])]
+        seeds = [f"seed{run['seed']}" for run in transfer["runs"]]
+        places["transfer"] = [(name, f"trials/{name}") for name in trials]
+        places["transfer"] += [(name, f"runs/{name}") for name in seeds]
+    found = {}
+    for title, named in places.items():
+        read = tuple(_lines_of(path / folder, name) for name, folder in named)
+        if there := tuple(run for run in read if run.metrics):
+            found[title] = there
+    return found
+
+
+def _lines_of(path: epath.Path, name: str) -> Run:
+    metrics = _lines(path / _METRICS)
+    return Run(name, path, _load(path / _REPORT), metrics, *[None] * 4, {})
 
 
 def _load(path: epath.Path) -> dict | None:

@@ -11,6 +11,7 @@ from vit_jax.report.pages.blocks import (
     Text,
     number,
     percent,
+    stem,
 )
 from vit_jax.report.pages.figures import FAMILIES, NAMES
 
@@ -25,21 +26,30 @@ def blocks(name: str, study: dict) -> tuple[Block, ...]:
     points = study["points"]
     if not points:
         return (Text(f"{name} has no point yet."),)
-    stem = "".join(letter if letter.isalnum() else "_" for letter in name)
     found: list[Block] = []
     for key, title, get in _measures(points):
         there = [point for point in points if get(point) is not None]
         if there:
             found += [
                 Text(_leaders(title, there, get)),
-                _by_images(f"{stem}_{key}_by_images", title, there, get),
-                _by_compute(f"{stem}_{key}_by_compute", title, there, get),
+                _by_images(stem(name, key, "by_images"), title, there, get),
+                _by_compute(stem(name, key, "by_compute"), title, there, get),
             ]
     text = (
         "The paper's figure 4 draws few-shot accuracy on subsets of JFT-300M; its numbers "
         "are in no table, so that here are our points alone."
     )
+    if lines := _diverged(points):
+        found.insert(0, Text(f"Diverged, so that it has no score: {'; '.join(lines)}."))
     return (_table(name, points), Text(text), *found)
+
+
+def _diverged(points) -> list[str]:
+    return [
+        f"{point['model']} on {point['images']:,} images, {part} ({reason})"
+        for point in points
+        for part, reason in point.get("diverged", {}).items()
+    ]
 
 
 def _measures(points) -> list[tuple[str, str, Callable]]:
@@ -145,7 +155,7 @@ def _table(name: str, points) -> Table:
             number(point["exaflops"]),
             *(percent(get(point)) for _, _, get in measures),
         )
-        for point in sorted(points, key=lambda p: (p["images"], p["exaflops"]))
+        for point in sorted(points, key=lambda p: (p["images"], p["exaflops"] or 0))
     ]
     head = (
         "model",
@@ -154,5 +164,5 @@ def _table(name: str, points) -> Table:
         "exaFLOPs",
         *(title for _, title, _ in measures),
     )
-    note = f"Top-1 in % on the test split; {NONE} is not measured (yet)."
+    note = f"Top-1 in % on the test split; {NONE} is not measured."
     return Table(f"Points of {name}", head, tuple(rows), labels=2, note=note)

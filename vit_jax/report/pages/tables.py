@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from vit_jax.report import published
-from vit_jax.report.pages import results
+from vit_jax.report.pages import pretrained, results
 from vit_jax.report.pages.beside import Row, Value, by_column
 from vit_jax.report.pages.blocks import (
     DIFFERENCE,
@@ -16,7 +16,8 @@ from vit_jax.report.pages.blocks import (
     percent,
     signed,
 )
-from vit_jax.report.pages.results import I1K, I21K, JFT, Model, Result
+from vit_jax.report.pages.pretrained import I1K, I21K, JFT, Model
+from vit_jax.report.pages.results import Result
 from vit_jax.report.pages.runs import Run
 
 # Columns of tables 2 and 9: variant and pretraining.
@@ -53,7 +54,7 @@ def table_2(found: Sequence[Result], runs: Sequence[Run]) -> Table:
         for i, column in enumerate(told["cols"])
     }
     ours: dict[Model, _Column] = {}
-    for model in _models(found):
+    for model in results.models(found):
         keys = {_SAME.get(name, name): (name,) for name in names}
         ours[model] = _accuracies(found, model, keys)
     for run, model in _tasks_of(runs):
@@ -88,7 +89,7 @@ def table_5(found: Sequence[Result]) -> Table:
         for i, column in enumerate(told["cols"])
     }
     ours = {}
-    for model in _models(found):
+    for model in results.models(found):
         keys = {row[1]: row for row in rows if row[0] == model.pretraining}
         if column := _accuracies(found, model, keys):
             ours[model] = column
@@ -99,7 +100,8 @@ def table_5(found: Sequence[Result]) -> Table:
         papers,
         ours,
         lambda column, model: column == model.variant,
-        note="Published: at resolution 384. Ours: at the resolution of each run.",
+        note="Published: at resolution 384. Ours: at the resolution of each run, which "
+        "All accuracies tells.",
     )
 
 
@@ -108,7 +110,7 @@ def table_6(found: Sequence[Result]) -> Table:
     told = published.tables()["table6"]
     names = [_SAME.get(column, column) for column in told["cols"][2:]]
     ours = {}
-    for model in _models(found):
+    for model in results.models(found):
         tops = _accuracies(found, model, {name: (name,) for name in names[:-1]})
         if tops:
             means = [tops.get((name,), (None,))[0] for name in names[:-1]]
@@ -193,14 +195,6 @@ def _difference_row(own: Sequence, values: Sequence[Number]) -> tuple[str, ...]:
     return ("difference", "", *map(signed, less[:-1]), signed(less[-1], 1))
 
 
-def _models(found: Sequence[Result]) -> list[Model]:
-    unique = []
-    for result in found:
-        if result.model not in unique:
-            unique.append(result.model)
-    return unique
-
-
 def _accuracies(found, model: Model, keys: dict[str, Row]) -> _Column:
     """Returns a model's accuracies on data sets: name to the row of each."""
     picked = {row: results.best(found, model, name) for name, row in keys.items()}
@@ -209,9 +203,9 @@ def _accuracies(found, model: Model, keys: dict[str, Row]) -> _Column:
 
 def _tasks_of(runs: Sequence[Run]) -> list[tuple[Run, Model]]:
     return [
-        (run, results.model_of(run.vtab["model"], run.vtab.get("variant", "")))
+        (run, pretrained.model_of(run.vtab["model"], run.vtab.get("variant", "")))
         for run in runs
-        if run.vtab is not None
+        if run.vtab is not None and results.is_full(run.vtab)
     ]
 
 

@@ -1,0 +1,34 @@
+"""A report of every kind of run, made once."""
+
+import pytest
+import report_runs
+
+from vit_jax.report.pages import make, results, runs
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    return report_runs.everything(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def read(folders):
+    return runs.read(folders)
+
+
+@pytest.fixture(scope="session")
+def parts(read):
+    return make.sections(read)
+
+
+@pytest.fixture(scope="session")
+def found(read):
+    return results.collect(read)
+
+
+@pytest.fixture(scope="session")
+def written(folders, tmp_path_factory):
+    """A report of everything; returns its folder."""
+    out = tmp_path_factory.mktemp("report") / "deeper" / "report"
+    make.make(folders, out)
+    return out

@@ -1,0 +1,175 @@
+"""Charts and pictures of a report, and the numbers beside them."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+import report_runs
+
+from vit_jax.report.pages import draw, figures, make, pretrained, results, runs
+from vit_jax.report.pages.blocks import Chart, Matrix, Series, Table
+
+VARIANTS = ("Ti/16", "S/16", "R50x1", "L/16")
+
+
+def test_csv_is_what_is_plotted(parts):
+    charts = report_runs.blocks(parts, Chart)
+    assert len({chart.name for chart in charts}) == len(charts) > 10
+    for chart in charts:
+        head, *rows = csv.reader(io.StringIO(draw.table(chart)))
+        assert head[1:3] == [chart.x_label, chart.y_label]
+        axes = draw.figure(chart).axes[0]
+        drawn = [line for line in axes.lines if not line.get_label().startswith("_")]
+        assert len(drawn) == len(chart.series) > 0
+        place = 0
+        for line, series in zip(drawn, chart.series, strict=True):
+            x, y = line.get_data()
+            own = rows[place : place + len(x)]
+            assert {row[0] for row in own} == {series.label}
+            np.testing.assert_array_equal(x, [float(row[1]) for row in own])
+            np.testing.assert_array_equal(y, [float(row[2]) for row in own])
+            place += len(x)
+        assert place == len(rows)
+
+
+def test_a_spread_is_drawn_and_in_the_csv():
+    series = Series("a", (1, 2), (3.5, 4.5), spread=(0.25, 0.5))
+    chart = Chart("c", "title", "x", "y", (series, Series("_b", (1,), (2,))))
+    text = draw.table(chart)
+    assert text.splitlines()[:2] == ["series,x,y,standard deviation", "a,1,3.5,0.25"]
+    assert text.splitlines()[-1] == "_b,1,2,"
+    bars = draw.figure(chart).axes[0].collections
+    np.testing.assert_array_equal(bars[0].get_segments()[1], [[2, 4.0], [2, 5.0]])
+
+
+def test_ours_have_the_deviation_that_a_transfer_tells(parts):
+    charts = {chart.name: chart for chart in report_runs.blocks(parts, Chart)}
+    for name in ("figure3", "figure5_imagenet"):
+        (own,) = (s for s in charts[name].series if "ours" in s.label)
+        assert own.spread == pytest.approx((0.03,))
+    (own,) = (s for s in charts["figure5_average"].series if "ours" in s.label)
+    assert own.spread == (None,)  # Of a mean over data sets nothing is known.
+    assert "standard deviation" not in draw.table(charts["figure5_average"])
+
+
+def test_variants_that_the_paper_lacks_look_different():
+    models = [pretrained.Model(f"m{v}", v, "ImageNet", 1_300_000) for v in VARIANTS]
+    found = [results.Result(m, "ImageNet", 80, None, "", "run") for m in models]
+    *_, chart = figures.charts(found)
+    looks = {(s.colour, s.marker) for s in chart.series if "ours" in s.label}
+    assert len(looks) == len(VARIANTS)
+    (same,) = (s for s in chart.series if s.label == "L/16, ours")
+    (paper,) = (s for s in chart.series if s.label == "L/16, published")
+    assert (same.colour, same.marker) == (paper.colour, paper.marker)
+
+
+def test_pictures_of_names_that_look_alike_are_all_there(tmp_path):
+    folders = [report_runs.study(tmp_path / name) for name in ("s-a", "s_a", "S_A")]
+    parts = make.sections(runs.read(folders))
+    names = [chart.name for chart in report_runs.blocks(parts, Chart)]
+    assert len({name.lower() for name in names}) == len(names)
+    assert {"s_a_upstream_by_images", "s_a_upstream_by_images_2"} < set(names)
+
+
+def test_runs_inside_a_study_and_a_transfer_have_curves(tmp_path):
+    study = report_runs.study(tmp_path / "study")
+    about = {"variant": "Ti/4", "dataset": "cifar10"}
+    for name in ("ViT-64-3000", "ResNet-32-3000", "ViT-64-12000"):
+        report_runs.training(study / name / "pretrain", **about)
+    moved = report_runs.transfer(
+        tmp_path / "moved", model="deit:Ti/16", mean=0.5, **about
+    )
+    report_runs.training(moved / "trials" / "rate0.01", **about)
+    report_runs.training(moved / "runs" / "seed2", **about)
+    parts = make.sections(runs.read([study, moved]))
+    (section,) = (part for part in parts if part.title == "Training curves")
+    labels = {chart.name: [s.label for s in chart.series] for chart in section.blocks}
+    assert labels == {
+        "study_pretraining_on_3_000_images_loss": ["ViT-64", "ResNet-32"],
+        "study_pretraining_on_12_000_images_loss": ["ViT-64"],
+        "moved_transfer_loss": ["rate0.01", "seed2"],
+    }
+
+
+def test_a_point_that_diverged_is_told_and_not_drawn(tmp_path):
+    folder = report_runs.study(tmp_path / "study")
+    told = json.loads((folder / "study.json").read_text())
+    first = told["points"][0]
+    first |= {"exaflops": None, "upstream": None, "finetuned": None, "fewshot": {}}
+    first["diverged"] = {"pretrain": "the loss is NaN"}
+    report_runs.write(folder, "study.json", told)
+    parts = make.sections(runs.read([folder]))
+    (section,) = (part for part in parts if part.title == "Scaling study")
+    texts = [block.text for block in section.blocks if hasattr(block, "text")]
+    said = "ViT-64 on 3,000 images, pretrain (the loss is NaN)"
+    assert any(text.startswith("Diverged") and said in text for text in texts)
+    charts = [block for block in section.blocks if isinstance(block, Chart)]
+    for chart in charts:
+        assert not any(value is None for s in chart.series for value in (*s.x, *s.y))
+
+
+def test_curves_are_by_step_and_by_images(parts):
+    charts = {chart.name: chart for chart in report_runs.blocks(parts, Chart)}
+    (scratch,) = (s for s in charts["loss_by_step"].series if s.label == "scratch")
+    (same,) = (s for s in charts["loss_by_images"].series if s.label == "scratch")
+    assert scratch.x == tuple(range(2, 41, 2))
+    assert same.x == tuple(64 * step for step in scratch.x)
+    assert same.y == scratch.y
+    labels = [series.label for series in charts["top1_by_step"].series]
+    assert "scratch: test raw" in labels
+    assert "scratch: test ema" in labels
+    assert not any("train" in label for label in labels)
+
+
+def test_figure_5_has_ours_where_all_five_data_sets_are(parts):
+    charts = {chart.name: chart for chart in report_runs.blocks(parts, Chart)}
+    (own,) = (s for s in charts["figure5_average"].series if "ours" in s.label)
+    assert own.x == (223.5,)
+    mean = (98.93 + 92.01 + 84.02 + 95.52 + 99.61) / 5
+    assert own.y == pytest.approx((mean,))
+    (vit,) = (
+        s for s in charts["figure5_imagenet"].series if s.label == "ViT, published"
+    )
+    assert vit.x == (55, 196, 224, 783, 1567, 4262)
+    assert vit.y[-1] == 88.08
+
+
+def test_a_study_says_who_leads_and_leaves_out_what_is_missing(parts):
+    (section,) = (part for part in parts if part.title == "Scaling study")
+    texts = [block.text for block in section.blocks if hasattr(block, "text")]
+    (said,) = (text for text in texts if text.startswith("Fine-tuned"))
+    assert said == (
+        "Fine-tuned: the best is ResNet-32 at 3,000 images (48.00 %), ResNet-32 at "
+        "12,000 images (53.56 %). The same family leads at every size: no crossover."
+    )
+    (said,) = (text for text in texts if text.startswith("Upstream"))
+    assert "R+ViT-96 at 48,000 images (73.00 %). The family that leads changes" in said
+    charts = {chart.name: chart for chart in section.blocks if isinstance(chart, Chart)}
+    assert {len(s.x) for s in charts["study_finetuned_by_images"].series} == {2}
+    compute = charts["study_5shot_by_compute"]
+    (line,) = (s for s in compute.series if s.label == "ViT, 3,000 images")
+    assert line.x == (1e-4, 2.5e-4, 6e-4)
+    assert line.y == pytest.approx((30.0, 28.0, 25.0))
+
+
+def test_a_confusion_matrix_is_drawn_from_what_an_evaluation_left(parts):
+    (matrix,) = report_runs.blocks(parts, Matrix)
+    assert matrix.classes == report_runs.CLASSES
+    assert matrix.counts == ((51, 3, 0), (4, 40, 1), (0, 0, 0))
+    assert draw.table(matrix).splitlines()[2] == "dog,4,40,1"
+    shown = draw.figure(matrix).axes[0].images[0].get_array()
+    np.testing.assert_allclose(shown[0], [100 * 51 / 54, 100 * 3 / 54, 0])
+    assert shown.mask[2].all()  # A class without an example.
+    (table,) = (t for t in report_runs.blocks(parts, Table) if "by class" in t.title)
+    assert table.rows == (("dog", "45", "88.89"), ("cat", "54", "94.44"))
+
+
+def test_a_run_that_goes_on_is_drawn_without_its_images(tmp_path):
+    folder = report_runs.training(tmp_path / "run", variant="B/16", dataset="x")
+    (folder / "report.json").unlink()
+    parts = make.sections(runs.read([folder]))
+    names = {chart.name for chart in report_runs.blocks(parts, Chart)}
+    assert names == {"loss_by_step", "top1_by_step"}
+    assert "Compute" in parts[-1].blocks[0].text  # What is missing is said.

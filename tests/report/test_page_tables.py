@@ -1,0 +1,222 @@
+"""The paper's tables with ours beside them, and what counts as ours."""
+
+import json
+
+import pytest
+import report_runs
+
+from vit_jax.report import published
+from vit_jax.report.pages import pretrained, results, runs, tables
+
+
+def test_table_2_has_ours_beside_the_published_column_and_the_difference(found, read):
+    table = tables.table_2(found, read)
+    own = "ours: L/16 (paper:L/16-i21k)"
+    place = table.head.index("L/16 I21k")
+    assert table.head[place + 1 : place + 3] == (own, "difference from L/16 I21k")
+    assert report_runs.cell(table, "L/16 I21k", "CIFAR-10") == "99.15 ± 0.03"
+    assert report_runs.cell(table, own, "CIFAR-10") == "99.21 ± 0.03"
+    assert report_runs.cell(table, "difference from L/16 I21k", "CIFAR-10") == "+0.06"
+    # What was not measured is nothing, as is what the paper does not have.
+    assert report_runs.cell(table, own, "Pets") == "-"
+    assert report_runs.cell(table, "difference from L/16 I21k", "Pets") == "-"
+    assert report_runs.cell(table, "NoisyStudent EffL2", "Pets") == "-"
+    assert report_runs.cell(table, own, "VTAB19") == "68.00 ± 0.46"
+
+
+def test_table_2_gives_models_that_the_paper_lacks_no_difference(found, read):
+    table = tables.table_2(found, read)
+    (own,) = (name for name in table.head if "B/16" in name)
+    assert own.startswith("ours: B/16 (") and own.endswith("/b16_jft)")
+    assert not any("difference from B/16" in name for name in table.head)
+    assert report_runs.cell(table, own, "ImageNet") == "84.02 ± 0.03"
+    days = 223.5 / 1.833
+    assert report_runs.cell(table, own, "TPUv3-core-days") == f"{days:.0f}"
+    # Not all of its tasks were there.
+    assert not any("Ti/16" in name for name in table.head)
+
+
+def test_table_5_places_ours_by_its_pretraining(found):
+    table = tables.table_5(found)
+    (own,) = (name for name in table.head if name.startswith("ours: B/16"))
+    difference = "difference from B/16"
+    assert report_runs.cell(table, own, "JFT-300M", "Flowers") == "99.61 ± 0.03"
+    assert report_runs.cell(table, difference, "JFT-300M", "Flowers") == "+0.05"
+    assert (
+        report_runs.cell(table, difference, "JFT-300M", "Pets") == "\N{MINUS SIGN}0.28"
+    )
+    assert report_runs.cell(table, own, "ImageNet-21k", "Flowers") == "-"
+    assert report_runs.cell(table, "B/16", "ImageNet-21k", "Flowers") == "99.38"
+    assert not any("Ti/" in name for name in table.head)
+
+
+def test_table_6_has_ours_below_the_same_model_and_epochs(found):
+    table = tables.table_6(found)
+    place = [row[:2] for row in table.rows].index(("ViT-B/16", "7"))
+    own, difference = table.rows[place + 1 : place + 3]
+    assert own[0].startswith("ours: B/16 (")
+    assert own[1:] == ("7", "84.02", "-", "98.93", "92.01", "95.52", "99.61", "224")
+    minus = "\N{MINUS SIGN}"
+    shown = (f"{minus}0.13", "-", f"{minus}0.07", "+0.14", f"{minus}0.28", "+0.05")
+    assert difference == ("difference", "", *shown, f"{minus}0.5")
+    assert table.kind(place + 1, 2) == "ours"
+    # From another pretraining: at the end, without a difference.
+    *_, large, tiny = table.rows
+    assert large[:5] == ("ours: L/16 (paper:L/16-i21k)", "-", "-", "-", "99.21")
+    assert tiny[0].startswith("ours: Ti/4 (")
+    assert (tiny[1], tiny[5], tiny[-1]) == ("0.0512", "50.00", "0.0625")
+
+
+def test_table_9_lists_tasks_and_gives_a_mean_only_of_all(read):
+    table = tables.table_9(read)
+    own = "ours: L/16 (paper:L/16-i21k)"
+    assert report_runs.cell(table, own, "natural", "Caltech101") == "50.0"
+    assert (
+        report_runs.cell(table, "difference from L/16 I21k", "structured", "DMLab")
+        == "+34.1"
+    )
+    assert report_runs.cell(table, own, "all", "Mean") == "68.0"
+    some = "ours: Ti/16 (deit:Ti/16)"
+    assert report_runs.cell(table, some, "structured", "DMLab") == "-"
+    assert report_runs.cell(table, some, "structured", "dSpr-Loc") == "78.0"
+    assert report_runs.cell(table, some, "all", "Mean") == "-"
+
+
+def test_without_runs_that_match_ours_is_empty(tmp_path):
+    folder = report_runs.training(
+        tmp_path / "digits", variant="Ti/2", dataset="digits", images=1_442
+    )
+    read = runs.read([folder])
+    for table in tables.make(results.collect(read), read):
+        ours = [
+            text
+            for i, row in enumerate(table.rows)
+            for j, text in enumerate(row)
+            if j >= table.labels and table.kind(i, j)
+        ]
+        assert ours
+        assert set(ours) == {"-"}
+
+
+def test_published_numbers_are_in_the_tables_as_they_are(found, read):
+    told = published.tables()
+    two, five, six, nine = tables.make(found, read)
+    for name, row in told["table5"]["JFT-300M"].items():
+        for column, value in zip(told["table5"]["cols"], row, strict=True):
+            assert float(report_runs.cell(five, column, "JFT-300M", name)) == value
+    for column, value in zip(two.head[1:3], told["table2"]["Pets"], strict=False):
+        assert report_runs.cell(two, column, "Pets") == "{:.2f} ± {:.2f}".format(*value)
+    for name, epochs, *values in told["table6"]["rows"]:
+        shown = next(row for row in six.rows if row[:2] == (name, str(epochs)))
+        assert [float(text) for text in shown[2:]] == values
+    assert [float(row[nine.head.index("H/14 JFT")]) for row in nine.rows] == (
+        told["table9"]["H/14 JFT"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("B/16", "ViT-B/16"),
+        ("R50+B/16", "R50x1+ViT-B/16"),
+        ("R50x1+L/32", "R50x1+ViT-L/32"),
+        ("R152x2", "ResNet152x2"),
+    ],
+)
+def test_names_of_table_6(variant, name):
+    assert tables.name_in_table_6(variant) == name
+
+
+@pytest.mark.parametrize(
+    ("source", "variant", "pretraining"),
+    [
+        ("paper:B/16-i21k", "B/16", "ImageNet-21k"),
+        ("augreg:S/16-i1k-224", "S/16", "ImageNet-21k"),
+        ("augreg-i1k:B/16-224", "B/16", "ImageNet"),
+        ("deit:Ti/16", "Ti/16", "ImageNet"),
+        ("gs://vit_models/imagenet21k/ViT-B_16.npz", "", "ImageNet-21k"),
+        ("weights.npz", "", ""),
+    ],
+)
+def test_what_published_weights_were_pretrained_on(source, variant, pretraining):
+    model = pretrained.model_of(source, "")
+    assert (model.variant, model.pretraining) == (variant, pretraining)
+
+
+def test_a_fine_tuned_run_is_of_what_it_began_with(found):
+    (result,) = (result for result in found if result.run == "tuned")
+    assert result.model.pretraining == "CIFAR-10"
+    assert result.model.images == 50_000
+    assert (result.dataset, result.value) == ("CIFAR-100", 50.0)
+    (own,) = (result for result in found if result.run == "scratch")
+    assert own.dataset == "CIFAR-10 (test)"  # No transfer, so in no table.
+
+
+def test_held_out_parts_and_other_evaluations_are_in_no_table(tmp_path):
+    folder = report_runs.training(
+        tmp_path / "run", variant="B/16", dataset="cifar10", init="paper:B/16-i21k"
+    )
+    about = json.loads((folder / "report.json").read_text())
+    about["final"] = {"dev": about["final"]["test"], "knn": about["final"]["test"]}
+    report_runs.write(folder, "report.json", about)
+    found = results.collect(runs.read([folder]))
+    assert {r.dataset for r in found} == {"CIFAR-10 (dev)", "CIFAR-10 (knn)"}
+    assert not any("B/16 (" in name for name in tables.table_5(found).head)
+
+
+def test_only_full_fine_tuning_stands_beside_the_paper(tmp_path):
+    about = {"model": "paper:B/16-i21k", "variant": "B/16"}
+    same = about | {"dataset": "cifar10"}
+    folders = [
+        report_runs.transfer(tmp_path / "head", mean=0.5, mode="head", **same),
+        report_runs.transfer(tmp_path / "full", mean=0.75, **same),
+        report_runs.transfer(tmp_path / "two", mean=0.25, mode="head_then_all", **same),
+        report_runs.vtab(
+            tmp_path / "vtab",
+            mode="head",
+            tasks=dict.fromkeys(report_runs.TASKS, 0.5),
+            **about,
+        ),
+    ]
+    read = runs.read(folders)
+    found = results.collect(read)
+    assert {result.run: result.how for result in found} == {
+        "head": "transfer, head, 384x512, 3 runs",
+        "full": "transfer, full, layer decay 0.75, 384x512, 3 runs",
+        "two": "transfer, head then all, 384x512, 3 runs",
+    }
+    two, five, six, nine = tables.make(found, read)
+    own = "ours: B/16 (paper:B/16-i21k)"
+    assert report_runs.cell(two, own, "CIFAR-10") == "75.00 ± 0.03"
+    assert report_runs.cell(two, own, "VTAB19") == "-"
+    assert report_runs.cell(five, own, "ImageNet-21k", "CIFAR-10") == "75.00 ± 0.03"
+    assert six.rows[-1][4] == "75.00"
+    assert not any("B/16" in name for name in nine.head)
+
+
+def test_evaluations_are_told_with_their_data_set_and_few_shots(tmp_path):
+    evals = {
+        "fewshot": {"kind": "fewshot", "dataset": "flowers", "splits": ["train", "t"]},
+        "knn": {"kind": "knn", "dataset": "flowers", "splits": ["train", "test"]},
+        "imagenet": {"kind": "classification", "dataset": "imagenet2012_real"},
+        "labels": {"kind": "real", "dataset": "imagenet2012_real"},
+        "cifar10": {"kind": "knn", "dataset": "cifar10"},
+    }
+    few = {"5shot": 0.5, "5shot_std": 0.25, "5shot_short": 2, "5shot_l2_1.0": 0.1}
+    scores = {"fewshot": few, "knn": {"top1": 0.25}, "imagenet": {"top1": 0.75}}
+    scores |= {"labels": {"top1": 0.5}, "cifar10": {"top1": 0.125}}
+    folder = report_runs.evaluation(
+        tmp_path / "run",
+        model="deit:Ti/16",
+        variant="Ti/16",
+        results={name: {"weights": one} for name, one in scores.items()},
+        evals=evals,
+    )
+    found = results.collect(runs.read([folder]))
+    assert [(r.dataset, r.value, r.spread, r.how, r.tabled) for r in found] == [
+        ("flowers", 50, 25, "evaluate, fewshot on t, 5-shot, weights", False),
+        ("flowers", 25, None, "evaluate, knn on test, weights", False),
+        ("ImageNet", 75, None, "evaluate, imagenet, weights", True),
+        ("ReaL", 50, None, "evaluate, labels, weights", True),
+        ("CIFAR-10", 12.5, None, "evaluate, cifar10, weights", False),
+    ]
