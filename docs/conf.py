@@ -1,0 +1,30 @@
+"""How the documentation is built: python -m sphinx -W --keep-going docs site
+
+Needs the extra `docs`. Warnings, among them links that lead nowhere within the site, are
+errors by -W. Pages are Markdown that reads well without being built; what is generated
+(the keys of a config, the list of commands) is put in by extensions/generated.py.
+"""
+
+import pathlib
+import sys
+
+_HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(_HERE / "extensions"), str(_HERE.parent)]
+
+from vit_jax import __version__
+
+project = "vit_jax"
+release = __version__
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "generated",
+]
+
+html_theme = "furo"
+html_title = "vit_jax"
+html_copy_source = False
+
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"

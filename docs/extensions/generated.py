@@ -1,0 +1,63 @@
+"""Puts what is generated into pages, and makes docstrings into what Sphinx reads."""
+
+import pathlib
+import re
+import tomllib
+
+import config_reference
+import docstrings
+
+_HERE = pathlib.Path(__file__).parents[1]
+_ROOT = _HERE.parent
+# Where the project is published; notebooks/ names it too.
+REPOSITORY = "https://github.com/OWNER/vit_jax"
+
+
+def setup(app) -> dict:
+    """Called by Sphinx."""
+    app.connect("source-read", _fill)
+    app.connect("autodoc-process-docstring", _convert)
+    return {"parallel_read_safe": True}
+
+
+def commands(text: str) -> str:
+    """Returns a table of the commands on the site, and of what runs each.
+
+    Args:
+      text: of commands.toml.
+    """
+    lines = ["| command | where it is run |", "|---|---|"]
+    for entry in tomllib.loads(text)["command"]:
+        if "test" in entry:
+            how = f"`{entry['test']}`"
+        elif "reason" in entry:
+            how = f"not run: {entry['reason']}"
+        else:
+            how = "`tests/test_docs.py`"
+            how += f", with `{entry['more']}` added" if entry.get("more") else ""
+        command = entry["line"].replace("|", "\\|")
+        lines.append(f"| `{command}` | {how} |")
+    return "\n".join(lines)
+
+
+def _fill(app, docname: str, source: list[str]) -> None:
+    made = {
+        "configuration": lambda: config_reference.markdown(
+            (_ROOT / "vit_jax/schema.py").read_text()
+        ),
+        "commands": lambda: commands((_HERE / "commands.toml").read_text()),
+    }
+    if docname in made:
+        source[0] = f"{source[0]}\n\n{made[docname]()}\n"
+    source[0] = re.sub(r"\]\(\.\./([^)]+)\)", _link, source[0])
+
+
+def _link(match: re.Match) -> str:
+    """Leads out of the site where a page names a folder of the project, not a file."""
+    if (_ROOT / match[1]).is_dir():
+        return f"]({REPOSITORY}/tree/main/{match[1]})"
+    return match[0]
+
+
+def _convert(app, what, name, obj, options, lines: list[str]) -> None:
+    lines[:] = docstrings.to_rst(lines)

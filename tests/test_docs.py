@@ -1,0 +1,223 @@
+"""The documentation: its commands run, its messages and keys are those of the code."""
+
+import ast
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import schema
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.append(str(DOCS / "extensions"))
+import config_reference
+import docstrings
+
+COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
+# In the order in which their commands are run.
+PAGES = ("getting_started", "finetuning", "weights", "evaluation", "pretraining")
+PAGES += ("launch", "compile", "extending")
+
+
+def blocks(page):
+    """Returns language and text of each block of code of a page."""
+    found, language, fence = [], None, []
+    lines = (DOCS / f"{page}.md").read_text().splitlines()
+    for before, line in zip(["", *lines], lines, strict=False):
+        if line.startswith("```"):
+            if language is None:
+                language, fence = line[3:], []
+            else:
+                found.append((language, "\n".join(fence)))
+                language = None
+        elif language is not None:
+            fence.append(line)
+        # Four spaces make a block too, unless they go on with a list or paragraph.
+        elif line.startswith("    ") and (not before or before.startswith("    ")):
+            found.append(("", line[4:]))
+    assert language is None, f"{page}: a block has no end"
+    return found
+
+
+def commands(page):
+    return [
+        line
+        for language, text in blocks(page)
+        if language in ("", "bash")
+        for line in text.splitlines()
+    ]
+
+
+def test_every_page_with_commands_is_looked_at():
+    pages = {path.stem for path in DOCS.glob("*.md") if commands(path.stem)}
+    assert pages == set(PAGES)
+
+
+def test_every_command_is_run_by_a_test_or_says_why_not():
+    on_site = list(dict.fromkeys(line for page in PAGES for line in commands(page)))
+    assert sorted(on_site) == sorted(entry["line"] for entry in COMMANDS)
+    for entry in COMMANDS:
+        assert len(entry.keys() & {"test", "reason", "more"}) <= 1, entry
+        if "test" in entry:
+            file, name = entry["test"].split("::")
+            assert f"\ndef {name}(" in (ROOT / file).read_text(), entry["test"]
+
+
+@pytest.mark.slow
+def test_the_commands_and_programs_of_the_site_run(tmp_path):
+    listed = {entry["line"]: entry for entry in COMMANDS}
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    make_images(tmp_path)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = f"{ROOT}:{tmp_path}"
+
+    def run(words, shown):
+        done = subprocess.run(
+            words,
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, f"{shown}\n{done.stdout}\n{done.stderr}"
+
+    for page in PAGES:
+        for language, text in blocks(page):
+            if language == "python":
+                if match := re.match(r"# (\w+\.py)\n", text):
+                    (tmp_path / match[1]).write_text(text)
+                else:
+                    run([sys.executable, "-c", text], text)
+            for line in text.splitlines() if language in ("", "bash") else ():
+                entry = listed[line]
+                if not entry.keys() & {"test", "reason"}:
+                    words = shlex.split(f"{line} {entry.get('more', '')}")
+                    run([sys.executable, *words[1:]], line)
+
+
+def make_images(folder):
+    """Makes what the site calls IMAGES and PHOTOS, of noise."""
+    draw = np.random.default_rng(0)
+    names = [f"IMAGES/{i}.png" for i in range(3)]
+    for split, count in (("train", 5), ("val", 1)):
+        for flower in ("daisy", "dandelion", "roses", "sunflowers", "tulips"):
+            names += [f"PHOTOS/{split}/{flower}/{i}.png" for i in range(count)]
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (37, 53, 3), np.uint8)).save(path)
+
+
+def messages():
+    """Returns the strings in the code, with a zero byte for what is put in."""
+    found = []
+    for path in [*ROOT.glob("vit_jax/**/*.py"), *ROOT.glob("configs/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", "\0") for part in node.values)
+                found.append("".join(p if isinstance(p, str) else "\0" for p in parts))
+    return found
+
+
+def test_every_message_of_the_site_is_one_of_the_code():
+    text = (DOCS / "troubleshooting.md").read_text()
+    listed = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
+    assert len(listed) > 30
+    known = "\n".join(messages())
+    for message in listed:
+        parts = [re.escape(part) for part in re.split(r"\.{3}(?!\.)", message)]
+        assert re.search("[^\n]*".join(parts), known), message
+
+
+def test_the_reference_has_every_key_of_the_schema_with_its_default():
+    found = config_reference.read((ROOT / "vit_jax/schema.py").read_text())
+    for name in ("COMMON", "EVALS", "FORMS", "CHOICES"):
+        assert defaults(found[name]) == getattr(schema, name) | {}
+
+
+def defaults(keys):
+    """Returns the values of keys as the schema has them."""
+    return {
+        ast.literal_eval(name) if name.startswith("(") else name: (
+            ast.literal_eval(key.default) if key.default else defaults(key.keys)
+        )
+        for name, key in keys.items()
+    }
+
+
+def test_the_reference_has_the_comments_beside_and_above_a_key():
+    source = """
+OTHER = {"c": 1}  # Not a key's.
+COMMON = {
+    "part": OTHER | {  # What it is.
+        # Above,
+        # in two lines.
+        "a": (
+            1,
+        ),  # Beside | with a bar.
+        "b": 2.5,
+    },
+}
+"""
+    part = config_reference.read(source)["COMMON"]["part"]
+    assert part.meaning == "What it is."
+    assert part.keys["a"].meaning == "Above, in two lines. Beside | with a bar."
+    assert [part.keys[k].default for k in "cab"] == ["1", "(1,)", "2.5"]
+    assert part.keys["b"].meaning == ""
+
+
+def test_the_reference_is_tables_of_markdown():
+    text = config_reference.markdown((ROOT / "vit_jax/schema.py").read_text())
+    assert "## `optim`\n\n| key | default | meaning |\n| --- | --- | --- |" in text
+    assert "| `b1` | `0.9` |" in text
+    assert '### `kind="fewshot"`' in text
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = len(re.findall(r"(?<!\\)\|", line)) - 1
+            assert cells in (3, 4), line
+
+
+def test_docstrings_become_restructuredtext():
+    given = """\
+Says `x|y` of *these*.
+
+Args:
+  first, second: what
+    they are.
+  third: another_name_.
+
+Returns:
+  A pair.
+  Of two.
+
+Source: a paper."""
+    assert docstrings.to_rst(given.splitlines()) == [
+        r"Says ``x|y`` of \*these\*.",
+        "",
+        "",
+        ":Arguments:",
+        "  - ``first, second``: what",
+        "    they are.",
+        r"  - ``third``: another\_name\_.",
+        "",
+        "",
+        ":Returns:",
+        "  A pair.",
+        "  Of two.",
+        "",
+        "",
+        "Source: a paper.",
+        "",
+    ]
