@@ -27,6 +27,7 @@ from jax._src import distributed as service  # As Orbax: there is no public door
 
 from vit_jax.errors import UserError
 from vit_jax.parallel import distributed, heartbeats, last_words
+from vit_jax.parallel.stacks import show as show_stacks
 
 _FAILURE = "vit_jax/failure"
 _LEAVING = "vit_jax/leaving"
@@ -50,12 +51,14 @@ class _Failure:
       code: exit code of all.
       reason: one line.
       lost: it is gone; another process speaks for it.
+      stacks: the other processes show what their threads are at.
     """
 
     process: int
     code: int
     reason: str
     lost: bool = False
+    stacks: bool = False
 
 
 class Together:
@@ -155,14 +158,15 @@ class Together:
         return f"start the job again, it goes on from the checkpoint in {self._workdir}"
 
 
-def end_all(code: int, reason: str) -> None:
+def end_all(code: int, reason: str, *, stacks: bool = False) -> None:
     """Ends this process and all others of the job, from any thread; never returns.
 
     Args:
       code: exit code of all.
       reason: one line.
+      stacks: whether the others show the stacks of their threads.
     """
-    failure = _Failure(jax.process_index(), code, reason)
+    failure = _Failure(jax.process_index(), code, reason, stacks=stacks)
     _leave(_announce(failure) if jax.process_count() > 1 else failure)
 
 
@@ -197,6 +201,8 @@ def _leave(failure: _Failure) -> None:
     reason = failure.reason
     if failure.process != jax.process_index() and not failure.lost:
         reason = f"{_who(failure.process)} failed: {reason}"
+        if failure.stacks:
+            show_stacks("this process, or the other one, hangs")
     sys.stdout.flush()
     print(f"error: {reason}", file=sys.stderr, flush=True)
     last_words.forget()

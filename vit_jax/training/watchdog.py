@@ -1,15 +1,12 @@
 """Ends a run that hangs, with the stack of every thread."""
 
-import contextlib
 import faulthandler
-import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
 
-from vit_jax.parallel import together
+from vit_jax.parallel import stacks, together
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h.
 # How long this file's thread may be kept from running before C code ends the process.
@@ -87,12 +84,7 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        # Not through sys.stderr: a thread that hangs may hold its lock.
-        os.write(2, b"\nwatchdog: the stacks of all threads:\n")
-        faulthandler.dump_traceback(file=2, all_threads=True)
-        for child in multiprocessing.active_children():
-            with contextlib.suppress(OSError):
-                os.kill(child.pid, signal.SIGABRT)
+        stacks.show("watchdog")
         leave = threading.Timer(_WORDS_SECONDS, os._exit, [EXIT_STALLED])
         leave.daemon = True
         leave.start()
@@ -102,4 +94,6 @@ class Watchdog:
             f"{self._limit:g} s (stall_timeout); the last was {self._last}; the stacks "
             "above show where each thread hangs; the same command goes on from the "
             "newest checkpoint",
+            # The first one to notice may only be waiting for the one that hangs.
+            stacks=True,
         )
