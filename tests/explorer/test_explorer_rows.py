@@ -1,8 +1,10 @@
 """The form in which attention is kept and sent, and where it comes from."""
 
+import dataclasses
 import io
 
 import explored
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -124,6 +126,14 @@ def test_a_resnet_is_refused():
     given = explored.pretrained(4, **options, image_size=(32, 32))
     with pytest.raises(UserError, match="a ResNet has no attention"):
         subject.Subject(given, preprocess=given.preprocess)
+
+
+def test_attention_that_is_not_finite_is_told(second, photograph):
+    given = dataclasses.replace(second, params=jax.tree.map(np.copy, second.params))
+    given.params["embedding"]["kernel"][0] = np.nan
+    found = subject.Subject(given, preprocess=given.preprocess)
+    with pytest.raises(UserError, match="tiny2's output for photograph is not finite"):
+        found.see(photograph, "photograph")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
@@ -58,7 +59,8 @@ class Subject:
         class_names: tuple[str, ...] = (),
     ):
         self._preprocess = preprocess
-        self._model, self._params = network.fit(pretrained, preprocess)
+        self._model, params = network.fit(pretrained, preprocess)
+        self._params = jax.device_put(params)
         # Computes nothing yet, but refuses a network without attention.
         attention.maps(self._model, self._params, self._normal(self._black()))
         self._classifier = None
@@ -104,34 +106,38 @@ class Subject:
             classes=self._classes(pixels, name),
             box=box(whole.shape[:2], self._preprocess),
             picture=_png(pixels),
-            rows=self._rows(pixels),
+            rows=self._rows(pixels, name),
         )
 
     def warm_up(self) -> None:
         """Compiles what `see` computes."""
-        self._classes(self._black(), "a black image")
-        self._rows(self._black())
+        for compute in (self._classes, self._rows):
+            compute(self._black(), "a black image")
 
     def _classes(self, pixels, name) -> tuple[prediction.Prediction, ...]:
         if self._classifier is None:
             return ()
         logits = np.asarray(self._classifier.logits(pixels[None]))[0]
-        if not np.isfinite(logits).all():
-            raise UserError(
-                f"{self.name}'s output for {name} is not finite: the checkpoint is "
-                "damaged, or diverged in training"
-            )
+        self._check(logits, name)
         return self._classifier.rank(logits, TOPK)
 
-    def _rows(self, pixels: UInt8[np.ndarray, "h w c"]) -> Rows:
+    def _rows(self, pixels: UInt8[np.ndarray, "h w c"], name: str) -> Rows:
         options, extra = self._model.options, len(self.extra)
         tokens = extra + self._model.grid[0] * self._model.grid[1]
         rows = Rows.empty(tokens, extra, options["depth"], options["heads"] + 1)
         flow, seen = None, self._normal(pixels)
         for layer, maps in enumerate(attention.maps(self._model, self._params, seen)):
             flow = rollout.step(flow, maps)
+            self._check(flow, name)
             rows.put(layer, np.concatenate([maps[0], flow]))
         return rows
+
+    def _check(self, output: Float[Array | np.ndarray, "..."], name: str) -> None:
+        if not np.isfinite(output).all():
+            raise UserError(
+                f"{self.name}'s output for {name} is not finite: the checkpoint is "
+                "damaged, or diverged in training"
+            )
 
     def _normal(self, pixels: UInt8[np.ndarray, "h w c"]) -> Float[Array, "1 h w c"]:
         mean, std = self._preprocess.mean, self._preprocess.std

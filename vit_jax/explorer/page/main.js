@@ -138,7 +138,9 @@ const KEYS = {
 };
 
 function onKey(event) {
-  const other = event.ctrlKey || event.metaKey || event.altKey;
+  // Many keyboards have their brackets behind AltGr, which some systems tell as both.
+  const bracket = event.getModifierState("AltGraph");
+  const other = (event.ctrlKey || event.metaKey || event.altKey) && !bracket;
   const slides = event.key.startsWith("Arrow") && event.target.type === "range";
   if (other || slides || !KEYS[event.key] || !active?.shown) return;
   event.preventDefault(); // Arrow keys would scroll the page as well.
