@@ -58,11 +58,18 @@ def test_a_mapping_without_a_kind_is_a_classification():
         ({"kind": "fewshot", "seeds": 0}, "evals.x.seeds=0 must be at least 1"),
         ({"kind": "probe", "held_out": 1.0}, "evals.x.held_out=1.0 must be below 1"),
         ({"every": -1}, "evals.x.every=-1 must be at least 0"),
+        ({"kind": "probe", "seed": 10**20}, r"x.seed=1000.*0 must be below 2\*\*32"),
     ],
 )
 def test_what_no_evaluation_could_use_is_refused(value, message):
     with pytest.raises(UserError, match=message):
         complete(x=value)
+
+
+@pytest.mark.parametrize("name", ["a/b", "skipped", ""])
+def test_names_that_are_no_names_of_files_are_refused(name):
+    with pytest.raises(UserError, match=f"evals: '{name}' cannot be the name of an"):
+        complete(**{name: "val"})
 
 
 def test_every_kind_has_its_code_and_every_key_is_read():
@@ -158,6 +165,21 @@ def test_recipe_is_short_and_opens_with_command_and_result(stem):
     assert f"configs/eval/{stem}.py" in doc
     for word in ("Run:", "Result:"):
         assert f"\n{word}" in doc
+
+
+def test_a_split_may_have_commas_and_a_folder_may_not(tmp_path):
+    path = f"{ROOT}/configs/eval/probe.py"
+    c = config.load_evaluation(f"{path}:train=even_splits(train, 3)[0],held_out=0.2")
+    assert (c.evals.probe.train, c.evals.probe.held_out) == (
+        "even_splits(train, 3)[0]",
+        0.2,
+    )
+    with pytest.raises(
+        UserError, match="'b' is unknown.*--config.data.data_dir=FOLDER"
+    ):
+        config.load_evaluation(f"{path}:data=/a,b")
+    stated = {"data.name": "folder", "data.data_dir": "/a,b"}
+    assert config.load_evaluation(path, stated).data.data_dir == "/a,b"
 
 
 def test_a_data_set_is_a_folder_or_a_name_with_its_place(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """`python -m vit_jax.evaluate`, on a small model with random parameters."""
 
 import csv
+import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -15,6 +17,9 @@ from PIL import Image
 
 from vit_jax import cli, evaluate, models
 from vit_jax.errors import UserError
+from vit_jax.evaluation import standalone
+from vit_jax.report import evaluations
+from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import own
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -60,10 +65,10 @@ def place(tmp_path_factory):
     return folder
 
 
-def words(place, recipe, *more, data="photos"):
+def words(place, recipe, *more, data="photos", model="tiny.safetensors"):
     data = place / data if data == "photos" else data
     return [
-        f"--model={place / 'tiny.safetensors'}",
+        f"--model={place / model}",
         f"--config={ROOT}/configs/eval/{recipe}.py:data={data}",
         *more,
     ]
@@ -135,6 +140,96 @@ def test_what_was_evaluated_is_written(run, tmp_path):
     assert report["evals"] == {"fewshot": few, "knn": knn}
 
 
+@pytest.fixture
+def changed(place, tmp_path):
+    """Writes the model with other class names or parameters; returns where."""
+
+    def write(change=lambda params: None, **fields):
+        found = open_pretrained(place / "tiny.safetensors")
+        params = jax.tree.map(np.array, found.params)
+        change(params)
+        path = tmp_path / "changed.safetensors"
+        own.write(dataclasses.replace(found, params=params, **fields), path)
+        return path
+
+    return write
+
+
+def test_classes_in_another_order_are_matched_by_name(run, changed, tmp_path):
+    usual, _ = run("classification", "--json")
+
+    def turn(params):
+        params["head"] = {k: np.roll(v, 1, -1) for k, v in params["head"].items()}
+
+    path = changed(turn, class_names=("Cat", "ant", "bee"))
+    out, err = run("classification", "--json", f"--out={tmp_path}/out", model=path)
+    found, expected = (json.loads(x)["test"] for x in (out, usual))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert "in another order: they are matched by their names" in err
+    numbers = (tmp_path / "out/test_confusion.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in numbers] == ["class", "Cat", "ant", "bee"]
+    assert [int(row.split(",")[1]) for row in numbers[1:]] == [7, 8, 8]
+
+
+def test_classes_of_other_names_are_told(run, changed):
+    usual, told = run("classification", "--json")
+    assert "class" not in told
+    path = changed(class_names=("ant", "wasp", "dog"))
+    out, err = run("classification", "--json", model=path)
+    assert json.loads(out) == json.loads(usual)
+    assert "2 of 3 classes are not called what the model calls them (class 1 is" in err
+    assert "'bee', the model's 'wasp')" in err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "where", "message"),
+    [
+        ("classification", "head", "the outputs are not finite for 23 of 23 images of"),
+        ("probe", "embedding", "the features are not finite for 41 of 41 images of"),
+        ("fewshot", "embedding", "the features are not finite for .* folder train"),
+    ],
+)
+def test_numbers_that_are_not_finite_get_no_score(
+    run, changed, capsys, recipe, where, message
+):
+    def spoil(params):
+        params[where]["bias"][1] = np.nan
+
+    more = ["--json"] if recipe != "fewshot" else []
+    with pytest.raises(UserError, match=message):
+        run(recipe, *more, model=changed(spoil))
+    assert not capsys.readouterr().out
+
+
+def test_images_left_out_are_counted_beside_the_scores(run, place, tmp_path):
+    photos = tmp_path / "photos"
+    shutil.copytree(place / "photos", photos)
+    (photos / "val/bee/1.png").write_bytes(b"no image")
+    more = ["--json", "--config.data.on_error=skip"]
+    out, _ = run("fewshot", *more, data=f"{photos},seeds=2")
+    assert json.loads(out)["skipped"] == {"fewshot": 1, "knn": 1}
+    assert "skipped" not in json.loads(run("classification", "--json").out)
+
+
+def test_a_folder_of_class_folders_is_cut_as_stated(run, place, tmp_path):
+    alone = place / "photos/train"
+    run("classification", f"--out={tmp_path}", data=alone)
+    report = json.loads((tmp_path / "evaluate.json").read_text())
+    assert report["evals"]["test"]["splits"] == ["all"]
+    assert report["results"]["test"]["weights"]["examples"] == 41
+    with pytest.raises(
+        UserError,
+        match=r"evals.fewshot: .*photos/train has no folder train: state train= and "
+        r"test=, as all\[:50%\] and all\[50%:\] if its folders are the classes",
+    ):
+        run("fewshot", data=alone)
+    cut = f"{alone},train=all[:50%],test=even_splits(all, 2)[1],seeds=2"
+    run("fewshot", f"--out={tmp_path}", data=cut)
+    report = json.loads((tmp_path / "evaluate.json").read_text())
+    splits = ["all[:50%]", "even_splits(all, 2)[1]"]
+    assert report["evals"]["knn"]["splits"] == splits
+
+
 def by_prediction(place):
     """Returns the accuracy that `vit_jax.predict` has on the test images."""
     from vit_jax import weights
@@ -174,10 +269,24 @@ def test_what_does_not_fit_is_one_line(run, recipe, more, data, message):
         run(recipe, *more, data=data)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(run, tmp_path):
+@pytest.mark.parametrize("out", ["file", "file/out"])
+def test_a_folder_that_cannot_be_written_is_told_first(run, tmp_path, monkeypatch, out):
+    monkeypatch.delattr(standalone, "evaluate")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--out=.*file/out cannot be written"):
-        run("classification", f"--out={tmp_path}/file/out")
+    with pytest.raises(UserError, match=f"--out=.*{out} cannot be written"):
+        run("classification", f"--out={tmp_path}/{out}")
+
+
+def test_a_disk_that_fails_at_the_end_costs_no_result(
+    run, tmp_path, monkeypatch, capsys
+):
+    def full(table):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(evaluations.confusions, "draw", full)
+    with pytest.raises(UserError, match="--out=.* cannot be written .No space left"):
+        run("classification", "--json", f"--out={tmp_path}")
+    assert json.loads(capsys.readouterr().out)["test"]["examples"] == 23
 
 
 def start(place, hosts_, devices, *more):

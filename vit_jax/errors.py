@@ -8,6 +8,10 @@ class UserError(ValueError):
     """
 
 
+class NoSplit(UserError):
+    """A data set has no split of that name."""
+
+
 class Diverged(UserError):
     """Training came to numbers that are not finite; the line names the step."""
 

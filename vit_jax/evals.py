@@ -13,6 +13,7 @@ _KIND = "kind"
 _PLAIN = "classification"
 _ABOVE_0 = ("l2", "temperature", "held_out")
 _AT_LEAST_1 = ("shots", "seeds", "k", "iterations")
+SKIPPED = "skipped"  # How many damaged images an evaluation has left out.
 
 
 def complete_all(given: Mapping) -> dict[str, str | dict]:
@@ -26,8 +27,14 @@ def complete_all(given: Mapping) -> dict[str, str | dict]:
       The same with all keys of each kind; splits stay as they are.
 
     Raises:
-      UserError: unknown kind or key, or a value that no evaluation could use.
+      UserError: unknown kind or key, or a name or value that no evaluation could use.
     """
+    for name in given:
+        if "/" in name or name in ("", SKIPPED):
+            raise UserError(
+                f"evals: {name!r} cannot be the name of an evaluation, of which files "
+                "and metrics are named: choose another, without /"
+            )
     return {name: _complete(f"evals.{name}", given[name]) for name in given}
 
 
@@ -107,5 +114,8 @@ def _check(where: str, done: Mapping) -> None:
             raise UserError(f"{where}.{key}={done[key]} must be above 0")
         if len(set(values)) < len(values):
             raise UserError(f"{where}.{key}={done[key]} states a number twice")
+    for key, value in done.items():
+        if bounds.is_number(value, int) and value >= 2**32:
+            raise UserError(f"{where}.{key}={value} must be below 2**32")
     if done.get("held_out", 0) >= 1:
         raise UserError(f"{where}.held_out={done['held_out']} must be below 1")

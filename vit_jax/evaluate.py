@@ -3,13 +3,13 @@
 PLACE is whatever holds weights: a run's workdir, an exported file, a file or folder of
 timm, Hugging Face or Google, hf://owner/name. CONFIG is a file under configs/eval/ with
 its argument: configs/eval/fewshot.py:data=FOLDER. Images are prepared as the weights
-say; flags replace single parts of that. Exit codes: 0 done, 2 bad input (one line says
-what).
+say; flags replace single parts of that. --json ends with one line, each evaluation's
+scores; where damaged images were left out (--config.data.on_error=skip), "skipped"
+beside them has their numbers. Exit codes: 0 done, 2 bad input (one line says what).
 """
 
 import argparse
 import dataclasses
-import functools
 import json
 import sys
 
@@ -30,8 +30,14 @@ def main(flags: argparse.Namespace) -> None:
 
     distributed.start()
     first = jax.process_index() == 0
-    tell = functools.partial(print, file=sys.stderr, flush=True)
+
+    def tell(line):
+        if first:
+            print(line, file=sys.stderr, flush=True)
+
     with together.Together("", debug=flags.debug):
+        if flags.out and first:
+            evaluations.prepare(flags.out)  # Before there is anything to lose.
         if uncached := compilation_cache.enable(config.compilation_cache):
             tell(uncached)
         found, preprocess = network.open_weights(
@@ -39,9 +45,11 @@ def main(flags: argparse.Namespace) -> None:
             cli.image_flags(flags),
             average=not flags.raw,
             heads=flags.heads,
-            tell=tell if first else lambda line: None,
+            tell=tell,
         )
-        results, confusions, described = standalone.evaluate(found, preprocess, config)
+        results, confusions, described = standalone.evaluate(
+            found, preprocess, config, tell
+        )
         if not first:
             return
         report = {
@@ -54,12 +62,12 @@ def main(flags: argparse.Namespace) -> None:
             "results": results,
         }
         shown = evaluations.table(results, confusions)
-        if flags.out:
-            names = evaluations.write(flags.out, report, confusions)
-            tell(f"written to {flags.out}: {', '.join(names)}")
         if flags.json:
             shown = json.dumps(standalone.summary(config, results))
         print(shown, flush=True)
+        if flags.out:
+            names = evaluations.write(flags.out, report, confusions)
+            tell(f"written to {flags.out}: {', '.join(names)}")
 
 
 def parser() -> cli.Parser:

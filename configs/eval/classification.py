@@ -2,7 +2,8 @@
 
 Run:    python -m vit_jax.evaluate --model=PLACE --out=DIR \
             --config=configs/eval/classification.py:data=FOLDER_OR_TFDS_NAME
-        split= names another split than the one that the data set is tested on.
+        split= names another split than the one that the data set is tested on; of a
+        folder of class folders alone that is all of it.
 Result: digits.py's weights on digits: see docs/benchmarks.md
 """
 

@@ -6,8 +6,11 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg
 
-# A folder of class folders, or of train/ and test/ (or val/) with those; or a name of
+# A folder of train/ and test/ (or val/) with class folders; or a name of
 # --config.data.name, with @DIR behind it if it was not prepared in TFDS's own folder.
+# Of a folder of class folders alone the parts to learn from and to test on are stated:
+# data=FOLDER,train=all[:50%],test=all[50%:]. A classifier is tried on all of it.
+# A folder with a comma in its name: --config.data.name=folder --config.data.data_dir=...
 DATA = dict(data="")
 
 

@@ -2,7 +2,8 @@
 
 Run:    python -m vit_jax.evaluate --model=PLACE \
             --config=configs/eval/fewshot.py:data=FOLDER_OR_TFDS_NAME [--json]
-        FOLDER holds train/<class>/... and test/ or val/<class>/...; a TFDS set that was
+        FOLDER holds train/<class>/... and test/ or val/<class>/...; one of <class>/...
+        alone is cut: data=FOLDER,train=all[:50%],test=all[50%:]. A TFDS set that was
         prepared in DIR is NAME@DIR. seeds=5 is quicker, train= and test= name splits.
 Result: digits.py's weights on digits: see docs/benchmarks.md
 """

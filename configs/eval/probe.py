@@ -2,6 +2,7 @@
 
 Run:    python -m vit_jax.evaluate --model=PLACE \
             --config=configs/eval/probe.py:data=FOLDER_OR_TFDS_NAME [--json]
+        FOLDER, train= and test= are as of fewshot.py.
 Result: digits.py's weights on digits: see docs/benchmarks.md
 
 Logistic regression by L-BFGS; the L2 strength is chosen on a tenth of train.

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import splits
-from vit_jax.errors import UserError
+from vit_jax.errors import NoSplit, UserError
 
 # Which files are images; what they hold is found from their content.
 EXTENSIONS = (
@@ -76,8 +76,9 @@ def open_folder(
       only: the classes to read, in the order of their numbers; none is all.
 
     Raises:
-      UserError: a folder is missing, empty or cannot be listed, a class is not one of
-        training, or a link leads back into data_dir.
+      NoSplit: its folder is missing.
+      UserError: a folder is empty or cannot be listed, a class is not one of training,
+        or a link leads back into data_dir.
     """
     root = pathlib.Path(data_dir).expanduser()
     if not data_dir or not root.is_dir():
@@ -122,7 +123,7 @@ def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
 def _class_folders(root: pathlib.Path, split: str) -> list[str]:
     folder, there = _folder(root, split), _visible_folders(root)
     if folder != root and split not in there:
-        raise UserError(
+        raise NoSplit(
             f"split {split!r}: no folder {folder}; {root} has "
             f"{', '.join(there) or 'no folders'}; if those are classes, they are one "
             f"split named {WHOLE!r}: write --config.data.split={WHOLE}[:90%]"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax.errors import UserError
+from vit_jax.errors import NoSplit, UserError
 
 _EVEN = re.compile(r"even_splits\((?P<of>.+),\s*(?P<n>\d+)\s*\)\[(?P<i>\d+)\]")
 
@@ -111,11 +111,12 @@ def select(
       One (split name, record numbers) for each part of the sum, in its order.
 
     Raises:
-      UserError: an unknown split, a bad slice, or no record selected.
+      NoSplit: an unknown split.
+      UserError: a bad slice, or no record selected.
     """
     for name in names(split):
         if name not in sizes:
-            raise UserError(
+            raise NoSplit(
                 f"split {split!r}: {source} has no split {name!r}; "
                 f"it has {', '.join(sorted(sizes)) or 'none'}"
             )

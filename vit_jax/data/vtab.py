@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 
 from vit_jax.data import decode
 from vit_jax.data.tfds_source import Feature, TfdsSource, find_prepared, open_tfds
-from vit_jax.errors import UserError
+from vit_jax.errors import NoSplit, UserError
 
 _VEHICLES = 3  # Kitti's first object types: car, van, truck.
 _NO_VEHICLE = 1000.0  # Metres; beyond the last bound, so a class of its own.
@@ -105,10 +105,10 @@ class Task:
         """Returns the expression of a split in TFDS.
 
         Raises:
-          UserError: it is not one of the four; TFDS's own splits may hold test images.
+          NoSplit: it is not one of the four; TFDS's own splits may hold test images.
         """
         if split not in self.splits:
-            raise UserError(
+            raise NoSplit(
                 f"split {split!r}: {name} has {', '.join(self.splits)} and no slices "
                 "of them"
             )

@@ -221,29 +221,6 @@ KINDS: dict[str, type[Evaluation]] = {
     "probe": LinearProbe,
 }
 
-# Of an evaluation's keys, what is told by other means or does not change its numbers.
-_UNTOLD = (
-    *("kind", "every", "every_epochs", "name", "data_dir"),
-    *("split", "train", "test"),
-)
-
-
-def described(spec: ConfigDict, evaluation: Evaluation) -> dict[str, object]:
-    """Says what an evaluation has read, and with which settings, for JSON.
-
-    Returns:
-      kind, dataset, data_dir where there is one, splits in the order in which they are
-      read, and every other key of its kind that is not empty.
-    """
-    first = evaluation.splits[0]
-    found = {"kind": spec.kind, "dataset": first.dataset}
-    if first.data.data_dir:
-        found["data_dir"] = first.data.data_dir
-    found["splits"] = [reading.split for reading in evaluation.splits]
-    keys = {key: spec[key] for key in spec if key not in _UNTOLD}
-    return found | {key: value for key, value in keys.items() if value != ""}
-
-
 # What passes need to know for RESTRICTED.
 ALLOWED = label_sets.OVERLAP
 

@@ -22,6 +22,7 @@ from vit_jax.parallel import mesh as meshes
 TOP = 5  # Classes an example that are kept, best first.
 # What a pass can give; see `Outputs`.
 FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted"
+CONFIDENCE = "confidence"  # Comes with TOPS.
 
 _BATCH = ("image", "label", "index", "mask")
 
@@ -87,7 +88,7 @@ def build(
         chances = jax.nn.log_softmax(logits)
         if TOPS in wants:
             best, tops = jax.lax.top_k(chances, min(TOP, logits.shape[-1]))
-            found |= {TOPS: tops.astype(jnp.int32), "confidence": jnp.exp(best[:, 0])}
+            found |= {TOPS: tops.astype(jnp.int32), CONFIDENCE: jnp.exp(best[:, 0])}
         if LOSS in wants:
             label = batch["label"][:, None]
             found[LOSS] = -jnp.take_along_axis(chances, label, axis=-1)[:, 0]
@@ -144,6 +145,32 @@ def collect(
     if not all(len(outputs.labels) for outputs in results.values()):
         raise UserError("the evaluation split has no example: check config.evals")
     return results
+
+
+def check_finite(outputs: dict[str, Outputs], names: Iterable[str], title: str) -> None:
+    """Refuses numbers of which no score would mean anything.
+
+    Args:
+      outputs: from `collect`.
+      names: of the values to look at.
+      title: of the split.
+
+    Raises:
+      UserError: a value is not finite.
+    """
+    for found in outputs.values():
+        for name in found.values.keys() & set(names):
+            values = found.values[name]
+            with np.errstate(invalid="ignore"):  # Of infinities of both signs.
+                total = values.sum(dtype=np.float64)
+            if np.isfinite(total):  # The sum shows all, without a copy.
+                continue
+            bad = (~np.isfinite(values)).reshape(len(values), -1).any(1).sum()
+            what = "features" if name == FEATURES else "outputs"
+            raise UserError(
+                f"the {what} are not finite for {bad} of {len(values)} images of "
+                f"{title}: the checkpoint is damaged, or diverged in training"
+            )
 
 
 def _add(tables: dict, waiting: dict) -> None:

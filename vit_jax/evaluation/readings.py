@@ -9,65 +9,17 @@ import numpy as np
 from jaxtyping import Integer
 from ml_collections import ConfigDict
 
-from vit_jax.data import catalogue, pipeline, sources
+from vit_jax.data import pipeline, sources
 from vit_jax.data.excluding import without
-from vit_jax.data.splits import names as split_names
 from vit_jax.errors import UserError
+from vit_jax.evaluation import class_names, opening
+from vit_jax.evaluation.views import Part, Reordered, Travelled
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights.pretrained import Preprocess
 
 # Of `config.data`, what an evaluation of another data set states itself.
 KEYS = ("name", "data_dir", "image_key", "label_key", "eval_ops")
-_TESTS = ("test", "val", "validation")  # What a test split may be called.
 _MANY = 2**31 - 1  # Classes, where the labels are not the model's.
-
-
-@dataclasses.dataclass(frozen=True)
-class Travelled:
-    """A host operation: what travels with weights, see `weights.preprocess`."""
-
-    preprocess: Preprocess
-    channels: int
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return preprocessing.prepare(image, self.preprocess, self.channels)
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Some records of a source, in their order.
-
-    Attributes:
-      source: all records.
-      rows: numbers of those taken.
-    """
-
-    source: sources.Source
-    rows: Integer[np.ndarray, " R"]
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return self.source.class_names
-
-    @functools.cached_property
-    def images(self) -> np.ndarray | None:
-        return None if self.source.images is None else self.source.images[self.rows]
-
-    @functools.cached_property
-    def labels(self) -> np.ndarray | None:
-        return None if self.source.labels is None else self.source.labels[self.rows]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict:
-        return self.source[int(self.rows[i])]
-
-    def describe(self, i: int) -> str:
-        return self.source.describe(int(self.rows[i]))
-
-    def record_id(self, i: int) -> str:
-        return self.source.record_id(int(self.rows[i]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,11 +97,21 @@ class Readings:
       data: `config.data` of the run; its classes are the model's.
       preprocess: how images are prepared, where `eval_ops` is not stated; by
         `data.eval_ops` if None.
+      names: of the model's classes, in the order of its outputs; empty if unknown.
+
+    Attributes:
+      notes: a line for each thing that a user may want to know.
     """
 
-    def __init__(self, data: ConfigDict, preprocess: Preprocess | None = None):
-        self._data, self._preprocess = data, preprocess
+    def __init__(
+        self,
+        data: ConfigDict,
+        preprocess: Preprocess | None = None,
+        names: Sequence[str] = (),
+    ):
+        self._data, self._preprocess, self._names = data, preprocess, tuple(names)
         self._opened: dict[tuple, Reading] = {}
+        self.notes: list[str] = []
 
     def open(
         self, name: str, spec: ConfigDict, split: str, *, of_model: bool
@@ -168,8 +130,7 @@ class Readings:
         data = self._of(spec)
         key = (*(data[k] for k in KEYS), split)
         if key not in self._opened:
-            splits = [split] if split else _tests(data.name)
-            source, opened = _open_any(data, splits)
+            source, opened = opening.open_first(name, data, split, of_model=of_model)
             if data.exclude and split == data.split:
                 source = without(source, data.exclude)
             data.classes = _MANY
@@ -179,6 +140,8 @@ class Readings:
         if of_model:
             self._check(name, found)
             found.data.classes = self._data.classes  # Read as records are.
+            if spec.kind == "classification" and self._names:
+                found = self._by_name(name, key, found)
         return found
 
     def train_split(self, spec: ConfigDict) -> str:
@@ -207,6 +170,25 @@ class Readings:
                 "evaluation of its features, as kind='fewshot'"
             )
 
+    def _by_name(self, name: str, key: tuple, found: Reading) -> Reading:
+        """Returns a split with the model's number for each class."""
+        names = found.source.class_names
+        order = class_names.numbers(names, self._names)
+        if order is None:
+            note = class_names.difference(names, self._names)
+            if note:
+                self.notes.append(f"evals.{name}: {found.title}: {note}")
+            return found
+        key = (*key, "reordered")
+        if key not in self._opened:
+            self.notes.append(
+                f"evals.{name}: {found.title} numbers the model's classes in another "
+                "order: they are matched by their names"
+            )
+            source = Reordered(found.source, self._names, order)
+            self._opened[key] = dataclasses.replace(found, source=source)
+        return self._opened[key]
+
     def _host_ops(
         self, source: sources.Source, data: ConfigDict, *, stated: bool
     ) -> tuple | None:
@@ -218,29 +200,3 @@ class Readings:
             if same and preprocessing.resized(size, self._preprocess) == size:
                 return ()  # So that a batch is one gather.
         return (Travelled(self._preprocess, data.channels),)
-
-
-def _tests(name: str) -> Sequence[str]:
-    """Returns the splits that a data set may be tested on, the likeliest first."""
-    entry = catalogue.ENTRIES.get(name.partition(":")[0])
-    return (entry.splits["test"],) if entry and "test" in entry.splits else _TESTS
-
-
-def _open_any(data: ConfigDict, splits: Sequence[str]) -> tuple[sources.Source, str]:
-    """Opens the first of some splits that is there; returns it and its expression."""
-    if data.name == "folder":
-        root = os.path.expanduser(data.data_dir)
-
-        def there(split):
-            return os.path.isdir(os.path.join(root, split_names(split)[0]))
-
-        splits = list(filter(there, splits)) or splits
-        if not there(data.split):  # Of which the class folders count.
-            data.split = splits[0]
-    first = None
-    for split in splits:
-        try:
-            return sources.open_unchecked(data, split), split
-        except UserError as error:
-            first = first or error
-    raise first

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ class Evaluated(NamedTuple):
     Attributes:
       scores: evaluation to {"weights": metrics}.
       confusions: evaluation to its confusion matrix, where there is one.
-      evals: evaluation to what it has read and how it is set, see `kinds.described`.
+      evals: evaluation to what it has read and how it is set, see `Suite.described`.
     """
 
     scores: Scores
@@ -33,7 +34,10 @@ class Evaluated(NamedTuple):
 
 
 def evaluate(
-    pretrained: Pretrained, preprocess: Preprocess, config: ConfigDict
+    pretrained: Pretrained,
+    preprocess: Preprocess,
+    config: ConfigDict,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Evaluated:
     """Runs all evaluations of a config; every process of the job calls it.
 
@@ -41,9 +45,11 @@ def evaluate(
       pretrained: what `weights.open_pretrained` returns.
       preprocess: how images are prepared.
       config: from `config.load_evaluation`.
+      tell: gets a line on each thing that a user may want to know.
 
     Raises:
-      UserError: the data is not there, or does not fit the network.
+      UserError: the data is not there, or does not fit the network, or what the network
+        computes is not finite.
     """
     mesh = meshes.create(config.mesh.to_dict())
     model, params = network.fit(pretrained, preprocess)
@@ -54,7 +60,12 @@ def evaluate(
         config.sharding.rules,
         config.sharding.smallest,
     )
-    suite = Suite(model, config, mesh, shardings, preprocess)
+    names = pretrained.class_names
+    if len(names) != model.options["classes"]:
+        names = ()
+    suite = Suite(model, config, mesh, shardings, preprocess, names, finite=True)
+    for note in suite.notes:
+        tell(note)
     scores = suite.run({KIND: jax.device_put(params, shardings)})
     confusions = {
         name: kinds[KIND] for name, kinds in suite.confusions.items() if kinds
@@ -72,12 +83,20 @@ def summary(config: ConfigDict, scores: Scores) -> dict[str, object]:
     Returns:
       Evaluation to its metrics. Of few-shot evaluation: shots to mean and std, and to
       the same by each further strength ("l2") and to "short", the number of classes
-      with fewer examples, where there are such. Of k-NN the accuracy alone.
+      with fewer examples, where there are such. Of k-NN the accuracy alone. Where
+      damaged images were left out (data.on_error="skip"), "skipped" beside them is
+      evaluation to how many.
     """
-    return {
+    found = {
         name: _arranged(evals.spec(config.evals[name]).kind, kinds[KIND])
         for name, kinds in scores.items()
     }
+    lost = {
+        name: kinds[KIND][evals.SKIPPED]
+        for name, kinds in scores.items()
+        if evals.SKIPPED in kinds[KIND]
+    }
+    return found | ({evals.SKIPPED: lost} if lost else {})
 
 
 def _arranged(kind: str, metrics: dict[str, float]) -> object:

@@ -18,6 +18,12 @@ from vit_jax.weights.pretrained import Preprocess
 
 Scores = dict[str, dict[str, dict[str, float]]]
 
+# Of an evaluation's keys, what is told by other means or does not change its numbers.
+_UNTOLD = (
+    *("kind", "every", "every_epochs", "name", "data_dir"),
+    *("split", "train", "test"),
+)
+
 
 class Suite:
     """All of `config.evals`, over splits that are opened once.
@@ -31,8 +37,12 @@ class Suite:
       shardings: of the parameters; whole copies everywhere if None.
       preprocess: how images are prepared where an evaluation does not say it; as in
         `data.eval_ops` if None.
+      class_names: of the model, in the order of its outputs; empty if unknown.
+      finite: whether a classifier whose outputs are not finite is refused, as features
+        are in any case. In training that is the loop's to say, of the loss.
 
     Attributes:
+      notes: a line for each thing that a user may want to know.
       confusions: evaluation to set of parameters to the confusion matrix, of the last
         `run`, where there is one.
 
@@ -47,23 +57,35 @@ class Suite:
         mesh: Mesh,
         shardings: dict | None = None,
         preprocess: Preprocess | None = None,
+        class_names: Sequence[str] = (),
+        *,
+        finite: bool = False,
     ):
         self._model, self._config, self._mesh = model, config, mesh
         self._shardings = shardings
         self._part, self._parts = meshes.share(mesh)
         self._steps: dict[frozenset[str], passes.Step] = {}
-        readings = Readings(config.data, preprocess)
+        self._finite = (passes.FEATURES,)
+        if finite:
+            self._finite = (passes.FEATURES, passes.CONFIDENCE, passes.LOSS)
+        readings = Readings(config.data, preprocess, class_names)
         self._specs = {name: evals.spec(value) for name, value in config.evals.items()}
         self._evaluations = {
             name: kinds.KINDS[spec.kind](name, spec, readings, config.data.classes)
             for name, spec in self._specs.items()
         }
+        self.notes = readings.notes
         self.confusions: dict[str, dict[str, Confusion]] = {}
 
     def described(self) -> dict[str, dict]:
-        """Says of each evaluation what it reads and how it is set, for JSON."""
+        """Says of each evaluation what it reads and how it is set, for JSON.
+
+        Returns:
+          Evaluation to kind, dataset, data_dir where there is one, splits in the order
+          in which they are read, and every other key of its kind that is not empty.
+        """
         return {
-            name: kinds.described(self._specs[name], evaluation)
+            name: _described(self._specs[name], evaluation.splits)
             for name, evaluation in self._evaluations.items()
         }
 
@@ -152,7 +174,10 @@ class Suite:
             found = passes.collect(
                 self._steps[wants], params, batches, self._mesh, stop
             )
-        if rows is None or found is None:
+        if found is None:
+            return None
+        passes.check_finite(found, self._finite, reading.title)
+        if rows is None:
             return found
         return {
             kind: dataclasses.replace(outputs, records=rows[outputs.records])
@@ -167,11 +192,21 @@ class Suite:
             if found is None:
                 return None
             lost = sum(_lost(need, outputs[key]) for key, need in needs.items())
-            scores[kind] = found.metrics | ({"skipped": lost} if lost else {})
+            scores[kind] = found.metrics | ({evals.SKIPPED: lost} if lost else {})
             if found.confusion is not None:
                 names = next(iter(needs.values())).reading.source.class_names
                 self.confusions[name][kind] = Confusion(found.confusion, names)
         return scores
+
+
+def _described(spec: ConfigDict, splits: Sequence[Reading]) -> dict[str, object]:
+    first = splits[0]
+    found = {"kind": spec.kind, "dataset": first.dataset}
+    if first.data.data_dir:
+        found["data_dir"] = first.data.data_dir
+    found["splits"] = [reading.split for reading in splits]
+    keys = {key: spec[key] for key in spec if key not in _UNTOLD}
+    return found | {key: value for key, value in keys.items() if value != ""}
 
 
 def _lost(need: kinds.Need, outputs: passes.Outputs) -> int:

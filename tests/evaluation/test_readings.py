@@ -1,0 +1,99 @@
+"""Which split an evaluation reads, and what its classes are."""
+
+import numpy as np
+import pytest
+
+from vit_jax import config as configuration
+from vit_jax import evals
+from vit_jax.data import sources
+from vit_jax.errors import NoSplit, UserError
+from vit_jax.evaluation import class_names, opening, readings, views
+
+
+def opened(**spec):
+    data = configuration.complete(
+        {"batch_size": 4, "optim": {"rate": 1.0}, "data": {"name": "x", "classes": 10}}
+    ).data
+    done = evals.complete_all({"one": {"kind": "knn", "name": "digits"} | spec})
+    one = readings.Readings(data)
+    return one.open("one", configuration.ConfigDict(done["one"]), "", of_model=False)
+
+
+@pytest.mark.parametrize("lacking", [(), ("test",), ("test", "val")])
+def test_the_next_split_is_tested_on_only_where_one_is_absent(lacking, monkeypatch):
+    asked, open_it = [], sources.open_unchecked
+
+    def there(data, split):
+        asked.append(split)
+        if split in lacking:
+            raise NoSplit(f"no split {split!r}")
+        return open_it(data, "test")
+
+    monkeypatch.setattr(sources, "open_unchecked", there)
+    found = opened()
+    expected = next(name for name in opening._TESTS if name not in lacking)
+    assert asked == [*lacking, expected]
+    assert (found.split, found.title) == (expected, f"digits {expected}")
+
+
+def test_a_split_that_cannot_be_opened_is_not_replaced(monkeypatch):
+    def damaged(data, split):
+        raise UserError(f"{split} lacks a file: prepare it again")
+
+    monkeypatch.setattr(sources, "open_unchecked", damaged)
+    with pytest.raises(UserError, match="test lacks a file"):
+        opened()
+
+
+@pytest.mark.parametrize("name", ["digits", "vtab/dtd"])
+def test_an_absent_split_is_told_apart_from_other_errors(name):
+    data = configuration.complete(
+        {"batch_size": 4, "optim": {"rate": 1.0}, "data": {"name": name, "classes": 10}}
+    ).data
+    with pytest.raises(NoSplit, match="has"):
+        sources.open_unchecked(data, "dev")
+
+
+def test_names_of_classes_give_their_order():
+    theirs = ("pink_primrose", "Rose", "tiger-lily")
+    ours = ("rose", "tiger lily", "pink primrose")
+    assert class_names.numbers(theirs, ours).tolist() == [2, 0, 1]
+    assert class_names.numbers(ours, theirs).tolist() == [1, 2, 0]
+    for same in (ours, (), ("rose", "tiger lily", "dandelion"), ("rose",) * 3):
+        assert class_names.numbers(same, ours) is None
+    assert class_names.numbers(("a", "b"), ("a", "a")) is None
+
+
+def test_names_that_need_not_agree_are_not_told():
+    wordnet, readable = ("n01440764", "n01443537"), ("tench", "goldfish")
+    assert not class_names.difference(wordnet, readable)
+    assert not class_names.difference(readable, wordnet)
+    assert not class_names.difference((), readable)
+    assert not class_names.difference(readable, ("Tench", "Goldfish"))
+    told = class_names.difference(readable, ("tench", "shark"))
+    assert "1 of 2 classes are not called what the model" in told
+    assert "class 1 is 'goldfish', the model's 'shark'" in told
+    assert class_names.difference(wordnet[::-1], readable)
+
+
+def test_records_in_another_order_of_classes_keep_everything_else():
+    data = configuration.complete(
+        {
+            "batch_size": 4,
+            "optim": {"rate": 1.0},
+            "data": {"name": "digits", "classes": 10},
+        }
+    ).data
+    source = sources.open_unchecked(data, "test[:40]")
+    numbers = np.random.default_rng(0).permutation(10)
+    names = tuple(np.array(source.class_names)[np.argsort(numbers)])
+    found = views.Reordered(source, names, numbers)
+    assert len(found) == 40
+    assert found.images is source.images
+    assert found.labels.dtype == source.labels.dtype
+    for i in (0, 17):
+        assert found[i]["label"] == found.labels[i] == numbers[source.labels[i]]
+        assert names[found.labels[i]] == source.class_names[source.labels[i]]
+        assert (found[i]["image"] == source[i]["image"]).all()
+        assert found.describe(i) == source.describe(i)
+        assert found.record_id(i) == source.record_id(i)

@@ -1,0 +1,76 @@
+"""Which split of a data set an evaluation reads, also where none is stated."""
+
+import os
+from collections.abc import Sequence
+
+from ml_collections import ConfigDict
+
+from vit_jax.data import catalogue, sources
+from vit_jax.data.folder import WHOLE
+from vit_jax.data.splits import names as split_names
+from vit_jax.errors import NoSplit
+
+_TESTS = ("test", "val", "validation")  # What a test split may be called.
+
+
+def open_first(
+    name: str, data: ConfigDict, split: str, *, of_model: bool
+) -> tuple[sources.Source, str]:
+    """Opens a split, or without one the first to test on that is there.
+
+    Args:
+      name: of the evaluation, for messages.
+      data: `config.data`; the `split` of a folder is set to one that it has.
+      split: expression, or "".
+      of_model: whether the labels are classes of the model, of which nothing is learnt.
+
+    Returns:
+      The source, and the expression of what was opened.
+
+    Raises:
+      NoSplit: it is not there.
+    """
+    splits = [split] if split else _tests(data.name)
+    if data.name == "folder":
+        splits = _in_folder(name, data, splits, stated=bool(split), of_model=of_model)
+    first = None
+    for one in splits:
+        try:
+            return sources.open_unchecked(data, one), one
+        except NoSplit as error:
+            first = first or error
+    raise first
+
+
+def _tests(name: str) -> Sequence[str]:
+    """Returns the splits that a data set may be tested on, the likeliest first."""
+    entry = catalogue.ENTRIES.get(name.partition(":")[0])
+    return (entry.splits["test"],) if entry and "test" in entry.splits else _TESTS
+
+
+def _in_folder(
+    name: str, data: ConfigDict, splits: Sequence[str], *, stated: bool, of_model: bool
+) -> Sequence[str]:
+    """Returns those of some splits that a folder has, the classes of one set aright."""
+    root = os.path.expanduser(data.data_dir)
+
+    def there(split):
+        first = split_names(split)[0]
+        return first == WHOLE or os.path.isdir(os.path.join(root, first))
+
+    found = list(filter(there, splits))
+    # A folder of class folders, of which nothing is learnt, is read as a whole.
+    if not found and of_model and not stated and not there(data.split):
+        found = [WHOLE]
+    if not found and os.path.isdir(root):
+        how = f"split=, as {WHOLE}"
+        if not of_model:
+            how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
+        raise NoSplit(
+            f"evals.{name}: {data.data_dir} has no folder {' or '.join(splits)}: state "
+            f"{how} if its folders are the classes"
+        )
+    found = found or list(splits)
+    if not there(data.split):  # Of which the class folders count.
+        data.split = found[0]
+    return found
