@@ -37,7 +37,7 @@ def opened(monkeypatch):
     [
         ("tset", "--test=tset: split 'tset': digits has no split 'tset'; it has test,"),
         ("test[:5]+val", "digits has no split 'val'"),
-        ("test[400:]", "selects no record"),
+        ("test[400:]", "--test=test[400:]: split 'test[400:]' with 355 records"),
     ],
 )
 def test_a_test_split_that_is_not_there_is_told_from_its_name(

@@ -50,7 +50,7 @@ def _sizes(task: Task) -> Mapping[str, int]:
     first = f"{splits.names(recipe.train)[0]}[:1]"
     source = sources.open_unchecked(task.config.data, first)
     numbering = getattr(source, "numbering", None)
-    return numbering.sizes if numbering else {}
+    return {} if numbering is None else numbering.sizes
 
 
 def _length(task: Task, split: str, sizes: Mapping[str, int]) -> int:
