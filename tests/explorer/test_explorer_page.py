@@ -22,6 +22,8 @@ playwright = pytest.importorskip(
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 MAP = "canvas.map"
+# Each takes a second; together with the others they would be long.
+SECOND = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +223,7 @@ def test_the_keyboard(page, photograph):
     assert "From [CLS]: most to row" in said
 
 
+@SECOND
 def test_the_slider_takes_its_arrow_keys_itself(page, photograph):
     upload(page, photograph)
     page.locator("#layer").focus()
@@ -228,6 +231,7 @@ def test_the_slider_takes_its_arrow_keys_itself(page, photograph):
     assert shown(page)[:2] == (0, 2)
 
 
+@SECOND
 def test_everything_is_reached_by_the_tab_key_and_seen(page, photograph):
     upload(page, photograph)
     names, at_end = [], False
@@ -281,6 +285,7 @@ def test_two_models_side_by_side(page, photograph):
     assert page.locator("#depth").inner_text() == "2 of 4"
 
 
+@SECOND
 def test_the_overview_chooses_layer_and_head(page, photograph):
     upload(page, photograph)
     canvas = page.locator(".overview").first
@@ -291,6 +296,7 @@ def test_the_overview_chooses_layer_and_head(page, photograph):
     wait(page, "panes[0].shown.layer === 1 && panes[0].shown.kind === 2")
 
 
+@SECOND
 def test_the_brightest_may_look_alike(page, photograph):
     upload(page, photograph)
     values = "Float32Array.from({ length: 40 }, (_, i) => 39 - i)"
@@ -300,6 +306,7 @@ def test_the_brightest_may_look_alike(page, photograph):
     assert page.evaluate("state.clip")
 
 
+@SECOND
 def test_an_image_of_the_folder(page):
     page.get_by_role("button", name="one.png").click()
     drawn(page, 1)
@@ -336,6 +343,7 @@ def test_a_broken_image_is_told_and_the_last_one_stays(served, new_page, photogr
     assert message.inner_text() == ""
 
 
+@SECOND
 def test_a_large_file_is_not_sent(page):
     page.locator("#choose").wait_for()
     page.evaluate("limits.bytes = 10")
@@ -383,6 +391,7 @@ def lights(colours):
     return found
 
 
+@SECOND
 def test_labels(page, photograph):
     """Every control has a name for those who do not see it."""
     upload(page, photograph)
@@ -410,6 +419,7 @@ def test_without_a_class_token_there_is_no_button(new_page, subjects, tmp_path):
     assert shown(page)[0] == 2 * 2
 
 
+@SECOND
 def test_a_server_that_has_ended_is_told(served, new_page, photograph):
     page = new_page(served.address, quiet=False)
     upload(page, photograph)
