@@ -85,7 +85,7 @@ SINGLE = ("a", "b_c", "d", "a_2", "e")
 
 def test_all_figures_of_a_folder(place, run, tmp_path):
     images = place / "images"
-    code, out, err = run("--images", str(images), "--batch_size=4", "--shown=3")
+    code, out, err = run("--images", str(images), "--batch_size=5", "--shown=3")
     assert code == 1
     assert err.startswith(f"{images / 'torn.png'}: cannot be decoded")
     stems = [*names.OF_WEIGHTS, *names.OF_SETS]
@@ -134,6 +134,7 @@ def test_the_data_are_the_arrays_of_the_analyses(place, run, tmp_path):
     np.testing.assert_allclose(found["logits"], wanted, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_two_models_are_compared_layer_by_layer(place, run, tmp_path):
     words = "--images", *(str(place / "images" / f"{n}.png") for n in "ade")
     words += (str(place / "images" / "b c.jpg"), "--figure=cka")

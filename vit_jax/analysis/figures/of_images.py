@@ -215,7 +215,7 @@ class Relevance(Part):
             zip(batch.names, batch.originals, strict=True)
         ):
             laid = [_laid(subject, image, tokens) for tokens in found[i]]
-            captions = [subject.class_name(label)[:34] for label in labels[i]]
+            captions = [subject.class_name(int(label))[:34] for label in labels[i]]
             drawn = sheets.sheet(
                 [image, *laid],
                 1 + len(laid),

@@ -55,7 +55,7 @@ class Distance(Part):
     def picture(self) -> Picture:
         """Draws a point a head, and the heads' mean."""
         far = self._sums / self._images
-        layers = tuple(range(1, len(far) + 1))
+        layers = range(1, len(far) + 1)
         points = [
             (layer, float(v))
             for layer, row in zip(layers, far, strict=True)
@@ -70,8 +70,11 @@ class Distance(Part):
             "mean distance in pixels",
             (
                 Series("a head", x, y, colour=0, line=False, hollow=True),
-                Series("mean of the heads", layers, mean, colour=1, marked=False),
+                Series(
+                    "mean of the heads", tuple(layers), mean, colour=1, marked=False
+                ),
             ),
+            ticks=_some(layers),
         )
         data = {"pixels": far.astype(np.float32), "images": np.array(self._images)}
         return Picture("distance", draw.figure(chart), data)
@@ -104,16 +107,19 @@ class Norms(Part):
         lines = [("longest", longest), ("99 %", high), ("median", middle), ("1 %", low)]
         names = ("class token", "distillation token")
         lines += list(zip(names, front.T, strict=False))
-        layers = tuple(range(1, len(longest) + 1))
+        layers = range(1, len(longest) + 1)
         chart = Chart(
             "norms",
             f"{self._name}: lengths of patches' tokens, {self._images} images",
             "layer",
             "Euclidean norm",
             tuple(
-                Series(label, layers, tuple(map(float, line)), i, i, dashes=i % 4)
+                Series(
+                    label, tuple(layers), tuple(map(float, line)), i, i, dashes=i % 4
+                )
                 for i, (label, line) in enumerate(lines)
             ),
+            ticks=_some(layers),
         )
         data = {
             "quantiles": self._known.quantiles(),
@@ -186,7 +192,12 @@ class Cka(Part):
         return Picture("cka", drawn, data)
 
 
+def _some(layers: range) -> tuple[int, ...]:
+    """Returns numbers of layers that an axis has room for."""
+    return tuple(layers[:: -(-len(layers) // 12)])
+
+
 def _numbers(count: int) -> tuple[list[int], list[str]]:
-    """Returns ticks from 1 on, some of many."""
-    places = list(range(0, count, -(-count // 12)))
-    return places, [f"{i + 1}" for i in places]
+    """Returns places and texts of numbers from 1 on, as many as there is room for."""
+    chosen = _some(range(1, count + 1))
+    return [number - 1 for number in chosen], [f"{number}" for number in chosen]

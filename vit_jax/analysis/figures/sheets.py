@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 COLOURS = "cividis"  # Even in grey print, and to colour-blind readers.
 _RING = "#ff3b30"
-_MARGIN, _CAPTION, _TITLE, _LEFT, _GAP = 0.12, 0.24, 0.36, 0.62, 0.06  # Inches.
+_MARGIN, _CAPTION, _TITLE, _LEFT, _GAP = 0.12, 0.22, 0.24, 0.62, 0.06  # Inches.
 
 
 def sheet(
