@@ -42,10 +42,13 @@ def second():
 
 @pytest.fixture(scope="session")
 def subjects(first, second):
-    """Both models, opened."""
-    return [
+    """Both models, opened and compiled."""
+    opened = [
         subject.Subject(each, preprocess=each.preprocess) for each in (first, second)
     ]
+    for each in opened:
+        each.warm_up()
+    return opened
 
 
 @pytest.fixture(scope="session")

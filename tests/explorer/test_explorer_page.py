@@ -47,7 +47,7 @@ def new_page(browser):
 
     def open_one(address, *, quiet=True):
         page = browser.new_page(viewport={"width": 1000, "height": 900})
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)
         opened.append(page)
         if quiet:
             page.on("console", lambda message: complaints.append(message.text))
@@ -97,7 +97,7 @@ def wait(page, condition):
 
     Playwright's own way of it evaluates text, which the page's policy forbids.
     """
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while not page.evaluate(condition):
         assert time.monotonic() < end, condition
         page.wait_for_timeout(10)
