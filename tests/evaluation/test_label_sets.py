@@ -1,17 +1,34 @@
 import io
 import json
+import pathlib
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 from tfds_sets import builder_class
 
+from vit_jax import config as configuration
+from vit_jax import models
 from vit_jax.data import folder, objectnet, tfds_source
 from vit_jax.errors import UserError
-from vit_jax.evaluation import label_sets
+from vit_jax.evaluation import label_sets, readings, standalone
 from vit_jax.evaluation.passes import Outputs
+from vit_jax.weights import preprocess as preprocessing
+from vit_jax.weights.pretrained import Preprocess, Pretrained
 
+ROOT = pathlib.Path(__file__).parents[2]
 SETS = [[3], [], [7, 9], [1, 2, 3], [], [999]]
+OPTIONS = {
+    "variant": "Ti/4",
+    "width": 12,
+    "depth": 1,
+    "heads": 3,
+    "mlp_dim": 17,
+    "classes": 1000,
+    "image_size": (8, 12),
+}
+SEED = 54  # With which some images of all three sets are right.
 
 
 def outputs(tops, labels=None, records=None, **values):
@@ -152,3 +169,81 @@ def test_the_overlap_has_each_imagenet_class_once():
     assert len(objectnet.CLASSES) == 113
     assert len(label_sets.OVERLAP) == len(set(label_sets.OVERLAP)) == 125
     assert {414, 444, 671} <= set(label_sets.OVERLAP) <= set(range(1000))
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A photograph of each of ObjectNet's 113 classes."""
+    rng = np.random.default_rng(3)
+    for name in objectnet.CLASSES:
+        place = tmp_path / "images" / name
+        place.mkdir(parents=True)
+        pixels = rng.integers(0, 256, (9, 11, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / "1.png")
+    return str(tmp_path)
+
+
+def test_labels_share_a_pass_over_the_same_images(prepared, photos, monkeypatch):
+    sizes, batches = [], readings.pipeline.eval_batches
+
+    def noting(source, *args, **keys):
+        sizes.append(len(source))
+        return batches(source, *args, **keys)
+
+    monkeypatch.setattr(readings.pipeline, "eval_batches", noting)
+    where = f"data_dir={prepared},objectnet={photos},v2=False"
+    config = configuration.load_evaluation(f"{ROOT}/configs/eval/imagenet.py:{where}")
+    model = models.create(**OPTIONS)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
+    rng = np.random.default_rng(SEED)
+    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    params = jax.tree.unflatten(tree, leaves)
+    # So that more of the images are right.
+    some = {n for numbers in list(objectnet.CLASSES.values())[::5] for n in numbers}
+    params["head"]["bias"][[*range(10), *some]] += 8
+    preprocess = Preprocess((8, 12), squash=True)
+    pretrained = Pretrained(params, OPTIONS, "vit_jax", "tiny", preprocess)
+    found = standalone.evaluate(pretrained, preprocess, config)
+    # Once for both kinds of labels of the six.
+    assert sorted(sizes) == [6, 113]
+
+    def order(source):
+        """Returns the classes of each image, best first, as the network has it."""
+        images = [
+            preprocessing.prepare(source[i]["image"], preprocess)
+            for i in range(len(source))
+        ]
+        images = np.stack(images).astype(np.float32) / 127.5 - 1
+        logits = np.asarray(model.apply(params, jax.numpy.asarray(images))["logits"])
+        return np.argsort(-logits, 1).tolist()
+
+    source = tfds_source.open_tfds(
+        "imagenet2012_real", prepared, "validation", "image", "original_label"
+    )
+    pairs = [(source[i]["label"], best) for i, best in enumerate(order(source))]
+    imagenet, real, other = (
+        found.scores[name]["weights"] for name in ("imagenet", "real", "objectnet")
+    )
+    assert imagenet["examples"] == 6
+    assert imagenet["top1"] == pytest.approx(mean(i == b[0] for i, b in pairs))
+    assert imagenet["top5"] == pytest.approx(mean(i in b[:5] for i, b in pairs))
+    pairs = [(SETS[i], best) for i, best in pairs if SETS[i]]
+    assert real["examples"] == len(pairs) == 4
+    assert real["top1"] == pytest.approx(mean(b[0] in x for x, b in pairs))
+    assert real["top5"] == pytest.approx(mean({*x} & {*b[:5]} for x, b in pairs))
+    source = folder.open_folder(photos, "images", "images", tuple(objectnet.CLASSES))
+    sets = list(objectnet.CLASSES.values())
+    known = set(label_sets.OVERLAP)
+    pairs = [(sets[source[i]["label"]], b) for i, b in enumerate(order(source))]
+    assert other["examples"] == len(pairs) == 113
+    assert other["top1"] == pytest.approx(mean(b[0] in x for x, b in pairs))
+    assert other["top5"] == pytest.approx(mean({*x} & {*b[:5]} for x, b in pairs))
+    firsts = [(x, next(k for k in b if k in known)) for x, b in pairs]
+    assert other["top1_overlap"] == pytest.approx(mean(k in x for x, k in firsts))
+    assert 0 < imagenet["top5"] != real["top5"] > 0
+    assert 0 < other["top1"] < other["top1_overlap"]
+    assert other["top1"] < other["top5"]
+
+
+def mean(right):
+    return np.mean(list(map(bool, right)))
