@@ -96,7 +96,7 @@ def solve(features: Features, labels: Labels, classes: int) -> Solution:
     Primal (a matrix of D + 1 features) when N >= D, dual (of N examples) otherwise.
     Besides the features this takes, in numbers of 8 bytes, (D + 1) K for the right side
     and as many for the sums of the classes here or the weights in `predict`, four
-    matrices of min(N, D + 1) squared, and a block of _BLOCK: 500 MB measured for 21,843
+    matrices of min(N, D + 1) squared, and a block of _BLOCK: 530 MB measured for 21,843
     classes and 1,280 features.
 
     Args:
