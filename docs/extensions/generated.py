@@ -40,12 +40,28 @@ def commands(text: str) -> str:
     return "\n".join(lines)
 
 
+def gallery(text: str) -> str:
+    """Returns the pictures of gallery/ that a page does not show by itself.
+
+    Args:
+      text: of the page.
+    """
+    paths = (path.relative_to(_HERE) for path in _HERE.glob("gallery/**/*.png"))
+    others = sorted(path for path in paths if f"({path.as_posix()})" not in text)
+    titles = [path.stem.replace("_", " ") for path in others]
+    return "## More figures\n\n" + "\n\n".join(
+        f"### {title[:1].upper()}{title[1:]}\n\n![{title}]({path.as_posix()})"
+        for title, path in zip(titles, others, strict=True)
+    )
+
+
 def _fill(app, docname: str, source: list[str]) -> None:
     made = {
         "configuration": lambda: config_reference.markdown(
             (_ROOT / "vit_jax/schema.py").read_text()
         ),
         "commands": lambda: commands((_HERE / "commands.toml").read_text()),
+        "gallery": lambda: gallery(source[0]),
     }
     if docname in made:
         source[0] = f"{source[0]}\n\n{made[docname]()}\n"
