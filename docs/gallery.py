@@ -1,13 +1,14 @@
 """Makes docs/gallery/: python docs/gallery.py --model=deit:Ti/16 --digits=runs/digits
 
 Draws what vit_jax.visualize draws of a published model, on photographs that come with
-scikit-image and belong to nobody, and of the digits model (README.md trains it), and
-keeps the PNGs, made small.
+scikit-image (extra `docs`) and are in the public domain or CC0, and of the digits model
+(README.md trains it), and keeps the PNGs, made small.
 """
 
 import argparse
 import io
 import pathlib
+import shlex
 import tempfile
 
 from PIL import Image
@@ -18,52 +19,60 @@ GALLERY = pathlib.Path(__file__).parent / "gallery"
 # CC0 by Stefan van der Walt, CC0 by Rachel Michetti, public domain by NASA and by
 # SpaceX, says scikit-image.
 PHOTOGRAPHS = ("chelsea", "coffee", "astronaut", "rocket")
+# Likewise CC0 or in the public domain; for the figures of all images together.
+OTHERS = ("camera", "hubble_deep_field", "brick", "grass")
 DIGITS = 64
 # The figures that are kept: of weights and of all images, and of single ones.
 PHOTOGRAPHS_KEPT = (
     *("filters", "posemb", "distance", "norms", "cka", "attention/chelsea"),
     *(f"{kind}/{name}" for kind in ("rollout", "relevance") for name in PHOTOGRAPHS),
 )
-DIGITS_KEPT = ("filters", "posemb", "distance", "cka", "attention/3", "relevance/3")
-_WIDTH, _COLOURS = 900, 128  # Pixels and colours at most.
+DIGITS_KEPT = ("filters", "posemb", "distance", "cka", "attention/03", "relevance/03")
+_WIDTH, _COLOURS = 720, 192  # Pixels and colours at most.
 
 
 def main(flags: argparse.Namespace) -> None:
     """Writes the gallery."""
     GALLERY.mkdir(exist_ok=True)
+    more = [
+        "--name=DeiT-Ti",
+        "--combine=max",
+        "--discard=0.9",
+        *shlex.split(flags.more),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        for name, write, model, kept in (
-            ("photographs", _photographs, flags.model, PHOTOGRAPHS_KEPT),
-            ("digits", _digits, flags.digits, DIGITS_KEPT),
-        ):
-            images, out = folder / name, folder / f"{name}_figures"
-            images.mkdir()
-            write(images)
-            words = [f"--model={model}", f"--images={images}", f"--out={out}"]
-            words += [f"--labels={flags.labels}"] * bool(
-                flags.labels and write is _photographs
-            )
-            words += [f"--heads={flags.heads}"] * bool(flags.heads)
-            visualize.main(cli.parse(visualize.parser(), words))
-            for stem in kept:
-                small = GALLERY / f"{name}_{stem.replace('/', '_')}.png"
-                small.write_bytes(_small(out / f"{stem}.png"))
+        _photographs(folder / "photographs")
+        _draw(flags.model, folder / "photographs", more, PHOTOGRAPHS_KEPT)
+        _digits(folder / "digits")
+        _draw(flags.digits, folder / "digits", ["--name=digits"], DIGITS_KEPT)
+
+
+def _draw(model: str, images: pathlib.Path, more: list[str], kept: tuple) -> None:
+    """Draws all figures of a model on some images, and keeps some."""
+    out = images.with_name(f"{images.name}_figures")
+    words = [f"--model={model}", f"--images={images}", f"--out={out}", *more]
+    visualize.main(cli.parse(visualize.parser(), words))
+    for stem in kept:
+        small = GALLERY / f"{images.name}_{stem.replace('/', '_')}.png"
+        small.write_bytes(_small(out / f"{stem}.png"))
 
 
 def _photographs(folder: pathlib.Path) -> None:
     import skimage.data
 
-    for name in PHOTOGRAPHS:
+    folder.mkdir()
+    for name in (*PHOTOGRAPHS, *OTHERS):
         Image.fromarray(getattr(skimage.data, name)()).save(folder / f"{name}.png")
 
 
 def _digits(folder: pathlib.Path) -> None:
     from sklearn.datasets import load_digits
 
+    folder.mkdir()
     for i, pixels in enumerate(load_digits().images[:DIGITS]):
         Image.fromarray((pixels * 255 / 16).round().astype("uint8")).save(
-            folder / f"{i}.png"
+            folder / f"{i:02}.png"
         )
 
 
@@ -71,9 +80,12 @@ def _small(path: pathlib.Path) -> bytes:
     """Returns a PNG with fewer pixels and colours."""
     with Image.open(path) as file:
         picture = file.convert("RGB")
-    picture.thumbnail((_WIDTH, 4 * _WIDTH), Image.Resampling.LANCZOS)
+    picture.thumbnail((_WIDTH, 2 * _WIDTH), Image.Resampling.LANCZOS)
     stream = io.BytesIO()
-    picture.quantize(_COLOURS).save(stream, "png", optimize=True)
+    # Not by the most frequent colours, or the ends of a scale would go.
+    how = Image.Quantize.MAXCOVERAGE
+    small = picture.quantize(_COLOURS, how, dither=Image.Dither.NONE)
+    small.save(stream, "png", optimize=True)
     return stream.getvalue()
 
 
@@ -83,8 +95,7 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     add("--model", default="deit:Ti/16", help="of photographs")
     add("--digits", default="runs/digits", help="workdir of configs/digits.py")
-    add("--labels", default="", help="file of the photographs' class names")
-    add("--heads", type=cli.positive, default=0, help="where the weights do not tell")
+    add("--more", default="", help="further flags for the model of photographs")
     return parser
 
 

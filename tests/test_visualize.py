@@ -13,8 +13,16 @@ import pytest
 from PIL import Image
 
 from vit_jax import cli, models, visualize
-from vit_jax.analysis import attention, rollout
-from vit_jax.analysis.figures import canvas, make, names, of_images, of_weights, sheets
+from vit_jax.analysis import attention, rollout, subject
+from vit_jax.analysis.figures import (
+    canvas,
+    choices,
+    make,
+    names,
+    of_images,
+    of_weights,
+    sheets,
+)
 from vit_jax.analysis.subject import Subject
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import own
@@ -29,6 +37,13 @@ OPTIONS = {
     "depth": 2,
     "heads": 3,
     "mlp_dim": 17,
+}
+SIZES = {
+    "a.png": (31, 37),
+    "b c.jpg": (29, 41),
+    "d.png": (40, 33),
+    "deeper/a.png": (22, 27),
+    "e.png": (29, 41),
 }
 PREPROCESS = Preprocess((16, 24), (0.4,), (0.25,), crop_fraction=0.9)
 
@@ -60,8 +75,8 @@ def place(tmp_path_factory):
     written(folder, "other", depth=3)
     (folder / "images" / "deeper").mkdir(parents=True)
     rng = np.random.default_rng(2)
-    for name in ("a.png", "b c.jpg", "d.png", "deeper/a.png", "e.png"):
-        noise = rng.integers(0, 256, (29, 41, 3), dtype=np.uint8)
+    for name, size in SIZES.items():
+        noise = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / "images" / name)
     (folder / "images" / "torn.png").write_bytes(b"\x89PNG\r\n")
     return folder
@@ -80,16 +95,16 @@ def run(place, tmp_path, capsys):
     return start
 
 
-SINGLE = ("a", "b_c", "d", "a_2", "e")
+SINGLE = ("a", "b_c")  # Of those that are shown.
 
 
 def test_all_figures_of_a_folder(place, run, tmp_path):
     images = place / "images"
-    code, out, err = run("--images", str(images), "--batch_size=5", "--shown=3")
+    code, out, err = run("--images", str(images), "--batch_size=5", "--shown=2")
     assert code == 1
     assert err.startswith(f"{images / 'torn.png'}: cannot be decoded")
     stems = [*names.OF_WEIGHTS, *names.OF_SETS]
-    stems += [f"{kind}/{stem}" for kind in names.OF_IMAGES for stem in SINGLE[:3]]
+    stems += [f"{kind}/{stem}" for kind in names.OF_IMAGES for stem in SINGLE]
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files == {f"{s}.{form}" for s in stems for form in ("png", "svg", "npz")}
     assert set(out.split()) == {f"{tmp_path / stem}.png" for stem in stems}
@@ -109,11 +124,10 @@ def test_the_data_are_the_arrays_of_the_analyses(place, run, tmp_path):
     words = "--images", str(image), "--figure=attention,rollout,distance,relevance"
     code, _, err = run(*words, "--combine=max", "--discard=0.2", "--classes=3,1")
     assert (code, err) == (0, "")
-    subject = written(tmp_path)
-    with Image.open(image) as file:
-        pixels = subject.prepare(np.array(file))[None]
-    images = subject.images(pixels)
-    maps = list(attention.maps(subject.model, subject.params, images))
+    ours = written(tmp_path)
+    pixels = ours.prepare(image.read_bytes())[None]
+    images = ours.images(pixels)
+    maps = list(attention.maps(ours.model, ours.params, images))
 
     def data(stem):
         with np.load(tmp_path / f"{stem}.npz") as arrays:
@@ -130,7 +144,7 @@ def test_the_data_are_the_arrays_of_the_analyses(place, run, tmp_path):
     np.testing.assert_allclose(data("distance")["pixels"], far, rtol=1e-4)
     found = data("relevance/b_c")
     np.testing.assert_array_equal(found["classes"], [3, 1])
-    wanted = subject.model.apply(subject.params, images)["logits"][0]
+    wanted = ours.model.apply(ours.params, images)["logits"][0]
     np.testing.assert_allclose(found["logits"], wanted, rtol=1e-3, atol=1e-3)
 
 
@@ -224,18 +238,18 @@ def test_as_a_process(place, tmp_path):
 
 def test_resnets_and_networks_without_positions_have_fewer_figures(place):
     resnet = models.create("R50x1", classes=5, image_size=(32, 32), blocks=(1,))
-    subject = Subject("r", resnet, {}, PREPROCESS)
-    assert make.possible(subject, 9) == ("filters",)
+    ours = Subject("r", resnet, {}, PREPROCESS)
+    assert make.possible(ours, 9) == ("filters",)
     plain = models.create(**OPTIONS | {"posemb": "none", "head": "none"})
-    subject = Subject("p", plain, {}, PREPROCESS)
-    assert make.possible(subject, 3) == (
+    ours = Subject("p", plain, {}, PREPROCESS)
+    assert make.possible(ours, 3) == (
         *("filters", "distance", "norms", "attention", "rollout"),
     )
-    assert make.possible(subject, 0) == ("filters",)
+    assert make.possible(ours, 0) == ("filters",)
 
 
 def test_one_layer_of_attention_is_alive_while_figures_are_fed(tmp_path, monkeypatch):
-    subject = written(tmp_path, depth=5)
+    ours = written(tmp_path, depth=5)
     peaks = []
     see = of_images.Rollout.see
 
@@ -251,8 +265,26 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(tmp_path, monkeyp
         Image.fromarray(image).save(tmp_path / f"{i}.png")
     files = [(f"{i}", str(tmp_path / f"{i}.png")) for i in range(4)]
     order = make.Order(("norms", "distance", "rollout"), batch_size=2, shown=1)
-    list(make.make(subject, files, order, tmp_path, tell=print))
+    list(make.make(ours, files, order, tmp_path, tell=print))
     assert peaks == [1] * 5  # The second batch is beyond what is shown.
+
+
+def test_each_model_gets_the_images_it_takes(place):
+    images = [(name, str(place / "images" / name)) for name in ("a.png", "b c.jpg")]
+    subjects = [
+        Subject("s", models.create(**OPTIONS | more), {}, PREPROCESS)
+        for more in ({}, {"channels": 1})
+    ]
+    batch, last = subject.read(images + images[:1], subjects, 2, print)
+    assert (batch.names, last.names) == (["a.png", "b c.jpg"], ["a.png"])
+    assert [pixels.shape for pixels in batch.pixels] == [
+        (2, 16, 24, 3),
+        (2, 16, 24, 1),
+    ]
+    assert [o.shape for o in batch.originals] == [(31, 37, 3), (29, 41, 3)]
+    # Grey is what the eye weighs of the colours, not one of them.
+    grey = batch.pixels[0] @ [0.299, 0.587, 0.114]
+    np.testing.assert_allclose(batch.pixels[1][..., 0], grey, atol=4)  # Of roundings.
 
 
 def test_the_batch_is_what_memory_allows():
@@ -271,6 +303,13 @@ def test_grids_stand_where_their_patches_are():
     assert mosaic.shape == (2 * 3 - 1, 3 * 4 - 1)
     np.testing.assert_array_equal(mosaic[3:5, 4:7], alike[1, 1])
     assert np.isnan(mosaic[2]).all() and np.isnan(mosaic[:, 3]).all()
+
+
+def test_images_of_one_name_have_files_of_their_own():
+    found = choices.Names()
+    stems = [found.stem(path) for path in ("x/a.png", "y/A.jpg", "a b?.gif", "-")]
+    assert stems == ["a", "A_2", "a_b", "image"]
+    assert found.stem("y/A.jpg") == "A_2"
 
 
 def test_dark_screens_change_paper_and_ink_alone():

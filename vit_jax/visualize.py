@@ -96,9 +96,17 @@ def open_subject(flags: argparse.Namespace, place: str):
     )
     labels = flags.labels if first else ""
     classes = prediction.read_labels(labels) if labels else ()
+    given = flags.name if first else ""
+    return subject.make(given or _name(place), found, preprocess, classes)
+
+
+def _name(place: str) -> str:
+    """Returns what figures call a model: its file or folder, or the place."""
     path = pathlib.Path(place)
-    name = path.name.removesuffix(path.suffix) if path.is_file() else path.name
-    return subject.make(name if path.exists() else place, found, preprocess, classes)
+    if not path.exists():
+        return place
+    path = path.resolve()
+    return path.name if path.is_dir() else path.name.removesuffix(path.suffix)
 
 
 def _progress(batches, count):
@@ -132,6 +140,7 @@ def parser() -> cli.Parser:
     add("--images", nargs="+", default=(), help="files, folders, or - for a pipe")
     add("--figure", default="", help="as filters,rollout; default: all")
     add("--out", required=True, help="folder of the figures")
+    add("--name", default="", help="what figures call the model; default: its file")
     add("--other", default="", help="a second model, for cka")
     add("--query", type=_place, help="ROW,COLUMN of a patch; default: class token")
     add("--combine", default="mean", help="of heads in rollout: mean or max")

@@ -46,10 +46,10 @@ class Subject:
         images = device_ops.normalize(jnp.asarray(pixels), how.mean, how.std)
         return images.astype(self.model.options["dtype"])
 
-    def prepare(self, pixels: UInt8[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "Y X C"]:
-        """Resizes and crops an image for the network."""
+    def prepare(self, data: bytes) -> UInt8[np.ndarray, "Y X C"]:
+        """Decodes, resizes and crops an image file for the network."""
         channels = self.model.image_shape[-1]
-        return preprocessing.prepare(pixels, self.preprocess, channels)
+        return preprocessing.prepare(data, self.preprocess, channels)
 
     def class_name(self, label: int) -> str:
         """Returns what a class is called."""
@@ -91,13 +91,13 @@ class Batch:
 
     Attributes:
       names: of their files.
-      originals: as they are in the files, RGB.
-      pixels: prepared for each subject: (B, Y, X, C).
+      originals: as they are in the files, RGB, of any sizes.
+      pixels: prepared for each subject: (B, Y, X, C) of its own.
     """
 
     names: list[str]
-    originals: list[UInt8[np.ndarray, "H W 3"]]
-    pixels: list[UInt8[np.ndarray, "B Y X C"]]
+    originals: list[UInt8[np.ndarray, "_ _ 3"]]
+    pixels: list[UInt8[np.ndarray, "_ _ _ _"]]
 
 
 def read(
@@ -118,8 +118,9 @@ def read(
     def load(image: inputs.Named):
         name, source = image
         try:
-            original = decode.decode(inputs.load(source), 3)
-            return name, original, [s.prepare(original) for s in subjects]
+            data = inputs.load(source)
+            original = decode.decode(data, 3)
+            return name, original, [s.prepare(data) for s in subjects]
         except OSError as error:
             return name, f"cannot be read ({error.strerror or error})", None
         except decode.DamagedImage as error:

@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vit_jax.analysis import cka
-from vit_jax.analysis.figures import canvas, of_images, of_sets, of_weights
+from vit_jax.analysis.figures import canvas, choices, of_images, of_sets, of_weights
 from vit_jax.analysis.figures.canvas import Picture
+from vit_jax.analysis.figures.choices import Choice
 from vit_jax.analysis.figures.names import NAMES, OF_IMAGES, OF_SETS, OF_WEIGHTS
-from vit_jax.analysis.figures.of_images import Choice
 from vit_jax.analysis.subject import Batch, Subject, read
 from vit_jax.errors import UserError
 
@@ -121,8 +121,8 @@ def _parts(subject, other, order: Order) -> tuple[list, list]:
     """Makes the figures of all images together, and those of single ones."""
     if not {*OF_SETS, *OF_IMAGES} & {*order.figures}:
         return [], []
-    names, choice = of_images.Names(), order.choice
-    query = of_images.Query(subject, choice.query)
+    names, choice = choices.Names(), order.choice
+    query = choices.Query(subject, choice.query)
     sets = {
         "distance": lambda: of_sets.Distance(subject),
         "norms": lambda: of_sets.Norms(subject),

@@ -1,9 +1,6 @@
 """Figures of single images: attention by layer and head, rollout, relevance."""
 
-import dataclasses
 import math
-import pathlib
-import re
 from collections.abc import Iterator
 
 import jax
@@ -14,80 +11,13 @@ from vit_jax.analysis import overlay
 from vit_jax.analysis import rollout as rolling
 from vit_jax.analysis.figures import sheets
 from vit_jax.analysis.figures.canvas import Picture
+from vit_jax.analysis.figures.choices import Choice, Names, Query
 from vit_jax.analysis.relevance import relevance
 from vit_jax.analysis.subject import Batch, Subject
 from vit_jax.errors import UserError
 from vit_jax.models.inside import Layer
 
 _LAYERS, _HEADS = 12, 16  # Drawn of attention at most; the data has all.
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What of each image is drawn.
-
-    Attributes:
-      query: row and column of the patch that asks; None is what the classifier looks
-        at: the class token, or all patches alike where there is none.
-      combine: how rollout makes one of the heads, "mean" or "max".
-      discard: fraction of attention that rollout leaves out.
-      classes: whose relevance is drawn; the most probable ones if empty.
-      topk: as many of them.
-    """
-
-    query: tuple[int, int] | None = None
-    combine: str = "mean"
-    discard: float = 0.0
-    classes: tuple[int, ...] = ()
-    topk: int = 2
-
-
-class Names:
-    """Stems of files for images, each its own.
-
-    Two images of one name in different folders get a number.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, str] = {}
-
-    def stem(self, image: str) -> str:
-        """Returns the stem of an image, the same whenever it is asked for."""
-        if image not in self._known:
-            plain = re.sub(r"[^\w.-]+", "_", pathlib.Path(image).stem).strip("._-")
-            stem, number = plain or "image", 1
-            while stem.lower() in {known.lower() for known in self._known.values()}:
-                number += 1
-                stem = f"{plain or 'image'}_{number}"
-            self._known[image] = stem
-        return self._known[image]
-
-
-class Query:
-    """Which tokens ask, as weights of sum 1.
-
-    Raises:
-      UserError: there is no such patch.
-    """
-
-    def __init__(self, subject: Subject, place: tuple[int, int] | None):
-        model, (Y, X) = subject.model, subject.model.grid
-        self.weights = np.zeros(model.extra + Y * X, np.float32)
-        self.place = place
-        if place is not None:
-            row, column = place
-            if not (0 <= row < Y and 0 <= column < X):
-                raise UserError(
-                    f"--query={row},{column} is not a patch: rows are 0 to {Y - 1}, "
-                    f"columns 0 to {X - 1}"
-                )
-            self.name = f"patch ({row}, {column})"
-            self.weights[model.extra + row * X + column] = 1
-        elif model.options.get("head") == "token":
-            self.name, self.weights[0] = "class token", 1
-        else:
-            self.name = "all patches"
-            self.weights[model.extra :] = 1 / (Y * X)
 
 
 class Part:
@@ -125,18 +55,17 @@ class Attention(Part):
         marked = self._query.place and self._query.place[::-1]
         for name, pixels, maps in zip(batch.names, batch.pixels[0], found, strict=True):
             patches = maps[..., model.extra :].reshape(*maps.shape[:2], *model.grid)
-            # The first column is the image, so that what is there is at hand.
-            tiles, marks = [], {}
+            tiles: list[np.ndarray | None] = []
             for layer in layers:
-                if marked:
-                    marks[len(tiles)] = _centre(marked, model.patch)
-                tiles.append(_rgb(pixels))
                 tiles += [_sized(patches[layer, head], pixels) for head in heads]
+                tiles.append(None)
+            tiles[len(heads)] = _rgb(pixels)
+            marks = {len(heads): _centre(marked, model.patch)} if marked else {}
             drawn = sheets.sheet(
                 tiles,
                 1 + len(heads),
                 title=f"{self._subject.name}: attention of the {self._query.name}",
-                captions=["image", *(f"head {head + 1}" for head in heads)],
+                captions=[*(f"head {head + 1}" for head in heads), "image"],
                 rows=[f"layer {layer + 1}" for layer in layers],
                 side=0.8,
                 marked=marks,
@@ -172,12 +101,17 @@ class Rollout(Part):
                 [image, laid],
                 2,
                 title=f"{subject.name}: rollout, {self._query.name}",
-                captions=["image", f"{self._choice.combine} of the heads"],
+                captions=["image", self._caption()],
                 side=2.4,
             )
             data = {"rollout": tokens, "grid": np.array(subject.model.grid)}
             data["overlay"] = laid
             yield Picture(f"rollout/{self._names.stem(name)}", drawn, data)
+
+    def _caption(self) -> str:
+        discard = self._choice.discard
+        left_out = f" without their least {discard:.0%}" if discard else ""
+        return f"{self._choice.combine} of the heads{left_out}"
 
 
 class Relevance(Part):

@@ -20,7 +20,7 @@ _MARGIN, _CAPTION, _TITLE, _LEFT, _GAP = 0.12, 0.22, 0.24, 0.62, 0.06  # Inches.
 
 
 def sheet(
-    tiles: Sequence[np.ndarray],
+    tiles: Sequence[np.ndarray | None],
     columns: int,
     *,
     title: str = "",
@@ -33,7 +33,8 @@ def sheet(
     """Draws tiles row by row.
 
     Args:
-      tiles: of one aspect ratio: (height, width) of numbers, or RGB.
+      tiles: of one aspect ratio: (height, width) of numbers, or RGB. The first is
+        there; further ones may be None, whose places stay empty.
       columns: tiles of a row.
       title: above all.
       captions: above each tile.
@@ -64,6 +65,8 @@ def sheet(
     for line in range(lines):
         top -= above[line] + high
         for i in range(line * columns, min((line + 1) * columns, len(tiles))):
+            if tiles[i] is None:
+                continue
             x = left + (i - line * columns) * (side + _GAP)
             axes = drawn.add_axes((x / W, top / H, side / W, high / H))
             _show(axes, tiles[i], side, limits)
