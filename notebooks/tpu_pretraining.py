@@ -1,0 +1,135 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Pretraining on TPUs
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/vit_jax/blob/main/notebooks/tpu_pretraining.ipynb)
+#
+# From one machine to a pod slice, cheapest step first: the recipe, the mesh, the program
+# compiled ahead of time for a slice that is not here, and the commands that rent one.
+#
+# **This runs on any machine.** Where JAX finds a TPU (`on_tpu`) the recipe is trained as it
+# is; elsewhere, as in the project's own tests, three steps of a tiny model on made data
+# stand in for it. Nothing is rented unless you set `rent = True`.
+
+# %% [markdown]
+# The first cell fetches the repository and installs it where it is not, as in a fresh
+# Colab; else it does nothing. On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`.
+
+# %%
+import sys
+
+# !{sys.executable} -c "import vit_jax" 2>/dev/null || (git init -q && git pull -q --depth=1 https://github.com/OWNER/vit_jax main && {sys.executable} -m pip install -q -r requirements.txt -e .)
+
+# %%
+import os
+import pathlib
+import subprocess
+
+# Where there is no accelerator, eight parts of the CPU stand in for one.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+
+import vit_jax
+from vit_jax import config
+from vit_jax.parallel import mesh as meshes
+from vit_jax.training import loop
+
+os.chdir(pathlib.Path(vit_jax.__file__).parents[1])
+
+# %% tags=["parameters"]
+recipe = "configs/b16_i21k.py"
+topology = "v5e:16x16"  # 256 chips; "v4:4x4x4", "v6e:8x8" ...
+compile_recipe = recipe
+data_dir = "gs://BUCKET/tfds"  # Where the data set is, and ...
+workdir = "runs/tpu"  # ... the run will be; gs://BUCKET/runs/... for several hosts.
+rent = False  # Renting costs money.
+
+# %% [markdown]
+# ## What is here
+
+# %%
+on_tpu = jax.default_backend() == "tpu"
+print(f"{jax.device_count()} devices of kind {jax.devices()[0].device_kind}")
+
+# %% [markdown]
+# ## The mesh
+#
+# `data` holds copies of the parameters, `fsdp` splits them and gathers each layer where it
+# is needed, `model` splits heads and MLPs. One of the sizes may be -1, all that are left.
+# A batch is split over `data` x `fsdp`.
+
+# %%
+for sizes in ({"data": -1}, {"data": -1, "fsdp": 4}, {"fsdp": -1, "model": 2}):
+    print(sizes, "->", dict(meshes.create(sizes).shape))
+
+# %% [markdown]
+# ## Three steps
+#
+# The same run on two meshes ends at the same loss: the mesh is a matter of memory and
+# speed, not of the result.
+
+# %%
+quick = f"{recipe}:quick"
+for name, sizes in (("data", {"mesh.fsdp": 1}), ("fsdp", {"mesh.fsdp": 4})):
+    report = loop.train(config.load(quick, sizes), f"{workdir}/quick_{name}")
+    print(name, report["final"])
+
+# %% [markdown]
+# ## The program, ahead of time
+#
+# The real training step, compiled for a slice that is not here: does it fit, what does it
+# compute and send, and how fast can a step be at best? It takes the extra `tpu` (any Linux
+# machine); without it the line below says so.
+
+# %%
+words = [f"--config={compile_recipe}", f"--topology={topology}"]
+words += ["--config.model.scan=True"]  # Compiles in a minute or two.
+done = subprocess.run(
+    [sys.executable, "-m", "vit_jax.compile", *words],
+    check=False,
+    capture_output=True,
+    text=True,
+)
+print(done.stdout or done.stderr)
+
+# %% [markdown]
+# ## Train
+#
+# On a TPU this is the recipe itself, in this process, which is all there is to do on one
+# host. Elsewhere nothing more happens here.
+
+# %%
+if on_tpu:
+    settings = config.load(recipe, {"data.data_dir": data_dir})
+    report = loop.train(settings, workdir)
+
+# %% [markdown]
+# ## A pod slice
+#
+# Several hosts run the same command. `launch/tpu_pod.sh` rents the slice, installs, starts
+# the command on all hosts and shows the log of the first. Edit its two lines first:
+
+# %%
+print(*pathlib.Path("launch/tpu_pod.sh").read_text().splitlines()[:14], sep="\n")
+
+# %%
+if rent:
+    subprocess.run(["bash", "launch/tpu_pod.sh"], check=True)
+
+# %% [markdown]
+# `bash launch/tpu_pod.sh stop` saves and ends, `down` gives the slice back: until then it
+# costs money. The same script goes on from the last checkpoint. The documentation has the
+# rest: "Pretraining on a pod" and "On pods, clusters and GPU nodes".
