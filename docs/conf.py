@@ -24,6 +24,8 @@ extensions = [
 html_theme = "furo"
 html_title = "vit_jax"
 html_copy_source = False
+html_show_copyright = False
+smartquotes = False  # Quotes are often code: "" is an empty string.
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
