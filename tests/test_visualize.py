@@ -253,8 +253,9 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(tmp_path, monkeyp
     peaks = []
     see = of_images.Rollout.see
 
+    gc.collect()  # Of earlier tests.
+
     def watched(self, layer):
-        gc.collect()
         shape = layer.attention.shape
         peaks.append(sum(array.shape == shape for array in jax.live_arrays()))
         see(self, layer)

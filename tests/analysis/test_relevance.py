@@ -52,7 +52,7 @@ def by_matrices(params, image, label, head):
     return whole[0] if head == "token" else whole.mean(0)
 
 
-@pytest.mark.parametrize("head", ["token", "gap"])
+@pytest.mark.parametrize("head", ["token", pytest.param("gap", marks=pytest.mark.slow)])
 def test_it_is_that_of_the_paper_s_matrices(head):
     model, params, images = drawn(head=head)
     for classes in ((4, 2), (0, 2)):
