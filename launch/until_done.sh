@@ -16,6 +16,7 @@ trap 'stopped=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TER
 for ((run = 0; ; run++)); do
   "$@" &
   child=$!
+  [[ -z $stopped ]] || kill -TERM "$child" # It came just before there was a child.
   wait "$child" || true # A trapped signal ends it early.
   while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
   code=0
@@ -29,7 +30,9 @@ for ((run = 0; ; run++)); do
     exit "$code"
   fi
   echo "until_done.sh: ended with $code; restart $((run + 1)) of at most $restarts" >&2
-  sleep "${RESTART_SECONDS:-10}" & # The other hosts end too, and free the port.
-  wait $! || true # A signal ends this at once.
-  if [[ -n $stopped ]]; then exit "$code"; fi
+  # The other hosts end too, and free the port. A signal is heeded within a second.
+  for ((second = 0; second < ${RESTART_SECONDS:-10}; second++)); do
+    sleep 1
+    if [[ -n $stopped ]]; then exit "$code"; fi
+  done
 done

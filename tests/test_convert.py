@@ -106,6 +106,7 @@ def test_every_format_and_back(tmp_path, source, capsys, to, name, files, usage)
         assert again.class_names == original.class_names
 
 
+@pytest.mark.slow
 def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
     from vit_jax import config
 

@@ -243,6 +243,7 @@ def by_prediction(place):
     return sum(right) / len(right)
 
 
+@pytest.mark.slow
 def test_a_probe_and_flags_for_the_images(run):
     usual = json.loads(run("probe", "--json").out)["probe"]
     assert set(usual) == {"top1", "l2", "held_out_top1"}

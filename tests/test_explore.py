@@ -149,12 +149,20 @@ def test_a_large_image_is_refused(run, place, tmp_path, monkeypatch):
         run(f"--html={tmp_path / 'x.html'}", f"--image={image}")
 
 
+# A shell without job control has what it starts in the background ignore Ctrl-C.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("vit_jax.explore", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_a_process_serves_until_it_is_interrupted(place):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     model, folder = place / "tiny.safetensors", place / "images"
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "vit_jax.explore", f"--model={model}", "--port=0"),
+            *(sys.executable, "-c", INTERRUPTIBLE, f"--model={model}", "--port=0"),
             f"--images={folder}",
         ],
         cwd=ROOT,
@@ -186,4 +194,4 @@ def test_a_process_serves_until_it_is_interrupted(place):
         assert (process.returncode, out, err) == (0, "", "ended\n")
     finally:
         process.kill()
-        process.wait()
+        process.communicate()

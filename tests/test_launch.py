@@ -46,7 +46,8 @@ def place(tmp_path):
 def environment(place, **more):
     keep = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     path = f"{place.folder / 'bin'}:{os.environ['PATH']}"
-    return keep | {"PATH": path, "HOME": str(place.folder)} | more
+    own = {"PATH": path, "HOME": str(place.folder), "RESTART_SECONDS": "1"}
+    return keep | own | more
 
 
 def run(place, script, *words, **more):
@@ -135,8 +136,8 @@ def test_sigterm_between_two_runs_is_not_answered_with_a_restart(place):
     )
     assert "restart 1" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 75
-    process.communicate()
+    process.communicate(timeout=20)
+    assert process.returncode == 75
     assert len(calls(place, "python")) == 1
 
 

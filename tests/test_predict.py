@@ -447,6 +447,7 @@ def test_models_without_a_classifier_or_with_broken_weights_are_refused(
         list(prediction.predict(classifier, images))
 
 
+@pytest.mark.slow
 def test_a_sigmoid_run_gives_every_class_its_own_probability(
     place, run, tmp_path, capsys
 ):

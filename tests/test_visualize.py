@@ -248,6 +248,7 @@ def test_resnets_and_networks_without_positions_have_fewer_figures(place):
     assert make.possible(ours, 0) == ("filters",)
 
 
+@pytest.mark.slow
 def test_one_layer_of_attention_is_alive_while_figures_are_fed(tmp_path, monkeypatch):
     ours = written(tmp_path, depth=5)
     peaks = []

@@ -69,7 +69,7 @@ def stream(source, data, start, count, hosts=1):
 SPREADS = [
     {"threads": 1, "hosts": 2},
     {"threads": 3, "hosts": 4},
-    {"workers": 1, "threads": 2},
+    pytest.param({"workers": 1, "threads": 2}, marks=pytest.mark.slow),
     pytest.param({"workers": 1, "hosts": 2}, marks=pytest.mark.slow),
     pytest.param({"workers": 4, "threads": 2}, marks=pytest.mark.slow),
     pytest.param({"workers": 4, "hosts": 2}, marks=pytest.mark.slow),

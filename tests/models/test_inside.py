@@ -145,6 +145,7 @@ def alive(B, H, N):
     return sum(array.shape == (B, H, N, N) for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_the_attention_of_one_layer_is_there_at_a_time():
     gc.collect()  # Of earlier tests; what is counted here is freed by its references.
     model, params, images = drawn(depth=5)

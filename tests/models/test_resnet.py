@@ -70,9 +70,8 @@ def test_units_of_a_hybrids_stem_start_as_the_identity():
     assert model.grid == (2, 3)
 
 
-@pytest.mark.parametrize(
-    "variant", ["R50x1", pytest.param("R50+B/16", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["R50x1", "R50+B/16"])
 def test_bfloat16_stays_near_float32(variant):
     outs = []
     for dtype in ("float32", "bfloat16"):

@@ -72,9 +72,8 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
     assert np.abs(outs["bfloat16"] - outs["float32"]).max() > 1e-5
 
 
-@pytest.mark.parametrize(
-    "option", [pytest.param("dropout", marks=pytest.mark.slow), "stochastic_depth"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
 def test_random_layers_act_in_training_only(option):
     model = models.create("B/4", classes=5, image_size=(8, 8), **{option: 0.5}, **TINY)
     params = trained_like(jax.jit(model.init)(jax.random.key(0)))

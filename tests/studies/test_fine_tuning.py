@@ -74,6 +74,7 @@ def test_the_usual_resolution_is_that_of_the_paper(variant, side):
     assert fine_tuning.usual_size(published(variant)) == (side, side)
 
 
+@pytest.mark.slow
 def test_grey_checkpoints_take_grey_images_and_both_their_normalisation(pretrained):
     grey = published(channels=1, image_size=(32, 32))
     assert task(grey, "digits", resolution=(16, 16)).config.data.channels == 1

@@ -156,6 +156,7 @@ def done(tmp_path_factory):
     return study, workdir, study.run()
 
 
+@pytest.mark.slow
 def test_a_study_leaves_what_reports_read(done):
     _, workdir, report = done
     assert json.loads((workdir / "study.json").read_text()) == report
@@ -237,6 +238,7 @@ def test_a_workdir_is_of_one_study(done):
         other.run()
 
 
+@pytest.mark.slow
 def test_a_report_of_a_real_study_and_its_runs(done, tmp_path):
     _, workdir, report = done
     folders = [workdir, *(workdir / "vit-300").iterdir()]

@@ -39,6 +39,7 @@ def test_runs_that_share_give_what_they_give_alone(tmp_path, optim):
         assert alone["final"] == together["final"]
 
 
+@pytest.mark.slow
 def test_a_second_run_compiles_neither_step_nor_evaluation(tmp_path, caplog):
     def compiled(rate, seed, split="train[:12]", val="val"):
         c = config(rate, seed, data={"split": split}, evals={"val": val})

@@ -79,6 +79,7 @@ def test_mixup_changes_what_is_learnt():
     assert (plain.params["head"]["kernel"] != mixed.params["head"]["kernel"]).any()
 
 
+@pytest.mark.slow
 def test_a_frozen_body_costs_no_backward_pass():
     def flops(**optim):
         config = tiny_config(model={"depth": 3}, optim={"name": "sgd"} | optim)

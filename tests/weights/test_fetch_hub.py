@@ -326,6 +326,7 @@ def run(tmp_path, place, **variables):
     )
 
 
+@pytest.mark.slow
 def test_the_variables_of_the_hub_are_honoured(model, tmp_path):
     done = run(tmp_path, "timm/vit", HF_ENDPOINT=model.url, HF_TOKEN="other")
     assert done.returncode == 0, done.stderr
