@@ -634,6 +634,7 @@ DIVERGES = (
 )
 
 
+@pytest.mark.slow
 def test_number_that_is_not_finite_ends_the_run_before_it_is_saved(refused, tmp_path):
     line = refused(f"--workdir={tmp_path}", *DIVERGES)
     says(line, "stopped at step 2", "param_norm=inf", "checkpoint of step 1", "lower")

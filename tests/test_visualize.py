@@ -119,6 +119,7 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
         assert data["images"] == 5
 
 
+@pytest.mark.slow
 def test_the_data_are_the_arrays_of_the_analyses(place, run, tmp_path):
     image = place / "images" / "b c.jpg"
     words = "--images", str(image), "--figure=attention,rollout,distance,relevance"

@@ -63,6 +63,7 @@ def test_it_is_that_of_the_paper_s_matrices(head):
     assert (found >= 0).all()
 
 
+@pytest.mark.slow
 def test_attention_pooling_and_two_tokens_have_one_too():
     for options in ({"head": "map"}, {"distillation": True}, {"posemb": "none"}):
         model, params, images = drawn(**options)

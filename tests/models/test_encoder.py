@@ -101,6 +101,7 @@ def test_scan_gives_the_values_and_gradients_of_unrolled_blocks(kind):
     assert_close(stacking.unstack(stacked), gradients)
 
 
+@pytest.mark.slow
 def test_scan_starts_from_the_same_values():
     unrolled, scanned = (build(scan=scan) for scan in (False, True))
     params, stacked = (jax.jit(m.init)(jax.random.key(3)) for m in (unrolled, scanned))

@@ -88,6 +88,7 @@ def test_random_layers_act_in_training_only(option):
     np.testing.assert_allclose(logits()[0], logits()[5], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value():
     model = models.create("B/4", classes=5, image_size=(8, 8), dropout=0.5, **TINY)
     order = []

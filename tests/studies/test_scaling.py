@@ -183,6 +183,7 @@ def test_a_study_leaves_what_reports_read(done):
     assert not (workdir / "vit-300" / "finetune" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_study_trains_nothing_again(done, monkeypatch):
     study, _, report = done
 
@@ -225,6 +226,7 @@ def test_what_diverges_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, caps
     )
 
 
+@pytest.mark.slow
 def test_a_workdir_is_of_one_study(done):
     _, workdir, _ = done
     other = scaling.plan(

@@ -123,6 +123,7 @@ def test_finished_run_only_evaluates_and_keeps_its_report(base, capsys):
     assert lines(workdir) == before
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_parameters_whatever_the_loader_workers(
     base, tmp_path
 ):
@@ -173,6 +174,7 @@ def test_frozen_body_stays_while_the_head_trains(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, trained, still)
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_from_the_average_at_another_resolution(
     base, tmp_path, capsys
 ):

@@ -72,6 +72,7 @@ def test_what_changes_the_step_is_not_shared(tmp_path):
         assert (step(config(0.1, optim=options), 16) is first) == same
 
 
+@pytest.mark.slow
 def test_an_opener_stands_before_every_split_of_the_process(tmp_path):
     asked = []
 
