@@ -37,3 +37,12 @@ def pytest_configure(config):
             " --xla_backend_optimization_level=0"
             " --xla_llvm_disable_expensive_passes=true"
         )
+
+
+# One or a few tests of minutes each: begun last, they would keep one worker waiting.
+LONG = ("test_notebooks.py", "test_docs.py", "test_soak.py", "test_smoke.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Has the longest files begin first."""
+    items.sort(key=lambda item: item.path.name not in LONG)

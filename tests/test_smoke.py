@@ -23,6 +23,8 @@ RECIPES = sorted(
     if path.stem not in ("__init__", "common")
 )
 FAST = ("digits_finetune",)  # Resize, SGD and softmax; others with `-m slow`.
+# With `:quick` these are another recipe with other numbers: b16_i21k or b16_i1k.
+ALIKE = ("b32_i21k", "l16_i21k", "l32_i21k", "b32_i1k", "l16_i1k", "l32_i1k", "h14_i1k")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -52,6 +54,7 @@ def test_recipe_initialises(recipe):
     [
         recipe if recipe in FAST else pytest.param(recipe, marks=pytest.mark.slow)
         for recipe in RECIPES
+        if recipe not in ALIKE
     ],
 )
 def test_recipe_takes_three_steps_on_made_data(recipe, tmp_path):
