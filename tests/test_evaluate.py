@@ -219,8 +219,8 @@ def test_a_folder_of_class_folders_is_cut_as_stated(run, place, tmp_path):
     assert report["results"]["test"]["weights"]["examples"] == 41
     with pytest.raises(
         UserError,
-        match=r"evals.fewshot: .*photos/train has no folder train: state train= and "
-        r"test=, as all\[:50%\] and all\[50%:\] if its folders are the classes",
+        match=r"evals.fewshot: .*photos/train has no folder 'train': add it, or "
+        r"state train= and test=, as all\[:50%\] and all\[50%:\] if its folders are the classes",
     ):
         run("fewshot", data=alone)
     cut = f"{alone},train=all[:50%],test=even_splits(all, 2)[1],seeds=2"

@@ -58,7 +58,7 @@ def ours_and_theirs(place, their_model, preprocess, data, batch_size):
             "evals": {"few": spec},
         }
     )
-    scores, _ = standalone.evaluate(found, preprocess, config)
+    scores = standalone.evaluate(found, preprocess, config)[0]
 
     kept = config.copy_and_resolve_references()
     channels = found.options["channels"]

@@ -66,8 +66,9 @@ def _in_folder(
         how = f"split=, as {WHOLE}"
         if not of_model:
             how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
+        lacking = " or ".join(map(repr, splits))
         raise NoSplit(
-            f"evals.{name}: {data.data_dir} has no folder {' or '.join(splits)}: state "
+            f"evals.{name}: {data.data_dir} has no folder {lacking}: add it, or state "
             f"{how} if its folders are the classes"
         )
     found = found or list(splits)
