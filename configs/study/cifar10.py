@@ -3,9 +3,9 @@
 Data:   as configs/cifar10.py.
 Run:    python -m vit_jax.study --config=configs/study/cifar10.py \
             --config.data.data_dir=DIR --workdir=runs/study
-        about 2 hours on 2 idle CPU cores; :budget=gpu is for one GPU
+        meant for 2 hours on 2 idle CPU cores; :budget=gpu is for one GPU
 Then:   python -m vit_jax.report runs/study --out=report/
-Result: docs/benchmarks.md has it; budget=gpu: not run by us
+Result: not run to its end by us yet, with either budget
 
 Three ViTs, a hybrid and a ResNet (the last two with the compute of vit-s) are pretrained
 on nested parts of train, all with the same number of images seen, and judged on test: as
