@@ -82,3 +82,23 @@ def kill(processes):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def alone(verb, *words, **environment):
+    """Starts a verb as one process, with one pipe for all that it prints."""
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, "-m", f"vit_jax.{verb}", *words],
+        cwd=ROOT,
+        env=env | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    """Waits for the end of a process, which must be a good one; returns its words."""
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out

@@ -2,6 +2,23 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from vit_jax import models
+
+
+def drawn(variant="B/4", *, scale, classes=5, **options):
+    """Returns a model, parameters that all show, and two images of 8 x 12."""
+    model = models.create(variant, classes=classes, image_size=(8, 12), **options)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(shapes)
+    rng = np.random.default_rng(3)
+    leaves = [
+        jnp.array(scale * rng.standard_normal(leaf.shape, np.float32))
+        for leaf in leaves
+    ]
+    images = jnp.array(rng.standard_normal((2, 8, 12, 3), np.float32))
+    return model, jax.tree.unflatten(tree, leaves), images
 
 
 def forward(params, image, *, patch, heads, head="token", added=None, epsilon=1e-6):

@@ -1,14 +1,12 @@
 """Runs as processes that are killed and started again."""
 
 import json
-import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import time
 
+import hosts
 import jax
 import numpy as np
 import pytest
@@ -43,28 +41,8 @@ def config(tmp_path_factory):
 
 
 def start(config, workdir, *words, **environment):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "vit_jax.train",
-            f"--config={config}",
-            f"--workdir={workdir}",
-            *words,
-        ],
-        cwd=ROOT,
-        env=env | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process):
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    return out
+    flags = f"--config={config}", f"--workdir={workdir}"
+    return hosts.alone("train", *flags, *words, **environment)
 
 
 def wait_for_line(process, part):
@@ -81,7 +59,7 @@ def report(workdir):
 @pytest.fixture(scope="module")
 def undisturbed(config, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    finish(start(config, workdir))
+    hosts.finish(start(config, workdir))
     return workdir
 
 
@@ -116,7 +94,7 @@ def test_killed_runs_end_as_the_undisturbed_one(config, undisturbed, tmp_path):
         with process.stdout:
             kill(process, workdir)
         assert process.wait() == -signal.SIGKILL
-    out = finish(start(config, workdir))
+    out = hosts.finish(start(config, workdir))
     # The save of step 35 may have been under way still when the last kill came.
     assert re.search("resume: step (28|35) of", out)
 
@@ -155,7 +133,7 @@ def test_sigterm_saves_exits_with_75_and_resumes(config, undisturbed, tmp_path):
     )
     assert saved >= 11
 
-    assert f"resume: step {saved} of" in finish(start(config, workdir))
+    assert f"resume: step {saved} of" in hosts.finish(start(config, workdir))
     assert report(workdir)["params_sha256"] == report(undisturbed)["params_sha256"]
 
 
@@ -171,7 +149,7 @@ def test_sigterm_in_an_evaluation_is_heeded_and_the_evaluation_made_up_for(
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
     assert "top-1" not in out
-    out = finish(start(config, workdir))
+    out = hosts.finish(start(config, workdir))
     assert "step 20/60  top-1" in out
     assert report(workdir)["params_sha256"] == report(undisturbed)["params_sha256"]
 

@@ -1,12 +1,10 @@
 """`python -m vit_jax.transfer`: from the command line to `transfer.json`."""
 
 import json
-import os
 import pathlib
 import signal
-import subprocess
-import sys
 
+import hosts
 import numpy as np
 import pytest
 from PIL import Image
@@ -70,21 +68,7 @@ def test_a_command_without_a_workdir_has_the_same_one_each_time():
 
 
 def start(*words):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "vit_jax.transfer", *words],
-        cwd=ROOT,
-        env=env | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process):
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    return out
+    return hosts.alone("transfer", *words)
 
 
 @pytest.mark.slow
@@ -144,7 +128,7 @@ def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tm
     words += ["--rates=0.03,0.3", "--config.total_steps=40", "--config.batch_size=32"]
     words += ["--config.every.checkpoint=5", "--config.every.log=5"]
 
-    out = finish(start(*words, f"--workdir={tmp_path}/undisturbed"))
+    out = hosts.finish(start(*words, f"--workdir={tmp_path}/undisturbed"))
     expected = json.loads((tmp_path / "undisturbed" / "transfer.json").read_text())
     assert expected["mean"] > 0.2  # Chance is a tenth.
     assert f"top-1 {expected['mean']:.2%} ± {100 * expected['std']:.2f}, 2 runs" in out
@@ -153,7 +137,7 @@ def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tm
     words += [f"--workdir={tmp_path}/killed"]
     kill_at(start(*words), "trial 2 of 2", "step 20/40")
     kill_at(start(*words), "final run 1 of 2", "step 20/40")
-    last = finish(start(*words))
+    last = hosts.finish(start(*words))
     # Nothing that was done is done again, and what was begun goes on.
     folders = [line for line in last.splitlines() if "; workdir " in line]
     assert [line.rsplit("/", 2)[1:] for line in folders] == [

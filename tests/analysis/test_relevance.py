@@ -8,7 +8,6 @@ import numpy as np
 import plain_vit
 import pytest
 
-from vit_jax import models
 from vit_jax.analysis.relevance import relevance
 from vit_jax.errors import UserError
 
@@ -17,15 +16,7 @@ TINY = {"width": 8, "depth": DEPTH, "heads": 2, "mlp_dim": 9}
 
 
 def drawn(**options):
-    model = models.create("B/4", classes=5, image_size=(8, 12), **{**TINY, **options})
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(shapes)
-    rng = np.random.default_rng(3)
-    leaves = [
-        jnp.array(0.6 * rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves
-    ]
-    images = jnp.array(rng.standard_normal((2, 8, 12, 3), np.float32))
-    return model, jax.tree.unflatten(tree, leaves), images
+    return plain_vit.drawn(scale=0.6, **{**TINY, **options})
 
 
 @functools.partial(jax.jit, static_argnames="head")

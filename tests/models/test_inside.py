@@ -18,19 +18,8 @@ SLOW = pytest.mark.slow
 HEADS = ["token", pytest.param("map", marks=SLOW), pytest.param("gap", marks=SLOW)]
 
 
-def drawn(classes=5, variant="B/4", **options):
-    """Returns a model, parameters that all show, and two images."""
-    model = models.create(
-        variant, classes=classes, image_size=(8, 12), **{**TINY, **options}
-    )
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(shapes)
-    rng = np.random.default_rng(3)
-    leaves = [
-        jnp.array(0.4 * rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves
-    ]
-    images = jnp.array(rng.standard_normal((2, 8, 12, 3), np.float32))
-    return model, jax.tree.unflatten(tree, leaves), images
+def drawn(variant="B/4", **options):
+    return plain_vit.drawn(variant, scale=0.4, **{**TINY, **options})
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -46,8 +46,10 @@ class Subject:
         images = device_ops.normalize(jnp.asarray(pixels), how.mean, how.std)
         return images.astype(self.model.options["dtype"])
 
-    def prepare(self, data: bytes) -> UInt8[np.ndarray, "Y X C"]:
-        """Decodes, resizes and crops an image file for the network."""
+    def prepare(
+        self, data: bytes | UInt8[np.ndarray, "_ _ _"]
+    ) -> UInt8[np.ndarray, "Y X C"]:
+        """Decodes, resizes and crops an image for the network."""
         channels = self.model.image_shape[-1]
         return preprocessing.prepare(data, self.preprocess, channels)
 

@@ -2,18 +2,16 @@
 
 import dataclasses
 import io
+from collections.abc import Iterator
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 from PIL import Image
 
-from vit_jax import models
-from vit_jax.analysis import attention, rollout
-from vit_jax.data import decode, device_ops
+from vit_jax.analysis import attention, rollout, subject
+from vit_jax.data import decode
 from vit_jax.errors import UserError
-from vit_jax.evaluation import network, prediction
+from vit_jax.evaluation import prediction
 from vit_jax.explorer import images
 from vit_jax.explorer.rows import Rows
 from vit_jax.weights import preprocess as preprocessing
@@ -58,19 +56,18 @@ class Subject:
         preprocess: Preprocess,
         class_names: tuple[str, ...] = (),
     ):
-        self._preprocess = preprocess
-        self._model, params = network.fit(pretrained, preprocess)
-        self._params = jax.device_put(params)
+        # Two folders, as weights are often called alike.
+        self.name = "/".join(pretrained.source.strip("/").split("/")[-2:])
+        self._inside = subject.make(self.name, pretrained, preprocess)
+        self._model = self._inside.model
         # Computes nothing yet, but refuses a network without attention.
-        attention.maps(self._model, self._params, self._normal(self._black()))
+        self._maps(self._black())
         self._classifier = None
         if pretrained.options["classes"]:
             self._classifier = prediction.Classifier(
                 pretrained, preprocess=preprocess, class_names=class_names
             )
-        # Two folders, as weights are often called alike.
-        self.name = "/".join(pretrained.source.strip("/").split("/")[-2:])
-        self.extra = _extra(self._model)
+        self.extra = ["CLS", "DIST"][: self._model.extra]  # In front of the patches.
 
     def describe(self) -> dict:
         """Returns what the page needs to know of the model, as for JSON."""
@@ -99,12 +96,12 @@ class Subject:
         channels = self._model.image_shape[-1]
         try:
             whole = decode.decode(data, channels)
-            pixels = preprocessing.prepare(whole, self._preprocess, channels)
+            pixels = self._inside.prepare(whole)
         except decode.DamagedImage as error:
             raise images.damaged(error, name) from error
         return Seen(
             classes=self._classes(pixels, name),
-            box=box(whole.shape[:2], self._preprocess),
+            box=box(whole.shape[:2], self._inside.preprocess),
             picture=_png(pixels),
             rows=self._rows(pixels, name),
         )
@@ -125,8 +122,8 @@ class Subject:
         options, extra = self._model.options, len(self.extra)
         tokens = extra + self._model.grid[0] * self._model.grid[1]
         rows = Rows.empty(tokens, extra, options["depth"], options["heads"] + 1)
-        flow, seen = None, self._normal(pixels)
-        for layer, maps in enumerate(attention.maps(self._model, self._params, seen)):
+        flow = None
+        for layer, maps in enumerate(self._maps(pixels)):
             flow = rollout.step(flow, maps)
             self._check(flow, name)
             rows.put(layer, np.concatenate([maps[0], flow]))
@@ -139,10 +136,9 @@ class Subject:
                 "damaged, or diverged in training"
             )
 
-    def _normal(self, pixels: UInt8[np.ndarray, "h w c"]) -> Float[Array, "1 h w c"]:
-        mean, std = self._preprocess.mean, self._preprocess.std
-        normal = device_ops.normalize(jnp.asarray(pixels[None]), mean, std)
-        return normal.astype(self._model.options["dtype"])
+    def _maps(self, pixels: UInt8[np.ndarray, "h w c"]) -> Iterator[Array]:
+        inside = self._inside
+        return attention.maps(inside.model, inside.params, inside.images(pixels[None]))
 
     def _black(self) -> UInt8[np.ndarray, "h w c"]:
         return np.zeros(self._model.image_shape, np.uint8)
@@ -170,13 +166,6 @@ def box(
         for start, side, kept in zip(starts, sides, preprocess.image_size, strict=True)
     ]
     return (*starts, *ends)
-
-
-def _extra(model: models.Model) -> list[str]:
-    """Returns the names of the tokens in front of the patches."""
-    options = model.options
-    class_token = options["head"] == "token" or options["class_token"]
-    return ["CLS"] * class_token + ["DIST"] * options["distillation"]
 
 
 def _png(pixels: UInt8[np.ndarray, "h w c"]) -> bytes:

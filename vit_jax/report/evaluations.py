@@ -1,6 +1,5 @@
 """What evaluations gave: `evaluate.json`, a table, and confusion matrices."""
 
-import contextlib
 import io
 import json
 import os
@@ -9,10 +8,9 @@ import re
 import numpy as np
 from etils import epath
 
-from vit_jax.errors import UserError
 from vit_jax.report import confusion as confusions
 from vit_jax.report.confusion import Confusion
-from vit_jax.report.writer import replace_text
+from vit_jax.report.writer import replace_bytes, replace_text, writing_out
 
 FILE = "evaluate.json"
 # Metrics that are fractions; further strengths and deviations of few shots too.
@@ -26,7 +24,7 @@ def prepare(folder: str | os.PathLike) -> None:
       UserError: it cannot be written.
     """
     trial = epath.Path(folder) / f".{FILE}.new"
-    with _clear(folder):
+    with writing_out(folder):
         trial.parent.mkdir(parents=True, exist_ok=True)
         trial.write_text("")
         trial.unlink()
@@ -49,15 +47,13 @@ def write(
       UserError: the folder cannot be written.
     """
     folder, written = epath.Path(folder), []
-    with _clear(folder):
+    with writing_out(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in tables.items():
             picture, numbers = f"{name}_confusion.png", f"{name}_confusion.csv"
             stream = io.BytesIO()
             confusions.draw(table).save(stream, "PNG")
-            new = folder / f".{picture}.new"  # So that it is never half a picture.
-            new.write_bytes(stream.getvalue())
-            new.replace(folder / picture)
+            replace_bytes(folder / picture, stream.getvalue())
             replace_text(folder / numbers, confusions.to_csv(table))
             written += [picture, numbers]
         replace_text(folder / FILE, json.dumps(report, indent=2) + "\n")
@@ -87,17 +83,6 @@ def text(metric: str, value: int | float) -> str:  # noqa: PYI041 (beartype know
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.2%}" if _FRACTION.fullmatch(metric) else f"{value:.6g}"
-
-
-@contextlib.contextmanager
-def _clear(folder: str | os.PathLike):
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"--out={folder} cannot be written ({error.strerror or error}): choose "
-            "another folder"
-        ) from error
 
 
 def _worst(table: Confusion, most: int = 3) -> list[str]:

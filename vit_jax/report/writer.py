@@ -1,13 +1,15 @@
 """Metrics to disk: `metrics.jsonl` for programs, TensorBoard events for people."""
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from etils import epath
 
+from vit_jax.errors import UserError
 from vit_jax.report.events import Events
 from vit_jax.report.tensorboard import summary
 
@@ -120,10 +122,31 @@ class MetricWriter:
             raise
 
 
+@contextlib.contextmanager
+def writing_out(folder: str | os.PathLike) -> Iterator[None]:
+    """Turns a failure to write what --out asks for into one line.
+
+    Raises:
+      UserError: the line.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--out={folder} cannot be written ({error.strerror or error}): choose "
+            "another folder"
+        ) from error
+
+
 def replace_text(path: epath.Path, text: str) -> None:
     """Writes a file so that it is the old one or the new one, never half of it."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: epath.Path, content: bytes) -> None:
+    """Does as `replace_text`."""
     new = path.parent / f".{path.name}.new"
-    new.write_text(text)
+    new.write_bytes(content)
     new.replace(path)
 
 

@@ -2,11 +2,10 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from etils import epath
 
-from vit_jax.errors import UserError
 from vit_jax.report.pages import (
     curves,
     details,
@@ -21,7 +20,7 @@ from vit_jax.report.pages import (
     tables,
 )
 from vit_jax.report.pages.blocks import Chart, Matrix, Section, Text
-from vit_jax.report.writer import replace_text
+from vit_jax.report.writer import replace_bytes, replace_text, writing_out
 
 TITLE = "vit_jax: runs beside the paper"
 PLOTS = "plots"  # Folder of the pictures, in that of the report.
@@ -44,7 +43,8 @@ def make(paths: Sequence[str | os.PathLike], out: str | os.PathLike) -> list[str
     read = runs.read(paths)
     parts = sections(read)
     out = epath.Path(out)
-    _try(lambda: (out / PLOTS).mkdir(parents=True, exist_ok=True), out)
+    with writing_out(out):
+        (out / PLOTS).mkdir(parents=True, exist_ok=True)
     pictures = [b for s in parts for b in s.blocks if isinstance(b, Chart | Matrix)]
     drawn, files = {}, {}
     for picture in pictures:
@@ -61,7 +61,8 @@ def make(paths: Sequence[str | os.PathLike], out: str | os.PathLike) -> list[str
     )
     files["report.md"] = markdown.page(TITLE, subtitle, parts, PLOTS)
     files["index.html"] = html.page(TITLE, subtitle, parts, drawn)
-    _try(lambda: _write(out, files), out)
+    with writing_out(out):
+        _write(out, files)
     return sorted(files)
 
 
@@ -120,16 +121,4 @@ def _write(out: epath.Path, files: dict[str, str | bytes]) -> None:
         if isinstance(content, str):
             replace_text(out / name, content)
         else:
-            new = out / f"{name}.new"
-            new.write_bytes(content)
-            new.replace(out / name)
-
-
-def _try(write: Callable[[], None], out: epath.Path) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise UserError(
-            f"--out={out} cannot be written ({error.strerror or error}): choose another "
-            "folder"
-        ) from error
+            replace_bytes(out / name, content)
