@@ -5,10 +5,11 @@ import os
 import shutil
 import tempfile
 
-# Before JAX starts. Most tests use one of the devices.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+from hosts import xla_flags
+
+# Before JAX starts. Most tests use one of the devices. Programs are compiled in a hurry;
+# what users get is run by the notebooks, the documents' commands and the digits.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 # One compilation cache for this session and all processes that it starts: the same
 # small programs come again and again.
@@ -25,18 +26,6 @@ from absl import flags
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
-
-
-def pytest_configure(config):
-    """Lets XLA's CPU compiler hurry in the fast suite, whose time is mostly its own.
-
-    The slow tests see the code as users run it.
-    """
-    if config.option.markexpr == "not slow":
-        os.environ["XLA_FLAGS"] += (
-            " --xla_backend_optimization_level=0"
-            " --xla_llvm_disable_expensive_passes=true"
-        )
 
 
 # One or a few tests of minutes each: begun last, they would keep one worker waiting.

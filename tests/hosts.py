@@ -9,8 +9,15 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
+# Lets XLA's CPU compiler hurry: the time of small programs is mostly its own.
+HURRY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # What may be set where the tests run, and would be taken for a cluster.
 _CLUSTERS = ("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "JOB_COMPLETION", "VIT_JAX_")
+
+
+def xla_flags(devices=1):
+    """Returns XLA_FLAGS of a process that has so many devices."""
+    return f"{HURRY} --xla_force_host_platform_device_count={devices}"
 
 
 def free_port():
@@ -32,7 +39,7 @@ def start(words, hosts, environment):
     clean |= {
         "JAX_PLATFORMS": "cpu",
         "PYTHONUNBUFFERED": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "XLA_FLAGS": xla_flags(),
     }
     return [
         subprocess.Popen(
@@ -86,11 +93,11 @@ def kill(processes):
 
 def alone(verb, *words, **environment):
     """Starts a verb as one process, with one pipe for all that it prints."""
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": xla_flags()}
     return subprocess.Popen(
         [sys.executable, "-m", f"vit_jax.{verb}", *words],
         cwd=ROOT,
-        env=env | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | environment,
+        env=os.environ | own | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

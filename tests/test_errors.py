@@ -16,6 +16,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from hosts import xla_flags
 from PIL import Image
 
 from vit_jax.errors import UserError
@@ -59,9 +60,9 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(place):
     """Starts a training run of the recipe: words of the command line -> its end."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {
+    environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(),
         # The runs share what they compile.
         "JAX_COMPILATION_CACHE_DIR": str(place / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -272,7 +273,7 @@ def test_batch_that_the_devices_do_not_divide_is_refused(refused, tmp_path):
     line = refused(
         f"--workdir={tmp_path}",
         "--config.batch_size=12",
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        XLA_FLAGS=xla_flags(8),
     )
     says(line, "batch_size=12", "8 devices", "set it to a multiple of 8")
 

@@ -294,8 +294,7 @@ def start(place, hosts_, devices, *more):
     """Starts the verb as so many processes with so many devices each."""
     environment = hosts.stated(hosts_, VIT_JAX_LOST_SECONDS="150")
     own = {k: v for k, v in os.environ.items() if not k.startswith(hosts._CLUSTERS)}
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    own |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    own |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": hosts.xla_flags(devices)}
     command = [sys.executable, "-m", "vit_jax.evaluate", *words(place, *more)]
     return [
         subprocess.Popen(

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+from hosts import xla_flags
 from PIL import Image
 
 from vit_jax.data import order
@@ -78,7 +79,7 @@ def job(tmp_path):
                 "JAX_PLATFORMS": "cpu",
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONPATH": str(ROOT),
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+                "XLA_FLAGS": xla_flags(),
                 "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(hosts),
                 "JAX_PROCESS_ID": str(host),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from hosts import xla_flags
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -53,7 +54,7 @@ def start(tmp_path):
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
                 "PYTHONUNBUFFERED": "1",
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                "XLA_FLAGS": xla_flags(2),
                 "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": "2",
                 "JAX_PROCESS_ID": str(host),

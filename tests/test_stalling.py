@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from hosts import xla_flags
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXIT_STALLED = 70
@@ -65,8 +66,9 @@ def job(tmp_path):
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
         for host in range(hosts):
-            env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+            env = os.environ | {
                 "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": xla_flags(),
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
                 "HANGS": str(int(host == hosts - 1)),

@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from hosts import xla_flags
 
 from vit_jax.weights import workdir as workdirs
 
@@ -44,7 +45,7 @@ def start(config, workdir, hosts, devices, *words):
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "PYTHONUNBUFFERED": "1",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": xla_flags(devices),
         }
         if hosts > 1:
             env |= {

@@ -4,11 +4,9 @@ import csv
 import itertools
 import json
 import pathlib
-import signal
-import subprocess
-import sys
 import time
 
+import hosts
 import pytest
 
 from vit_jax import config as configuration
@@ -258,19 +256,10 @@ def test_a_report_of_a_real_study_and_its_runs(done, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_study_goes_on_to_the_same_result(tmp_path):
-    def command(workdir):
-        words = [
-            "-m",
-            "vit_jax.study",
-            f"--config={DIGITS}:quick",
-            "--models=vit,hybrid,resnet",
-        ]
-        return [sys.executable, *words, "--images=300", f"--workdir={workdir}"]
+    words = [f"--config={DIGITS}:quick", "--models=vit", "--images=300"]
 
     def run(workdir):
-        subprocess.run(
-            command(workdir), cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
+        hosts.finish(hosts.alone("study", *words, f"--workdir={workdir}"))
         report = json.loads((workdir / "study.json").read_text())
         for point in report["points"]:
             for used in point["compute"].values():
@@ -281,18 +270,14 @@ def test_a_killed_study_goes_on_to_the_same_result(tmp_path):
     expected = run(whole)
     # Once within its first run, once within its second.
     for beginning in ("vit-300/pretrain", "vit-300/finetune"):
-        process = subprocess.Popen(
-            command(killed),
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        until = time.monotonic() + 240
-        while not (killed / beginning / "metrics.jsonl").exists():
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
+        process = hosts.alone("study", *words, f"--workdir={killed}")
+        with process.stdout:
+            until = time.monotonic() + 240
+            while not (killed / beginning / "metrics.jsonl").exists():
+                assert process.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            process.kill()
         process.wait()
     before = (killed / "vit-300" / "pretrain" / "report.json").read_bytes()
     assert run(killed) == expected

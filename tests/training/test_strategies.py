@@ -97,8 +97,12 @@ def assert_near(one, other, atol):
     )
 
 
+# The others, of one or two of these axes, are in benchmarks/equality.py.
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "options"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [case for case in CASES if case[0] in ("fsdp 8", "data 2 x fsdp 2 x model 2")],
+)
 def test_twenty_steps_are_those_of_one_device(strategy, options):
     other = train(MESHES[strategy], **OPTIONS[options])
     assert_near(on_one_device(options), other, atol=1e-5)

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 
+_SHOWING_SECONDS = 2.0  # That a loader process has to write its stacks.
+
 
 def show(who: str) -> None:
     """Writes the stacks to stderr, those of loader processes included, which end by it.
@@ -19,3 +21,5 @@ def show(who: str) -> None:
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError):
             os.kill(child.pid, signal.SIGABRT)
+        # Or lines of several processes would be mixed.
+        child.join(_SHOWING_SECONDS)
