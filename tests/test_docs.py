@@ -150,6 +150,24 @@ def test_the_reference_has_every_key_of_the_schema_with_its_default():
         assert defaults(found[name]) == getattr(schema, name) | {}
 
 
+def test_every_key_of_the_reference_has_a_meaning_of_its_own():
+    found = config_reference.read((ROOT / "vit_jax/schema.py").read_text())
+
+    def bare(keys, path):
+        for name, key in keys.items():
+            yield from bare(key.keys, (*path, name))
+            # An option such as "constant" holds no keys, and its name is enough.
+            if not (key.keys or key.meaning or key.default == ""):
+                yield (*path, name)
+
+    for name in ("COMMON", "EVALS", "FORMS", "CHOICES"):
+        assert not list(bare(found[name], (name,)))
+    # What is said of a form is its title, and of a kind about all of it.
+    assert all("`" in key.meaning for key in found["FORMS"].values())
+    assert found["EVALS"]["classification"].meaning == ""
+    assert found["CHOICES"]["('model', 'head')"].keys["gap"].meaning == ""
+
+
 def defaults(keys):
     """Returns the values of keys as the schema has them."""
     return {
