@@ -144,6 +144,18 @@ def test_every_message_of_the_site_is_one_of_the_code():
         assert re.search("[^\n]*".join(parts), known), message
 
 
+def test_what_is_to_be_installed_is_an_extra_in_one_spelling():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = *ROOT.glob("vit_jax/**/*.py"), *DOCS.glob("*.md"), ROOT / "README.md"
+    text = "\n".join(path.read_text() for path in files)
+    assert "vit_jax[" not in text  # It is not published: there is the clone alone.
+    named = re.findall(r"-e[\s\"]+'?\.\[([\w,]+)\]", text)
+    assert len(named) > 10
+    assert {extra for names in named for extra in names.split(",")} <= set(
+        extras["optional-dependencies"]
+    )
+
+
 def test_the_reference_has_every_key_of_the_schema_with_its_default():
     found = config_reference.read((ROOT / "vit_jax/schema.py").read_text())
     for name in ("COMMON", "EVALS", "FORMS", "CHOICES"):
