@@ -20,6 +20,7 @@ DOCS = ROOT / "docs"
 sys.path.append(str(DOCS / "extensions"))
 import config_reference
 import docstrings
+import generated
 
 COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 # In the order in which their commands are run.
@@ -220,6 +221,41 @@ def test_the_reference_is_tables_of_markdown():
         if line.startswith("|"):
             cells = len(re.findall(r"(?<!\\)\|", line)) - 1
             assert cells in (3, 4), line
+
+
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+TEXTS += [ROOT / "launch" / "README.md", ROOT / "tests" / "golden" / "README.md"]
+
+
+def anchors(path):
+    """Returns what the headings of a page are reached by."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {word.replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_within_the_project_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://", link):
+            continue  # These are checked by hand, says CONTRIBUTING.md.
+        place, _, anchor = link.partition("#")
+        target = (path.parent / place).resolve() if place else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_links_out_of_the_site_lead_to_the_repository():
+    text = "[a](../launch), [b](../notebooks/quickstart.ipynb), [c](api.md#models)"
+    assert generated.links(text) == (
+        f"[a]({generated.REPOSITORY}/tree/main/launch), "
+        f"[b]({generated.REPOSITORY}/blob/main/notebooks/quickstart.ipynb), "
+        "[c](api.md#models)"
+    )
 
 
 def test_docstrings_become_restructuredtext():
