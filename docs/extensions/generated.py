@@ -30,6 +30,7 @@ def commands(text: str) -> str:
     for entry in tomllib.loads(text)["command"]:
         if "test" in entry:
             how = f"`{entry['test']}`"
+            how += f", with {entry['with']}" if "with" in entry else ""
         elif "reason" in entry:
             how = f"not run: {entry['reason']}"
         else:
