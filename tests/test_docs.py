@@ -1,6 +1,7 @@
 """The documentation: its commands run, its messages and keys are those of the code."""
 
 import ast
+import importlib.util
 import os
 import pathlib
 import re
@@ -292,6 +293,69 @@ def test_all_kinds_of_image_files_are_listed(page):
     words = set(re.findall(r"\w+", (ROOT / page).read_text().upper()))
     kinds = {Image.EXTENSION[ending] for ending in EXTENSIONS}
     assert kinds | {"PGM"} <= words
+
+
+def public():
+    """Returns what docs/api.md has of each module."""
+    found = {}
+    text = (DOCS / "api.md").read_text()
+    for kind, name, members in re.findall(
+        r"^\.\. auto(\w+):: (\S+)\n(?:   :members:(.*)\n)?", text, re.MULTILINE
+    ):
+        if kind == "module":
+            found.setdefault(name, set()).update(re.findall(r"\w+", members))
+        else:
+            module, _, member = name.rpartition(".")
+            found[module].add(member)
+    return found
+
+
+def used(text):
+    """Returns modules of the project that a program imports, and what it takes of each."""
+    tree, names = ast.parse(text), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("vit_jax"):
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    found = {}
+    for name, whole in names.items():
+        if is_module(whole):
+            found[whole] = {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == name
+            }
+        else:  # A function or class by itself.
+            module, _, member = whole.rpartition(".")
+            found.setdefault(module, set()).add(member)
+    return found
+
+
+def is_module(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def programs():
+    """Yields the name and text of each program that users are shown."""
+    for path in sorted(ROOT.glob("notebooks/*.py")):
+        yield path.name, path.read_text()
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        text = path.read_text()
+        found = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        yield from ((f"{path.name}, {i}", text) for i, text in enumerate(found))
+
+
+@pytest.mark.parametrize("program", [p for _, p in programs()], ids=dict(programs()))
+def test_what_notebooks_and_examples_call_is_in_the_public_api(program):
+    listed = public()
+    for module, members in used(program).items():
+        assert module in listed, module
+        assert members <= listed[module], module
 
 
 def test_docstrings_become_restructuredtext():
