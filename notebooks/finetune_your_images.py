@@ -21,15 +21,19 @@
 # keep.
 #
 # The photographs lie in folders, `PHOTOS/train/<class>/...` and `PHOTOS/val/<class>/...`.
-# On Colab they come from a zip that you upload, or from Google Drive.
+# On Colab they come from a zip that you upload, with `train/` and `val/` at its root, or
+# from Google Drive; neither has been tried yet. The outputs below are of tf_flowers
+# (CC-BY 2.0): 40 photographs a class to learn from and 20 to be scored on.
 #
 # **Where this runs without Colab and without a network** (as in the project's own tests),
 # `photos` and `source` are set to a folder and a small model that are there already: the
 # two cells that ask Colab do nothing, and nothing is fetched.
 
 # %% [markdown]
-# The first cell fetches the repository and installs it where it is not, as in a fresh
-# Colab; else it does nothing. On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`.
+# The first cell fetches the repository (OWNER stands for the account where it is
+# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
+# On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`. After it, restart the runtime if it
+# asks for that, and go on with the next cell. Not yet run on Colab.
 
 # %%
 import sys

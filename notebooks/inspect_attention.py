@@ -24,8 +24,10 @@
 # model that is there already; nothing is fetched then.
 
 # %% [markdown]
-# The first cell fetches the repository and installs it where it is not, as in a fresh
-# Colab; else it does nothing. On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`.
+# The first cell fetches the repository (OWNER stands for the account where it is
+# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
+# On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`. After it, restart the runtime if it
+# asks for that, and go on with the next cell. Not yet run on Colab.
 
 # %%
 import sys
@@ -41,10 +43,8 @@ from IPython.display import display
 from PIL import Image
 
 import vit_jax
-from vit_jax.analysis import attention, filters, overlay, positions, relevance, rollout
-from vit_jax.data import device_ops
+from vit_jax.analysis import attention, relevance, rollout, sheets, subject
 from vit_jax.evaluation import network, prediction
-from vit_jax.report import contact_sheet
 
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])
 
@@ -55,16 +55,17 @@ photo = "notebooks/chelsea.jpg"  # Chelsea the cat, by Stefan van der Walt, CC0.
 # %% [markdown]
 # ## The model and the photograph
 #
-# Images are prepared as it is stored with the weights. DeiT's file has no class names:
-# 281, 282 and 285 are kinds of cats.
+# The size, crop and normalisation of images travel with the weights, and are used here.
+# DeiT's file has no class names: 281, 282 and 285 are kinds of cats.
 
 # %%
 found, preprocess = network.open_weights(source, {}, average=True, heads=0, tell=print)
 classifier = prediction.Classifier(found, preprocess=preprocess)
-model, params = network.fit(found, preprocess)
+looked_into = subject.make(source, found, preprocess)
+model, params = looked_into.model, looked_into.params
 
 pixels = classifier.prepare(np.asarray(Image.open(photo).convert("RGB")))
-images = device_ops.normalize(pixels[None], preprocess.mean, preprocess.std)
+images = looked_into.images(pixels[None])
 top = classifier.rank(np.asarray(classifier.logits(pixels[None]))[0], topk=3)
 display(Image.fromarray(pixels), include=["image/jpeg"])
 print(*(f"{p.name}: {p.probability:.1%}" for p in top), sep="\n")
@@ -73,32 +74,23 @@ print(*(f"{p.name}: {p.probability:.1%}" for p in top), sep="\n")
 # ## Where [CLS] looks
 #
 # One array a layer, of images, heads, asking tokens and tokens looked at. The first token
-# is [CLS], the others are the patches, row by row. Here is the mean of the heads:
+# is [CLS], the others are the patches, row by row. Here is the mean of the heads, scaled
+# in each layer from the least patch to the largest:
 
 # %%
-maps = [np.asarray(weights[0]) for weights in attention.maps(model, params, images)]
-size = pixels.shape[:2]
-seen = [
-    overlay.upsample(weights.mean(0)[0, model.extra :], model.grid, size)
-    for weights in maps
-]
-sheet = contact_sheet.draw(
-    np.stack([overlay.blend(pixels, overlay.scaled(values)) for values in seen]),
-    [[f"layer {i}"] for i in range(1, len(maps) + 1)],
-    columns=6,
-)
+maps = [np.asarray(weights) for weights in attention.maps(model, params, images)]
+tokens = np.stack([weights[0, :, 0].mean(0) for weights in maps])
+names = [f"layer {i}" for i in range(1, len(maps) + 1)]
+sheet = sheets.of_tokens(model, pixels, tokens, names, columns=6)
 display(sheet.reduce(2), include=["image/jpeg"])
 
 # %% [markdown]
 # The heads of the last layer, one by one:
 
 # %%
-seen = [overlay.upsample(head[0, model.extra :], model.grid, size) for head in maps[-1]]
-sheet = contact_sheet.draw(
-    np.stack([overlay.blend(pixels, overlay.scaled(values)) for values in seen]),
-    [[f"head {i}"] for i in range(1, len(seen) + 1)],
-    columns=6,
-)
+heads = maps[-1][0, :, 0]
+names = [f"head {i}" for i in range(1, len(heads) + 1)]
+sheet = sheets.of_tokens(model, pixels, heads, names, columns=6)
 display(sheet.reduce(2), include=["image/jpeg"])
 
 # %% [markdown]
@@ -112,14 +104,11 @@ rolled = rollout.rollout(attention.maps(model, params, images), discard=0.5)
 spoke = [
     relevance.relevance(model, params, images, np.array([p.label])) for p in top[:2]
 ]
-rows = [np.asarray(rolled)[0, 0], *(np.asarray(values)[0] for values in spoke)]
-seen = [overlay.upsample(row[model.extra :], model.grid, size) for row in rows]
-sheet = contact_sheet.draw(
-    np.stack([overlay.blend(pixels, overlay.scaled(values)) for values in seen]),
-    [["rollout"], *([f"relevance: {p.name}"] for p in top[:2])],
-    columns=3,
+tokens = np.stack([rolled[0, 0], *(values[0] for values in spoke)])
+names = ["rollout", *(f"relevance: {p.name}" for p in top[:2])]
+display(
+    sheets.of_tokens(model, pixels, tokens, names, columns=3), include=["image/jpeg"]
 )
-display(sheet, include=["image/jpeg"])
 
 # %% [markdown]
 # ## How far each head looks
@@ -137,9 +126,7 @@ print(attention.distance(weights, model.grid, model.patch, model.extra).round(1)
 # The principal components of the patch embedding's filters:
 
 # %%
-components, share = filters.components(filters.kernels(params), count=14)
-tiles = np.round(255 * filters.tiles(components)).astype(np.uint8)
-sheet = contact_sheet.draw(tiles, [[f"{part:.0%}"] for part in share], columns=7)
+sheet = sheets.of_filters(params, count=14, columns=7)
 display(sheet.reduce(2), include=["image/png"])
 
 # %% [markdown]
@@ -147,13 +134,4 @@ display(sheet.reduce(2), include=["image/png"])
 # at two corners and near the middle:
 
 # %%
-alike = positions.similarity(model, params)
-middle = tuple(side // 2 for side in model.grid)
-places = [(0, 0), middle, (model.grid[0] - 1, model.grid[1] - 1)]
-tiles = np.stack([overlay.scaled(alike[place]) for place in places])
-sheet = contact_sheet.draw(
-    np.round(255 * tiles[..., None]).astype(np.uint8),
-    [[f"row {row}, column {column}"] for row, column in places],
-    columns=3,
-)
-display(sheet, include=["image/png"])
+display(sheets.of_positions(model, params, columns=3), include=["image/png"])

@@ -17,12 +17,14 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/vit_jax/blob/main/notebooks/quickstart.ipynb)
 #
 # Pretrains a small ViT on handwritten digits, fine-tunes it at twice the resolution,
-# classifies with it and hands it to timm: about two minutes on 2 CPU cores, and nothing
+# classifies with it and hands it to timm: about three minutes on 2 CPU cores, and nothing
 # is downloaded but the packages.
 
 # %% [markdown]
-# The first cell fetches the repository and installs it where it is not, as in a fresh
-# Colab; else it does nothing. On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`.
+# The first cell fetches the repository (OWNER stands for the account where it is
+# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
+# On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`. After it, restart the runtime if it
+# asks for that, and go on with the next cell. Not yet run on Colab.
 
 # %%
 import sys

@@ -19,13 +19,16 @@
 # From one machine to a pod slice, cheapest step first: the recipe, the mesh, the program
 # compiled ahead of time for a slice that is not here, and the commands that rent one.
 #
-# **This runs on any machine.** Where JAX finds a TPU (`on_tpu`) the recipe is trained as it
-# is; elsewhere, as in the project's own tests, three steps of a tiny model on made data
-# stand in for it. Nothing is rented unless you set `rent = True`.
+# **This runs on any machine.** Where JAX finds a TPU (`on_tpu`) and `data_dir` says where
+# the data is, the recipe is trained as it is; elsewhere, as in the project's own tests,
+# three steps of a tiny model on made data stand in for it. Nothing is rented unless you
+# set `rent = True`.
 
 # %% [markdown]
-# The first cell fetches the repository and installs it where it is not, as in a fresh
-# Colab; else it does nothing. On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`.
+# The first cell fetches the repository (OWNER stands for the account where it is
+# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
+# On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`. After it, restart the runtime if it
+# asks for that, and go on with the next cell. Not yet run on Colab or a TPU.
 
 # %%
 import sys
@@ -33,12 +36,14 @@ import sys
 # !{sys.executable} -c "import vit_jax" 2>/dev/null || (git init -q && git pull -q --depth=1 https://github.com/OWNER/vit_jax main && {sys.executable} -m pip install -q -r requirements.txt -e .)
 
 # %%
+import math
 import os
 import pathlib
 import subprocess
 
-# Where there is no accelerator, eight parts of the CPU stand in for one.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Eight parts of the CPU show meshes, and stand in where there is no accelerator.
+flags = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
 
 import jax
 
@@ -53,7 +58,7 @@ os.chdir(pathlib.Path(vit_jax.__file__).parents[1])
 recipe = "configs/b16_i21k.py"
 topology = "v5e:16x16"  # 256 chips; "v4:4x4x4", "v6e:8x8" ...
 compile_recipe = recipe
-data_dir = "gs://BUCKET/tfds"  # Where the data set is, and ...
+data_dir = "gs://BUCKET/tfds"  # Where the data set is: replace BUCKET; and ...
 workdir = "runs/tpu"  # ... the run will be; gs://BUCKET/runs/... for several hosts.
 rent = False  # Renting costs money.
 
@@ -69,23 +74,24 @@ print(f"{jax.device_count()} devices of kind {jax.devices()[0].device_kind}")
 #
 # `data` holds copies of the parameters, `fsdp` splits them and gathers each layer where it
 # is needed, `model` splits heads and MLPs. One of the sizes may be -1, all that are left.
-# A batch is split over `data` x `fsdp`.
+# A batch is split over `data` x `fsdp`. Of the eight parts of the CPU:
 
 # %%
 for sizes in ({"data": -1}, {"data": -1, "fsdp": 4}, {"fsdp": -1, "model": 2}):
-    print(sizes, "->", dict(meshes.create(sizes).shape))
+    print(sizes, "->", dict(meshes.create(sizes, jax.devices("cpu")).shape))
 
 # %% [markdown]
 # ## Three steps
 #
-# The same run on two meshes ends at the same loss: the mesh is a matter of memory and
-# speed, not of the result.
+# The same run on two meshes ends at the same loss, to about 1e-5 in float32: the mesh is
+# a matter of memory and speed, not of the result. (A single device makes but one mesh.)
 
 # %%
-quick = f"{recipe}:quick"
-for name, sizes in (("data", {"mesh.fsdp": 1}), ("fsdp", {"mesh.fsdp": 4})):
-    report = loop.train(config.load(quick, sizes), f"{workdir}/quick_{name}")
-    print(name, report["final"])
+count = jax.device_count()
+for name, fsdp in (("data", 1), ("fsdp", math.gcd(count, 4))):
+    changes = {"mesh.fsdp": fsdp, "batch_size": count}
+    settings = config.load(f"{recipe}:quick", changes)
+    print(name, loop.train(settings, f"{workdir}/quick_{name}")["final"])
 
 # %% [markdown]
 # ## The program, ahead of time
@@ -109,10 +115,10 @@ print(done.stdout or done.stderr)
 # ## Train
 #
 # On a TPU this is the recipe itself, in this process, which is all there is to do on one
-# host. Elsewhere nothing more happens here.
+# host. Elsewhere, and until `data_dir` names your bucket, nothing more happens here.
 
 # %%
-if on_tpu:
+if on_tpu and "BUCKET" not in data_dir:
     settings = config.load(recipe, {"data.data_dir": data_dir})
     report = loop.train(settings, workdir)
 
@@ -120,7 +126,8 @@ if on_tpu:
 # ## A pod slice
 #
 # Several hosts run the same command. `launch/tpu_pod.sh` rents the slice, installs, starts
-# the command on all hosts and shows the log of the first. Edit its two lines first:
+# the command on all hosts and shows the log of the first, until you interrupt the cell:
+# the run goes on without it. Edit its two lines first:
 
 # %%
 print(*pathlib.Path("launch/tpu_pod.sh").read_text().splitlines()[:14], sep="\n")
@@ -130,6 +137,7 @@ if rent:
     subprocess.run(["bash", "launch/tpu_pod.sh"], check=True)
 
 # %% [markdown]
-# `bash launch/tpu_pod.sh stop` saves and ends, `down` gives the slice back: until then it
-# costs money. The same script goes on from the last checkpoint. The documentation has the
-# rest: "Pretraining on a pod" and "On pods, clusters and GPU nodes".
+# `bash launch/tpu_pod.sh stop` saves and ends, `bash launch/tpu_pod.sh train` goes on from
+# the last checkpoint, and `watch` shows the log again. `down` gives the slice back: until
+# then it costs money. The documentation has the rest: "Pretraining on a pod" and "On
+# pods, clusters and GPU nodes".

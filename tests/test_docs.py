@@ -1,6 +1,7 @@
 """The documentation: its commands run, its messages and keys are those of the code."""
 
 import ast
+import importlib.util
 import os
 import pathlib
 import re
@@ -14,12 +15,14 @@ import pytest
 from PIL import Image
 
 from vit_jax import schema
+from vit_jax.data.folder import EXTENSIONS
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 sys.path.append(str(DOCS / "extensions"))
 import config_reference
 import docstrings
+import generated
 
 COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 # In the order in which their commands are run.
@@ -47,6 +50,11 @@ def blocks(page):
     return found
 
 
+def prose(path):
+    """Returns a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def commands(page):
     return [
         line
@@ -66,9 +74,26 @@ def test_every_command_is_run_by_a_test_or_says_why_not():
     assert sorted(on_site) == sorted(entry["line"] for entry in COMMANDS)
     for entry in COMMANDS:
         assert len(entry.keys() & {"test", "reason", "more"}) <= 1, entry
+        assert "test" in entry or "with" not in entry, entry
         if "test" in entry:
             file, name = entry["test"].split("::")
             assert f"\ndef {name}(" in (ROOT / file).read_text(), entry["test"]
+
+
+# Their commands gave the numbers there: docs/commands.md says why CI does not run them.
+MEASURED = ("benchmarks", "decisions")
+
+
+@pytest.mark.parametrize("page", sorted({p.stem for p in DOCS.glob("*.md")}))
+def test_commands_stand_in_blocks(page):
+    lines = prose(DOCS / f"{page}.md").splitlines()
+    rows = [line for line in lines if not line.startswith("| `")]  # Messages.
+    inline = re.findall(r"`([^`\n]+)`", "\n".join(rows))
+    programs = r"(python3?|bash|sbatch|pip|kubectl apply|gcloud|tensorboard|jupyter) .+"
+    found = [code for code in inline if re.fullmatch(programs, code)]
+    # The name of a verb is no command yet.
+    found = [code for code in found if not re.fullmatch(r"python -m [\w.]+", code)]
+    assert bool(found) == (page in MEASURED), found
 
 
 @pytest.mark.slow
@@ -109,12 +134,17 @@ def test_the_commands_and_programs_of_the_site_run(tmp_path):
 
 
 def make_images(folder):
-    """Makes what the site calls IMAGES and PHOTOS, of noise."""
+    """Makes what the site calls IMAGES, PHOTOS, ALBUM and FOLDER, of noise."""
     draw = np.random.default_rng(0)
     names = [f"IMAGES/{i}.png" for i in range(3)]
-    for split, count in (("train", 5), ("val", 1)):
+    for split, count in (
+        ("PHOTOS/train", 5),
+        ("PHOTOS/val", 1),
+        ("ALBUM", 9),
+        ("FOLDER/full", 2),
+    ):
         for flower in ("daisy", "dandelion", "roses", "sunflowers", "tulips"):
-            names += [f"PHOTOS/{split}/{flower}/{i}.png" for i in range(count)]
+            names += [f"{split}/{flower}/{i}.png" for i in range(count)]
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,20 +164,52 @@ def messages():
     return found
 
 
-def test_every_message_of_the_site_is_one_of_the_code():
-    text = (DOCS / "troubleshooting.md").read_text()
+@pytest.mark.parametrize(("page", "least"), [("troubleshooting", 40), ("launch", 12)])
+def test_every_message_of_the_site_is_one_of_the_code(page, least):
+    text = (DOCS / f"{page}.md").read_text()
+    _, _, text = text.partition("| message | what to do |")
     listed = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
-    assert len(listed) > 30
+    assert len(listed) >= least
     known = "\n".join(messages())
     for message in listed:
         parts = [re.escape(part) for part in re.split(r"\.{3}(?!\.)", message)]
         assert re.search("[^\n]*".join(parts), known), message
 
 
+def test_what_is_to_be_installed_is_an_extra_in_one_spelling():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = *ROOT.glob("vit_jax/**/*.py"), *DOCS.glob("*.md"), ROOT / "README.md"
+    text = "\n".join(path.read_text() for path in files)
+    assert "vit_jax[" not in text  # It is not published: there is the clone alone.
+    named = re.findall(r"-e[\s\"]+'?\.\[([\w,]+)\]", text)
+    assert len(named) > 10
+    assert {extra for names in named for extra in names.split(",")} <= set(
+        extras["optional-dependencies"]
+    )
+
+
 def test_the_reference_has_every_key_of_the_schema_with_its_default():
     found = config_reference.read((ROOT / "vit_jax/schema.py").read_text())
     for name in ("COMMON", "EVALS", "FORMS", "CHOICES"):
         assert defaults(found[name]) == getattr(schema, name) | {}
+
+
+def test_every_key_of_the_reference_has_a_meaning_of_its_own():
+    found = config_reference.read((ROOT / "vit_jax/schema.py").read_text())
+
+    def bare(keys, path):
+        for name, key in keys.items():
+            yield from bare(key.keys, (*path, name))
+            # An option such as "constant" holds no keys, and its name is enough.
+            if not (key.keys or key.meaning or key.default == ""):
+                yield (*path, name)
+
+    for name in ("COMMON", "EVALS", "FORMS", "CHOICES"):
+        assert not list(bare(found[name], (name,)))
+    # What is said of a form is its title, and of a kind about all of it.
+    assert all("`" in key.meaning for key in found["FORMS"].values())
+    assert found["EVALS"]["classification"].meaning == ""
+    assert found["CHOICES"]["('model', 'head')"].keys["gap"].meaning == ""
 
 
 def defaults(keys):
@@ -190,6 +252,110 @@ def test_the_reference_is_tables_of_markdown():
         if line.startswith("|"):
             cells = len(re.findall(r"(?<!\\)\|", line)) - 1
             assert cells in (3, 4), line
+
+
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+TEXTS += [ROOT / "launch" / "README.md", ROOT / "tests" / "golden" / "README.md"]
+
+
+def anchors(path):
+    """Returns what the headings of a page are reached by."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {word.replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_within_the_project_lead_somewhere(path):
+    text = re.sub(r"`[^`\n]*`", "", prose(path))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://", link):
+            continue  # These are checked by hand, says CONTRIBUTING.md.
+        place, _, anchor = link.partition("#")
+        target = (path.parent / place).resolve() if place else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_links_out_of_the_site_lead_to_the_repository():
+    text = "[a](../launch), [b](../notebooks/quickstart.ipynb), [c](api.md#models)"
+    assert generated.links(text) == (
+        f"[a]({generated.REPOSITORY}/tree/main/launch), "
+        f"[b]({generated.REPOSITORY}/blob/main/notebooks/quickstart.ipynb), "
+        "[c](api.md#models)"
+    )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md"])
+def test_all_kinds_of_image_files_are_listed(page):
+    Image.init()
+    words = set(re.findall(r"\w+", (ROOT / page).read_text().upper()))
+    kinds = {Image.EXTENSION[ending] for ending in EXTENSIONS}
+    assert kinds | {"PGM"} <= words
+
+
+def public():
+    """Returns what docs/api.md has of each module."""
+    found = {}
+    text = (DOCS / "api.md").read_text()
+    for kind, name, members in re.findall(
+        r"^\.\. auto(\w+):: (\S+)\n(?:   :members:(.*)\n)?", text, re.MULTILINE
+    ):
+        if kind == "module":
+            found.setdefault(name, set()).update(re.findall(r"\w+", members))
+        else:
+            module, _, member = name.rpartition(".")
+            found[module].add(member)
+    return found
+
+
+def used(text):
+    """Returns modules of the project that a program imports, and what it takes of each."""
+    tree, names = ast.parse(text), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("vit_jax"):
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    found = {}
+    for name, whole in names.items():
+        if is_module(whole):
+            found[whole] = {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == name
+            }
+        else:  # A function or class by itself.
+            module, _, member = whole.rpartition(".")
+            found.setdefault(module, set()).add(member)
+    return found
+
+
+def is_module(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def programs():
+    """Yields the name and text of each program that users are shown."""
+    for path in sorted(ROOT.glob("notebooks/*.py")):
+        yield path.name, path.read_text()
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        text = path.read_text()
+        found = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        yield from ((f"{path.name}, {i}", text) for i, text in enumerate(found))
+
+
+@pytest.mark.parametrize("program", [p for _, p in programs()], ids=dict(programs()))
+def test_what_notebooks_and_examples_call_is_in_the_public_api(program):
+    listed = public()
+    for module, members in used(program).items():
+        assert module in listed, module
+        assert members <= listed[module], module
 
 
 def test_docstrings_become_restructuredtext():

@@ -656,4 +656,4 @@ def test_a_bucket_without_its_packages_says_what_to_install(refused):
     if importlib.util.find_spec("gcsfs"):
         pytest.skip("gcsfs is installed")
     line = refused("--config=configs/digits.py", "--workdir=gs://bucket/run")
-    assert "pip install 'vit_jax[gcs]'" in line
+    assert "pip install -e '.[gcs]' in the clone" in line

@@ -1,13 +1,20 @@
 """The notebooks: what is reviewed is what is run, and it runs from top to bottom."""
 
+import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
+import shutil
+import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from vit_jax.parallel import mesh as meshes
 
 jupytext = pytest.importorskip("jupytext", reason="needs jupytext: the extra `test`")
 
@@ -54,13 +61,100 @@ def test_a_notebook_is_its_text_and_has_the_outputs_of_one_run(name):
 def test_a_notebook_holds_no_logic_of_its_own(name):
     text = (FOLDER / f"{name}.py").read_text()
     assert not re.findall(r"^\s*(def|class|while|try|lambda)\b", text, re.MULTILINE)
+    # Pictures come from the library as they are to be shown.
+    assert not re.findall(r"\b(255|astype|overlay|contact_sheet\.(?!draw))\b", text)
     assert f"/blob/main/notebooks/{name}.ipynb)" in text
 
 
+ADDRESSED = "README.md", "docs/extensions/generated.py", "notebooks/*.py"
+ADDRESSED += ("notebooks/*.ipynb",)
+
+
+def addresses(folder):
+    """Returns the owners in the addresses of this project, by file."""
+    found = {}
+    for path in (path for pattern in ADDRESSED for path in folder.glob(pattern)):
+        owners = re.findall(r"github(?:\.com)?/([\w-]+)/vit_jax", path.read_text())
+        assert owners, path
+        found[path.name] = set(owners)
+    return found
+
+
 def test_all_addresses_of_the_project_are_the_same():
-    files = *FOLDER.glob("*.py"), ROOT / "docs/extensions/generated.py"
-    text = "".join(path.read_text() for path in files)
-    assert len(set(re.findall(r"github(?:\.com)?/([\w-]+/vit_jax)", text))) == 1
+    found = addresses(ROOT)
+    assert len(found) == 2 + 2 * len(NAMES)
+    assert len(set.union(*found.values())) == 1
+
+
+def test_the_command_that_replaces_the_owner_does_it_everywhere(tmp_path):
+    said = (ROOT / "CONTRIBUTING.md").read_text()
+    (command,) = re.findall(r"^sed .*$", said, re.MULTILINE)
+    for path in (path for pattern in ADDRESSED for path in ROOT.glob(pattern)):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    before, after = (set.union(*addresses(f).values()) for f in (ROOT, tmp_path))
+    assert before == {"OWNER"}
+    assert after == {"ACCOUNT"}
+
+
+def run_cell(name, text, names):
+    """Runs the one cell of a notebook's code that holds a text, with stand-ins."""
+    notebook = jupytext.read(FOLDER / f"{name}.py")
+    (found,) = (
+        cell.source
+        for cell in notebook.cells
+        if cell.cell_type == "code" and text in cell.source
+    )
+    exec(found, names)  # noqa: S102
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 16])
+def test_three_steps_on_two_meshes_fit_any_number_of_devices(count):
+    seen = []
+
+    def train(changes, workdir):
+        sizes = {"data": -1, "fsdp": changes["mesh.fsdp"]}
+        devices = [SimpleNamespace(id=i, process_index=0) for i in range(count)]
+        for device in devices:
+            device.platform, device.device_kind = "gpu", "fake"
+        seen.append(meshes.arrange(sizes, devices).shape)
+        assert changes["batch_size"] % count == 0
+        return {"final": {}}
+
+    names = {
+        "jax": SimpleNamespace(device_count=lambda: count),
+        "math": math,
+        "config": SimpleNamespace(load=lambda path, changes: changes),
+        "loop": SimpleNamespace(train=train),
+        "recipe": "configs/b16_i21k.py",
+        "workdir": "runs",
+    }
+    run_cell("tpu_pretraining", '"mesh.fsdp"', names)
+    assert len(set(seen)) == (2 if count % 2 == 0 else 1)
+
+
+@pytest.mark.parametrize(
+    ("on_tpu", "place", "trains"),
+    [
+        (True, "gs://mine/tfds", True),
+        (True, "gs://BUCKET/tfds", False),
+        (False, "gs://mine/tfds", False),
+    ],
+)
+def test_the_recipe_is_trained_where_there_is_a_tpu_and_its_data(on_tpu, place, trains):
+    trained, names = [], {}
+    run_cell("tpu_pretraining", "compile_recipe = recipe", names)
+    assert names["data_dir"] == "gs://BUCKET/tfds"
+    names |= {
+        "on_tpu": on_tpu,
+        "data_dir": place,
+        "config": SimpleNamespace(load=lambda path, changes: changes),
+        "loop": SimpleNamespace(train=lambda config, workdir: trained.append(config)),
+    }
+    run_cell("tpu_pretraining", "if on_tpu", names)
+    assert trained == ([{"data.data_dir": place}] if trains else [])
 
 
 @pytest.mark.slow
@@ -135,6 +229,8 @@ EXPECTED = {
     "inspect_attention": "]]",  # Of the distances.
     "quickstart": "timm.create_model",
     "finetune_your_images": "timm.create_model",
-    # The compiler's report, or that the extra is missing.
-    "tpu_pretraining": "tpu",
+    # The compiler's report where there is the compiler.
+    "tpu_pretraining": "Memory of a chip"
+    if importlib.util.find_spec("libtpu")
+    else "libtpu, the compiler for TPUs, is not installed",
 }

@@ -1,7 +1,7 @@
 """Prepares data sets as ArrayRecord: python -m vit_jax.prepare --dataset=... [flags]
 
   --dataset=cifar10 --data_dir=OUT
-      TFDS downloads and writes the set; needs pip install 'vit_jax[prepare]'.
+      TFDS downloads and writes the set; needs pip install -e '.[prepare]' in the clone.
   --dataset=imagenet2012 --from=TFDS_FOLDER --data_dir=OUT
       converts a TFRecord preparation, without TensorFlow: same records, same order.
       --from is a TFDS data_dir or the folder with dataset_info.json.

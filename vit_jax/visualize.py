@@ -16,7 +16,8 @@ something for):
     relevance   which patches spoke for the most probable classes, or for --classes
 
 Each is written as PNG, SVG (dark on dark screens) and its numbers as npz. Only the first
---shown images get figures of their own. Needs matplotlib: pip install 'vit_jax[plots]'.
+--shown images get figures of their own. Needs matplotlib: pip install -e '.[plots]' in
+the clone.
 Exit codes: 0 done, 1 some images could not be read (a line each says why), 2 bad input.
 """
 

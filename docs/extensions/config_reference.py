@@ -51,8 +51,8 @@ def markdown(source: str) -> str:
     for kind, key in schema["EVALS"].items():
         parts.append(_section(f'`kind="{kind}"`', key, level=3))
     parts.append("## `model`, by the form of its variant (FORMS)")
-    for form, title in zip(schema["FORMS"], _FORMS, strict=True):
-        parts.append(_section(title, schema["FORMS"][form], level=3))
+    for key in schema["FORMS"].values():  # What stands above each is its title.
+        parts.append(_section(key.meaning, key._replace(meaning=""), level=3))
     parts.append("## Keys that exist under one choice alone")
     for choice, key in schema["CHOICES"].items():
         rows = [
@@ -65,10 +65,6 @@ def markdown(source: str) -> str:
             options = ", ".join(f"`{option}`" for option in key.keys)
             parts.append(f"### `{name}`\n\nOne of {options}. {key.meaning}".rstrip())
     return "\n\n".join(parts)
-
-
-# In the order of FORMS.
-_FORMS = ("ResNets, as `R50x1`", "Hybrids, as `R50+B/16`", "All others, as `B/16`")
 
 
 def _section(title: str, key: Key, level: int = 2) -> str:

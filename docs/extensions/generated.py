@@ -9,7 +9,7 @@ import docstrings
 
 _HERE = pathlib.Path(__file__).parents[1]
 _ROOT = _HERE.parent
-# Where the project is published; notebooks/ names it too.
+# Where the project is published; CONTRIBUTING.md says how OWNER is replaced.
 REPOSITORY = "https://github.com/OWNER/vit_jax"
 
 
@@ -30,6 +30,7 @@ def commands(text: str) -> str:
     for entry in tomllib.loads(text)["command"]:
         if "test" in entry:
             how = f"`{entry['test']}`"
+            how += f", with {entry['with']}" if "with" in entry else ""
         elif "reason" in entry:
             how = f"not run: {entry['reason']}"
         else:
@@ -65,14 +66,21 @@ def _fill(app, docname: str, source: list[str]) -> None:
     }
     if docname in made:
         source[0] = f"{source[0]}\n\n{made[docname]()}\n"
-    source[0] = re.sub(r"\]\(\.\./([^)]+)\)", _link, source[0])
+    source[0] = links(source[0])
 
 
-def _link(match: re.Match) -> str:
-    """Leads out of the site where a page names a folder of the project, not a file."""
-    if (_ROOT / match[1]).is_dir():
-        return f"]({REPOSITORY}/tree/main/{match[1]})"
-    return match[0]
+def links(text: str) -> str:
+    """Leads links that leave docs/ to where the project is published.
+
+    Args:
+      text: of a page.
+    """
+
+    def outside(match: re.Match) -> str:
+        kind = "tree" if (_ROOT / match[1]).is_dir() else "blob"
+        return f"]({REPOSITORY}/{kind}/main/{match[1]})"
+
+    return re.sub(r"\]\(\.\./([^)]+)\)", outside, text)
 
 
 def _convert(app, what, name, obj, options, lines: list[str]) -> None:

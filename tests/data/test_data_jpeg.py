@@ -203,7 +203,7 @@ def test_a_rough_crop_of_a_truncated_file_is_damaged(picture, encode):
 
 def test_without_the_fast_decoder_a_rough_crop_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    with pytest.raises(UserError, match=r"pip install 'vit_jax\[fast\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[fast\]' in the clone"):
         ops.parse_train("inception_crop(rough=True)", (5, 7))
     with pytest.raises(UserError, match="antialias=3 is not True or False"):
         ops.parse_train("inception_crop(antialias=3)", (5, 7))

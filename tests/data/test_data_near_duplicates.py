@@ -158,7 +158,7 @@ def test_nothing_is_found_without_queries_or_without_an_index(small):
 
 def test_a_machine_without_faiss_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(UserError, match=r"pip install 'vit_jax\[dedup\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[dedup\]' in the clone"):
         search.Index()
 
 

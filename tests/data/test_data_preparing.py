@@ -475,6 +475,6 @@ def test_a_set_that_nobody_knows_gets_a_hint(tmp_path):
 
 def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(building.importlib.util, "find_spec", lambda name: None)
-    match = r"TensorFlow to prepare it: pip install 'vit_jax\[prepare\]'"
+    match = r"TensorFlow to prepare it: pip install -e '\.\[prepare\]' in the clone"
     with pytest.raises(UserError, match=match):
         building.build(metadata.Name("mnist", "", ""), tmp_path)

@@ -175,5 +175,5 @@ def test_a_bucket_without_its_packages_says_what_to_install(make, monkeypatch):
 
     reader = tfds.core.read_only_builder
     monkeypatch.setattr(reader, "builder_from_files", without_gcsfs)
-    with pytest.raises(UserError, match=r"'gs://bucket/~sets'.*vit_jax\[gcs\]"):
+    with pytest.raises(UserError, match=r"'gs://bucket/~sets'.*-e '\.\[gcs\]'"):
         open_source(make(data_dir="gs://bucket/~sets"), "train")

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
-        reason="libtpu is not installed: pip install 'vit_jax[tpu]'",
+        reason="libtpu is not installed: pip install -e '.[tpu]' in the clone",
     ),
 ]
 # A ViT of 3 blocks, large enough for the compiler to find work beside its exchanges.

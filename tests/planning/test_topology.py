@@ -40,7 +40,7 @@ def test_a_topology_that_is_not_there_is_refused_with_one_that_is(text, match):
 
 def test_without_libtpu_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'vit_jax\[tpu\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[tpu\]' in the clone"):
         topology.parse("v5e:4x4").devices()
 
 
@@ -107,7 +107,7 @@ def test_the_verb_refuses_an_unknown_topology_in_one_line():
 def test_the_verb_without_libtpu_says_how_to_get_it():
     done = run("--config=configs/b16_i21k.py:quick", "--topology=v5e:4x4")
     assert done.returncode == 2
-    assert "pip install 'vit_jax[tpu]'" in done.stderr
+    assert "pip install -e '.[tpu]' in the clone" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

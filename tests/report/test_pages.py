@@ -225,7 +225,7 @@ def test_names_are_as_short_as_they_can_be(tmp_path):
 
 def test_without_matplotlib_the_remedy_is_told(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install 'vit_jax\[plots\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[plots\]' in the clone"):
         make.make(folders[-1:], tmp_path / "report")
 
 

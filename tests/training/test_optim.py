@@ -92,6 +92,19 @@ def test_a_warmup_longer_than_the_run_is_refused():
         rates(decay="rsqrt", cooldown_steps=95)
 
 
+@pytest.mark.parametrize("unit", ["steps", "epochs", "fraction"])
+def test_what_is_too_long_is_named_by_the_key_that_states_it(unit):
+    long = {f"warmup_{unit}": {"steps": 12, "epochs": 2.0, "fraction": 1.4}[unit]}
+    with pytest.raises(UserError, match=f"lower optim.warmup_{unit} or raise total"):
+        rates(total=9, **({"warmup_steps": 0} | long))
+    long = {f"cooldown_{unit}": {"steps": 95, "epochs": 14.0, "fraction": 0.95}[unit]}
+    with pytest.raises(UserError, match=f"lower optim.cooldown_{unit} or raise total"):
+        rates(decay="rsqrt", **long)
+    config = tiny_config(total_steps=0, epochs=1.0, optim={"warmup_epochs": 2.0})
+    with pytest.raises(UserError, match=r"lower optim\.warmup_epochs or raise epochs"):
+        optim.schedule(config, 7, 7.0)
+
+
 def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
     config = tiny_config(optim=options)
     tx = optim.optimizer(config, params, lambda step: rate, 100, 7.0)

@@ -224,7 +224,7 @@ def test_a_bucket_that_refuses_names_the_copies(server, without_credentials):
 
 
 def test_an_absent_object_is_told(server, without_credentials):
-    with pytest.raises(UserError, match=r"is not a file there \(404\).*vit_jax\[gcs\]"):
+    with pytest.raises(UserError, match=r"is not a file there \(404\).*-e '\.\[gcs\]'"):
         fetch.fetch("gs://bucket/runs/x")
 
 

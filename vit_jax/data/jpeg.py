@@ -183,5 +183,5 @@ def import_simplejpeg():
     try:
         import simplejpeg
     except ImportError as error:
-        raise ImportError("needs: pip install 'vit_jax[fast]'") from error
+        raise ImportError("needs: pip install -e '.[fast]' in the clone") from error
     return simplejpeg

@@ -173,7 +173,7 @@ def find_prepared(name: str, data_dir: str):
     except ImportError as error:  # Of gcsfs, which reads buckets.
         raise UserError(
             f"data.data_dir={data_dir!r}: paths in a bucket need more packages: "
-            "pip install 'vit_jax[gcs]'"
+            "pip install -e '.[gcs]' in the clone"
         ) from error
     except (tfds.core.DatasetNotFoundError, ValueError):
         return None

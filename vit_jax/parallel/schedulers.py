@@ -128,7 +128,7 @@ def _tpu(wait_seconds: int) -> Place | None:
         if chips and os.environ.get("JAX_PLATFORMS") != "cpu":
             raise UserError(
                 f"this machine has {chips} TPU chips but not libtpu: pip install -e "
-                "'.[tpu]', or set JAX_PLATFORMS=cpu to train without them"
+                "'.[tpu]' in the clone, or set JAX_PLATFORMS=cpu to train without them"
             )
         return None
     if not clusters.GkeTpuCluster.is_env_present():

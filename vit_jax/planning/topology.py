@@ -143,8 +143,8 @@ def require_libtpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "libtpu, the compiler for TPUs, is not installed: "
-            "pip install 'vit_jax[tpu]', or pip install 'jax[tpu]' of the same "
-            "version as jax; it runs on any Linux machine"
+            "pip install -e '.[tpu]' in the clone, or pip install 'jax[tpu]' of the "
+            "same version as jax; it runs on any Linux machine"
         )
 
 

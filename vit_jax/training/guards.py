@@ -96,7 +96,8 @@ def clear_errors(config: ConfigDict):
         if not re.search("gcsfs|google-cloud-storage|google.cloud", str(error)):
             raise
         raise UserError(
-            "paths in a bucket (gs://) need more packages: pip install 'vit_jax[gcs]'"
+            "paths in a bucket (gs://) need more packages: pip install -e '.[gcs]' in "
+            "the clone"
         ) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -53,7 +53,7 @@ def schedule(
     if rest < 0:
         raise UserError(
             f"the warmup takes {warmup} steps but the run only {total_steps}: lower "
-            "optim.warmup_steps or raise total_steps"
+            f"{_stated(config, 'warmup')}"
         )
     if optim.decay == "constant":
         decay = optax.constant_schedule(peak)
@@ -67,7 +67,12 @@ def schedule(
         decay = _staircase(peak, optim.boundaries, optim.factor, warmup, total_steps)
     else:
         cooldown = configuration.steps(optim, "cooldown", total_steps, steps_per_epoch)
-        decay = _rsqrt(peak, optim.timescale, cooldown, warmup, total_steps)
+        if cooldown > rest:
+            raise UserError(
+                f"warmup ({warmup} steps) and cooldown ({cooldown}) are longer than the "
+                f"run ({total_steps}): lower {_stated(config, 'cooldown')}"
+            )
+        decay = _rsqrt(peak, optim.timescale, cooldown, rest)
     ramp = optax.linear_schedule(0.0, peak, max(1, warmup))
     return optax.join_schedules([ramp, decay], [warmup])
 
@@ -91,19 +96,19 @@ def _staircase(
     )
 
 
-def _rsqrt(
-    peak: Number, timescale: int, cooldown: int, warmup: int, total_steps: int
-) -> Schedule:
+def _stated(config: ConfigDict, name: str) -> str:
+    """Names the key that states a part's length, and the one that states the run's."""
+    units = (f"{name}_steps", f"{name}_epochs", f"{name}_fraction")
+    part = next(unit for unit in units if config.optim.get(unit))
+    return f"optim.{part} or raise {'epochs' if config.epochs else 'total_steps'}"
+
+
+def _rsqrt(peak: Number, timescale: int, cooldown: int, rest: int) -> Schedule:
     """Reciprocal square root with a linear cooldown to 0 (arXiv:2106.04560)."""
-    if warmup + cooldown > total_steps:
-        raise UserError(
-            f"warmup ({warmup} steps) and cooldown ({cooldown}) are longer than the run "
-            f"({total_steps}): lower optim.cooldown_steps or raise total_steps"
-        )
 
     def rate(steps_after_warmup):
         rate = peak / jnp.sqrt(1 + steps_after_warmup / timescale)
-        left = (total_steps - warmup - steps_after_warmup) / max(1, cooldown)
+        left = (rest - steps_after_warmup) / max(1, cooldown)
         return rate * jnp.clip(left, 0, 1) if cooldown else rate
 
     return rate

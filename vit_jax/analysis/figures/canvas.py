@@ -101,7 +101,7 @@ def figure(width: float, height: float, layout: str = "none") -> "Figure":
     except ImportError as error:
         raise UserError(
             "figures are drawn by matplotlib, which is not installed: "
-            "pip install 'vit_jax[plots]', or matplotlib itself"
+            "pip install -e '.[plots]' in the clone, or matplotlib itself"
         ) from error
     with style():
         return Figure(figsize=(width, height), layout=layout, dpi=DPI)

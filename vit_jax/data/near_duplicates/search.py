@@ -48,7 +48,7 @@ class Index:
             import faiss
         except ImportError as error:
             raise UserError(
-                "de-duplication needs faiss: pip install 'vit_jax[dedup]'"
+                "de-duplication needs faiss: pip install -e '.[dedup]' in the clone"
             ) from error
         # By image, then whether it is flipped, then by window.
         self._parts = faiss.IndexBinaryFlat(hashing.BITS)

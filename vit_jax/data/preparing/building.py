@@ -13,7 +13,7 @@ import tqdm
 from vit_jax.data.preparing import manifest, metadata, shards, staging
 from vit_jax.errors import UserError
 
-_INSTALL = "pip install 'vit_jax[prepare]'"
+_INSTALL = "pip install -e '.[prepare]' in the clone"
 
 
 def build(

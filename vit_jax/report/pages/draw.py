@@ -48,7 +48,7 @@ def figure(picture: Chart | Matrix) -> "Figure":
     except ImportError as error:
         raise UserError(
             "plots are drawn by matplotlib, which is not installed: "
-            "pip install 'vit_jax[plots]', or matplotlib itself"
+            "pip install -e '.[plots]' in the clone, or matplotlib itself"
         ) from error
     with mpl.rc_context(_STYLE):
         drawn = Figure(figsize=_size(picture), layout="constrained")

@@ -112,7 +112,7 @@ def _refused(place: str, status: int) -> cache.FetchError:
         remedy += f"; copies: {', '.join(others)}" if others else ""
         return _Refused(place, f"refuses anonymous reads ({status})", remedy)
     if status == 404:
-        remedy = "check the name; a folder needs pip install 'vit_jax[gcs]'"
+        remedy = "check the name; a folder needs pip install -e '.[gcs]' in the clone"
         return _Refused(place, "is not a file there (404)", remedy)
     return cache.FetchError(place, f"is not given ({status})", "try again later")
 
