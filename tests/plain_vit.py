@@ -6,6 +6,8 @@ import numpy as np
 
 from vit_jax import models
 
+TWO_HEADS = tuple(enumerate(("head", "head_dist")))  # Of DeiT, each on its own token.
+
 
 def drawn(variant="B/4", *, scale, classes=5, **options):
     """Returns a model, parameters that all show, and two images of 8 x 12."""
@@ -37,7 +39,7 @@ def forward(params, image, *, patch, heads, head="token", added=None, epsilon=1e
     encoder = params["Transformer"]
     Y, X = image.shape[0] // patch, image.shape[1] // patch
     kernel = params["embedding"]["kernel"]
-    x = [params["cls"][0, 0]] if "cls" in params else []
+    x = [params[name][0, 0] for name in ("cls", "dist") if name in params]
     for i in range(Y * X):
         row, column = divmod(i, X)
         piece = image[
@@ -62,6 +64,9 @@ def forward(params, image, *, patch, heads, head="token", added=None, epsilon=1e
         attention = pool["MultiHeadDotProductAttention_0"]
         x, _ = attend(pool["probe"][0], x, attention, [0.0] * heads)
         x = x + mlp(norm(x, pool["LayerNorm_0"], epsilon), pool["MlpBlock_0"])
+    if "dist" in params:
+        answers = [x[i] @ params[n]["kernel"] + params[n]["bias"] for i, n in TWO_HEADS]
+        return sum(answers) / 2, weights, tokens
     x = x.mean(0) if head == "gap" else x[0]  # Of attention pooling the only one.
     return x @ params["head"]["kernel"] + params["head"]["bias"], weights, tokens
 

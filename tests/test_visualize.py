@@ -1,6 +1,7 @@
 """`python -m vit_jax.visualize`, on small models with random parameters."""
 
 import gc
+import io
 import pathlib
 import subprocess
 import sys
@@ -10,21 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tqdm
 from PIL import Image
 
 from vit_jax import cli, models, visualize
-from vit_jax.analysis import attention, rollout, subject
-from vit_jax.analysis.figures import (
-    canvas,
-    choices,
-    make,
-    names,
-    of_images,
-    of_weights,
-    sheets,
+from vit_jax.analysis import (
+    attention,
+    cka,
+    filters,
+    norms,
+    positions,
+    relevance,
+    rollout,
 )
+from vit_jax.analysis.figures import make, names
 from vit_jax.analysis.subject import Subject
 from vit_jax.errors import UserError
+from vit_jax.models import parts
 from vit_jax.weights.formats import own
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -50,6 +53,7 @@ PREPROCESS = Preprocess((16, 24), (0.4,), (0.25,), crop_fraction=0.9)
 
 def written(folder, name="tiny", **options):
     """Writes a model of random parameters; returns it as it was."""
+    folder.mkdir(exist_ok=True)
     options = OPTIONS | options
     model = models.create(**options)
     leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
@@ -119,58 +123,211 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
         assert data["images"] == 5
 
 
-@pytest.mark.slow
-def test_the_data_are_the_arrays_of_the_analyses(place, run, tmp_path):
-    image = place / "images" / "b c.jpg"
-    words = "--images", str(image), "--figure=attention,rollout,distance,relevance"
-    code, _, err = run(*words, "--combine=max", "--discard=0.2", "--classes=3,1")
-    assert (code, err) == (0, "")
-    ours = written(tmp_path)
-    pixels = ours.prepare(image.read_bytes())[None]
-    images = ours.images(pixels)
-    maps = list(attention.maps(ours.model, ours.params, images))
+FOUR = ("a.png", "b c.jpg", "d.png", "e.png")
 
-    def data(stem):
+
+@pytest.fixture
+def four(place):
+    """The words for four images."""
+    return "--images", *(str(place / "images" / name) for name in FOUR)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Reads the arrays of a figure."""
+
+    def read(stem):
         with np.load(tmp_path / f"{stem}.npz") as arrays:
             return dict(arrays)
 
-    found = data("attention/b_c")
-    wanted = np.stack([layer[0, :, 0] for layer in maps])
-    np.testing.assert_allclose(found["attention"], wanted, atol=1e-5)
-    np.testing.assert_array_equal(found["image"], pixels[0])
-    wanted = rollout.rollout(maps, "max", 0.2)[0, 0]
-    np.testing.assert_allclose(data("rollout/b_c")["rollout"], wanted, atol=1e-5)
-    assert data("rollout/b_c")["overlay"].shape == (29, 41, 3)
-    far = attention.distance(maps, (2, 3), 8, 1)
-    np.testing.assert_allclose(data("distance")["pixels"], far, rtol=1e-4)
-    found = data("relevance/b_c")
-    np.testing.assert_array_equal(found["classes"], [3, 1])
-    wanted = ours.model.apply(ours.params, images)["logits"][0]
-    np.testing.assert_allclose(found["logits"], wanted, rtol=1e-3, atol=1e-3)
+    return read
+
+
+def inside(place, tmp_path):
+    """Returns the model, the four images as it gets them, and its layers for them."""
+    ours = written(tmp_path / "again")
+    pixels = np.stack(
+        [ours.prepare((place / "images" / name).read_bytes()) for name in FOUR]
+    )
+    layers = list(ours.model.inside(ours.params, ours.images(pixels)))
+    return ours, pixels, layers
 
 
 @pytest.mark.slow
-def test_two_models_are_compared_layer_by_layer(place, run, tmp_path):
-    words = "--images", *(str(place / "images" / f"{n}.png") for n in "ade")
-    words += (str(place / "images" / "b c.jpg"), "--figure=cka")
+def test_the_data_of_images_are_the_arrays_of_the_analyses(
+    place, four, run, data, tmp_path
+):
+    words = "--figure=attention,rollout,relevance", "--batch_size=3"
+    more = "--combine=max", "--discard=0.2", "--classes=3,1"
+    code, _, err = run(*four, *words, *more)
+    assert (code, err) == (0, "")
+    ours, pixels, layers = inside(place, tmp_path)
+    images = ours.images(pixels)
+    maps = [layer.attention for layer in layers]
+    rolled = rollout.rollout(maps, "max", 0.2)
+    logits = ours.model.apply(ours.params, images)["logits"]
+    relevant = [
+        relevance.relevance(ours.model, ours.params, images, jnp.full(4, label))
+        for label in (3, 1)
+    ]
+    for i, stem in enumerate(("a", "b_c", "d", "e")):
+        found = data(f"attention/{stem}")
+        wanted = np.stack([layer[i, :, 0] for layer in maps])
+        np.testing.assert_allclose(found["attention"], wanted, atol=1e-5)
+        np.testing.assert_array_equal(found["image"], pixels[i])
+        np.testing.assert_array_equal(found["grid"], [2, 3])
+        found = data(f"rollout/{stem}")
+        np.testing.assert_allclose(found["rollout"], rolled[i, 0], atol=1e-5)
+        size = SIZES[FOUR[i]]
+        assert found["overlay"].shape == (*size, 3)
+        found = data(f"relevance/{stem}")
+        np.testing.assert_array_equal(found["classes"], [3, 1])
+        np.testing.assert_allclose(found["logits"], logits[i], rtol=1e-3, atol=1e-3)
+        wanted = np.stack([of_class[i] for of_class in relevant])
+        np.testing.assert_allclose(found["relevance"], wanted, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_data_of_all_images_and_of_weights_are_the_arrays_of_the_analyses(
+    place, four, run, data, tmp_path
+):
+    words = "--figure=filters,posemb,distance,norms,cka", "--batch_size=3"
+    assert run(*four, *words)[::2] == (0, "")
+    ours, _, layers = inside(place, tmp_path)
+    maps = [layer.attention for layer in layers]
+    far = attention.distance(maps, (2, 3), 8, 1)
+    np.testing.assert_allclose(data("distance")["pixels"], far, rtol=1e-4)
+
+    lengths = [np.linalg.norm(layer.tokens, axis=-1) for layer in layers]
+    known = norms.Distribution()
+    known.add([of_layer[:, 1:] for of_layer in lengths])
+    found = data("norms")
+    np.testing.assert_allclose(found["quantiles"], known.quantiles(), rtol=1e-3)
+    np.testing.assert_array_equal(found["fractions"], norms.QUANTILES)
+    longest = [of_layer[:, 1:].max() for of_layer in lengths]
+    np.testing.assert_allclose(found["longest"], longest, rtol=1e-4)
+    front = [[of_layer[:, 0].mean()] for of_layer in lengths]
+    np.testing.assert_allclose(found["front_tokens"], front, rtol=1e-4)
+    np.testing.assert_allclose(found["beyond_3_medians"], known.beyond())
+
+    grams = [cka.gram(np.asarray(layer.tokens)) for layer in layers]
+    alike = cka.Alignment()
+    alike.add(grams, grams)
+    np.testing.assert_allclose(data("cka")["cka"], alike.result(), atol=1e-3)
+    assert {int(data(name)["images"]) for name in ("distance", "norms", "cka")} == {4}
+
+    kernels = ours.params["embedding"]["kernel"]
+    components, share = filters.components(kernels)
+    found = data("filters")
+    np.testing.assert_array_equal(found["kernels"], kernels)
+    np.testing.assert_allclose(found["components"], components, atol=1e-6)
+    np.testing.assert_allclose(found["explained"], share, atol=1e-6)
+    alike = positions.similarity(ours.model, ours.params)
+    np.testing.assert_allclose(data("posemb")["similarity"], alike, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_models_are_compared_layer_by_layer(place, four, run, data, tmp_path):
+    words = *four, "--figure=cka", "--batch_size=3"
     other = f"--other={place / 'other'}.safetensors"
     assert run(*words, other)[0] == 0
-    with np.load(tmp_path / "cka.npz") as data:
-        assert data["cka"].shape == (2, 3)
+    _, pixels, layers = inside(place, tmp_path)
+    one = [cka.gram(np.asarray(layer.tokens)) for layer in layers]
+    theirs = written(tmp_path / "again", "other", depth=3)
+    layers = theirs.model.inside(theirs.params, theirs.images(pixels))
+    alike = cka.Alignment()
+    alike.add(one, [cka.gram(np.asarray(layer.tokens)) for layer in layers])
+    assert data("cka")["cka"].shape == (2, 3)
+    np.testing.assert_allclose(data("cka")["cka"], alike.result(), atol=1e-3)
     same = f"--other={place / 'tiny'}.safetensors"
     assert run(*words, same)[0] == 0
-    with np.load(tmp_path / "cka.npz") as data:
-        np.testing.assert_allclose(np.diag(data["cka"]), 1, rtol=1e-4)
-    with pytest.raises(UserError, match="3 images are too few for the figure cka"):
-        run(*words[:4], "--figure=cka")
+    np.testing.assert_allclose(np.diag(data("cka")["cka"]), 1, rtol=1e-4)
 
 
-def test_a_patch_may_be_the_query(place, run, tmp_path):
-    words = "--images", str(place / "images" / "a.png"), "--figure=attention,rollout"
+def test_a_second_model_is_opened_for_cka_alone(four, run):
+    for words, message in (
+        (["--other=absent"], "--other=absent is compared by what images are to it"),
+        (
+            [*four, "--other=absent", "--figure=norms,filters"],
+            "--other=absent is compared by the figure cka, which --figure=norms,filte",
+        ),
+        ([*four[:3], "--other=absent"], "2 images are too few to compare layers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(*words)
+
+
+def test_where_images_are_too_few_for_cka(place, four, run, tmp_path):
+    torn = str(place / "images" / "torn.png")
+    words = *four[:4], torn, "--batch_size=2"
+    with pytest.raises(UserError, match="3 images are too few to compare layers"):
+        run(*four[:4], "--figure=cka")
+    assert not list(tmp_path.iterdir())
+    # Nobody named it.
+    code, out, err = run(*words, "--shown=1")
+    assert code == 1
+    assert err.splitlines()[-1] == (
+        "a figure is left out: 3 images are too few to compare layers (cka): give 4 or "
+        "more"
+    )
+    assert f"{tmp_path / 'norms.png'}\n" in out and "cka" not in out
+    assert not (tmp_path / "cka.png").exists()
+
+
+def test_what_is_written_is_named_at_once(place, four, run, tmp_path, capsys):
+    torn = str(place / "images" / "torn.png")
+    with pytest.raises(UserError, match="3 images are too few to compare layers"):
+        run(*four[:4], torn, "--figure=filters,norms,cka")
+    stems = "filters", "norms"
+    assert capsys.readouterr().out.split() == [f"{tmp_path / s}.png" for s in stems]
+
+
+def test_small_batches_leave_no_image_out(place, run, data):
+    code, _, _ = run(
+        "--images", str(place / "images"), "--figure=cka", "--batch_size=3"
+    )
+    assert code == 1
+    assert data("cka")["images"] == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        (["--figure=norms", "--batch_size=2"], [2, 4, 5]),
+        (["--figure=norms,attention", "--shown=1"], [4, 5]),
+        (["--figure=attention", "--shown=3", "--batch_size=2"], [1, 2, 3]),
+        (["--figure=attention", "--batch_size=4"], [1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_bar_goes_to_its_end(place, run, words, counts, monkeypatch):
+    seen = []
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options | {"disable": False, "file": io.StringIO()})
+
+        def update(self, n=1):
+            super().update(n)
+            seen.append((self.n, self.total))
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    run("--images", str(place / "images"), *words)
+    assert list(dict.fromkeys(count for count, _ in seen if count)) == counts
+    assert seen[-1] == (counts[-1], counts[-1])
+
+
+def test_a_patch_may_be_the_query(place, run, data, tmp_path):
+    image = place / "images" / "a.png"
+    words = "--images", str(image), "--figure=attention,rollout"
     assert run(*words, "--query=1,2")[0] == 0
-    with np.load(tmp_path / "attention" / "a.npz") as data:
-        assert data["attention"].shape == (2, 3, 7)
-        np.testing.assert_allclose(data["attention"].sum(-1), 1, rtol=1e-5)
+    ours = written(tmp_path / "again")
+    images = ours.images(ours.prepare(image.read_bytes())[None])
+    maps = list(attention.maps(ours.model, ours.params, images))
+    token = 1 + 1 * 3 + 2  # Behind the class token, the third of the second row.
+    wanted = np.stack([layer[0, :, token] for layer in maps])
+    np.testing.assert_allclose(data("attention/a")["attention"], wanted, atol=1e-5)
+    wanted = rollout.rollout(maps)[0, token]
+    np.testing.assert_allclose(data("rollout/a")["rollout"], wanted, atol=1e-5)
     with pytest.raises(UserError, match="--query=2,0 is not a patch: rows are 0 to 1"):
         run(*words, "--query=2,0")
 
@@ -191,7 +348,8 @@ def test_weights_alone_give_the_figures_of_weights(run, tmp_path):
         (["--figure=cka"], "--figure=cka is made from images: set --images"),
         (["--images", "absent.png"], "no image: 'absent.png' does not exist"),
         (["--query=a"], "'a' is not ROW,COLUMN, as 3,10"),
-        (["--classes=1,b"], "'1,b' is not labels from 0 on"),
+        (["--classes=1,b"], "'1,b' is not numbers from 0 on"),
+        (["--layers=-1"], "'-1' is not numbers from 0 on"),
         (["--topk=0"], "'0' is not a whole number from 1 on"),
         (["--config.seed=3"], "--config.seed: looking into a model takes no config"),
     ],
@@ -208,23 +366,63 @@ def test_bad_flags_end_with_one_line_before_a_model_is_opened(words, message, ca
     assert message in line
 
 
-def test_bad_choices_are_refused(place, run):
+def test_bad_choices_are_refused_before_anything_is_written(place, run, tmp_path):
     image = "--images", str(place / "images" / "a.png")
+    (tmp_path / "two.txt").write_text("apple\nbear\n")
     for words, message in (
-        (["--figure=rollout", "--combine=min"], "heads='min' is not one of mean, max"),
-        (["--figure=rollout", "--discard=1"], "discard=1.0 is not a fraction"),
-        (["--figure=relevance", "--classes=5"], "class 5 is not one of the 5"),
-        (["--figure=posemb", "--layer=2"], "layer=2 is not one of the 2"),
+        (["--combine=min"], "heads='min' is not one of mean, max"),
+        (["--discard=1"], "discard=1.0 is not a fraction"),
+        (["--classes=5"], "--classes: class 5 is not one of the 5 of tiny"),
+        (["--layers=0,2"], "--layers: layer 2 is not one of the 2 of tiny"),
+        (["--layer=2"], "layer=2 is not one of the 2"),
+        ([f"--labels={tmp_path}/two.txt"], "there are 2 class names, but .* 5 classes"),
     ):
         with pytest.raises(UserError, match=message):
             run(*image, *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["two.txt"]
     with pytest.raises(UserError, match="none of the images could be read"):
         run("--images", str(place / "images" / "torn.png"), "--figure=norms")
 
 
+@pytest.mark.parametrize(
+    ("part", "figure", "message"),
+    [
+        (
+            ("embedding", "kernel"),
+            "filters",
+            "the first kernel is not finite: the chec",
+        ),
+        (
+            ("Transformer", "posembed_input", "pos_embedding"),
+            "posemb",
+            "the position embedding is not finite",
+        ),
+        (
+            ("Transformer", "encoderblock_1", "MlpBlock_3", "Dense_0", "bias"),
+            "norms",
+            "tiny's output for a is not finite",
+        ),
+        (("head", "bias"), "relevance", "tiny's output for a is not finite"),
+    ],
+)
+def test_a_model_that_diverged_is_refused(place, tmp_path, part, figure, message):
+    ours = written(tmp_path / "again")
+    leaf = ours.params
+    for name in part:
+        leaf = leaf[name]
+    leaf.flat[-1] = np.nan
+    order = make.Order((figure,))
+    images = [("a", str(place / "images" / "a.png"))]
+    with pytest.raises(UserError, match=message):
+        list(make.make(ours, images, order, tmp_path / "out", tell=print))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_cannot_be_written_is_told(run, tmp_path):
     (tmp_path / "filters.png").mkdir()
-    with pytest.raises(UserError, match=r"filters\.png cannot be written \(Is a dir"):
+    with pytest.raises(
+        UserError, match=r"filters\.png cannot be written \(.*is a directory"
+    ):
         run("--figure=filters")
 
 
@@ -237,89 +435,73 @@ def test_as_a_process(place, tmp_path):
     assert end.stderr.count("\n") == 1
 
 
-def test_resnets_and_networks_without_positions_have_fewer_figures(place):
+def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
     resnet = models.create("R50x1", classes=5, image_size=(32, 32), blocks=(1,))
     ours = Subject("r", resnet, {}, PREPROCESS)
     assert make.possible(ours, 9) == ("filters",)
-    plain = models.create(**OPTIONS | {"posemb": "none", "head": "none"})
+    with pytest.raises(UserError, match="r has no attention to look at: give a Vision"):
+        list(make.make(ours, [], make.Order(("norms",)), tmp_path, tell=print))
+    plain = models.create(**OPTIONS | {"posemb": "none", "classes": 0})
     ours = Subject("p", plain, {}, PREPROCESS)
     assert make.possible(ours, 3) == (
-        *("filters", "distance", "norms", "attention", "rollout"),
+        *("filters", "distance", "norms", "cka", "attention", "rollout"),
     )
     assert make.possible(ours, 0) == ("filters",)
+    with pytest.raises(UserError, match="p has no classifier: leave relevance out"):
+        list(make.make(ours, [], make.Order(("relevance",)), tmp_path, tell=print))
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Notes of each block that is run how many arrays of attention are there before."""
+    alive, run = [], parts.run
+
+    def counted(module, params, tokens, given):
+        B, N, _ = tokens.shape
+        shapes = [array.shape for array in jax.live_arrays()]
+        alive.append((B, shapes.count((B, module.heads, N, N))))
+        return run(module, params, tokens, given)
+
+    monkeypatch.setattr(parts, "run", counted)
+    gc.collect()  # Of earlier tests.
+    return alive
+
+
+def test_one_layer_of_attention_is_alive_while_figures_are_fed(
+    place, tmp_path, watched
+):
+    ours = written(tmp_path / "again", depth=3)
+    files = [(name, str(place / "images" / name)) for name in FOUR]
+    figures = "norms", "distance", "cka", "attention", "rollout"
+    order = make.Order(figures, batch_size=3, shown=1)
+    list(make.make(ours, files, order, tmp_path, tell=print))
+    # Two parts of one batch, the second filled up.
+    assert watched == [(3, 0)] * 2 * 3
 
 
 @pytest.mark.slow
-def test_one_layer_of_attention_is_alive_while_figures_are_fed(tmp_path, monkeypatch):
-    ours = written(tmp_path, depth=5)
-    peaks = []
-    see = of_images.Rollout.see
-
-    gc.collect()  # Of earlier tests.
-
-    def watched(self, layer):
-        shape = layer.attention.shape
-        peaks.append(sum(array.shape == shape for array in jax.live_arrays()))
-        see(self, layer)
-
-    monkeypatch.setattr(of_images.Rollout, "see", watched)
-    pixels = np.random.default_rng(1).integers(0, 256, (4, 29, 41, 3), dtype=np.uint8)
-    for i, image in enumerate(pixels):
-        Image.fromarray(image).save(tmp_path / f"{i}.png")
-    files = [(f"{i}", str(tmp_path / f"{i}.png")) for i in range(4)]
-    order = make.Order(("norms", "distance", "rollout"), batch_size=2, shown=1)
-    list(make.make(ours, files, order, tmp_path, tell=print))
-    assert peaks == [1] * 5  # The second batch is beyond what is shown.
-
-
-def test_each_model_gets_the_images_it_takes(place):
-    images = [(name, str(place / "images" / name)) for name in ("a.png", "b c.jpg")]
-    subjects = [
-        Subject("s", models.create(**OPTIONS | more), {}, PREPROCESS)
-        for more in ({}, {"channels": 1})
+def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
+    ours = written(tmp_path, "large", image_size=(512, 512), depth=2, width=12, heads=3)
+    rng = np.random.default_rng(2)
+    for i in range(5):
+        noise = rng.integers(0, 256, (530, 600 + i, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / f"{i}.png")
+    words = [
+        f"--model={tmp_path / 'large'}.safetensors",
+        f"--out={tmp_path / 'out'}",
+        *("--images", *(str(tmp_path / f"{i}.png") for i in range(5))),
+        *("--shown=1", "--topk=1"),
     ]
-    batch, last = subject.read(images + images[:1], subjects, 2, print)
-    assert (batch.names, last.names) == (["a.png", "b c.jpg"], ["a.png"])
-    assert [pixels.shape for pixels in batch.pixels] == [
-        (2, 16, 24, 3),
-        (2, 16, 24, 1),
-    ]
-    assert [o.shape for o in batch.originals] == [(31, 37, 3), (29, 41, 3)]
-    # Grey is what the eye weighs of the colours, not one of them.
-    grey = batch.pixels[0] @ [0.299, 0.587, 0.114]
-    np.testing.assert_allclose(batch.pixels[1][..., 0], grey, atol=4)  # Of roundings.
-
-
-def test_the_batch_is_what_memory_allows():
-    def size(**options):
-        model = models.create(**options)
-        return Subject("s", model, {}, PREPROCESS).batch_size()
-
-    assert size(variant="S/16", classes=5) == 32
-    large = size(variant="B/16", classes=5, image_size=(512, 512))
-    assert large * 12 * 1025**2 * 4 <= 256 << 20 < (large + 1) * 12 * 1025**2 * 4
-
-
-def test_grids_stand_where_their_patches_are():
-    alike = jnp.arange(36.0).reshape(2, 3, 2, 3)
-    mosaic = of_weights.mosaic(np.array(alike))
-    assert mosaic.shape == (2 * 3 - 1, 3 * 4 - 1)
-    np.testing.assert_array_equal(mosaic[3:5, 4:7], alike[1, 1])
-    assert np.isnan(mosaic[2]).all() and np.isnan(mosaic[:, 3]).all()
-
-
-def test_images_of_one_name_have_files_of_their_own():
-    found = choices.Names()
-    stems = [found.stem(path) for path in ("x/a.png", "y/A.jpg", "a b?.gif", "-")]
-    assert stems == ["a", "A_2", "a_b", "image"]
-    assert found.stem("y/A.jpg") == "A_2"
-
-
-def test_dark_screens_change_paper_and_ink_alone():
-    drawn = sheets.sheet([np.eye(3)], 1, title="t", captions=["c"], rows=["r"])
-    light = canvas.draw.svg(drawn)
-    dark = canvas.for_dark(light)
-    rules = dark.replace("</style>", "", 1)
-    assert "@media screen and (prefers-color-scheme:dark)" in rules
-    assert '[style*="fill: #1b1b1b"]{fill:#e9e7e2!important}' in rules
-    assert "fill: #1b1b1b" in light and "#000000" not in light
+    assert visualize.main(cli.parse(visualize.parser(), words)) == 0
+    # 4,097 tokens and 3 heads: one image is all that 256 MiB hold.
+    assert ours.model.extra + ours.model.grid[0] * ours.model.grid[1] == 4097
+    assert set(watched) == {(1, 0)}
+    assert len(watched) == 5 * 2 + 2  # And for relevance.
+    with np.load(tmp_path / "out" / "cka.npz") as arrays:
+        assert arrays["images"] == 5
+    with np.load(tmp_path / "out" / "rollout" / "0.npz") as arrays:
+        assert arrays["rollout"].shape == (4097,)
+        assert arrays["overlay"].shape == (530, 600, 3)
+    with Image.open(tmp_path / "out" / "rollout" / "0.png") as picture:
+        assert picture.width >= 2 * 600
+    assert "cka.png" in capsys.readouterr().out

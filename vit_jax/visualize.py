@@ -10,14 +10,16 @@ something for):
     posemb      how alike the position embeddings of patches are
     distance    how far each head looks, by depth: over all images
     norms       how long tokens are, by depth: over all images
-    cka         how alike layers are, or those of --other=PLACE: over all images
-    attention   where the query looks, by layer and head: an image a figure
+    cka         how alike layers are, or those of --other=PLACE: over all images, of
+                which it takes 4 or more
+    attention   where the query looks, by layer and head: an image a figure; of more
+                than 12 layers some, or those of --layers
     rollout     the same over all layers, on the image
     relevance   which patches spoke for the most probable classes, or for --classes
 
-Each is written as PNG, SVG (dark on dark screens) and its numbers as npz. Only the first
---shown images get figures of their own. Needs matplotlib: pip install -e '.[plots]' in
-the clone.
+Each is written as PNG, SVG (dark on dark screens) and its numbers as npz, and named as
+soon as it is there. Only the first --shown images get figures of their own. Needs
+matplotlib: pip install -e '.[plots]' in the clone.
 Exit codes: 0 done, 1 some images could not be read (a line each says why), 2 bad input.
 """
 
@@ -38,9 +40,13 @@ def main(flags: argparse.Namespace) -> int:
     cli.refuse_overrides(flags, "looking into a model")
     figures = _figures(flags)
     # After the flags, so that their errors come at once; JAX after the images.
+    from vit_jax.analysis import cka
     from vit_jax.evaluation import inputs
 
     images = inputs.find_some(flags.images) if flags.images else []
+    count = len(images) if isinstance(images, list) else None
+    if count is not None and ("cka" in figures or flags.other):
+        cka.check_enough(count)
 
     from vit_jax.analysis.figures import make
     from vit_jax.parallel import compilation_cache
@@ -48,37 +54,71 @@ def main(flags: argparse.Namespace) -> int:
     if uncached := compilation_cache.enable():
         print(uncached, file=sys.stderr, flush=True)
     subject = open_subject(flags, flags.model)
-    other = open_subject(flags, flags.other) if flags.other else None
-    count = len(images) if isinstance(images, list) else None
     order = make.Order(
         figures=figures or make.possible(subject, count),
         choice=make.Choice(
-            flags.query, flags.combine, flags.discard, flags.classes, flags.topk
+            query=flags.query,
+            combine=flags.combine,
+            discard=flags.discard,
+            classes=flags.classes,
+            topk=flags.topk,
+            layers=flags.layers,
         ),
         shown=flags.shown,
         batch_size=flags.batch_size,
         layer=flags.layer,
+        named=bool(figures or flags.other),
     )
-    damaged = []
+    if flags.other and "cka" not in order.figures:
+        raise UserError(
+            f"--other={flags.other}: cka compares networks with attention, which "
+            f"{flags.model} has not: leave --other out"
+        )
+    other = open_subject(flags, flags.other) if flags.other else None
+    return draw(flags, subject, images, order, other)
+
+
+def draw(flags: argparse.Namespace, subject, images, order, other) -> int:
+    """Draws and tells what was drawn; returns the exit code."""
+    from tqdm import tqdm
+
+    from vit_jax.analysis.figures import make
+
+    damaged, out = [], pathlib.Path(flags.out)
+    for stream in (sys.stdout, sys.stderr):
+        # File names may hold bytes that are no text.
+        stream.reconfigure(errors="backslashreplace")
+
+    def say(line, file=sys.stderr):
+        with tqdm.external_write_mode(file=file):  # Above the bar, not into it.
+            print(line, file=file, flush=True)
+
+    def total():
+        if not isinstance(images, list):
+            return None
+        whole = len(images) - len(damaged)
+        return whole if order.of_sets else min(whole, order.shown)
 
     def tell(name, why):
         damaged.append(name)
-        print(f"{name}: {why}", file=sys.stderr, flush=True)
+        bar.total = total()
+        say(f"{name}: {why}")
 
-    files = list(
-        make.make(
+    # None shows it on terminals only.
+    hidden = None if {*order.figures} - {*names.OF_WEIGHTS} else True
+    with tqdm(total=total(), unit="image", desc="images", disable=hidden) as bar:
+        for name in make.make(
             subject,
             images,
             order,
-            pathlib.Path(flags.out),
+            out,
             other=other,
             tell=tell,
-            progress=functools.partial(_progress, count=count),
-        )
-    )
-    for name in files:
-        if name.endswith(".png"):
-            print(pathlib.Path(flags.out) / name)
+            note=say,
+            done=bar.update,
+        ):
+            if name.endswith(".png"):
+                say(out / name, sys.stdout)
     return EXIT_DAMAGED if damaged else 0
 
 
@@ -96,7 +136,7 @@ def open_subject(flags: argparse.Namespace, place: str):
         tell=functools.partial(print, file=sys.stderr, flush=True),
     )
     labels = flags.labels if first else ""
-    classes = prediction.read_labels(labels) if labels else ()
+    classes = prediction.read_labels(labels) if labels else found.class_names
     given = flags.name if first else ""
     return subject.make(given or _name(place), found, preprocess, classes)
 
@@ -110,16 +150,6 @@ def _name(place: str) -> str:
     return path.name if path.is_dir() else path.name.removesuffix(path.suffix)
 
 
-def _progress(batches, count):
-    """Shows how many images are done, on terminals only."""
-    from tqdm import tqdm
-
-    with tqdm(total=count, unit="image", desc="images", disable=None) as bar:
-        for batch in batches:
-            yield batch
-            bar.update(len(batch.names))
-
-
 def _figures(flags: argparse.Namespace) -> tuple[str, ...]:
     """Returns the figures that are asked for; none stands for all."""
     figures = tuple(filter(None, flags.figure.split(",")))
@@ -131,6 +161,15 @@ def _figures(flags: argparse.Namespace) -> tuple[str, ...]:
             )
         if name not in names.OF_WEIGHTS and not flags.images:
             raise UserError(f"--figure={name} is made from images: set --images")
+    if flags.other and not flags.images:
+        raise UserError(
+            f"--other={flags.other} is compared by what images are to it: set --images"
+        )
+    if flags.other and figures and "cka" not in figures:
+        raise UserError(
+            f"--other={flags.other} is compared by the figure cka, which "
+            f"--figure={flags.figure} leaves out: add it, or leave --other out"
+        )
     return figures
 
 
@@ -144,9 +183,15 @@ def parser() -> cli.Parser:
     add("--name", default="", help="what figures call the model; default: its file")
     add("--other", default="", help="a second model, for cka")
     add("--query", type=_place, help="ROW,COLUMN of a patch; default: class token")
+    add(
+        "--layers",
+        type=_numbers,
+        default=(),
+        help="as 0,11: of attention; default: some",
+    )
     add("--combine", default="mean", help="of heads in rollout: mean or max")
     add("--discard", type=float, default=0.0, help="fraction rollout leaves out")
-    add("--classes", type=_classes, default=(), help="as 3,7: those of relevance")
+    add("--classes", type=_numbers, default=(), help="as 3,7: those of relevance")
     add("--topk", type=cli.positive, default=2, help="most probable ones; default 2")
     add("--layer", type=int, default=0, help="of posemb, from 0; default 0")
     add("--shown", type=cli.positive, default=16, help="images drawn; default 16")
@@ -163,11 +208,11 @@ def _place(text: str) -> tuple[int, int]:
     return int(row), int(column)
 
 
-def _classes(text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not labels from 0 on with commas between them"
+            f"{text!r} is not numbers from 0 on with commas between them"
         )
     return tuple(map(int, words))
 

@@ -1,5 +1,7 @@
 """Attention maps and distances, against loops over pairs of patches."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import plain_vit
 import pytest
 
 from vit_jax import models
-from vit_jax.analysis import attention
+from vit_jax.analysis import attention, rollout
 from vit_jax.errors import UserError
+from vit_jax.models import parts
 
 GRID, PATCH = (3, 5), 4
 
@@ -98,6 +101,29 @@ def test_batches_average_to_all_images(network):
     np.testing.assert_allclose(parts, whole, rtol=1e-4)
     mean = attention.distance(attention.maps(model, params, images), GRID, PATCH, 1)
     np.testing.assert_allclose(mean, whole.mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "follow",
+    [
+        rollout.rollout,
+        lambda maps: attention.distance(maps, GRID, PATCH, 1),
+    ],
+    ids=["rollout", "distance"],
+)
+def test_no_layer_is_alive_while_the_next_is_computed(network, follow, monkeypatch):
+    model, params, images = network
+    alive, run = [], parts.run
+
+    def watched(*args):
+        shapes = [array.shape for array in jax.live_arrays()]
+        alive.append(shapes.count((2, 2, 16, 16)))
+        return run(*args)
+
+    monkeypatch.setattr(parts, "run", watched)
+    gc.collect()  # Of earlier tests.
+    follow(attention.maps(model, params, images))
+    assert alive == [0] * 3
 
 
 def test_any_layer_head_and_query_can_be_asked_for(network):

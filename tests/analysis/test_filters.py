@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from vit_jax.analysis import filters
+from vit_jax.errors import UserError
 
 
 @pytest.fixture
@@ -39,6 +40,13 @@ def test_filters_of_two_patterns_have_those_two():
 def test_equal_filters_have_nothing_to_explain():
     _, share = filters.components(np.full((2, 2, 1, 5), 0.1, np.float32))
     assert not share.any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_filters_that_diverged_are_refused(kernels, value):
+    kernels[1, 2, 0, 7] = value
+    with pytest.raises(UserError, match="the first kernel is not finite: the checkpoi"):
+        filters.components(kernels)
 
 
 def test_nothing_is_the_middle_grey_of_a_tile():

@@ -45,6 +45,13 @@ def test_zeros_and_giants_have_their_place():
     assert found.longest()[0] == 1e30
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_lengths_that_diverged_are_refused(value):
+    found = norms.Distribution()
+    with pytest.raises(UserError, match="a token after layer 2 is not finite"):
+        found.add([np.ones((1, 3)), np.array([[1.0, value, 2.0]])])
+
+
 def test_without_images_there_is_nothing_to_tell():
     with pytest.raises(UserError, match="there are no images whose tokens"):
         norms.Distribution().quantiles()

@@ -1,12 +1,14 @@
 """Overlays, against interpolation written out and the preprocessing itself."""
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from vit_jax.analysis import overlay
+from vit_jax.errors import UserError
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights.pretrained import Preprocess
 
@@ -43,6 +45,11 @@ def test_scaled_values_are_from_0_to_1_and_equal_ones_0():
     np.testing.assert_array_equal(overlay.scaled(np.full(3, 0.2)), 0)
 
 
+def test_values_that_diverged_are_refused():
+    with pytest.raises(UserError, match="laid over an image is not finite: the checkp"):
+        overlay.scaled(np.array([1.0, np.nan, 2.0]))
+
+
 def test_the_most_is_bright_and_coloured_and_the_least_the_dimmed_image():
     image = np.full((2, 2, 3), 100, np.uint8)
     map = np.array([[0, 1], [0.5, np.nan]], np.float32)
@@ -53,6 +60,27 @@ def test_the_most_is_bright_and_coloured_and_the_least_the_dimmed_image():
     np.testing.assert_array_equal(out[1, 1], [35, 35, 35])
     grey = overlay.blend(image[..., :1], map)
     np.testing.assert_array_equal(grey, out)
+
+
+def test_a_large_image_is_blended_as_its_parts_are():
+    rng = np.random.default_rng(1)
+    image = rng.integers(0, 256, (601, 3, 3), dtype=np.uint8)
+    map = rng.random((601, 3)).astype(np.float32)
+    map[250:300, 1] = np.nan
+    whole = overlay.blend(image, map)
+    for row in (0, 255, 256, 511, 512, 600):
+        part = overlay.blend(image[row : row + 1], map[row : row + 1])
+        np.testing.assert_array_equal(whole[row : row + 1], part)
+
+
+def test_floats_of_a_large_image_take_little():
+    image = np.zeros((2000, 1000, 3), np.uint8)
+    map = np.zeros((2000, 1000), np.float32)
+    tracemalloc.start()
+    overlay.blend(image, map)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 * image.nbytes
 
 
 @pytest.mark.parametrize("size", [(90, 140), (141, 83), (64, 64)])

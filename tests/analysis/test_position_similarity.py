@@ -76,6 +76,18 @@ def test_two_tokens_in_front_are_left_out():
     assert np.isfinite(positions.similarity(model, params)).all()
 
 
+@pytest.mark.parametrize("kind", ["learned", "relative"])
+def test_embeddings_that_diverged_are_refused(kind):
+    model, params = drawn(posemb=kind, posemb_at="shared")
+    encoder = params["Transformer"]
+    if kind == "learned":
+        encoder["posembed_input"]["pos_embedding"][0, 3, 2] = np.nan
+    else:
+        encoder["relative_embedding"][1, 2, 0] = np.inf
+    with pytest.raises(UserError, match="the position embedding is not finite: the ch"):
+        positions.similarity(model, params)
+
+
 def test_where_there_are_none_it_says_so():
     model, params = drawn(posemb="none")
     with pytest.raises(UserError, match=r"B/4 has no position embeddings"):

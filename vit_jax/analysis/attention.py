@@ -5,6 +5,7 @@ Letters: L layers, B images, H heads, N tokens, P patches, Y by X pixels, C chan
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -19,7 +20,9 @@ from vit_jax.models import Model, Params
 def maps(
     model: Model, params: Params, images: Float[Array, "B Y X C"]
 ) -> Iterator[Float[Array, "B H N N"]]:
-    """Yields each layer's attention, computed when it is asked for.
+    """Yields each layer's attention, computed when it is asked for and not kept.
+
+    One layer's is in memory if the caller drops it before the next.
 
     Args:
       model: with attention.
@@ -32,7 +35,8 @@ def maps(
     Raises:
       UserError: the network has no attention.
     """
-    return (layer.attention for layer in model.inside(params, images))
+    # Not a generator, whose frame would keep the layer before.
+    return map(operator.attrgetter("attention"), model.inside(params, images))
 
 
 def of_query(
@@ -107,14 +111,17 @@ def distances(
     tokens that are no patches neither asking nor being looked at counts.
     """
     between = jnp.asarray(between_patches(grid, patch))
-    return np.stack([reach(weights, between, extra) for weights in maps], axis=1)
+    found = []
+    for weights in maps:
+        found.append(np.asarray(reach(weights, between, extra)))
+        del weights  # Before the next layer's are there.
+    return np.stack(found, axis=1)
 
 
 def between_patches(grid: tuple[int, int], patch: int) -> Float[np.ndarray, "P P"]:
     """Returns the distances of all pairs of patches, centre to centre, in pixels."""
-    places = np.indices(grid).reshape(2, -1)
-    apart = places[:, :, None] - places[:, None]
-    return (patch * np.sqrt((apart**2).sum(0))).astype(np.float32)
+    rows, columns = np.indices(grid, np.float32).reshape(2, -1)
+    return patch * np.hypot(rows[:, None] - rows, columns[:, None] - columns)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -130,7 +137,7 @@ def reach(
     """
     weights = weights[:, :, extra:, extra:]
     total = weights.sum(-1)
-    far = jnp.einsum("bhnm,nm->bhn", weights, between)
+    far = jnp.einsum("bhnm,nm->bhn", weights, between, precision="highest")
     # A patch that looks at no patch is left out: it has no distance.
     seen = total > 0
     far = jnp.where(seen, far / jnp.where(seen, total, 1), 0)

@@ -13,6 +13,14 @@ from vit_jax.errors import UserError
 LEAST = 4  # Images of a batch that the unbiased estimate takes.
 
 
+def check_enough(images: int) -> None:
+    """Raises UserError unless there are images enough."""
+    if images < LEAST:
+        raise UserError(
+            f"{images} images are too few to compare layers (cka): give {LEAST} or more"
+        )
+
+
 def linear(x: Float[np.ndarray, "n F"], y: Float[np.ndarray, "n G"]) -> float:
     """Returns the linear CKA of two representations of the same images.
 
@@ -84,10 +92,7 @@ class Alignment:
           UserError: there are fewer than LEAST images.
         """
         n = len(one[0])
-        if n < LEAST:
-            raise UserError(
-                f"{n} images are too few to compare layers: give {LEAST} or more"
-            )
+        check_enough(n)
         across = np.array([[unbiased_hsic(a, b) for b in other] for a in one])
         within = [
             np.array([unbiased_hsic(a, a) for a in grams]) for grams in (one, other)

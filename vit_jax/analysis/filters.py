@@ -6,6 +6,7 @@ Letters: K components, Y by X pixels, C channels, D filters.
 import numpy as np
 from jaxtyping import Float
 
+from vit_jax.analysis import finite
 from vit_jax.models import Params
 
 COUNT = 28  # Components, as in the paper.
@@ -40,7 +41,11 @@ def components(
       Components of length 1, the largest variance first, each of the sign that makes
       its largest entry positive; and the fractions of the filters' variance that they
       explain.
+
+    Raises:
+      UserError: the filters are not finite.
     """
+    finite.check(kernels, "the first kernel")
     flat = kernels.reshape(-1, kernels.shape[-1]).T.astype(np.float64)
     flat -= flat.mean(0)
     _, sizes, rows = np.linalg.svd(flat, full_matrices=False)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from vit_jax.analysis import finite
 from vit_jax.errors import UserError
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
@@ -35,11 +36,16 @@ class Distribution:
         self._longest: list[float] = []
 
     def add(self, norms: Sequence[Float[np.ndarray, "B P"]]) -> None:
-        """Adds images: the lengths of each layer's patches."""
+        """Adds images: the lengths of each layer's patches.
+
+        Raises:
+          UserError: one of them is not finite.
+        """
         if not self._counts:
             self._counts = [np.zeros(_FINE * (_MOST - _LEAST), int) for _ in norms]
             self._longest = [0.0] * len(norms)
         for i, of_layer in enumerate(norms):
+            finite.check(of_layer, f"the length of a token after layer {i + 1}")
             powers = np.log2(np.maximum(of_layer, 2.0**_LEAST)).ravel()
             bins = ((powers - _LEAST) * _FINE).astype(int)
             np.add.at(self._counts[i], np.minimum(bins, len(self._counts[i]) - 1), 1)

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
+from vit_jax.analysis import finite
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights.pretrained import Preprocess
 
@@ -16,6 +17,7 @@ _SHADES = np.array([(120, 28, 110), (213, 72, 60), (252, 165, 10), (252, 245, 15
 _COVER = 0.8
 _DIM = 0.75  # What is left of the image's brightness below.
 _UNSEEN = 0.35  # Likewise where the network saw nothing.
+_ROWS = 256  # Of pixels that are blended at once: floats take many times their bytes.
 
 
 def upsample(
@@ -34,8 +36,13 @@ def upsample(
 
 
 def scaled(map: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """Returns values from 0 to 1, the least and the largest; 0 if all are alike."""
+    """Returns values from 0 to 1, the least and the largest; 0 if all are alike.
+
+    Raises:
+      UserError: they are not finite.
+    """
     map = np.asarray(map, np.float32)
+    finite.check(map, "what is to be laid over an image")
     least, spread = map.min(), np.ptp(map)
     return (map - least) / spread if spread > 0 else np.zeros_like(map)
 
@@ -50,12 +57,23 @@ def blend(
       map: from 0, where the image is seen dimmed and grey, to 1; NaN where there is no
         value, which is dimmed further.
     """
+    blended = np.empty((*image.shape[:2], 3), np.uint8)
+    for top in range(0, len(image), _ROWS):
+        rows = slice(top, top + _ROWS)
+        blended[rows] = _blended(image[rows], map[rows])
+    return blended
+
+
+def _blended(image, map) -> np.ndarray:
     grey = np.asarray(image, np.float32).mean(-1, keepdims=True)
     unseen = np.isnan(map)
     values = np.clip(np.where(unseen, 0, map), 0, 1)[..., None]
+    values = values.astype(np.float32)
     stops = np.linspace(0, 1, len(_SHADES))
     colour = np.concatenate(
-        [np.interp(values, stops, channel) for channel in _SHADES.T], axis=-1
+        [np.interp(values, stops, channel) for channel in _SHADES.T],
+        axis=-1,
+        dtype=np.float32,
     )
     cover = _COVER * values
     mixed = (1 - cover) * _DIM * grey + cover * colour
@@ -75,6 +93,9 @@ def on_image(
       image: before it was prepared.
       map, grid: as of `upsample`; the values are scaled to all of 0 to 1.
       preprocess: with which it was prepared.
+
+    Raises:
+      UserError: the values are not finite.
     """
     top, left, height, width = region(image.shape[:2], preprocess)
     whole = np.full(image.shape[:2], np.nan, np.float32)

@@ -6,6 +6,7 @@ Letters: Y by X patches, N tokens, P patches, H heads, R offsets, K head width, 
 import numpy as np
 from jaxtyping import Float
 
+from vit_jax.analysis import finite
 from vit_jax.errors import UserError
 from vit_jax.models import Model, Params, positions, stacking
 
@@ -30,7 +31,8 @@ def similarity(
       where an embedding is.
 
     Raises:
-      UserError: there are no position embeddings, or no such layer.
+      UserError: there are no position embeddings, no such layer, or they are not
+        finite.
     """
     kind = model.options.get("posemb", "none")
     if kind == "none":
@@ -41,10 +43,10 @@ def similarity(
     depth = model.options["depth"]
     if not 0 <= layer < depth:
         raise UserError(f"layer={layer} is not one of the {depth}: count from 0")
-    if kind == "relative":
-        compared = _by_offset(_keys(model, params, layer), model)
-    else:
-        compared = _cosines(table(model, params, layer))
+    relative = kind == "relative"
+    found = (_keys if relative else table)(model, params, layer)
+    finite.check(found, "the position embedding")
+    compared = _by_offset(found, model) if relative else _cosines(found)
     return compared.reshape(*model.grid, *model.grid).astype(np.float32)
 
 

@@ -48,4 +48,4 @@ def relevance(
 @jax.jit
 def _down(row, attention, gradient):
     drawn = jax.nn.relu(attention * gradient).mean(1)
-    return row + jnp.einsum("bn,bnm->bm", row, drawn)
+    return row + jnp.einsum("bn,bnm->bm", row, drawn, precision="highest")

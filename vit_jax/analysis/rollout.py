@@ -70,4 +70,6 @@ def step(
         mixed = jnp.where(ranks < least, 0, mixed)
     mixed += jnp.eye(N)[None]
     mixed /= mixed.sum(-1, keepdims=True)
-    return mixed if result is None else mixed @ result
+    if result is None:
+        return mixed
+    return jnp.matmul(mixed, result, precision="highest")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from vit_jax.data import folder
+from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
 
 SUFFIXES = (
@@ -81,6 +82,21 @@ def load(source: str | bytes) -> bytes:
         return source
     with open(source, "rb") as file:
         return file.read()
+
+
+def attempt(source: str | bytes, work: Callable[[bytes], T]) -> T | str:
+    """Returns what `work` makes of an image file's content, or why it cannot.
+
+    Args:
+      source: as of `load`.
+      work: may raise DamagedImage; does not return a text.
+    """
+    try:
+        return work(load(source))
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except DamagedImage as error:
+        return str(error)
 
 
 def ahead(

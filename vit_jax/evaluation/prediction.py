@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from vit_jax.data import device_ops
-from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, network
 from vit_jax.parallel import compiler
@@ -67,13 +66,7 @@ class Classifier:
             )
         model, params = network.fit(pretrained, preprocess)
         self._channels = model.image_shape[-1]
-        names = class_names or pretrained.class_names
-        if names and len(names) != classes:
-            raise UserError(
-                f"there are {len(names)} class names, but {pretrained.source} has "
-                f"{classes} classes: give --labels with one line a class"
-            )
-        self._names = names or tuple(f"class {i}" for i in range(classes))
+        self._names = names_of(pretrained, class_names)
         self._preprocess = preprocess
         self._sigmoid = pretrained.loss == "sigmoid"
 
@@ -112,6 +105,28 @@ class Classifier:
         )
 
 
+def names_of(
+    pretrained: Pretrained, class_names: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Returns what a checkpoint's classes are called, in label order.
+
+    Args:
+      pretrained: what `weights.open_pretrained` returns.
+      class_names: names to use; the checkpoint's if empty, numbers if it has none.
+
+    Raises:
+      UserError: there is not one name a class.
+    """
+    classes = pretrained.options["classes"]
+    names = class_names or pretrained.class_names
+    if names and len(names) != classes:
+        raise UserError(
+            f"there are {len(names)} class names, but {pretrained.source} has "
+            f"{classes} classes: give --labels with one line a class"
+        )
+    return names or tuple(f"class {i}" for i in range(classes))
+
+
 def predict(
     classifier: Classifier,
     images: Iterable[inputs.Named],
@@ -141,12 +156,7 @@ def predict(
 
     def load(image: inputs.Named) -> tuple[str, np.ndarray | str]:
         name, source = image
-        try:
-            return name, classifier.prepare(inputs.load(source))
-        except OSError as error:
-            return name, f"cannot be read ({error.strerror or error})"
-        except DamagedImage as error:
-            return name, str(error)
+        return name, inputs.attempt(source, classifier.prepare)
 
     threads = threads or min(8, os.cpu_count() or 1)
     prepared = inputs.ahead(images, load, threads=threads, limit=2 * batch_size)

@@ -7,30 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+from etils import epath
 
 from vit_jax.errors import UserError
 from vit_jax.report.pages import draw
+from vit_jax.report.writer import replace_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 200  # As draw.png has it.
-_STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "figure.facecolor": draw.PAPER,
-    "axes.facecolor": draw.PAPER,
-    **dict.fromkeys(
-        (
-            "text.color",
-            "axes.edgecolor",
-            "axes.labelcolor",
-            "xtick.color",
-            "ytick.color",
-        ),
-        draw.INK,
-    ),
-}
 # Colours of a dark screen in place of paper's.
 _DARK = {draw.PAPER: "#14171a", draw.INK: "#e9e7e2", draw.GRID: "#41464c"}
 
@@ -51,7 +36,10 @@ class Picture:
 
 
 def save(picture: Picture, out: pathlib.Path) -> list[str]:
-    """Writes a picture as PNG, SVG and npz below a folder; returns their names.
+    """Writes a picture as PNG, SVG and npz below a folder, each whole or not at all.
+
+    Returns:
+      Their names.
 
     Raises:
       UserError: they cannot be written.
@@ -64,10 +52,10 @@ def save(picture: Picture, out: pathlib.Path) -> list[str]:
         f"{picture.stem}.npz": arrays.getvalue(),
     }
     for name, content in contents.items():
-        path = out / name
+        path = epath.Path(out / name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            replace_bytes(path, content)
         except OSError as error:
             raise UserError(
                 f"--out={out}: {path} cannot be written ({error.strerror or error}): "
@@ -104,11 +92,11 @@ def figure(width: float, height: float, layout: str = "none") -> "Figure":
             "pip install -e '.[plots]' in the clone, or matplotlib itself"
         ) from error
     with style():
-        return Figure(figsize=(width, height), layout=layout, dpi=DPI)
+        return Figure(figsize=(width, height), layout=layout, dpi=draw.DPI)
 
 
 def style():
     """Applies our style within a `with` block."""
     import matplotlib as mpl
 
-    return mpl.rc_context(_STYLE)
+    return mpl.rc_context(draw.STYLE)

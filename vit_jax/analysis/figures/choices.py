@@ -21,6 +21,7 @@ class Choice:
       discard: fraction of attention that rollout leaves out.
       classes: whose relevance is drawn; the most probable ones if empty.
       topk: as many of them.
+      layers: whose attention is drawn, from 0; some of all if empty.
     """
 
     query: tuple[int, int] | None = None
@@ -28,6 +29,7 @@ class Choice:
     discard: float = 0.0
     classes: tuple[int, ...] = ()
     topk: int = 2
+    layers: tuple[int, ...] = ()
 
 
 class Names:
@@ -54,6 +56,12 @@ class Names:
 class Query:
     """Which tokens ask, as weights of sum 1.
 
+    Attributes:
+      name: for titles.
+      weights: a token.
+      centre: of the patch that asks, across and down, as fractions of the image; None
+        if it is no patch.
+
     Raises:
       UserError: there is no such patch.
     """
@@ -61,7 +69,7 @@ class Query:
     def __init__(self, subject: Subject, place: tuple[int, int] | None):
         model, (Y, X) = subject.model, subject.model.grid
         self.weights = np.zeros(model.extra + Y * X, np.float32)
-        self.place = place
+        self.centre = None
         if place is not None:
             row, column = place
             if not (0 <= row < Y and 0 <= column < X):
@@ -71,6 +79,7 @@ class Query:
                 )
             self.name = f"patch ({row}, {column})"
             self.weights[model.extra + row * X + column] = 1
+            self.centre = (column + 0.5) / X, (row + 0.5) / Y
         elif model.options.get("head") == "token":
             self.name, self.weights[0] = "class token", 1
         else:

@@ -7,50 +7,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.analysis import attention, cka, norms
+from vit_jax.analysis.batches import Batch
 from vit_jax.analysis.figures import sheets
 from vit_jax.analysis.figures.canvas import Picture
-from vit_jax.analysis.subject import Batch, Subject
-from vit_jax.errors import UserError
+from vit_jax.analysis.figures.parts import Kept, OfAll
+from vit_jax.analysis.subject import Subject
 from vit_jax.models.inside import Layer
 from vit_jax.report.pages import draw
 from vit_jax.report.pages.blocks import Chart, Series
 
 
-class Part:
-    """A figure that is fed as batches pass the network."""
-
-    def see(self, layer: Layer) -> None:
-        """Takes what it needs of a layer; they come in order."""
-        raise NotImplementedError
-
-    def end(self, batch: Batch) -> None:
-        """Notes that all layers of a batch were seen."""
-        raise NotImplementedError
-
-    def picture(self) -> Picture:
-        """Draws what was seen."""
-        raise NotImplementedError
-
-
-class Distance(Part):
+class Distance(OfAll):
     """How far each head looks, by depth (arXiv:2010.11929, figure 7 right)."""
 
     def __init__(self, subject: Subject):
         model = subject.model
         self._name, self._extra = subject.name, model.extra
         self._between = jnp.asarray(attention.between_patches(model.grid, model.patch))
-        self._seen, self._sums, self._images = [], 0.0, 0
+        self._seen, self._sums, self._images = Kept(), 0.0, 0
 
-    def see(self, layer: Layer) -> None:
+    def see(self, layer: Layer, images: range) -> None:
         """Keeps a number an image and head."""
         reach = attention.reach(layer.attention, self._between, self._extra)
-        self._seen.append(np.asarray(reach))
+        self._seen.add(images, reach)
 
     def end(self, batch: Batch) -> None:
         """Adds the batch to the sums."""
-        self._sums = self._sums + np.stack(self._seen).sum(1, dtype=np.float64)
+        far = self._seen.take(len(batch.names))
+        self._sums = self._sums + far.sum(1, dtype=np.float64)
         self._images += len(batch.names)
-        self._seen = []
 
     def picture(self) -> Picture:
         """Draws a point a head, and the heads' mean."""
@@ -80,25 +65,25 @@ class Distance(Part):
         return Picture("distance", draw.figure(chart), data)
 
 
-class Norms(Part):
+class Norms(OfAll):
     """How long tokens are, by depth."""
 
     def __init__(self, subject: Subject):
         self._name, self._extra = subject.name, subject.model.extra
         self._known = norms.Distribution()
-        self._seen, self._front, self._images = [], 0.0, 0
+        self._seen, self._front, self._images = Kept(), 0.0, 0
 
-    def see(self, layer: Layer) -> None:
+    def see(self, layer: Layer, images: range) -> None:
         """Keeps the length of each token."""
-        self._seen.append(np.asarray(norms.lengths(layer.tokens)))
+        self._seen.add(images, norms.lengths(layer.tokens))
 
     def end(self, batch: Batch) -> None:
         """Counts the lengths."""
-        self._known.add([lengths[:, self._extra :] for lengths in self._seen])
-        front = [lengths[:, : self._extra].sum(0, float) for lengths in self._seen]
-        self._front = self._front + np.stack(front)
+        lengths = self._seen.take(len(batch.names))
+        self._known.add(list(lengths[..., self._extra :]))
+        front = lengths[..., : self._extra].sum(1, dtype=np.float64)
+        self._front = self._front + front
         self._images += len(batch.names)
-        self._seen = []
 
     def picture(self) -> Picture:
         """Draws the longest, quantiles, and the mean of the tokens in front."""
@@ -132,51 +117,44 @@ class Norms(Part):
         return Picture("norms", draw.figure(chart), data)
 
 
-class Cka(Part):
+class Cka(OfAll):
     """How alike layers represent images: of one network, or of two.
 
     Args:
       subject: the first, whose layers are fed.
       other: the second; its images are the second of each batch.
+      rows: images that it sees at once, at most.
     """
 
-    def __init__(self, subject: Subject, other: Subject | None = None):
-        self._subject, self._other = subject, other
-        self._grams, self._found, self.left_out = [], cka.Alignment(), 0
+    def __init__(self, subject: Subject, other: Subject | None = None, rows: int = 1):
+        self._subject, self._other, self._rows = subject, other, rows
+        self._grams, self._found, self._too_few = _Grams(), cka.Alignment(), 0
 
-    def see(self, layer: Layer) -> None:
+    def see(self, layer: Layer, images: range) -> None:
         """Keeps the products of all pairs of images."""
-        if len(layer.tokens) >= cka.LEAST:
-            self._grams.append(cka.gram(np.asarray(layer.tokens)))
+        self._grams.see(layer, images)
 
     def end(self, batch: Batch) -> None:
-        """Adds the batch; one of too few images is left out and counted."""
-        one, self._grams = self._grams, []
-        if not one:
-            self.left_out += len(batch.names)
+        """Adds the batch, unless it has too few images: then no other has more."""
+        one = self._grams.take()
+        if len(batch.names) < cka.LEAST:
+            self._too_few = len(batch.names)
             return
-        other = self._of_other(batch) if self._other else one
-        self._found.add(one, other)
+        self._found.add(one, self._of_other(batch) if self._other else one)
 
     def _of_other(self, batch: Batch):
-        subject, grams = self._other, []
-        images = subject.images(batch.pixels[1])
-        for layer in subject.model.inside(subject.params, images):
-            grams.append(cka.gram(np.asarray(layer.tokens)))
+        if not self._found.images:  # Later batches are filled up to the first.
+            self._rows = min(self._rows, len(batch.names))
+        grams = _Grams()
+        for layer, images in self._other.look(batch.pixels[1], batch.names, self._rows):
+            grams.see(layer, images)
             del layer  # Before the next one is computed.
-        return grams
+        return grams.take()
 
     def picture(self) -> Picture:
-        """Draws all pairs of layers.
-
-        Raises:
-          UserError: no batch had images enough.
-        """
+        """Draws all pairs of layers."""
         if not self._found.images:
-            raise UserError(
-                f"{self.left_out} images are too few for the figure cka: give "
-                f"{cka.LEAST} or more, in batches (--batch_size) of as many"
-            )
+            cka.check_enough(self._too_few)
         table = self._found.result()
         other = self._other or self._subject
         drawn = sheets.heat(
@@ -190,6 +168,31 @@ class Cka(Part):
         )
         data = {"cka": table, "images": np.array(self._found.images)}
         return Picture("cka", drawn, data)
+
+
+class _Grams:
+    """The products of all pairs of a batch's images, layer by layer.
+
+    Kept are the tokens of one layer, until all images have passed it.
+    """
+
+    def __init__(self) -> None:
+        self._tokens, self._found = [], []
+
+    def see(self, layer: Layer, images: range) -> None:
+        if images.start == 0:  # A layer begins.
+            self._close()
+        self._tokens.append(np.asarray(layer.tokens)[: len(images)])
+
+    def take(self) -> list[np.ndarray]:
+        self._close()
+        found, self._found = self._found, []
+        return found
+
+    def _close(self) -> None:
+        if self._tokens:
+            self._found.append(cka.gram(np.concatenate(self._tokens)))
+        self._tokens = []
 
 
 def _some(layers: range) -> tuple[int, ...]:

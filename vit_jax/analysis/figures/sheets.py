@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from vit_jax.analysis.figures.canvas import DPI, figure, style
+from vit_jax.analysis.figures.canvas import figure, style
 from vit_jax.report.pages.blocks import Number
-from vit_jax.report.pages.draw import INK
+from vit_jax.report.pages.draw import DPI, INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = "cividis"  # Even in grey print, and to colour-blind readers.
 _RING = "#ff3b30"
+_LEAST, _LONGEST = 2.4, 1600  # Inches across at least, pixels at most; of an image.
+_HEAT = 4.6  # Inches of a heat map, unless it has more cells than that shows.
+_CELL = 2 / DPI  # Inches at least.
 _MARGIN, _CAPTION, _TITLE, _LEFT, _GAP = 0.12, 0.22, 0.24, 0.62, 0.06  # Inches.
 
 
@@ -42,7 +45,8 @@ def sheet(
       side: width of a tile, in inches.
       limits: the numbers of the first and of the last colour; if None each tile's own
         least and largest.
-      marked: number of a tile to a place (across, down, in its pixels) that gets a ring.
+      marked: number of a tile to a place that gets a ring: across and down, as
+        fractions of the tile.
     """
     height, width = tiles[0].shape[:2]
     high, lines = side * height / width, -(-len(tiles) // columns)
@@ -73,7 +77,7 @@ def sheet(
             if captions[i]:
                 axes.set_title(captions[i], fontsize=8, pad=3, color=INK)
             if marked and i in marked:
-                axes.plot(*marked[i], "o", mfc="none", mec=_RING, mew=1.2, ms=6)
+                _mark(axes, *marked[i])
         if line < len(rows):
             y = (top + high / 2) / H
             text((left - _GAP) / W, y, rows[line], ha="right", va="center", size=8)
@@ -103,8 +107,12 @@ def heat(
       downwards: whether the first row is on top.
     """
     rows, columns = values.shape
-    side = min(4.6, 4.6 * columns / rows), min(4.6, 4.6 * rows / columns)
-    drawn = figure(max(2.6, side[0]) + 1.4, max(2.0, side[1]) + 0.9, "constrained")
+    longest = max(rows, columns)
+    width, height = (
+        max(_HEAT, _CELL * longest) * count / longest for count in (columns, rows)
+    )
+    # With room for the colours, and for texts.
+    drawn = figure(1.1 * max(2.6, width) + 1.3, max(2.0, height) + 1.0, "compressed")
     with style():
         axes = drawn.add_subplot()
         shown = axes.imshow(
@@ -115,7 +123,9 @@ def heat(
             interpolation="nearest",
             origin="upper" if downwards else "lower",
         )
-        bar = drawn.colorbar(shown, ax=axes, shrink=0.85)
+        # A fraction of the width, which may be small, makes the bar's height too.
+        part = 0.05 * max(1, rows / columns)
+        bar = drawn.colorbar(shown, ax=axes, shrink=0.85, fraction=part)
         bar.set_label(label)
         bar.outline.set_visible(False)
         axes.spines[:].set_visible(False)
@@ -130,6 +140,36 @@ def heat(
         drawn.draw_without_rendering()
     drawn.set_layout_engine("none")
     return drawn
+
+
+def own_side(image: np.ndarray) -> float:
+    """Returns how wide a tile has to be to show an image's own pixels, in inches.
+
+    Of more than 1,600 on the longer side some are left out; few are drawn large.
+
+    Args:
+      image: (height, width, channels).
+    """
+    height, width = image.shape[:2]
+    kept = min(1, _LONGEST / max(height, width))
+    # Not so wide that a tall image becomes longer than others.
+    least = min(_LEAST, _LONGEST / DPI * width / height)
+    return max(least, kept * width / DPI)
+
+
+def _mark(axes, across: float, down: float) -> None:
+    axes.autoscale(False)  # A ring at the edge leaves the tile as it is.
+    axes.plot(
+        across,
+        1 - down,
+        "o",
+        transform=axes.transAxes,
+        clip_on=False,
+        mfc="none",
+        mec=_RING,
+        mew=1.2,
+        ms=6,
+    )
 
 
 def _show(axes, tile, side, limits) -> None:

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 PAPER, INK, GRID = "#ffffff", "#1b1b1b", "#d0d0d0"
 
+DPI = 200  # Of PNG files.
 _HEIGHT = 3.3  # Inches, without the legend.
 _LEGEND_LINE = 0.21  # Inches.
-_STYLE = {
+STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.edgecolor": INK,
@@ -50,7 +51,7 @@ def figure(picture: Chart | Matrix) -> "Figure":
             "plots are drawn by matplotlib, which is not installed: "
             "pip install -e '.[plots]' in the clone, or matplotlib itself"
         ) from error
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         drawn = Figure(figsize=_size(picture), layout="constrained")
         if isinstance(picture, Matrix):
             axes.matrix(drawn, picture)
@@ -68,7 +69,7 @@ def svg(drawn: "Figure") -> str:
 
 def png(drawn: "Figure") -> bytes:
     """Returns a figure as PNG, fine enough for print."""
-    return _saved(drawn, "png", dpi=200)
+    return _saved(drawn, "png", dpi=DPI)
 
 
 def table(picture: Chart | Matrix) -> str:
@@ -125,7 +126,7 @@ def _saved(drawn: "Figure", form: str, **options) -> bytes:
     import matplotlib as mpl
 
     stream = io.BytesIO()
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         drawn.savefig(stream, format=form, **options)
     return stream.getvalue()
 
