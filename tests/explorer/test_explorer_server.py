@@ -10,6 +10,7 @@ import explored
 import numpy as np
 import pytest
 
+from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.explorer import access, images, server, session
 from vit_jax.explorer.images import Refused
@@ -266,11 +267,11 @@ def test_a_failure_is_told(served, monkeypatch, capfd):
     assert "ZeroDivisionError: of a test" in capfd.readouterr().err
 
 
-def test_a_diverged_model_is_told(ask, subjects, monkeypatch):
+def test_a_diverged_model_is_told(ask, monkeypatch):
     def nothing(*_):
-        return np.full((1, 5), np.nan, np.float32)
+        return {"logits": np.full((1, 5), np.nan, np.float32)}
 
-    monkeypatch.setattr(type(subjects[0]._classifier), "logits", nothing)
+    monkeypatch.setattr(models.Model, "finish", nothing)
     answer = ask("POST", "/api/see?name=x", explored.picture(8))
     assert "tiny1's output for x is not finite" in sentence(answer, 500)
 
