@@ -195,6 +195,57 @@ def test_only_the_page_s_own_files_are_served(ask, path):
     assert "There is nothing at" in sentence(ask("GET", path), 404)
 
 
+@pytest.mark.parametrize(
+    ("line", "more", "status", "reason"),
+    [
+        (b"GET http://[/ HTTP/1.1", b"", b"400", b"'http://[/' is no address."),
+        (b"POST //[x/api/see HTTP/1.1", b"", b"404", b"There is nothing at"),
+        (b"GET /api/about HTTP/1.1", b"Origin: http://[x\r\n", b"403", b"other sites"),
+    ],
+)
+def test_malformed_addresses_are_refused(served, capfd, line, more, status, reason):
+    request = line + b"\r\nHost: localhost\r\n" + more + b"\r\n"
+    answer = raw(served, request)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert reason in answer
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "line", [b"POST /api/open?name=one.png", b"GET /api/about", b"GET /main.js"]
+)
+def test_a_body_that_nobody_asked_for_is_no_second_request(served, line):
+    body = b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    length = str(len(body)).encode()
+    answer = raw(
+        served,
+        line
+        + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+        + length
+        + b"\r\n\r\n"
+        + body,
+    )
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"Connection: close\r\n" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_body_of_unknown_length_ends_the_connection(served):
+    answer = raw(
+        served,
+        b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+        b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    )
+    assert answer.count(b"HTTP/1.1 200 ") == 1
+
+
+def test_a_connection_serves_many_requests(ask, served, photograph):
+    for _ in range(2):  # Of which each has read its body.
+        assert "Connection" not in ask("POST", "/api/see?name=x", photograph)[1]
+        assert "Connection" not in ask("GET", "/api/about")[1]
+
+
 def test_methods(ask, key):
     assert sentence(ask("GET", "/api/open?name=one.png"), 404)
     assert sentence(ask("POST", f"/api/row?image={key}&model=0&query=0"), 404)
