@@ -21,6 +21,7 @@ from vit_jax.errors import UserError
 from vit_jax.explorer import access, images, saved
 from vit_jax.explorer.images import MAX_BYTES, Refused
 from vit_jax.explorer.session import Session
+from vit_jax.explorer.thumbnails import Thumbnails
 
 _JSON, _BINARY = "application/json", "application/octet-stream"
 _SILENCE = 30  # Seconds after which a connection on which nothing comes is closed.
@@ -43,6 +44,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, session: Session, host: str, port: int):
         self.session, self.host, self.assets = session, host, saved.assets()
+        self.thumbnails = Thumbnails(session.folder) if session.folder else None
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -144,7 +146,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return _json(self.server.session.about())
 
     def _thumbnail(self):
-        return "image/jpeg", images.thumbnail(self._from_folder())
+        self._check_folder()
+        return "image/jpeg", self.server.thumbnails.of(self.query.get("name", ""))
 
     def _picture(self):
         return "image/png", self._seen().picture
@@ -162,9 +165,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         name = self.query.get("name", "The image")[:200]
         return _json(self.server.session.see(self._body(name), name))
 
-    def _from_folder(self) -> bytes:
+    def _check_folder(self) -> None:
         if self.server.session.folder is None:
             raise Refused(404, "No folder was chosen: start with --images=FOLDER.")
+
+    def _from_folder(self) -> bytes:
+        self._check_folder()
         return self.server.session.folder.read(self.query.get("name", ""))
 
     def _seen(self):
