@@ -58,6 +58,40 @@ def test_a_row_of_zeros_stays_one():
     assert not read(rows.of(1), 1, 1, 0, 3).any()
 
 
+@pytest.mark.parametrize("side", [2, 3])
+def test_blocks_have_the_mean_of_their_patches(side):
+    grid, extra = (5, 7), 2
+    rows = Rows.empty(tokens=37, extra=extra, layers=2, maps=3)
+    for layer, values in enumerate(uneven(np.random.default_rng(1), 2, 3, 37, 37)):
+        rows.put(layer, values)
+    rows.levels[4, 1, 2] = 0
+    down, across = (-(-count // side) for count in grid)
+    pooled = rows.pooled(grid, side)
+    assert (pooled.pool, pooled.levels.shape) == (side, (37, 2, 3, down * across))
+    for query in (0, 4, 36):
+        fine = read(rows.of(query), 2, 3, extra, 35)
+        found = read(pooled.of(query), 2, 3, extra, down * across)
+        # Scales have 8 bits from the first that is not 0.
+        np.testing.assert_allclose(found[..., :2], fine[..., :2], rtol=2**-8)
+        patches = fine[..., 2:].reshape(2, 3, *grid)
+        expected = np.stack(
+            [
+                patches[:, :, y : y + side, x : x + side].mean((2, 3))
+                for y in range(0, grid[0], side)
+                for x in range(0, grid[1], side)
+            ],
+            axis=-1,
+        )
+        peak = expected.max(-1, keepdims=True)
+        error = abs(found[..., 2:] - expected)
+        assert (error <= (0.51 / 255 + 2**-8) * peak).all()
+
+
+def test_fewer_steps_of_blocks_are_still_blocks():
+    _, seen = explored.made((5, 7), layers=1, heads=1)
+    assert seen.rows.pooled((5, 7), 2).coarser(7).pool == 2
+
+
 def everything(found, pretrained):
     """Returns the attention of all layers by `analysis`, and the network's input."""
     model, params = network.fit(pretrained, pretrained.preprocess)
