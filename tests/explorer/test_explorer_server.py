@@ -70,6 +70,7 @@ def test_the_page_may_do_nothing_but_ask_its_own_server(ask):
             "rows.js",
             "source.js",
             "overview.js",
+            "thumbnails.js",
             "pane.js",
             "main.js",
         )
