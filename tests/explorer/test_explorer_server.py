@@ -1,9 +1,12 @@
 """What the explorer's server answers, and to whom."""
 
+import concurrent.futures
 import http.client
 import json
 import re
 import socket
+import threading
+import time
 import urllib.parse
 
 import explored
@@ -326,6 +329,30 @@ def test_a_diverged_model_is_told(ask, monkeypatch):
     monkeypatch.setattr(models.Model, "finish", nothing)
     answer = ask("POST", "/api/see?name=x", explored.picture(8))
     assert "tiny1's output for x is not finite" in sentence(answer, 500)
+
+
+def test_requests_at_once_share_what_is_computed():
+    subject, seen = explored.made((3, 5), layers=2, heads=2)
+    calls, start = [], threading.Barrier(8)
+
+    def see(data, name):
+        calls.append(data)
+        time.sleep(0.05)  # The others come meanwhile.
+        return seen
+
+    subject.see = see
+    held = session.Session([subject])
+
+    def ask_for(data):
+        start.wait()
+        return held.see(data, "x")["key"]
+
+    one, two = explored.picture(1), explored.picture(2)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        keys = list(pool.map(ask_for, 4 * [one, two]))
+    assert sorted(calls) == sorted([one, two])
+    assert len(set(keys)) == 2
+    assert all(held.seen(key, 0) is seen for key in keys)
 
 
 def test_the_oldest_images_are_given_up(subjects):
