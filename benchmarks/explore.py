@@ -6,8 +6,9 @@ Serves a network with random parameters, as `python -m vit_jax.explore` does, an
 medians: of looking at an image it has not seen, of asking for one query's attention over
 HTTP, and, where Playwright and a Chromium are installed, of a click in the browser, from
 the mouse's button to the painted maps of all layers and heads. A key press is a click of
-the same kind. Also the size of the page of one image as a file. Images are blurred noise
-of 500x375 pixels.
+the same kind; and of the first map of an image that was chosen. Then the same while the
+page fetches the thumbnails of a folder of photographs of 48 megapixels. Also the size of the page of one image as a file. Images
+are blurred noise of 500x375 pixels, photographs many of them side by side.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import contextlib
 import http.client
 import io
 import json
+import pathlib
 import shutil
 import statistics
 import tempfile
@@ -27,6 +29,7 @@ from PIL import Image, ImageFilter
 
 from vit_jax import models
 from vit_jax.explorer import saved
+from vit_jax.explorer.images import Folder
 from vit_jax.explorer.server import Server
 from vit_jax.explorer.session import Session
 from vit_jax.explorer.subject import Subject
@@ -47,6 +50,11 @@ CLICK = """([row, column]) => new Promise((resolve) => {
 })"""
 
 
+# In the page: how many thumbnails are there.
+LOADED = """[...document.querySelectorAll("#folder img")]
+  .filter((image) => image.naturalWidth).length"""
+
+
 def make_images(count):
     """Returns JPEG files as large as ImageNet's usual ones."""
     rng, files = np.random.default_rng(0), []
@@ -57,6 +65,16 @@ def make_images(count):
         picture.save(stream, "JPEG", quality=90)
         files.append(stream.getvalue())
     return files
+
+
+def fill(folder, image, count):
+    """Writes photographs of 8000x6000 pixels; returns the bytes of each."""
+    tile = np.array(Image.open(io.BytesIO(image)))
+    stream = io.BytesIO()
+    Image.fromarray(np.tile(tile, (16, 16, 1))).save(stream, "JPEG", quality=90)
+    for number in range(count):
+        pathlib.Path(folder, f"{number:03}.jpg").write_bytes(stream.getvalue())
+    return len(stream.getvalue())
 
 
 def open_subject(variant, side):
@@ -70,9 +88,9 @@ def open_subject(variant, side):
 
 
 @contextlib.contextmanager
-def serve(subject):
+def serve(subject, folder=None):
     """Serves a network on a free port."""
-    with Server(Session([subject]), "127.0.0.1", 0) as server:
+    with Server(Session([subject], folder), "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -115,7 +133,7 @@ def ask(server, images, clicks, tokens):
     print(f"one query over HTTP ({size:,} bytes): {times}")
 
 
-def click(server, image, clicks, grid):
+def click(server, image, clicks, grid, what):
     """Times clicks in a browser, if there is one."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     try:
@@ -123,7 +141,7 @@ def click(server, image, clicks, grid):
     except ImportError:
         program = None
     if program is None:
-        print("a click in the browser: needs Playwright and a Chromium")
+        print(f"{what}: needs Playwright and a Chromium")
         return
     with sync_playwright() as started:
         browser = started.chromium.launch(
@@ -133,12 +151,17 @@ def click(server, image, clicks, grid):
         page.goto(server.address)
         page.locator("#choose").wait_for()
         file = {"name": "x.jpg", "mimeType": "image/jpeg", "buffer": image}
+        start = time.perf_counter()
         page.set_input_files("#file", file)
-        page.locator("#controls").wait_for()
+        page.locator("body[data-drawn]").wait_for()
+        shown = 1000 * (time.perf_counter() - start)
         places = np.random.default_rng(2).permutation(grid[0] * grid[1])[:clicks]
         pairs = [[int(place) // grid[1], int(place) % grid[1]] for place in places]
+        before = page.evaluate(LOADED)
         times = [page.evaluate(CLICK, pair) for pair in pairs]
-        print(f"a click in the browser: {report(times)}")
+        loaded = page.evaluate(LOADED)
+        between = f"; thumbnails {before} to {loaded}" if loaded else ""
+        print(f"{what}: {report(times)}; from file to map {shown:.0f} ms{between}")
         browser.close()
 
 
@@ -155,11 +178,21 @@ def main(args):
     tokens = len(subject.extra) + grid[0] * grid[1]
     with serve(subject) as server:
         ask(server, images, args.clicks, tokens)
-        click(server, images[0], args.clicks, grid)
+        click(server, images[0], args.clicks, grid, "a click in the browser")
+    with tempfile.TemporaryDirectory() as folder:
+        size = fill(folder, images[0], args.photographs)
+        with serve(subject, Folder(folder)) as server:
+            what = (
+                f"a click beside {args.photographs} photographs of {size / 1e6:.0f} MB"
+            )
+            click(server, images[0], args.clicks, grid, what)
     with tempfile.NamedTemporaryFile(suffix=".html") as file:
         seen = subject.see(images[0], "x")
-        size, steps = saved.write(file.name, [subject], [seen], "x.jpg")
-    print(f"the page as a file: {size / 1e6:.2f} MB, attention in {steps + 1} steps")
+        written = saved.write(file.name, [subject], [seen], "x.jpg")
+    print(
+        f"the page as a file: {written.size / 1e6:.2f} MB, attention in "
+        f"{written.steps + 1} steps of {written.pool}x{written.pool} patches"
+    )
 
 
 if __name__ == "__main__":
@@ -168,4 +201,5 @@ if __name__ == "__main__":
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--clicks", type=int, default=50)
+    parser.add_argument("--photographs", type=int, default=48)
     main(parser.parse_args())

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,10 +101,28 @@ def test_steps_are_given_up_for_a_small_file(run, place, tmp_path, monkeypatch):
     assert (tmp_path / "x.html").stat().st_size <= large - 100
     assert int(re.search(r"in (\d+) steps", out)[1]) < 256
     assert err == ""
+    before = (tmp_path / "x.html").read_bytes()
     monkeypatch.setattr(saved, "MAX_BYTES", 10_000)
-    out, err = run(*words)
-    assert "attention in 4 steps" in out
-    assert err == f"{tmp_path / 'x.html'} is larger than 0.01 MB\n"
+    reason = r"--html=.*x\.html would have 0\.\d MB, more than 0\.01, however coarse"
+    with pytest.raises(UserError, match=reason):
+        run(*words)
+    assert (tmp_path / "x.html").read_bytes() == before
+
+
+def test_flags_on_images_and_classes_are_those_of_the_first_model(run, place, tmp_path):
+    other, labels = tmp_path / "other.safetensors", tmp_path / "labels.txt"
+    shutil.copy(place / "tiny.safetensors", other)
+    labels.write_text("one\ntwo\nthree\n")
+    path, image = tmp_path / "x.html", place / "images" / "noise.png"
+    words = f"--html={path}", f"--image={image}", f"--compare={other}"
+    run(*words, f"--labels={labels}", "--resolution=24x16", "--crop=squash")
+    state = json.loads(re.search(r'id="saved">(.+?)</script>', path.read_text())[1])
+    assert [model["size"] for model in state["models"]] == [[24, 16], [16, 24]]
+    first, second = state["seen"]["models"]
+    assert {found["name"] for found in first["classes"]} == {"one", "two", "three"}
+    assert {found["name"] for found in second["classes"]} == {"apple", "Bär", "cat"}
+    assert first["box"] == [0, 0, 1, 1]
+    assert second["box"] != [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +137,7 @@ def test_steps_are_given_up_for_a_small_file(run, place, tmp_path, monkeypatch):
             r"--image=absent\.png cannot be read",
         ),
         (["--html=absent/x.html", "--image={image}"], "--html=absent/x.html cannot be"),
+        (["--html=.", "--image={image}"], r"--html=\. is a folder: name a file in it"),
         (["--html=x.html", "--image={text}"], "--image: notes.txt cannot be decoded"),
         (["--config.seed=1"], "--config.seed: exploring takes no config"),
         (

@@ -3,8 +3,9 @@
 PLACE is whatever holds weights, as of vit_jax.predict. Prints the address of a page for
 a browser on this computer: drop an image there, see the top classes, click a patch and
 see where it looks, in every layer and head. --compare=PLACE puts a second model beside
-the first. Ctrl-C ends it. --html=FILE --image=IMAGE writes the page of one image as one
-file to share, which needs no server, and ends. Exit codes: 0 done, 2 bad input.
+the first; --labels, --resolution and how images are prepared are the first's. Ctrl-C
+ends it. --html=FILE --image=IMAGE writes the page of one image as one file to share, of
+5 MB at most, which needs no server, and ends. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -24,6 +25,8 @@ def main(flags: argparse.Namespace) -> None:
         raise UserError(
             "--html=FILE is the page of one --image=IMAGE: give both, or neither"
         )
+    if os.path.isdir(flags.html):
+        raise UserError(f"--html={flags.html} is a folder: name a file in it")
     # After the flags, so that their errors come at once.
     from vit_jax.explorer.images import Folder
     from vit_jax.parallel import compilation_cache
@@ -53,13 +56,11 @@ def write(flags: argparse.Namespace, subjects: list) -> None:
         raise UserError(f"--image={flags.image} cannot be read: {error}") from error
     except images.Refused as error:
         raise UserError(f"--image: {error.sentence}") from error
-    size, steps = saved.write(flags.html, subjects, seen, name)
+    size, steps, pool = saved.write(flags.html, subjects, seen, name)
     print(
         f"{flags.html}: {size / 1e6:.2f} MB, attention in {steps + 1} steps of each "
-        "row's largest"
+        "row's largest" + (f", means of {pool}x{pool} patches" if pool > 1 else "")
     )
-    if size > saved.MAX_BYTES:
-        _tell(f"{flags.html} is larger than {saved.MAX_BYTES / 1e6:g} MB")
 
 
 def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
@@ -89,15 +90,17 @@ def open_subject(flags: argparse.Namespace, place: str):
     from vit_jax.evaluation import network, prediction
     from vit_jax.explorer.subject import Subject
 
-    names = prediction.read_labels(flags.labels) if flags.labels else ()
+    first = place == flags.model
     found, preprocess = network.open_weights(
         place,
-        cli.image_flags(flags),
+        cli.image_flags(flags) if first else {},
         average=not flags.raw,
         heads=flags.heads,
         tell=_tell,
     )
-    return Subject(found, preprocess=preprocess, class_names=names)
+    labels = flags.labels if first else ""
+    classes = prediction.read_labels(labels) if labels else ()
+    return Subject(found, preprocess=preprocess, class_names=classes)
 
 
 def _tell(line: str) -> None:

@@ -1,4 +1,7 @@
-"""Checkpoints with random parameters and images of noise, to be looked into."""
+"""Checkpoints with random parameters and images of noise, to be looked into.
+
+And models that compute nothing: what they saw is made.
+"""
 
 import io
 
@@ -7,6 +10,8 @@ import numpy as np
 from PIL import Image
 
 from vit_jax import models
+from vit_jax.explorer.rows import Rows
+from vit_jax.explorer.subject import Seen, Subject
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 NAMES = ("apple", "Bär", "a cat, or <two>", "dog", "eel")
@@ -35,3 +40,39 @@ def picture(seed, size=(61, 47), form="PNG"):
     stream = io.BytesIO()
     Image.fromarray(noise).save(stream, form)
     return stream.getvalue()
+
+
+class Made(Subject):
+    """A model that is described, and no more."""
+
+    def __init__(self, grid, layers, heads):
+        self.name, self.extra = "made", ["CLS"]
+        self._described = {
+            "name": self.name,
+            "variant": "made",
+            "grid": grid,
+            "layers": layers,
+            "heads": heads,
+            "extra": self.extra,
+            "size": (8 * grid[0], 8 * grid[1]),
+        }
+
+    def describe(self):
+        return self._described
+
+
+def made(grid, layers, heads, seed=0):
+    """Returns a model of one extra token and what it saw: attention that is noise."""
+    rng, tokens = np.random.default_rng(seed), 1 + grid[0] * grid[1]
+    rows = Rows.empty(tokens, 1, layers, heads + 1)
+    rows.scales[:] = rng.random(rows.scales.shape, np.float32)
+    # Most attention is small, as that of models.
+    likely = np.minimum(255, -20 * np.log(1 - (np.arange(256) + 0.5) / 256))
+    for layer in range(layers):
+        noise = rng.integers(0, 256, rows.levels[:, layer].shape, np.uint8)
+        rows.levels[:, layer] = likely.astype(np.uint8)[noise]
+    rows.levels[..., -1] = 255
+    shown = io.BytesIO()
+    Image.new("RGB", (8 * grid[1], 8 * grid[0])).save(shown, "PNG")
+    seen = Seen((), (0.0, 0.0, 1.0, 1.0), shown.getvalue(), rows)
+    return Made(grid, layers, heads), seen

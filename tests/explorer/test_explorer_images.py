@@ -1,15 +1,19 @@
 """Images that people give: too large, damaged, or outside the folder."""
 
+import concurrent.futures
 import io
+import os
+import time
 
 import explored
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, JpegImagePlugin
 
 from vit_jax.errors import UserError
-from vit_jax.explorer import images
+from vit_jax.explorer import images, thumbnails
 from vit_jax.explorer.images import Folder, Refused
+from vit_jax.explorer.thumbnails import Thumbnails
 
 
 def test_a_folder_lists_its_images_and_no_links_that_lead_out(folder):
@@ -98,9 +102,90 @@ def test_what_is_no_image_is_left_to_decoding(data):
     images.check(data, "x")
 
 
+def opened(data):
+    """Returns the thumbnail of a file."""
+    return Image.open(io.BytesIO(thumbnails.thumbnail(data)))
+
+
 def test_thumbnails(photograph):
-    small = Image.open(io.BytesIO(images.thumbnail(photograph)))
+    small = opened(photograph)
     assert small.format == "JPEG"
     assert max(small.size) <= 112
-    broken = np.array(Image.open(io.BytesIO(images.thumbnail(photograph[:300]))))
-    assert abs(broken[:20].astype(int) - 128).max() < 5
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_the_thumbnail_of_a_broken_image_is_grey(form):
+    broken = np.array(opened(explored.picture(0, form=form)[:300]))
+    assert abs(broken[:20].astype(int) - 96).max() < 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "form"),
+    # The last is what many telephones write: a JPEG file with more pictures behind.
+    [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGB", "MPO")],
+)
+def test_of_a_large_photograph_no_more_is_decoded_than_is_needed(
+    mode, form, monkeypatch
+):
+    sizes, draft = [], JpegImagePlugin.JpegImageFile.draft
+
+    def watched(self, *words):
+        found = draft(self, *words)
+        sizes.append(self.size)
+        return found
+
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "draft", watched)
+    y, x = np.mgrid[:1600, :2400] // 13
+    colours = np.stack([x, y, x // 2], -1).astype(np.uint8)
+    picture = Image.fromarray(colours).convert(mode)
+    stream = io.BytesIO()
+    more = {"append_images": [picture.resize((9, 6))], "save_all": True}
+    picture.save(stream, form, **(more if form == "MPO" else {}))
+    small = opened(stream.getvalue())
+    assert sizes[0] == (600, 400)  # An eighth would be less than twice the thumbnail.
+    expected = picture.convert("RGB").resize((112, 75), Image.Resampling.BOX)
+    assert small.size == expected.size
+    error = np.array(small).astype(int) - np.array(expected)
+    assert abs(error).mean() < 2
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts thumbnails that are made, and how many at once at most."""
+    made, at_once, make = [], [0, 0], thumbnails.thumbnail
+
+    def watched(data):
+        at_once[0] += 1
+        at_once[1] = max(at_once)
+        time.sleep(0.02)
+        made.append(data)
+        at_once[0] -= 1
+        return make(data)
+
+    monkeypatch.setattr(thumbnails, "thumbnail", watched)
+    return made, at_once
+
+
+def test_a_thumbnail_is_made_once(tmp_path, counted):
+    made, _ = counted
+    (tmp_path / "one.png").write_bytes(explored.picture(1))
+    found = Thumbnails(Folder(str(tmp_path)))
+    before = found.of("one.png")
+    assert found.of("one.png") == before
+    assert len(made) == 1
+    (tmp_path / "one.png").write_bytes(explored.picture(2))  # Of another time or size.
+    os.utime(tmp_path / "one.png", ns=(1, 1))
+    assert found.of("one.png") != before
+    assert len(made) == 2
+    (tmp_path / "one.png").unlink()
+    with pytest.raises(Refused, match="'one.png' is no image of the chosen folder"):
+        found.of("one.png")
+
+
+def test_thumbnails_are_made_one_at_a_time(folder, counted):
+    made, at_once = counted
+    found, names = Thumbnails(Folder(str(folder))), Folder(str(folder)).names()[0]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(found.of, 2 * names))
+    assert len(made) == len(names) == 4
+    assert at_once[1] == 1

@@ -1,9 +1,13 @@
 """The explorer's page in a browser: what is clicked, pressed, dropped and seen."""
 
 import base64
+import contextlib
+import dataclasses
 import functools
+import hashlib
 import io
 import itertools
+import re
 import shutil
 import time
 
@@ -72,19 +76,56 @@ def file(tmp_path_factory, subjects, photograph):
     """The page of one image, as a file."""
     path = tmp_path_factory.mktemp("saved") / "photograph.html"
     seen = [subject.see(photograph, "x") for subject in subjects]
-    assert saved.write(str(path), subjects, seen, "photograph.png") == (
-        path.stat().st_size,
-        255,
-    )
+    written = saved.write(str(path), subjects, seen, "photograph.png")
+    assert written == (path.stat().st_size, 255, 1)
     return path
 
 
-def upload(page, data, name="photograph.png"):
+def upload(page, data):
     """Chooses an image file and waits until it is shown."""
-    kind = "image/png"
     page.locator("#choose").wait_for()  # Before, nobody listens.
-    page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": data})
+    choose(page, data)
     drawn(page, 1)
+
+
+def choose(page, data, name="photograph.png"):
+    """Chooses an image file."""
+    kind = "image/png"
+    page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": data})
+
+
+@dataclasses.dataclass
+class Held:
+    """Requests that wait for their answer."""
+
+    page: object
+    count: int
+    routes: list = dataclasses.field(default_factory=list)
+
+    def wait(self):
+        """Waits until there are as many as there have to be."""
+        end = time.monotonic() + 60
+        while len(self.routes) < self.count:
+            assert time.monotonic() < end, self.routes
+            self.page.wait_for_timeout(10)
+
+
+@contextlib.contextmanager
+def held(page, pattern, count):
+    """Holds requests for what matches, `count` of them, until the end."""
+    found, at_end = Held(page, count), False
+
+    def hold(route):
+        if at_end:
+            route.continue_()
+        else:
+            found.routes.append(route)
+
+    page.route(re.compile(pattern), hold)
+    yield found
+    at_end = True
+    for route in found.routes:
+        route.continue_()
 
 
 def drawn(page, count):
@@ -162,6 +203,11 @@ def check_map(page, heads, combine=lambda heads: heads[0]):
     # Half a step of the sharpest head.
     tolerance = 0.51 / 255 * heads.max()
     np.testing.assert_allclose(found, combine(heads), atol=tolerance)
+    check_colours(page, found)
+
+
+def check_colours(page, found):
+    """Checks that the colours say what the patches' attention is."""
     ramp = np.array(page.evaluate("Array.from(RAMP)")).reshape(256, 3)
     levels = np.rint(255 * found / found.max()).astype(int)
     assert abs(colours(page) - ramp[levels]).max() <= 1
@@ -231,6 +277,34 @@ def test_the_slider_takes_its_arrow_keys_itself(page, photograph):
     assert shown(page)[:2] == (0, 2)
 
 
+def query_in_words(page, pane):
+    """Returns in words where a pane's query is among its 3x5 or 4x2 patches."""
+    patch = shown(page, pane)[0] - (1, 0)[pane]
+    row, column = divmod(patch, (5, 2)[pane])
+    return f"row {row + 1}, column {column + 1}"
+
+
+def test_the_keys_are_those_of_the_model_that_is_reached(page, photograph):
+    upload(page, photograph)
+    page.locator(MAP).first.focus()
+    press(page, "H", "H")  # From the mean to the second of three heads.
+    assert [shown(page, i)[2] for i in (0, 1)] == [1, 1]
+    page.locator(MAP).nth(1).focus()
+    press(page, "h")  # The second has no third head.
+    assert [shown(page, i)[2] for i in (0, 1)] == ["mean", "mean"]
+    underlined = page.locator("article[aria-current=true] h2")
+    assert underlined.inner_text() == "models/tiny2 (Ti/8)"
+    assert shown(page, 1)[0] == 2 * 2 + 1  # As it has no class token.
+    press(page, "ArrowLeft", "ArrowDown")
+    assert shown(page, 1)[0] == 3 * 2
+    assert page.locator("#query").inner_text() == "row 4, column 1"
+    page.locator("article").first.get_by_role("button", name="head 1").focus()
+    assert page.locator("#query").inner_text() == query_in_words(page, 0)
+    before = shown(page)[0]
+    press(page, "ArrowRight")
+    assert shown(page)[0] == before + 1
+
+
 @SECOND
 def test_everything_is_reached_by_the_tab_key_and_seen(page, photograph):
     upload(page, photograph)
@@ -248,6 +322,14 @@ def test_everything_is_reached_by_the_tab_key_and_seen(page, photograph):
         )
         assert outlined or at_end, name
         names.append(name)
+        if name == "map":  # Its arrow keys move its own patches.
+            pane = names.count("map") - 1
+            press(page, "ArrowRight")  # From the class token into the middle.
+            before = shown(page, pane)[0]
+            press(page, ("ArrowUp", "ArrowDown")[pane])
+            assert shown(page, pane)[0] == before + (-5, 2)[pane]  # A row of its own.
+            assert page.locator("#query").inner_text() == query_in_words(page, pane)
+    assert names.count("map") == 2
     for name in ("file", "[CLS]", "layer", "opacity", "map", "head 3", "rollout"):
         assert name in names
 
@@ -343,6 +425,59 @@ def test_a_broken_image_is_told_and_the_last_one_stays(served, new_page, photogr
     assert message.inner_text() == ""
 
 
+def looked_at(page, pane=0):
+    """Returns the keys of the images whose picture and whose attention are shown."""
+    address, key = page.evaluate(f"[panes[{pane}].image.src, panes[{pane}].seen.key]")
+    return re.search("image=([0-9a-f]+)", address)[1], key
+
+
+def test_no_picture_is_shown_with_the_attention_of_another(page, photograph, subjects):
+    old, new = photograph, explored.picture(6)
+    keys = [hashlib.sha256(data).hexdigest()[:32] for data in (old, new)]
+    upload(page, old)
+    with held(page, "api/picture", 2) as pictures:
+        choose(page, new)
+        pictures.wait()
+        press(page, "ArrowDown")  # Of the old one, whose picture is still there.
+        assert looked_at(page) == (keys[0], keys[0])
+        row = subjects[0].see(old, "x").rows.levels[shown(page)[0]]
+        shown_levels = "[...panes[0].shown.row.levels]"
+        assert page.evaluate(shown_levels) == row.ravel().tolist()
+    wait(page, f"panes[0].seen.key === '{keys[1]}'")
+    wait(page, "document.getElementById('busy').textContent === ''")
+    row = subjects[0].see(new, "x").rows.levels[shown(page)[0]]
+    assert page.evaluate(shown_levels) == row.ravel().tolist()
+    assert looked_at(page) == (keys[1], keys[1])
+
+
+def test_a_picture_that_comes_late_is_not_shown(page, photograph):
+    upload(page, photograph)
+    late, last = explored.picture(10), explored.picture(11)
+    keys = [hashlib.sha256(data).hexdigest()[:32] for data in (late, last)]
+    with held(page, f"api/picture.*{keys[0]}", 2) as pictures:
+        choose(page, late)
+        pictures.wait()
+        act(page, lambda: choose(page, last, "last.png"))
+        assert looked_at(page) == (keys[1], keys[1])
+    page.wait_for_timeout(200)
+    assert [looked_at(page, pane) for pane in (0, 1)] == 2 * [(keys[1], keys[1])]
+    assert page.locator("#subtitle").inner_text() == "last.png"
+    assert page.locator("#busy").inner_text() == ""
+
+
+@SECOND
+def test_pictures_of_the_folder_are_asked_for_one_at_a_time(page):
+    widths = "[...document.querySelectorAll('#folder img')].map((x) => x.naturalWidth)"
+    whole = f"{widths}.length === 4 && {widths}.every((width) => width > 0)"
+    wait(page, whole)
+    with held(page, "api/thumbnail", 1) as pictures:
+        page.reload()
+        pictures.wait()
+        page.wait_for_timeout(200)
+        assert len(pictures.routes) == 1
+    wait(page, whole)
+
+
 @SECOND
 def test_a_large_file_is_not_sent(page):
     page.locator("#choose").wait_for()
@@ -365,18 +500,33 @@ def test_it_is_readable_at_any_width_by_day_and_by_night(page, photograph):
               .map((each) => parseFloat(getComputedStyle(each).fontSize))"""
         )
         assert min(sizes) >= 12
-        assert contrast(page) >= 4.5  # WCAG 2.2, 1.4.3.
+        for text, ground in GROUNDS.items():
+            assert contrast(page, text, ground) >= 4.5, text  # WCAG 2.2, 1.4.3.
+        # Of what is no text: 1.4.11.
+        assert contrast(page, ".overview", "body") >= 3
 
 
-def contrast(page):
-    """Returns the least contrast of ink, soft ink and warnings on the page's ground."""
-    found = page.evaluate(
-        """["#subtitle", "h1", "#message"].map((at) => [
-          getComputedStyle(document.querySelector(at)).color,
-          getComputedStyle(document.body).backgroundColor,
-        ])"""
+# Where words stand, and what is behind them.
+GROUNDS = {
+    **dict.fromkeys(("h1", "#subtitle", "#message", "#drop", ".control"), "body"),
+    **dict.fromkeys((".where", ".note", "#keys", ".peak", ".classes li"), "body"),
+    **dict.fromkeys((".classes .label", ".classes li > :last-child"), ".classes .bar"),
+    **{each: each for each in (".kinds button", "#extra button", "#deeper", "kbd")},
+}
+
+
+def contrast(page, text, ground):
+    """Returns the contrast of the colour of one element on the ground of another."""
+    colours = page.evaluate(
+        """(at) => {
+          const [text, ground] = at.map((one) => document.querySelector(one));
+          return [getComputedStyle(text).color, getComputedStyle(ground).backgroundColor];
+        }""",
+        [text, ground],
     )
-    return min((max(pair) + 0.05) / (min(pair) + 0.05) for pair in map(lights, found))
+    assert colours[1].startswith("rgb("), (ground, colours)  # Not transparent.
+    dark, light = sorted(lights(colours))
+    return (light + 0.05) / (dark + 0.05)
 
 
 def lights(colours):
@@ -425,5 +575,38 @@ def test_a_server_that_has_ended_is_told(served, new_page, photograph):
     upload(page, photograph)
     page.context.set_offline(True)
     page.keyboard.press("ArrowDown")
-    alert = page.get_by_role("alert").filter(has_text="The server does not answer")
-    alert.wait_for()
+    alert = page.get_by_role("alert")
+    alert.filter(has_text="The server does not answer").wait_for()
+    page.context.set_offline(False)
+    press(page, "ArrowUp")
+    assert alert.inner_text() == ""
+
+
+def test_blocks_of_patches_are_drawn_and_told_as_such(new_page, tmp_path):
+    grid = rows, columns = 9, 10
+    made, seen = explored.made(grid, layers=3, heads=2)
+    pooled = dataclasses.replace(seen, rows=seen.rows.pooled(grid, 2).coarser(31))
+    (tmp_path / "x.html").write_bytes(saved.page([made], [pooled], "x"))
+    page = new_page((tmp_path / "x.html").as_uri())
+    drawn(page, 1)
+    act(page, lambda: page.locator("#opacity").fill("100"))
+    click_patch(page, 8, 9, grid)
+    press(page, "H")  # From the mean to the last head.
+    assert shown(page)[:3] == (1 + 8 * 10 + 9, 2, 1)
+    levels = pooled.rows.levels[1 + 8 * 10 + 9, 2, 1].astype(int).reshape(5, 5)
+    fine = np.kron(levels, np.ones((2, 2), int))[:rows, :columns].ravel()
+    found = shown(page)[3]
+    assert (np.rint(31 * found / found.max()) == fine).all()
+    check_colours(page, found)
+    article = page.locator("article")
+    assert article.locator(".kept").inner_text() == (
+        "So that this file is small, attention is kept in 32 steps up to the largest "
+        "and as means of 2x2 patches."
+    )
+    row, column = np.divmod(fine.argmax(), columns)
+    place = f"most to rows {row + 1} to {row + 2}, columns {column + 1} to {column + 2}"
+    place = place.replace("rows 9 to 10", "row 9")
+    where = article.locator(".where").inner_text()
+    assert where.startswith(f"From the patch in row 9, column 10: {place}, ")
+    assert re.search(r"\d % a patch; to \[CLS\] ", where)
+    assert page.locator("#whose").is_hidden()

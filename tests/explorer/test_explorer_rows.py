@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vit_jax import models
 from vit_jax.analysis import attention, rollout
 from vit_jax.errors import UserError
 from vit_jax.evaluation import network, prediction
 from vit_jax.explorer import subject
 from vit_jax.explorer.rows import Rows
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess
 
 
 def read(data, layers, maps, extra, patches, steps=255):
@@ -59,6 +58,40 @@ def test_a_row_of_zeros_stays_one():
     assert not read(rows.of(1), 1, 1, 0, 3).any()
 
 
+@pytest.mark.parametrize("side", [2, 3])
+def test_blocks_have_the_mean_of_their_patches(side):
+    grid, extra = (5, 7), 2
+    rows = Rows.empty(tokens=37, extra=extra, layers=2, maps=3)
+    for layer, values in enumerate(uneven(np.random.default_rng(1), 2, 3, 37, 37)):
+        rows.put(layer, values)
+    rows.levels[4, 1, 2] = 0
+    down, across = (-(-count // side) for count in grid)
+    pooled = rows.pooled(grid, side)
+    assert (pooled.pool, pooled.levels.shape) == (side, (37, 2, 3, down * across))
+    for query in (0, 4, 36):
+        fine = read(rows.of(query), 2, 3, extra, 35)
+        found = read(pooled.of(query), 2, 3, extra, down * across)
+        # Scales have 8 bits from the first that is not 0.
+        np.testing.assert_allclose(found[..., :2], fine[..., :2], rtol=2**-8)
+        patches = fine[..., 2:].reshape(2, 3, *grid)
+        expected = np.stack(
+            [
+                patches[:, :, y : y + side, x : x + side].mean((2, 3))
+                for y in range(0, grid[0], side)
+                for x in range(0, grid[1], side)
+            ],
+            axis=-1,
+        )
+        peak = expected.max(-1, keepdims=True)
+        error = abs(found[..., 2:] - expected)
+        assert (error <= (0.51 / 255 + 2**-8) * peak).all()
+
+
+def test_fewer_steps_of_blocks_are_still_blocks():
+    _, seen = explored.made((5, 7), layers=1, heads=1)
+    assert seen.rows.pooled((5, 7), 2).coarser(7).pool == 2
+
+
 def everything(found, pretrained):
     """Returns the attention of all layers by `analysis`, and the network's input."""
     model, params = network.fit(pretrained, pretrained.preprocess)
@@ -87,12 +120,51 @@ def test_a_subject_keeps_the_attention_of_the_analysis(
             assert (abs(row[layer] - expected) <= 0.51 / 255 * peak + 1e-6).all()
 
 
-def test_the_classes_are_those_of_predict(subjects, first, photograph):
-    found = subjects[0].see(photograph, "photograph")
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_the_classes_are_those_of_predict(first, photograph, loss):
+    given = dataclasses.replace(first, loss=loss)
+    names = "one", "two", "three", "four", "five"
+    opened = subject.Subject(given, preprocess=given.preprocess, class_names=names)
+    found = opened.see(photograph, "photograph").classes
+    classifier = prediction.Classifier(given, class_names=names)
     [(_, expected)] = prediction.predict(
-        prediction.Classifier(first), [("photograph", photograph)], batch_size=1
+        classifier, [("photograph", photograph)], batch_size=1
     )
-    assert found.classes == expected
+    assert [one.label for one in found] == [one.label for one in expected]
+    assert [one.name for one in found] == [one.name for one in expected]
+    probabilities = [one.probability for one in expected]
+    np.testing.assert_allclose(
+        [one.probability for one in found], probabilities, atol=1e-5
+    )
+    # Far from each other, or the order would be a matter of chance.
+    assert abs(np.diff(probabilities)).min() > 1e-4
+
+
+def test_names_that_are_too_few(first):
+    with pytest.raises(
+        UserError, match="there are 2 class names, but .* has 5 classes"
+    ):
+        subject.Subject(first, preprocess=first.preprocess, class_names=("a", "b"))
+
+
+def test_the_attention_of_one_layer_is_there_at_a_time(
+    subjects, photograph, monkeypatch
+):
+    def count():
+        return sum(array.shape == (1, 3, 16, 16) for array in jax.live_arrays())
+
+    inside, before, counts = models.Model.inside, count(), []
+
+    def watched(self, params, images):
+        def layer(found):
+            counts.append(count() - before)
+            return found
+
+        return map(layer, inside(self, params, images))
+
+    monkeypatch.setattr(models.Model, "inside", watched)
+    subjects[0].see(photograph, "photograph")
+    assert counts == [1, 1, 1, 1]
 
 
 def test_without_a_classifier_there_are_no_classes(subjects, photograph):
@@ -134,27 +206,3 @@ def test_attention_that_is_not_finite_is_told(second, photograph):
     found = subject.Subject(given, preprocess=given.preprocess)
     with pytest.raises(UserError, match="tiny2's output for photograph is not finite"):
         found.see(photograph, "photograph")
-
-
-@pytest.mark.parametrize(
-    "preprocess",
-    [
-        Preprocess((20, 30), crop_fraction=0.8),
-        Preprocess((30, 20), crop_fraction=1.0),
-        Preprocess((30, 20), squash=True, crop_fraction=0.9),
-        Preprocess((24, 24)),
-    ],
-)
-def test_the_box_is_what_the_crop_keeps(preprocess):
-    # Red grows from top to bottom, green from left to right.
-    height, width = 83, 131
-    y, x = (np.arange(side) + 0.5 for side in (height, width))
-    red, green = np.meshgrid(255 * y / height, 255 * x / width, indexing="ij")
-    image = np.stack([red, green, red], -1).round().astype(np.uint8)
-    kept = preprocessing.prepare(image, preprocess)
-    top, left, bottom, right = subject.box((height, width), preprocess)
-    rows, columns = preprocess.image_size
-    for i, (start, end) in ((0, (top, bottom)), (1, (left, right))):
-        middles = kept[rows // 2, :, 1] if i else kept[:, columns // 2, 0]
-        places = start + (np.arange(len(middles)) + 0.5) / len(middles) * (end - start)
-        np.testing.assert_allclose(middles / 255, places, atol=0.02)

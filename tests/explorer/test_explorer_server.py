@@ -1,15 +1,19 @@
 """What the explorer's server answers, and to whom."""
 
+import concurrent.futures
 import http.client
 import json
 import re
 import socket
+import threading
+import time
 import urllib.parse
 
 import explored
 import numpy as np
 import pytest
 
+from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.explorer import access, images, server, session
 from vit_jax.explorer.images import Refused
@@ -69,6 +73,7 @@ def test_the_page_may_do_nothing_but_ask_its_own_server(ask):
             "rows.js",
             "source.js",
             "overview.js",
+            "thumbnails.js",
             "pane.js",
             "main.js",
         )
@@ -194,6 +199,57 @@ def test_only_the_page_s_own_files_are_served(ask, path):
     assert "There is nothing at" in sentence(ask("GET", path), 404)
 
 
+@pytest.mark.parametrize(
+    ("line", "more", "status", "reason"),
+    [
+        (b"GET http://[/ HTTP/1.1", b"", b"400", b"'http://[/' is no address."),
+        (b"POST //[x/api/see HTTP/1.1", b"", b"404", b"There is nothing at"),
+        (b"GET /api/about HTTP/1.1", b"Origin: http://[x\r\n", b"403", b"other sites"),
+    ],
+)
+def test_malformed_addresses_are_refused(served, capfd, line, more, status, reason):
+    request = line + b"\r\nHost: localhost\r\n" + more + b"\r\n"
+    answer = raw(served, request)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert reason in answer
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "line", [b"POST /api/open?name=one.png", b"GET /api/about", b"GET /main.js"]
+)
+def test_a_body_that_nobody_asked_for_is_no_second_request(served, line):
+    body = b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    length = str(len(body)).encode()
+    answer = raw(
+        served,
+        line
+        + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+        + length
+        + b"\r\n\r\n"
+        + body,
+    )
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"Connection: close\r\n" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_body_of_unknown_length_ends_the_connection(served):
+    answer = raw(
+        served,
+        b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+        b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    )
+    assert answer.count(b"HTTP/1.1 200 ") == 1
+
+
+def test_a_connection_serves_many_requests(ask, served, photograph):
+    for _ in range(2):  # Of which each has read its body.
+        assert "Connection" not in ask("POST", "/api/see?name=x", photograph)[1]
+        assert "Connection" not in ask("GET", "/api/about")[1]
+
+
 def test_methods(ask, key):
     assert sentence(ask("GET", "/api/open?name=one.png"), 404)
     assert sentence(ask("POST", f"/api/row?image={key}&model=0&query=0"), 404)
@@ -266,13 +322,37 @@ def test_a_failure_is_told(served, monkeypatch, capfd):
     assert "ZeroDivisionError: of a test" in capfd.readouterr().err
 
 
-def test_a_diverged_model_is_told(ask, subjects, monkeypatch):
+def test_a_diverged_model_is_told(ask, monkeypatch):
     def nothing(*_):
-        return np.full((1, 5), np.nan, np.float32)
+        return {"logits": np.full((1, 5), np.nan, np.float32)}
 
-    monkeypatch.setattr(type(subjects[0]._classifier), "logits", nothing)
+    monkeypatch.setattr(models.Model, "finish", nothing)
     answer = ask("POST", "/api/see?name=x", explored.picture(8))
     assert "tiny1's output for x is not finite" in sentence(answer, 500)
+
+
+def test_requests_at_once_share_what_is_computed():
+    subject, seen = explored.made((3, 5), layers=2, heads=2)
+    calls, start = [], threading.Barrier(8)
+
+    def see(data, name):
+        calls.append(data)
+        time.sleep(0.05)  # The others come meanwhile.
+        return seen
+
+    subject.see = see
+    held = session.Session([subject])
+
+    def ask_for(data):
+        start.wait()
+        return held.see(data, "x")["key"]
+
+    one, two = explored.picture(1), explored.picture(2)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        keys = list(pool.map(ask_for, 4 * [one, two]))
+    assert sorted(calls) == sorted([one, two])
+    assert len(set(keys)) == 2
+    assert all(held.seen(key, 0) is seen for key in keys)
 
 
 def test_the_oldest_images_are_given_up(subjects):

@@ -293,3 +293,27 @@ def test_pixels_equal_those_of_hugging_face(picture, interpolation):
             preprocessing.prepare(encoded(image), preprocess),
             theirs.transpose(1, 2, 0),
         )
+
+
+@pytest.mark.parametrize(
+    "preprocess",
+    [
+        Preprocess((20, 30), crop_fraction=0.8),
+        Preprocess((30, 20), crop_fraction=1.0),
+        Preprocess((30, 20), squash=True, crop_fraction=0.9),
+        Preprocess((24, 24)),
+    ],
+)
+def test_the_box_is_what_is_kept(preprocess):
+    # Red grows from top to bottom, green from left to right.
+    height, width = 83, 131
+    y, x = (np.arange(side) + 0.5 for side in (height, width))
+    red, green = np.meshgrid(255 * y / height, 255 * x / width, indexing="ij")
+    image = np.stack([red, green, red], -1).round().astype(np.uint8)
+    kept = preprocessing.prepare(image, preprocess)
+    top, left, bottom, right = preprocessing.box((height, width), preprocess)
+    rows, columns = preprocess.image_size
+    for i, (start, end) in ((0, (top, bottom)), (1, (left, right))):
+        middles = kept[rows // 2, :, 1] if i else kept[:, columns // 2, 0]
+        places = start + (np.arange(len(middles)) + 0.5) / len(middles) * (end - start)
+        np.testing.assert_allclose(middles / 255, places, atol=0.02)

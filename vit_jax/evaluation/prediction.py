@@ -93,16 +93,54 @@ class Classifier:
         self, logits: Float[np.ndarray, " K"], topk: int
     ) -> tuple[Prediction, ...]:
         """Returns the most probable classes of an image, best first; at most all."""
-        logits = logits.astype(np.float64)
-        if self._sigmoid:
-            probabilities = np.exp(-np.logaddexp(0, -logits))
-        else:
-            powers = np.exp(logits - logits.max())
-            probabilities = powers / powers.sum()
-        best = np.argsort(-logits, kind="stable")[:topk]
-        return tuple(
-            Prediction(int(i), self._names[i], float(probabilities[i])) for i in best
+        return rank(logits, self._names, topk, sigmoid=self._sigmoid)
+
+
+def names_of(
+    pretrained: Pretrained, class_names: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Returns what a checkpoint's classes are called, in label order.
+
+    Args:
+      pretrained: what `weights.open_pretrained` returns.
+      class_names: names to use; the checkpoint's if empty, numbers if it has none.
+
+    Raises:
+      UserError: there is not one name a class.
+    """
+    classes = pretrained.options["classes"]
+    names = class_names or pretrained.class_names
+    if names and len(names) != classes:
+        raise UserError(
+            f"there are {len(names)} class names, but {pretrained.source} has "
+            f"{classes} classes: give --labels with one line a class"
         )
+    return names or tuple(f"class {i}" for i in range(classes))
+
+
+def rank(
+    logits: Float[np.ndarray, " K"],
+    names: tuple[str, ...],
+    topk: int,
+    *,
+    sigmoid: bool,
+) -> tuple[Prediction, ...]:
+    """Returns the most probable classes of an image, best first; at most all.
+
+    Args:
+      logits: of the image.
+      names: of the classes, as from `names_of`.
+      topk: how many.
+      sigmoid: whether classes were trained each by itself, not against each other.
+    """
+    logits = logits.astype(np.float64)
+    if sigmoid:
+        probabilities = np.exp(-np.logaddexp(0, -logits))
+    else:
+        powers = np.exp(logits - logits.max())
+        probabilities = powers / powers.sum()
+    best = np.argsort(-logits, kind="stable")[:topk]
+    return tuple(Prediction(int(i), names[i], float(probabilities[i])) for i in best)
 
 
 def names_of(

@@ -2,5 +2,5 @@
 
 subject.py opens a model and computes an image once; rows.py is the form in which
 attention is kept and sent; server.py answers the page in page/, which saved.py writes
-as one file.
+as one file; thumbnails.py has the small pictures of a folder.
 """

@@ -59,16 +59,24 @@ def check(headers: Message | Mapping[str, str], served: str, *, api: bool) -> No
         return
     origin = headers.get("Origin")
     site = headers.get("Sec-Fetch-Site", "same-origin")
-    foreign = origin is not None and urlsplit(origin).netloc != host
+    foreign = origin is not None and _place(origin) != host
     if foreign or site not in ("same-origin", "none"):
         raise Refused(403, "Pages of other sites may not ask this server.")
+
+
+def _place(origin: str) -> str:
+    """Returns the host and port of an origin, nothing if it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # As of brackets that are not closed.
+        return ""
 
 
 def _known(host: str, served: str) -> bool:
     """Returns whether a Host header names this server."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:  # As of brackets that are not closed.
+    except ValueError:
         return False
     try:
         ipaddress.ip_address(name)

@@ -5,7 +5,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from PIL import Image, ImageDraw, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from vit_jax.data import decode
 from vit_jax.errors import UserError
@@ -15,8 +15,6 @@ MAX_BYTES = 32 << 20
 MAX_PIXELS = 50_000_000
 MOST_NAMES = 2_000  # Of a folder; the page would be slow with more.
 KINDS = "JPEG, PNG, WebP, GIF, BMP or TIFF"
-
-_THUMBNAIL = 112  # Pixels of the longer side.
 
 
 class Refused(Exception):
@@ -102,19 +100,35 @@ class Folder:
           Refused: it is not there, not an image by its name, too large, or outside the
             folder when links are followed.
         """
-        path = self._resolve(name)
-        if path is None:
-            raise Refused(404, f"{name!r} is no image of the chosen folder.")
+        path = self._find(name)
         try:
             with path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise Refused(404, f"{name} cannot be read: {error.strerror}.") from error
+            raise _unreadable(error, name) from error
         if len(data) > MAX_BYTES:
             raise too_large(size, name)
         check(data, name)
         return data
+
+    def version(self, name: str) -> tuple[int, int]:
+        """Returns what an image's file has another of once it is changed.
+
+        Raises:
+          Refused: as of `read`.
+        """
+        try:
+            found = self._find(name).stat()
+        except OSError as error:
+            raise _unreadable(error, name) from error
+        return found.st_mtime_ns, found.st_size
+
+    def _find(self, name: str) -> pathlib.Path:
+        path = self._resolve(name)
+        if path is None:
+            raise Refused(404, f"{name!r} is no image of the chosen folder.")
+        return path
 
     def _walk(self) -> Iterator[str]:
         # Linked folders are not entered: one may lead anywhere, or round in circles.
@@ -136,15 +150,5 @@ class Folder:
         return path if inside and name.lower().endswith(inputs.SUFFIXES) else None
 
 
-def thumbnail(data: bytes) -> bytes:
-    """Returns a small JPEG of an image, a grey one with a word if it is damaged."""
-    side = (_THUMBNAIL, _THUMBNAIL)
-    try:
-        picture = Image.fromarray(decode.decode(data))
-        picture.thumbnail(side)
-    except decode.DamagedImage:
-        picture = Image.new("RGB", side, (128, 128, 128))
-        ImageDraw.Draw(picture).text((12, 48), "cannot be read", (255, 255, 255))
-    stream = io.BytesIO()
-    picture.save(stream, "JPEG", quality=80)
-    return stream.getvalue()
+def _unreadable(error: OSError, name: str) -> Refused:
+    return Refused(404, f"{name} cannot be read: {error.strerror}.")

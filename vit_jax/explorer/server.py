@@ -21,6 +21,7 @@ from vit_jax.errors import UserError
 from vit_jax.explorer import access, images, saved
 from vit_jax.explorer.images import MAX_BYTES, Refused
 from vit_jax.explorer.session import Session
+from vit_jax.explorer.thumbnails import Thumbnails
 
 _JSON, _BINARY = "application/json", "application/octet-stream"
 _SILENCE = 30  # Seconds after which a connection on which nothing comes is closed.
@@ -43,6 +44,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, session: Session, host: str, port: int):
         self.session, self.host, self.assets = session, host, saved.assets()
+        self.thumbnails = Thumbnails(session.folder) if session.folder else None
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -98,23 +100,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._answer({"/api/open": self._open, "/api/see": self._see})
 
     def _answer(self, routes) -> None:
-        address = urlsplit(self.path)
-        length = self.headers.get("Content-Length", "")
-        known = length.isascii() and length.isdecimal() and len(length) < 20
-        self.unread = int(length) if known else None  # Bytes of the body.
-        self.query = {
-            name: values[-1] for name, values in parse_qs(address.query).items()
-        }
-        api = address.path.startswith("/api/")
+        self._measure()
         try:
+            path = self._split()
+            api = path.startswith("/api/")
             access.check(self.headers, self.server.host, api=api)
-            asset = self.server.assets.get(address.path.lstrip("/") or saved.PAGE)
-            if address.path in routes:
-                self._send(200, *routes[address.path]())
+            asset = self.server.assets.get(path.lstrip("/") or saved.PAGE)
+            if path in routes:
+                self._send(200, *routes[path]())
             elif asset and self.command == "GET":
                 self._send(200, *asset)
             else:
-                raise Refused(404, f"There is nothing at {address.path[:99]}.")
+                raise Refused(404, f"There is nothing at {path[:99]}.")
         except Refused as error:
             self._refuse(error.status, error.sentence)
         except UserError as error:
@@ -125,11 +122,32 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(500, "The server failed; its terminal says how.")
             raise
 
+    def _measure(self) -> None:
+        """Finds out how long the body is."""
+        length = self.headers.get("Content-Length", "")
+        known = length.isascii() and length.isdecimal() and len(length) < 20
+        chunked = "Transfer-Encoding" in self.headers
+        self.length = int(length) if known and not chunked else None
+        self.unread = self.length or 0
+        if chunked or (length and not known):
+            self.close_connection = True  # Nobody knows where the next request begins.
+
+    def _split(self) -> str:
+        """Returns the path, and keeps the query."""
+        try:
+            address = urlsplit(self.path)
+            query = parse_qs(address.query)
+        except ValueError as error:  # As of brackets that are not closed.
+            raise Refused(400, f"{self.path[:99]!r} is no address.") from error
+        self.query = {name: values[-1] for name, values in query.items()}
+        return address.path
+
     def _about(self):
         return _json(self.server.session.about())
 
     def _thumbnail(self):
-        return "image/jpeg", images.thumbnail(self._from_folder())
+        self._check_folder()
+        return "image/jpeg", self.server.thumbnails.of(self.query.get("name", ""))
 
     def _picture(self):
         return "image/png", self._seen().picture
@@ -147,9 +165,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         name = self.query.get("name", "The image")[:200]
         return _json(self.server.session.see(self._body(name), name))
 
-    def _from_folder(self) -> bytes:
+    def _check_folder(self) -> None:
         if self.server.session.folder is None:
             raise Refused(404, "No folder was chosen: start with --images=FOLDER.")
+
+    def _from_folder(self) -> bytes:
+        self._check_folder()
         return self.server.session.folder.read(self.query.get("name", ""))
 
     def _seen(self):
@@ -164,7 +185,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return int(text)
 
     def _body(self, name: str) -> bytes:
-        size = self.unread
+        size = self.length
         if size is None:
             raise Refused(411, "The request does not say how long it is.")
         if size > MAX_BYTES:
@@ -178,13 +199,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _refuse(self, status: int, sentence: str) -> None:
         self.close_connection = True
         self._send(status, *_json({"error": sentence}))
-        # Whoever has not sent all of a request may not come to read its answer.
-        for _ in range(0, min(self.unread or 0, 4 * MAX_BYTES), _CHUNK):
-            if not self.rfile.read(min(_CHUNK, self.unread)):
-                break
-            self.unread -= _CHUNK
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
+        if self.unread:  # Or it would be taken for the next request.
+            self.close_connection = True
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -194,6 +212,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
+        # Whoever has not sent all of a request may not come to read its answer.
+        for _ in range(0, min(self.unread, 4 * MAX_BYTES), _CHUNK):
+            if not self.rfile.read(min(_CHUNK, self.unread)):
+                break
+            self.unread -= _CHUNK
 
 
 def _json(content: dict) -> tuple[str, bytes]:

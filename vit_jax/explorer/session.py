@@ -106,4 +106,5 @@ def summary(seen: Seen) -> dict:
         ],
         "box": seen.box,
         "steps": seen.rows.steps,
+        "pool": seen.rows.pool,
     }

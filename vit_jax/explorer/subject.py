@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 from PIL import Image
 
-from vit_jax.analysis import attention, rollout, subject
+from vit_jax.analysis import rollout, subject
 from vit_jax.data import decode
 from vit_jax.errors import UserError
 from vit_jax.evaluation import prediction
@@ -38,7 +38,7 @@ class Seen:
 
 
 class Subject:
-    """A checkpoint, ready to be looked into.
+    """A checkpoint, ready to be looked into; one pass gives attention and classes.
 
     Args:
       pretrained: what `weights.open_pretrained` returns.
@@ -60,13 +60,11 @@ class Subject:
         self.name = "/".join(pretrained.source.strip("/").split("/")[-2:])
         self._inside = subject.make(self.name, pretrained, preprocess)
         self._model = self._inside.model
-        # Computes nothing yet, but refuses a network without attention.
-        self._maps(self._black())
-        self._classifier = None
+        # Computes no layer yet, but refuses a network without attention.
+        self._layers(self._black())
+        self._names, self._sigmoid = (), pretrained.loss == "sigmoid"
         if pretrained.options["classes"]:
-            self._classifier = prediction.Classifier(
-                pretrained, preprocess=preprocess, class_names=class_names
-            )
+            self._names = prediction.names_of(pretrained, class_names)
         self.extra = ["CLS", "DIST"][: self._model.extra]  # In front of the patches.
 
     def describe(self) -> dict:
@@ -99,35 +97,44 @@ class Subject:
             pixels = self._inside.prepare(whole)
         except decode.DamagedImage as error:
             raise images.damaged(error, name) from error
+        rows, tokens = self._look(pixels, name)
         return Seen(
-            classes=self._classes(pixels, name),
-            box=box(whole.shape[:2], self._inside.preprocess),
+            classes=self._classes(tokens, name),
+            box=preprocessing.box(whole.shape[:2], self._inside.preprocess),
             picture=_png(pixels),
-            rows=self._rows(pixels, name),
+            rows=rows,
         )
 
     def warm_up(self) -> None:
         """Compiles what `see` computes."""
-        for compute in (self._classes, self._rows):
-            compute(self._black(), "a black image")
+        _, tokens = self._look(self._black(), "a black image")
+        self._classes(tokens, "a black image")
 
-    def _classes(self, pixels, name) -> tuple[prediction.Prediction, ...]:
-        if self._classifier is None:
-            return ()
-        logits = np.asarray(self._classifier.logits(pixels[None]))[0]
-        self._check(logits, name)
-        return self._classifier.rank(logits, TOPK)
-
-    def _rows(self, pixels: UInt8[np.ndarray, "h w c"], name: str) -> Rows:
+    def _look(
+        self, pixels: UInt8[np.ndarray, "h w c"], name: str
+    ) -> tuple[Rows, Float[Array, "1 N D"]]:
+        """Returns where all tokens look, and what they are after the last layer."""
         options, extra = self._model.options, len(self.extra)
-        tokens = extra + self._model.grid[0] * self._model.grid[1]
-        rows = Rows.empty(tokens, extra, options["depth"], options["heads"] + 1)
-        flow = None
-        for layer, maps in enumerate(self._maps(pixels)):
+        count = extra + self._model.grid[0] * self._model.grid[1]
+        rows = Rows.empty(count, extra, options["depth"], options["heads"] + 1)
+        layers, flow = self._layers(pixels), None
+        for depth in range(options["depth"]):
+            maps, tokens = next(layers)
             flow = rollout.step(flow, maps)
             self._check(flow, name)
-            rows.put(layer, np.concatenate([maps[0], flow]))
-        return rows
+            rows.put(depth, np.concatenate([maps[0], flow]))
+            del maps  # Before the next layer's are there.
+        return rows, tokens
+
+    def _classes(
+        self, tokens: Float[Array, "1 N D"], name: str
+    ) -> tuple[prediction.Prediction, ...]:
+        if not self._names:
+            return ()
+        outputs = self._model.finish(self._inside.params, tokens)
+        logits = np.asarray(outputs["logits"])[0]
+        self._check(logits, name)
+        return prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
 
     def _check(self, output: Float[Array | np.ndarray, "..."], name: str) -> None:
         if not np.isfinite(output).all():
@@ -136,36 +143,15 @@ class Subject:
                 "damaged, or diverged in training"
             )
 
-    def _maps(self, pixels: UInt8[np.ndarray, "h w c"]) -> Iterator[Array]:
+    def _layers(
+        self, pixels: UInt8[np.ndarray, "h w c"]
+    ) -> Iterator[tuple[Array, Array]]:
+        """Returns attention and tokens of each layer, computed when it is asked for."""
         inside = self._inside
-        return attention.maps(inside.model, inside.params, inside.images(pixels[None]))
+        return inside.model.inside(inside.params, inside.images(pixels[None]))
 
     def _black(self) -> UInt8[np.ndarray, "h w c"]:
         return np.zeros(self._model.image_shape, np.uint8)
-
-
-def box(
-    size: tuple[int, int], preprocess: Preprocess
-) -> tuple[float, float, float, float]:
-    """Returns which part of an image `weights.preprocess.prepare` keeps.
-
-    Args:
-      size: height and width of the image, in pixels.
-      preprocess: as of `prepare`.
-
-    Returns:
-      Top, left, bottom and right, as fractions of the height and width.
-    """
-    sides = preprocessing.resized(size, preprocess)
-    starts = [
-        round((side - kept) / 2) / side
-        for side, kept in zip(sides, preprocess.image_size, strict=True)
-    ]
-    ends = [
-        start + kept / side
-        for start, side, kept in zip(starts, sides, preprocess.image_size, strict=True)
-    ]
-    return (*starts, *ends)
 
 
 def _png(pixels: UInt8[np.ndarray, "h w c"]) -> bytes:

@@ -61,9 +61,8 @@ def prepare(
     if picture.size != (width, height):
         how = INTERPOLATIONS[preprocess.interpolation]
         picture = picture.resize((width, height), how)
-    # Halves round to even, as in torchvision's CenterCrop.
     rows, columns = preprocess.image_size
-    top, left = round((height - rows) / 2), round((width - columns) / 2)
+    top, left = _corner((height, width), preprocess)
     out = np.array(picture.crop((left, top, left + columns, top + rows)))
     return out[..., None] if channels == 1 else out
 
@@ -84,6 +83,32 @@ def resized(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
         return int(rows * height / short), int(rows * width / short)
     ratio = min(height / rows, width / columns)
     return round(height / ratio), round(width / ratio)
+
+
+def box(
+    size: tuple[int, int], preprocess: Preprocess
+) -> tuple[float, float, float, float]:
+    """Returns which part of an image `prepare` keeps.
+
+    Args:
+      size: height and width of the image, in pixels.
+      preprocess: as of `prepare`.
+
+    Returns:
+      Top, left, bottom and right, as fractions of the height and width. They may lie
+      beyond the image by the pixel that rounding took.
+    """
+    height, width = resized(size, preprocess)
+    rows, columns = preprocess.image_size
+    top, left = _corner((height, width), preprocess)
+    return top / height, left / width, (top + rows) / height, (left + columns) / width
+
+
+def _corner(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
+    """Returns top and left of the crop, in pixels of the resized image of `size`."""
+    rows, columns = preprocess.image_size
+    # Halves round to even, as in torchvision's CenterCrop.
+    return round((size[0] - rows) / 2), round((size[1] - columns) / 2)
 
 
 def edges(preprocess: Preprocess) -> tuple[int, int]:

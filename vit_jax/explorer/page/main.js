@@ -17,13 +17,18 @@ let drawn = 0;
 let asked = 0; // Images, of which the last counts.
 
 /** Changes what is shown; a click is answered when this is. */
-async function change(changes) {
+function change(changes) {
+  element("message").textContent = "";
+  return draw(changes);
+}
+
+async function draw(changes) {
   state = { ...state, ...changes };
   const wanted = state;
   try {
     await Promise.all(panes.map((pane) => pane.show(wanted)));
   } catch (error) {
-    tell(error);
+    if (wanted === state) tell(error);
     return;
   }
   if (wanted !== state) return;
@@ -31,9 +36,7 @@ async function change(changes) {
   const layer = Math.round(state.depth * (deepest - 1)) + 1;
   element("layer").value = layer;
   element("depth").textContent = `${layer} of ${deepest}`;
-  const patch = active.shown.asking.patch;
-  element("query").textContent =
-    patch === null ? "" : inWords(active.rowAndColumn(patch));
+  tellQuery();
   for (const button of element("extra").children) {
     button.setAttribute("aria-pressed", button.value === state.query.token);
   }
@@ -41,6 +44,21 @@ async function change(changes) {
     .map((pane) => `${pane.find(".which").textContent}. ${pane.words}`)
     .join(" ");
   document.body.dataset.drawn = ++drawn;
+}
+
+/** Has the keys mean the patches and heads of a pane. */
+function activate(pane) {
+  active = pane;
+  for (const each of panes) {
+    each.root.setAttribute("aria-current", each === pane && panes.length > 1);
+  }
+  if (pane.shown) tellQuery();
+}
+
+function tellQuery() {
+  const { patch } = active.shown.asking;
+  element("query").textContent =
+    patch === null ? "" : inWords(active.rowAndColumn(patch));
 }
 
 /** Shows an image. */
@@ -51,12 +69,15 @@ async function show(looking) {
   try {
     const seen = await looking;
     if (number !== asked) return;
-    await Promise.all(panes.map((pane) => pane.load(source, seen)));
+    const fetched = panes.map((pane) => pane.fetchPicture(source, seen));
+    const pictures = await Promise.all(fetched);
+    if (number !== asked) return; // Another image is to be shown by now.
+    panes.forEach((pane, i) => pane.take(source, seen, pictures[i]));
     element("subtitle").textContent = seen.name;
-    if (!state.query.token && !state.query.at) state.query = firstQuery();
+    const { query } = state;
     for (const id of ["controls", "keys"]) element(id).hidden = false;
     element("panes").hidden = false;
-    await change({});
+    await draw(query.token || query.at ? {} : { query: firstQuery() });
   } catch (error) {
     if (number === asked) tell(error);
   }
@@ -83,8 +104,9 @@ function tell(error) {
 }
 
 const chosen = {
+  pane: activate,
   patch(pane, patch) {
-    active = pane;
+    activate(pane);
     change({ query: { at: pane.placeOf(patch) } });
   },
   kind(kind) {
@@ -187,21 +209,24 @@ function listenForImages() {
 /** Puts the images of the folder in a row. */
 function addThumbnails({ images, more }) {
   element("folder").hidden = images.length === 0;
+  const thumbnails = new Thumbnails(element("folder"));
   for (const name of images) {
     const button = document.createElement("button");
     const image = document.createElement("img");
     Object.assign(button, { type: "button", title: name });
-    Object.assign(image, { alt: name, loading: "lazy", src: source.thumbnailOf(name) });
+    image.alt = name;
     button.append(image);
     button.addEventListener("click", () => show(source.open(name)));
     element("folder").append(button);
+    thumbnails.add(image, source.thumbnailOf(name));
   }
   if (more) element("folder").append(`The first ${images.length} images are shown.`);
 }
 
 function addPanes(models) {
   panes = models.map((model, number) => new Pane(number, model, chosen));
-  active = panes[0];
+  activate(panes[0]);
+  element("whose").hidden = panes.length === 1;
   element("panes").replaceChildren(...panes.map((pane) => pane.root));
   element("layer").max = Math.max(...models.map((model) => model.layers));
   const names = new Set(models.flatMap((model) => model.extra));

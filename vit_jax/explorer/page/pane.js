@@ -3,14 +3,15 @@
 const SHARP = 96; // Pictures of fewer pixels show their pixels as they are.
 const CANVAS = 672; // Pixels of a map's longer side, at least.
 const KEPT = 600; // Rows, of the last queries.
+const FINEST = 255; // Steps of attention, see rows.py.
 
 /** One model on the page: its map, its classes, its heads and layers. */
 class Pane {
   /**
    * @param {number} number of the model.
    * @param {object} model as about() describes it.
-   * @param {object} chosen what is called: patch(pane, patch), kind(kind) and
-   *   layer(pane, layer).
+   * @param {object} chosen what is called: pane(pane), patch(pane, patch), kind(kind)
+   *   and layer(pane, layer).
    */
   constructor(number, model, chosen) {
     Object.assign(this, { number, model, chosen, kinds: kinds(model) });
@@ -29,6 +30,9 @@ class Pane {
       this.chosen.kind(kind);
       this.chosen.layer(this, layer);
     });
+    for (const reached of ["focusin", "pointerdown"]) {
+      this.root.addEventListener(reached, () => chosen.pane(this));
+    }
     this.map.addEventListener("click", (event) => {
       const [rows, columns] = model.grid;
       const [y, x] = share(event, this.map);
@@ -50,16 +54,24 @@ class Pane {
     });
   }
 
-  /** Takes another image: what the models made of it, and where to ask for more. */
-  async load(source, seen) {
-    Object.assign(this, { source, seen, rows: new Map() });
+  /** Fetches the picture of what the model saw of an image. */
+  async fetchPicture(source, seen) {
     const image = new Image();
     image.src = source.pictureOf(seen, this.number);
     await image.decode();
-    this.image = image;
-    const classes = seen.models[this.number].classes;
+    return image;
+  }
+
+  /**
+   * Takes another image: what the models made of it, where to ask for more, and its
+   * picture. All at once, so that none has the attention of another.
+   */
+  take(source, seen, image) {
+    Object.assign(this, { source, seen, image, rows: new Map() });
+    const { classes, steps, pool } = seen.models[this.number];
     this.find(".top").hidden = classes.length === 0;
     this.find(".classes").replaceChildren(...classes.map(classItem));
+    this.find(".kept").textContent = keptInWords(steps, pool);
   }
 
   /** Returns the number of the token that asks, and of the patch, if it is one. */
@@ -118,13 +130,28 @@ class Pane {
   }
 
   row(token) {
-    if (!this.rows.has(token)) {
-      if (this.rows.size === KEPT) this.rows.delete(this.rows.keys().next().value);
+    const rows = this.rows;
+    if (!rows.has(token)) {
+      if (rows.size === KEPT) rows.delete(rows.keys().next().value);
       const row = this.source.row(this.seen, this.number, this.model, token);
-      row.catch(() => this.rows.delete(token)); // So that it is asked for again.
-      this.rows.set(token, row);
+      row.catch(() => rows.delete(token)); // So that it is asked for again.
+      rows.set(token, row);
     }
-    return this.rows.get(token);
+    return rows.get(token);
+  }
+
+  /** Names a patch, or the block of patches that it is kept with. */
+  blockInWords(patch) {
+    const { pool } = this.seen.models[this.number];
+    if (pool === 1) return inWords(this.rowAndColumn(patch));
+    return this.rowAndColumn(patch)
+      .map((place, axis) => {
+        const first = place - (place % pool) + 1;
+        const last = Math.min(first + pool - 1, this.model.grid[axis]);
+        const name = ["row", "column"][axis];
+        return first === last ? `${name} ${first}` : `${name}s ${first} to ${last}`;
+      })
+      .join(", ");
   }
 
   paintMap({ opacity, smooth, clip }) {
@@ -166,7 +193,7 @@ class Pane {
   tell({ query, clip }) {
     const { patches, extra, asking, layer, kind } = this.shown;
     const peak = Math.max(...patches);
-    const [row, column] = this.rowAndColumn(patches.indexOf(peak));
+    const { pool } = this.seen.models[this.number];
     const asks =
       asking.patch === null
         ? `[${query.token}]`
@@ -181,14 +208,24 @@ class Pane {
     this.find(".which").textContent =
       `Layer ${layer + 1} of ${this.model.layers}: ${nameOf(kind)}`;
     this.words =
-      `From ${asks}${absent}: most to ${inWords([row, column])}, ${percent(peak)}` +
-      `${others}.`;
+      `From ${asks}${absent}: most to ${this.blockInWords(patches.indexOf(peak))}, ` +
+      `${percent(peak)}${pool > 1 ? " a patch" : ""}${others}.`;
     this.find(".where").textContent = this.words;
   }
 }
 
 function inWords([row, column]) {
   return `row ${row + 1}, column ${column + 1}`;
+}
+
+/** Tells how attention was made smaller for a file; nothing if it was not. */
+function keptInWords(steps, pool) {
+  const ways = [];
+  if (steps < FINEST) ways.push(`in ${steps + 1} steps up to the largest`);
+  if (pool > 1) ways.push(`as means of ${pool}x${pool} patches`);
+  return ways.length
+    ? `So that this file is small, attention is kept ${ways.join(" and ")}.`
+    : "";
 }
 
 /** Returns a line of the list of classes. */

@@ -10,19 +10,21 @@ const FUSED = ["mean", "maximum", "rollout"];
  * @param {Float32Array} scales a layer, a map: attention to the extra tokens and the
  *   largest to a patch.
  * @param {Uint8Array} levels a layer, a map: attention to the patches.
- * @param {number} steps the level of the largest.
+ * @param {object} kept how attention is: steps is the level of the largest, pool the
+ *   side of the blocks of patches that have one level together.
  */
 class Row {
-  constructor(model, scales, levels, steps) {
-    Object.assign(this, { model, scales, levels, steps });
-    this.patches = model.grid[0] * model.grid[1];
+  constructor(model, scales, levels, kept) {
+    Object.assign(this, { model, scales, levels, steps: kept.steps });
+    this.blocks = blockOfPatches(model.grid, kept.pool);
+    this.count = countBlocks(model.grid, kept.pool);
   }
 
   /** Reads what the server sends. */
-  static parse(model, buffer, steps) {
+  static parse(model, buffer, kept) {
     const count = model.layers * (model.heads + 1) * (model.extra.length + 1);
     const levels = new Uint8Array(buffer, 4 * count);
-    return new Row(model, new Float32Array(buffer, 0, count), levels, steps);
+    return new Row(model, new Float32Array(buffer, 0, count), levels, kept);
   }
 
   /**
@@ -41,15 +43,28 @@ class Row {
 
   single(layer, index) {
     const place = layer * (this.model.heads + 1) + index;
-    const [width, count] = [this.model.extra.length + 1, this.patches];
+    const [width, count] = [this.model.extra.length + 1, this.count];
     const scales = this.scales.subarray(place * width, (place + 1) * width);
     const levels = this.levels.subarray(place * count, (place + 1) * count);
     const unit = scales[width - 1] / this.steps;
-    return {
-      patches: Float32Array.from(levels, (level) => level * unit),
-      extra: scales.subarray(0, width - 1),
-    };
+    const patches = new Float32Array(this.blocks.length);
+    for (let i = 0; i < patches.length; i++) patches[i] = levels[this.blocks[i]] * unit;
+    return { patches, extra: scales.subarray(0, width - 1) };
   }
+}
+
+/** Returns how many blocks a grid of patches is divided into. */
+function countBlocks([rows, columns], pool) {
+  return Math.ceil(rows / pool) * Math.ceil(columns / pool);
+}
+
+/** Returns the number of each patch's block. */
+function blockOfPatches([rows, columns], pool) {
+  const across = Math.ceil(columns / pool);
+  return Uint32Array.from({ length: rows * columns }, (_, patch) => {
+    const [row, column] = [Math.floor(patch / columns), patch % columns];
+    return Math.floor(row / pool) * across + Math.floor(column / pool);
+  });
 }
 
 /** Returns the mean or the maximum of maps. */

@@ -33,7 +33,7 @@ class Server {
   async row(seen, number, model, query) {
     const address = `api/row?image=${seen.key}&model=${number}&query=${query}`;
     const answer = await this.fetch(address);
-    return Row.parse(model, await answer.arrayBuffer(), seen.models[number].steps);
+    return Row.parse(model, await answer.arrayBuffer(), seen.models[number]);
   }
 
   async json(address, options) {
@@ -74,8 +74,8 @@ class Saved {
 
   async row(seen, number, model, query) {
     const buffer = await this.unpacked[number];
-    const patches = model.grid[0] * model.grid[1];
-    const tokens = patches + model.extra.length;
+    const kept = seen.models[number];
+    const tokens = countBlocks(model.grid, 1) + model.extra.length;
     const maps = model.layers * (model.heads + 1);
     const width = model.extra.length + 1;
     // Layers and maps come before queries here.
@@ -89,8 +89,8 @@ class Saved {
       }
       return row;
     };
-    const steps = seen.models[number].steps;
-    return new Row(model, of(scales, width), of(levels, patches), steps);
+    const blocks = of(levels, countBlocks(model.grid, kept.pool));
+    return new Row(model, of(scales, width), blocks, kept);
   }
 }
 

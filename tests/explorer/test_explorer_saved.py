@@ -1,0 +1,78 @@
+"""The page of one image as one file: as fine as its size allows, or refused."""
+
+import json
+import re
+
+import explored
+import pytest
+
+from vit_jax.errors import UserError
+from vit_jax.explorer import saved
+
+
+@pytest.fixture
+def made():
+    """Two models of more and of fewer patches, and what they saw."""
+    pairs = [explored.made((13, 12), 2, 1, seed=1), explored.made((3, 5), 2, 3, seed=2)]
+    return tuple(map(list, zip(*pairs, strict=True)))
+
+
+def kept(path):
+    """Returns how a file says that it keeps attention."""
+    state = json.loads(re.search(r'id="saved">(.+?)</script>', path.read_text())[1])
+    return [(model["steps"], model["pool"]) for model in state["seen"]["models"]]
+
+
+def test_a_file_is_never_larger_than_it_may_be(made, tmp_path, monkeypatch):
+    path, ways = tmp_path / "x.html", []
+    monkeypatch.setattr(saved, "_SAMPLE", 3)
+    limit = 10**7
+    with pytest.raises(UserError, match="however coarse its attention"):
+        while True:
+            monkeypatch.setattr(saved, "MAX_BYTES", limit)
+            size, steps, pool = saved.write(str(path), *made, "x")
+            assert path.stat().st_size == size <= limit
+            # 3x5 patches are few enough.
+            assert kept(path) == [(steps, pool), (steps, 1)]
+            ways.append((pool, -steps))
+            limit = size - 1
+    assert ways == sorted(set(ways))  # Ever coarser, steps first.
+    assert ways[0] == (1, -255)
+    assert ways[-1] == (3, -3)
+    assert {pool for pool, _ in ways} == {1, 2, 3}
+    assert [each.name for each in tmp_path.iterdir()] == ["x.html"]
+
+
+def test_what_cannot_be_small_is_not_written(made, tmp_path, monkeypatch):
+    path = tmp_path / "x.html"
+    path.write_text("old")
+    monkeypatch.setattr(saved, "MAX_BYTES", 50_000)
+    reason = (
+        r"--html=.*x\.html would have 0\.\d MB, more than 0\.05, however coarse its "
+        "attention: set a smaller --resolution, or leave out --compare"
+    )
+    with pytest.raises(UserError, match=reason):
+        saved.write(str(path), *made, "x")
+    assert path.read_text() == "old"
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(made, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "x.html"
+    path.write_text("old")
+    monkeypatch.setattr(type(saved.epath.Path("x")), "write_bytes", full)
+    with pytest.raises(UserError, match="cannot be written: .*No space left"):
+        saved.write(str(path), *made, "x")
+    assert path.read_text() == "old"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "heads"), [(12, 12), (24, 16)])
+def test_large_models_at_384_pixels(layers, heads, tmp_path):
+    subject, seen = explored.made((24, 24), layers, heads)
+    path = tmp_path / "x.html"
+    written = saved.write(str(path), [subject], [seen], "x")
+    assert path.stat().st_size == written.size <= 5_000_000
+    assert written.pool in (2, 3, 4)
