@@ -96,28 +96,6 @@ class Classifier:
         return rank(logits, self._names, topk, sigmoid=self._sigmoid)
 
 
-def names_of(
-    pretrained: Pretrained, class_names: tuple[str, ...] = ()
-) -> tuple[str, ...]:
-    """Returns what a checkpoint's classes are called, in label order.
-
-    Args:
-      pretrained: what `weights.open_pretrained` returns.
-      class_names: names to use; the checkpoint's if empty, numbers if it has none.
-
-    Raises:
-      UserError: there is not one name a class.
-    """
-    classes = pretrained.options["classes"]
-    names = class_names or pretrained.class_names
-    if names and len(names) != classes:
-        raise UserError(
-            f"there are {len(names)} class names, but {pretrained.source} has "
-            f"{classes} classes: give --labels with one line a class"
-        )
-    return names or tuple(f"class {i}" for i in range(classes))
-
-
 def rank(
     logits: Float[np.ndarray, " K"],
     names: tuple[str, ...],
