@@ -23,6 +23,8 @@ extensions = [
 
 html_theme = "furo"
 html_title = "vit_jax"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 smartquotes = False  # Quotes are often code: "" is an empty string.

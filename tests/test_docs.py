@@ -278,6 +278,29 @@ def test_links_within_the_project_lead_somewhere(path):
             assert anchor in anchors(target), link
 
 
+def test_the_list_of_commands_says_what_runs_each():
+    text = """
+[[command]]
+line = "a --b"
+more = "--c=1"
+[[command]]
+line = "d"
+test = "tests/e.py::f"
+with = "a stand-in"
+[[command]]
+line = "g"
+reason = "it needs h"
+"""
+    assert generated.commands(text).splitlines() == [
+        "- `a --b`\\",
+        "  `tests/test_docs.py`, with `--c=1` added",
+        "- `d`\\",
+        "  `tests/e.py::f`, with a stand-in",
+        "- `g`\\",
+        "  not run: it needs h",
+    ]
+
+
 def test_links_out_of_the_site_lead_to_the_repository():
     text = "[a](../launch), [b](../notebooks/quickstart.ipynb), [c](api.md#models)"
     assert generated.links(text) == (

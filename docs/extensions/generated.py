@@ -21,12 +21,12 @@ def setup(app) -> dict:
 
 
 def commands(text: str) -> str:
-    """Returns a table of the commands on the site, and of what runs each.
+    """Returns a list of the commands on the site, and of what runs each.
 
     Args:
       text: of commands.toml.
     """
-    lines = ["| command | where it is run |", "|---|---|"]
+    lines = []
     for entry in tomllib.loads(text)["command"]:
         if "test" in entry:
             how = f"`{entry['test']}`"
@@ -36,8 +36,7 @@ def commands(text: str) -> str:
         else:
             how = "`tests/test_docs.py`"
             how += f", with `{entry['more']}` added" if entry.get("more") else ""
-        command = entry["line"].replace("|", "\\|")
-        lines.append(f"| `{command}` | {how} |")
+        lines += [f"- `{entry['line']}`\\", f"  {how}"]  # Too wide for a table.
     return "\n".join(lines)
 
 
