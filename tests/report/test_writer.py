@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from etils import epath
 
-from vit_jax.report.writer import MetricWriter
+from vit_jax.report.writer import MetricWriter, replace_bytes
 
 
 def lines(folder):
@@ -62,3 +63,10 @@ def test_pytorch_is_not_imported_where_it_is_installed_and_can_be_later(tmp_path
         check=True,
     )
     assert done.stdout.split("\n")[:2] == ["no", "PyTorch is imported"]
+
+
+def test_what_cannot_be_replaced_leaves_nothing_behind(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        replace_bytes(epath.Path(tmp_path / "folder"), b"content")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -116,10 +116,11 @@ def region(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int, int
       size: height and width of the image before it is prepared, in pixels.
       preprocess: with which it is.
     """
-    resized = preprocessing.resized(size, preprocess)
-    parts = []
-    for side, after, crop in zip(size, resized, preprocess.image_size, strict=True):
-        start = round((after - crop) / 2)
-        parts.append((round(start * side / after), round(crop * side / after)))
-    (top, height), (left, width) = parts
-    return top, left, height, width
+    height, width = size
+    top, left, bottom, right = preprocessing.box(size, preprocess)
+    return (
+        round(top * height),
+        round(left * width),
+        round((bottom - top) * height),
+        round((right - left) * width),
+    )

@@ -146,8 +146,13 @@ def replace_text(path: epath.Path, text: str) -> None:
 def replace_bytes(path: epath.Path, content: bytes) -> None:
     """Does as `replace_text`."""
     new = path.parent / f".{path.name}.new"
-    new.write_bytes(content)
-    new.replace(path)
+    try:
+        new.write_bytes(content)
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
 
 
 def _parse(line: bytes) -> dict | None:
