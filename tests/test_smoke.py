@@ -22,7 +22,6 @@ RECIPES = sorted(
     for path in (ROOT / "configs").glob("*.py")
     if path.stem not in ("__init__", "common")
 )
-FAST = ("digits_finetune",)  # Resize, SGD and softmax; others with `-m slow`.
 # With `:quick` these are another recipe with other numbers: b16_i21k or b16_i1k.
 ALIKE = ("b32_i21k", "l16_i21k", "l32_i21k", "b32_i1k", "l16_i1k", "l32_i1k", "h14_i1k")
 
@@ -49,14 +48,8 @@ def test_recipe_initialises(recipe):
     assert float(rate(total)) <= 1e-5 < config.optim.rate
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        recipe if recipe in FAST else pytest.param(recipe, marks=pytest.mark.slow)
-        for recipe in RECIPES
-        if recipe not in ALIKE
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [x for x in RECIPES if x not in ALIKE])
 def test_recipe_takes_three_steps_on_made_data(recipe, tmp_path):
     config = configuration.load(f"{ROOT}/configs/{recipe}.py:quick")
     report = loop.train(config, tmp_path)

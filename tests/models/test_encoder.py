@@ -90,7 +90,8 @@ def test_scan_in_bfloat16_is_as_near_to_float32_as_unrolled_blocks_are():
     assert off < 0.05 and off < 1.5 * also
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, ["plain"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_scan_gives_the_values_and_gradients_of_unrolled_blocks(kind):
     unrolled, scanned = (build(**KINDS[kind], scan=scan) for scan in (False, True))
     params = filled(jax.jit(unrolled.init)(jax.random.key(0)))
