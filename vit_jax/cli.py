@@ -129,6 +129,40 @@ def image_flags(flags: argparse.Namespace) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def open_weights(flags: argparse.Namespace, place: str = ""):
+    """Opens weights for a verb, which has a flag --labels besides `add_weights_flags`.
+
+    Args:
+      flags: from `parse`.
+      place: a checkpoint beside --model: the flags on images and classes are not for it.
+
+    Returns:
+      The checkpoint, how its images are prepared, and the class names of --labels, empty
+      without. What had to be guessed is told on stderr.
+
+    Raises:
+      UserError: the weights or the class names cannot be read.
+    """
+    from vit_jax.evaluation import network, prediction
+
+    place = place or flags.model
+    own = place == flags.model
+    names = prediction.read_labels(flags.labels) if own and flags.labels else ()
+    found, preprocess = network.open_weights(
+        place,
+        image_flags(flags) if own else {},
+        average=not flags.raw,
+        heads=flags.heads,
+        tell=tell,
+    )
+    return found, preprocess, names
+
+
+def tell(line: str) -> None:
+    """Prints a line on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def positive(text: str) -> int:
     """Reads a flag's whole number from 1 on."""
     if not text.isdecimal() or int(text) < 1:

@@ -10,7 +10,6 @@ ends it. --html=FILE --image=IMAGE writes the page of one image as one file to s
 
 import argparse
 import os
-import sys
 
 from vit_jax import cli
 from vit_jax.errors import UserError
@@ -33,7 +32,7 @@ def main(flags: argparse.Namespace) -> None:
 
     folder = Folder(flags.images) if flags.images else None
     if uncached := compilation_cache.enable():
-        _tell(uncached)
+        cli.tell(uncached)
     places = [flags.model, flags.compare] if flags.compare else [flags.model]
     subjects = [open_subject(flags, place) for place in places]
     if flags.html:
@@ -71,7 +70,7 @@ def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
 
     with Server(Session(subjects, folder), flags.host, flags.port) as server:
         if not access.loopback(flags.host):
-            _tell(
+            cli.tell(
                 f"--host={flags.host}: whoever reaches this computer can use the page, "
                 "and see the images of --images; there is no password"
             )
@@ -82,29 +81,15 @@ def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            _tell("ended")
+            cli.tell("ended")
 
 
 def open_subject(flags: argparse.Namespace, place: str):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
-    from vit_jax.evaluation import network, prediction
     from vit_jax.explorer.subject import Subject
 
-    first = place == flags.model
-    found, preprocess = network.open_weights(
-        place,
-        cli.image_flags(flags) if first else {},
-        average=not flags.raw,
-        heads=flags.heads,
-        tell=_tell,
-    )
-    labels = flags.labels if first else ""
-    classes = prediction.read_labels(labels) if labels else ()
+    found, preprocess, classes = cli.open_weights(flags, place)
     return Subject(found, preprocess=preprocess, class_names=classes)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def parser() -> cli.Parser:

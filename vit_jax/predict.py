@@ -10,7 +10,6 @@ input or no image at all.
 """
 
 import argparse
-import functools
 import os
 import sys
 
@@ -32,7 +31,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.report import predictions as layout
 
     if uncached := compilation_cache.enable():
-        print(uncached, file=sys.stderr, flush=True)
+        cli.tell(uncached)
     results = prediction.predict(
         open_classifier(flags), images, batch_size=flags.batch_size, topk=flags.topk
     )
@@ -44,7 +43,7 @@ def main(flags: argparse.Namespace) -> int:
         stream.reconfigure(errors="backslashreplace")
     for name, result in results:
         if isinstance(result, str):
-            print(f"{name}: {result}", file=sys.stderr, flush=True)
+            cli.tell(f"{name}: {result}")
             code = EXIT_DAMAGED
             continue
         try:
@@ -58,16 +57,9 @@ def main(flags: argparse.Namespace) -> int:
 
 def open_classifier(flags: argparse.Namespace):
     """Opens the checkpoint, with the flags in place of what travelled with it."""
-    from vit_jax.evaluation import network, prediction
+    from vit_jax.evaluation import prediction
 
-    names = prediction.read_labels(flags.labels) if flags.labels else ()
-    found, preprocess = network.open_weights(
-        flags.model,
-        cli.image_flags(flags),
-        average=not flags.raw,
-        heads=flags.heads,
-        tell=functools.partial(print, file=sys.stderr, flush=True),
-    )
+    found, preprocess, names = cli.open_weights(flags)
     return prediction.Classifier(found, preprocess=preprocess, class_names=names)
 
 

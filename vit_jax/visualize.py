@@ -24,7 +24,6 @@ Exit codes: 0 done, 1 some images could not be read (a line each says why), 2 ba
 """
 
 import argparse
-import functools
 import pathlib
 import sys
 
@@ -52,7 +51,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.parallel import compilation_cache
 
     if uncached := compilation_cache.enable():
-        print(uncached, file=sys.stderr, flush=True)
+        cli.tell(uncached)
     subject = open_subject(flags, flags.model)
     order = make.Order(
         figures=figures or make.possible(subject, count),
@@ -125,19 +124,9 @@ def draw(flags: argparse.Namespace, subject, images, order, other) -> int:
 def open_subject(flags: argparse.Namespace, place: str):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax.analysis import subject
-    from vit_jax.evaluation import network, prediction
 
-    first = place == flags.model
-    found, preprocess = network.open_weights(
-        place,
-        cli.image_flags(flags) if first else {},
-        average=not flags.raw,
-        heads=flags.heads,
-        tell=functools.partial(print, file=sys.stderr, flush=True),
-    )
-    labels = flags.labels if first else ""
-    classes = prediction.read_labels(labels) if labels else found.class_names
-    given = flags.name if first else ""
+    found, preprocess, classes = cli.open_weights(flags, place)
+    given = flags.name if place == flags.model else ""
     return subject.make(given or _name(place), found, preprocess, classes)
 
 

@@ -32,7 +32,7 @@ class Subject:
       name: for titles.
       model, params: the network.
       preprocess: of its images.
-      class_names: in label order, or empty.
+      class_names: in label order.
     """
 
     name: str
@@ -57,10 +57,6 @@ class Subject:
     ) -> UInt8[np.ndarray, "Y X C"]:
         """Decodes, resizes and crops an image for the network."""
         return preprocessing.prepare(data, self.preprocess, self.channels)
-
-    def class_name(self, label: int) -> str:
-        """Returns what a class is called."""
-        return self.class_names[label] if self.class_names else f"class {label}"
 
     def batch_size(self, arrays: int = 1) -> int:
         """Returns how many images at once keep a layer's attention within bounds.
@@ -135,11 +131,9 @@ def make(
     Raises:
       UserError: something does not fit.
     """
-    names = pretrained.class_names
-    if class_names:
-        names = prediction.names_of(pretrained, class_names)
+    names = prediction.names_of(pretrained, class_names)
     model, params = network.fit(pretrained, preprocess)
-    return Subject(name, model, jax.device_put(params), preprocess, tuple(names))
+    return Subject(name, model, jax.device_put(params), preprocess, names)
 
 
 def filled(
