@@ -14,7 +14,7 @@ from vit_jax.analysis.figures import (
     choices,
     of_images,
     of_weights,
-    tiles,
+    tiling,
 )
 from vit_jax.analysis.subject import Subject
 from vit_jax.errors import UserError
@@ -90,8 +90,8 @@ def test_of_many_layers_some_are_drawn():
 )
 def test_an_image_keeps_its_pixels_up_to_a_limit(size, pixels):
     image = np.zeros((*size, 3), np.uint8)
-    assert tiles.own_side(image) * draw.DPI == pytest.approx(pixels)
-    drawn = tiles.sheet([image], 1, side=sheets.own_side(image))
+    assert tiling.own_side(image) * draw.DPI == pytest.approx(pixels)
+    drawn = tiling.sheet([image], 1, side=tiling.own_side(image))
     (axes,) = drawn.axes
     shown = axes.images[0].get_array().shape
     assert shown[1] == min(size[1], pixels)
@@ -134,7 +134,7 @@ def test_every_cell_of_the_positions_has_two_pixels(side):
 def test_a_heat_map_has_its_texts_on_the_paper(shape):
     values = np.random.default_rng(1).random(shape)
     texts = {"title": "b", "x_label": "layer of a", "y_label": "layer of another"}
-    drawn = tiles.heat(values, **texts, label="likeness", limits=(0, 1))
+    drawn = tiling.heat(values, **texts, label="likeness", limits=(0, 1))
     width, height = drawn.get_size_inches() * draw.DPI
     assert [axes.get_ylabel() for axes in drawn.axes] == [texts["y_label"], "likeness"]
     for axes in drawn.axes:
@@ -146,7 +146,7 @@ def test_a_heat_map_has_its_texts_on_the_paper(shape):
 
 
 def test_dark_screens_change_paper_and_ink_alone():
-    drawn = tiles.sheet([np.eye(3)], 1, title="t", captions=["c"], rows=["r"])
+    drawn = tiling.sheet([np.eye(3)], 1, title="t", captions=["c"], rows=["r"])
     light = draw.svg(drawn)
     dark = canvas.for_dark(light)
     assert "@media screen and (prefers-color-scheme:dark)" in dark

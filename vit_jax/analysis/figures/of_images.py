@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from vit_jax.analysis import finite, overlay
 from vit_jax.analysis import rollout as rolling
 from vit_jax.analysis.batches import Batch
-from vit_jax.analysis.figures import tiles
+from vit_jax.analysis.figures import tiling
 from vit_jax.analysis.figures.canvas import Picture
 from vit_jax.analysis.figures.choices import Choice, Names, Query
 from vit_jax.analysis.figures.parts import Kept, OfEach
@@ -67,7 +67,7 @@ class Attention(OfEach):
             tiles += [*(patches[layer, head] for head in heads), None]
         image = len(heads)  # The number of its tile, the last of the first row.
         tiles[image] = pixels if model.image_shape[-1] == 3 else pixels.repeat(3, -1)
-        return tiles.sheet(
+        return tiling.sheet(
             tiles,
             1 + len(heads),
             title=f"{self._subject.name}: attention of the {self._query.name}",
@@ -108,12 +108,12 @@ class Rollout(OfEach):
             batch.names, batch.originals, found, strict=True
         ):
             laid = _laid(subject, image, tokens)
-            drawn = tiles.sheet(
+            drawn = tiling.sheet(
                 [image, laid],
                 2,
                 title=f"{subject.name}: rollout, {self._query.name}",
                 captions=["image", self._caption()],
-                side=tiles.own_side(image),
+                side=tiling.own_side(image),
             )
             data = {"rollout": tokens, "grid": np.array(subject.model.grid)}
             data["overlay"] = laid
@@ -170,12 +170,12 @@ class Relevance(OfEach):
             finite.check(found[i], f"{subject.name}'s gradient for {name}")
             laid = [_laid(subject, image, tokens) for tokens in found[i]]
             captions = [subject.class_names[label][:34] for label in labels[i]]
-            drawn = tiles.sheet(
+            drawn = tiling.sheet(
                 [image, *laid],
                 1 + len(laid),
                 title=f"{subject.name}: relevance",
                 captions=["image", *captions],
-                side=tiles.own_side(image),
+                side=tiling.own_side(image),
             )
             data = {"relevance": found[i], "classes": labels[i], "logits": logits[i]}
             data["grid"] = np.array(subject.model.grid)

@@ -8,7 +8,7 @@ import numpy as np
 
 from vit_jax.analysis import attention, cka, norms
 from vit_jax.analysis.batches import Batch
-from vit_jax.analysis.figures import tiles
+from vit_jax.analysis.figures import tiling
 from vit_jax.analysis.figures.canvas import Picture
 from vit_jax.analysis.figures.parts import Kept, OfAll
 from vit_jax.analysis.subject import Subject
@@ -157,7 +157,7 @@ class Cka(OfAll):
             cka.check_enough(self._too_few)
         table = self._found.result()
         other = self._other or self._subject
-        drawn = tiles.heat(
+        drawn = tiling.heat(
             table,
             title=f"linear CKA of layers, {self._found.images} images",
             x_label=f"layer of {other.name}",

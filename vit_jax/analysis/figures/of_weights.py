@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Float
 
 from vit_jax.analysis import filters, positions
-from vit_jax.analysis.figures import tiles
+from vit_jax.analysis.figures import tiling
 from vit_jax.analysis.figures.canvas import Picture
 from vit_jax.analysis.subject import Subject
 
@@ -18,7 +18,7 @@ def filters_picture(subject: Subject) -> Picture:
     found, share = filters.components(kernels)
     tiles = filters.tiles(found)
     rgb = tiles if tiles.shape[-1] == 3 else tiles.mean(-1, keepdims=True).repeat(3, -1)
-    drawn = tiles.sheet(
+    drawn = tiling.sheet(
         list((255 * rgb).round().astype(np.uint8)),
         min(_COLUMNS, len(found)),
         title=f"{subject.name}: components of the first filters",
@@ -40,7 +40,7 @@ def positions_picture(subject: Subject, layer: int = 0) -> Picture:
     alike = positions.similarity(subject.model, subject.params, layer)
     rows, columns = map(drawn_of, alike.shape[:2])
     kind = subject.model.options["posemb"]
-    drawn = tiles.heat(
+    drawn = tiling.heat(
         mosaic(alike[np.ix_(rows, columns)]),
         title=f"{subject.name}: similarity of positions ({kind})",
         x_label="column of the patch",
