@@ -8,17 +8,17 @@ import tempfile
 from hosts import xla_flags
 
 # Before JAX starts. Most tests use one of the devices. Programs are compiled in a hurry;
-# what users get is run by the notebooks, the documents' commands and the digits.
+# what users get is run by the notebooks and the digits.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# One compilation cache for this session and all processes that it starts: the same
-# small programs come again and again.
+# One compilation cache for this session and all processes that it starts, or one that
+# sessions share (.ci/run): the same small programs come again and again.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.mkdtemp(prefix="vit_jax_tests_")
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 from absl import flags

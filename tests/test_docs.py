@@ -12,6 +12,7 @@ import tomllib
 
 import numpy as np
 import pytest
+from hosts import xla_flags
 from PIL import Image
 
 from vit_jax import schema
@@ -101,8 +102,8 @@ def test_the_commands_and_programs_of_the_site_run(tmp_path):
     listed = {entry["line"]: entry for entry in COMMANDS}
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     make_images(tmp_path)
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = f"{ROOT}:{tmp_path}"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    environment["XLA_FLAGS"] = xla_flags()
     failed = []
 
     def run(words, shown):
