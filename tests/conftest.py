@@ -8,7 +8,7 @@ import tempfile
 from hosts import xla_flags
 
 # Before JAX starts. Most tests use one of the devices. Programs are compiled in a hurry;
-# what users get is run by the notebooks and the digits.
+# what users get is run by the digits, alone and in a notebook.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 # One compilation cache for this session and all processes that it starts, or one that

@@ -2,17 +2,16 @@
 
 import ast
 import importlib.util
-import os
 import pathlib
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 
 import numpy as np
 import pytest
 from hosts import xla_flags
+from one_process import run
 from PIL import Image
 
 from vit_jax import schema
@@ -102,36 +101,20 @@ def test_the_commands_and_programs_of_the_site_run(tmp_path):
     listed = {entry["line"]: entry for entry in COMMANDS}
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     make_images(tmp_path)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    environment["XLA_FLAGS"] = xla_flags()
-    failed = []
-
-    def run(words, shown):
-        done = subprocess.run(
-            words,
-            cwd=tmp_path,
-            env=environment,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        if done.returncode:
-            failed.append(f"{shown}\n{done.stdout}\n{done.stderr}")
-
+    jobs = []
     for page in PAGES:
         for language, text in blocks(page):
             if language == "python":
-                if match := re.match(r"# (\w+\.py)\n", text):
-                    (tmp_path / match[1]).write_text(text)
-                else:
-                    run([sys.executable, "-c", text], text)
+                match = re.match(r"# (\w+\.py)\n", text)
+                path = tmp_path / (match[1] if match else f"program{len(jobs)}.py")
+                path.write_text(text)
+                if not match:
+                    jobs.append(["python", str(path)])
             for line in text.splitlines() if language in ("", "bash") else ():
                 entry = listed[line]
                 if not entry.keys() & {"test", "reason"}:
-                    words = shlex.split(f"{line} {entry.get('more', '')}")
-                    run([sys.executable, *words[1:]], line)
-    assert not failed, "\n".join(failed)
+                    jobs.append(shlex.split(f"{line} {entry.get('more', '')}"))
+    run(jobs, tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}", XLA_FLAGS=xla_flags())
 
 
 def make_images(folder):

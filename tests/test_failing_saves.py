@@ -140,10 +140,10 @@ def undisturbed(config, tmp_path_factory):
     """Runs of one and of two hosts that nothing happened to: hosts -> their sha256."""
     known = {}
 
-    def of(hosts):
+    def of(hosts, words=()):
         if hosts not in known:
             workdir = tmp_path_factory.mktemp("runs") / str(hosts)
-            job = Job(config, workdir, hosts)
+            job = Job(config, workdir, hosts, words=words)
             try:
                 job.end(0)
             finally:
@@ -166,7 +166,8 @@ def steps_of(run):
 def test_one_host_of_two_that_cannot_write_is_loud_and_the_next_save_succeeds(
     start, undisturbed, tmp_path
 ):
-    job = start(2, limited=1)
+    words = ["--config.total_steps=200"]  # Two hosts take their time.
+    job = start(2, limited=1, words=words)
     job.wait_for("could not be saved", count=2)
     assert workdirs.steps(tmp_path / "run") == []
     unlimited = resource.RLIM_INFINITY, resource.RLIM_INFINITY
@@ -177,8 +178,8 @@ def test_one_host_of_two_that_cannot_write_is_loud_and_the_next_save_succeeds(
     assert all("training goes on" in line for line in lines)
     assert all("process 1 of 2" in line for line in lines)
     assert len({line.split("step ")[1].split()[0] for line in lines}) == len(lines)
-    assert steps_of(tmp_path / "run") == ["380", "400"]
-    assert sha256_of(tmp_path / "run") == undisturbed(2)
+    assert steps_of(tmp_path / "run") == ["180", "200"]
+    assert sha256_of(tmp_path / "run") == undisturbed(2, words)
 
 
 @pytest.mark.slow

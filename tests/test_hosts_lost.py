@@ -14,13 +14,13 @@ from ml_collections import ConfigDict
 
 def get_config(arg=None):
     c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 300, 12
+    c.seed, c.total_steps, c.batch_size = 3, 150, 12
     c.data = dict(name="made", classes=5, examples=37, image_size=(8, 12))
     c.data.ops = "random_crop | flip | mixup(0.3)"
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", rate=0.1)
     c.evals = dict(val="val")
-    c.every = dict(log=20, evaluate=0, checkpoint=50)
+    c.every = dict(log=10, evaluate=0, checkpoint=25)
     return c
 """
 LIMIT = 6  # Seconds of silence; 40 where users do not say.
@@ -74,7 +74,7 @@ def test_killed_hosts_are_named_and_the_restarted_job_ends_as_one_left_alone(
         f"start the job again, it goes on from the checkpoint in {tmp_path / 'run'}"
     )
     processes = job(tmp_path / "run")
-    hosts.wait_for(processes[0], "step 120/300")
+    hosts.wait_for(processes[0], "step 60/150")
     processes[1].kill()
     began = time.monotonic()
     codes, (zero, one) = hosts.ends(processes)
@@ -87,8 +87,8 @@ def test_killed_hosts_are_named_and_the_restarted_job_ends_as_one_left_alone(
 
     # The first, which runs the coordination service.
     processes = job(tmp_path / "run")
-    hosts.wait_for(processes[0], r"resume: step (50|100) of")
-    hosts.wait_for(processes[0], "step 220/300")
+    hosts.wait_for(processes[0], r"resume: step (25|50) of")
+    hosts.wait_for(processes[0], "step 110/150")
     processes[0].kill()
     began = time.monotonic()
     codes, (_, one) = hosts.ends(processes)
@@ -99,7 +99,7 @@ def test_killed_hosts_are_named_and_the_restarted_job_ends_as_one_left_alone(
     assert last.endswith(remedy)
 
     processes = job(tmp_path / "run")
-    hosts.wait_for(processes[0], r"resume: step (1|2)\d0 of")
+    hosts.wait_for(processes[0], r"resume: step (75|100) of")
     codes, errors = hosts.ends(processes)
     assert codes == [0, 0], errors
     assert report(tmp_path / "run")["params_sha256"] == undisturbed["params_sha256"]
@@ -107,7 +107,7 @@ def test_killed_hosts_are_named_and_the_restarted_job_ends_as_one_left_alone(
 
 def test_the_one_of_three_that_was_killed_is_named_by_both_others(job, tmp_path):
     processes = job(tmp_path / "run", count=3)
-    hosts.wait_for(processes[0], "step 40/300")
+    hosts.wait_for(processes[0], "step 20/150")
     processes[2].kill()
     codes, errors = hosts.ends(processes)
     assert codes == [75, 75, -signal.SIGKILL]

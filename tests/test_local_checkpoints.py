@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 def get_config(arg=None):
     c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 40, 12
+    c.seed, c.total_steps, c.batch_size = 3, 24, 12
     c.data = dict(name="made", classes=8, examples=37, image_size=(8, 12))
     c.data.ops = "random_crop | flip | mixup(0.3)"
     c.model = dict(variant="Ti/4", width=24, depth=1, heads=3, mlp_dim=40)
@@ -27,8 +27,8 @@ def get_config(arg=None):
     c.optim = dict(rate=0.01)
     c.sharding = dict(smallest=1)
     c.evals = dict(val="val")
-    c.every = dict(log=1, checkpoint=20)
-    c.local = dict(folder="$OWN_DISK/checkpoints", every=5)
+    c.every = dict(log=1, checkpoint=12)
+    c.local = dict(folder="$OWN_DISK/checkpoints", every=3)
     return c
 """
 MESHES = {"data": ("--config.mesh.fsdp=1",), "fsdp": ("--config.mesh.fsdp=-1",)}
@@ -106,14 +106,14 @@ def test_a_host_that_lost_its_disk_is_given_its_parts_by_the_other(start, tmp_pa
     assert not list(tmp_path.glob("disk*/checkpoints/*/*/*"))  # Done: all is removed.
 
     workdir = tmp_path / "run"
-    kill_after(start(workdir, *MESHES["data"]), "step 18/40")
+    kill_after(start(workdir, *MESHES["data"]), "step 10/24")
     shutil.rmtree(tmp_path / "disk1")
-    assert not (workdir / "checkpoints" / "20").exists()
+    assert not (workdir / "checkpoints" / "12").exists()
     # The step of the kill, or the one before: the other's write may have been cut off.
-    kill_after(start(workdir, *MESHES["data"]), "step 19/40")
+    kill_after(start(workdir, *MESHES["data"]), "step 11/24")
     shutil.rmtree(tmp_path / "disk0")
     first, _ = finish(start(workdir, *MESHES["data"]))
-    assert re.search("resume: step 1[05] of the hosts' own disks", first)
+    assert re.search("resume: step [69] of the hosts' own disks", first)
     assert "process 0 had nothing on its disk: given its parts by the others" in first
     assert sha256_of(workdir) == sha256_of(tmp_path / "undisturbed")
 
@@ -122,12 +122,12 @@ def test_a_host_that_lost_its_disk_is_given_its_parts_by_the_other(start, tmp_pa
 def test_parts_that_nobody_else_holds_send_the_job_back_to_the_workdir(start, tmp_path):
     finish(start(tmp_path / "undisturbed", *MESHES["fsdp"]))
     workdir = tmp_path / "run"
-    kill_after(start(workdir, *MESHES["fsdp"]), "step 33/40")
+    kill_after(start(workdir, *MESHES["fsdp"]), "step 20/24")
     # Each disk has half of the parameters.
     shutil.rmtree(tmp_path / "disk1")
     first, _ = finish(start(workdir, *MESHES["fsdp"]))
     assert re.search(
-        r"step (25|30) is on hosts' own disks, but not the parts of process 1", first
+        r"step (15|18) is on hosts' own disks, but not the parts of process 1", first
     )
-    assert "resume: step 20 of" in first
+    assert "resume: step 12 of" in first
     assert sha256_of(workdir) == sha256_of(tmp_path / "undisturbed")

@@ -70,8 +70,7 @@ SPREADS = [
     {"threads": 1, "hosts": 2},
     {"threads": 3, "hosts": 4},
     pytest.param({"workers": 1, "threads": 2}, marks=pytest.mark.slow),
-    pytest.param({"workers": 1, "hosts": 2}, marks=pytest.mark.slow),
-    pytest.param({"workers": 4, "hosts": 4}, marks=pytest.mark.slow),
+    pytest.param({"workers": 2, "hosts": 2}, marks=pytest.mark.slow),
 ]
 
 
