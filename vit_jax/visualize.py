@@ -127,7 +127,8 @@ def open_subject(flags: argparse.Namespace, place: str):
 
     found, preprocess, classes = cli.open_weights(flags, place)
     given = flags.name if place == flags.model else ""
-    return subject.make(given or _name(place), found, preprocess, classes)
+    names = classes or found.class_names  # Either has to be one a class.
+    return subject.make(given or _name(place), found, preprocess, names)
 
 
 def _name(place: str) -> str:

@@ -131,9 +131,12 @@ def make(
     Raises:
       UserError: something does not fit.
     """
-    names = prediction.names_of(pretrained, class_names)
+    classes = range(pretrained.options["classes"])
+    names = pretrained.class_names or tuple(f"class {i}" for i in classes)
+    if class_names:
+        names = prediction.names_of(pretrained, class_names)
     model, params = network.fit(pretrained, preprocess)
-    return Subject(name, model, jax.device_put(params), preprocess, names)
+    return Subject(name, model, jax.device_put(params), preprocess, tuple(names))
 
 
 def filled(
