@@ -99,9 +99,9 @@ def test_names_have_to_be_as_many_as_classes():
     for names in (("apple", "bear"), tuple("abcdef")):
         with pytest.raises(UserError, match=f"there are {len(names)} class names, but"):
             subject.make("tiny", checkpoint, PREPROCESS, names)
-    assert subject.make("tiny", checkpoint, PREPROCESS).class_names[1] == "class 1"
+    assert subject.make("tiny", checkpoint, PREPROCESS).class_name(1) == "class 1"
     named = subject.make("tiny", checkpoint, PREPROCESS, tuple("abcde"))
-    assert named.class_names[1] == "b"
+    assert named.class_name(1) == "b"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Subject:
       name: for titles.
       model, params: the network.
       preprocess: of its images.
-      class_names: in label order.
+      class_names: in label order, or empty.
     """
 
     name: str
@@ -57,6 +57,10 @@ class Subject:
     ) -> UInt8[np.ndarray, "Y X C"]:
         """Decodes, resizes and crops an image for the network."""
         return preprocessing.prepare(data, self.preprocess, self.channels)
+
+    def class_name(self, label: int) -> str:
+        """Returns what a class is called."""
+        return self.class_names[label] if self.class_names else f"class {label}"
 
     def batch_size(self, arrays: int = 1) -> int:
         """Returns how many images at once keep a layer's attention within bounds.
@@ -131,8 +135,7 @@ def make(
     Raises:
       UserError: something does not fit.
     """
-    classes = range(pretrained.options["classes"])
-    names = pretrained.class_names or tuple(f"class {i}" for i in classes)
+    names = pretrained.class_names
     if class_names:
         names = prediction.names_of(pretrained, class_names)
     model, params = network.fit(pretrained, preprocess)

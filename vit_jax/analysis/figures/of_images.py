@@ -169,7 +169,7 @@ class Relevance(OfEach):
         ):
             finite.check(found[i], f"{subject.name}'s gradient for {name}")
             laid = [_laid(subject, image, tokens) for tokens in found[i]]
-            captions = [subject.class_names[label][:34] for label in labels[i]]
+            captions = [subject.class_name(int(label))[:34] for label in labels[i]]
             drawn = tiling.sheet(
                 [image, *laid],
                 1 + len(laid),
