@@ -160,7 +160,7 @@ def lower(variant: str, classes: int, batch_size: int, side: int, devices: list)
 def main() -> None:
     """Compiles the step for a TPU slice and prints what it needs."""
     from vit_jax.models import cost
-    from vit_jax.planning import collectives, hlo, topology, traffic
+    from vit_jax.tools.planning import costs, hlo, topology
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--variant", required=True, choices=SIZES)
@@ -188,8 +188,10 @@ def main() -> None:
         "argument_bytes": stats.argument_size_in_bytes,
         "peak_bytes": stats.peak_memory_in_bytes,
         "flops": 2 * cost.macs_of(traced.jaxpr.jaxpr) / len(devices),
-        "moved_bytes": traffic.count(module),
-        "collectives": collectives.summarize(collectives.find(module, len(devices))),
+        "moved_bytes": costs.count_bytes_moved(module),
+        "collectives": costs.summarize_collectives(
+            costs.find_collectives(module, len(devices))
+        ),
         "compile_seconds": round(seconds, 1),
         "fits": True,
     }
@@ -197,7 +199,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from vit_jax.planning import topology
+    from vit_jax.tools.planning import topology
 
     topology.prepare()
     main()

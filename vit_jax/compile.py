@@ -16,8 +16,8 @@ import pathlib
 from vit_jax import cli
 from vit_jax import config as configuration
 from vit_jax.errors import UserError
-from vit_jax.planning import topology
 from vit_jax.schema import CHOICES
+from vit_jax.tools.planning import topology
 
 EXIT_TOO_LARGE = 3
 # Where neither the config nor the catalogue says how many there are. It changes the
@@ -80,7 +80,7 @@ def _examples(flags, config) -> tuple[int, str]:
 
 def _one(flags, config, devices, examples, limit, heading) -> int:
     from vit_jax.parallel import mesh as meshes
-    from vit_jax.planning import analysis, exporting, report
+    from vit_jax.tools.planning import analysis, report
 
     mesh = meshes.create(config.mesh.to_dict(), devices)
     found = analysis.analyse(config, mesh, examples, limit)
@@ -89,14 +89,16 @@ def _one(flags, config, devices, examples, limit, heading) -> int:
     else:
         print(report.text(found, heading))
     if flags.export:
-        size = exporting.write(config, mesh, examples, pathlib.Path(flags.export))
+        size = analysis.export_stablehlo(
+            config, mesh, examples, pathlib.Path(flags.export)
+        )
         if not flags.json:
             print(f"StableHLO of the step: {flags.export}, {size:,} bytes")
     return 0 if found.fits else EXIT_TOO_LARGE
 
 
 def _compare(flags, config, devices, examples, limit, heading) -> int:
-    from vit_jax.planning import report, strategies
+    from vit_jax.tools.planning import report, strategies
 
     has_blocks = "remat" in config.model
     sizes = strategies.meshes_for(len(devices), has_blocks)

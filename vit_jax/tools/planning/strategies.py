@@ -1,4 +1,4 @@
-"""Several ways to run one config on a slice, compiled one after the other."""
+"""Compiles a config with several meshes and remat policies and compares them."""
 
 import itertools
 import re
@@ -9,11 +9,11 @@ from ml_collections import ConfigDict
 from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.parallel import mesh as meshes
-from vit_jax.planning import analysis
-from vit_jax.planning.analysis import Analysis
 from vit_jax.schema import CHOICES
+from vit_jax.tools.planning import analysis
+from vit_jax.tools.planning.analysis import Analysis
 
-# All there are, from the one that keeps most to the one that keeps least.
+# From most memory to most recomputation.
 REMAT = tuple(CHOICES["model", "remat"])
 _DEFAULT = {"data": -1, "fsdp": 1, "model": 1}
 _WIDTHS = (11, 9, 5, 9, 9, 10, 9)
@@ -21,11 +21,11 @@ HEADING = ("mesh", "remat", "scan", "GiB", "TFLOP", "MB sent", "floor ms")
 
 
 def meshes_for(devices: int, model: bool) -> list[dict]:
-    """Returns meshes worth a trial.
+    """Returns meshes worth trying.
 
     Args:
-      devices: there are.
-      model: whether the network has heads and MLPs that can be split.
+      devices: total number.
+      model: whether the network has attention heads and MLPs that can be split.
     """
     found = [dict(_DEFAULT)]
     for size in (4, 8, 16, 32):
@@ -37,10 +37,10 @@ def meshes_for(devices: int, model: bool) -> list[dict]:
 
 
 def parse_meshes(text: str) -> list[dict]:
-    """Reads meshes: "fsdp=16,fsdp=4+model=2,data=-1".
+    """Parses meshes: "fsdp=16,fsdp=4+model=2,data=-1".
 
     Raises:
-      UserError: a word is not an axis and a size, or an axis comes twice.
+      UserError: not an axis with a size, or an axis stated twice.
     """
     found = []
     for words in text.split(","):
@@ -67,7 +67,7 @@ def compare(
     policies: Sequence[str] = REMAT,
     scans: Sequence[bool] = (),
 ) -> Iterator[Analysis]:
-    """Compiles a config for each mesh, with and without scan, with each policy.
+    """Compiles a config for each mesh, value of scan and remat policy.
 
     A policy that recomputes less is not always faster: it reads and writes more.
 
@@ -75,13 +75,13 @@ def compare(
       config: complete config.
       devices: of the topology.
       examples: size of the training split.
-      limit: bytes of a chip that a program can have.
-      sizes: of the meshes.
-      policies: of rematerialisation; one is enough for a network without.
-      scans: values of `model.scan`; the config's own if there are none.
+      limit: bytes of a chip that a program can use.
+      sizes: meshes, as axis -> devices.
+      policies: remat policies; one is enough for a network without blocks.
+      scans: values of `model.scan`; the config's own if empty.
 
     Yields:
-      What each costs, as soon as it is known.
+      Analyses, each as soon as it is ready.
 
     Raises:
       UserError: no mesh fits the config, or a policy is unknown.
@@ -104,7 +104,7 @@ def compare(
 
 
 def variant(config: ConfigDict, sizes: dict, policy: str, scan: bool) -> ConfigDict:
-    """Returns a config with another mesh, policy and kind of loop."""
+    """Returns a config with another mesh, remat policy and value of scan."""
     words = {f"mesh.{axis}": size for axis, size in sizes.items()}
     if "remat" in config.model:
         words |= {"model.remat": policy, "model.scan": scan}
@@ -116,7 +116,7 @@ def variant(config: ConfigDict, sizes: dict, policy: str, scan: bool) -> ConfigD
 
 
 def unfit(config: ConfigDict, reason: str) -> Analysis:
-    """Returns the row of a mesh that the config or the devices do not fit."""
+    """Returns the row for a mesh that does not fit the config or the devices."""
     mesh = {axis: config.mesh[axis] for axis in meshes.AXES}
     return Analysis(
         settings=analysis.settings(config, mesh),
@@ -134,9 +134,9 @@ def unfit(config: ConfigDict, reason: str) -> Analysis:
 
 
 def fastest(rows: Sequence[Analysis]) -> Analysis | None:
-    """Returns the row with the lowest floor of those that fit, None if none does.
+    """Returns the fitting row with the lowest floor, None if none fits.
 
-    One with loops that cannot be read comes last: its floor is too low.
+    Rows with unknown trip counts come last: their floors are too low.
     """
     fitting = [row for row in rows if row.fits and row.roofline]
     return min(
@@ -147,13 +147,13 @@ def fastest(rows: Sequence[Analysis]) -> Analysis | None:
 
 
 def flags(row: Analysis) -> str:
-    """Returns what to add to a command line to get a row's settings.
+    """Returns the command-line flags for a row's settings.
 
-    All axes are stated, as the config's own would stay otherwise.
+    All axes are stated, since the config's own would stay otherwise.
     """
     dcn = row.settings["dcn"]
     if set(dcn.values()) == {1}:
-        dcn = {}  # As it fits, also in the config that the row was made from.
+        dcn = {}  # Chosen automatically, as in the config of the row.
     words = [f"mesh.{axis}={n}" for axis, n in {**row.settings["mesh"], **dcn}.items()]
     for key in ("remat", "scan"):
         if row.settings[key] is not None:
@@ -162,7 +162,7 @@ def flags(row: Analysis) -> str:
 
 
 def line(row: Analysis | None = None) -> str:
-    """Returns a line of the table; its heading without a row."""
+    """Returns a line of the table, or its heading if `row` is None."""
     if row is None:
         cells = HEADING
     else:

@@ -11,10 +11,10 @@ from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.models import remat
 from vit_jax.parallel import mesh as meshes
-from vit_jax.planning import analysis, report, strategies
+from vit_jax.tools.planning import analysis, report, strategies
 from vit_jax.training import program as programs
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 QUICK = f"{CONFIGS}/b16_i21k.py:quick"
 RESNET = f"{CONFIGS}/bit_hyperrule.py:model=R50x1,dataset=cifar100,quick"
 EXAMPLES = 20

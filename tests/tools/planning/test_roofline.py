@@ -3,7 +3,7 @@
 import pytest
 
 from vit_jax.parallel.chips import Chip
-from vit_jax.planning import roofline
+from vit_jax.tools.planning import analysis
 
 CHIP = Chip(
     "round numbers",
@@ -28,11 +28,13 @@ CHIP = Chip(
 def test_the_floor_is_the_slowest_part_and_what_nothing_hides(
     flops, moved, hidden, shown, floor, bound
 ):
-    found = roofline.estimate(CHIP, flops, moved, hidden, shown)
+    found = analysis.estimate_roofline(CHIP, flops, moved, hidden, shown)
     assert found.floor == pytest.approx(floor)
     assert found.bound == bound
 
 
 def test_a_chip_without_links_computes_alone():
     alone = Chip("alone", ("none",), 100e12, 16e9, 500e9)
-    assert roofline.estimate(alone, 2e12, 1e9, 0.0, 0.0).floor == pytest.approx(0.02)
+    assert analysis.estimate_roofline(
+        alone, 2e12, 1e9, 0.0, 0.0
+    ).floor == pytest.approx(0.02)

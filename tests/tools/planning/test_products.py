@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import pytest
 
 from vit_jax.models import cost
-from vit_jax.planning import hlo, products
+from vit_jax.tools.planning import costs, hlo
 
 
 def both(function, *shapes):
     """Counts in the compiled program and in the trace."""
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     text = jax.jit(function).lower(*args).compile().as_text()
-    return products.count(hlo.parse(text)), cost.macs(function, *args)
+    return costs.count_macs(hlo.parse(text)), cost.macs(function, *args)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_products_as_tpus_compiler_writes_them_count_once():
     logits = 32 * 8 * 197 * 197 * 64
     heads = 32 * 197 * 512 * 512
     classes = 32 * 512 * 10
-    assert products.count(hlo.parse(TPU)) == logits + heads + classes
+    assert costs.count_macs(hlo.parse(TPU)) == logits + heads + classes

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vit_jax.planning import hlo, instructions, traffic
+from vit_jax.tools.planning import costs, hlo
 
 
 def compiled(function, *args, **kwargs):
@@ -36,7 +36,7 @@ def test_loops_in_loops_multiply():
 
 def test_an_array_knows_its_bytes_whatever_its_type():
     text = "(bf16[3,5]{1,0:T(8,128)(2,1)S(1)}, pred[7], f32[], s4[3], token[], u8[2,2])"
-    found = instructions.arrays(text)
+    found = hlo.arrays(text)
     assert [array.bytes for array in found] == [30, 7, 4, 2, 0, 4]
     assert [array.fast for array in found] == [True] + [False] * 5
 
@@ -80,7 +80,7 @@ def test_an_asynchronous_start_moves_its_operands_and_results_once():
     assert sizes["copied"] == sizes["sent"] == sizes["away"] == [(6,)]
     assert sizes["begun"] == [(2,)]
     copied, cut, exchanged, negated = 24, 8 + 8, 24 + 24, 24 + 24
-    assert traffic.count(module) == copied + cut + exchanged + negated
+    assert costs.count_bytes_moved(module) == copied + cut + exchanged + negated
 
 
 def test_what_an_asynchronous_start_calls_is_run_beside_other_work():
@@ -127,7 +127,7 @@ def test_of_slices_only_the_slice_moves_and_what_lies_in_the_core_does_not():
     module = hlo.parse(MOVES)
     # 8 bytes of the slice of %a and 8 of %b are read, %x stays in the core; then 8
     # bytes of the slice in the result are written.
-    assert traffic.count(module) == 24
+    assert costs.count_bytes_moved(module) == 24
 
 
 BUFFERS = """
@@ -144,10 +144,10 @@ ENTRY %main (a: f32[6]) -> f32[6] {
 
 
 def test_what_only_names_memory_moves_nothing():
-    assert traffic.count(hlo.parse(BUFFERS)) == 24 + 24
+    assert costs.count_bytes_moved(hlo.parse(BUFFERS)) == 24 + 24
 
 
 def test_products_of_this_machine_move_their_operands_and_results():
     x, y = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((30, 50), (50, 70)))
     module = compiled(lambda x, y: x @ y, x, y)
-    assert traffic.count(module) == 4 * (30 * 50 + 50 * 70 + 30 * 70)
+    assert costs.count_bytes_moved(module) == 4 * (30 * 50 + 50 * 70 + 30 * 70)

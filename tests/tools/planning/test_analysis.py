@@ -11,11 +11,11 @@ from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.parallel import mesh as meshes
-from vit_jax.planning import analysis, hlo, report, strategies
-from vit_jax.planning.roofline import Roofline
+from vit_jax.tools.planning import analysis, hlo, report, strategies
+from vit_jax.tools.planning.analysis import Roofline
 from vit_jax.training import program as programs
 
-QUICK = str(pathlib.Path(__file__).parents[2] / "configs/b16_i21k.py") + ":quick"
+QUICK = str(pathlib.Path(__file__).parents[3] / "configs/b16_i21k.py") + ":quick"
 GIB = 2**30
 
 

@@ -1,21 +1,20 @@
-"""The compile verb's words: what a step costs, whose word each number is, advice."""
+"""Text report of an analysis: costs with their sources, and advice."""
 
 import math
 
 from vit_jax.parallel.mesh import BATCH_AXES
-from vit_jax.planning.analysis import Analysis
-from vit_jax.planning.roofline import ASSUMPTIONS
+from vit_jax.tools.planning.analysis import ASSUMPTIONS, Analysis
 
 _COMPILER = "the compiler's own word"
 _SHAPES = "from shapes, without padding"
 
 
 def text(found: Analysis, heading: str) -> str:
-    """Returns the whole report of one program.
+    """Returns the report of one program.
 
     Args:
-      found: what was read.
-      heading: its first line.
+      found: analysis.
+      heading: first line.
     """
     parts = [heading, _setting(found.settings), "", *_memory(found)]
     if found.fits:
@@ -24,7 +23,7 @@ def text(found: Analysis, heading: str) -> str:
 
 
 def verdict(found: Analysis) -> str:
-    """Returns one line: whether the program fits, by how much, and what to change."""
+    """Returns a line on whether the program fits, the margin, and what to change."""
     if found.fits:
         if not found.limit_bytes:
             return "it compiles; what memory a chip has is not known"
@@ -40,7 +39,7 @@ def verdict(found: Analysis) -> str:
 
 
 def advice(settings: dict) -> str:
-    """Returns what to change so that a program takes less memory.
+    """Returns flags that reduce the memory of a program.
 
     Args:
       settings: see `analysis.settings`.
@@ -61,19 +60,19 @@ def advice(settings: dict) -> str:
 
 
 def _sharding(mesh, dcn):
-    """Returns a mesh whose "fsdp" takes about the root of what "data" has, if any."""
+    """Returns a mesh whose "fsdp" is about the square root of "data", if possible."""
     whole = mesh["data"] // dcn["dcn_data"]
     size = 2 ** (whole.bit_length() // 2)
     while whole % size:
         size //= 2
     if mesh["fsdp"] > 1 or size == 1:
         return []
-    # Both in one: a config that states "data" would have too many devices otherwise.
+    # One flag pair: a config that states "data" would have too many devices otherwise.
     return [f"--config.mesh.data={mesh['data'] // size} --config.mesh.fsdp={size}"]
 
 
 def _accumulation(settings):
-    """Returns the next number of microbatches that divides the batch, if any."""
+    """Returns the next larger number of microbatches that divides the batch, if any."""
     split = math.prod(settings["mesh"][axis] for axis in BATCH_AXES)
     rows, now = settings["batch_size"] // split, settings["accumulate"]
     more = (n for n in range(now + 1, rows + 1) if rows % n == 0 and n % now == 0)

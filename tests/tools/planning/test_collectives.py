@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from vit_jax.planning import collectives, hlo
+from vit_jax.tools.planning import costs, hlo
 
-Collective = collectives.Collective
+Collective = costs.Collective
 
 
 def compiled(function, *args, **kwargs):
@@ -21,12 +21,12 @@ def test_collectives_of_a_program_of_this_machine_are_found_with_their_sizes():
     x = jax.ShapeDtypeStruct((12, 5), jnp.float32)
 
     summed = compiled(lambda x: x.sum(0), x, in_shardings=rows, out_shardings=whole)
-    (one,) = collectives.find(summed, 8)
+    (one,) = costs.find_collectives(summed, 8)
     assert (one.kind, one.devices, one.bytes) == ("all-reduce", 4, 5 * 4)
     assert one.sent == pytest.approx(2 * 20 * 3 / 4)
 
     gathered = compiled(lambda x: x + 1, x, in_shardings=rows, out_shardings=whole)
-    (one,) = collectives.find(gathered, 8)
+    (one,) = costs.find_collectives(gathered, 8)
     assert (one.kind, one.devices, one.bytes) == ("all-gather", 4, 12 * 5 * 4)
     assert one.sent == pytest.approx(240 * 3 / 4)
 
@@ -66,7 +66,7 @@ ENTRY %main (a: bf16[8,6], b: f32[2,5]) -> bf16[2,6] {
 
 
 def test_what_tpus_compiler_makes_of_collectives_is_understood():
-    found = collectives.find(hlo.parse(TPU), 16)
+    found = costs.find_collectives(hlo.parse(TPU), 16)
     assert found == [
         Collective("all-gather", "f32", True, 4, 8 * 5 * 4, 1),
         Collective("collective-permute", "f32", False, 16, 2 * 5 * 4, 1),
@@ -77,8 +77,8 @@ def test_what_tpus_compiler_makes_of_collectives_is_understood():
 
 
 def test_collectives_add_up_by_kind_and_type():
-    found = collectives.find(hlo.parse(TPU), 16)
-    rows = {row["kind"]: row for row in collectives.summarize(found)}
+    found = costs.find_collectives(hlo.parse(TPU), 16)
+    rows = {row["kind"]: row for row in costs.summarize_collectives(found)}
     assert list(rows) == ["reduce-scatter", "all-gather", "collective-permute"]
     assert rows["all-gather"] == {
         "kind": "all-gather",
@@ -103,7 +103,7 @@ def test_collectives_add_up_by_kind_and_type():
     ],
 )
 def test_every_way_to_write_groups_is_read(words, devices):
-    assert collectives._group(f", channel_id=1, {words}, x={{0}}", 48) == devices
+    assert costs._group(f", channel_id=1, {words}, x={{0}}", 48) == devices
 
 
 # As XLA prints what stands for a computation of one collective (seen of TPU's compiler
@@ -136,7 +136,7 @@ ENTRY %main (x: f32[8,6], y: bf16[4,6]) -> f32[8,6] {
 
 
 def test_asynchronous_collectives_are_what_they_wrap():
-    assert collectives.find(hlo.parse(ASYNCHRONOUS), 16) == [
+    assert costs.find_collectives(hlo.parse(ASYNCHRONOUS), 16) == [
         # What it takes, 4 times what it gives.
         Collective("reduce-scatter", "f32", True, 4, 192 + 48, 1),
         Collective("all-to-all", "f32", True, 4, 192, 1),
@@ -166,7 +166,7 @@ ENTRY %main (x: bf16[512,8]) -> bf16[512,8] {
 
 
 def test_what_goes_between_slices_counts_once_and_apart():
-    found = collectives.find(hlo.parse(SLICES), 16)
+    found = costs.find_collectives(hlo.parse(SLICES), 16)
     size = 512 * 8 * 2
     assert [(one.kind, one.devices, one.bytes) for one in found] == [
         ("all-reduce", 4, size),
@@ -176,5 +176,5 @@ def test_what_goes_between_slices_counts_once_and_apart():
     ]
     assert all(one.slices and one.overlapped for one in found)
     assert [one.sent for one in found] == [1.5 * size, 3 * size, size / 2, size]
-    (first, *_) = collectives.summarize(found)
+    (first, *_) = costs.summarize_collectives(found)
     assert (first["kind"], first["slices"], first["count"]) == ("all-reduce", True, 1)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vit_jax.errors import UserError
 from vit_jax.parallel import chips
-from vit_jax.planning import memory, topology
+from vit_jax.tools.planning import analysis, topology
 
 
 def test_a_topology_is_a_generation_and_the_sides_of_its_torus():
@@ -60,13 +60,13 @@ def test_without_libtpu_the_error_says_how_to_get_it(monkeypatch):
     ],
 )
 def test_the_compilers_words_about_memory_become_numbers(message, wanted, limit):
-    found = memory.parse_shortage(message)
+    found = topology.parse_shortage(message)
     assert (found.wanted, found.limit) == (wanted * 2**30, limit * 2**30)
 
 
 def test_another_error_is_no_shortage_of_memory():
     message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20.5M"
-    assert memory.parse_shortage(message) is None
+    assert topology.parse_shortage(message) is None
 
 
 def test_bytes_of_a_device_are_those_of_its_part():
@@ -81,7 +81,7 @@ def test_bytes_of_a_device_are_those_of_its_part():
         "split": NamedSharding(mesh, PartitionSpec("a", "b")),
         "key": NamedSharding(mesh, PartitionSpec()),
     }
-    assert memory.bytes_a_device(shapes, places) == 60 + 3 * 3 * 2 + 8
+    assert analysis.bytes_per_device(shapes, places) == 60 + 3 * 3 * 2 + 8
 
 
 def run(*words):

@@ -1,7 +1,6 @@
-"""TPU slices by name, for a compiler that runs on a machine without TPUs.
+"""TPU slices by name, to compile for on a machine without TPUs.
 
-JAX is imported only when a slice is described, because what `prepare` sets must be there
-before.
+JAX is imported late, because it reads the environment that `prepare` sets.
 """
 
 import dataclasses
@@ -14,19 +13,27 @@ from collections.abc import Mapping
 from vit_jax.errors import UserError
 
 _ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # What is computed here, such as random keys.
-    # libtpu would look for a TPU and ask the cloud about it. The type of TPU does not
-    # matter: each topology says its own.
+    "JAX_PLATFORMS": "cpu",  # Computes small things here, such as random keys.
+    # Keeps libtpu from looking for a TPU and asking the cloud about it. The type does
+    # not matter: each topology states its own.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Two compilers at once are no conflict.
-    # What is compiled here cannot be loaded here.
+    # Programs for TPUs cannot be loaded here.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
 
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([BKMGT]?)"
+_SHORTAGES = (
+    # The live arrays do not fit at the same time.
+    rf"Used {_SIZE} of {_SIZE} hbm",
+    # Refused before buffers are assigned.
+    rf"temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)",
+)
 _HOST_SIDE = 2  # A host has 2 x 2 chips where a slice is large enough.
 
 
@@ -35,9 +42,9 @@ class Generation:
     """A kind of TPU.
 
     Attributes:
-      axes: of its interconnect, a torus or mesh of so many dimensions.
-      example: a shape that can be had.
-      options: what libtpu needs to be told.
+      axes: dimensions of its interconnect, a torus or mesh.
+      example: a shape that exists.
+      options: for libtpu.
     """
 
     axes: int
@@ -48,7 +55,7 @@ class Generation:
 GENERATIONS = {
     "v2": Generation(2, "4x4"),
     "v3": Generation(2, "4x4"),
-    # Without this each core is a device of its own, as no v4 is run.
+    # Two cores are one device, as v4 is always run.
     "v4": Generation(3, "4x4x4", {"chip_config_name": "megacore"}),
     "v5e": Generation(2, "16x16"),
     "v5p": Generation(3, "4x4x4"),
@@ -59,12 +66,12 @@ GENERATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice, or several that are joined by the data centre's network.
+    """A slice, or several joined by the data centre network.
 
     Attributes:
       generation: a key of GENERATIONS.
       shape: chips along each axis of one slice.
-      slices: how many.
+      slices: number of slices.
     """
 
     generation: str
@@ -73,14 +80,14 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """As --topology takes it."""
+        """Value of --topology."""
         return f"{self.generation}:{'x'.join(map(str, self.shape))}"
 
     def devices(self) -> list:
-        """Returns its JAX devices, which can be compiled for and nothing else.
+        """Returns its JAX devices, which can only be compiled for.
 
         Raises:
-          UserError: libtpu is missing or does not know such a slice.
+          UserError: libtpu is missing or does not know the slice.
         """
         require_libtpu()
         import jax
@@ -101,14 +108,14 @@ class Topology:
 
 
 def parse(text: str, slices: int = 1) -> Topology:
-    """Reads a topology.
+    """Parses a topology.
 
     Args:
-      text: as "v5e:16x16".
-      slices: how many of them.
+      text: such as "v5e:16x16".
+      slices: number of slices.
 
     Raises:
-      UserError: an unknown generation, or a shape that it does not come in.
+      UserError: unknown generation, or a shape that it does not have.
     """
     known = ", ".join(f"{name}:{g.example}" for name, g in GENERATIONS.items())
     name, _, shape = text.partition(":")
@@ -134,7 +141,7 @@ def parse(text: str, slices: int = 1) -> Topology:
 
 
 def prepare() -> None:
-    """Sets what libtpu and JAX read when they start; call before JAX is imported."""
+    """Sets the environment of libtpu and JAX; call before importing JAX."""
     os.environ.update(_ENVIRONMENT)
 
 
@@ -149,29 +156,27 @@ def require_libtpu() -> None:
 
 
 def versions() -> str:
-    """Names the releases that compile."""
+    """Returns the versions of JAX and libtpu."""
     names = ("jax", "libtpu")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def usable_memory(device) -> int | None:
-    """Returns the bytes of a chip's memory that a program can have.
+    """Returns the bytes of a chip's memory that a program can use.
 
-    The compiler says so when it refuses a program that is too large, so it is given
-    one, of a kilobyte for every byte there is.
+    The compiler states the limit when it refuses a program, so it is given one of
+    16 TiB.
 
     Args:
       device: of a topology.
 
     Returns:
-      Bytes, to 2 decimals of a GiB; None if it did not say.
+      Bytes, to 2 decimals of a GiB; None if the compiler did not state it.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from vit_jax.planning import memory
 
     place = NamedSharding(Mesh(np.asarray([device]), "x"), PartitionSpec())
     huge = jax.ShapeDtypeStruct((1 << 14, 1 << 30), jnp.uint8)
@@ -181,6 +186,35 @@ def usable_memory(device) -> int | None:
     try:
         flipped.lower(huge).compile()
     except jax.errors.JaxRuntimeError as error:
-        shortage = memory.parse_shortage(str(error))
+        shortage = parse_shortage(str(error))
         return shortage and shortage.limit
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """Out-of-memory error of the compiler.
+
+    Attributes:
+      wanted: bytes per chip that the program needs.
+      limit: bytes per chip that a program can use.
+    """
+
+    wanted: int
+    limit: int
+
+
+def parse_shortage(message: str) -> Shortage | None:
+    """Parses the compiler's error for a program that does not fit.
+
+    Returns:
+      None for other errors, such as those about on-core memory.
+    """
+    for pattern in _SHORTAGES:
+        if match := re.search(pattern, message):
+            wanted, wanted_unit, limit, limit_unit = match.groups()
+            return Shortage(
+                round(float(wanted) * _UNITS[wanted_unit]),
+                round(float(limit) * _UNITS[limit_unit]),
+            )
     return None

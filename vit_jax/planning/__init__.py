@@ -1,1 +1,0 @@
-"""What a training step would cost on machines that are not at hand."""
