@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from vit_jax import models
+from vit_jax.analysis import charts
 from vit_jax.analysis.batches import Batch
 from vit_jax.analysis.figures import (
     canvas,
@@ -19,7 +20,6 @@ from vit_jax.analysis.figures import (
 from vit_jax.analysis.subject import Subject
 from vit_jax.errors import UserError
 from vit_jax.models.inside import Layer
-from vit_jax.report.pages import draw
 from vit_jax.weights.pretrained import Preprocess
 
 PREPROCESS = Preprocess((224, 224), (0.5,), (0.5,))
@@ -42,7 +42,7 @@ def attention_sheet(choice, depth=1):
 @pytest.mark.parametrize("place", [(3, 10), (13, 13), (0, 0)])
 def test_the_ring_is_on_the_patch_that_asks(place):
     drawn = attention_sheet(choices.Choice(query=place)).figure
-    rendered = np.array(Image.open(io.BytesIO(draw.png(drawn))).convert("RGB"))
+    rendered = np.array(Image.open(io.BytesIO(charts.to_png(drawn))).convert("RGB"))
     H, W, _ = rendered.shape
     red, green, blue = np.moveaxis(rendered.astype(int), -1, 0)
     down, across = np.nonzero((red > 200) & (green < 120) & (blue < 120))
@@ -90,7 +90,7 @@ def test_of_many_layers_some_are_drawn():
 )
 def test_an_image_keeps_its_pixels_up_to_a_limit(size, pixels):
     image = np.zeros((*size, 3), np.uint8)
-    assert tiling.own_side(image) * draw.DPI == pytest.approx(pixels)
+    assert tiling.own_side(image) * charts.DPI == pytest.approx(pixels)
     drawn = tiling.sheet([image], 1, side=tiling.own_side(image))
     (axes,) = drawn.axes
     shown = axes.images[0].get_array().shape
@@ -135,7 +135,7 @@ def test_a_heat_map_has_its_texts_on_the_paper(shape):
     values = np.random.default_rng(1).random(shape)
     texts = {"title": "b", "x_label": "layer of a", "y_label": "layer of another"}
     drawn = tiling.heat(values, **texts, label="likeness", limits=(0, 1))
-    width, height = drawn.get_size_inches() * draw.DPI
+    width, height = drawn.get_size_inches() * charts.DPI
     assert [axes.get_ylabel() for axes in drawn.axes] == [texts["y_label"], "likeness"]
     for axes in drawn.axes:
         box = axes.get_tightbbox()
@@ -147,7 +147,7 @@ def test_a_heat_map_has_its_texts_on_the_paper(shape):
 
 def test_dark_screens_change_paper_and_ink_alone():
     drawn = tiling.sheet([np.eye(3)], 1, title="t", captions=["c"], rows=["r"])
-    light = draw.svg(drawn)
+    light = charts.to_svg(drawn)
     dark = canvas.for_dark(light)
     assert "@media screen and (prefers-color-scheme:dark)" in dark
     assert '[style*="fill: #1b1b1b"]{fill:#e9e7e2!important}' in dark

@@ -15,8 +15,8 @@ from vit_jax.data import splits
 from vit_jax.data.catalogue import ENTRIES
 from vit_jax.errors import UserError
 from vit_jax.models import cost
-from vit_jax.report.pages import make, runs
 from vit_jax.studies import scaling
+from vit_jax.tools.report import pages, results
 from vit_jax.training import loop
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -243,10 +243,10 @@ def test_a_workdir_is_of_one_study(done):
 def test_a_report_of_a_real_study_and_its_runs(done, tmp_path):
     _, workdir, report = done
     folders = [workdir, *(workdir / "vit-300").iterdir()]
-    files = make.make(folders, tmp_path)
+    files = pages.write_report(folders, tmp_path)
     assert any(name.endswith("_upstream_by_images.svg") for name in files)
     assert "plots/loss_by_images.png" in files
-    parts = make.sections(runs.read(folders))
+    parts = pages.sections(results.read_runs(folders))
     (compute,) = (part for part in parts if part.title == "Compute")
     (row,) = (row for row in compute.blocks[0].rows if row[0] == "pretrain")
     assert row[1:5] == ("Ti/2", "digits", "4", "256")

@@ -10,17 +10,17 @@ done; 2 bad input (one line says what). Needs the extra `plots`.
 import argparse
 
 from vit_jax import cli
-from vit_jax.report.pages import make
+from vit_jax.tools.report import pages
 
 
 def main(flags: argparse.Namespace) -> None:
     """Writes the report that the flags describe."""
     cli.refuse_overrides(flags, "reporting")
-    files = make.make(flags.runs, flags.out)
+    files = pages.write_report(flags.runs, flags.out)
     plots = sum(name.endswith(".png") for name in files)
     print(
         f"{flags.out.rstrip('/')}/index.html and report.md, with {plots} plots in "
-        f"{make.PLOTS}/"
+        f"{pages.PLOTS}/"
     )
 
 

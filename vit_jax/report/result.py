@@ -16,6 +16,8 @@ from vit_jax.errors import UserError
 from vit_jax.report.writer import replace_text
 
 FILE = "report.json"
+# Parameters to quote where an evaluation has several, in this order.
+_QUOTED = ("ema", "weights", "raw")
 
 
 def params_sha256(params: dict) -> str:
@@ -96,6 +98,16 @@ def line(scores: dict) -> str:
     tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
     tops |= {k: v for k, v in flat.items() if re.fullmatch(r".*/\d+shot", k)}
     return "top-1: " + ", ".join(f"{k} {v:.2%}" for k, v in tops.items())
+
+
+def quoted_scores(kinds: dict) -> tuple[str, dict]:
+    """Returns the name and scores of the parameters to quote: averaged if there are any.
+
+    Args:
+      kinds: parameters ("ema", "weights" or "raw") -> metrics of one evaluation.
+    """
+    name = next((kind for kind in _QUOTED if kind in kinds), next(iter(kinds), ""))
+    return name, kinds.get(name, {})
 
 
 def table(report: dict) -> str:

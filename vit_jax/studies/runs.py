@@ -11,7 +11,6 @@ from vit_jax import config as configuration
 from vit_jax.errors import Diverged, UserError
 from vit_jax.parallel import distributed
 from vit_jax.report import result
-from vit_jax.report.pages import results
 from vit_jax.report.writer import replace_text
 from vit_jax.studies import disk
 from vit_jax.training import loop, same_run
@@ -95,7 +94,7 @@ def decisive(config: ConfigDict) -> dict[str, str]:
 
 def scores(report: dict, evaluation: str) -> dict[str, float]:
     """Returns what a run scored, its averaged parameters if it has them."""
-    return results.quoted(report["final"][evaluation])[1]
+    return result.quoted_scores(report["final"][evaluation])[1]
 
 
 def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:

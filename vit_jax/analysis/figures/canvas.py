@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from etils import epath
 
+from vit_jax.analysis import charts
 from vit_jax.errors import UserError
-from vit_jax.report.pages import draw
 from vit_jax.report.writer import replace_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Colours of a dark screen in place of paper's.
-_DARK = {draw.PAPER: "#14171a", draw.INK: "#e9e7e2", draw.GRID: "#41464c"}
+_DARK = {charts.PAPER: "#14171a", charts.INK: "#e9e7e2", charts.GRID: "#41464c"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ def save(picture: Picture, out: pathlib.Path) -> list[str]:
     drawn, arrays = picture.figure, io.BytesIO()
     np.savez_compressed(arrays, **picture.data)
     contents = {
-        f"{picture.stem}.png": draw.png(drawn),
-        f"{picture.stem}.svg": for_dark(draw.svg(drawn)).encode(),
+        f"{picture.stem}.png": charts.to_png(drawn),
+        f"{picture.stem}.svg": for_dark(charts.to_svg(drawn)).encode(),
         f"{picture.stem}.npz": arrays.getvalue(),
     }
     for name, content in contents.items():
@@ -92,11 +92,11 @@ def figure(width: float, height: float, layout: str = "none") -> "Figure":
             "pip install -e '.[plots]' in the clone, or matplotlib itself"
         ) from error
     with style():
-        return Figure(figsize=(width, height), layout=layout, dpi=draw.DPI)
+        return Figure(figsize=(width, height), layout=layout, dpi=charts.DPI)
 
 
 def style():
     """Applies our style within a `with` block."""
     import matplotlib as mpl
 
-    return mpl.rc_context(draw.STYLE)
+    return mpl.rc_context(charts.STYLE)

@@ -6,15 +6,14 @@ Each is fed layer by layer while batches pass, and draws once at the end.
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.analysis import attention, cka, norms
+from vit_jax.analysis import attention, charts, cka, norms
 from vit_jax.analysis.batches import Batch
+from vit_jax.analysis.charts import Chart, Series
 from vit_jax.analysis.figures import tiling
 from vit_jax.analysis.figures.canvas import Picture
 from vit_jax.analysis.figures.parts import Kept, OfAll
 from vit_jax.analysis.subject import Subject
 from vit_jax.models.inside import Layer
-from vit_jax.report.pages import draw
-from vit_jax.report.pages.blocks import Chart, Series
 
 
 class Distance(OfAll):
@@ -62,7 +61,7 @@ class Distance(OfAll):
             ticks=_some(layers),
         )
         data = {"pixels": far.astype(np.float32), "images": np.array(self._images)}
-        return Picture("distance", draw.figure(chart), data)
+        return Picture("distance", charts.draw(chart), data)
 
 
 class Norms(OfAll):
@@ -114,7 +113,7 @@ class Norms(OfAll):
             f"beyond_{norms.OUTLIER:g}_medians": self._known.beyond(),
             "images": np.array(self._images),
         }
-        return Picture("norms", draw.figure(chart), data)
+        return Picture("norms", charts.draw(chart), data)
 
 
 class Cka(OfAll):

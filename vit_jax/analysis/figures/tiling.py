@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from vit_jax.analysis.charts import DPI, INK, Number
 from vit_jax.analysis.figures.canvas import figure, style
-from vit_jax.report.pages.blocks import Number
-from vit_jax.report.pages.draw import DPI, INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

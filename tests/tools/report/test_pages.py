@@ -9,8 +9,8 @@ import pytest
 import report_runs
 
 from vit_jax.errors import UserError
-from vit_jax.report.pages import make, runs
-from vit_jax.report.pages.blocks import Table
+from vit_jax.tools.report import pages, results
+from vit_jax.tools.report.blocks import Table
 
 VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 
@@ -77,7 +77,7 @@ def test_every_plot_is_there_as_png_svg_and_csv_and_in_both_pages(written):
 
 def test_the_same_runs_give_the_same_files(folders, tmp_path):
     for name in "ab":
-        make.make(folders[-2:-1], tmp_path / name)
+        pages.write_report(folders[-2:-1], tmp_path / name)
     paths = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
     assert len(paths) > 8
     for path in paths:
@@ -107,7 +107,9 @@ def test_tasks_that_are_absent_are_listed_with_the_remedy(parts):
 def test_tasks_that_failed_are_listed_with_the_reason(tmp_path):
     tasks = {"dtd": 0.5, "dmlab": OSError("no space")}
     about = {"model": "deit:Ti/16", "variant": "Ti/16", "tasks": tasks}
-    parts = make.sections(runs.read([report_runs.vtab(tmp_path / "vtab", **about)]))
+    parts = pages.sections(
+        results.read_runs([report_runs.vtab(tmp_path / "vtab", **about)])
+    )
     found = report_runs.blocks(parts, Table)
     (table,) = (table for table in found if "failed" in table.title)
     assert table.rows == (("DMLab", "no space"),)
@@ -121,7 +123,7 @@ def test_counts_are_no_percentages(tmp_path):
         variant="B/16",
         results={"few": {"weights": scores}},
     )
-    parts = make.sections(runs.read([folder]))
+    parts = pages.sections(results.read_runs([folder]))
     (table,) = (
         t for t in report_runs.blocks(parts, Table) if t.title.startswith("run")
     )
@@ -150,7 +152,7 @@ def test_the_compute_of_runs_inside_others_is_there(tmp_path):
     given = report_runs.training(
         study / "vit-300" / "finetune", variant="Ti/2", dataset="digits", init="x"
     )
-    parts = make.sections(runs.read([moved, tasks, study, given]))
+    parts = pages.sections(results.read_runs([moved, tasks, study, given]))
     (section,) = (part for part in parts if part.title == "Compute")
     rows = {row[0]: row[1:] for row in section.blocks[0].rows}
     devices = "16 x TPU v3"
@@ -197,7 +199,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, file, text, message):
     if file:
         (folder / file).write_text(text)
     with pytest.raises(UserError, match=message):
-        make.make([folder], tmp_path / "report")
+        pages.write_report([folder], tmp_path / "report")
     assert not (tmp_path / "report").exists()
 
 
@@ -206,27 +208,27 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         UserError,
         match=r"absent is no folder with any of report.json, .*: give the workdir of a",
     ):
-        runs.read([tmp_path / "absent"])
+        results.read_runs([tmp_path / "absent"])
 
 
 def test_a_report_that_cannot_be_written_is_one_line(folders, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--out=.*file cannot be written \("):
-        make.make(folders[-1:], tmp_path / "file")
+        pages.write_report(folders[-1:], tmp_path / "file")
 
 
 def test_names_are_as_short_as_they_can_be(tmp_path):
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "other"]
     for path in paths:
         report_runs.study(path)
-    assert [run.name for run in runs.read(paths)] == ["a/run", "b/run", "other"]
-    assert len(runs.read([paths[0], paths[0]])) == 1
+    assert [run.name for run in results.read_runs(paths)] == ["a/run", "b/run", "other"]
+    assert len(results.read_runs([paths[0], paths[0]])) == 1
 
 
 def test_without_matplotlib_the_remedy_is_told(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[plots\]' in the clone"):
-        make.make(folders[-1:], tmp_path / "report")
+        pages.write_report(folders[-1:], tmp_path / "report")
 
 
 def test_the_verb_writes_a_report_and_refuses_other_folders(folders, tmp_path):

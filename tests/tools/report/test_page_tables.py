@@ -6,11 +6,11 @@ import pytest
 import report_runs
 
 from vit_jax.report import published
-from vit_jax.report.pages import pretrained, results, runs, tables
+from vit_jax.tools.report import paper_tables, results
 
 
 def test_table_2_has_ours_beside_the_published_column_and_the_difference(found, read):
-    table = tables.table_2(found, read)
+    table = paper_tables.table_2(found, read)
     own = "ours: L/16 (paper:L/16-i21k)"
     place = table.head.index("L/16 I21k")
     assert table.head[place + 1 : place + 3] == (own, "difference from L/16 I21k")
@@ -25,7 +25,7 @@ def test_table_2_has_ours_beside_the_published_column_and_the_difference(found, 
 
 
 def test_table_2_gives_models_that_the_paper_lacks_no_difference(found, read):
-    table = tables.table_2(found, read)
+    table = paper_tables.table_2(found, read)
     (own,) = (name for name in table.head if "B/16" in name)
     assert own.startswith("ours: B/16 (") and own.endswith("/b16_jft)")
     assert not any("difference from B/16" in name for name in table.head)
@@ -37,7 +37,7 @@ def test_table_2_gives_models_that_the_paper_lacks_no_difference(found, read):
 
 
 def test_table_5_places_ours_by_its_pretraining(found):
-    table = tables.table_5(found)
+    table = paper_tables.table_5(found)
     (own,) = (name for name in table.head if name.startswith("ours: B/16"))
     difference = "difference from B/16"
     assert report_runs.cell(table, own, "JFT-300M", "Flowers") == "99.61 ± 0.03"
@@ -51,7 +51,7 @@ def test_table_5_places_ours_by_its_pretraining(found):
 
 
 def test_table_6_has_ours_below_the_same_model_and_epochs(found):
-    table = tables.table_6(found)
+    table = paper_tables.table_6(found)
     place = [row[:2] for row in table.rows].index(("ViT-B/16", "7"))
     own, difference = table.rows[place + 1 : place + 3]
     assert own[0].startswith("ours: B/16 (")
@@ -68,7 +68,7 @@ def test_table_6_has_ours_below_the_same_model_and_epochs(found):
 
 
 def test_table_9_lists_tasks_and_gives_a_mean_only_of_all(read):
-    table = tables.table_9(read)
+    table = paper_tables.table_9(read)
     own = "ours: L/16 (paper:L/16-i21k)"
     assert report_runs.cell(table, own, "natural", "Caltech101") == "50.0"
     assert (
@@ -86,8 +86,8 @@ def test_without_runs_that_match_ours_is_empty(tmp_path):
     folder = report_runs.training(
         tmp_path / "digits", variant="Ti/2", dataset="digits", images=1_442
     )
-    read = runs.read([folder])
-    for table in tables.make(results.collect(read), read):
+    read = results.read_runs([folder])
+    for table in paper_tables.paper_tables(results.collect(read), read):
         ours = [
             text
             for i, row in enumerate(table.rows)
@@ -100,7 +100,7 @@ def test_without_runs_that_match_ours_is_empty(tmp_path):
 
 def test_published_numbers_are_in_the_tables_as_they_are(found, read):
     told = published.tables()
-    two, five, six, nine = tables.make(found, read)
+    two, five, six, nine = paper_tables.paper_tables(found, read)
     for name, row in told["table5"]["JFT-300M"].items():
         for column, value in zip(told["table5"]["cols"], row, strict=True):
             assert float(report_runs.cell(five, column, "JFT-300M", name)) == value
@@ -124,7 +124,7 @@ def test_published_numbers_are_in_the_tables_as_they_are(found, read):
     ],
 )
 def test_names_of_table_6(variant, name):
-    assert tables.name_in_table_6(variant) == name
+    assert paper_tables.name_in_table_6(variant) == name
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_names_of_table_6(variant, name):
     ],
 )
 def test_what_published_weights_were_pretrained_on(source, variant, pretraining):
-    model = pretrained.model_of(source, "")
+    model = results.model_of(source, "")
     assert (model.variant, model.pretraining) == (variant, pretraining)
 
 
@@ -159,9 +159,9 @@ def test_held_out_parts_and_other_evaluations_are_in_no_table(tmp_path):
     about = json.loads((folder / "report.json").read_text())
     about["final"] = {"dev": about["final"]["test"], "knn": about["final"]["test"]}
     report_runs.write(folder, "report.json", about)
-    found = results.collect(runs.read([folder]))
+    found = results.collect(results.read_runs([folder]))
     assert {r.dataset for r in found} == {"CIFAR-10 (dev)", "CIFAR-10 (knn)"}
-    assert not any("B/16 (" in name for name in tables.table_5(found).head)
+    assert not any("B/16 (" in name for name in paper_tables.table_5(found).head)
 
 
 def test_only_full_fine_tuning_stands_beside_the_paper(tmp_path):
@@ -178,14 +178,14 @@ def test_only_full_fine_tuning_stands_beside_the_paper(tmp_path):
             **about,
         ),
     ]
-    read = runs.read(folders)
+    read = results.read_runs(folders)
     found = results.collect(read)
     assert {result.run: result.how for result in found} == {
         "head": "transfer, head, 384x512, 3 runs",
         "full": "transfer, full, layer decay 0.75, 384x512, 3 runs",
         "two": "transfer, head then all, 384x512, 3 runs",
     }
-    two, five, six, nine = tables.make(found, read)
+    two, five, six, nine = paper_tables.paper_tables(found, read)
     own = "ours: B/16 (paper:B/16-i21k)"
     assert report_runs.cell(two, own, "CIFAR-10") == "75.00 ± 0.03"
     assert report_runs.cell(two, own, "VTAB19") == "-"
@@ -212,7 +212,7 @@ def test_evaluations_are_told_with_their_data_set_and_few_shots(tmp_path):
         results={name: {"weights": one} for name, one in scores.items()},
         evals=evals,
     )
-    found = results.collect(runs.read([folder]))
+    found = results.collect(results.read_runs([folder]))
     assert [(r.dataset, r.value, r.spread, r.how, r.tabled) for r in found] == [
         ("flowers", 50, 25, "evaluate, fewshot on t, 5-shot, weights", False),
         ("flowers", 25, None, "evaluate, knn on test, weights", False),

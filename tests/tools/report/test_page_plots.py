@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import report_runs
 
-from vit_jax.report.pages import draw, figures, make, pretrained, results, runs
-from vit_jax.report.pages.blocks import Chart, Matrix, Series, Table
+from vit_jax.analysis import charts as drawing
+from vit_jax.analysis.charts import Chart, Matrix, Series
+from vit_jax.tools.report import pages, results, run_charts
+from vit_jax.tools.report.blocks import Table
 
 VARIANTS = ("Ti/16", "S/16", "R50x1", "L/16")
 
@@ -18,9 +20,9 @@ def test_csv_is_what_is_plotted(parts):
     charts = report_runs.blocks(parts, Chart)
     assert len({chart.name for chart in charts}) == len(charts) > 10
     for chart in charts:
-        head, *rows = csv.reader(io.StringIO(draw.table(chart)))
+        head, *rows = csv.reader(io.StringIO(drawing.to_csv(chart)))
         assert head[1:3] == [chart.x_label, chart.y_label]
-        axes = draw.figure(chart).axes[0]
+        axes = drawing.draw(chart).axes[0]
         drawn = [line for line in axes.lines if not line.get_label().startswith("_")]
         assert len(drawn) == len(chart.series) > 0
         place = 0
@@ -37,10 +39,10 @@ def test_csv_is_what_is_plotted(parts):
 def test_a_spread_is_drawn_and_in_the_csv():
     series = Series("a", (1, 2), (3.5, 4.5), spread=(0.25, 0.5))
     chart = Chart("c", "title", "x", "y", (series, Series("_b", (1,), (2,))))
-    text = draw.table(chart)
+    text = drawing.to_csv(chart)
     assert text.splitlines()[:2] == ["series,x,y,standard deviation", "a,1,3.5,0.25"]
     assert text.splitlines()[-1] == "_b,1,2,"
-    bars = draw.figure(chart).axes[0].collections
+    bars = drawing.draw(chart).axes[0].collections
     np.testing.assert_array_equal(bars[0].get_segments()[1], [[2, 4.0], [2, 5.0]])
 
 
@@ -51,13 +53,13 @@ def test_ours_have_the_deviation_that_a_transfer_tells(parts):
         assert own.spread == pytest.approx((0.03,))
     (own,) = (s for s in charts["figure5_average"].series if "ours" in s.label)
     assert own.spread == (None,)  # Of a mean over data sets nothing is known.
-    assert "standard deviation" not in draw.table(charts["figure5_average"])
+    assert "standard deviation" not in drawing.to_csv(charts["figure5_average"])
 
 
 def test_variants_that_the_paper_lacks_look_different():
-    models = [pretrained.Model(f"m{v}", v, "ImageNet", 1_300_000) for v in VARIANTS]
+    models = [results.Model(f"m{v}", v, "ImageNet", 1_300_000) for v in VARIANTS]
     found = [results.Result(m, "ImageNet", 80, None, "", "run") for m in models]
-    *_, chart = figures.charts(found)
+    *_, chart = run_charts.paper_figures(found)
     looks = {(s.colour, s.marker) for s in chart.series if "ours" in s.label}
     assert len(looks) == len(VARIANTS)
     (same,) = (s for s in chart.series if s.label == "L/16, ours")
@@ -67,7 +69,7 @@ def test_variants_that_the_paper_lacks_look_different():
 
 def test_pictures_of_names_that_look_alike_are_all_there(tmp_path):
     folders = [report_runs.study(tmp_path / name) for name in ("s-a", "s_a", "S_A")]
-    parts = make.sections(runs.read(folders))
+    parts = pages.sections(results.read_runs(folders))
     names = [chart.name for chart in report_runs.blocks(parts, Chart)]
     assert len({name.lower() for name in names}) == len(names)
     assert {"s_a_upstream_by_images", "s_a_upstream_by_images_2"} < set(names)
@@ -83,7 +85,7 @@ def test_runs_inside_a_study_and_a_transfer_have_curves(tmp_path):
     )
     report_runs.training(moved / "trials" / "rate0.01", **about)
     report_runs.training(moved / "runs" / "seed2", **about)
-    parts = make.sections(runs.read([study, moved]))
+    parts = pages.sections(results.read_runs([study, moved]))
     (section,) = (part for part in parts if part.title == "Training curves")
     labels = {chart.name: [s.label for s in chart.series] for chart in section.blocks}
     assert labels == {
@@ -100,7 +102,7 @@ def test_a_point_that_diverged_is_told_and_not_drawn(tmp_path):
     first |= {"exaflops": None, "upstream": None, "finetuned": None, "fewshot": {}}
     first["diverged"] = {"pretrain": "the loss is NaN"}
     report_runs.write(folder, "study.json", told)
-    parts = make.sections(runs.read([folder]))
+    parts = pages.sections(results.read_runs([folder]))
     (section,) = (part for part in parts if part.title == "Scaling study")
     texts = [block.text for block in section.blocks if hasattr(block, "text")]
     said = "ViT-64 on 3,000 images, pretrain (the loss is NaN)"
@@ -158,8 +160,8 @@ def test_a_confusion_matrix_is_drawn_from_what_an_evaluation_left(parts):
     (matrix,) = report_runs.blocks(parts, Matrix)
     assert matrix.classes == report_runs.CLASSES
     assert matrix.counts == ((51, 3, 0), (4, 40, 1), (0, 0, 0))
-    assert draw.table(matrix).splitlines()[2] == "dog,4,40,1"
-    shown = draw.figure(matrix).axes[0].images[0].get_array()
+    assert drawing.to_csv(matrix).splitlines()[2] == "dog,4,40,1"
+    shown = drawing.draw(matrix).axes[0].images[0].get_array()
     np.testing.assert_allclose(shown[0], [100 * 51 / 54, 100 * 3 / 54, 0])
     assert shown.mask[2].all()  # A class without an example.
     (table,) = (t for t in report_runs.blocks(parts, Table) if "by class" in t.title)
@@ -169,7 +171,7 @@ def test_a_confusion_matrix_is_drawn_from_what_an_evaluation_left(parts):
 def test_a_run_that_goes_on_is_drawn_without_its_images(tmp_path):
     folder = report_runs.training(tmp_path / "run", variant="B/16", dataset="x")
     (folder / "report.json").unlink()
-    parts = make.sections(runs.read([folder]))
+    parts = pages.sections(results.read_runs([folder]))
     names = {chart.name for chart in report_runs.blocks(parts, Chart)}
     assert names == {"loss_by_step", "top1_by_step"}
     assert "Compute" in parts[-1].blocks[0].text  # What is missing is said.

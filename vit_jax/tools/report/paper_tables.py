@@ -1,26 +1,27 @@
-"""The paper's tables 2, 5, 6 and 9 with ours beside them."""
+"""Tables 2, 5, 6 and 9 of the paper, with our results beside the published ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from vit_jax.analysis.charts import Number
 from vit_jax.report import published
-from vit_jax.report.pages import pretrained, results
-from vit_jax.report.pages.beside import Row, Value, by_column
-from vit_jax.report.pages.blocks import (
+from vit_jax.tools.report import results
+from vit_jax.tools.report.blocks import (
     DIFFERENCE,
     NONE,
     OURS,
     PLAIN,
-    Number,
     Table,
     number,
     percent,
     signed,
+    with_spread,
 )
-from vit_jax.report.pages.pretrained import I1K, I21K, JFT, Model
-from vit_jax.report.pages.results import Result
-from vit_jax.report.pages.runs import Run
+from vit_jax.tools.report.results import I1K, I21K, JFT, Model, Result, Run
 
-# Columns of tables 2 and 9: variant and pretraining.
+Row = tuple[str, ...]  # The labels of a row.
+# Mean and standard deviation; a published mean may be text.
+Value = tuple[Number | str, Number | None]
+# Column of tables 2 and 9 -> variant and pretraining.
 _COLUMNS = {
     "H/14 JFT": ("H/14", JFT),
     "L/16 JFT": ("L/16", JFT),
@@ -28,25 +29,25 @@ _COLUMNS = {
     "BiT-L R152x4": ("R152x4", JFT),
 }
 _DAYS, _VTAB = "TPUv3-core-days", "VTAB19"
-# What tables 2 and 6 call what table 5 calls otherwise.
+# Names in tables 2 and 6 -> names in table 5.
 _SAME = {"ImageNet ReaL": "ReaL", "C10": "CIFAR-10", "C100": "CIFAR-100"}
 _GROUPS = (("natural", 7), ("specialised", 4), ("structured", 8), ("all", 1))
 
 _Column = dict[Row, Value]
 
 
-def make(found: Sequence[Result], runs: Sequence[Run]) -> tuple[Table, ...]:
+def paper_tables(found: Sequence[Result], runs: Sequence[Run]) -> tuple[Table, ...]:
     """Returns tables 2, 5, 6 and 9.
 
     Args:
       found: our accuracies, from `results.collect`.
-      runs: that they come from, which may hold VTAB-1k besides.
+      runs: the runs, for their VTAB-1k results.
     """
     return table_2(found, runs), table_5(found), table_6(found), table_9(runs)
 
 
 def table_2(found: Sequence[Result], runs: Sequence[Run]) -> Table:
-    """Returns table 2: accuracy after fine-tuning, and what the pretraining took."""
+    """Returns table 2: accuracy after fine-tuning, and compute of the pretraining."""
     told = published.tables()["table2"]
     names = [key for key in told if key not in ("cols", "note")]
     papers = {
@@ -66,7 +67,7 @@ def table_2(found: Sequence[Result], runs: Sequence[Run]) -> Table:
     for model, column in ours.items():
         if "tpuv3_core_days" in model.compute:
             column[(_DAYS,)] = model.compute["tpuv3_core_days"], None
-    return by_column(
+    return _by_column(
         "Table 2: accuracy after fine-tuning, top-1 in %, and compute of pretraining",
         ("",),
         [(name,) for name in names],
@@ -93,7 +94,7 @@ def table_5(found: Sequence[Result]) -> Table:
         keys = {row[1]: row for row in rows if row[0] == model.pretraining}
         if column := _accuracies(found, model, keys):
             ours[model] = column
-    return by_column(
+    return _by_column(
         "Table 5: accuracy after fine-tuning by pretraining, top-1 in %",
         ("pretrained on", "fine-tuned on"),
         rows,
@@ -106,7 +107,7 @@ def table_5(found: Sequence[Result]) -> Table:
 
 
 def table_6(found: Sequence[Result]) -> Table:
-    """Returns table 6: accuracy and compute; ours in rows below the paper's."""
+    """Returns table 6: accuracy and compute, with ours in rows below the published."""
     told = published.tables()["table6"]
     names = [_SAME.get(column, column) for column in told["cols"][2:]]
     ours = {}
@@ -158,7 +159,7 @@ def table_9(runs: Sequence[Run]) -> Table:
                 column[group, name] = mean, None
         if (mean := _mean(run)) is not None:
             column[rows[-1]] = mean, None
-    return by_column(
+    return _by_column(
         "Table 9: VTAB-1k, top-1 in %",
         ("group", "task"),
         rows,
@@ -171,7 +172,7 @@ def table_9(runs: Sequence[Run]) -> Table:
 
 
 def name_in_table_6(variant: str) -> str:
-    """Returns what table 6 calls a variant, as "R50x1+ViT-B/16" for "R50+B/16"."""
+    """Returns the name of a variant in table 6: "R50x1+ViT-B/16" for "R50+B/16"."""
     stem, _, size = variant.rpartition("+")
     if "/" not in size:
         return variant.replace("R", "ResNet", 1)
@@ -196,21 +197,21 @@ def _difference_row(own: Sequence, values: Sequence[Number]) -> tuple[str, ...]:
 
 
 def _accuracies(found, model: Model, keys: dict[str, Row]) -> _Column:
-    """Returns a model's accuracies on data sets: name to the row of each."""
+    """Returns row -> accuracy of a model, for data sets given as name -> row."""
     picked = {row: results.best(found, model, name) for name, row in keys.items()}
     return {row: (r.value, r.spread) for row, r in picked.items() if r is not None}
 
 
 def _tasks_of(runs: Sequence[Run]) -> list[tuple[Run, Model]]:
     return [
-        (run, pretrained.model_of(run.vtab["model"], run.vtab.get("variant", "")))
+        (run, results.model_of(run.vtab["model"], run.vtab.get("variant", "")))
         for run in runs
         if run.vtab is not None and results.is_full(run.vtab)
     ]
 
 
 def _task_mean(run: Run, name: str) -> Number | None:
-    """Returns the mean of a task by its name in table 9, in percent, or None."""
+    """Returns the mean of a task, by its name in table 9, in percent, or None."""
     own = {paper: task for task, paper in results.TASKS.items()}.get(name)
     mean = run.vtab["tasks"].get(own, {}).get("mean")
     return None if mean is None else 100 * mean
@@ -228,3 +229,78 @@ def _published(cell) -> Value | None:
     if cell is None:
         return None
     return tuple(cell) if isinstance(cell, list) else (cell, None)
+
+
+def _by_column(
+    title: str,
+    labels: tuple[str, ...],
+    rows: Sequence[Row],
+    papers: Mapping[str, Mapping[Row, Value | None]],
+    ours: Mapping[Model, Mapping[Row, Value]],
+    match: Callable[[str, Model], bool],
+    *,
+    decimals: int = 2,
+    amounts: Sequence[Row] = (),
+    note: str = "",
+) -> Table:
+    """Returns a table with each published column followed by ours and the difference.
+
+    Args:
+      title: of the table.
+      labels: headings of the row labels.
+      rows: labels of the rows.
+      papers: published columns.
+      ours: our columns. One that matches no published column comes last, without a
+        difference. If there are none, an empty column is shown.
+      match: whether a published column is of the same model and pretraining.
+      decimals: of percentages.
+      amounts: rows that are not percentages.
+      note: text below the table.
+    """
+    head, kinds, columns = list(labels), [PLAIN] * len(labels), []
+
+    def add(name, kind, cells):
+        head.append(name)
+        kinds.append(kind)
+        columns.append(cells)
+
+    def cells(values):
+        return [_cell(values.get(row), row in amounts, decimals) for row in rows]
+
+    def differences(own, paper):
+        return [
+            _difference(own.get(row), paper.get(row), row in amounts, decimals)
+            for row in rows
+        ]
+
+    left = dict(ours)
+    for column, paper in papers.items():
+        add(column, PLAIN, cells(paper))
+        for model in [model for model in left if match(column, model)]:
+            own = left.pop(model)
+            add(f"ours: {model.label}", OURS, cells(own))
+            add(f"difference from {column}", DIFFERENCE, differences(own, paper))
+    for model, own in left.items():
+        add(f"ours: {model.label}", OURS, cells(own))
+    if not ours:
+        add("ours", OURS, cells({}))
+        add("difference", DIFFERENCE, cells({}))
+    body = tuple((*row, *found) for row, *found in zip(rows, *columns, strict=True))
+    return Table(title, tuple(head), body, tuple(kinds), labels=len(labels), note=note)
+
+
+def _cell(value: Value | None, amount: bool, decimals: int) -> str:
+    if value is None:
+        return NONE
+    mean, spread = value
+    if isinstance(mean, str):
+        return mean
+    return number(mean) if amount else with_spread(mean, spread, decimals)
+
+
+def _difference(
+    own: Value | None, paper: Value | None, amount: bool, decimals: int
+) -> str:
+    if own is None or paper is None or isinstance(paper[0], str):
+        return NONE
+    return signed(own[0] - paper[0], 0 if amount else decimals)

@@ -6,7 +6,7 @@ import numpy as np
 
 from vit_jax.data import vtab as vtab_tasks
 from vit_jax.report import confusion
-from vit_jax.report.pages.blocks import Table
+from vit_jax.tools.report.blocks import Table
 
 CLASSES = ("cat", "dog", "a_<very> long & odd name of a class")
 

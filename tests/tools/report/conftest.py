@@ -3,7 +3,7 @@
 import pytest
 import report_runs
 
-from vit_jax.report.pages import make, results, runs
+from vit_jax.tools.report import pages, results
 
 
 @pytest.fixture(scope="session")
@@ -13,12 +13,12 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def read(folders):
-    return runs.read(folders)
+    return results.read_runs(folders)
 
 
 @pytest.fixture(scope="session")
 def parts(read):
-    return make.sections(read)
+    return pages.sections(read)
 
 
 @pytest.fixture(scope="session")
@@ -30,5 +30,5 @@ def found(read):
 def written(folders, tmp_path_factory):
     """A report of everything; returns its folder."""
     out = tmp_path_factory.mktemp("report") / "deeper" / "report"
-    make.make(folders, out)
+    pages.write_report(folders, out)
     return out

@@ -1,0 +1,1 @@
+"""Reports that put runs beside the tables and figures of the paper."""

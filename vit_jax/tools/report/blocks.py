@@ -1,0 +1,91 @@
+"""Sections, tables and text of a report, before they are HTML or Markdown."""
+
+import dataclasses
+import re
+
+from vit_jax.analysis.charts import Chart, Matrix, Number
+
+NONE = "-"  # A missing number.
+# Whether a number is published, ours, or ours minus the published one.
+PLAIN, OURS, DIFFERENCE = "", "ours", "difference"
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+      title: above the table.
+      head: column names.
+      rows: one string per column; NONE for a missing number.
+      kinds: per column, PLAIN, OURS or DIFFERENCE; all PLAIN if empty.
+      row_kinds: the same per row.
+      labels: number of leading columns that identify a row.
+      note: text below the table.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    kinds: tuple[str, ...] = ()
+    row_kinds: tuple[str, ...] = ()
+    labels: int = 1
+    note: str = ""
+
+    def kind(self, row: int, column: int) -> str:
+        """Returns the kind of a cell."""
+        of_row = self.row_kinds[row] if self.row_kinds else PLAIN
+        return of_row or (self.kinds[column] if self.kinds else PLAIN)
+
+
+Block = Text | Table | Chart | Matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A headed part of a report."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+def percent(value: Number | None, decimals: int = 2) -> str:
+    """Formats a percentage, without the sign %."""
+    return NONE if value is None else f"{value:.{decimals}f}"
+
+
+def signed(value: Number | None, decimals: int = 2) -> str:
+    """Formats a difference in percentage points, with + or a minus sign."""
+    if value is None:
+        return NONE
+    text = f"{value:+.{decimals}f}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def with_spread(value: Number | None, spread: Number | None, decimals: int = 2) -> str:
+    """Formats a mean, with its standard deviation if there is one."""
+    text = percent(value, decimals)
+    if value is None or spread is None:
+        return text
+    return f"{text} ± {spread:.{decimals}f}"
+
+
+def number(value: Number | None) -> str:
+    """Formats a number with three significant digits, large ones in full."""
+    if value is None:
+        return NONE
+    if value == 0 or 1e-4 <= abs(value) < 1e3:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.2e}"
+
+
+def stem(*words: str) -> str:
+    """Returns the file name of a picture; `pages.sections` makes equal ones distinct."""
+    return re.sub(r"\W", "_", "_".join(words))
