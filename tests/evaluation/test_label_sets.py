@@ -110,7 +110,8 @@ def test_labels_are_read_from_the_set_or_from_the_authors_file(prepared, tmp_pat
 def files(*names):
     """A folder's records; the files need not be there."""
     labels = [0] * len(names)
-    return folder.FolderSource("root", list(names), labels, ("n01440764",))
+    sizes = np.zeros(len(names), np.int64)
+    return folder.FolderSource("root", list(names), labels, ("n01440764",), sizes)
 
 
 def test_a_folder_tells_its_images_by_their_names(tmp_path):

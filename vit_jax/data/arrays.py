@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer, UInt8
 
+from vit_jax.data.fingerprint import Entries, in_memory
 from vit_jax.data.splits import Numbered, Numbering
 
 
@@ -39,6 +40,11 @@ class ArraySource(Numbered):
 
     def __getitem__(self, i: int) -> dict:
         return {"image": self.images[i], "label": int(self.labels[i])}
+
+    def entries(self) -> Entries:
+        parts = self.numbering.parts
+        names = [f"{name}/{number}" for name, part in parts for number in part]
+        return in_memory(names, self.labels, self.images)
 
 
 def open_arrays(

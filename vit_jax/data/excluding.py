@@ -2,12 +2,14 @@
 
 import dataclasses
 import pathlib
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data.arrays import ArraySource
+from vit_jax.data.fingerprint import Entries, entries, in_memory
 from vit_jax.errors import UserError
 
 
@@ -45,6 +47,27 @@ class Without:
 
     def record_id(self, i: int) -> str:
         return self.source.record_id(self._inner(i))
+
+    def entries(self) -> Entries:
+        every = entries(self.source)
+        found = self.gaps + np.arange(len(self.gaps))  # What is left out.
+        if every.what == "shards" or len(every.names) < len(self.source):
+            # Records cannot be taken off a shard: one more entry stands for them.
+            sums = zlib.crc32(found.astype("<i8").tobytes())
+            name = f"{len(found)} records left out ({sums:08x})"
+            labels, sizes = (
+                None if values is None else np.append(values, 0)
+                for values in (every.labels, every.sizes)
+            )
+            return Entries(every.what, [*every.names, name], labels, sizes)
+        names = np.delete(np.array(every.names, object), found).tolist()
+        if self.images is not None:
+            return in_memory(names, self.labels, self.images)
+        labels, sizes = (
+            None if values is None else np.delete(values, found)
+            for values in (every.labels, every.sizes)
+        )
+        return Entries(every.what, names, labels, sizes)
 
     def _inner(self, i: int) -> int:
         if not 0 <= i < len(self):

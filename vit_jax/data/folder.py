@@ -9,12 +9,14 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+import stat
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import splits
+from vit_jax.data.fingerprint import Entries
 from vit_jax.errors import NoSplit, UserError
 
 # Which files are images; what they hold is found from their content.
@@ -27,12 +29,13 @@ WHOLE = "all"  # The one split of a folder that has none.
 
 @dataclasses.dataclass(frozen=True)
 class FolderSource:
-    """Image files on disk; paths are relative to `root`."""
+    """Image files on disk; paths are relative to `root`, `sizes` their bytes."""
 
     root: str
     paths: list[str]
     labels_of_paths: list[int]
     class_names: tuple[str, ...]
+    sizes: Integer[np.ndarray, " N"]
     images = labels = None  # Not in memory.
 
     def __len__(self) -> int:
@@ -49,6 +52,10 @@ class FolderSource:
 
     def record_id(self, i: int) -> str:
         return self.paths[i]
+
+    def entries(self) -> Entries:
+        labels = np.array(self.labels_of_paths, np.int64)
+        return Entries("image files", self.paths, labels, self.sizes)
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         wanted = set(record_ids)
@@ -108,9 +115,10 @@ def open_folder(
     ]
     return FolderSource(
         root=str(root),
-        paths=[path for path, _ in chosen],
-        labels_of_paths=[label for _, label in chosen],
+        paths=[path for path, _, _ in chosen],
+        labels_of_paths=[label for _, label, _ in chosen],
         class_names=tuple(classes),
+        sizes=np.array([size for _, _, size in chosen], np.int64),
     )
 
 
@@ -159,8 +167,8 @@ def _entries(folder: str | os.PathLike) -> list[os.DirEntry]:
 
 def _files(
     root: pathlib.Path, split: str, there: list[str], classes: list[str]
-) -> list[tuple[str, int]]:
-    """Returns (path relative to root, label) in the order of the paths' hashes."""
+) -> list[tuple[str, int, int]]:
+    """Returns (path relative to root, label, bytes) in the order of their hashes."""
     folder, found = _folder(root, split), []
     inside, above = os.path.realpath(root), ()
     if folder != root and folder.is_symlink():
@@ -168,20 +176,21 @@ def _files(
         _check_link(str(folder), above[0], inside, ())
     for class_name in there:
         start = os.path.relpath(folder / class_name, root)
-        paths = _image_paths(root, start, inside, above)
-        if not paths:
+        images = _images(root, start, inside, above)
+        if not images:
             raise UserError(
                 f"class folder {folder / class_name} has no images "
                 f"({', '.join(EXTENSIONS)}): add some or remove the folder"
             )
-        found += [(path, classes.index(class_name)) for path in paths]
+        label = classes.index(class_name)
+        found += [(path, label, size) for path, size in images]
     return sorted(found, key=lambda item: _digest(item[0]))
 
 
-def _image_paths(
+def _images(
     root: pathlib.Path, folder: str, inside: str, above: tuple[str, ...]
-) -> list[str]:
-    """Returns the images below a folder of `root`, relative to it.
+) -> list[tuple[str, int]]:
+    """Returns the images below a folder of `root`: path relative to it, and bytes.
 
     Args:
       root: data_dir.
@@ -194,21 +203,30 @@ def _image_paths(
         target = os.path.realpath(where)
         _check_link(where, target, inside, above)
         above = (*above, target)
-    paths = []
+    found = []
     for entry in _entries(where):
         path = os.path.join(folder, entry.name)
         if _is_folder(entry):
-            paths += _image_paths(root, path, inside, above)
+            found += _images(root, path, inside, above)
         elif entry.name.lower().endswith(EXTENSIONS):
             if entry.is_symlink():
                 _check_link(entry.path, os.path.realpath(entry.path), inside, ())
-            # A broken link stays: reading it says so, as for any damaged record.
-            if os.path.exists(entry.path) and not os.path.isfile(entry.path):
-                raise UserError(
-                    f"{entry.path} is no file but a pipe or device: remove it"
-                )
-            paths.append(pathlib.PurePath(path).as_posix())
-    return paths
+            found.append((pathlib.PurePath(path).as_posix(), _bytes_of(entry)))
+    return found
+
+
+def _bytes_of(entry: os.DirEntry) -> int:
+    """Returns the size of a file; 0 of a broken link.
+
+    That stays: reading it says so, as for any damaged record.
+    """
+    try:
+        about = entry.stat()
+    except OSError:
+        return 0
+    if not stat.S_ISREG(about.st_mode):
+        raise UserError(f"{entry.path} is no file but a pipe or device: remove it")
+    return about.st_size
 
 
 def _check_link(link: str, target: str, inside: str, above: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import threading
+import zlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxtyping import Integer
 
 from vit_jax.data import hub, splits
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.fingerprint import Entries
 from vit_jax.errors import UserError
 
 # Open files and the row group last read, of each thread: a reader is used by one.
@@ -27,6 +29,7 @@ class ParquetSource(splits.Numbered):
 
     Attributes:
       name: data set and split, for messages.
+      root: folder that holds the files.
       files: of all splits that are used, in order.
       groups: first row of each row group, over the files; one more at the end.
       group_files: the file of each group.
@@ -39,6 +42,7 @@ class ParquetSource(splits.Numbered):
     """
 
     name: str
+    root: str
     files: tuple[str, ...]
     groups: Integer[np.ndarray, " G1"]
     group_files: Integer[np.ndarray, " G"]
@@ -67,6 +71,12 @@ class ParquetSource(splits.Numbered):
     def read(self, numbers: range) -> list[dict]:
         """Reads neighbouring records, each row group once."""
         return [self[i] for i in numbers]
+
+    def entries(self) -> Entries:
+        found = [_sums(path, self.label_key) for path in self.files]
+        names = [os.path.relpath(path, self.root) for path in self.files]
+        labels, sizes = np.array(found, np.int64).T
+        return Entries("shards", names, labels, sizes)
 
     def _group(self, group: int) -> list:
         """Returns the image and the label column of a row group."""
@@ -132,6 +142,7 @@ def open_parquet(
     first_rows = np.cumsum([0, *(sizes[key] for key in lengths)])
     return ParquetSource(
         name=f"{name} {split}",
+        root=root,
         files=used,
         groups=np.cumsum([0, *rows]),
         group_files=np.repeat(np.arange(len(used)), counts),
@@ -155,6 +166,22 @@ def _open(path: str):
             _local.files.pop(next(iter(_local.files))).close()
         _local.files[path] = pq.ParquetFile(path, memory_map=True)
     return _local.files[path]
+
+
+def _sums(path: str, label_key: str) -> tuple[int, int]:
+    """Returns checksums of a file's labels, and of its size and metadata.
+
+    The metadata has the place, size and statistics of every piece of a column.
+    """
+    import pyarrow.parquet as pq
+
+    labels = pq.read_table(path, columns=[label_key], memory_map=True).column(0)
+    values = labels.to_numpy().astype(np.float64)  # Whole numbers, or none (NaN).
+    with open(path, "rb") as file:
+        size = file.seek(-8, os.SEEK_END) + 8
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - length, os.SEEK_END)
+        return zlib.crc32(values.tobytes()), zlib.crc32(file.read(length), size)
 
 
 def _group_lengths(path: str, name: str) -> list[int]:

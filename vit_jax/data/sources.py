@@ -46,7 +46,9 @@ class Source(Protocol):
         It is the same under any sub-split: a folder's path below data_dir, as
         "train/roses/a.jpg"; else "<split>/<number in the whole split>". A source may
         also have `locate(record_ids)`, which returns their numbers here, leaves out
-        those of other splits, and raises KeyError for one that the set lacks.
+        those of other splits, and raises KeyError for one that the set lacks; and
+        `entries()`, which returns what a resumed run recognises its data by, see
+        fingerprint.py.
         """
 
 

@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
+import json
 import math
 import operator
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from vit_jax.data import decode, splits
 from vit_jax.data.arrays import ArraySource
+from vit_jax.data.fingerprint import Entries
 from vit_jax.errors import UserError
 
 # Sets of small images up to this size are decoded once, when opened.
@@ -41,6 +44,8 @@ class TfdsSource(splits.Numbered):
       label: record -> class number.
       class_names: may be empty.
       numbering: which records of the data set these are.
+      shards: the files that they lie in, and how many records each holds.
+      version: name and version of the set.
     """
 
     name: str
@@ -49,6 +54,8 @@ class TfdsSource(splits.Numbered):
     label: Callable[[Mapping], int]
     class_names: tuple[str, ...]
     numbering: splits.Numbering
+    shards: Mapping[os.PathLike, int]
+    version: str
     images = labels = None  # Not in memory.
 
     def __len__(self) -> int:
@@ -70,6 +77,17 @@ class TfdsSource(splits.Numbered):
         except Exception as error:
             raise decode.DamagedImage(f"cannot be read ({error})") from error
         return [self._named(record) for record in records]
+
+    def entries(self) -> Entries:
+        checksums = _checksums(next(iter(self.shards)).parent)
+        sums = []
+        for path, length in self.shards.items():
+            # A bucket is not asked for sizes: that would cost a request each.
+            size = 0 if "://" in os.fspath(path) else os.path.getsize(path)
+            about = f"{length} {checksums.get(path.name)} {size}"
+            sums.append(zlib.crc32(about.encode()))
+        names = [f"{self.version}/{path.name}" for path in self.shards]
+        return Entries("shards", names, None, np.array(sums, np.int64))
 
     def _named(self, record: dict) -> dict:
         return {"image": self.image(record), "label": int(self.label(record))}
@@ -118,12 +136,17 @@ def open_tfds(
         for key, feature in features.items()
         if isinstance(feature, tfds.features.Image)
     }
-    for key, _ in numbering.parts:
-        for path in builder.info.splits[key].filepaths:
-            # The reader opens files when it comes to them, perhaps hours later. Of a
-            # bucket it would cost a request each.
-            if "://" not in os.fspath(path) and not os.path.exists(path):
-                raise UserError(f"data.name={name!r} lacks {path}: prepare it again")
+    used = [builder.info.splits[key] for key in dict(numbering.parts)]
+    shards = {
+        path: length
+        for info in used
+        for path, length in zip(info.filepaths, info.shard_lengths, strict=True)
+    }
+    for path in shards:
+        # The reader opens files when it comes to them, perhaps hours later. Of a
+        # bucket it would cost a request each.
+        if "://" not in os.fspath(path) and not os.path.exists(path):
+            raise UserError(f"data.name={name!r} lacks {path}: prepare it again")
     records = builder.as_data_source(
         functools.reduce(operator.add, instructions), decoders=decoders
     )
@@ -131,7 +154,14 @@ def open_tfds(
     if isinstance(label, Feature):
         names = getattr(features[label.key], "names", None) or ()
     return TfdsSource(
-        f"{title or name} {split}", records, image, label, tuple(names), numbering
+        f"{title or name} {split}",
+        records,
+        image,
+        label,
+        tuple(names),
+        numbering,
+        shards,
+        builder.info.full_name,
     )
 
 
@@ -152,6 +182,15 @@ def _feature(key, feature, name, features):
             f"{', '.join(sorted(features))}"
         )
     return Feature(feature)
+
+
+def _checksums(folder) -> dict[str, str]:
+    """Returns the checksum of each file of a set that vit_jax.prepare made, else {}."""
+    try:
+        parts = json.loads((folder / "manifest.json").read_text())["splits"].values()
+        return {s["file"]: s["sha256"] for part in parts for s in part["shards"]}
+    except (OSError, ValueError, KeyError, TypeError):  # There is none, or another's.
+        return {}
 
 
 def find_prepared(name: str, data_dir: str):

@@ -1,0 +1,277 @@
+import json
+import pathlib
+import shutil
+import time
+
+import numpy as np
+import pytest
+from tfds_sets import builder_class, png
+
+from vit_jax.data import fingerprint as fingerprints
+from vit_jax.data.arrays import ArraySource
+from vit_jax.data.fingerprint import differences, fingerprint
+from vit_jax.data.folder import FolderSource
+from vit_jax.data.sources import open_source
+from vit_jax.data.splits import Numbering
+
+
+@pytest.fixture
+def compare(data_config):
+    """Tells how what a config opens differs from what it opened before a change."""
+
+    def compare(change, **keys):
+        data = data_config(**keys)
+        before = open_source(data, data.split)
+        stored = fingerprint(before)
+        assert json.loads(json.dumps(stored)) == stored
+        assert differences(stored, before) == []
+        change()
+        after = open_source(data, data.split)
+        lines = differences(stored, after)
+        assert bool(lines) == (stored != fingerprint(after))
+        return "; ".join(lines)
+
+    return compare
+
+
+def rename(path):
+    path.rename(path.with_name("other.png"))
+
+
+def move(path):
+    path.rename(path.parents[1] / "bee" / "moved.png")
+
+
+def replace(path):
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def add(path):
+    shutil.copy(path, path.with_name("added.png"))
+
+
+def remove(path):
+    path.unlink()
+
+
+def replace_all(path):
+    for image in path.parents[1].rglob("*.png"):
+        replace(image)
+
+
+def rename_all(path):
+    for image in list(path.parents[1].rglob("*.png")):
+        image.rename(image.with_name(f"new_{image.name}"))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda path: None, ""),
+        (rename, "image files renamed: 'train/ant/other.png' (had another name)"),
+        (
+            move,
+            "moved to another class: 'train/bee/moved.png' (was 'ant', now 'bee')",
+        ),
+        (replace, "image files replaced: 'train/ant/0.png' (was "),
+        (
+            add,
+            "19 records are now 20; image files new: 'train/ant/added.png'",
+        ),
+        (remove, "19 records are now 18; image files gone: one of class 'ant'"),
+        (replace_all, " bytes, now "),
+        (rename_all, "image files renamed: 'train/"),
+    ],
+)
+def test_what_has_changed_in_a_folder_is_named(folder, compare, change, expected):
+    found = compare(
+        lambda: change(folder / "train" / "ant" / "0.png"),
+        name="folder",
+        data_dir=str(folder),
+    )
+    assert expected in found
+    assert bool(found) == bool(expected)
+
+
+def test_it_is_the_same_wherever_the_data_lies(folder, data_config, tmp_path_factory):
+    there = tmp_path_factory.mktemp("elsewhere") / "copy"
+    shutil.copytree(folder, there)
+    one, other = (
+        fingerprint(
+            open_source(data_config(name="folder", data_dir=str(path)), "train")
+        )
+        for path in (folder, there)
+    )
+    assert one == other
+    assert len(json.dumps(one)) < 4_000
+
+
+def of_files(changed=()):
+    """Makes a listing of 200,000 files, of which some are replaced."""
+    names = [f"train/n{i % 1000:08}/n{i % 1000:08}_{i}.JPEG" for i in range(200_000)]
+    sizes = 100_000 + np.arange(200_000) % 7_919
+    sizes[list(changed)] += 1
+    labels = [i % 1000 for i in range(200_000)]
+    classes = tuple(f"n{i:08}" for i in range(1000))
+    return FolderSource("root", names, labels, classes, sizes)
+
+
+def test_large_listings_take_little_time_and_few_bytes():
+    files = of_files()
+    began = time.process_time()
+    stored = fingerprint(files)
+    assert time.process_time() - began < 1.0
+    assert len(json.dumps(stored)) < 40_000
+    # A single change and changes of all are both told with an example.
+    (line,) = differences(stored, of_files([123_456]))
+    assert line == (
+        "image files replaced: 'train/n00000456/n00000456_123456.JPEG' (was 104,671 "
+        "bytes, now 104,672)"
+    )
+    for count in (1_000, 200_000):
+        (line,) = differences(stored, of_files(range(count)))
+        assert "image files replaced: 'train/n0" in line
+
+
+def test_records_in_memory_are_compared_by_their_pixels(data_config):
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (40, 5, 7, 3), np.uint8), np.arange(40) % 3
+    numbering = Numbering.of("train[10:]", {"train": 50}, "pets")
+
+    def source(images=images, labels=labels):
+        return ArraySource("pets", images, labels, ("ant", "bee", "cat"), numbering)
+
+    stored = fingerprint(source())
+    flipped, other = images.copy(), labels.copy()
+    flipped[17, 2, 3, 1] ^= 1
+    other[4] = 2
+    assert differences(stored, source(flipped)) == ["records replaced: 'train/27'"]
+    assert differences(stored, source(labels=other)) == [
+        "records moved to another class: 'train/14' (was 'bee', now 'cat')"
+    ]
+    assert "in all" not in differences(stored, source(images[::-1]))[0]
+    for keys in ({"name": "made", "examples": 7}, {"name": "digits", "classes": 10}):
+        data = data_config(image_size=(8, 8), channels=1, **keys)
+        one, same = (fingerprint(open_source(data, "train")) for _ in range(2))
+        assert one == same != fingerprint(open_source(data, "test"))
+        assert fingerprints.unchecked(one) == ""
+
+
+def test_left_out_records_count(folder, compare, tmp_path):
+    listed = tmp_path / "listed.txt"
+    listed.write_text("train/ant/0.png\n")
+
+    def change():
+        listed.write_text("train/cat/2.png\n")
+
+    found = compare(change, name="folder", data_dir=str(folder), exclude=str(listed))
+    assert "image files new: 'train/ant/0.png'" in found
+    assert "gone: one of class 'cat'" in found
+    listed.write_text("train/4\n")
+    found = compare(
+        lambda: listed.write_text("train/5\n"),
+        name="made",
+        examples=11,
+        exclude=str(listed),
+    )
+    assert "records new: 'train/4'" in found
+
+
+def test_of_parquet_files_labels_and_contents_count(compare, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "parquet" / "train-00000-of-00001.parquet"
+    path.parent.mkdir()
+
+    def write(labels, image=b"image"):
+        table = pa.table({"image": [image] * len(labels), "label": labels})
+        pq.write_table(table, path, row_group_size=4)
+
+    def changed(*args):
+        write([0, 1, 2, 2, 1, 0])
+        return compare(lambda: write(*args), name="parquet", data_dir=str(path.parent))
+
+    # Swapped, so that no size tells.
+    assert changed([0, 2, 1, 2, 1, 0]) == f"shards with other labels: {path.name!r}"
+    assert changed([0, 1, 2, 2, 1, 0], b"other") == f"shards replaced: {path.name!r}"
+    assert changed([0, 1, 2, 2, 1, 0]) == ""
+    listed = tmp_path / "listed.txt"
+    listed.write_text("train/1\n")
+    keys = {"name": "parquet", "data_dir": str(path.parent), "exclude": str(listed)}
+    assert "1 records left out" in compare(
+        lambda: listed.write_text("train/2\n"), **keys
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Makes a prepared set whose images are too large to be decoded into memory."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    features = {
+        "image": tfds.features.Image(shape=(70, 66, 3), encoding_format="png"),
+        "label": tfds.features.ClassLabel(names=["a", "b", "c"]),
+    }
+
+    def train():
+        for i in range(7):
+            pixels = np.full((70, 66, 3), i, np.uint8)
+            yield {"image": png(pixels), "label": i % 3}
+
+    code = tmp_path_factory.mktemp("code")
+    builder = builder_class("printed_set", "1.0.0", features, {"train": train}, code)
+    where = tmp_path_factory.mktemp("tfds")
+    builder(data_dir=where, file_format="array_record").download_and_prepare()
+    return where
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_of_prepared_sets_the_files_and_the_checksums_count(
+    prepared, compare, tmp_path, manifest
+):
+    shutil.copytree(prepared / "printed_set", tmp_path / "printed_set")
+    folder = tmp_path / "printed_set" / "1.0.0"
+    shard = "printed_set-train.array_record-00000-of-00001"
+
+    def write(digest):
+        part = {"shards": [{"file": shard, "sha256": digest}]}
+        text = json.dumps({"splits": {"train": part}})
+        pathlib.Path(folder, "manifest.json").write_text(text)
+
+    def change():
+        if manifest:
+            write("01")
+        else:
+            with (folder / shard).open("ab") as file:
+                file.write(b"more")
+
+    if manifest:
+        write("00")
+    found = compare(change, name="printed_set", data_dir=str(tmp_path))
+    assert found == f"shards replaced: 'printed_set/1.0.0/{shard}'"
+
+
+class Own:
+    """A source of a user's own, which tells names alone."""
+
+    class_names, images, labels = ("a", "b"), None, None
+
+    def __init__(self, names):
+        self.names = names
+
+    def __len__(self):
+        return len(self.names)
+
+    def record_id(self, i):
+        return self.names[i]
+
+
+def test_a_source_of_ones_own_is_compared_by_what_it_tells():
+    stored = fingerprint(Own(["x", "y", "z"]))
+    assert differences(stored, Own(["x", "y", "z"])) == []
+    assert "are in another order" in differences(stored, Own(["y", "x", "z"]))[0]
+    assert "'w'" in differences(stored, Own(["x", "y", "w"]))[0]
+    assert "names of the records but not their labels and sizes" in (
+        fingerprints.unchecked(stored)
+    )
+    many = [f"{i}" for i in range(200_001)]  # Of which every other name is taken.
+    found = differences(fingerprint(Own(many)), Own(many[:-1]))
+    assert found[0] == "200,001 records are now 200,000"
