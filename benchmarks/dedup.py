@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax.data import decode, spec
-from vit_jax.data.near_duplicates import alignment, hashing, search, thumbnails
+from vit_jax.tools.near_duplicates import matching
 
 PRETRAIN, AGAINST = 14_000_000, 100_000
 
@@ -72,19 +72,19 @@ def flagged(index, known, queries):
         other = np.ascontiguousarray(other[:, ::-1]) if one.flipped else other
         two = queries[one.query], other
         part, whole = reversed(two) if one.query_is_larger else two
-        if alignment.correlation(part, whole, one.window) >= alignment.CORRELATION:
+        if matching.correlation(part, whole, one.window) >= matching.CORRELATION:
             found.add((one.query, one.indexed))
     return found
 
 
 def indexed(known):
-    index = search.Index()
+    index = matching.Index()
     index.add(known, np.arange(len(known)))
     return index
 
 
 def small(source, numbers):
-    return np.stack([thumbnails.make(source[int(i)]["image"]) for i in numbers])
+    return np.stack([matching.make_thumbnail(source[int(i)]["image"]) for i in numbers])
 
 
 def measure(sets, others, images):
@@ -103,7 +103,7 @@ def measure(sets, others, images):
                 change(decode.decode(source[int(numbers[i])]["image"]), rng)
                 for i in some
             ]
-            copies = np.stack([thumbnails.make(copy) for copy in copies])
+            copies = np.stack([matching.make_thumbnail(copy) for copy in copies])
             same = {(i, i) for i in some}
             there = flagged(index, known, copies) & same
             back = flagged(indexed(copies), copies, known[: len(some)]) & same
@@ -137,9 +137,9 @@ def extrapolate(text):
     numbers = range(min(300, len(source)))
     photographs = [jpeg(photograph(source[i]["image"])) for i in numbers]
     pixels = small(source, numbers)
-    index = search.Index()
-    codes = len(hashing.WINDOWS) * 2 * AGAINST
-    hashed = rng.integers(0, 256, (codes, hashing.BITS // 8), np.uint8)
+    index = matching.Index()
+    codes = len(matching.WINDOWS) * 2 * AGAINST
+    hashed = rng.integers(0, 256, (codes, matching.BITS // 8), np.uint8)
     index._parts.add(hashed)
     index._wholes.add(hashed[: 2 * AGAINST])
     del hashed
@@ -147,12 +147,12 @@ def extrapolate(text):
     pair = pixels[0], pixels[0]
     one = {
         "decoding 500x375 JPEG": seconds(
-            lambda: list(map(thumbnails.make, photographs))
+            lambda: list(map(matching.make_thumbnail, photographs))
         )
         / len(photographs),
         "hashing and search": seconds(lambda: index.candidates(pixels)) / len(pixels),
     }
-    align = seconds(lambda: alignment.correlation(*pair, hashing.WINDOWS[1]))
+    align = seconds(lambda: matching.correlation(*pair, matching.WINDOWS[1]))
     print(f"\n{PRETRAIN:,} images against {AGAINST:,}, one core")
     for name, each in one.items():
         print(f"{name:24} {1e3 * each:6.2f} ms  {each * PRETRAIN / 3600:6.1f} h in all")
@@ -160,10 +160,10 @@ def extrapolate(text):
     print(
         f"in all {sum(one.values()) * PRETRAIN / 3600:.1f} h, to be divided by the cores"
     )
-    stored = codes * 1.1 * hashing.BITS / 8 / 1e6
+    stored = codes * 1.1 * matching.BITS / 8 / 1e6
     print(
         f"memory: hashes {stored:.0f} MB, thumbnails "
-        f"{AGAINST * thumbnails.SIDE**2 / 1e6:.0f} MB mapped from disk"
+        f"{AGAINST * matching.SIDE**2 / 1e6:.0f} MB mapped from disk"
     )
 
 

@@ -1,6 +1,7 @@
 """Strict settings for every test: rank promotion raises, eight fake devices."""
 
 import atexit
+import io
 import os
 import shutil
 import tempfile
@@ -21,7 +22,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
+import numpy as np
+import pytest
 from absl import flags
+from PIL import Image
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if not flags.FLAGS.is_parsed():
@@ -35,3 +39,16 @@ LONG = ("test_notebooks.py", "test_docs.py", "test_soak.py", "test_smoke.py")
 def pytest_collection_modifyitems(items):
     """Has the longest files begin first."""
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+@pytest.fixture
+def encode():
+    """Encodes an array or a picture as a file of some format."""
+
+    def to_bytes(pixels, format, **options):
+        picture = Image.fromarray(pixels) if isinstance(pixels, np.ndarray) else pixels
+        stream = io.BytesIO()
+        picture.save(stream, format, **options)
+        return stream.getvalue()
+
+    return to_bytes

@@ -13,8 +13,8 @@ from sklearn.datasets import load_sample_images
 
 from vit_jax import cli, config, dedup
 from vit_jax.data import sources
-from vit_jax.data.near_duplicates import scan
 from vit_jax.errors import UserError
+from vit_jax.tools.near_duplicates import scan
 from vit_jax.training import loop
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -182,15 +182,15 @@ def recipe_of_all(root):
 KILLED = """
 import os, signal, sys
 from vit_jax import cli, dedup
-from vit_jax.data.near_duplicates import scan
+from vit_jax.tools.near_duplicates import scan
 scan.CHUNK = 5
-real = dedup._Bar.tell
+real = dedup._Bar.show
 def tell(self, name, before, now, total):
     real(self, name, before, now, total)
     print(name.split("#")[1], before, now, total, flush=True)
     if [name.split("#")[1], str(now)] == sys.argv[1:3]:
         os.kill(os.getpid(), signal.SIGKILL)
-dedup._Bar.tell = tell
+dedup._Bar.show = tell
 sys.argv[1:] = sys.argv[3:]
 sys.exit(dedup.main(cli.parse(dedup.parser())))
 """
@@ -234,7 +234,7 @@ def test_a_scan_of_something_else_or_by_another_process_is_refused(place, tmp_pa
     folder = tmp_path / "out.txt.scan"
     other = {"version": 1, "chunk": scan.CHUNK, "correlation": 0.8}
     with (
-        scan._held(folder, other),
+        scan._lock_folder(folder, other),
         pytest.raises(UserError, match="is in use by another process: wait for it"),
     ):
         run(*words(place, out))

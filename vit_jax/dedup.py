@@ -39,7 +39,7 @@ def main(flags: argparse.Namespace) -> int:
         raise UserError(f"{out} exists: remove it, or choose another --out")
 
     from vit_jax.data import spec
-    from vit_jax.data.near_duplicates import outputs, scan
+    from vit_jax.tools.near_duplicates import scan
 
     pretrain = spec.parse(flags.pretrain, _DEFAULT_SPLITS[0])
     against = spec.parse_several(flags.against, _DEFAULT_SPLITS[1])
@@ -55,12 +55,12 @@ def main(flags: argparse.Namespace) -> int:
             folder,
             correlation=flags.correlation,
             threads=flags.threads,
-            tell=bar.tell,
+            progress=bar.show,
         )
     if flags.sheet:
-        outputs.write_sheet(pathlib.Path(flags.sheet), found.pairs, pretrain, against)
-    outputs.write_pairs(pairs, found.pairs)
-    ids = outputs.write_list(out, found, flags.correlation)
+        scan.write_sheet(pathlib.Path(flags.sheet), found.pairs, pretrain, against)
+    scan.write_pairs(pairs, found.pairs)
+    ids = scan.write_list(out, found, flags.correlation)
     shutil.rmtree(folder)
 
     for name, reason in found.damaged:
@@ -84,7 +84,7 @@ class _Bar:
         if self._bar is not None:
             self._bar.close()
 
-    def tell(self, name: str, before: int, now: int, total: int) -> None:
+    def show(self, name: str, before: int, now: int, total: int) -> None:
         """Shows that `before + now` of `total` records are done."""
         from tqdm import tqdm
 

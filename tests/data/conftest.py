@@ -1,6 +1,5 @@
 """Configs and images for the tests of the data package."""
 
-import io
 import pathlib
 
 import numpy as np
@@ -30,19 +29,6 @@ def photograph():
     """A smooth 37x53 RGB image, so that lossy formats come close."""
     noise = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     return np.array(Image.fromarray(noise).resize((53, 37), Image.Resampling.BICUBIC))
-
-
-@pytest.fixture
-def encode():
-    """Encodes an array or a picture as a file of some format."""
-
-    def to_bytes(pixels, format, **options):
-        picture = Image.fromarray(pixels) if isinstance(pixels, np.ndarray) else pixels
-        stream = io.BytesIO()
-        picture.save(stream, format, **options)
-        return stream.getvalue()
-
-    return to_bytes
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from vit_jax.data import decode
-from vit_jax.data.near_duplicates import alignment, hashing, search, thumbnails
 from vit_jax.errors import UserError
+from vit_jax.tools.near_duplicates import matching
 
-S = thumbnails.SIDE
+S = matching.SIDE
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,15 @@ def photographs():
         for x in (0, 111, 234, 355, 477)
     ]
     # A cloudless sky has no detail by which to know it.
-    steps = [np.abs(np.diff(thumbnails.make(v).astype(int))).mean() for v in views]
+    steps = [
+        np.abs(np.diff(matching.make_thumbnail(v).astype(int))).mean() for v in views
+    ]
     return [view for view, step in zip(views, steps, strict=True) if step > 3]
 
 
 @pytest.fixture(scope="module")
 def small(photographs):
-    return np.stack([thumbnails.make(image) for image in photographs])
+    return np.stack([matching.make_thumbnail(image) for image in photographs])
 
 
 def differing(a, b):
@@ -53,38 +55,38 @@ def test_a_thumbnail_is_the_antialiased_grey_image(photographs, encode):
         wanted = area_means(area_means(grey).T).T
         jpeg = encode(np.kron(image, np.ones((3, 3, 1), np.uint8)), "JPEG", quality=97)
         for given in (image, encode(image, "PNG")):
-            found = thumbnails.make(given)
+            found = matching.make_thumbnail(given)
             assert (found.shape, found.dtype) == ((S, S), np.uint8)
             assert np.abs(found - wanted).mean() < 0.6  # Grey values of 255.
         # It is decoded at a quarter of its size, by another low-pass.
-        two = np.stack([found, thumbnails.make(jpeg)])
-        one, other = hashing.hashes(two, (hashing.WHOLE,))
+        two = np.stack([found, matching.make_thumbnail(jpeg)])
+        one, other = matching.hash_windows(two, (matching.WHOLE,))
         assert differing(one, other) <= 6
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (1, 999, 3), (999, 2, 1), (63, 65, 3)])
 def test_every_size_has_a_thumbnail(shape, encode):
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    assert thumbnails.make(pixels).shape == (S, S)
+    assert matching.make_thumbnail(pixels).shape == (S, S)
     for format in ("PNG", "JPEG"):
         picture = pixels[..., 0] if shape[-1] == 1 else pixels
-        assert thumbnails.make(encode(picture, format)).shape == (S, S)
+        assert matching.make_thumbnail(encode(picture, format)).shape == (S, S)
 
 
 def test_damaged_files_have_no_thumbnail(photographs, encode):
     whole = encode(photographs[0], "JPEG")
     for data in (b"", b"GIF89a", whole[:2000], encode(photographs[0], "PNG")[:-50]):
         with pytest.raises(decode.DamagedImage, match="is empty|cannot be decoded"):
-            thumbnails.make(data)
+            matching.make_thumbnail(data)
 
 
 def test_a_blank_page_is_flat_and_a_photograph_is_not(small):
-    assert thumbnails.is_flat(np.full((S, S), 250, np.uint8))
-    assert not any(map(thumbnails.is_flat, small))
+    assert matching.is_flat(np.full((S, S), 250, np.uint8))
+    assert not any(map(matching.is_flat, small))
 
 
 def test_the_hash_of_a_whole_image_has_the_signs_of_its_cosine_transform(small):
-    found = hashing.hashes(small, (hashing.WHOLE,))[:, 0]
+    found = matching.hash_windows(small, (matching.WHOLE,))[:, 0]
     rows, columns = np.divmod(np.arange(16 * 16), 16)
     lowest = sorted(range(256), key=lambda i: (rows[i] ** 2 + columns[i] ** 2, i))
     for pixels, ours in zip(small, found, strict=True):
@@ -97,19 +99,21 @@ def test_the_hash_of_a_whole_image_has_the_signs_of_its_cosine_transform(small):
 def test_a_hash_through_a_window_is_that_of_the_crop(photographs):
     for image in photographs[::7]:
         exact = image[:150, :150]
-        whole = thumbnails.make(exact)[None]
+        whole = matching.make_thumbnail(exact)[None]
         for top, left in ((0, 0), (6, 12), (12, 0)):
-            crop = thumbnails.make(exact[top : top + 138, left : left + 138])[None]
+            crop = matching.make_thumbnail(exact[top : top + 138, left : left + 138])[
+                None
+            ]
             y, x = top / 150, left / 150
             window = (y, y + 0.92, x, x + 0.92)
-            (through,) = hashing.hashes(whole, (window,))[0]
-            (of_crop,) = hashing.hashes(crop, (hashing.WHOLE,))[0]
+            (through,) = matching.hash_windows(whole, (window,))[0]
+            (of_crop,) = matching.hash_windows(crop, (matching.WHOLE,))[0]
             assert differing(through, of_crop) <= 5
-            assert window[0] > 0 or window[2] > 0 or window in hashing.WINDOWS
+            assert window[0] > 0 or window[2] > 0 or window in matching.WINDOWS
 
 
 def test_the_search_finds_all_within_the_distance_and_nothing_else(small):
-    index = search.Index()
+    index = matching.Index()
     index.add(small[:17], np.arange(17))
     index.add(small[17:], np.arange(17, len(small)))
     assert len(index) == len(small)
@@ -117,40 +121,42 @@ def test_the_search_finds_all_within_the_distance_and_nothing_else(small):
     found = {(c.query, c.indexed): c.distance for c in index.candidates(shifted)}
 
     both = np.stack([small, small[:, :, ::-1]], 1).reshape(-1, S, S)
-    theirs = hashing.hashes(both, hashing.WINDOWS).reshape(len(small), 2, 10, 16)
-    ours = hashing.hashes(shifted, hashing.WINDOWS)
+    theirs = matching.hash_windows(both, matching.WINDOWS).reshape(
+        len(small), 2, 10, 16
+    )
+    ours = matching.hash_windows(shifted, matching.WINDOWS)
     wanted = {}
     for i in range(len(small)):
         for j in range(len(small)):
             parts = [differing(ours[i, 0], h) for h in theirs[j].reshape(-1, 16)]
             wholes = [differing(q, h) for q in ours[i, 1:] for h in theirs[j, :, 0]]
             nearest = min(parts + wholes)
-            if nearest <= search.DISTANCE:
+            if nearest <= matching.DISTANCE:
                 wanted[i, j] = nearest
     assert found == wanted
     assert {(i, i) for i in range(len(small))} <= found.keys()
 
 
 def test_a_candidate_tells_how_the_images_lie(small):
-    index = search.Index()
+    index = matching.Index()
     index.add(small, np.arange(100, 100 + len(small)))
     mirrored = np.ascontiguousarray(small[3:4, :, ::-1])
     first = index.candidates(mirrored)[0]
     assert (first.query, first.indexed, first.distance) == (0, 103, 0)
     assert first.flipped
-    assert first.window == hashing.WHOLE
+    assert first.window == matching.WHOLE
     cut = cv2.resize(small[5][5:, 5:], (S, S), interpolation=cv2.INTER_LINEAR)
     first = index.candidates(cut[None])[0]
     assert (first.indexed, first.flipped, first.query_is_larger) == (105, False, False)
     assert first.window == pytest.approx((0.08, 1.0, 0.08, 1.0))
-    index = search.Index()
+    index = matching.Index()
     index.add(cut[None], np.array([7]))
     first = index.candidates(small[5:6])[0]
     assert (first.indexed, first.flipped, first.query_is_larger) == (7, False, True)
 
 
 def test_nothing_is_found_without_queries_or_without_an_index(small):
-    empty = search.Index()
+    empty = matching.Index()
     assert empty.candidates(small) == []
     empty.add(small, np.arange(len(small)))
     assert empty.candidates(small[:0]) == []
@@ -159,23 +165,25 @@ def test_nothing_is_found_without_queries_or_without_an_index(small):
 def test_a_machine_without_faiss_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[dedup\]' in the clone"):
-        search.Index()
+        matching.Index()
 
 
 def test_a_crop_fits_on_its_image_and_on_no_other(photographs, small):
     for i, image in enumerate(photographs):
-        part = thumbnails.make(image[3:143, 11:162])  # Off the windows' grid.
-        window = hashing.WINDOWS[6]
-        assert alignment.correlation(part, small[i], window) > alignment.CORRELATION
+        part = matching.make_thumbnail(image[3:143, 11:162])  # Off the windows' grid.
+        window = matching.WINDOWS[6]
+        assert matching.correlation(part, small[i], window) > matching.CORRELATION
         other = small[(i + 11) % len(small)]
-        assert alignment.correlation(part, other, window) < 0.5
+        assert matching.correlation(part, other, window) < 0.5
 
 
 def test_what_fits_only_far_from_its_window_does_not_count(photographs):
     # The same scene, of which the one shows a part 20 pixels further right.
     image = load_sample_images().images[0]
-    one, other = (thumbnails.make(image[40:190, x : x + 160]) for x in (100, 120))
-    assert alignment.correlation(one, one, hashing.WHOLE) > 0.999
-    assert alignment.correlation(one, other, hashing.WHOLE) == 0.0
+    one, other = (
+        matching.make_thumbnail(image[40:190, x : x + 160]) for x in (100, 120)
+    )
+    assert matching.correlation(one, one, matching.WHOLE) > 0.999
+    assert matching.correlation(one, other, matching.WHOLE) == 0.0
     flat = np.zeros((S, S), np.uint8)
-    assert alignment.correlation(one, flat, hashing.WHOLE) == 0.0
+    assert matching.correlation(one, flat, matching.WHOLE) == 0.0

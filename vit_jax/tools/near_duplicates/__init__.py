@@ -1,0 +1,1 @@
+"""Finds records of one data set that are near-duplicates of records of another."""

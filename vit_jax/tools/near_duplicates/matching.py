@@ -1,0 +1,297 @@
+"""Whether two images show the same picture: thumbnails, hashes, search, alignment.
+
+Resized, recompressed, mirrored, grey and slightly cropped copies match. Hashes select
+candidate pairs; alignment decides. Letters: N images, S side of a thumbnail, W windows.
+"""
+
+import dataclasses
+import functools
+import io
+
+import cv2
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from vit_jax.data import decode
+from vit_jax.errors import UserError
+
+SIDE = 64  # Of a thumbnail, in pixels.
+# Standard deviation of grey values below which an image has no content to compare; JPEG
+# noise is less.
+_FLAT = 2.0
+
+Thumbnail = UInt8[np.ndarray, "S S"]
+
+BITS = 128
+_FREQUENCIES = 16  # Per side; the lowest BITS of them are kept.
+_PART = 0.92  # Side of a window, for crops of 10 % in area (0.95) and in sides (0.9).
+
+# Top, bottom, left and right as fractions of the image.
+Window = tuple[float, float, float, float]
+WHOLE: Window = (0.0, 1.0, 0.0, 1.0)
+_OFFSETS = (0.0, (1 - _PART) / 2, 1 - _PART)
+WINDOWS: tuple[Window, ...] = (
+    WHOLE,
+    *((y, y + _PART, x, x + _PART) for y in _OFFSETS for x in _OFFSETS),
+)
+
+DISTANCE = 28  # Hamming distance of 128 bits; unrelated photographs are at about 64.
+_PER_QUERY = 50  # Most candidates per query.
+
+CORRELATION = 0.9  # Least of near-duplicates.
+
+_SIGMA = 4.0  # Of the high-pass, in pixels of a thumbnail.
+_BLUR = 5  # Pixels; sharpening and compression change finer structure.
+_STOP = (cv2.TERM_CRITERIA_COUNT | cv2.TERM_CRITERIA_EPS, 15, 1e-4)
+# Largest movement of a corner from the window's, in pixels, for a crop.
+_FURTHEST = 5.0
+_CORNERS = np.array([[x, y, 1] for x in (0, SIDE) for y in (0, SIDE)]) - [0.5, 0.5, 0]
+
+
+def make_thumbnail(data: bytes | UInt8[np.ndarray, "H W C"]) -> Thumbnail:
+    """Returns an image as SIDE x SIDE grey pixels, ignoring its aspect ratio.
+
+    Args:
+      data: content of an image file, or pixels.
+
+    Raises:
+      DamagedImage: as from `decode.decode`.
+    """
+    grey = _decode_reduced(data) if isinstance(data, bytes) else None
+    if grey is None:
+        grey = _to_grey(decode.decode(data))
+    shrinks = min(grey.shape) >= SIDE
+    how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+    if not shrinks and max(grey.shape) > SIDE:  # Avoids aliasing on the long side.
+        height, width = (min(side, SIDE) for side in grey.shape)
+        grey = cv2.resize(grey, (width, height), interpolation=cv2.INTER_AREA)
+    return cv2.resize(grey, (SIDE, SIDE), interpolation=how)
+
+
+def is_flat(thumbnail: Thumbnail) -> bool:
+    """Returns whether all pixels are nearly equal, as in a blank page."""
+    return float(thumbnail.std()) < _FLAT
+
+
+def _decode_reduced(data: bytes) -> np.ndarray | None:
+    """Decodes the luma of a JPEG at a reduced size of at least SIDE, None otherwise."""
+    try:
+        image = Image.open(io.BytesIO(data))
+        small = image.width * image.height <= decode.MAX_PIXELS
+        if image.format != "JPEG" or image.mode not in ("L", "RGB") or not small:
+            return None
+        image.draft("L", (SIDE, SIDE))
+        return np.asarray(image.convert("L"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        # `decode.decode` raises the error that names the reason.
+        return None
+
+
+def _to_grey(pixels: np.ndarray) -> np.ndarray:
+    return cv2.cvtColor(np.ascontiguousarray(pixels), cv2.COLOR_RGB2GRAY)
+
+
+def hash_windows(
+    thumbnails: UInt8[np.ndarray, "N S S"], windows: tuple[Window, ...]
+) -> UInt8[np.ndarray, "N W 16"]:
+    """Computes perceptual hashes of windows of images.
+
+    Perceptual hashes are the signs of the lowest cosine frequencies. Resizing,
+    recompression and conversion to grey hardly change them.
+
+    Args:
+      thumbnails: of the images.
+      windows: parts of each image to hash.
+
+    Returns:
+      Hashes of BITS bits, 8 per byte.
+
+    Source: "pHash" (C. Zauner, Implementation and Benchmarking of Perceptual Image Hash
+    Functions, 2010), with 128 frequencies by distance from zero, and windows.
+    """
+    pixels = thumbnails.astype(np.float32)
+    found = np.empty((len(pixels), len(windows), BITS // 8), np.uint8)
+    for number, (top, bottom, left, right) in enumerate(windows):
+        down, across = _cosines(top, bottom), _cosines(left, right)
+        waves = np.matmul(np.matmul(down, pixels), across.T)
+        signs = waves.reshape(len(pixels), -1)[:, _lowest()] > 0
+        found[:, number] = np.packbits(signs, axis=1)
+    return found
+
+
+@functools.cache
+def _cosines(start: float, stop: float) -> np.ndarray:
+    """Returns cosine waves (frequency, pixel) over a part of an axis, 0 outside.
+
+    Pixels on the edge of the part are weighted by their share inside.
+    """
+    edges = np.arange(SIDE + 1) / SIDE
+    first, last = (np.clip(e, start, stop) for e in (edges[:-1], edges[1:]))
+    middle = ((first + last) / 2 - start) / (stop - start)
+    waves = np.cos(np.pi * np.arange(_FREQUENCIES)[:, None] * middle[None])
+    return (waves * (last - first)).astype(np.float32)
+
+
+@functools.cache
+def _lowest() -> np.ndarray:
+    """Returns the indices of the kept frequencies, without the always positive mean."""
+    rows, columns = np.mgrid[:_FREQUENCIES, :_FREQUENCIES]
+    return np.argsort((rows**2 + columns**2).ravel(), kind="stable")[1 : BITS + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A pair of images with similar hashes.
+
+    Attributes:
+      query: index of the query.
+      indexed: number of the indexed image.
+      distance: Hamming distance of the hashes.
+      flipped: whether the indexed image was mirrored.
+      window: part of the larger image that is similar to all of the other.
+      query_is_larger: whether the window is of the query, not of the indexed image.
+    """
+
+    query: int
+    indexed: int
+    distance: int
+    flipped: bool
+    window: Window
+    query_is_larger: bool
+
+
+class Index:
+    """Exact search in the hashes of a set of images, 35 MB per 100,000 images.
+
+    Raises:
+      UserError: faiss is not installed.
+    """
+
+    def __init__(self):
+        try:
+            import faiss
+        except ImportError as error:
+            raise UserError(
+                "de-duplication needs faiss: pip install -e '.[dedup]' in the clone"
+            ) from error
+        # Entries are ordered by image, then flip, then window.
+        self._parts = faiss.IndexBinaryFlat(BITS)
+        self._wholes = faiss.IndexBinaryFlat(BITS)
+        self._numbers = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, thumbnails: UInt8[np.ndarray, "N S S"], numbers: np.ndarray) -> None:
+        """Adds images.
+
+        Args:
+          thumbnails: of the images.
+          numbers: identify them in `candidates`.
+        """
+        both = np.stack([thumbnails, thumbnails[:, :, ::-1]], axis=1)
+        found = hash_windows(both.reshape(-1, *both.shape[2:]), WINDOWS)
+        self._parts.add(np.ascontiguousarray(found.reshape(-1, found.shape[-1])))
+        self._wholes.add(np.ascontiguousarray(found[:, 0]))
+        self._numbers = np.concatenate([self._numbers, numbers])
+
+    def candidates(self, thumbnails: UInt8[np.ndarray, "N S S"]) -> list[Candidate]:
+        """Returns candidate pairs, nearest first for each query.
+
+        Args:
+          thumbnails: of the queries.
+        """
+        if not len(thumbnails) or not len(self):
+            return []
+        found = hash_windows(thumbnails, WINDOWS)
+        windows = len(WINDOWS)
+        best: dict[tuple[int, int], Candidate] = {}
+
+        def add(query, row, distance, flipped, window, query_is_larger):
+            pair = query, int(self._numbers[row])
+            if pair not in best or distance < best[pair].distance:
+                part = WINDOWS[window]
+                best[pair] = Candidate(
+                    *pair, int(distance), bool(flipped), part, query_is_larger
+                )
+
+        # The query is a crop of the indexed image, or all of it ...
+        for query, entry, distance in _within(self._parts, found[:, 0]):
+            image, window = divmod(entry, windows)
+            add(query, image // 2, distance, image % 2, window, False)
+        # ... or the indexed image is a crop of the query.
+        crops = found[:, 1:].reshape(-1, found.shape[-1])
+        for crop, entry, distance in _within(self._wholes, crops):
+            query, window = divmod(crop, windows - 1)
+            add(query, entry // 2, distance, entry % 2, window + 1, True)
+        return _nearest(best.values())
+
+
+def _within(index, queries: np.ndarray):
+    """Yields (query, entry, distance) for all distances up to DISTANCE."""
+    # The bound of faiss is exclusive.
+    ends, distances, entries = index.range_search(
+        np.ascontiguousarray(queries), DISTANCE + 1
+    )
+    rows = np.repeat(np.arange(len(queries)), np.diff(ends.astype(np.int64)))
+    yield from zip(rows.tolist(), entries.tolist(), distances.tolist(), strict=True)
+
+
+def _nearest(found) -> list[Candidate]:
+    """Sorts by query and distance, and keeps the nearest of each query."""
+    kept, query, count = [], None, 0
+    for one in sorted(found, key=lambda c: (c.query, c.distance, c.indexed)):
+        count = count + 1 if one.query == query else 1
+        query = one.query
+        if count <= _PER_QUERY:
+            kept.append(one)
+    return kept
+
+
+def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
+    """Returns the correlation of two images after alignment, from -1 to 1.
+
+    Hashes of different photographs can be close by chance. Their fine structure does
+    not correlate, so only that (a high-pass) is compared.
+
+    Args:
+      part: the image that may be a crop.
+      whole: the other image.
+      window: approximate place of the crop.
+
+    Returns:
+      Correlation of the fine structure after an affine alignment; 0 without one.
+
+    Source: Evangelidis and Psarakis, Parametric Image Alignment Using Enhanced
+    Correlation Coefficient Maximization, PAMI 2008 (OpenCV's `findTransformECC`).
+    """
+    top, bottom, left, right = window
+    wide, high = right - left, bottom - top
+    # Maps pixel centres of `part` to those of `whole`.
+    start = np.array(
+        [
+            [wide, 0, left * SIDE + wide / 2 - 0.5],
+            [0, high, top * SIDE + high / 2 - 0.5],
+        ],
+        np.float32,
+    )
+    try:
+        found, fitted = cv2.findTransformECC(
+            _fine(part),
+            _fine(whole),
+            start.copy(),
+            cv2.MOTION_AFFINE,
+            _STOP,
+            None,
+            _BLUR,
+        )
+    except cv2.error:  # It did not converge.
+        return 0.0
+    moved = np.abs(_CORNERS @ (fitted - start).T).max()
+    return float(found) if moved <= _FURTHEST else 0.0
+
+
+def _fine(thumbnail: Thumbnail) -> np.ndarray:
+    pixels = thumbnail.astype(np.float32)
+    return pixels - cv2.GaussianBlur(pixels, (0, 0), _SIGMA)
