@@ -1,3 +1,5 @@
+import zlib
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -116,3 +118,26 @@ def test_an_array_passes_and_grey_is_repeated(photograph):
     assert decode(photograph[..., :1]).shape == (37, 53, 3)
     with pytest.raises(DamagedImage, match="has 3 channels, not 1"):
         decode(photograph, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_an_array_of_other_numbers_is_refused(photograph, dtype):
+    with pytest.raises(
+        DamagedImage, match=rf"{dtype.__name__} \(37, 53, 3\), not uint8"
+    ):
+        decode(photograph.astype(dtype))
+
+
+def png_chunk(kind, content):
+    checksum = zlib.crc32(kind + content).to_bytes(4, "big")
+    return len(content).to_bytes(4, "big") + kind + content + checksum
+
+
+def test_what_is_odd_about_a_png_is_not_printed(photograph, encode, capfd):
+    data = encode(photograph, "PNG")
+    profile = png_chunk(b"iCCP", b"sRGB\0\0" + zlib.compress(b"no profile"))
+    for odd in (profile, png_chunk(b"tIME", b"now"), png_chunk(b"sRGB", b"\0\0")):
+        header = 8 + 25  # Signature and IHDR.
+        pixels = decode(data[:header] + odd + data[header:])
+        np.testing.assert_array_equal(pixels, photograph)
+    assert capfd.readouterr() == ("", "")

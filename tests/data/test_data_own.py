@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vit_jax.data import pipeline
-from vit_jax.data.arrays import ArraySource
+from vit_jax.data.arrays import ArraySource, open_arrays
 from vit_jax.data.own import is_own
 from vit_jax.data.sources import open_source
 from vit_jax.data.splits import Numbering
@@ -83,6 +83,117 @@ def test_arrays_in_memory_need_five_lines(module, data_config):
     data.classes = 2
     with pytest.raises(UserError, match=r"mine train record 0 has label 2"):
         open_source(data, "train")
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (6, 7, 9, 3))
+LABELS = np.array([2, 0, 1, 1, 0, 2])
+
+
+def open_mine(images, labels, names=("a", "b", "c")):
+    good = (IMAGES.astype(np.uint8), LABELS)
+    return open_arrays(
+        {"train": good, "test": (images, labels)}, "train", "mine", names
+    )
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (
+            (IMAGES / 255).astype(np.float32),
+            (
+                r"float32 (6, 7, 9, 3) from 0 to 1: not whole numbers from 0 to 255; take "
+                "(images * 255).round().astype('uint8')"
+            ),
+        ),
+        (
+            IMAGES / 127.5 - 1,
+            (
+                "float64 (6, 7, 9, 3) from -1 to 1: not whole numbers from 0 to 255; scale "
+                "them to 0..255 and take .round().astype('uint8')"
+            ),
+        ),
+        (
+            IMAGES * 3,
+            "int64 (6, 7, 9, 3) from 0 to 765: not whole numbers from 0 to 255",
+        ),
+        (IMAGES > 9, "bool (6, 7, 9, 3): not whole numbers from 0 to 255"),
+        (
+            np.moveaxis(IMAGES, -1, 1),
+            (
+                "int64 (6, 3, 7, 9) from 0 to 255: channels do not stand last; take "
+                "np.moveaxis(images, 1, -1)"
+            ),
+        ),
+        (IMAGES.reshape(6, -1), "(6, 189) from 0 to 255: not (N, H, W), (N, H, W, 1)"),
+    ],
+)
+def test_arrays_that_are_no_images_are_refused_when_opened(images, message):
+    with pytest.raises(
+        UserError, match=re.escape("mine test: images=") + ".*"
+    ) as found:
+        open_mine(images, LABELS)  # Of every split, whichever is opened.
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "message"),
+    [
+        (
+            LABELS[:5],
+            "abc",
+            "mine test: 6 images, but 5 labels; give one label per image",
+        ),
+        (np.eye(3)[LABELS], "abc", "labels=float64 (6, 3) from 0 to 1: not one whole"),
+        (LABELS + 0.0, "abc", "labels=float64 (6,) from 0 to 2: not one whole number"),
+        (LABELS + 1, "abc", "mine test: record 0 has label 3; give labels from 0 to 2"),
+        (LABELS - 1, "", "mine test: record 1 has label -1; give labels from 0"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused_when_opened(labels, names, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        open_mine(IMAGES, labels, tuple(names))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.int16])
+def test_whole_numbers_up_to_255_and_grey_images_are_taken(dtype, data_config):
+    grey = IMAGES[..., 0].astype(dtype)
+    source = open_arrays({"train": (grey, LABELS)}, "train[1:]", "mine")
+    assert source.images.dtype == np.uint8
+    np.testing.assert_array_equal(source.images, IMAGES[1:, ..., :1])
+    data = data_config(channels=1, image_size=(7, 9), eval_ops="resize")
+    with pipeline.eval_batches(source, data, batch_size=5) as batches:
+        (batch,) = batches
+    np.testing.assert_array_equal(batch["image"], IMAGES[1:, ..., :1])
+
+
+def test_images_in_memory_of_a_source_are_checked_too(module, data_config):
+    module(
+        "in_memory",
+        """
+        import numpy as np
+
+        class Mine:
+            class_names = ()
+            def __init__(self, images):
+                self.images, self.labels = images, np.zeros(2, int)
+            def __len__(self): return len(self.labels)
+            def __getitem__(self, i): return {"image": self.images[i], "label": 0}
+            def describe(self, i): return str(i)
+            record_id = describe
+
+        def floats(data, split): return Mine(np.zeros((2, 5, 5, 3)))
+        def short(data, split): return Mine(np.zeros((3, 5, 5, 3), np.uint8))
+        """,
+    )
+    with pytest.raises(
+        UserError, match=r"images=float64 \(2, 5, 5, 3\) from 0 to 0: not"
+    ):
+        open_source(data_config(name="in_memory:floats"), "train")
+    with pytest.raises(
+        UserError, match="returned 3 images, 2 labels and a length of 2"
+    ):
+        open_source(data_config(name="in_memory:short"), "train")
 
 
 @pytest.mark.parametrize(

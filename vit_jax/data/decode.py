@@ -20,14 +20,12 @@ class DamagedImage(ValueError):
     """The bytes are no readable image; says why."""
 
 
-def decode(
-    data: bytes | UInt8[np.ndarray, "H W C"], channels: int = 3
-) -> UInt8[np.ndarray, "H W D"]:
+def decode(data: bytes | np.ndarray, channels: int = 3) -> UInt8[np.ndarray, "H W D"]:
     """Decodes an image.
 
     Args:
-      data: content of an image file, of a format found from the content; an array
-        has its channels adapted.
+      data: content of an image file, of a format found from the content; a uint8
+        array has its channels adapted.
       channels: 3 for RGB, 1 for grey.
 
     Returns:
@@ -35,7 +33,8 @@ def decode(
       of an animation the first frame counts.
 
     Raises:
-      DamagedImage: empty, truncated, damaged, unknown format or over 100 megapixels.
+      DamagedImage: empty, truncated, damaged, unknown format or over 100 megapixels; or
+        an array that is not uint8 (H, W, C).
     """
     if isinstance(data, np.ndarray):
         return _adapt_channels(data, channels)
@@ -51,11 +50,11 @@ def decode(
         if image.width * image.height > MAX_PIXELS:
             raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
         if image.format == "PNG":
-            _check_png(data)
-        if _is_plain_png(image, data):
-            pixels = _decode_png(data, channels)
-            if pixels is not None:
-                return pixels
+            critical = _critical_chunks(data)
+            if _is_plain_png(image, data):
+                pixels = _decode_png(critical, channels)
+                if pixels is not None:
+                    return pixels
         return _to_pixels(image, channels)
     except DamagedImage:
         raise
@@ -74,12 +73,16 @@ def plain_header(data: bytes) -> jpeg.Header | None:
     return header if small else None
 
 
-def _check_png(data: bytes) -> None:
-    """Raises DamagedImage unless every critical chunk is whole.
+def _critical_chunks(data: bytes) -> bytes:
+    """Returns a PNG file without its ancillary chunks, such as a colour profile.
 
-    OpenCV and Pillow both may fill up an image whose pixels end in the middle.
+    The decoder of OpenCV, libpng, would print its warnings about them to standard error.
+
+    Raises:
+      DamagedImage: a critical chunk is damaged: OpenCV and Pillow both may fill up an
+        image whose pixels end in the middle.
     """
-    start, kind = 8, b""
+    start, kind, kept = 8, b"", [data[:8]]
     while kind != b"IEND":
         length = int.from_bytes(data[start : start + 4], "big")
         kind, end = data[start + 4 : start + 8], start + 8 + length
@@ -87,7 +90,10 @@ def _check_png(data: bytes) -> None:
         critical = kind[:1].isupper()  # PNG specification, 5.4.
         if not kind or (critical and data[end : end + 4] != checksum):
             raise DamagedImage(f"cannot be decoded (its PNG chunk {kind!r} is damaged)")
+        if critical:
+            kept.append(data[start : end + 4])
         start = end + 4
+    return b"".join(kept)
 
 
 def _is_plain_png(image: Image.Image, data: bytes) -> bool:
@@ -123,6 +129,10 @@ def _to_pixels(image: Image.Image, channels: int) -> np.ndarray:
 
 
 def _adapt_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    if pixels.dtype != np.uint8 or pixels.ndim != 3:
+        raise DamagedImage(
+            f"is an array of {pixels.dtype} {pixels.shape}, not uint8 (H, W, C)"
+        )
     if pixels.shape[-1] == channels:
         return pixels
     if channels == 3 and pixels.shape[-1] == 1:

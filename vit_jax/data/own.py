@@ -3,8 +3,10 @@
 import importlib
 import re
 
+import numpy as np
 from ml_collections import ConfigDict
 
+from vit_jax.data import arrays
 from vit_jax.errors import UserError
 
 # TFDS names have a colon too, before their version: "eurosat/rgb:2.0.0".
@@ -24,7 +26,8 @@ def open_own(data: ConfigDict, split: str):
       The `Source` that it returns.
 
     Raises:
-      UserError: no such module or function, or what it returns is no source.
+      UserError: no such module or function, or what it returns is no source, or its
+        images in memory are not uint8 (N, H, W, C), each with a label.
     """
     module_name, function_name = data.name.split(":")
     try:
@@ -52,4 +55,22 @@ def open_own(data: ConfigDict, split: str):
             f"data.name={data.name!r} returned {type(source).__name__}, which lacks "
             f"{', '.join(missing)}: see Source in vit_jax/data/sources.py"
         )
+    _check_arrays(data.name, source)
     return source
+
+
+def _check_arrays(name: str, source) -> None:
+    """Raises UserError for images in memory that cannot be gathered as they are."""
+    images, labels = source.images, source.labels
+    if images is None:
+        return
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise UserError(
+            f"data.name={name!r} returned images={arrays.describe(images)}: not uint8 "
+            "(N, H, W, C); convert them, or let vit_jax.data.arrays.open_arrays do it"
+        )
+    if not len(images) == len(labels) == len(source):
+        raise UserError(
+            f"data.name={name!r} returned {len(images)} images, {len(labels)} labels "
+            f"and a length of {len(source)}; make them equal"
+        )
