@@ -18,7 +18,7 @@ ratio of 448 to 384, as in the authors' VTAB code, and the rate starts at its pe
 from ml_collections import ConfigDict
 
 from configs.common import parse_arg, quick
-from vit_jax.studies.recipes import STEPS, SWEEP
+from vit_jax.tools.sweeps.recipes import STEPS, SWEEP
 
 # Steps, percent held out by `dev` (table 4), classes, and the split to report on.
 DATASETS = {

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg, quick
 from vit_jax.data.vtab import TASKS
-from vit_jax.studies import recipes
+from vit_jax.tools.sweeps import recipes
 
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16", "L/32", "H/14"),

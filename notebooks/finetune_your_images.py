@@ -48,7 +48,7 @@ import shutil
 import vit_jax
 from vit_jax import weights
 from vit_jax.evaluation import inputs, prediction
-from vit_jax.studies import fine_tuning, recipes, transfer
+from vit_jax.tools.sweeps import fine_tuning, recipes, transfer
 from vit_jax.weights import export
 
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])

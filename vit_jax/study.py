@@ -16,7 +16,7 @@ from vit_jax import cli, job
 
 def main(flags: argparse.Namespace) -> int:
     """Runs the study that the flags describe; returns the exit code."""
-    from vit_jax.studies import scaling
+    from vit_jax.tools.sweeps import scaling
 
     study = scaling.plan(
         flags.config,

@@ -36,7 +36,7 @@ def main(flags: argparse.Namespace) -> int:
 def run(flags: argparse.Namespace, workdir: str) -> dict:
     """Runs the study in a workdir; returns its report."""
     from vit_jax import weights
-    from vit_jax.studies import fine_tuning, recipes, transfer, vtab
+    from vit_jax.tools.sweeps import fine_tuning, recipes, transfer, vtab
 
     names = []
     if flags.dataset.split("/")[0].split(",")[0] == "vtab":

@@ -2,7 +2,7 @@
 
 Run:    python -m vit_jax.study --config=configs/study/digits.py --workdir=runs/digits_study
 Then:   python -m vit_jax.report runs/digits_study --out=report/
-Result: tests/studies/test_scaling.py runs `:quick` on 300 images, all three models; so
+Result: tests/tools/sweeps/test_scaling.py runs `:quick` on 300 images, all three models; so
         few images and steps say nothing of architectures
 
 With `:quick` runs are of 4 steps.

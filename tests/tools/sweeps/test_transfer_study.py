@@ -9,7 +9,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from vit_jax.errors import UserError
-from vit_jax.studies import fine_tuning, recipes, transfer
+from vit_jax.tools.sweeps import fine_tuning, recipes, transfer
 from vit_jax.training import loop
 
 RATES = (0.02, 0.3, 1e30)  # The last diverges.

@@ -10,7 +10,7 @@ from PIL import Image
 from vit_jax.data import sources
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
-from vit_jax.studies import feasible, fine_tuning, recipes
+from vit_jax.tools.sweeps import fine_tuning, recipes
 
 
 def task(pretrained, recipe, rates=(0.1, 0.2), **overrides):
@@ -45,7 +45,7 @@ def test_a_test_split_that_is_not_there_is_told_from_its_name(
 ):
     found = task(pretrained, recipes.find("digits", test=test), total_steps=2)
     with pytest.raises(UserError, match=re.escape(message)):
-        feasible.check(found)
+        fine_tuning.check_feasible(found)
     assert set(opened) <= {"train", "train[:1]"}
 
 
@@ -54,10 +54,12 @@ def test_a_folder_is_looked_at_without_its_test_images(pretrained, tmp_path, ope
         (tmp_path / split / "a").mkdir(parents=True)
     Image.new("L", (8, 8)).save(tmp_path / "train" / "a" / "1.png")
     # Of no image in it would be told, were test opened.
-    feasible.check(task(pretrained, recipes.find(str(tmp_path)), total_steps=2))
+    fine_tuning.check_feasible(
+        task(pretrained, recipes.find(str(tmp_path)), total_steps=2)
+    )
     found = task(pretrained, recipes.find(str(tmp_path), test="val"), total_steps=2)
     with pytest.raises(UserError, match="has no folder 'val'; it has test, train"):
-        feasible.check(found)
+        fine_tuning.check_feasible(found)
     assert set(opened) == {"train"}
 
 
@@ -78,11 +80,11 @@ def test_lengths_in_epochs_are_those_of_what_is_trained_on(
     found = task(pretrained, recipes.find(dataset), **stated)
     watched.events.clear()
     if fits:
-        feasible.check(found)
+        fine_tuning.check_feasible(found)
     else:
         steps = {"digits": 162, "watched:open_source": 4}[dataset]
         with pytest.raises(UserError, match=f"but the run only {steps}:"):
-            feasible.check(found)
+            fine_tuning.check_feasible(found)
     assert not any("test" in name for _, name in watched.events)
 
 
@@ -92,6 +94,8 @@ def test_a_long_warmup_fits_a_large_set(pretrained, monkeypatch):
     source = types.SimpleNamespace(numbering=Numbering(sizes, ()))
     monkeypatch.setattr(sources, "open_unchecked", lambda data, split: source)
     stated = {"epochs": 8, "optim.warmup_steps": 500}
-    feasible.check(task(pretrained, recipes.find("imagenet2012"), **stated))
+    fine_tuning.check_feasible(task(pretrained, recipes.find("imagenet2012"), **stated))
     with pytest.raises(UserError, match="imagenet2012 has no split 'test'"):
-        feasible.check(task(pretrained, recipes.find("imagenet2012", test="test")))
+        fine_tuning.check_feasible(
+            task(pretrained, recipes.find("imagenet2012", test="test"))
+        )

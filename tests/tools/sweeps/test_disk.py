@@ -6,7 +6,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from vit_jax.errors import Diverged, UserError
-from vit_jax.studies import runs, tables
+from vit_jax.tools.sweeps import runs
 from vit_jax.training.shared import Shared
 
 ROWS = [{"rate": 0.5, "score": None}]
@@ -16,8 +16,11 @@ ROWS = [{"rate": 0.5, "score": None}]
     ("write", "name"),
     [
         (lambda to: runs.write_json(to, "vtab.json", {}), "vtab.json"),
-        (lambda to: tables.write(to, "trials", ROWS), "trials.jsonl"),
-        (lambda to: tables.hparams(to, "runs/seed0", {}, {}), "tensorboard/runs/seed0"),
+        (lambda to: runs.write_table(to, "trials", ROWS), "trials.jsonl"),
+        (
+            lambda to: runs.write_hparams(to, "runs/seed0", {}, {}),
+            "tensorboard/runs/seed0",
+        ),
     ],
     ids=["json", "table", "hparams"],
 )

@@ -18,10 +18,9 @@ from vit_jax import config as configuration
 from vit_jax.data import sources
 from vit_jax.errors import UserError
 from vit_jax.models import variants
-from vit_jax.studies import runs, tables
-from vit_jax.studies.keeper import Kept
-from vit_jax.studies.runs import scores
-from vit_jax.studies.transfer import say
+from vit_jax.tools.sweeps import runs
+from vit_jax.tools.sweeps.runs import SplitCache, scores
+from vit_jax.tools.sweeps.transfer import say
 from vit_jax.training.shared import Shared
 
 FILE = "study.json"
@@ -89,7 +88,7 @@ class Study:
         """
         runs.check_command(self.workdir, self._command())
         rows = []
-        with sources.opened_by(Kept()):
+        with sources.opened_by(SplitCache()):
             for number, point in enumerate(self.points, 1):
                 say(f"point {number} of {len(self.points)}: {point.name}")
                 rows.append(_row(point))
@@ -100,7 +99,7 @@ class Study:
                     if "diverged" in done:  # There is nothing to fine-tune.
                         say(f"{point.name}, {part}, diverged: {done['diverged']}")
                         break
-        say(tables.show([_flat(row) for row in rows], _columns(rows)))
+        say(runs.format_table([_flat(row) for row in rows], _columns(rows)))
         say(_on_diverged(rows))
         return _report(rows)
 
@@ -112,7 +111,7 @@ class Study:
 
     def _write(self, rows: list[dict]) -> None:
         runs.write_json(self.workdir, FILE, _report(rows))
-        tables.write(self.workdir, "points", [_flat(row) for row in rows])
+        runs.write_table(self.workdir, "points", [_flat(row) for row in rows])
 
     def _command(self) -> dict:
         return {

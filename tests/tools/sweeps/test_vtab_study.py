@@ -13,9 +13,9 @@ from vit_jax.data.arrays import ArraySource
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 from vit_jax.schema import COMMON
-from vit_jax.studies import fine_tuning, recipes, transfer, vtab_means
-from vit_jax.studies import vtab as benchmarks
-from vit_jax.studies.keeper import Keeper
+from vit_jax.tools.sweeps import fine_tuning, recipes, transfer
+from vit_jax.tools.sweeps import runs as split_runs
+from vit_jax.tools.sweeps import vtab as benchmarks
 
 OVERRIDES = {"batch_size": 8, "total_steps": 2, "optim.warmup_steps": 1}
 NAMES = ("dtd", "sun397", "dmlab")  # Natural, natural, structured.
@@ -50,7 +50,7 @@ def test_means_are_of_groups_and_of_all_tasks_with_intervals_over_seeds():
         "c": {"group": "structured", "runs": runs(0.1, 0.3, 0.2)},
         "d": {"group": "specialised", "absent": "..."},
     }
-    summary = vtab_means.summary(found)
+    summary = benchmarks.means(found)
     natural, structured = (summary["groups"][g] for g in ("natural", "structured"))
     # The seeds' means are equal, though each task's scores are not.
     assert natural["mean"] == pytest.approx(0.6)
@@ -64,13 +64,13 @@ def test_means_are_of_groups_and_of_all_tasks_with_intervals_over_seeds():
 
 
 def test_one_seed_has_no_interval():
-    assert vtab_means.interval([0.25]) == (0.25, None)
+    assert benchmarks.interval([0.25]) == (0.25, None)
 
 
 @pytest.mark.parametrize("name", vtab.TASKS)
 def test_val200_has_no_image_of_the_test_split(name):
     """Checks by the numbers of records, whatever the splits are called."""
-    task, keeper = vtab.TASKS[name], Keeper("test")
+    task, keeper = vtab.TASKS[name], split_runs.TestSplitGuard("test")
     keeper.release()
     sizes = {"train": 737_280, "test": 24_300, "validation": 15_000}
     data = {"name": name}

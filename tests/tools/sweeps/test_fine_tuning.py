@@ -8,11 +8,11 @@ from vit_jax import config as configuration
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import variants
-from vit_jax.studies import fine_tuning, recipes
+from vit_jax.tools.sweeps import fine_tuning, recipes
 from vit_jax.training import optim
 from vit_jax.weights.pretrained import Pretrained
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def published(variant="B/16", **options):

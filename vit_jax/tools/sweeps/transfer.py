@@ -1,8 +1,8 @@
-"""Fine-tuning as the paper reports it: choose the rate, then train and test thrice.
+"""Fine-tuning with a sweep of learning rates, as in the paper.
 
-The rate is chosen on a held-out part of train; the whole of train is then used at the
-best one, with several seeds, each scored once on test (arXiv:2010.11929, section 4.1
-and table 4). A study that is killed goes on where it was when it is started again.
+The rate is chosen on a held-out part of train. Runs on all of train at the best rate,
+with several seeds, are then scored once on test (arXiv:2010.11929, section 4.1 and
+table 4). A killed sweep resumes when it is started again.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ from etils import epath
 
 from vit_jax.data import sources
 from vit_jax.errors import UserError
-from vit_jax.studies import feasible, runs, tables
-from vit_jax.studies.fine_tuning import Task
-from vit_jax.studies.keeper import Keeper
+from vit_jax.tools.sweeps import runs
+from vit_jax.tools.sweeps.fine_tuning import Task, check_feasible
+from vit_jax.tools.sweeps.runs import TestSplitGuard
 from vit_jax.training.shared import Shared
 
 FILE = "transfer.json"
@@ -56,16 +56,16 @@ class Study:
           Preempted: SIGTERM came; the same command goes on.
         """
         task, shared = self.task, shared or Shared()
-        feasible.check(task)
+        check_feasible(task)
         runs.check_command(self.workdir, self._command())
         for note in task.notes:
             say(note)
-        keeper = Keeper(task.recipe.test)
-        with sources.opened_by(keeper):
+        guard = TestSplitGuard(task.recipe.test)
+        with sources.opened_by(guard):
             trials = self._choose(shared) if len(task.rates) > 1 else []
             best = choose(trials) if trials else {"rate": task.rates[0]}
             say(on_choice(best, trials, task))
-            keeper.release()
+            guard.release()
             finals = self._test(best["rate"], shared)
         scores = [run["top1"] for run in finals]
         report = {
@@ -85,7 +85,7 @@ class Study:
             "std": statistics.stdev(scores) if len(scores) > 1 else None,
         }
         runs.write_json(self.workdir, FILE, report)
-        say(tables.show(finals, _RUNS))
+        say(runs.format_table(finals, _RUNS))
         say(
             f"{task.recipe.title}: {task.config.model.variant} at rate "
             f"{best['rate']:g}: top-1 {spread(report['mean'], report['std'])}, "
@@ -124,9 +124,9 @@ class Study:
                 trial["start_seconds"] = sum(report["startup"].values())
                 trial["compute"] = report.get("compute")
             trials.append(trial)
-            tables.write(self.workdir, "trials", trials)
+            runs.write_table(self.workdir, "trials", trials)
             self._note(name, rate, config.seed, "held_out", trial["score"])
-        say(tables.show(trials, _TRIALS))
+        say(runs.format_table(trials, _TRIALS))
         if together:  # And not in starts of which each compiled and read anew.
             say(sharing(trials))
         return trials
@@ -165,7 +165,7 @@ class Study:
     def _note(self, name, rate, seed, part, score) -> None:
         settings = {"rate": rate, "seed": seed, "part": part}
         scores = {} if score is None else {"top1": score}
-        tables.hparams(self.workdir, name, settings, scores)
+        runs.write_hparams(self.workdir, name, settings, scores)
 
 
 def choose(trials: Sequence[dict]) -> dict:

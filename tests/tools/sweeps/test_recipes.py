@@ -5,9 +5,9 @@ import pytest
 
 from vit_jax.data import vtab
 from vit_jax.errors import UserError
-from vit_jax.studies import recipes
+from vit_jax.tools.sweeps import recipes
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 PAPER = json.loads((ROOT / "tests" / "golden" / "paper_tables.json").read_text())
 TABLE_4 = {  # TFDS name: the paper's name, percent held out, classes.
     "imagenet2012": ("ImageNet", 1, 1000),

@@ -1,6 +1,9 @@
-"""The config of a fine-tuning run: a recipe, a checkpoint, and what the user states."""
+"""The config of a fine-tuning run: a recipe, a checkpoint, and overrides of the user."""
 
+import copy
 import dataclasses
+import os
+import pathlib
 import re
 from collections.abc import Mapping
 
@@ -9,28 +12,41 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as configuration
 from vit_jax import models
-from vit_jax.data import sources
+from vit_jax.data import own, sources, splits
 from vit_jax.errors import UserError
 from vit_jax.evaluation import network
+from vit_jax.parallel import mesh as meshes
 from vit_jax.schema import CHOICES, COMMON, FORMS
-from vit_jax.studies import keeper, recipes
-from vit_jax.studies import overrides as overriding
+from vit_jax.tools.sweeps import recipes, runs
+from vit_jax.training import program as programs
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights.pretrained import Pretrained
 
-# What moves in each mode; the classifier is the only new parameter in all of them.
+# Frozen parameters of each mode; only the head is new in all of them.
 MODES = {
     "full": {},
     "head": {"freeze": (r"^(?!head(_dist)?/)",)},
     "head_then_all": {"freeze": (r"^(?!head(_dist)?/)",), "freeze_fraction": 0.2},
 }
-# Steps between checkpoints: so many parts of a run, and not fewer than this.
+# Checkpoints per run, and the least number of steps between them.
 _SAVES, _LEAST = 10, 50
-# Of the checkpoint, but a run's own: what is drawn while it trains, and the old head.
+# Options that are not taken from the checkpoint: regularisation and the old head.
 _NOT_INHERITED = (
     *("classes", "image_size", "channels", "head_bias", "dtype", "representation"),
     *("dropout", "stochastic_depth"),
 )
+# Key -> flag that sets it.
+_FLAGS = {
+    "init": "--model",
+    "seed": "--seeds",
+    "optim.rate": "--rates",
+    "optim.rate_per_256": "--rates",
+    "optim.layer_decay": "--layer_decay",
+    "data.name": "--dataset",
+    "data.data_dir": "--data_dir",
+    "data.image_size": "--resolution",
+}
+_PARTS = ("data.split", "data.exclude", "data.examples", "evals")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +54,12 @@ class Task:
     """A data set to fine-tune a checkpoint on.
 
     Attributes:
-      recipe: of the data set, with all of its numbers.
-      config: complete config that all runs share, but for rate, seed and splits.
-      rates: peak rates to choose from.
-      notes: lines on what was assumed.
+      recipe: of the data set.
+      config: complete config of all runs, except for rate, seed and splits.
+      rates: peak learning rates to choose from.
+      notes: assumptions, for the log.
       mode: one of `MODES`.
-      overrides: dotted config key to value, as the user stated them.
+      overrides: dotted config key -> value, as stated by the user.
     """
 
     recipe: recipes.Recipe
@@ -89,24 +105,24 @@ def task(
       mode: one of `MODES`.
       layer_decay: see `optim.layer_decay`.
       rates: in place of the recipe's.
-      overrides: dotted config key to value, for all runs.
+      overrides: dotted config key -> value, for all runs.
 
     Raises:
-      UserError: something does not fit, or an override is a flag's or the study's.
+      UserError: a value does not fit, or an override belongs to a flag or the recipe.
     """
     overrides = dict(overrides or {})
-    overriding.refuse(overrides)
-    if keeper.touch(recipe.train, recipe.test):
+    _refuse_overrides(overrides)
+    if runs.overlap(recipe.train, recipe.test):
         raise UserError(
             f"--test={recipe.test}: {recipe.dataset} is trained on {recipe.train!r}, "
             "which must have no split in common with it: state --test=SPLIT"
         )
     raw = _raw(pretrained, recipe, resolution or usual_size(pretrained), mode)
     raw["optim"]["layer_decay"] = layer_decay
-    overriding.apply(raw, overrides)
+    _apply_overrides(raw, overrides)
     _fill(raw)
     config = configuration.complete(raw)
-    models.create(  # Refuses here and now what does not fit.
+    models.create(  # Raises early if options do not fit each other.
         **config.model,
         classes=config.data.classes,
         image_size=config.data.image_size,
@@ -126,10 +142,7 @@ def task(
 
 
 def usual_size(pretrained: Pretrained) -> tuple[int, int]:
-    """Returns 384 x 384, or the nearest size that the patches divide, upwards at 14.
-
-    The paper takes 518 for H/14.
-    """
+    """Returns 384, 518 (H/14 in the paper) or the nearest multiple of the patch."""
     patch = models.create(**pretrained.options).patch
     candidates = (384, 518, max(1, round(384 / patch)) * patch)
     side = next(size for size in candidates if size % patch == 0)
@@ -137,10 +150,10 @@ def usual_size(pretrained: Pretrained) -> tuple[int, int]:
 
 
 def _fill(raw: dict) -> None:
-    """Finds out from the training split what neither recipe nor user state."""
+    """Sets classes and steps from the training split where they are not stated."""
     data, timed = raw["data"], raw["total_steps"] or raw.get("epochs")
     if not data["classes"] or not timed:
-        # One class for the moment: what is opened unchecked may have more.
+        # Labels are not checked here, so that one class is enough.
         opened = ConfigDict(COMMON["data"] | data | {"classes": 1})
         source = sources.open_unchecked(opened, opened.split)
         data["classes"] = data["classes"] or _classes(source, data["name"])
@@ -164,7 +177,7 @@ def _classes(source: sources.Source, name: str) -> int:
 
 
 def _raw(pretrained, recipe, size, mode) -> dict:
-    """Returns what the recipe and the checkpoint state."""
+    """Returns the config that the recipe and the checkpoint determine."""
     preprocess = network.preprocessing_of(pretrained)
     on_cpu = jax.default_backend() == "cpu"
     optim = {"name": "sgd", "momentum": 0.9, "decay": "cosine", "weight_decay": 0.0}
@@ -188,7 +201,7 @@ def _raw(pretrained, recipe, size, mode) -> dict:
         },
         "model": {
             **_inherited(pretrained.options),
-            # bfloat16 is what TPUs and GPUs are fast at, and CPUs are not.
+            # CPUs are slow at bfloat16.
             "dtype": "float32" if on_cpu else "bfloat16",
         },
         "loss": {"name": "softmax"},
@@ -196,7 +209,7 @@ def _raw(pretrained, recipe, size, mode) -> dict:
             **optim,
             "clip_norm": 1.0,
             "warmup_steps": recipe.warmup,
-            "rate": 1.0,  # Until a run states its own.
+            "rate": 1.0,  # Set per run.
             **MODES[mode],
         },
         "average": {"decay": recipe.average(size)},
@@ -207,13 +220,111 @@ def _raw(pretrained, recipe, size, mode) -> dict:
 
 
 def _inherited(options: Mapping[str, object]) -> dict:
-    """Returns the keys of `config.model` that make the checkpoint's network."""
+    """Returns the keys of `config.model` for the checkpoint's network."""
     variant = options["variant"]
     form = next(form for form in FORMS if re.fullmatch(form, variant))
     known = {"variant": variant} | FORMS[form]
     for (section, choice), ways in CHOICES.items():
         if section == "model" and choice in known:
-            # Keys that are read only under the choice that the checkpoint makes.
+            # Keys that exist only with the checkpoint's choice.
             known |= ways[options.get(choice, known[choice])]
     ignored = (*_NOT_INHERITED, *models.EXECUTION)
     return {k: v for k, v in options.items() if k in known and k not in ignored}
+
+
+def check_feasible(task: Task) -> None:
+    """Raises early if a task cannot be completed, before anything is written.
+
+    It opens the training split, mostly one record of it, and nothing of the test split.
+
+    Raises:
+      UserError: the test split does not exist, or a length or the network does not fit.
+    """
+    config, recipe = task.config, task.recipe
+    sizes = _sizes(task)
+    if recipe.dataset == "folder":
+        _check_folders(recipe.test, recipe.data_dir)
+    elif sizes:
+        try:
+            splits.select(recipe.test, sizes, recipe.title)
+        except UserError as error:
+            raise UserError(f"--test={recipe.test}: {error}") from error
+    # The number of examples matters only where a length is in epochs.
+    lengths = {config.batch_size}
+    stated = [v for key, v in config.optim.items() if key.endswith("_epochs")]
+    if config.epochs or any(stated):
+        parts = (recipe.train, recipe.part)[: len(task.rates)]  # One rate, no trial.
+        lengths = {_length(task, split, sizes) for split in parts}
+    final, mesh = task.final(task.rates[0], 0), meshes.create(config.mesh.to_dict())
+    for examples in sorted(lengths):
+        programs.build(final, mesh, examples)
+
+
+def _sizes(task: Task) -> Mapping[str, int]:
+    """Returns split name -> number of records, {} if unknown."""
+    recipe, name = task.recipe, task.recipe.dataset
+    # VTAB-1k tasks have roles instead of splits; own sources may do anything.
+    if name == "folder" or name.startswith("vtab/") or own.is_own(name):
+        return {}
+    # The sizes are of all splits, even if one record is opened.
+    first = f"{splits.names(recipe.train)[0]}[:1]"
+    source = sources.open_unchecked(task.config.data, first)
+    numbering = getattr(source, "numbering", None)
+    return {} if numbering is None else numbering.sizes
+
+
+def _length(task: Task, split: str, sizes: Mapping[str, int]) -> int:
+    if sizes:
+        parts = splits.select(split, sizes, task.recipe.title)
+        return sum(len(numbers) for _, numbers in parts)
+    return len(sources.open_unchecked(task.config.data, split))
+
+
+def _check_folders(test: str, data_dir: str) -> None:
+    root = pathlib.Path(data_dir).expanduser()
+    there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    for name in splits.names(test):
+        if name not in there:
+            raise UserError(
+                f"--test={test}: {data_dir} has no folder {name!r}; it has "
+                f"{', '.join(there) or 'none'}"
+            )
+
+
+def _refuse_overrides(overrides: Mapping[str, object]) -> None:
+    """Raises UserError if a key belongs to a flag or to the recipe."""
+    for key in overrides:
+        if key in _FLAGS:
+            raise UserError(f"--config.{key}: it is set by {_FLAGS[key]} here")
+        if key.startswith(_PARTS):
+            raise UserError(
+                f"--config.{key}: the recipe says what is trained and scored on; state "
+                "--dataset and --test"
+            )
+        if key and key in COMMON:
+            raise UserError(f"--config.{key}: it is a section; set a key of it")
+
+
+def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
+    """Applies overrides to a config, and removes keys that become unread.
+
+    Args:
+      raw: config as a dict; `data.classes` may still be 0.
+      overrides: dotted config key -> value.
+
+    Raises:
+      UserError: unknown key, or a value of the wrong type.
+    """
+    for key, value in overrides.items():
+        section, _, leaf = key.rpartition(".")
+        if section in COMMON:
+            (raw.setdefault(section, {}) if section else raw)[leaf] = value
+        else:
+            raw[key] = value  # Not a key: refused by `complete` below.
+    if raw.get("epochs") and "total_steps" not in overrides:
+        raw["total_steps"] = 0
+    if raw["optim"]["name"] != "sgd" and "optim.momentum" not in overrides:
+        del raw["optim"]["momentum"]
+    tried = copy.deepcopy(raw)
+    tried["data"]["classes"] = raw["data"]["classes"] or 1
+    configuration.complete(tried)

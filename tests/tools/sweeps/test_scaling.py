@@ -15,11 +15,11 @@ from vit_jax.data import splits
 from vit_jax.data.catalogue import ENTRIES
 from vit_jax.errors import UserError
 from vit_jax.models import cost
-from vit_jax.studies import scaling
 from vit_jax.tools.report import pages, results
+from vit_jax.tools.sweeps import scaling
 from vit_jax.training import loop
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 STUDIES = sorted(
     path for path in (ROOT / "configs/study").glob("[!_]*.py") if path.stem != "common"
 )

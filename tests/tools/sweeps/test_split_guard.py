@@ -6,7 +6,7 @@ from vit_jax.data import sources
 from vit_jax.data.arrays import open_arrays
 from vit_jax.errors import UserError
 from vit_jax.schema import COMMON
-from vit_jax.studies.keeper import Keeper
+from vit_jax.tools.sweeps import runs
 
 
 def digits(**keys):
@@ -15,7 +15,7 @@ def digits(**keys):
 
 @pytest.mark.parametrize("split", ["test", "test[:3]", "train+test[50%:]"])
 def test_the_test_split_stays_shut_until_it_is_released(split):
-    keeper = Keeper("test")
+    keeper = runs.TestSplitGuard("test")
     with sources.opened_by(keeper):
         with pytest.raises(UserError, match="sealed: it has images of the test split"):
             sources.open_unchecked(digits(), split)
@@ -27,14 +27,14 @@ def test_the_test_split_stays_shut_until_it_is_released(split):
 def test_it_stays_shut_by_every_door():
     data = digits(classes=10, split="test")
     with (
-        sources.opened_by(Keeper("test")),
+        sources.opened_by(runs.TestSplitGuard("test")),
         pytest.raises(UserError, match="stays shut until the rate is chosen"),
     ):
         sources.open_source(data, data.split)
 
 
 def test_a_split_is_opened_once_and_forgotten_with_the_choice():
-    keeper = Keeper("test")
+    keeper = runs.TestSplitGuard("test")
     with sources.opened_by(keeper):
         first = sources.open_unchecked(digits(), "train[:90%]")
         assert sources.open_unchecked(digits(), "train[:90%]") is first
@@ -85,7 +85,7 @@ def numbered(split):
 )
 @pytest.mark.parametrize("test_first", [False, True])
 def test_a_record_in_both_is_a_leak(held_out, test, test_first):
-    keeper = Keeper("test")
+    keeper = runs.TestSplitGuard("test")
     keeper.release()
     doors = [("val200", held_out), ("test", test)]
     first, second = doors[::-1] if test_first else doors
@@ -97,7 +97,7 @@ def test_a_record_in_both_is_a_leak(held_out, test, test_first):
 
 
 def test_parts_that_touch_nowhere_are_no_leak():
-    keeper = Keeper("test")
+    keeper = runs.TestSplitGuard("test")
     keeper(digits(), "train800", lambda: numbered("train[:20]"))
     keeper(digits(), "val200", lambda: numbered("test[:5]"))
     keeper.release()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -11,18 +13,20 @@ from etils import epath
 from vit_jax import config as configuration
 from vit_jax.data import catalogue, tfds_source, vtab
 from vit_jax.errors import UserError
-from vit_jax.studies import runs, tables, vtab_means
-from vit_jax.studies.transfer import Study, say
+from vit_jax.tools.sweeps import runs
+from vit_jax.tools.sweeps.transfer import Study, say
 from vit_jax.training.shared import Shared
 
 FILE = "vtab.json"
 _COLUMNS = {"task": "", "group": "", "rate": "g", "mean": ".2%", "std": ".2%"}
-# Of what a task's study reports.
+# Keys of a task's report that vtab.json keeps.
 _KEPT = ("resolution", "overrides", "best", "runs", "mean", "std", "failed")
+GROUPS = ("natural", "specialised", "structured")
+_CONFIDENCE = 0.95
 
 
 def tasks(dataset: str) -> list[str]:
-    """Reads which tasks are wanted.
+    """Parses a list of tasks.
 
     Args:
       dataset: "vtab" for all, or "vtab/" with a task or a group, several between
@@ -66,7 +70,7 @@ def absent(name: str, data_dir: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """One checkpoint on several tasks.
+    """A checkpoint fine-tuned on several tasks.
 
     Attributes:
       model: where the checkpoint is.
@@ -140,7 +144,7 @@ class Benchmark:
         return report
 
     def _held(self) -> dict[str, dict]:
-        """Returns what the workdir holds of all tasks."""
+        """Returns the tasks in the vtab.json of the workdir."""
         path = epath.Path(self.workdir) / FILE
         if not path.exists():
             return {}
@@ -163,12 +167,12 @@ class Benchmark:
             "variant": self.variant,
             **self.settings,
             "tasks": ordered,
-            **vtab_means.summary(ordered),
+            **means(ordered),
         }
 
 
 def _add(found: dict[str, dict], tasks: Mapping[str, dict]) -> None:
-    """Takes tasks in; one that ran before stays, unless it ran again."""
+    """Adds tasks; results of earlier starts stay unless a task ran again."""
     for name, task in tasks.items():
         if "runs" in task or "runs" not in found.get(name, {}):
             found[name] = task
@@ -188,17 +192,17 @@ def _refuse_all(missing: Mapping[str, dict]) -> None:
 
 
 def table(report: dict) -> str:
-    """Lays a report out for a terminal, and says what was absent and what failed."""
+    """Formats a report as text, with absent and failed tasks."""
     rows = [
         {"task": name, "rate": task["best"]["rate"], **task}
         for name, task in report["tasks"].items()
         if "runs" in task
     ]
-    lines = [tables.show(rows, _COLUMNS), ""] if rows else []
-    means = dict(report["groups"])
+    lines = [runs.format_table(rows, _COLUMNS), ""] if rows else []
+    groups = dict(report["groups"])
     if rows:
-        means["all"] = report | {"tasks": report["tasks_run"]}
-    for name, mean in means.items():
+        groups["all"] = report | {"tasks": report["tasks_run"]}
+    for name, mean in groups.items():
         half = mean["interval"]
         half = "" if half is None else f" ± {100 * half:.2f} (95 % over seeds)"
         many = _count(mean["tasks"])
@@ -212,7 +216,7 @@ def table(report: dict) -> str:
 
 
 def _how(found: Mapping[str, dict]) -> str:
-    """Lists what was absent and how to prepare it."""
+    """Returns a list of absent tasks and how to prepare them, "" if there are none."""
     missing = {n: task["absent"] for n, task in found.items() if "absent" in task}
     lines = [f"absent: the data of {_count(len(missing))}; to prepare it:"]
     lines += [f"vtab/{name}: {how}" for name, how in missing.items()]
@@ -221,3 +225,45 @@ def _how(found: Mapping[str, dict]) -> str:
 
 def _count(tasks: int) -> str:
     return f"{tasks} task{'s' * (tasks != 1)}"
+
+
+def means(found: Mapping[str, dict]) -> dict:
+    """Returns the mean top-1 over tasks, per group and over all, with intervals.
+
+    The mean of a seed is over tasks; means and intervals are over seeds.
+
+    Args:
+      found: task -> "group" and "runs", in the order of the seeds; tasks without runs
+        do not count.
+
+    Returns:
+      "groups": group -> "mean", "interval" and number of "tasks"; and "mean",
+      "interval" and "tasks_run" over all tasks. Intervals are half widths of 95 %
+      intervals, None for one seed. Without runs the mean is None.
+    """
+    ran = {name: task for name, task in found.items() if "runs" in task}
+    groups = {}
+    for group in GROUPS:
+        members = [task for task in ran.values() if task["group"] == group]
+        if members:
+            mean, half = interval(_by_seed(members))
+            groups[group] = {"mean": mean, "interval": half, "tasks": len(members)}
+    mean, half = interval(_by_seed(list(ran.values()))) if ran else (None, None)
+    return {"groups": groups, "mean": mean, "interval": half, "tasks_run": len(ran)}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Returns the mean and half width of its 95 % interval (Student's t)."""
+    from scipy import special
+
+    mean, n = statistics.fmean(values), len(values)
+    if n < 2:
+        return mean, None
+    t = float(special.stdtrit(n - 1, (1 + _CONFIDENCE) / 2))
+    return mean, t * statistics.stdev(values) / math.sqrt(n)
+
+
+def _by_seed(members: Sequence[Mapping]) -> list[float]:
+    """Returns the mean over tasks, per seed."""
+    scores = [[run["top1"] for run in task["runs"]] for task in members]
+    return [statistics.fmean(one) for one in zip(*scores, strict=True)]

@@ -1,0 +1,345 @@
+"""Training runs of a sweep: each trained once, on splits opened once, with tables.
+
+A sweep is a job of several runs: a transfer, VTAB-1k, a scaling study.
+"""
+
+import contextlib
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from vit_jax import config as configuration
+from vit_jax.data import splits
+from vit_jax.data.sources import Source
+from vit_jax.errors import Diverged, UserError
+from vit_jax.parallel import distributed
+from vit_jax.report import result
+from vit_jax.report.events import Events
+from vit_jax.report.tensorboard import summary
+from vit_jax.report.writer import replace_text
+from vit_jax.training import loop, same_run
+from vit_jax.training.shared import Shared
+from vit_jax.weights import workdir as layout
+
+_COMMAND = "command.json"
+_DIVERGED = "diverged.json"
+Row = Mapping[str, object]
+_HPARAMS = "tensorboard"
+# Split -> numbers of its records, or the ids of records.
+Records = dict[str, list[range]] | frozenset[str]
+
+
+def train(
+    config: ConfigDict, folder: str | os.PathLike, shared: Shared, *, keep: bool
+) -> dict:
+    """Trains in a folder, resumes, or returns the report of a finished run.
+
+    Args:
+      config: complete config.
+      folder: workdir of the run.
+      shared: compiled step and evaluations of the sweep.
+      keep: whether the last checkpoint stays when the run is done.
+
+    Returns:
+      Report of the run; {"diverged": message} if its numbers became non-finite.
+
+    Raises:
+      UserError, Preempted: as `loop.train`, or the folder cannot be written.
+    """
+    done = _outcome(folder)
+    if not done:
+        try:
+            done = loop.train(config, folder, shared=shared)
+        except Diverged as error:
+            done, path = {"diverged": str(error)}, epath.Path(folder) / _DIVERGED
+            with writing(path, "only this run"):
+                _write(path, done)
+    if not keep and jax.process_index() == 0:
+        checkpoints = layout.absolute(folder) / layout.FOLDER
+        with writing(checkpoints):
+            checkpoints.rmtree(missing_ok=True)
+    return done
+
+
+def check_command(workdir: str | os.PathLike, command: dict) -> None:
+    """Records the command of a sweep, or refuses another one in the same workdir.
+
+    Args:
+      workdir: of the sweep.
+      command: JSON value with everything that decides the results.
+
+    Raises:
+      UserError: the recorded command differs; the message lists the differences.
+    """
+    path = epath.Path(workdir) / _COMMAND
+    if path.exists():
+        changed = configuration.differences(json.loads(path.read_text()), command)
+        if changed:
+            moved = ""
+            if any(line.startswith("--data_dir:") for line in changed):
+                moved = f"; if the same data was moved, state its new place in {path}"
+            raise UserError(
+                f"{workdir} holds a study by another command "
+                f"({'; '.join(changed[:4])}): choose another --workdir, or repeat that "
+                f"command{moved}"
+            )
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, command)
+    except OSError as error:
+        raise UserError(
+            f"--workdir={workdir} cannot be written ({error.strerror or error}): choose "
+            "another --workdir"
+        ) from error
+
+
+def decisive(config: ConfigDict) -> dict[str, str]:
+    """Returns the config keys that decide the result of a run, with their values."""
+    lines = (line.split(": absent -> ", 1) for line in same_run.decisive(config))
+    return dict(lines)
+
+
+def scores(report: dict, evaluation: str) -> dict[str, float]:
+    """Returns the scores of a run, of its averaged parameters if there are any."""
+    return result.quoted_scores(report["final"][evaluation])[1]
+
+
+def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:
+    """Writes a result of a sweep, in process 0.
+
+    Raises:
+      UserError: the workdir is gone, full or read-only.
+    """
+    path = epath.Path(workdir) / name
+    with writing(path):
+        _write(path, content)
+
+
+def _outcome(folder: str | os.PathLike) -> dict | None:
+    """Returns the outcome of a finished run, or None; the same in all processes."""
+    diverged = epath.Path(folder) / _DIVERGED
+    found = result.read(folder)
+    if not found and diverged.exists():
+        found = json.loads(diverged.read_text())
+    seen = distributed.gather(found=bool(found))["found"]
+    if seen.any() != seen.all():
+        raise UserError(
+            f"{folder} is not the same on all hosts: --workdir must be a folder that "
+            "they share"
+        )
+    return found
+
+
+def _write(path: epath.Path, content: dict) -> None:
+    if jax.process_index() == 0:
+        replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike, repeated: str = "no run") -> Iterator[None]:
+    """Converts an OSError (disk full, missing or read-only) into a UserError.
+
+    Args:
+      path: the file or folder written inside the context.
+      repeated: work that the next start must repeat.
+
+    Raises:
+      UserError: the path cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}): mend that, then "
+            f"start again: {repeated} is repeated"
+        ) from error
+
+
+class SplitCache:
+    """Opens each split once; pass it to `sources.opened_by`."""
+
+    def __init__(self):
+        self._sources: dict[str, Source] = {}
+
+    def __call__(
+        self, data: ConfigDict, split: str, open_it: Callable[[], Source]
+    ) -> Source:
+        """Returns a split's source."""
+        key = json.dumps([configuration.to_json(data), split])
+        if key not in self._sources:
+            self._sources[key] = open_it()
+        return self._sources[key]
+
+
+class TestSplitGuard:
+    """Opens splits for all runs of a sweep; pass it to `sources.opened_by`.
+
+    Until `release` is called, it refuses every split that overlaps the test split, so
+    that no choice can depend on a test image. When the test split is opened, its records
+    must not be in another split that was opened.
+
+    Args:
+      test: split expression.
+
+    Attributes:
+      opened: splits in the order in which they were opened.
+    """
+
+    def __init__(self, test: str):
+        self._test, self._sealed = test, True
+        self._kept = SplitCache()
+        self._records: dict[str, Records] = {}
+        self.opened: list[str] = []
+
+    def __call__(
+        self, data: ConfigDict, split: str, open_it: Callable[[], Source]
+    ) -> Source:
+        """Returns a split's source.
+
+        Raises:
+          UserError: it overlaps the test split before `release`, or training and test
+            have a record in common.
+        """
+        if self._sealed and overlap(split, self._test):
+            raise UserError(
+                f"split {split!r} of {data.name} is sealed: it has images of the test "
+                f"split {self._test!r}, which stays shut until the rate is chosen"
+            )
+
+        def open_and_check():
+            self.opened.append(split)
+            source = open_it()
+            self._check(data.name, split, source)
+            return source
+
+        return self._kept(data, split, open_and_check)
+
+    def release(self) -> None:
+        """Allows the test split to be opened, and drops the splits read so far."""
+        self._sealed, self._kept = False, SplitCache()
+
+    def _check(self, name: str, split: str, source: Source) -> None:
+        self._records[split] = _records(source)
+        for one, there in self._records.items():
+            for other, here in self._records.items():
+                if not overlap(one, self._test) or overlap(other, self._test):
+                    continue
+                if shared := _common(there, here):
+                    raise UserError(
+                        f"{name}: {shared} is in the split {one!r} to test on and in "
+                        f"{other!r} to train or choose on: state another --test"
+                    )
+
+
+def overlap(split: str, test: str) -> bool:
+    """Returns whether two split expressions name a split in common."""
+    return not set(splits.names(split)).isdisjoint(splits.names(test))
+
+
+def _records(source: Source) -> Records:
+    if numbering := getattr(source, "numbering", None):
+        found = {}
+        for name, numbers in numbering.parts:
+            found.setdefault(name, []).append(numbers)
+        return found
+    return frozenset(source.record_id(i) for i in range(len(source)))
+
+
+def _common(one: Records, other: Records) -> str:
+    """Returns a record that is in both, "" if there is none."""
+    if isinstance(one, frozenset) or isinstance(other, frozenset):
+        return min(one & other, default="") if type(one) is type(other) else ""
+    for name in one.keys() & other.keys():
+        for a in one[name]:
+            for b in other[name]:
+                first = max(a.start, b.start)
+                if first < min(a.stop, b.stop):
+                    return f"record {name}/{first}"
+    return ""
+
+
+def write_table(workdir: str | os.PathLike, name: str, rows: Sequence[Row]) -> None:
+    """Writes rows to NAME.jsonl and NAME.csv atomically, in process 0.
+
+    In the CSV file, nested values have columns such as "compute.exaflops".
+
+    Raises:
+      UserError: the workdir is gone, full or read-only.
+    """
+    if jax.process_index():
+        return
+    text = io.StringIO()
+    flat = [_flatten(row) for row in rows]
+    columns = list(dict.fromkeys(key for row in flat for key in row))
+    table = csv.DictWriter(text, columns, lineterminator="\n")
+    table.writeheader()
+    table.writerows(flat)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for suffix, content in (("jsonl", lines), ("csv", text.getvalue())):
+        path = epath.Path(workdir) / f"{name}.{suffix}"
+        with writing(path):
+            replace_text(path, content)
+
+
+def format_table(rows: Sequence[Row], formats: Mapping[str, str]) -> str:
+    """Formats rows as a text table.
+
+    Args:
+      rows: column -> value; missing values are shown as "-".
+      formats: column -> format, such as ".2%", in the order of the columns.
+    """
+    cells = [list(formats)]
+    for row in rows:
+        values = [(row.get(name), how) for name, how in formats.items()]
+        cells.append(["-" if v is None else format(v, how) for v, how in values])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+
+
+def write_hparams(
+    workdir: str | os.PathLike, name: str, settings: Row, scores: Mapping[str, float]
+) -> None:
+    """Writes a run for TensorBoard's hparams view; replaces its earlier entry.
+
+    Args:
+      workdir: of the sweep.
+      name: of the run.
+      settings: hyperparameters; the same keys for all runs of a sweep.
+      scores: metrics.
+
+    Raises:
+      UserError: the workdir is gone, full or read-only.
+    """
+    if jax.process_index():
+        return
+    folder = epath.Path(workdir) / _HPARAMS / name
+    with writing(folder):
+        folder.rmtree(missing_ok=True)
+        events = Events(folder, 0)
+        # In the plugin's order: the experiment, then the session's start and end.
+        for part in summary.hparams(dict(settings), dict(scores)):
+            events.add(0, part)
+        for tag, value in scores.items():
+            events.add(0, summary.scalar(tag, value))
+        events.flush()
+        events.close()
+
+
+def _flatten(row: Row, prefix: str = "") -> dict[str, object]:
+    flat = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
