@@ -40,15 +40,15 @@ def value_and_gradients(function, q, k, v, grad):
     return [x.astype(jnp.float32) for x in (value, *pull(grad.astype(value.dtype)))]
 
 
-def assert_plain(function, n, m, width, dtype, lengths=None):
+def assert_plain(function, n, m, width, dtype, lengths=None, compiler_options=None):
     """Compares values and gradients, each against its largest number or 1."""
     given = operands(n, m, width, dtype)
     exact = [x.astype(jnp.float32) for x in given]
     found, expected = (
-        jax.jit(functools.partial(value_and_gradients, f))(*args)
-        for f, args in (
-            (functools.partial(function, lengths=lengths), given),
-            (functools.partial(plain, lengths=lengths), exact),
+        jax.jit(functools.partial(value_and_gradients, f), compiler_options=o)(*args)
+        for f, args, o in (
+            (functools.partial(function, lengths=lengths), given, compiler_options),
+            (functools.partial(plain, lengths=lengths), exact, None),
         )
     )
     for a, b in zip(found, expected, strict=True):
@@ -98,7 +98,11 @@ def test_splash_is_plain_attention_for_any_number_of_tokens(n, width, dtype, len
 )
 def test_what_cudnn_is_asked_for_is_plain_attention(dtype, lengths):
     attend = functools.partial(cudnn.attend, implementation="xla")
-    assert_plain(attend, 197, 197, 64, dtype, lengths)
+    # XLA for CPUs in jaxlib 0.12.0.1 keeps products of bfloat16 for its YNN library,
+    # then does not hand this one over: it is summed in bfloat16, with an error of 1.6 %
+    # (root mean square) where 0.24 % is that of rounding. cuDNN sums in float32.
+    without = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+    assert_plain(attend, 197, 197, 64, dtype, lengths, compiler_options=without)
 
 
 @pytest.mark.slow
