@@ -202,6 +202,23 @@ def test_config_file_that_does_not_run_is_refused(refused, tmp_path, text, what)
     says(refused(f"--config={path}"), path, what, "get_config(arg=None)", "--debug")
 
 
+@pytest.mark.slow
+def test_warning_is_no_failure_even_where_python_makes_it_an_error(tmp_path):
+    old = "import warnings\nwarnings.warn('that is old', DeprecationWarning)\n"
+    path = tmp_path / "old.py"
+    path.write_text(old + RECIPE)
+    end = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "vit_jax.summary", f"--config={path}"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert end.returncode == 0, end.stderr
+    assert "DeprecationWarning: that is old" in end.stderr
+
+
 def test_debug_gives_the_traceback_as_well(start):
     end = start("--config.optim.rte=1", "--debug")
     assert end.returncode == 2

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
@@ -197,6 +198,10 @@ def _crop(text: str) -> float | str:
 def run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> None:
     """Runs a verb and exits: 0, its own code, or 2 after one line on bad input."""
     flags = parse(parser)
+    # Where Python runs with -W error, a deprecation in another library must not end a
+    # run of days.
+    if any(option.startswith("error") for option in sys.warnoptions):
+        warnings.simplefilter("default")
     try:
         sys.exit(main(flags) or 0)
     except UserError as error:

@@ -5,13 +5,14 @@ import socket
 import sys
 import threading
 import types
+import warnings
 
 import pytest
 from jax._src import cloud_tpu_init
 from jax._src.clusters import cloud_tpu_cluster
 
 from vit_jax.errors import UserError
-from vit_jax.parallel import cluster
+from vit_jax.parallel import cluster, place
 from vit_jax.parallel.place import Place
 
 STATED = {
@@ -191,6 +192,17 @@ def test_a_tpu_vm_is_told_by_its_metadata(surroundings, metadata):
         "MEGASCALE_COORDINATOR_ADDRESS: '127.0.0.3:8080'"
     )
     assert cluster.find() == Place(told_by, "127.0.0.3:8482", 6, 5)
+
+
+def test_a_warning_of_another_library_is_no_failure():
+    """Here every warning raises, as in a run with `python -W error`."""
+    with place.clear("a scheduler"):
+        warnings.warn("that is old", DeprecationWarning, stacklevel=1)
+    with pytest.warns(UserWarning, match="that is odd"), place.clear("a scheduler"):
+        warnings.warn("that is odd", UserWarning, stacklevel=1)
+    no_answer = pytest.raises(UserError, match=r"by a scheduler \(no answer\)")
+    with no_answer, place.clear("a scheduler"):
+        raise OSError("no answer")
 
 
 def test_metadata_that_cannot_be_understood_are_named(surroundings, metadata):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import warnings
 
 from vit_jax.errors import UserError
 
@@ -57,9 +58,15 @@ def from_jax(
 
 @contextlib.contextmanager
 def clear(told_by: str):
-    """Turns what JAX raises over its surroundings into one line."""
+    """Turns what JAX raises over its surroundings into one line.
+
+    Warnings there never become errors, and no deprecation is shown: the code is not ours.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
     except Exception as error:  # Of JAX, requests or kubernetes.
         raise UserError(
             f"the processes of this job cannot be found by {told_by} ({error}): mend "
