@@ -120,7 +120,7 @@ def ask(server, images, clicks, tokens):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
 
     def send(method, path, body=None):
-        connection.request(method, path, body)
+        connection.request(method, f"{path}&token={server.token}", body)
         return connection.getresponse().read()
 
     times = timed(lambda image: send("POST", "/api/see?name=x", image), images)

@@ -194,21 +194,27 @@ def test_a_process_serves_until_it_is_interrupted(place):
     try:
         line = process.stdout.readline()
         address = re.match(
-            r"(http://127\.0\.0\.1:\d+/) shows .*tiny\.safetensors$", line
+            r"((http://127\.0\.0\.1:\d+/)\?token=\w+) shows .*tiny\.safetensors$", line
         )
         assert address, line + process.stderr.read()
-        with urllib.request.urlopen(f"{address[1]}api/about") as answer:
+        place = address[2]
+        # As a browser does: the printed address brings the cookie for all others.
+        jar = urllib.request.HTTPCookieProcessor()
+        browser = urllib.request.build_opener(jar)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            browser.open(f"{place}api/about").close()
+        browser.open(address[1]).close()
+        with browser.open(f"{place}api/about") as answer:
             assert json.load(answer)["images"] == ["noise.png"]
         request = urllib.request.Request(
-            f"{address[1]}api/open?name=noise.png", method="POST"
+            f"{place}api/open?name=noise.png", method="POST"
         )
-        with urllib.request.urlopen(request) as answer:
+        with browser.open(request) as answer:
             key = json.load(answer)["key"]
-        picture = f"{address[1]}api/picture?image={key}&model=0"
-        with urllib.request.urlopen(picture) as answer:
+        with browser.open(f"{place}api/picture?image={key}&model=0") as answer:
             assert Image.open(io.BytesIO(answer.read())).size == (24, 16)
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"{address[1]}pyproject.toml").close()
+            browser.open(f"{place}pyproject.toml").close()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out, err) == (0, "", "ended\n")

@@ -1,11 +1,12 @@
 """Shows where a model looks: python -m vit_jax.explore --model=PLACE [--images=FOLDER]
 
 PLACE is whatever holds weights, as of vit_jax.predict. Prints the address of a page for
-a browser on this computer: drop an image there, see the top classes, click a patch and
-see where it looks, in every layer and head. --compare=PLACE puts a second model beside
-the first; --labels, --resolution and how images are prepared are the first's. Ctrl-C
-ends it. --html=FILE --image=IMAGE writes the page of one image as one file to share, of
-5 MB at most, which needs no server, and ends. Exit codes: 0 done, 2 bad input.
+a browser on this computer, for which all of it is needed: it ends with a token. Drop an
+image there, see the top classes, click a patch and see where it looks, in every layer
+and head. --compare=PLACE puts a second model beside the first; --labels, --resolution
+and how images are prepared are the first's. Ctrl-C ends it. --html=FILE --image=IMAGE
+writes the page of one image as one file to share, of 5 MB at most, which needs no
+server, and ends. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -71,8 +72,9 @@ def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
     with Server(Session(subjects, folder), flags.host, flags.port) as server:
         if not access.loopback(flags.host):
             cli.tell(
-                f"--host={flags.host}: whoever reaches this computer can use the page, "
-                "and see the images of --images; there is no password"
+                f"--host={flags.host}: whoever reaches this computer and has the "
+                "address below can use the page and see the images of --images; "
+                "nothing is encrypted"
             )
         for subject in subjects:  # Or the first image would wait for compilation.
             subject.warm_up()

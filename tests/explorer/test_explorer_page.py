@@ -213,6 +213,21 @@ def check_colours(page, found):
     assert abs(colours(page) - ramp[levels]).max() <= 1
 
 
+def test_the_token_is_not_seen_and_a_link_from_elsewhere_leads_here(new_page, served):
+    page = new_page("about:blank", quiet=False)  # A status of 403 is complained of.
+    page.set_content(f"<a href='{served.address}'>the printed line</a>")
+    page.get_by_role("link").click()
+    page.get_by_role("button", name="one.png").wait_for()
+    assert page.url == f"http://127.0.0.1:{served.server_port}/"
+    # Without a cookie, as another person's browser.
+    page.context.clear_cookies()
+    page.goto(page.url)
+    assert "open the whole address that the server has printed" in page.content()
+    page.goto(served.address)
+    page.reload()
+    page.get_by_role("button", name="one.png").wait_for()
+
+
 @pytest.mark.parametrize("place", ["server", "file"])
 def test_the_map_is_that_of_the_analysis(place, request, new_page, photograph, maps):
     if place == "server":

@@ -26,6 +26,7 @@ def ask(served):
 
     def send(method, path, body=None, **headers):
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        path += f"{'&' if '?' in path else '?'}token={served.token}"
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.headers, answer.read()
@@ -35,7 +36,10 @@ def ask(served):
 
 
 def raw(served, request):
-    """Sends bytes and returns all that comes until the connection is closed."""
+    """Sends bytes, with the token, and returns all that comes until the end."""
+    host = b"Host: localhost\r\n"
+    cookie = f"Cookie: other={{;vit_jax_80={served.token}\r\n".encode()
+    request = request.replace(host, host + cookie, 1)
     address = "127.0.0.1", served.server_port
     with socket.create_connection(address, timeout=20) as connection:
         connection.sendall(request)
@@ -374,7 +378,8 @@ def test_without_a_folder(subjects):
     held = session.Session(subjects)
     assert held.about()["images"] == []
     with server.Server(held, "127.0.0.1", 0) as running:
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", running.address)
+        expected = r"http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{32}"
+        assert re.fullmatch(expected, running.address)
 
 
 def test_a_port_that_is_taken(served, subjects):

@@ -2,15 +2,19 @@
 
 A page of any site can make a browser send requests to this computer. It cannot read
 the answers, unless its own name is made to stand for this computer (DNS rebinding):
-then the Host header still has that name. Addresses cannot be rebound.
+then the Host header still has that name. Addresses cannot be rebound. Other users of
+this computer, and of its network with --host, lack the token of the printed address.
 """
 
+import hmac
 import ipaddress
 from collections.abc import Mapping
 from email.message import Message
 from urllib.parse import urlsplit
 
 from vit_jax.explorer.images import Refused
+
+TOKEN = "token"  # Of the query.
 
 # Of the page and all that it loads: nothing from elsewhere, nothing inline.
 HEADERS = {
@@ -62,6 +66,49 @@ def check(headers: Message | Mapping[str, str], served: str, *, api: bool) -> No
     foreign = origin is not None and _place(origin) != host
     if foreign or site not in ("same-origin", "none"):
         raise Refused(403, "Pages of other sites may not ask this server.")
+
+
+def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
+    """Checks that a request brings the token, in its query or as a cookie.
+
+    Args:
+      headers: of the request, checked by `check`.
+      query: of its address.
+      token: of the server.
+
+    Raises:
+      Refused: it brings none, or another.
+    """
+    given = query.get(TOKEN) or _cookies(headers).get(_cookie_name(headers), "")
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        raise Refused(
+            403,
+            "This address lacks the server's token: open the whole address that the "
+            "server has printed, with all that follows '?'.",
+        )
+
+
+def cookie(headers: Message, token: str) -> str:
+    """Returns the Set-Cookie header by which the page's own requests bring the token.
+
+    Args:
+      headers: of the request, checked by `check`.
+      token: of the server.
+    """
+    return f"{_cookie_name(headers)}={token}; Path=/; HttpOnly; SameSite=Strict"
+
+
+def _cookie_name(headers: Message) -> str:
+    # A browser sends cookies to every port of a host. Behind a tunnel the port that it
+    # knows is another than the server's.
+    port = headers["Host"].rpartition(":")[2]
+    return f"vit_jax_{port if port.isdecimal() else 80}"
+
+
+def _cookies(headers: Message) -> dict[str, str]:
+    # http.cookies gives up at the first one, of another server, that it cannot read.
+    pairs = (pair.partition("=") for pair in headers.get("Cookie", "").split(";"))
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _place(origin: str) -> str:

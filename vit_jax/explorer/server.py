@@ -8,23 +8,28 @@ GET  /api/row?image=KEY&model=&query=       where a token looks, see rows.py
 POST /api/open?name=                        looks at an image of the folder
 POST /api/see?name=                         looks at the image that is the body
 
-What is refused is answered with {"error": one sentence}.
+Each request must bring the token of the printed address, as `token` of its query or as
+the cookie that the answer to such a request sets. What is refused is answered with
+{"error": one sentence}.
 """
 
 import http.server
+import io
 import json
+import secrets
 import socket
 import sys
 from urllib.parse import parse_qs, urlsplit
 
 from vit_jax.errors import UserError
 from vit_jax.explorer import access, images, saved
+from vit_jax.explorer.connections import MOST, Connections, Timed
 from vit_jax.explorer.images import MAX_BYTES, Refused
 from vit_jax.explorer.session import Session
 from vit_jax.explorer.thumbnails import Thumbnails
 
 _JSON, _BINARY = "application/json", "application/octet-stream"
-_SILENCE = 30  # Seconds after which a connection on which nothing comes is closed.
+_READING = 30  # Seconds that the other side has to read an answer.
 _CHUNK = 1 << 20
 
 
@@ -41,8 +46,11 @@ class Server(http.server.ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 2 * MOST
 
     def __init__(self, session: Session, host: str, port: int):
+        # Hexadecimal, as terminals leave out punctuation at the end of a link.
+        self.token, self.connections = secrets.token_hex(16), Connections()
         self.session, self.host, self.assets = session, host, saved.assets()
         self.thumbnails = Thumbnails(session.folder) if session.folder else None
         if ":" in host:
@@ -57,10 +65,19 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """What to open in a browser: whoever has it may use the server."""
         host = "127.0.0.1" if self.host in ("", "0.0.0.0", "::") else self.host
         host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.server_port}/"
+        return f"http://{host}:{self.server_port}/?{access.TOKEN}={self.token}"
+
+    def verify_request(self, request, client_address) -> bool:
+        """Closes a connection for which there is no room."""
+        return self.connections.admit(request)
+
+    def shutdown_request(self, request) -> None:
+        """Closes a connection and gives its place free."""
+        super().shutdown_request(request)
+        self.connections.end(request)
 
     def handle_error(self, request, client_address) -> None:
         """Keeps quiet on connections that browsers drop."""
@@ -73,9 +90,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = "HTTP/1.1"  # Keeps the connection for the next click.
-    timeout = _SILENCE
     # Or what is sent after the headers would wait for their receipt: 40 ms.
     disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        """Has all that is read be read in time."""
+        super().setup()
+        self.rfile.close()
+        self.timed = Timed(self.connection)
+        self.rfile = io.BufferedReader(self.timed)
+
+    def handle_one_request(self) -> None:
+        """Waits for a request, then has all of it come in time."""
+        self.server.connections.wait(self.connection)
+        self.timed.allow()
+        self.rfile.peek(1)
+        self.timed.allow()
+        super().handle_one_request()
 
     def version_string(self) -> str:
         """Leaves the versions out."""
@@ -105,6 +136,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             path = self._split()
             api = path.startswith("/api/")
             access.check(self.headers, self.server.host, api=api)
+            access.check_token(self.headers, self.query, self.server.token)
+            self.server.connections.work(self.connection)
             asset = self.server.assets.get(path.lstrip("/") or saved.PAGE)
             if path in routes:
                 self._send(200, *routes[path]())
@@ -190,11 +223,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(411, "The request does not say how long it is.")
         if size > MAX_BYTES:
             raise images.too_large(size, name)
-        data = self.rfile.read(size)
-        if len(data) < size:
-            raise ConnectionResetError("the upload was broken off")
+        data = bytearray()
+        while len(data) < size:
+            self.timed.allow()  # A slow link may need longer for many mebibytes.
+            part = self.rfile.read(min(_CHUNK, size - len(data)))
+            if not part:
+                raise ConnectionResetError("the upload was broken off")
+            data += part
         self.unread = 0
-        return data
+        return bytes(data)
 
     def _refuse(self, status: int, sentence: str) -> None:
         self.close_connection = True
@@ -203,6 +240,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, status: int, kind: str, content: bytes) -> None:
         if self.unread:  # Or it would be taken for the next request.
             self.close_connection = True
+        self.connection.settimeout(_READING)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -210,9 +248,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         for name, value in access.HEADERS.items():
             self.send_header(name, value)
+        if status == 200 and access.TOKEN in self.query:
+            cookie = access.cookie(self.headers, self.server.token)
+            self.send_header("Set-Cookie", cookie)
         self.end_headers()
         self.wfile.write(content)
         # Whoever has not sent all of a request may not come to read its answer.
+        self.timed.allow()
         for _ in range(0, min(self.unread, 4 * MAX_BYTES), _CHUNK):
             if not self.rfile.read(min(_CHUNK, self.unread)):
                 break

@@ -4,6 +4,8 @@
 class Server {
   constructor() {
     this.canChoose = true;
+    // The token is a cookie by now: it need not be seen by whoever sees the screen.
+    history.replaceState(null, "", location.pathname);
   }
 
   about() {
