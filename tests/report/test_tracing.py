@@ -8,6 +8,11 @@ import pytest
 from vit_jax.errors import UserError
 from vit_jax.report.tracing import Trace, check
 
+# Of jaxlib 0.12.0.1's reader of traces; its C++ ends the process where a warning raises.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:builtin type event_stats has no __module__:DeprecationWarning"
+)
+
 
 def take(trace, steps, workdir):
     function = jax.jit(lambda x: jnp.sin(x @ x))
