@@ -159,7 +159,9 @@ EVALS = {
     | {
         # Strengths, of which the held-out part of train chooses.
         "l2": (10.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5),
-        "held_out": 0.1,  # Size of that part, as a fraction of train.
+        # Size of that part, as a fraction of train; if it has fewer than 500 images, 5-fold
+        # cross-validation chooses.
+        "held_out": 0.1,
         "seed": 0,  # Of its draw.
         "iterations": 1_000,  # Of L-BFGS, at most.
     },

@@ -5,7 +5,8 @@ Run:    python -m vit_jax.evaluate --model=PLACE \
         FOLDER, train= and test= are as of fewshot.py.
 Result: digits.py's weights on digits: see docs/benchmarks.md
 
-Logistic regression by L-BFGS; the L2 strength is chosen on a tenth of train.
+Logistic regression by L-BFGS; the L2 strength is chosen on a tenth of train, or by 5-fold
+cross-validation where that tenth has fewer than 500 images.
 """
 
 from ml_collections import ConfigDict

@@ -38,7 +38,8 @@ def test_the_path_is_that_of_logistic_regression(block, monkeypatch):
     assert np.abs(found[0].slopes).max() < np.abs(found[-1].slopes).max()
 
 
-def test_the_held_out_part_chooses_and_all_examples_are_fitted():
+def test_a_large_held_out_part_chooses_and_all_examples_are_fitted(monkeypatch):
+    monkeypatch.setattr(probe, "_SMALL", 10)
     # Noise and few examples: a strong regularisation is the better.
     x, labels = made(60, features=40, noise=4.0)
     choice = probe.choose(x, labels, 4, l2=(1e-6, 0.3), held_out=0.3)
@@ -58,10 +59,43 @@ def test_the_held_out_part_chooses_and_all_examples_are_fitted():
     np.testing.assert_allclose(choice.probe.slopes, alone.slopes, rtol=1e-5)
 
 
-def test_equally_good_strengths_give_the_largest():
+def test_a_small_set_chooses_by_cross_validation():
+    # Of the 7 examples that would be held out, every strength has 5 right.
+    x, labels = made(60, seed=4, features=30, noise=2.0)
+    strengths, sizes = (1.0, 0.1, 1e-2), {"iterations": 60}
+    held = probe._held_out(labels, 4, 0.1, 0)
+    fits = probe.path(x[~held], labels[~held], 4, strengths, **sizes)
+    assert {(fit.predict(x[held]) == labels[held]).sum() for fit in fits} == {5}
+    right = np.zeros(3, int)
+    for fold in probe._held_out_parts(labels, 4, 0.1, seed=0):
+        fits = probe.path(x[~fold], labels[~fold], 4, strengths, **sizes)
+        right += [(fit.predict(x[fold]) == labels[fold]).sum() for fit in fits]
+    assert len(set(right)) == 3
+    choice = probe.choose(x, labels, 4, l2=strengths, held_out=0.1, **sizes)
+    assert choice.l2 == strengths[right.argmax()]
+    assert choice.top1 == right.max() / 60
+
+
+def test_folds_hold_out_every_example_once_and_of_every_class_alike():
+    labels = np.array([0] * 20 + [1] * 11 + [2] * 2 + [3])
+    parts = probe._held_out_parts(labels, 5, 0.1, seed=0)
+    assert len(parts) == 5
+    np.testing.assert_array_equal(np.sum(parts, 0), labels != 3)  # One is all of it.
+    counts = np.array([np.bincount(labels[part], minlength=5) for part in parts])
+    assert counts[:, 0].tolist() == [4] * 5
+    assert sorted(counts[:, 1]) == [2, 2, 2, 2, 3]
+    assert counts[:, 2].max() == 1
+    assert probe._held_out_parts(np.arange(3), 3, 0.1, seed=0) == []
+
+
+@pytest.mark.parametrize(
+    ("l2", "middle"),
+    [((1e-3, 1e-1, 1e-2), 1e-2), ((1e-3, 1e-4, 1e-1, 1e-2), 1e-2), ((0.1, 0.2), 0.2)],
+)
+def test_equally_good_strengths_give_the_middle_one(l2, middle):
     x, labels = made(80, noise=0.01)
-    choice = probe.choose(x, labels, 4, l2=(1e-3, 1e-1, 1e-2), held_out=0.2)
-    assert (choice.l2, choice.top1) == (0.1, 1.0)
+    choice = probe.choose(x, labels, 4, l2=l2, held_out=0.2, iterations=30)
+    assert (choice.l2, choice.top1) == (middle, 1.0)
 
 
 def test_one_strength_needs_no_held_out_part():
@@ -100,4 +134,4 @@ def test_every_fit_asks_equally_often():
         sizes = {"l2": (1.0, 0.1), "held_out": 0.2, "iterations": 40}
         probe.choose(x, labels, 4, **sizes, stop=lambda asked=asked: asked.append(1))
         counts.append(len(asked))
-    assert counts == [3 * 80] * 2
+    assert counts == [(5 * 2 + 1) * 80] * 2
