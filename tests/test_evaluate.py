@@ -16,9 +16,11 @@ import pytest
 from PIL import Image
 
 from vit_jax import cli, evaluate, models
+from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.evaluation import standalone
 from vit_jax.report import evaluations
+from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import own
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -359,3 +361,32 @@ def test_deit_knows_flowers_from_few_examples(capsys):
     assert found["fewshot"]["1"]["mean"] > 0.35
     assert found["fewshot"]["10"]["mean"] > 0.65
     assert found["knn"] > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "ops"),
+    [
+        ((24, 24), "resize_small(27) | central_crop"),
+        ((16, 24), "resize_small(28) | central_crop"),
+        ((16, 24), "resize((20, 30)) | central_crop"),
+    ],
+)
+def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
+    place, tmp_path, capsys, size, ops
+):
+    # Of photographs of 29 rows and 41 to 81 columns, whose margins are even and odd.
+    model = {k: OPTIONS[k] for k in ("variant", "width", "depth", "heads", "mlp_dim")}
+    data = {"name": "folder", "data_dir": str(place / "photos"), "classes": 3}
+    data |= {"image_size": size, "ops": "inception_crop", "eval_ops": ops}
+    sizes = {"total_steps": 3, "batch_size": 8, "optim": {"rate": 1e-2}}
+    more = {"average": {"decay": 0.5}, "evals": {"val": "val"}, "data": data}
+    loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)
+    trained = json.loads((tmp_path / "report.json").read_text())["final"]["val"]
+    capsys.readouterr()
+    for raw, kind in ((["--raw"], "raw"), ([], "ema")):
+        arguments = words(place, "classification", "--json", *raw, model=tmp_path)
+        evaluate.main(cli.parse(evaluate.parser(), arguments))
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])["test"]
+        assert found["loss"] == pytest.approx(trained[kind]["loss"], rel=1e-5)
+        assert found["top1"] == trained[kind]["top1"]

@@ -125,6 +125,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "interpolation": flags.interpolation,
         "crop_fraction": 1.0 if flags.crop == SQUASH else flags.crop,
         "squash": flags.crop and flags.crop == SQUASH,
+        "short_side": False if flags.crop == SQUASH else None,
         "image_size": getattr(flags, "resolution", None),
     }
     return {name: value for name, value in given.items() if value is not None}

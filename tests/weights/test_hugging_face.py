@@ -325,6 +325,13 @@ def test_missing_positions_become_zeros(tmp_path):
             },
         ),
         (
+            Preprocess((112, 224), crop_fraction=0.875, short_side=True),
+            {
+                "size": {"shortest_edge": 128},
+                "crop_size": {"height": 112, "width": 224},
+            },
+        ),
+        (
             Preprocess((224, 112), crop_fraction=0.875, squash=True),
             {
                 "size": {"height": 256, "width": 128},

@@ -159,8 +159,17 @@ def test_workdir_is_opened_like_any_other_checkpoint(run, average):
             Preprocess((12, 12), crop_fraction=0.75),
         ),
         ("resize_small(16) | central_crop(8)", (12, 12), None),
-        ("resize_small(16) | central_crop", (16, 12), None),
-        ("resize(16) | central_crop(12)", (12, 12), None),
+        (
+            "resize_small(16) | central_crop",
+            (16, 12),
+            Preprocess((16, 12), crop_fraction=0.75, short_side=True),
+        ),
+        (
+            "resize((15, 25)) | central_crop",
+            (12, 20),
+            Preprocess((12, 20), crop_fraction=0.8, squash=True),
+        ),
+        ("resize((16, 20)) | central_crop", (12, 20), None),
         ("resize_small(16)", (12, 12), None),
     ],
 )

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vit_jax.data import ops
 from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
 from vit_jax.weights import preprocess as preprocessing
+from vit_jax.weights import workdir
 from vit_jax.weights.pretrained import Preprocess
 
 SAMPLES = pathlib.Path(__file__).parents[3] / "shared" / "data" / "imagenet_samples"
@@ -105,6 +107,25 @@ def test_a_tall_image_is_cropped_as_a_wide_one(picture):
     tall = preprocessing.prepare(encoded(turned), preprocess)
     # Pillow resizes the width first, and rounds in between.
     np.testing.assert_allclose(tall.astype(int), wide.transpose(1, 0, 2), atol=1)
+
+
+@pytest.mark.parametrize("size", [(23, 23), (21, 35), (35, 21), (26, 26)])
+@pytest.mark.parametrize(
+    "spec", ["resize_small(37) | central_crop", "resize({}) | central_crop", "resize"]
+)
+def test_a_run_evaluates_on_the_pixels_that_travel_with_it(spec, size):
+    # Odd and even margins, halves that round up and down, both orientations.
+    spec = spec.format(tuple(2 * side for side in size))
+    data = {"image_size": size, "eval_ops": spec, "channels": 3}
+    preprocess = workdir._preprocess(data | {"mean": (0.5,), "std": (0.5,)})
+    rng = np.random.default_rng(2)
+    for shape in ((37, 53), (54, 37), (41, 63), (64, 42), (90, 131)):
+        pixels = rng.integers(0, 256, (*shape, 3), dtype=np.uint8)
+        expected = pixels
+        for op in ops.parse_eval(spec, size):
+            expected = op(expected, rng)
+        found = preprocessing.prepare(pixels, preprocess)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_squashed_images_keep_nothing_of_their_shape(picture):

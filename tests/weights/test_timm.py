@@ -1,5 +1,6 @@
 """timm's names and config.json, in and out; test_torch_parity.py asks timm itself."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -420,6 +421,15 @@ def test_what_timm_cannot_express_is_refused(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         timm.write(made(model), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_crop_after_the_short_side_is_refused_where_it_is_not_square(tmp_path):
+    images = Preprocess((12, 20), crop_fraction=0.75, short_side=True)
+    given = dataclasses.replace(made(encoder(image_size=(12, 20))), preprocess=images)
+    with pytest.raises(
+        UserError, match="a centre crop of 12x20 .*--to=hf or --to=safe"
+    ):
+        timm.write(given, tmp_path)
 
 
 def test_a_resnet_of_other_depth_is_refused(tmp_path):

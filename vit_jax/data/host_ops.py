@@ -12,7 +12,13 @@ from jaxtyping import UInt8
 
 from vit_jax.data import decode, jpeg
 from vit_jax.data.randaugment import AugReg, RandAugment
-from vit_jax.data.resizing import resize_bilinear, resize_box, resize_fast
+from vit_jax.data.resizing import (
+    centre_crop_start,
+    resize_bilinear,
+    resize_box,
+    resize_fast,
+    short_side_size,
+)
 
 Before = UInt8[np.ndarray, "H W C"]
 After = UInt8[np.ndarray, "h w C"]
@@ -135,8 +141,7 @@ class ResizeSmall:
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         height, width = image.shape[:2]
-        scale = self.size / min(height, width)
-        target = round(height * scale), round(width * scale)
+        target = short_side_size((height, width), self.size)
         if math.prod(target) > MAX_RESIZED:
             raise TooLong(f"is {height}x{width}, too long to resize to {self.size}")
         return resize_bilinear(image, target)
@@ -152,8 +157,10 @@ class CentralCrop:
         check_size(self.size)
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        (top, left), (height, width) = _room(image, self.size), pair(self.size)
-        top, left = top // 2, left // 2
+        _room(image, self.size)
+        height, width = pair(self.size)
+        top = centre_crop_start(image.shape[0], height)
+        left = centre_crop_start(image.shape[1], width)
         return image[top : top + height, left : left + width]
 
 
@@ -181,7 +188,11 @@ class TooSmall(ValueError):
 
 
 def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
-    """Returns by how many rows and columns the image is larger than the crop."""
+    """Returns by how many rows and columns the image is larger than the crop.
+
+    Raises:
+      TooSmall: it is smaller.
+    """
     height, width = pair(size)
     room = image.shape[0] - height, image.shape[1] - width
     if min(room) < 0:

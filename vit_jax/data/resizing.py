@@ -1,4 +1,4 @@
-"""Resizing of uint8 images: the filter of Pillow, and a faster way close to it.
+"""Resizing of uint8 images: sizes, the filter of Pillow, and a faster way close to it.
 
 Letters: H and W height and width before, h and w after, C channels.
 """
@@ -13,6 +13,28 @@ After = UInt8[np.ndarray, "h w C"]
 Box = tuple[float | int, float | int, float | int, float | int]
 
 _FAST_UP_TO = 3  # Times smaller; beyond, three taps antialias too little.
+
+
+def short_side_size(size: tuple[int, int], short: int) -> tuple[int, int]:
+    """Returns the height and width of an image whose short side is made `short` pixels.
+
+    The long side is rounded down, as by torchvision's Resize and so by timm.
+
+    Args:
+      size: height and width of the image, in pixels.
+      short: short side of the result, in pixels.
+    """
+    least = min(size)
+    return int(short * size[0] / least), int(short * size[1] / least)
+
+
+def centre_crop_start(length: int, crop: int) -> int:
+    """Returns the first row (or column) of the central `crop` of `length` pixels.
+
+    Half a pixel rounds to even, as in torchvision's CenterCrop. Negative where the crop
+    is larger.
+    """
+    return round((length - crop) / 2)
 
 
 def resize_bilinear(image: Before, size: tuple[int, int]) -> After:

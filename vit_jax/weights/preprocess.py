@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from vit_jax.data import decode
+from vit_jax.data import decode, resizing
 from vit_jax.errors import UserError
 from vit_jax.weights.pretrained import Preprocess
 
@@ -77,10 +77,9 @@ def resized(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
     rows, columns = edges(preprocess)
     if preprocess.squash:
         return rows, columns
-    height, width = size
     if rows == columns:
-        short = min(height, width)
-        return int(rows * height / short), int(rows * width / short)
+        return resizing.short_side_size(size, rows)
+    height, width = size
     ratio = min(height / rows, width / columns)
     return round(height / ratio), round(width / ratio)
 
@@ -106,17 +105,18 @@ def box(
 
 def _corner(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
     """Returns top and left of the crop, in pixels of the resized image of `size`."""
-    rows, columns = preprocess.image_size
-    # Halves round to even, as in torchvision's CenterCrop.
-    return round((size[0] - rows) / 2), round((size[1] - columns) / 2)
+    top, left = map(resizing.centre_crop_start, size, preprocess.image_size)
+    return top, left
 
 
 def edges(preprocess: Preprocess) -> tuple[int, int]:
     """Returns the height and width that are resized to, at least, before cropping."""
+    sides = preprocess.image_size
+    if preprocess.short_side:
+        sides = (min(sides),) * 2
     # Floored as in timm; but 224 / (224 / 232) is 232, whatever its last bit says.
     return tuple(
-        math.floor(side / preprocess.crop_fraction * (1 + 1e-12))
-        for side in preprocess.image_size
+        math.floor(side / preprocess.crop_fraction * (1 + 1e-12)) for side in sides
     )
 
 
@@ -170,6 +170,8 @@ def describe(preprocess: Preprocess) -> str:
     """Puts a preprocessing into words for one line."""
     height, width = preprocess.image_size
     crop = f"crop {preprocess.crop_fraction:g}"
+    if preprocess.short_side:
+        crop = f"short side {edges(preprocess)[0]}, centre crop"
     if preprocess.squash:
         crop = "whole image" + (f", {crop}" if preprocess.crop_fraction < 1 else "")
     mean, std = (

@@ -10,8 +10,8 @@ POSITIONS = "Transformer/posembed_input/pos_embedding"
 class Preprocess:
     """How images are prepared for a model.
 
-    The short side is resized to `image_size / crop_fraction`, with `squash` both sides,
-    and the centre cropped to `image_size`.
+    The image is resized until it just covers `image_size / crop_fraction`, with `squash`
+    to exactly that, and the centre cropped to `image_size`.
 
     Attributes:
       image_size: height and width that reach the model, in pixels.
@@ -19,8 +19,11 @@ class Preprocess:
       std: divided by afterwards, a channel.
       interpolation: "nearest", "bilinear", "bicubic", "lanczos" or "area"; all of them
         antialiased when an image shrinks.
-      crop_fraction: part of the resized short side that the crop keeps.
+      crop_fraction: part of the resized side that the crop keeps.
       squash: whether the aspect ratio is given up instead of cropping.
+      short_side: whether the image's short side is resized to
+        `min(image_size) / crop_fraction`, whatever the shape of the crop. Stated only of
+        crops that are not square; of square ones it would be the same.
     """
 
     image_size: tuple[int, int]
@@ -29,6 +32,7 @@ class Preprocess:
     interpolation: str = "bilinear"
     crop_fraction: float = 1.0
     squash: bool = False
+    short_side: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

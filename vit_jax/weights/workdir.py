@@ -95,7 +95,10 @@ def pretrained(workdir: str | os.PathLike, *, average: bool = True) -> Pretraine
     preprocess = _preprocess(data)
     notes = [f"{found.kind} parameters of step {found.step}"]
     if preprocess is None:
-        notes.append(f"data.eval_ops={data['eval_ops']!r} is no resize and crop")
+        notes.append(
+            f"data.eval_ops={data['eval_ops']!r} is no resize and crop; an evaluation "
+            "prepares images so with eval_ops set to it, as evals.val.eval_ops"
+        )
     return Pretrained(
         params=found.params,
         options={
@@ -132,10 +135,23 @@ def _preprocess(data: dict) -> Preprocess | None:
         case (
             host_ops.ResizeSmall(size=short),
             host_ops.CentralCrop(size=size),
-        ) if _pair(size) == image_size and image_size[0] == image_size[1]:
-            # A Preprocess with unequal sides resizes both to the crop's aspect.
-            return Preprocess(**common, crop_fraction=image_size[0] / short)
+        ) if _pair(size) == image_size:
+            return Preprocess(
+                **common,
+                crop_fraction=min(image_size) / short,
+                short_side=image_size[0] != image_size[1],
+            )
+        case (
+            host_ops.Resize(size=resized),
+            host_ops.CentralCrop(size=size),
+        ) if _pair(size) == image_size and _same_shape(_pair(resized), image_size):
+            fraction = image_size[0] / _pair(resized)[0]
+            return Preprocess(**common, crop_fraction=fraction, squash=True)
     return None
+
+
+def _same_shape(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] * other[1] == one[1] * other[0]
 
 
 def _pair(size) -> tuple[int, int]:

@@ -99,6 +99,7 @@ def read_preprocess(config: Mapping) -> tuple[Preprocess | None, list[str]]:
         interpolation=_RESAMPLE.get(resample, "bicubic"),
         crop_fraction=fraction,
         squash=squash,
+        short_side=not squash and out[0] != out[1],
         mean=tuple(mean),
         std=tuple(std),
     ), notes

@@ -185,8 +185,18 @@ def write(
 
 
 def _crop(preprocess: Preprocess) -> float:
-    """Returns the crop fraction, in its last digit such that timm's sizes are ours."""
+    """Returns the crop fraction, in its last digit such that timm's sizes are ours.
+
+    Raises:
+      UserError: timm has no such crop.
+    """
     fraction, sides = preprocess.crop_fraction, preprocess.image_size
+    if preprocess.short_side and sides[0] != sides[1]:
+        raise UserError(
+            f"a centre crop of {sides[0]}x{sides[1]} of images resized by their "
+            "short side: timm resizes to the crop's shape; "
+            "write it with --to=hf or --to=safetensors"
+        )
     # timm rounds 224 / (224 / 232) down, which can be 231.
     while tuple(math.floor(side / fraction) for side in sides) != edges(preprocess):
         fraction = math.nextafter(fraction, 0)
