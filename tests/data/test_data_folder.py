@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from vit_jax.data import decode, objectnet, pipeline
+from vit_jax.data.preparing import images, metadata
 from vit_jax.data.sources import open_source
 from vit_jax.errors import UserError
 
@@ -240,3 +241,28 @@ def test_of_objectnet_the_overlapping_classes_are_read(data_config, tmp_path):
     (tmp_path / "images" / "wok").rmdir()
     with pytest.raises(UserError, match="images lacks class 'wok'"):
         open_source(data, "images")
+
+
+def test_stray_folders_are_passed_over_by_training_and_prepare_alike(data, folder):
+    for stray in ("__pycache__", "train/__pycache__", "val/__MACOSX", "notes", ".git"):
+        (folder / stray).mkdir()
+        (folder / stray / "cache.pyc").write_bytes(b"0")
+    (folder / "train/__MACOSX").mkdir()
+    (folder / "train/__MACOSX/a.jpg").write_bytes(b"0")
+
+    def prepared():
+        name = metadata.Name("ours", "", "1.0.0")
+        return images.open_images(
+            folder, name, (), 10**6, "raise", decode=False
+        ).sources
+
+    assert list(prepared()) == ["train", "val"]
+    for split, source in prepared().items():
+        trained = open_source(data, split)
+        assert source.class_names == trained.class_names == ("ant", "bee", "cat")
+        assert source.paths == trained.paths
+    # A class without images may be a mistake: both say so.
+    (folder / "train/dog").mkdir()
+    for read in (prepared, lambda: open_source(data, "train")):
+        with pytest.raises(UserError, match="class folder .*dog has no images"):
+            read()

@@ -1,13 +1,19 @@
 """Which split an evaluation reads, and what its classes are."""
 
+import pathlib
+
 import numpy as np
 import pytest
+from PIL import Image
 
 from vit_jax import config as configuration
 from vit_jax import evals
 from vit_jax.data import sources
 from vit_jax.errors import NoSplit, UserError
 from vit_jax.evaluation import class_names, opening, readings, views
+from vit_jax.tools.sweeps import recipes
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def opened(**spec):
@@ -97,3 +103,27 @@ def test_records_in_another_order_of_classes_keep_everything_else():
         assert (found[i]["image"] == source[i]["image"]).all()
         assert found.describe(i) == source.describe(i)
         assert found.record_id(i) == source.record_id(i)
+
+
+@pytest.mark.parametrize("test", ["test", "val", "validation"])
+@pytest.mark.parametrize("recipe", ["flowers", "flowers_finetune"])
+def test_train_and_test_folders_are_taken_alike_by_every_verb(recipe, test, tmp_path):
+    for split, count in (("train", 3), (test, 2)):
+        for name in ("ant", "bee", "cat", "dog", "elk"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                image = Image.new("L", (9, 7), 20 * i)
+                image.save(tmp_path / split / name / f"{i}.png")
+    config = configuration.load(
+        f"{ROOT}/configs/{recipe}.py", {"data.data_dir": str(tmp_path)}
+    )
+    alone = configuration.load_evaluation(
+        f"{ROOT}/configs/eval/classification.py:data={tmp_path}", {}
+    )
+    alone.data.classes = config.data.classes
+    for one in (config, alone):  # Training's evaluation, and evaluate.
+        (name,) = one.evals
+        spec = evals.spec(one.evals[name])
+        found = readings.Readings(one.data).open(name, spec, spec.split, of_model=True)
+        assert (found.split, len(found.source)) == (test, 10)
+    assert recipes.find(str(tmp_path)).test == test

@@ -1,6 +1,7 @@
 """Image folders: data_dir/<split>/<class>/**/image files.
 
-A folder without splits, data_dir/<class>/**, is one split named "all". Links that lead
+A folder without splits, data_dir/<class>/**, is one split named "all". Files and folders
+whose names begin with "." or "__" (__pycache__, __MACOSX) are no data. Links that lead
 out of data_dir are followed, since sets are often put together from links; one that
 leads back into it would count images twice, perhaps under two labels, and is an error.
 """
@@ -25,6 +26,7 @@ EXTENSIONS = (
     *(".tif", ".tiff", ".ppm", ".pgm"),
 )
 WHOLE = "all"  # The one split of a folder that has none.
+_NO_DATA = (".", "__")  # Hidden, or left by programs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,26 @@ def open_folder(
     )
 
 
+def split_folders(data_dir: str | os.PathLike) -> list[str]:
+    """Returns the names of the folders that may be splits, sorted.
+
+    One without folders and images, such as one of notes, is none; training does not look at
+    it either.
+
+    Raises:
+      UserError: a folder cannot be listed.
+    """
+    root = pathlib.Path(data_dir)
+    return [
+        name
+        for name in _visible_folders(root)
+        if any(
+            _is_folder(entry) or entry.name.lower().endswith(EXTENSIONS)
+            for entry in _entries(root / name)
+        )
+    ]
+
+
 def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
     """Returns where the class folders of a split lie."""
     whole = split == WHOLE and not (root / WHOLE).is_dir()
@@ -157,7 +179,7 @@ def _is_folder(entry: os.DirEntry) -> bool:
 
 def _entries(folder: str | os.PathLike) -> list[os.DirEntry]:
     try:
-        return [e for e in os.scandir(folder) if not e.name.startswith(".")]
+        return [e for e in os.scandir(folder) if not e.name.startswith(_NO_DATA)]
     except OSError as error:
         raise UserError(
             f"{folder} cannot be listed ({error.strerror}): give read permission or "

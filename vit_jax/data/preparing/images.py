@@ -97,15 +97,11 @@ def open_images(
     """
     if not root.is_dir():
         raise UserError(f"--from={root} is not a folder")
-    there = sorted(
-        entry.name
-        for entry in os.scandir(root)
-        if entry.is_dir() and not entry.name.startswith(".")
-    )
-    splits = list(split_names or there)
+    splits = list(split_names or folder.split_folders(root))
     if not splits:
         raise UserError(
-            f"--from={root} has no folders: it must look like {root}/train/<class>/*.jpg"
+            f"--from={root} has no folders with images: it must look like "
+            f"{root}/train/<class>/*.jpg"
         )
     classes_of = "train" if "train" in splits else splits[0]
     sources, shards, stats, total = {}, [], [], 0
