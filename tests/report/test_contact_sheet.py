@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from vit_jax.report import contact_sheet
+from vit_jax.report import contact_sheet, lettering
 
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 
@@ -38,6 +38,29 @@ def test_a_long_name_stays_within_its_image():
     )
     assert short.shape == long.shape
     assert (long[:, -8:] == 255).all()
+
+
+@pytest.mark.parametrize(
+    "names", [("Brouillé", "Brouillà"), ("雛菊", "向日葵"), ("a\n", "a\t")]
+)
+@pytest.mark.parametrize("installed", [True, False])
+def test_names_that_are_not_ascii_can_be_told_apart(names, installed, monkeypatch):
+    if not installed:
+        monkeypatch.setattr(lettering, "_INSTALLED", ())
+        monkeypatch.setattr(lettering, "_fonts", lettering._fonts.__wrapped__)
+    image = np.zeros((1, 90, 90, 1), np.uint8)
+    draw = lambda text: np.array(contact_sheet.draw(image, [[text]], columns=1))
+    sheets = [draw(name) for name in names]
+    assert (sheets[0] != sheets[1]).any()
+    if not installed:  # Pillow's own font has ASCII alone.
+        escaped = [name.encode("unicode_escape").decode() for name in names]
+        for sheet, text in zip(sheets, escaped, strict=True):
+            np.testing.assert_array_equal(sheet, draw(text))
+
+
+def test_a_name_of_a_mac_is_composed():
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    assert lettering.choose(decomposed, 12)[0] == lettering.choose(composed, 12)[0]
 
 
 @pytest.mark.parametrize(

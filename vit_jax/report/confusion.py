@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Float, Integer, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
+from vit_jax.report import lettering
+
 _SIDE = 900  # Pixels of the matrix, about.
 _CELLS = (1, 44)  # Pixels of a class, least and most.
 _NAMED = 13  # Pixels of a class from which it is named ...
@@ -52,8 +54,12 @@ def draw(confusion: Confusion) -> Image.Image:
     K = len(counts)
     cell = int(np.clip(_SIDE // K, *_CELLS))
     font = ImageFont.load_default(_FONT_SIZE)
-    names = [_cut(confusion.name(i)) for i in range(K)] if cell >= _NAMED else []
-    width = max((round(font.getlength(name)) for name in names), default=40) + 8
+    names = []
+    if cell >= _NAMED:
+        names = [
+            lettering.choose(_cut(confusion.name(i)), _FONT_SIZE) for i in range(K)
+        ]
+    width = max((round(own.getlength(name)) for name, own in names), default=40) + 8
     left, top, side = _MARGIN + width, 2 * _MARGIN + _FONT_SIZE + width, cell * K
     title = f"true class (rows) by predicted class: {counts.sum():,} images, "
     title += f"{counts.trace() / max(counts.sum(), 1):.2%} right"
@@ -68,7 +74,7 @@ def draw(confusion: Confusion) -> Image.Image:
     pen.rectangle((left - 1, top - 1, left + side, top + side), outline=_GRID)
     pen.text((_MARGIN, _MARGIN // 2), title, _INK, font)
     if names:
-        _write_names(picture, names, (left, top), cell, font)
+        _write_names(picture, names, (left, top), cell)
     else:
         _write_numbers(pen, K, (left, top), cell, font)
     if cell >= _COUNTED:
@@ -101,10 +107,10 @@ def _colours(parts: Float[np.ndarray, "K K"]) -> UInt8[np.ndarray, "K K 3"]:
     return (255 + depth * (_DARK - 255)).round().astype(np.uint8)
 
 
-def _write_names(picture, names, corner, cell, font) -> None:
+def _write_names(picture, names, corner, cell) -> None:
     left, top = corner
     pen, middle = ImageDraw.Draw(picture), cell / 2
-    for i, name in enumerate(names):
+    for i, (name, font) in enumerate(names):
         place = left - 6, top + i * cell + middle
         pen.text(place, name, _INK, font, anchor="rm")
         length = round(font.getlength(name)) + 2

@@ -6,6 +6,8 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
+from vit_jax.report import lettering
+
 _CELL = 128  # Smaller images are magnified up to about this many pixels.
 _MARGIN, _FONT_SIZE, _LINE = 8, 12, 15  # Pixels.
 _PAPER, _INK = (255, 255, 255), (20, 20, 20)
@@ -21,7 +23,8 @@ def draw(
     Args:
       images: RGB or grey. Small ones are magnified by a whole number, so that their
         pixels are seen as they are.
-      captions: lines of text, one sequence an image; too long a line is cut.
+      captions: lines of text, one sequence an image; too long a line is cut. Letters
+        that no installed font has are escapes.
       columns: images a row.
 
     Returns:
@@ -29,7 +32,6 @@ def draw(
     """
     B, H, W, _ = images.shape
     factor = max(1, _CELL // max(H, W))
-    font = ImageFont.load_default(_FONT_SIZE)
     lines = max(map(len, captions))
     width = W * factor + _MARGIN
     height = H * factor + lines * _LINE + _MARGIN
@@ -47,6 +49,7 @@ def draw(
         sheet.paste(picture, (left, top))
         for number, text in enumerate(caption):
             y = top + H * factor + number * _LINE
+            text, font = lettering.choose(text, _FONT_SIZE)
             pen.text((left, y), _cut(text, font, W * factor), _INK, font)
     return sheet
 

@@ -1,0 +1,60 @@
+"""Fonts for pictures with class names: what no font has is written as an escape."""
+
+import functools
+import unicodedata
+
+from PIL import ImageFont
+
+# Beside Pillow's own font, which has little but ASCII: what Linux, macOS and Windows have
+# of letters with accents and of Chinese, Japanese and Korean.
+_INSTALLED = (
+    *("DejaVuSans.ttf", "Arial.ttf", "arial.ttf"),
+    *("NotoSansCJK-Regular.ttc", "Arial Unicode.ttf", "msyh.ttc"),
+)
+_NO_CHARACTER = "\uffff"  # Drawn as the box that stands for a missing letter.
+
+
+def choose(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
+    """Returns a text to draw and a font that has all of its letters.
+
+    Args:
+      text: any text.
+      size: height of the font, in pixels.
+
+    Returns:
+      The text as it is, composed (NFC), and the first installed font that has it all; or
+      Pillow's own font, and an escape, as "\\u83ca", for each letter that it lacks.
+    """
+    text = unicodedata.normalize("NFC", text)
+    fonts = _fonts(size)
+    for font in fonts:
+        if all(_has(font, letter) for letter in text):
+            return text, font
+    own = fonts[0]
+    letters = (
+        letter if _has(own, letter) else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+    return "".join(letters), own
+
+
+@functools.cache
+def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
+    found = [ImageFont.load_default(size)]
+    for name in _INSTALLED:
+        try:
+            found.append(ImageFont.truetype(name, size))
+        except OSError:  # Not installed.
+            continue
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _has(font: ImageFont.FreeTypeFont, letter: str) -> bool:
+    # Control characters and surrogates are drawn by none.
+    return letter.isprintable() and _drawn(font, letter) != _drawn(font, _NO_CHARACTER)
+
+
+def _drawn(font: ImageFont.FreeTypeFont, letter: str) -> tuple[bytes, tuple[int, int]]:
+    mask = font.getmask(letter)
+    return bytes(mask), mask.size
