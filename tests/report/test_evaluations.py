@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.report import evaluations
+from vit_jax.report import evaluations, result
 from vit_jax.report.confusion import Confusion
 
 
@@ -26,6 +26,26 @@ from vit_jax.report.confusion import Confusion
 )
 def test_fractions_are_percentages_and_counts_are_whole(metric, value, text):
     assert evaluations.text(metric, value) == text
+
+
+def test_accuracies_of_fewer_images_than_shots_say_so_beside_the_number():
+    scores = {"5shot": 0.5, "5shot_std": 0.1, "25shot": 0.75, "25shot_short": 3}
+    scores |= {"25shot_l2_1": 0.7, "25shot_l2_1_std": 0.1, "100shot": 0.8}
+    scores["100shot_short"] = 1
+    lines = evaluations.table({"few": {"weights": scores}}, {}).splitlines()
+    shown = [line.split(maxsplit=2)[1:] for line in lines]
+    assert shown == [
+        ["5shot", "50.00%"],
+        ["5shot_std", "10.00%"],
+        ["25shot", "75.00% (3 classes have fewer images)"],
+        ["25shot_l2_1", "70.00% (3 classes have fewer images)"],
+        ["25shot_l2_1_std", "10.00%"],
+        ["100shot", "80.00% (1 class has fewer images)"],
+    ]
+    assert result.line({"few": {"raw": scores}}) == (
+        "top-1: few/raw/5shot 50.00%, few/raw/25shot 75.00% (3 classes have fewer "
+        "images), few/raw/100shot 80.00% (1 class has fewer images)"
+    )
 
 
 def test_a_picture_is_replaced_as_a_whole(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.report import confusion as confusions
+from vit_jax.report import result
 from vit_jax.report.confusion import Confusion
 from vit_jax.report.writer import replace_bytes, replace_text, writing_out
 
@@ -72,7 +73,10 @@ def table(results: dict, tables: dict[str, Confusion]) -> str:
     for name, kinds in results.items():
         for metrics in kinds.values():
             for metric, value in metrics.items():
-                lines.append(f"{name:<16} {metric:<16} {text(metric, value):>12}")
+                if metric.endswith("shot_short"):  # Stands beside the accuracies.
+                    continue
+                line = f"{name:<16} {metric:<16} {text(metric, value):>12}"
+                lines.append(line + result.fewer_images(metric, metrics))
         if name in tables:
             lines += [f"{name:<16} {line}" for line in _worst(tables[name])]
     return "\n".join(lines)

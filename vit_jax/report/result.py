@@ -97,7 +97,22 @@ def line(scores: dict) -> str:
     flat = flatten(scores)
     tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
     tops |= {k: v for k, v in flat.items() if re.fullmatch(r".*/\d+shot", k)}
-    return "top-1: " + ", ".join(f"{k} {v:.2%}" for k, v in tops.items())
+    shown = (f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items())
+    return "top-1: " + ", ".join(shown)
+
+
+def fewer_images(metric: str, scores: dict[str, float]) -> str:
+    """Returns " (3 classes have fewer images)" of a few-shot accuracy; "" if none has.
+
+    Args:
+      metric: name in `scores`, as "25shot", "25shot_l2_1" or "few/raw/25shot".
+      scores: with "25shot_short", the number of classes with fewer images, if any.
+    """
+    shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)
+    count = scores.get(f"{shots[1]}_short", 0) if shots else 0
+    if not count:
+        return ""
+    return f" ({count} class{'es have' if count > 1 else ' has'} fewer images)"
 
 
 def quoted_scores(kinds: dict) -> tuple[str, dict]:
@@ -133,7 +148,10 @@ def _scores(scores: dict[str, float]) -> str:
     """Lays out one evaluation: the accuracy and the loss, or what else it gives."""
     if "top1" not in scores:
         shown = {k: v for k, v in scores.items() if re.fullmatch(r"\d+shot", k)}
-        return "  ".join(f"{k} {v:.2%}" for k, v in (shown or scores).items())
+        return "  ".join(
+            f"{k} {v:.2%}{fewer_images(k, scores)}"
+            for k, v in (shown or scores).items()
+        )
     loss = f" {scores['loss']:>8.4f}" if "loss" in scores else ""
     return f"{scores['top1']:>8.2%}{loss}"
 

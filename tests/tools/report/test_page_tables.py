@@ -213,8 +213,9 @@ def test_evaluations_are_told_with_their_data_set_and_few_shots(tmp_path):
         evals=evals,
     )
     found = results.collect(results.read_runs([folder]))
+    fewer = " (2 classes have fewer images)"
     assert [(r.dataset, r.value, r.spread, r.how, r.tabled) for r in found] == [
-        ("flowers", 50, 25, "evaluate, fewshot on t, 5-shot, weights", False),
+        ("flowers", 50, 25, f"evaluate, fewshot on t, 5-shot{fewer}, weights", False),
         ("flowers", 25, None, "evaluate, knn on test, weights", False),
         ("ImageNet", 75, None, "evaluate, imagenet, weights", True),
         ("ReaL", 50, None, "evaluate, labels, weights", True),

@@ -367,13 +367,18 @@ def describe_settings(told: dict) -> str:
 
 
 def shots(scores: dict) -> dict[str, tuple[Number, Number | None]]:
-    """Returns "5-shot" and so on -> accuracy and standard deviation, in percent."""
+    """Returns "5-shot" and so on -> accuracy and standard deviation, in percent.
+
+    Of classes with fewer images the key says how many: "5-shot (2 classes have fewer
+    images)".
+    """
     found = {}
     for name, value in scores.items():
         if match := re.fullmatch(r"(\d+)shot", name):
             spread = scores.get(f"{name}_std")
             spread = None if spread is None else 100 * spread
-            found[f"{match[1]}-shot"] = 100 * value, spread
+            what = f"{match[1]}-shot{result.fewer_images(name, scores)}"
+            found[what] = 100 * value, spread
     return found
 
 
