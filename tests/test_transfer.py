@@ -182,10 +182,13 @@ def test_a_folder_of_images_is_learnt_by_each_mode(digits, tmp_path, capsys):
                 "--layer_decay=0.8",
                 "--config.total_steps=60",
                 "--config.batch_size=16",
+                "--json",
             ],
         )
         assert transfer.main(flags) == 0
         report = json.loads((tmp_path / mode / "transfer.json").read_text())
+        out = capsys.readouterr().out
+        assert json.loads(out.splitlines()[-1]) == report
+        assert "not in the paper: as its sets of this size, 10 %" in out
         assert report["dataset"] == "data"
         assert report["mean"] > 0.9, (mode, report["trials"])
-    assert "not in the paper: as its sets of this size, 10 %" in capsys.readouterr().out

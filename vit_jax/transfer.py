@@ -10,13 +10,15 @@ choose the learning rate; then all of train is used with the best one, with thre
 each scored once on test. Until then the test split cannot be opened.
 
 The same command goes on where it was ended; what is done is not repeated. Results are
-in transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard.
+in transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard;
+--json ends with one line, what that file holds.
 Any key of vit_jax/schema.py can be set for all runs: --config.total_steps=500. Exit
 codes: 0 done, 2 bad input (of VTAB-1k: or a task failed; the others are done all the
 same, and tasks without data are no failure), 75 preempted.
 """
 
 import argparse
+import json
 import re
 
 from vit_jax import cli, job
@@ -30,7 +32,15 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.parallel import distributed
 
     distributed.start()
-    return job.run(lambda: run(flags, workdir), workdir, debug=flags.debug)
+    return job.run(lambda: _run_and_print(flags, workdir), workdir, debug=flags.debug)
+
+
+def _run_and_print(flags: argparse.Namespace, workdir: str) -> None:
+    import jax
+
+    report = run(flags, workdir)
+    if flags.json and jax.process_index() == 0:
+        print(json.dumps(report), flush=True)
 
 
 def run(flags: argparse.Namespace, workdir: str) -> dict:
@@ -96,6 +106,7 @@ def parser() -> cli.Parser:
     add("--mode", choices=("full", "head", "head_then_all"), default="full")
     add("--layer_decay", type=float, default=0.0, help="as 0.75; 0 is off")
     add("--rates", type=_rates, default=(), help="as 0.003,0.01, not the recipe's")
+    add("--json", action="store_true", help="end with one line of JSON, the results")
     add("--seeds", type=cli.positive, default=3, help="final runs; default 3")
     add("--heads", type=cli.positive, default=0, help="where the weights do not tell")
     return parser
