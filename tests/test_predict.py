@@ -213,7 +213,7 @@ def test_a_pipe_is_answered_line_by_line_and_may_close(place, command):
     process.stdout.close()
     process.stdin.write(f"{one}\n" * 10)
     process.stdin.flush()
-    assert (process.wait(60), process.stderr.read()) == (0, "")
+    assert (process.wait(60), process.stderr.read()) == (141, "")
     process.stderr.close()
     process.stdin.close()
 

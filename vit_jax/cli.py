@@ -6,9 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from ml_collections import ConfigDict
-
-from vit_jax import config as configuration
+from vit_jax import signals
 from vit_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
@@ -45,6 +43,9 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     Returns:
       The flags, and `overrides`: dotted config key to value.
     """
+    # Here, because a signal is caught as early as possible.
+    from vit_jax import config as configuration
+
     words, overrides = [], {}
     rest = list(sys.argv[1:] if argv is None else argv)
     while rest:
@@ -63,12 +64,14 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     return flags
 
 
-def load_config(flags: argparse.Namespace) -> ConfigDict:
-    """Loads the config that the flags name.
+def load_config(flags: argparse.Namespace):
+    """Returns the config (a ConfigDict) that the flags name.
 
     Raises:
       UserError: it is not a config, or leaves `init` to be stated and it is not.
     """
+    from vit_jax import config as configuration
+
     config = configuration.load(flags.config, flags.overrides)
     if config.init == _UNSTATED:
         raise UserError(
@@ -196,18 +199,53 @@ def _crop(text: str) -> float | str:
         ) from error
 
 
-def run(main: Callable[[argparse.Namespace], int | None], parser: Parser) -> None:
-    """Runs a verb and exits: 0, its own code, or 2 after one line on bad input."""
-    flags = parse(parser)
+def run(
+    main: Callable[[argparse.Namespace], int | None],
+    parser: Parser,
+    *,
+    trains: bool = False,
+) -> None:
+    """Runs a verb and exits.
+
+    The code is 0; or the verb's own; 2 after one line on bad input; 130 after Ctrl-C;
+    141, without a word, when nobody reads its output any more.
+
+    Args:
+      main: takes the flags and returns the exit code.
+      parser: with the verb's flags.
+      trains: SIGTERM and SIGHUP end the verb with 75, and unread output does not.
+    """
+    signals.catch(trains=trains)
     # Where Python runs with -W error, a deprecation in another library must not end a
     # run of days.
     if any(option.startswith("error") for option in sys.warnoptions):
         warnings.simplefilter("default")
+    flags = None
     try:
-        sys.exit(main(flags) or 0)
-    except UserError as error:
-        show(error, debug=flags.debug)
-        sys.exit(EXIT_USER_ERROR)
+        try:
+            flags = parse(parser)
+            code = main(flags) or 0
+        except UserError as error:
+            show(error, debug=flags is not None and flags.debug)
+            code = EXIT_USER_ERROR
+        except SystemExit as end:  # --help, or a bad flag.
+            code = end.code
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not signals.unread():
+            raise
+        signals.drop_output()
+        code = signals.EXIT_UNREAD
+    except BaseException as error:
+        # Libraries may have made another error of KeyboardInterrupt.
+        if not (signals.interrupted() or isinstance(error, KeyboardInterrupt)):
+            raise
+        if flags is not None and flags.debug:
+            traceback.print_exception(error)
+        tell("interrupted")
+        code = signals.EXIT_INTERRUPTED
+    sys.exit(code)
 
 
 def show(error: UserError, *, debug: bool) -> None:

@@ -14,7 +14,6 @@ import json
 import pathlib
 
 from vit_jax import cli
-from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.schema import CHOICES
 from vit_jax.tools.planning import topology
@@ -28,6 +27,8 @@ _EXAMPLES = 303_000_000
 
 def main(flags: argparse.Namespace) -> int:
     """Compiles what the flags name and prints what it costs; returns the exit code."""
+    from vit_jax import config as configuration
+
     place = topology.parse(flags.topology, flags.slices)
     _check(flags)
     # Not cli.load_config: weights to start from change no program.

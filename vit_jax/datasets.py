@@ -10,8 +10,6 @@ says what).
 
 import argparse
 import json
-import os
-import sys
 
 from vit_jax import cli
 from vit_jax.errors import UserError
@@ -33,14 +31,11 @@ def main(flags: argparse.Namespace) -> int:
             )
     names = flags.names or catalogue.ENTRIES
     rows = [_row(catalogue.ENTRIES[name], flags.data_dir) for name in names]
-    try:
-        if flags.json:
-            for row in rows:
-                print(json.dumps(row))
-        else:
-            _show(rows, detailed=bool(flags.names))
-    except BrokenPipeError:  # As `| head` leaves it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if flags.json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        _show(rows, detailed=bool(flags.names))
     return 0
 
 

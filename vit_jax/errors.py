@@ -17,4 +17,8 @@ class Diverged(UserError):
 
 
 class Preempted(Exception):
-    """The run was asked to end (SIGTERM) and has saved its state."""
+    """The run was asked to end (SIGTERM, SIGHUP) or cannot go on; its state is saved."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C came, and the run has saved its state."""

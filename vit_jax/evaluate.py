@@ -14,11 +14,12 @@ import json
 import sys
 
 from vit_jax import cli
-from vit_jax import config as configuration
 
 
 def main(flags: argparse.Namespace) -> None:
     """Runs the evaluations that the flags describe, and prints what they gave."""
+    from vit_jax import config as configuration
+
     config = configuration.load_evaluation(flags.config, flags.overrides)
 
     # After the config, so that its errors come at once.

@@ -1,12 +1,9 @@
 """How a verb that trains ends: done, preempted or failed, all processes alike."""
 
-import sys
 from collections.abc import Callable
 
-from vit_jax import cli
-from vit_jax.errors import Preempted, UserError
-
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again.
+from vit_jax import cli, signals
+from vit_jax.errors import Interrupted, Preempted, UserError
 
 
 def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
@@ -18,7 +15,8 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
       debug: show tracebacks of bad input too.
 
     Returns:
-      The exit code: 0, or 75 after SIGTERM.
+      The exit code: 0; 75 where the state is saved and the same command goes on, as
+      after SIGTERM; 130 after Ctrl-C.
 
     Raises:
       UserError: as `work`.
@@ -33,8 +31,11 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
         try:
             work()
         except Preempted as preempted:
-            print(preempted, file=sys.stderr, flush=True)
-            code = EXIT_PREEMPTED
+            cli.tell(str(preempted))
+            code = signals.EXIT_PREEMPTED
+        except Interrupted as interrupted:
+            cli.tell(str(interrupted))
+            code = signals.EXIT_INTERRUPTED
         except UserError as error:
             if jax.process_count() > 1 or not ahead.under_way():
                 raise

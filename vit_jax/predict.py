@@ -10,7 +10,6 @@ input or no image at all.
 """
 
 import argparse
-import os
 import sys
 
 from vit_jax import cli
@@ -46,12 +45,8 @@ def main(flags: argparse.Namespace) -> int:
             cli.tell(f"{name}: {result}")
             code = EXIT_DAMAGED
             continue
-        try:
-            show = layout.to_json if flags.json else table.rows
-            print(show(name, result), flush=True)
-        except BrokenPipeError:  # As `| head` leaves it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return code
+        show = layout.to_json if flags.json else table.rows
+        print(show(name, result), flush=True)
     return code
 
 

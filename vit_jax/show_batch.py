@@ -12,12 +12,13 @@ import os
 import pathlib
 
 from vit_jax import cli
-from vit_jax import config as configuration
 from vit_jax.errors import UserError
 
 
 def main(flags: argparse.Namespace) -> None:
     """Writes the sheet that the flags describe and says where."""
+    from vit_jax import config as configuration
+
     # Without what a run needs beside: weights to start from, for example.
     config = configuration.load(flags.config, flags.overrides)
     out = pathlib.Path(flags.out or f"batch_{config.name}.png")

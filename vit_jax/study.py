@@ -52,4 +52,4 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    cli.run(main, parser())
+    cli.run(main, parser(), trains=True)

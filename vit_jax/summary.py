@@ -12,10 +12,8 @@ import argparse
 import json
 import os
 import re
-import sys
 
 from vit_jax import cli
-from vit_jax import config as configuration
 from vit_jax.errors import UserError
 
 IMAGES = 7 * 303_000_000
@@ -28,6 +26,8 @@ def main(flags: argparse.Namespace) -> int:
     """Prints the costs of the models that the flags name; returns the exit code."""
     _check(flags)
     if flags.config:
+        from vit_jax import config as configuration
+
         config = configuration.load(flags.config, flags.overrides)
         models = [_of_config(config)]
         images = flags.images or _images(config)
@@ -35,10 +35,7 @@ def main(flags: argparse.Namespace) -> int:
         classes = CLASSES if flags.classes is None else flags.classes
         models = find(flags.variant, flags.resolution, classes)
         images = IMAGES if flags.images is None else flags.images
-    try:
-        _show(models, images, flags.json)
-    except BrokenPipeError:  # As `| head` leaves it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _show(models, images, flags.json)
     return 0
 
 
@@ -80,6 +77,8 @@ def _of_config(config):
 
 def _images(config):
     """Returns how many images a run of the config sees."""
+    from vit_jax import config as configuration
+
     examples = config.data.examples
     if config.epochs and not examples:
         from vit_jax.data import sources

@@ -50,4 +50,4 @@ def parser() -> cli.Parser:
 
 
 if __name__ == "__main__":
-    cli.run(main, parser())
+    cli.run(main, parser(), trains=True)

@@ -125,4 +125,4 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 if __name__ == "__main__":
-    cli.run(main, parser())
+    cli.run(main, parser(), trains=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Integer
 from ml_collections import ConfigDict
 
-from vit_jax.data import decode, ops, order
+from vit_jax.data import decode, ops, order, workers
 from vit_jax.data.records import Batch, Loader
 from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
@@ -179,6 +179,9 @@ class _EvalBatch:
 class Batches:
     """Iterator over batches; close it, or use it in a `with` block.
 
+    When a loader process is killed, this process loads the batches that are left, which
+    are the same; `workers.listening` learns of it.
+
     Args:
       load: number -> batch; picklable.
       numbers: which batches, in order.
@@ -189,22 +192,26 @@ class Batches:
     """
 
     def __init__(self, load, numbers: range, data: ConfigDict):
-        self._length = len(numbers)
+        workers.remove_leftovers()
+        self._load, self._numbers, self._data = _Guarded(load), numbers, data
+        self._done, self._workers = 0, 0
         self.read_ahead = not load.loader.gathers
         if self.read_ahead:
-            self._batches = _read_ahead(_Guarded(load), numbers, data)
+            self._workers = data.workers
+            self._batches = self._read_ahead()
         else:  # Faster than handing it to a thread.
             self._batches = map(load, numbers)
 
     def __len__(self) -> int:
         """Returns the number of batches from the first to the last."""
-        return self._length
+        return len(self._numbers)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        batch = next(self._batches)
+        batch = self._next()
+        self._done += 1
         if isinstance(batch, UserError):
             self.close()
             raise batch
@@ -224,6 +231,43 @@ class Batches:
         if hasattr(batches, "close"):
             batches.close()
 
+    def _next(self) -> Batch | UserError:
+        try:
+            if self._workers and not self._done:
+                return workers.first_batch(self._batches)
+            return next(self._batches)
+        except RuntimeError as error:
+            killed_by = workers.signal_that_killed(error)
+            if not killed_by:
+                raise
+        self.close()
+        workers.tell_killed(killed_by, self._workers)
+        self._workers = 0
+        self._batches = self._read_ahead()
+        return next(self._batches)
+
+    def _read_ahead(self) -> Iterator:
+        """Loads what is left in threads of this process, or in loader processes."""
+        import grain
+
+        # One thread makes one batch, so more threads than batches would idle.
+        options = grain.ReadOptions(
+            num_threads=min(self._data.threads, self._data.prefetch),
+            prefetch_buffer_size=self._data.prefetch,
+        )
+        left = self._numbers[self._done :]
+        batches = grain.MapDataset.range(left.start, left.stop).map(self._load)
+        batches = batches.to_iter_dataset(options)
+        if self._workers:
+            from absl import flags
+
+            if not flags.FLAGS.is_parsed():  # Grain reads flags; a notebook has none.
+                flags.FLAGS.mark_as_parsed()
+            batches = batches.mp_prefetch(
+                grain.MultiprocessingOptions(self._workers), workers.initializer()
+            )
+        return iter(batches)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Guarded:
@@ -236,23 +280,3 @@ class _Guarded:
             return self.load(number)
         except UserError as error:
             return error
-
-
-def _read_ahead(load: _Guarded, numbers: range, data: ConfigDict) -> Iterator:
-    """Loads batches in threads of this process, or in `data.workers` processes."""
-    import grain
-
-    # One thread makes one batch, so more threads than batches would idle.
-    options = grain.ReadOptions(
-        num_threads=min(data.threads, data.prefetch),
-        prefetch_buffer_size=data.prefetch,
-    )
-    batches = grain.MapDataset.range(numbers.start, numbers.stop).map(load)
-    batches = batches.to_iter_dataset(options)
-    if data.workers:
-        from absl import flags
-
-        if not flags.FLAGS.is_parsed():  # Grain reads flags; a notebook has none.
-            flags.FLAGS.mark_as_parsed()
-        batches = batches.mp_prefetch(grain.MultiprocessingOptions(data.workers))
-    return iter(batches)

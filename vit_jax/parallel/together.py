@@ -101,7 +101,8 @@ class Together:
             return
         failure = _announce(_describe(error))
         ours = failure.process == jax.process_index()
-        if ours and (self._debug or not isinstance(error, UserError)):
+        known = isinstance(error, UserError | KeyboardInterrupt)
+        if ours and (self._debug or not known):
             traceback.print_exception(error)
         _leave(failure)
 
@@ -178,7 +179,7 @@ def _describe(error: BaseException) -> _Failure:
     else:
         reason = f"{type(error).__name__}: {reason}"
     if isinstance(error, KeyboardInterrupt):
-        code = _EXIT_INTERRUPTED
+        code, reason = _EXIT_INTERRUPTED, "interrupted (Ctrl-C)"
     return _Failure(jax.process_index(), code, " ".join(reason.split()))
 
 

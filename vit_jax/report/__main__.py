@@ -10,11 +10,12 @@ done; 2 bad input (one line says what). Needs the extra `plots`.
 import argparse
 
 from vit_jax import cli
-from vit_jax.tools.report import pages
 
 
 def main(flags: argparse.Namespace) -> None:
     """Writes the report that the flags describe."""
+    from vit_jax.tools.report import pages
+
     cli.refuse_overrides(flags, "reporting")
     files = pages.write_report(flags.runs, flags.out)
     plots = sum(name.endswith(".png") for name in files)

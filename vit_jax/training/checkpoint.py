@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from vit_jax import config as configuration
 from vit_jax.data.sources import Source
-from vit_jax.errors import Preempted, UserError
+from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.parallel import distributed
 from vit_jax.training import resuming, saving
 from vit_jax.training.state import TrainState
@@ -166,7 +166,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        orderly = error is None or isinstance(error, Preempted)
+        orderly = error is None or isinstance(error, Preempted | Interrupted)
         if orderly or jax.process_count() == 1:
             self.wait()
         # Else the other processes wait for the reason, and a save may take minutes; this

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import math
+import os
 import re
 import signal
 import traceback
@@ -11,43 +12,102 @@ import jax
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from vit_jax.errors import Diverged, UserError
+from vit_jax.data import workers
+from vit_jax.errors import Diverged, Interrupted, Preempted, UserError
+from vit_jax.parallel import distributed
 from vit_jax.training.checkpoint import Checkpointer
+
+_CTRL_C = "Ctrl-C"
+# By importance: where several have come, the first is named.
+_SIGNALS = {signal.SIGINT: _CTRL_C, signal.SIGHUP: "SIGHUP", signal.SIGTERM: "SIGTERM"}
 
 
 class Preemption:
-    """Notices SIGTERM; use as a context manager around the loop.
+    """Notices what ends a run early; use as a context manager around the loop.
 
-    Several processes agree on the moment through JAX's coordination service: it is the
-    same one in their common sequence of questions, so all must ask equally often.
+    That is SIGTERM, SIGHUP, Ctrl-C, or the death of a loader process. Several processes
+    agree on the moment through JAX's coordination service, which looks for SIGTERM: it is
+    the same one in their common sequence of questions, so all must ask equally often.
     """
 
     def __init__(self):
-        self._asked = False
-        self._before = None
+        self._signals, self._killed_by = set(), 0
+        self._before = {}
+        self._listening = workers.listening(self._on_killed)
         self._questions = 0
 
     def reached(self) -> bool:
         """Tells, the same in all processes, whether to end here."""
         if jax.process_count() == 1:
-            return self._asked
+            return bool(self._signals or self._killed_by)
         # Not the number of the step: evaluations ask between two steps.
         self._questions += 1
         return multihost_utils.reached_preemption_sync_point(self._questions)
 
+    def why(self) -> str:
+        """Returns what ends the run, the same in all processes; all must ask."""
+        own = [number in self._signals for number in _SIGNALS]
+        found = distributed.gather(signals=own, killed_by=self._killed_by)
+        came = found["signals"].any(axis=0)
+        for name, here in zip(_SIGNALS.values(), came, strict=True):
+            if here:
+                return name
+        killed_by = int(found["killed_by"].max())
+        return workers.killed(killed_by) if killed_by else "SIGTERM"  # JAX's handler.
+
     def __enter__(self):
-        # With several processes JAX's own handler must stay.
-        if jax.process_count() == 1:
-            with contextlib.suppress(ValueError):  # Not the main thread: a notebook.
-                self._before = signal.signal(signal.SIGTERM, self._on_signal)
+        for number in _SIGNALS:
+            # With several processes JAX's own handler must stay.
+            jaxs = number == signal.SIGTERM and jax.process_count() > 1
+            # As nohup does, or a script for what it starts in the background.
+            ignored = signal.getsignal(number) == signal.SIG_IGN
+            if not (jaxs or ignored):
+                with contextlib.suppress(
+                    ValueError
+                ):  # Not the main thread: a notebook.
+                    self._before[number] = signal.signal(number, self._on_signal)
+        self._listening.__enter__()
         return self
 
     def __exit__(self, *_) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        self._listening.__exit__(None, None, None)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
-    def _on_signal(self, *_) -> None:
-        self._asked = True
+    def _on_signal(self, number: int, frame) -> None:
+        if number == signal.SIGINT and number in self._signals:
+            signal.default_int_handler(number, frame)  # Raises KeyboardInterrupt.
+        self._signals.add(number)
+        self._tell_others()
+
+    def _on_killed(self, number: int) -> None:
+        self._killed_by = number
+        self._tell_others()
+
+    def _tell_others(self) -> None:
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ended(
+    why: str, saved: str, workdir: str | os.PathLike, data: ConfigDict
+) -> Preempted | Interrupted:
+    """Returns what ends the run when its state is saved.
+
+    Args:
+      why: from `Preemption.why`.
+      saved: what is saved, as "step 3 of 9 is saved".
+      workdir: of the run.
+      data: `config.data`.
+    """
+    remedy = ""
+    if why not in _SIGNALS.values():
+        remedy = (
+            f"lower data.workers (now {data.workers}) or data.prefetch (now "
+            f"{data.prefetch}); "
+        )
+    text = f"{why}: {saved} in {workdir}; {remedy}the same command goes on from there"
+    return Interrupted(text) if why == _CTRL_C else Preempted(text)
 
 
 def check_finite(

@@ -8,7 +8,6 @@ import jax
 from ml_collections import ConfigDict
 
 from vit_jax.data import pipeline, sources
-from vit_jax.errors import Preempted
 from vit_jax.evaluation.suite import Suite
 from vit_jax.parallel import compilation_cache, distributed
 from vit_jax.parallel import mesh as meshes
@@ -51,7 +50,10 @@ def train(
 
     Raises:
       UserError: something the user can mend; see README, "When it stops".
-      Preempted: SIGTERM came and the state is saved.
+      Preempted: SIGTERM or SIGHUP came, or a loader process was killed, and the state
+        is saved.
+      Interrupted: Ctrl-C, or the stop button of a notebook, and the state is saved; a
+        second one raises KeyboardInterrupt at once.
     """
     watch = watchdog.Watchdog(config.stall_timeout)
     with guards.clear_errors(config), guards.Preemption() as preemption, watch:
@@ -138,16 +140,15 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
             return values
 
         def leave(step):
-            """Saves and ends, as SIGTERM asks."""
+            """Saves and ends the run before its time."""
+            why = preemption.why()
             if step and step != checkpoints.latest:
                 checkpoints.save(step, program.to_disk(state), *spent())
-                checkpoints.demand(step, "SIGTERM")
+                checkpoints.demand(step, why)
             saved = (
                 f"step {step} of {total} is saved" if step else "nothing to save yet"
             )
-            raise Preempted(
-                f"SIGTERM: {saved} in {workdir}; the same command goes on from there"
-            )
+            raise guards.ended(why, saved, workdir, data)
 
         def evaluate(step):
             """Scores the raw and the averaged parameters; leaves if asked meanwhile."""

@@ -3,17 +3,15 @@
 import concurrent.futures
 import dataclasses
 import multiprocessing
-import multiprocessing.connection
-import os
 import pathlib
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Protocol, runtime_checkable
 
 import tqdm
 
+from vit_jax.data import workers
 from vit_jax.data.preparing import manifest, staging
 from vit_jax.data.preparing import shards as sharding
 from vit_jax.errors import UserError
@@ -186,11 +184,7 @@ def _start_worker(job, place, counter, stop):
     """Sets a worker process up; it ends when its parent does, even by SIGKILL."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent sees to it.
-    parent = multiprocessing.parent_process().sentinel
-
-    def follow():
-        multiprocessing.connection.wait([parent])
-        os._exit(1)
+    workers.end_with_parent()
 
     def count(n):
         with counter.get_lock():
@@ -200,7 +194,6 @@ def _start_worker(job, place, counter, stop):
         if stop.value:
             raise _Stopped
 
-    threading.Thread(target=follow, daemon=True).start()
     _worker = _Worker(job, place, count, check)
 
 

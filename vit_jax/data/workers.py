@@ -1,0 +1,159 @@
+"""Loader processes: they end with their parent, and leave no shared memory behind.
+
+Grain starts them. It hands batches over in segments of shared memory, and signals by
+semaphores, both of which are files in /dev/shm with random names. Here they are named
+after the process that trains, so that a later start can remove those of dead processes.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker, shared_memory
+
+_FOLDER = pathlib.Path("/dev/shm")
+_NAME = re.compile(r"(?:sem\.)?vit_jax-(\d+)-(\d+)-(\d+)-")
+_RANDOM = 16  # Characters at the end of a segment's name.
+# From a terminal these reach the whole process group; the parent sees to them.
+_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+_NO_WARNING = "ignore:resource_tracker:UserWarning"
+
+_listeners: list[Callable[[int], None]] = []
+
+
+def end_with_parent() -> None:
+    """Starts a thread that ends this child process when its parent ends, however."""
+    # Not prctl(PR_SET_PDEATHSIG): it fires when the thread that forked ends, and Grain
+    # starts processes from threads that do.
+    parent = multiprocessing.parent_process().sentinel
+
+    def follow():
+        multiprocessing.connection.wait([parent])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True, name="parent").start()
+
+
+def initializer() -> Callable[[int, int], None]:
+    """Returns what Grain runs in each loader process before anything else."""
+    prefix = _prefix()
+    # Of semaphores; there is no public way.
+    multiprocessing.current_process()._config["semprefix"] = f"/{prefix}"
+    return functools.partial(_initialize, prefix)
+
+
+def _initialize(prefix: str, index: int, count: int) -> None:
+    end_with_parent()
+    # The first is followed by random characters up to the second, a length.
+    shared_memory._SHM_NAME_PREFIX = f"/{prefix}"
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(f"/{prefix}") + _RANDOM
+
+
+def first_batch(batches: Iterator) -> object:
+    """Returns the first batch of an iterator of Grain, which starts its processes.
+
+    Ctrl-C and SIGHUP do not reach the processes, not even while they start.
+    """
+    found = concurrent.futures.Future()
+
+    def begin():
+        # Processes inherit what the thread that starts them has blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+        # Python's process that removes shared memory after a kill would tell of it.
+        sys.warnoptions.append(_NO_WARNING)
+        try:
+            resource_tracker.ensure_running()
+        finally:
+            sys.warnoptions.remove(_NO_WARNING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # It unblocks.
+        try:
+            found.set_result(next(batches))
+        except BaseException as error:  # noqa: BLE001 (raised by `result`)
+            found.set_exception(error)
+
+    threading.Thread(target=begin, daemon=True, name="first batch").start()
+    return found.result()
+
+
+def signal_that_killed(error: RuntimeError) -> int:
+    """Returns the signal that killed a loader process, from Grain's error; 0 if none."""
+    found = re.search(r"Worker process was terminated .* exit code -(\d+)", str(error))
+    return int(found[1]) if found else 0
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[int], None]) -> Iterator[None]:
+    """Has a function called with the signal when one kills a loader process."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def tell_killed(number: int, workers: int) -> None:
+    """Tells the listeners that a loader process was killed; prints it without any.
+
+    Args:
+      number: of the signal.
+      workers: `data.workers`.
+    """
+    for listener in _listeners:
+        listener(number)
+    if not _listeners:
+        print(
+            f"{killed(number)}: this process loads the rest by itself; lower "
+            f"data.workers (now {workers}) or data.prefetch",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def killed(number: int) -> str:
+    """Puts the death of a loader process by a signal into words."""
+    why = ", as when the machine runs out of memory" if number == signal.SIGKILL else ""
+    return f"a loader process was killed by {signal.Signals(number).name}{why}"
+
+
+@functools.cache
+def remove_leftovers() -> None:
+    """Removes shared memory that dead processes of ours have left, once a process."""
+    own = _namespace()
+    with contextlib.suppress(OSError):  # Not Linux, or none of our business.
+        for path in _FOLDER.iterdir():
+            found = _NAME.match(path.name)
+            # A process of another namespace, as a container's, cannot be seen from here.
+            if found and found[1] == own and _started(found[2]) != found[3]:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def _prefix() -> str:
+    pid = str(os.getpid())
+    return f"vit_jax-{_namespace()}-{pid}-{_started(pid) or 0}-"
+
+
+def _namespace() -> str:
+    """Returns the number of the namespace that this process's id belongs to."""
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return "0"
+
+
+def _started(pid: str) -> str:
+    """Returns when a process began, in ticks since the boot; "" if it does not run."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    state, *words = text.rpartition(")")[2].split()
+    return "" if state in "ZX" else words[18]

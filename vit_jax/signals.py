@@ -1,0 +1,122 @@
+"""How a command ends when somebody ends it: signals, and output that nobody reads."""
+
+import io
+import os
+import select
+import signal
+import sys
+import threading
+
+from vit_jax.parallel import last_words
+
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again.
+EXIT_INTERRUPTED = 130  # As shells say it of SIGINT.
+EXIT_UNREAD = 141  # As shells say it of SIGPIPE.
+
+_interrupted = threading.Event()
+
+
+def catch(*, trains: bool) -> None:
+    """Has signals end this process in a few words; for its main thread.
+
+    Ctrl-C raises KeyboardInterrupt, a second one ends the process whatever it is at.
+
+    Args:
+      trains: SIGTERM and SIGHUP end it with 75, and it goes on where its output cannot
+        be written, as when the terminal is gone. Training itself takes the signals over
+        for as long as it has something to save (training/guards.py).
+    """
+    # Who starts a command with nohup, or in the background of a script, wants a signal
+    # to be ignored.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        # Python runs handlers in the main thread, which may be blocked in C code.
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=_count, args=(reader,), daemon=True).start()
+    if not trains:
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _preempt)
+    sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
+
+
+def interrupted() -> bool:
+    """Tells whether Ctrl-C has raised KeyboardInterrupt."""
+    return _interrupted.is_set()
+
+
+def unread() -> bool:
+    """Tells whether the reader of stdout or stderr has gone away."""
+    poll = select.poll()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def drop_output() -> None:
+    """Sends what is still to be written, or buffered, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        os.dup2(nowhere, stream.fileno())
+
+
+def _interrupt(_, frame) -> None:
+    _interrupted.set()
+    while frame is not None:
+        # Modules that are being imported drop an exception, or abort the process.
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _end("interrupted", EXIT_INTERRUPTED)
+        frame = frame.f_back
+    # It may come up where it can only be reported, as in a destructor.
+    sys.excepthook = sys.unraisablehook = threading.excepthook = lambda *_: None
+    raise KeyboardInterrupt
+
+
+def _count(reader: int) -> None:
+    """Ends the process when Ctrl-C comes a second time."""
+    count = 0
+    while count < 2:
+        count += os.read(reader, 1) == bytes([signal.SIGINT])
+    _end("Ctrl-C again: ended at once", EXIT_INTERRUPTED)
+
+
+def _preempt(number: int, _) -> None:
+    name = signal.Signals(number).name
+    text = f"{name}: ended, no training was under way; the same command goes on"
+    _end(text, EXIT_PREEMPTED)
+
+
+def _end(words: str, code: int) -> None:
+    last_words.forget()
+    # Not through sys.stderr: the main thread may hold its lock.
+    try:
+        os.write(2, f"{words}\n".encode())
+    finally:
+        os._exit(code)
+
+
+class _Lossy(io.FileIO):
+    """Writes, and drops what cannot be written."""
+
+    def write(self, data) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _lossy(stream: io.TextIOWrapper | None) -> io.TextIOWrapper | None:
+    if stream is None or stream not in (sys.__stdout__, sys.__stderr__):
+        return stream  # Closed, or somebody's own.
+    stream.flush()
+    raw = _Lossy(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
