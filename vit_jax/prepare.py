@@ -23,10 +23,9 @@ import pathlib
 import re
 import sys
 
-from vit_jax import cli
+from vit_jax import cli, signals
 from vit_jax.errors import UserError
 
-EXIT_INTERRUPTED = 130
 FOLDER = "folder"
 _VERSION = "1.0.0"
 _SHOWN = 20  # Damaged images in the report; all are in the manifest.
@@ -48,7 +47,7 @@ def main(flags: argparse.Namespace) -> int:
             folder, content = _build(flags, data_dir)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return signals.EXIT_INTERRUPTED
     _report(folder, content, "verified" if flags.verify else "wrote")
     return 0
 
