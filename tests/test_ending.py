@@ -51,6 +51,18 @@ class Stuck:
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
 
 
+@pytest.fixture(autouse=True)
+def not_ignored():
+    """Lets commands hear signals, where these tests run under nohup or in a script."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "loaded.py"
