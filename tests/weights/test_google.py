@@ -111,7 +111,5 @@ def test_shapes_of_another_network_are_refused():
     flat = random_flat(encoder())
     flat["embedding/kernel"] = flat["embedding/kernel"].reshape(-1, SIZE["width"])
     assert google.recognises(flat)
-    with pytest.raises(
-        UserError, match=r"shape \(48, 12\) .* not those of a Vision Tr"
-    ):
+    with pytest.raises(UserError, match=r"shape \(48, 12\) is not that of a Vision Tr"):
         linen.transformer_options(flat)

@@ -183,8 +183,11 @@ def test_evaluation_of_a_run_becomes_preprocessing(run, ops, size, expected):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("timm", {"architecture": "vit", "model_args": {"num_heads": "3"}}),
-        ("timm", {"architecture": "vit", "model_args": [3]}),
+        (
+            "timm",
+            {"architecture": "vit_tiny_patch16_224", "model_args": {"num_heads": "3"}},
+        ),
+        ("timm", {"architecture": "vit_tiny_patch16_224", "model_args": [3]}),
         ("hugging_face", {"model_type": "vit", "id2label": ["a", "b"]}),
         ("hugging_face", {"model_type": "vit", "layer_norm_eps": "small"}),
         ("hugging_face", {"model_type": "vit", "image_size": "12"}),

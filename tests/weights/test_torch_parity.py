@@ -4,17 +4,18 @@ Needs the extra `parity`.
 """
 
 import pathlib
-import warnings
 
 import jax
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from import_timm import import_timm
 from PIL import Image
 from safetensors.numpy import load_file
 from trees import encoder, random_flat
 
 from vit_jax import models
+from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained, open_pretrained, preprocess
 from vit_jax.weights.formats import files, hugging_face, timm
 
@@ -23,28 +24,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra par
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: extra parity"
 )
-
-
-def import_timm():
-    """Imports timm beside a torchvision without its compiled operators.
-
-    Wheels of torchvision for a CPU may come without them, and its import then fails at
-    describing them. timm needs none.
-    """
-    register = torch.library.register_fake
-
-    def skip_missing(name, *args, **kwargs):
-        if isinstance(name, str) and name.startswith("torchvision::"):
-            return lambda function: function
-        return register(name, *args, **kwargs)
-
-    torch.library.register_fake = skip_missing
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return pytest.importorskip("timm", reason="timm is not installed")
-    finally:
-        torch.library.register_fake = register
 
 
 their_timm = import_timm()
@@ -246,6 +225,63 @@ def test_deit_with_one_classifier_is_read_from_transformers(tmp_path):
     np.testing.assert_allclose(
         theirs(network, images).logits, ours(found, images), rtol=0, atol=1e-5
     )
+
+
+TINY = {
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "image_size": 24,
+    "patch_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "refusal"),
+    [
+        ("ViT", {"qkv_bias": False}, None),
+        ("ViT", {"hidden_act": "gelu_new"}, None),
+        ("ViT", {"hidden_act": "gelu_fast"}, None),
+        ("ViT", {"hidden_act": "gelu_accurate"}, None),
+        ("ViT", {"hidden_act": "gelu_python"}, None),
+        ("ViT", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' in config.json"),
+        (
+            "ViT",
+            {"hidden_act": "gelu_10"},
+            "hidden_act='gelu_10' in config.json is not",
+        ),
+        ("ViT", {"pooler_act": "gelu"}, "pooler_act='gelu' in config.json is not"),
+        ("DeiT", {"pooler_act": "relu"}, "pooler_act='relu' in config.json is not"),
+        ("ViT", {"pooler_output_size": 8}, "a pooler of 8 features"),
+        ("ViT", {"patch_size": (8, 4)}, r"patch \(8, 4\) is not square"),
+        ("ViTMSN", {}, None),
+        ("ViTMAE", {"mask_ratio": 0.0}, None),
+        ("Dinov2", {}, "model_type='dinov2' in config.json is not one of vit, deit"),
+        ("Beit", {}, "model_type='beit' in config.json is not one of vit, deit"),
+        ("IJepa", {}, "model_type='ijepa' in config.json is not one of vit, deit"),
+    ],
+)
+def test_models_of_transformers_are_equal_or_refused(tmp_path, kind, changes, refusal):
+    config = getattr(transformers, f"{kind}Config")(**TINY | changes)
+    network = getattr(transformers, f"{kind}Model")(config)
+    torch.manual_seed(4)
+    for value in network.parameters():
+        torch.nn.init.normal_(value, std=0.3)
+    network.save_pretrained(tmp_path)
+    if refusal:
+        with pytest.raises(UserError, match=refusal):
+            open_pretrained(tmp_path)
+        return
+    found = open_pretrained(tmp_path)
+    images = images_for(models.create(**found.options))
+    outputs = theirs(network, images)
+    expected = (
+        outputs.pooler_output
+        if found.options["representation"]
+        else outputs.last_hidden_state[:, 0]
+    )
+    np.testing.assert_allclose(ours(found, images), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

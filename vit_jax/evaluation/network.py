@@ -91,6 +91,7 @@ def fit(pretrained: Pretrained, preprocess: Preprocess) -> tuple[models.Model, d
         grid=model.grid,
         old_grid=source.grid,
         head="keep",
+        init_allow=None,
         posemb_resize=_POSEMB_RESIZE.get(pretrained.format, "linear"),
     )
     return model, params

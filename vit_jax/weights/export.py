@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 from flax.traverse_util import flatten_dict
 
 from vit_jax import models
@@ -89,7 +90,7 @@ def export(
 
 
 def _check_complete(pretrained: Pretrained) -> None:
-    """Raises UserError unless the parameters are exactly those of the network."""
+    """Raises UserError unless the parameters are the network's, and finite."""
     model = models.create(**pretrained.options)
     given, wanted = (
         {k: v.shape for k, v in flatten_dict(tree, sep="/").items()}
@@ -102,9 +103,15 @@ def _check_complete(pretrained: Pretrained) -> None:
     if wrong:
         has, needs = (shapes.get(wrong[0], "none") for shapes in (given, wanted))
         raise UserError(
-            f"{pretrained.source} is damaged or incomplete: its {wrong[0]} is {has}, and "
-            f"its network's {needs} ({len(wrong)} such parameters)"
+            f"{pretrained.source} does not fit its network: {wrong[0]} is {has} in the "
+            f"file and {needs} in the network ({len(wrong)} such parameters)"
         )
+    for name, value in flatten_dict(pretrained.params, sep="/").items():
+        if not np.isfinite(value).all():
+            raise UserError(
+                f"{pretrained.source}: {name} holds NaN or infinite numbers: training "
+                "diverged; give an earlier checkpoint"
+            )
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.weights import surgery, workdir
-from vit_jax.weights.formats import files, recognise
+from vit_jax.weights.formats import files, recognise, torch_layout
 from vit_jax.weights.places import fetch
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.settle import Row
@@ -95,13 +96,17 @@ def open_pretrained(
     tensors = files.read(path)
     try:
         found = recognise.reader(tensors).read(tensors, heads)
+        for key, value in flatten_dict(found.params, sep="/").items():
+            if value.ndim:  # Counters, as of steps, are no weights.
+                torch_layout.check_floating(key, value, name)
         models.create(**found.options)
     except UserError:
         raise
     except Exception as error:  # As a number where its config.json should have a list.
+        what = f"{error} is missing" if isinstance(error, KeyError) else repr(error)
         raise UserError(
             f"{name} has a config.json, a header or arrays of another form than its "
-            f"format has: {error!r}"
+            f"format has: {what}"
         ) from error
     return dataclasses.replace(found, source=name)
 

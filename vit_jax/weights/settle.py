@@ -28,7 +28,7 @@ class Row(NamedTuple):
 def settle(
     given: dict[str, np.ndarray],
     wanted: Mapping,
-    init_allow: Sequence[str],
+    init_allow: Sequence[str] | None,
     *,
     new: Sequence[str] = (),
 ) -> tuple[list[str], list[Row]]:
@@ -37,7 +37,8 @@ def settle(
     Args:
       given: name to array; left-over parameters are removed from it.
       wanted: name to array or shape, of the model.
-      init_allow: regular expressions: what may be missing or left over.
+      init_allow: regular expressions: what may be missing or left over; None where a
+        command has no such flag.
       new: names that are missing on purpose.
 
     Returns:
@@ -49,7 +50,7 @@ def settle(
     """
     missing = sorted(wanted.keys() - given.keys())
     extra = sorted(given.keys() - wanted.keys())
-    allowed = _allowed([*missing, *extra], init_allow)
+    allowed = _allowed([*missing, *extra], init_allow or ())
     allowed |= set(new)
     wrong = [
         f"{name} is {given[name].shape} in the checkpoint but "
@@ -57,7 +58,10 @@ def settle(
         for name in sorted(given.keys() & wanted.keys())
         if given[name].shape != wanted[name].shape
     ]
-    strict = len(wrong)
+    # A part of the network that lost some of its parameters computes something else.
+    parts = {name.split("/")[0] for name in wanted}
+    inside = any(n.split("/")[0] in parts for n in extra if n not in allowed)
+    strict = bool(wrong) or inside or init_allow is None
     wrong += [f"{name} is missing" for name in missing if name not in allowed]
     wrong += [f"{name} is left over" for name in extra if name not in allowed]
     if wrong:

@@ -30,7 +30,7 @@ def fit(
     head: str = "keep",
     head_bias: float = 0.0,
     posemb_resize: str = "linear",
-    init_allow: Sequence[str] = (),
+    init_allow: Sequence[str] | None = (),
     init: Callable[[], Mapping] | None = None,
 ) -> tuple[dict, list[Row]]:
     """Makes loaded parameters those of a model.
@@ -46,7 +46,7 @@ def fit(
       posemb_resize: "linear" (corners aligned, as Google's code does it) or "bicubic"
         (antialiased, as timm does).
       init_allow: regular expressions: what may be missing, and then stays as
-        initialised, or be left over.
+        initialised, or be left over; None where a command has no such flag.
       init: gives the model's initial parameters; needed if any of them stays.
 
     Returns:

@@ -3,20 +3,36 @@
 import re
 from collections.abc import Collection
 
+import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 _ANCHOR = "root_block/conv_root/kernel"
+_FIRST_VERSION = (
+    "conv_root/kernel"  # Of big_vision's other ResNet; hybrids have it too.
+)
 
 
 def recognises(names: Collection[str]) -> bool:
     """Tells whether these are the names of a file in one of the two formats."""
     original = any(n.startswith("resnet/root_block/standardized_conv2d") for n in names)
-    return original or linen.find_prefix(names, _ANCHOR) is not None
+    return (
+        original
+        or linen.find_prefix(names, _ANCHOR) is not None
+        or _is_first_version(names)
+    )
+
+
+def _is_first_version(names: Collection[str]) -> bool:
+    return (
+        linen.find_prefix(names, _FIRST_VERSION) is not None
+        and linen.find_prefix(names, "embedding/kernel") is None
+    )
 
 
 def read(tensors: Tensors, heads: int = 0) -> Pretrained:
@@ -28,7 +44,16 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
 
     Returns:
       The checkpoint in our terms.
+
+    Raises:
+      UserError: a ResNet of the first version.
     """
+    if _is_first_version(tensors.flat):
+        raise UserError(
+            f"{tensors.path}: norms behind the convolutions (ResNet V1, bit.py of "
+            "big_vision) are not supported: give weights of a BiT ResNet (V2, "
+            "bit_paper.py there)"
+        )
     flat, notes = tensors.flat, ()
     if linen.find_prefix(flat, _ANCHOR) is None:
         flat = {_rename(name): value for name, value in flat.items()}
@@ -42,7 +67,7 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     channels, stem_width = flat[_ANCHOR].shape[2:]
     options = {
         **variant_options(blocks, int(stem_width)),
-        "classes": len(flat.get("head/bias", ())),
+        "classes": np.shape(flat.get("head/kernel", ()))[-1],
         "image_size": (224, 224),  # Any would do, and nothing in the file tells.
         "channels": int(channels),
         # As big_vision runs the files of both layouts. The first code pools zeros in.

@@ -11,7 +11,7 @@ import numpy as np
 import safetensors
 
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import torch_file
+from vit_jax.weights.formats import expansion, torch_file
 
 # What a folder may hold, best first; any single file with a suffix comes after these.
 _FOLDER = (
@@ -130,6 +130,9 @@ def _read_file(
                 arrays = {name: file.get_tensor(name) for name in names}
                 return kind, arrays, file.metadata() or {}
         if kind == "npz":
+            with zipfile.ZipFile(path) as archive:
+                expanded = sum(member.file_size for member in archive.infolist())
+            expansion.check(expanded, path.stat().st_size, "its arrays")
             with np.load(path, allow_pickle=False) as file:
                 return kind, dict(file), {}
     except UserError:

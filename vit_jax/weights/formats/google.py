@@ -5,6 +5,7 @@ Its names are ours; only the parts of a block are counted in two ways.
 
 from collections.abc import Collection
 
+import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from vit_jax.weights.formats import linen
@@ -39,7 +40,7 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     sizes = linen.transformer_options(flat)
     options = {
         **sizes,
-        "classes": len(flat.get("head/bias", ())),
+        "classes": np.shape(flat.get("head/kernel", ()))[-1],
         "head": "token" if "cls" in flat else "gap",
         "representation": "pre_logits/kernel" in flat,
         "gelu": "tanh",

@@ -23,6 +23,8 @@ from vit_jax.weights.formats import hugging_face_config as configs
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
+_UNUSED = {"embeddings.mask_token"}  # Stands for patches that training masks.
+
 
 def recognises(names: Collection[str]) -> bool:
     """Tells whether these are the names of a file in this format."""
@@ -49,12 +51,16 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     if classified and "pooler.dense.weight" in flat:
         flat = {k: v for k, v in flat.items() if not k.startswith("pooler.")}
         notes.append("pooler: dropped, because the classifier does not see it")
+    _check_network(flat, facts, tensors.path)
+    if not facts.query_bias:
+        flat, more = _zero_biases(flat)
+        notes += more
     distilled = "embeddings.distillation_token" in flat
     if distilled and "classifier.weight" in flat:
         flat = fold.one_classifier(flat, "classifier", "distillation_classifier")
         flat = {re.sub("^classifier", "cls_classifier", k): v for k, v in flat.items()}
         notes.append("classifier: of the class token alone, written as a pair")
-    bias = "cls_classifier.bias" if distilled else "classifier.bias"
+    classifier = "cls_classifier.weight" if distilled else "classifier.weight"
     depth = len({n.split(".")[2] for n in flat if n.startswith("encoder.layer.")})
     width = len(flat["embeddings.patch_embeddings.projection.weight"])
     heads, more = torch_layout.choose_heads(facts.heads, heads, width, depth)
@@ -62,13 +68,15 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     form = {
         "depth": depth,
         "heads": heads,
-        "classes": len(flat.get(bias, ())),
+        "classes": len(flat.get(classifier, ())),
         "distillation": distilled,
         "representation": "pooler.dense.weight" in flat,
     }
     if not tensors.sidecars.get("config.json"):
         notes.append("config.json: none, so exact GELU and epsilon 1e-12")
-    ours = torch_layout.read(flat, hugging_face_names.table(form), tensors.path)
+    table = hugging_face_names.table(form)
+    _check_names(flat, {entry.theirs for entry in table}, tensors.path)
+    ours = torch_layout.read(flat, table, tensors.path)
     preprocess, more = configs.read_preprocess(
         tensors.sidecars.get("preprocessor_config.json", {})
     )
@@ -83,6 +91,67 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
         loss=facts.loss,
         notes=(*notes, *more),
     )
+
+
+def _check_network(
+    flat: dict[str, np.ndarray], facts: configs.Facts, source: str
+) -> None:
+    """Raises UserError for a network that no model here is."""
+    block = "encoder.layer.0"
+    needed = [
+        "embeddings.cls_token",
+        "embeddings.position_embeddings",
+        f"{block}.attention.attention.query.weight",
+        f"{block}.intermediate.dense.weight",
+    ]
+    if "classifier.weight" in flat:
+        needed.append("classifier.bias")
+    for name in needed:
+        if name not in flat:
+            raise UserError(
+                f"{source}: {name} is missing: give the whole file of a ViT or DeiT"
+            )
+    rows, columns = flat[f"{block}.attention.attention.query.weight"].shape
+    if rows != columns:
+        raise UserError(
+            f"{source}: heads of {rows} features in all beside a width of {columns} are "
+            "not supported: models of this project have as many of both"
+        )
+    pooler = flat.get("pooler.dense.weight")
+    if pooler is None:
+        return
+    if facts.pooler != "tanh":
+        raise UserError(
+            f"{source}: pooler_act={facts.pooler!r} in config.json is not supported: "
+            "models of this project have tanh there"
+        )
+    if pooler.shape[0] != pooler.shape[1]:
+        raise UserError(
+            f"{source}: a pooler of {pooler.shape[0]} features (pooler_output_size) is "
+            f"not supported: models of this project keep the width, {pooler.shape[1]}"
+        )
+
+
+def _check_names(flat: dict[str, np.ndarray], known: set[str], source: str) -> None:
+    """Raises UserError if the encoder has an array that the table does not explain."""
+    for name in sorted(flat.keys() - known - _UNUSED):
+        if name.startswith(("embeddings.", "encoder.", "layernorm.", "pooler.")):
+            raise UserError(
+                f"{source}: {name} is not supported: no model here computes the same; "
+                "give weights of a plain ViT or DeiT"
+            )
+
+
+def _zero_biases(
+    flat: dict[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Gives queries, keys and values without biases some that are zero."""
+    weights = [n for n in flat if re.search(r"\.(query|key|value)\.weight$", n)]
+    zeros = {
+        f"{name.removesuffix('weight')}bias": np.zeros(len(flat[name]), np.float32)
+        for name in weights
+    }
+    return zeros | flat, ["biases of query, key and value: none in the file, so zeros"]
 
 
 def _options(

@@ -14,6 +14,8 @@ _ACTIVATIONS = {
 }
 # Pillow's numbers (Image.Resampling).
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
+# The same network, trained in other ways; what masks patches in training masks none here.
+_KINDS = ("vit", "deit", "vit_msn", "vit_mae")
 _SIGMOID = "multi_label_classification"
 _WRITTEN = ("nearest", "lanczos", "bilinear", "bicubic")
 
@@ -29,6 +31,8 @@ class Facts:
       image_size: height and width, or None.
       class_names: in label order; empty if they are only numbered.
       loss: "softmax" or "sigmoid".
+      pooler: activation behind the pooler's dense layer.
+      query_bias: whether query, key and value have biases.
     """
 
     heads: int = 0
@@ -37,6 +41,8 @@ class Facts:
     image_size: tuple[int, int] | None = None
     class_names: tuple[str, ...] = ()
     loss: str = "softmax"
+    pooler: str = "tanh"
+    query_bias: bool = True
 
 
 def read(config: Mapping) -> Facts:
@@ -46,10 +52,15 @@ def read(config: Mapping) -> Facts:
       config: content of config.json; empty if there is none.
 
     Raises:
-      UserError: an activation that no model here has.
+      UserError: an activation or a kind of model that is not here.
     """
     if "model_type" not in config:
         return Facts()
+    if config["model_type"] not in _KINDS:
+        raise UserError(
+            f"model_type={config['model_type']!r} in config.json is not one of "
+            f"{', '.join(_KINDS)}, which models of this project compute"
+        )
     activation = config.get("hidden_act", "gelu")
     gelu = [ours for ours, theirs in _ACTIVATIONS.items() if activation in theirs]
     if not gelu:
@@ -69,6 +80,8 @@ def read(config: Mapping) -> Facts:
         image_size=(size, size) if isinstance(size, int) else tuple(size),
         class_names=() if names == tuple(f"LABEL_{i}" for i in numbers) else names,
         loss="sigmoid" if config.get("problem_type") == _SIGMOID else "softmax",
+        pooler=config.get("pooler_act", "tanh"),
+        query_bias=config.get("qkv_bias", True),
     )
 
 

@@ -103,19 +103,24 @@ def transformer_options(flat: dict[str, np.ndarray]) -> dict:
     Raises:
       UserError: the shapes are not those of such a network.
     """
-    kernel, hidden = (
-        flat.get(name, np.zeros(0))
-        for name in (
-            "embedding/kernel",
-            "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel",
-        )
-    )
-    query = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel"
-    if kernel.ndim != 4 or hidden.ndim != 2 or query not in flat:
+    block = "Transformer/encoderblock_0"
+    shapes = {
+        "embedding/kernel": 4,
+        f"{block}/MlpBlock_3/Dense_0/kernel": 2,
+        f"{block}/MultiHeadDotProductAttention_1/query/kernel": 3,
+    }
+    for name, dimensions in shapes.items():
+        if name not in flat:
+            raise UserError(f"{name} is missing: give the whole file of a network")
+        if flat[name].ndim != dimensions:
+            raise UserError(
+                f"{name} of shape {flat[name].shape} is not that of a Vision Transformer"
+            )
+    kernel, hidden, query = (flat[name] for name in shapes)
+    if kernel.shape[0] != kernel.shape[1]:
         raise UserError(
-            f"embedding/kernel of shape {kernel.shape} and a first block that has "
-            f"{'a' if query in flat else 'no'} query of several heads are not those of "
-            "a Vision Transformer"
+            f"patch {kernel.shape[:2]} is not square: models of this project have "
+            "square patches"
         )
     blocks = {
         n.split("/")[1] for n in flat if n.startswith("Transformer/encoderblock_")
@@ -123,7 +128,7 @@ def transformer_options(flat: dict[str, np.ndarray]) -> dict:
     size = variants.Size(
         width=kernel.shape[-1],
         depth=len(blocks),
-        heads=flat[query].shape[1],
+        heads=query.shape[1],
         mlp_dim=hidden.shape[-1],
     )
     name, options = nearest_size(size)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import timm_architecture
+from vit_jax.weights.formats import timm_architecture, timm_supported
 from vit_jax.weights.preprocess import broadcast, edges
 from vit_jax.weights.pretrained import Preprocess
 
@@ -21,6 +21,7 @@ class Facts:
       epsilon: of the LayerNorms.
       pool: timm's global_pool; None where nothing says so.
       pools_prefix: whether the class token is pooled with the patches.
+      no_positions: whether it has no position embeddings.
       image_size: height and width, or None.
       preprocess: how images are prepared, or None.
       class_names: in label order.
@@ -32,6 +33,7 @@ class Facts:
     epsilon: float = 1e-6
     pool: str | None = None
     pools_prefix: bool = False
+    no_positions: bool = False
     image_size: tuple[int, int] | None = None
     preprocess: Preprocess | None = None
     class_names: tuple[str, ...] = ()
@@ -48,7 +50,7 @@ _TANH = (
     r"^vit_(base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
     r"|^vit_large_patch16_siglip_(gap_)?512"
 )
-_EPSILON_5 = r"_clip_|^beit3_"
+_EPSILON_5 = r"_clip_"  # Of these only what this project wrote is read.
 _ACTIVATIONS = {"gelu": "erf", "gelu_tanh": "tanh"}
 _INTERPOLATIONS = {
     "nearest": "nearest",
@@ -69,7 +71,9 @@ def read(config: Mapping) -> Facts:
       UserError: a feature that no model here has.
     """
     if "architecture" not in config:
-        return Facts()
+        note = "config.json: none of timm, so a plain network, exact GELU, epsilon 1e-6"
+        return Facts(notes=(note,))
+    timm_supported.check_config(config)
     name, args = config["architecture"], config.get("model_args") or {}
     # Older files have one level.
     images = config.get("pretrained_cfg") or config
@@ -90,6 +94,7 @@ def read(config: Mapping) -> Facts:
         epsilon=1e-5 if re.search(_EPSILON_5, name) else 1e-6,
         pool=args.get("global_pool", config.get("global_pool")),
         pools_prefix=bool(args.get("pool_include_prefix")),
+        no_positions=args.get("pos_embed", "learn") in ("", "none"),
         image_size=_pair(args.get("img_size") or size),
         preprocess=_preprocess(images, _pair(size), notes),
         class_names=_class_names(config, images),

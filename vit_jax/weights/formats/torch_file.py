@@ -12,6 +12,7 @@ import io
 import math
 import os
 import pickle
+import pickletools
 import zipfile
 from typing import Any
 
@@ -19,10 +20,14 @@ import numpy as np
 from etils import epath
 
 from vit_jax.errors import UserError
+from vit_jax.weights.formats import expansion
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 # What a training script calls its parameters, the averaged ones first.
 _CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict")
+# A pickle holds names and shapes, some hundred bytes per tensor. Python's objects for it
+# take up to a hundred times its size.
+_PICKLE_BYTES = 16 << 20
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel; torch.compile.
 
 
@@ -41,12 +46,16 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """
     try:
         with epath.Path(path).open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
             if zipfile.is_zipfile(stream):
-                content = _read_zip(stream)
+                content = _read_zip(stream, size)
             else:
                 stream.seek(0)
                 content = _read_legacy(stream)
-        return {k: v.read() for k, v in _state_dict(content).items()}
+        tensors = _state_dict(content)
+        # Many tensors may be views of the same few numbers.
+        expansion.check(sum(v.bytes for v in tensors.values()), size, "its tensors")
+        return {k: v.read() for k, v in tensors.items()}
     except _Refused as error:
         raise UserError(
             f"{path} was not read: its pickle asks for {error}, which is no part of a "
@@ -93,6 +102,12 @@ class _Tensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that `read` takes; it refuses more than the storage has."""
+        size = math.prod(self.shape) * _width(self.storage.dtype)
+        return min(size, len(self.storage.data))
 
     def read(self) -> np.ndarray:
         dtype = "uint16" if self.storage.dtype == "bfloat16" else self.storage.dtype
@@ -190,8 +205,31 @@ class _Unpickler(pickle.Unpickler):
         return self._storages.setdefault((str(key), dtype), _Storage(dtype, count))
 
 
-def _read_zip(stream: io.IOBase) -> Any:
+def _width(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def _load(stream: io.IOBase, storages: dict) -> Any:
+    """Loads the next pickle of a stream, once its size and memo are known to be sane.
+
+    Python's unpickler makes as many memo slots as the highest index in a pickle, so that
+    ten bytes would take gigabytes.
+    """
+    start = stream.tell()
+    for opcode, value, position in pickletools.genops(stream):
+        if position - start > _PICKLE_BYTES:
+            raise ValueError(f"a pickle in it is longer than {_PICKLE_BYTES:,} bytes")
+        # Each index takes an opcode, so none is above the bytes before it.
+        if opcode.name in ("PUT", "LONG_BINPUT") and value > position - start:
+            raise ValueError(f"a pickle in it asks for {value:,} memo slots")
+    stream.seek(start)
+    return _Unpickler(stream, storages).load()
+
+
+def _read_zip(stream: io.IOBase, size: int) -> Any:
     with zipfile.ZipFile(stream) as archive:
+        expanded = sum(member.file_size for member in archive.infolist())
+        expansion.check(expanded, size, "what is in it")
         names = archive.namelist()
         pickled = next((n for n in names if n.split("/")[1:] == ["data.pkl"]), None)
         if pickled is None:
@@ -202,8 +240,7 @@ def _read_zip(stream: io.IOBase) -> Any:
             if order != b"little":
                 raise ValueError(f"its byte order is {order!r}, not little")
         storages = {}
-        with archive.open(pickled) as member:
-            content = _Unpickler(member, storages).load()
+        content = _load(io.BytesIO(archive.read(pickled)), storages)
         for (key, _), storage in storages.items():
             storage.data = archive.read(f"{folder}data/{key}")
         return content
@@ -211,19 +248,20 @@ def _read_zip(stream: io.IOBase) -> Any:
 
 def _read_legacy(stream: io.IOBase) -> Any:
     storages = {}
-    if _Unpickler(stream, {}).load() != _LEGACY_MAGIC:
+    protocol = stream.read(1)
+    stream.seek(0)
+    if protocol != pickle.PROTO or _load(stream, {}) != _LEGACY_MAGIC:
         raise ValueError("it is neither a zip archive nor a stream of torch.save")
     for _ in ("protocol version", "system"):
-        _Unpickler(stream, {}).load()
-    content = _Unpickler(stream, storages).load()
+        _load(stream, {})
+    content = _load(stream, storages)
     by_key = {key: storage for (key, _), storage in storages.items()}
-    for key in _Unpickler(stream, {}).load():
+    for key in _load(stream, {}):
         count = int.from_bytes(stream.read(8), "little", signed=True)
         storage = by_key[str(key)]
         if count != storage.count:
             raise ValueError(f"storage {key} has {count}, not {storage.count}, numbers")
-        width = 2 if storage.dtype == "bfloat16" else np.dtype(storage.dtype).itemsize
-        storage.data = stream.read(count * width)
-        if len(storage.data) != count * width:
+        storage.data = stream.read(count * _width(storage.dtype))
+        if len(storage.data) != count * _width(storage.dtype):
             raise ValueError("it ends too early")
     return content

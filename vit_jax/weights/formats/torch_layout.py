@@ -147,7 +147,7 @@ def read(
       a model finds both, and may have been told to allow them.
 
     Raises:
-      UserError: an array is of a shape that makes no sense.
+      UserError: an array is of integers, or of a shape that makes no sense.
     """
     table = list(table)
     known = {entry.theirs for entry in table}
@@ -156,6 +156,7 @@ def read(
         if entry.theirs not in flat:
             continue
         value = flat[entry.theirs]
+        check_floating(entry.theirs, value, source)
         try:
             arrays = entry.layout.to_ours(value.astype(np.float32, copy=False))
         except ValueError as error:
@@ -165,6 +166,15 @@ def read(
             ) from error
         ours |= dict(zip(entry.ours, arrays, strict=True))
     return ours
+
+
+def check_floating(name: str, value: np.ndarray, source: str) -> None:
+    """Raises UserError if an array holds integers, whose scale nothing tells."""
+    if not np.issubdtype(value.dtype, np.floating):
+        raise UserError(
+            f"{source}: {name} holds {value.dtype} numbers, as quantised weights do: "
+            "give the weights as float16, bfloat16 or float32"
+        )
 
 
 def write(
