@@ -43,7 +43,8 @@ from IPython.display import display
 from PIL import Image
 
 import vit_jax
-from vit_jax.analysis import attention, relevance, rollout, sheets, subject
+from vit_jax.analysis import attention, overlay
+from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.evaluation import network, prediction
 
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])
@@ -61,11 +62,11 @@ photo = "notebooks/chelsea.jpg"  # Chelsea the cat, by Stefan van der Walt, CC0.
 # %%
 found, preprocess = network.open_weights(source, {}, average=True, heads=0, tell=print)
 classifier = prediction.Classifier(found, preprocess=preprocess)
-looked_into = subject.make(source, found, preprocess)
-model, params = looked_into.model, looked_into.params
+loaded = LoadedModel.from_pretrained(source, found, preprocess)
+model, params = loaded.model, loaded.params
 
 pixels = classifier.prepare(np.asarray(Image.open(photo).convert("RGB")))
-images = looked_into.images(pixels[None])
+images = loaded.normalize(pixels[None])
 top = classifier.rank(np.asarray(classifier.logits(pixels[None]))[0], topk=3)
 display(Image.fromarray(pixels), include=["image/jpeg"])
 print(*(f"{p.name}: {p.probability:.1%}" for p in top), sep="\n")
@@ -78,10 +79,12 @@ print(*(f"{p.name}: {p.probability:.1%}" for p in top), sep="\n")
 # in each layer from the least patch to the largest:
 
 # %%
-maps = [np.asarray(weights) for weights in attention.maps(model, params, images)]
+maps = [
+    np.asarray(weights) for weights in attention.attention_maps(model, params, images)
+]
 tokens = np.stack([weights[0, :, 0].mean(0) for weights in maps])
 names = [f"layer {i}" for i in range(1, len(maps) + 1)]
-sheet = sheets.of_tokens(model, pixels, tokens, names, columns=6)
+sheet = overlay.token_sheet(model, pixels, tokens, names, columns=6)
 display(sheet.reduce(2), include=["image/jpeg"])
 
 # %% [markdown]
@@ -90,7 +93,7 @@ display(sheet.reduce(2), include=["image/jpeg"])
 # %%
 heads = maps[-1][0, :, 0]
 names = [f"head {i}" for i in range(1, len(heads) + 1)]
-sheet = sheets.of_tokens(model, pixels, heads, names, columns=6)
+sheet = overlay.token_sheet(model, pixels, heads, names, columns=6)
 display(sheet.reduce(2), include=["image/jpeg"])
 
 # %% [markdown]
@@ -100,14 +103,16 @@ display(sheet.reduce(2), include=["image/jpeg"])
 # respect to a class, so that it differs from class to class.
 
 # %%
-rolled = rollout.rollout(attention.maps(model, params, images), discard=0.5)
+rolled = attention.rollout(
+    attention.attention_maps(model, params, images), discard_ratio=0.5
+)
 spoke = [
-    relevance.relevance(model, params, images, np.array([p.label])) for p in top[:2]
+    attention.relevance(model, params, images, np.array([p.label])) for p in top[:2]
 ]
 tokens = np.stack([rolled[0, 0], *(values[0] for values in spoke)])
 names = ["rollout", *(f"relevance: {p.name}" for p in top[:2])]
 display(
-    sheets.of_tokens(model, pixels, tokens, names, columns=3), include=["image/jpeg"]
+    overlay.token_sheet(model, pixels, tokens, names, columns=3), include=["image/jpeg"]
 )
 
 # %% [markdown]
@@ -117,8 +122,11 @@ display(
 # a head. Over many images the numbers are steadier: `python -m vit_jax.visualize`.
 
 # %%
-weights = attention.maps(model, params, images)
-print(attention.distance(weights, model.grid, model.patch, model.extra).round(1))
+weights = attention.attention_maps(model, params, images)
+distances = attention.mean_attention_distance(
+    weights, model.grid, model.patch, model.extra
+)
+print(distances[0].round(1))
 
 # %% [markdown]
 # ## What the parameters know
@@ -126,7 +134,7 @@ print(attention.distance(weights, model.grid, model.patch, model.extra).round(1)
 # The principal components of the patch embedding's filters:
 
 # %%
-sheet = sheets.of_filters(params, count=14, columns=7)
+sheet = overlay.filter_sheet(params, num_components=14, columns=7)
 display(sheet.reduce(2), include=["image/png"])
 
 # %% [markdown]
@@ -134,4 +142,4 @@ display(sheet.reduce(2), include=["image/png"])
 # at two corners and near the middle:
 
 # %%
-display(sheets.of_positions(model, params, columns=3), include=["image/png"])
+display(overlay.position_sheet(model, params, columns=3), include=["image/png"])

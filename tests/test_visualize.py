@@ -16,16 +16,15 @@ from PIL import Image
 
 from vit_jax import cli, models, visualize
 from vit_jax.analysis import (
+    DATASET_FIGURES,
+    IMAGE_FIGURES,
+    WEIGHT_FIGURES,
     attention,
-    cka,
-    filters,
-    norms,
-    positions,
-    relevance,
-    rollout,
+    embeddings,
+    representations,
 )
-from vit_jax.analysis.figures import make, names
-from vit_jax.analysis.subject import Subject
+from vit_jax.analysis.figures import FigureOptions, available_figures, write_figures
+from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.errors import UserError
 from vit_jax.models import parts
 from vit_jax.weights.formats import own
@@ -68,7 +67,9 @@ def written(folder, name="tiny", **options):
         class_names=("apple", "bear", "cat", "dog", "eel"),
     )
     own.write(pretrained, folder / f"{name}.safetensors")
-    return Subject(name, model, pretrained.params, PREPROCESS, pretrained.class_names)
+    return LoadedModel(
+        name, model, pretrained.params, PREPROCESS, pretrained.class_names
+    )
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +108,8 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
     code, out, err = run("--images", str(images), "--batch_size=5", "--shown=2")
     assert code == 1
     assert err.startswith(f"{images / 'torn.png'}: cannot be decoded")
-    stems = [*names.OF_WEIGHTS, *names.OF_SETS]
-    stems += [f"{kind}/{stem}" for kind in names.OF_IMAGES for stem in SINGLE]
+    stems = [*WEIGHT_FIGURES, *DATASET_FIGURES]
+    stems += [f"{kind}/{stem}" for kind in IMAGE_FIGURES for stem in SINGLE]
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files == {f"{s}.{form}" for s in stems for form in ("png", "svg", "npz")}
     assert set(out.split()) == {f"{tmp_path / stem}.png" for stem in stems}
@@ -149,7 +150,7 @@ def inside(place, tmp_path):
     pixels = np.stack(
         [ours.prepare((place / "images" / name).read_bytes()) for name in FOUR]
     )
-    layers = list(ours.model.inside(ours.params, ours.images(pixels)))
+    layers = list(ours.model.inside(ours.params, ours.normalize(pixels)))
     return ours, pixels, layers
 
 
@@ -162,12 +163,12 @@ def test_the_data_of_images_are_the_arrays_of_the_analyses(
     code, _, err = run(*four, *words, *more)
     assert (code, err) == (0, "")
     ours, pixels, layers = inside(place, tmp_path)
-    images = ours.images(pixels)
+    images = ours.normalize(pixels)
     maps = [layer.attention for layer in layers]
-    rolled = rollout.rollout(maps, "max", 0.2)
+    rolled = attention.rollout(maps, "max", 0.2)
     logits = ours.model.apply(ours.params, images)["logits"]
     relevant = [
-        relevance.relevance(ours.model, ours.params, images, jnp.full(4, label))
+        attention.relevance(ours.model, ours.params, images, jnp.full(4, label))
         for label in (3, 1)
     ]
     for i, stem in enumerate(("a", "b_c", "d", "e")):
@@ -195,34 +196,34 @@ def test_the_data_of_all_images_and_of_weights_are_the_arrays_of_the_analyses(
     assert run(*four, *words)[::2] == (0, "")
     ours, _, layers = inside(place, tmp_path)
     maps = [layer.attention for layer in layers]
-    far = attention.distance(maps, (2, 3), 8, 1)
+    far = attention.mean_attention_distance(maps, (2, 3), 8, 1).mean(0)
     np.testing.assert_allclose(data("distance")["pixels"], far, rtol=1e-4)
 
     lengths = [np.linalg.norm(layer.tokens, axis=-1) for layer in layers]
-    known = norms.Distribution()
-    known.add([of_layer[:, 1:] for of_layer in lengths])
+    known = representations.NormHistogram()
+    known.update([of_layer[:, 1:] for of_layer in lengths])
     found = data("norms")
     np.testing.assert_allclose(found["quantiles"], known.quantiles(), rtol=1e-3)
-    np.testing.assert_array_equal(found["fractions"], norms.QUANTILES)
+    np.testing.assert_array_equal(found["fractions"], representations.QUANTILES)
     longest = [of_layer[:, 1:].max() for of_layer in lengths]
     np.testing.assert_allclose(found["longest"], longest, rtol=1e-4)
     front = [[of_layer[:, 0].mean()] for of_layer in lengths]
     np.testing.assert_allclose(found["front_tokens"], front, rtol=1e-4)
-    np.testing.assert_allclose(found["beyond_3_medians"], known.beyond())
+    np.testing.assert_allclose(found["beyond_3_medians"], known.outlier_fraction())
 
-    grams = [cka.gram(np.asarray(layer.tokens)) for layer in layers]
-    alike = cka.Alignment()
-    alike.add(grams, grams)
-    np.testing.assert_allclose(data("cka")["cka"], alike.result(), atol=1e-3)
+    grams = [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
+    alike = representations.MinibatchCKA()
+    alike.update(grams, grams)
+    np.testing.assert_allclose(data("cka")["cka"], alike.compute(), atol=1e-3)
     assert {int(data(name)["images"]) for name in ("distance", "norms", "cka")} == {4}
 
     kernels = ours.params["embedding"]["kernel"]
-    components, share = filters.components(kernels)
+    components, share = embeddings.principal_components(kernels)
     found = data("filters")
     np.testing.assert_array_equal(found["kernels"], kernels)
     np.testing.assert_allclose(found["components"], components, atol=1e-6)
     np.testing.assert_allclose(found["explained"], share, atol=1e-6)
-    alike = positions.similarity(ours.model, ours.params)
+    alike = embeddings.position_similarity(ours.model, ours.params)
     np.testing.assert_allclose(data("posemb")["similarity"], alike, atol=1e-6)
 
 
@@ -232,13 +233,15 @@ def test_two_models_are_compared_layer_by_layer(place, four, run, data, tmp_path
     other = f"--other={place / 'other'}.safetensors"
     assert run(*words, other)[0] == 0
     _, pixels, layers = inside(place, tmp_path)
-    one = [cka.gram(np.asarray(layer.tokens)) for layer in layers]
+    one = [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
     theirs = written(tmp_path / "again", "other", depth=3)
-    layers = theirs.model.inside(theirs.params, theirs.images(pixels))
-    alike = cka.Alignment()
-    alike.add(one, [cka.gram(np.asarray(layer.tokens)) for layer in layers])
+    layers = theirs.model.inside(theirs.params, theirs.normalize(pixels))
+    alike = representations.MinibatchCKA()
+    alike.update(
+        one, [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
+    )
     assert data("cka")["cka"].shape == (2, 3)
-    np.testing.assert_allclose(data("cka")["cka"], alike.result(), atol=1e-3)
+    np.testing.assert_allclose(data("cka")["cka"], alike.compute(), atol=1e-3)
     same = f"--other={place / 'tiny'}.safetensors"
     assert run(*words, same)[0] == 0
     np.testing.assert_allclose(np.diag(data("cka")["cka"]), 1, rtol=1e-4)
@@ -251,7 +254,7 @@ def test_a_second_model_is_opened_for_cka_alone(four, run):
             [*four, "--other=absent", "--figure=norms,filters"],
             "--other=absent is compared by the figure cka, which --figure=norms,filte",
         ),
-        ([*four[:3], "--other=absent"], "2 images are too few to compare layers"),
+        ([*four[:3], "--other=absent"], "images=2: too few to compare layers"),
     ):
         with pytest.raises(UserError, match=message):
             run(*words)
@@ -260,15 +263,14 @@ def test_a_second_model_is_opened_for_cka_alone(four, run):
 def test_where_images_are_too_few_for_cka(place, four, run, tmp_path):
     torn = str(place / "images" / "torn.png")
     words = *four[:4], torn, "--batch_size=2"
-    with pytest.raises(UserError, match="3 images are too few to compare layers"):
+    with pytest.raises(UserError, match="images=3: too few to compare layers"):
         run(*four[:4], "--figure=cka")
     assert not list(tmp_path.iterdir())
     # Nobody named it.
     code, out, err = run(*words, "--shown=1")
     assert code == 1
     assert err.splitlines()[-1] == (
-        "a figure is left out: 3 images are too few to compare layers (cka): give 4 or "
-        "more"
+        "figure skipped: images=3: too few to compare layers (cka); give 4 or more"
     )
     assert f"{tmp_path / 'norms.png'}\n" in out and "cka" not in out
     assert not (tmp_path / "cka.png").exists()
@@ -276,7 +278,7 @@ def test_where_images_are_too_few_for_cka(place, four, run, tmp_path):
 
 def test_what_is_written_is_named_at_once(place, four, run, tmp_path, capsys):
     torn = str(place / "images" / "torn.png")
-    with pytest.raises(UserError, match="3 images are too few to compare layers"):
+    with pytest.raises(UserError, match="images=3: too few to compare layers"):
         run(*four[:4], torn, "--figure=filters,norms,cka")
     stems = "filters", "norms"
     assert capsys.readouterr().out.split() == [f"{tmp_path / s}.png" for s in stems]
@@ -321,14 +323,16 @@ def test_a_patch_may_be_the_query(place, run, data, tmp_path):
     words = "--images", str(image), "--figure=attention,rollout"
     assert run(*words, "--query=1,2")[0] == 0
     ours = written(tmp_path / "again")
-    images = ours.images(ours.prepare(image.read_bytes())[None])
-    maps = list(attention.maps(ours.model, ours.params, images))
+    images = ours.normalize(ours.prepare(image.read_bytes())[None])
+    maps = list(attention.attention_maps(ours.model, ours.params, images))
     token = 1 + 1 * 3 + 2  # Behind the class token, the third of the second row.
     wanted = np.stack([layer[0, :, token] for layer in maps])
     np.testing.assert_allclose(data("attention/a")["attention"], wanted, atol=1e-5)
-    wanted = rollout.rollout(maps)[0, token]
+    wanted = attention.rollout(maps)[0, token]
     np.testing.assert_allclose(data("rollout/a")["rollout"], wanted, atol=1e-5)
-    with pytest.raises(UserError, match="--query=2,0 is not a patch: rows are 0 to 1"):
+    with pytest.raises(
+        UserError, match="--query=2,0: no such patch; choose a row from 0 to 1 and"
+    ):
         run(*words, "--query=2,0")
 
 
@@ -370,17 +374,17 @@ def test_bad_choices_are_refused_before_anything_is_written(place, run, tmp_path
     image = "--images", str(place / "images" / "a.png")
     (tmp_path / "two.txt").write_text("apple\nbear\n")
     for words, message in (
-        (["--combine=min"], "heads='min' is not one of mean, max"),
-        (["--discard=1"], "discard=1.0 is not a fraction"),
-        (["--classes=5"], "--classes: class 5 is not one of the 5 of tiny"),
-        (["--layers=0,2"], "--layers: layer 2 is not one of the 2 of tiny"),
-        (["--layer=2"], "layer=2 is not one of the 2"),
+        (["--combine=min"], "head_fusion='min': unknown; choose mean or max"),
+        (["--discard=1"], "discard_ratio=1.0: out of range"),
+        (["--classes=5"], "--classes=5: tiny has 5 classes; choose from 0 to 4"),
+        (["--layers=0,2"], "--layers=2: tiny has 2 layers; choose from 0 to 1"),
+        (["--layer=2"], "layer=2: out of range"),
         ([f"--labels={tmp_path}/two.txt"], "there are 2 class names, but .* 5 classes"),
     ):
         with pytest.raises(UserError, match=message):
             run(*image, *words)
     assert [path.name for path in tmp_path.iterdir()] == ["two.txt"]
-    with pytest.raises(UserError, match="none of the images could be read"):
+    with pytest.raises(UserError, match="--images: none of the images could be read"):
         run("--images", str(place / "images" / "torn.png"), "--figure=norms")
 
 
@@ -411,10 +415,12 @@ def test_a_model_that_diverged_is_refused(place, tmp_path, part, figure, message
     for name in part:
         leaf = leaf[name]
     leaf.flat[-1] = np.nan
-    order = make.Order((figure,))
+    options = FigureOptions((figure,))
     images = [("a", str(place / "images" / "a.png"))]
     with pytest.raises(UserError, match=message):
-        list(make.make(ours, images, order, tmp_path / "out", tell=print))
+        list(
+            write_figures(ours, images, options, tmp_path / "out", on_unreadable=print)
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -437,18 +443,28 @@ def test_as_a_process(place, tmp_path):
 
 def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
     resnet = models.create("R50x1", classes=5, image_size=(32, 32), blocks=(1,))
-    ours = Subject("r", resnet, {}, PREPROCESS)
-    assert make.possible(ours, 9) == ("filters",)
-    with pytest.raises(UserError, match="r has no attention to look at: give a Vision"):
-        list(make.make(ours, [], make.Order(("norms",)), tmp_path, tell=print))
+    ours = LoadedModel("r", resnet, {}, PREPROCESS)
+    assert available_figures(ours, 9) == ("filters",)
+    with pytest.raises(UserError, match="r: no attention to draw; give a Vision"):
+        list(
+            write_figures(
+                ours, [], FigureOptions(("norms",)), tmp_path, on_unreadable=print
+            )
+        )
     plain = models.create(**OPTIONS | {"posemb": "none", "classes": 0})
-    ours = Subject("p", plain, {}, PREPROCESS)
-    assert make.possible(ours, 3) == (
+    ours = LoadedModel("p", plain, {}, PREPROCESS)
+    assert available_figures(ours, 3) == (
         *("filters", "distance", "norms", "cka", "attention", "rollout"),
     )
-    assert make.possible(ours, 0) == ("filters",)
-    with pytest.raises(UserError, match="p has no classifier: leave relevance out"):
-        list(make.make(ours, [], make.Order(("relevance",)), tmp_path, tell=print))
+    assert available_figures(ours, 0) == ("filters",)
+    with pytest.raises(
+        UserError, match="--figure=relevance: p has no classifier; leave"
+    ):
+        list(
+            write_figures(
+                ours, [], FigureOptions(("relevance",)), tmp_path, on_unreadable=print
+            )
+        )
 
 
 @pytest.fixture
@@ -473,8 +489,8 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(
     ours = written(tmp_path / "again", depth=3)
     files = [(name, str(place / "images" / name)) for name in FOUR]
     figures = "norms", "distance", "cka", "attention", "rollout"
-    order = make.Order(figures, batch_size=3, shown=1)
-    list(make.make(ours, files, order, tmp_path, tell=print))
+    options = FigureOptions(figures, batch_size=3, max_shown=1)
+    list(write_figures(ours, files, options, tmp_path, on_unreadable=print))
     # Two parts of one batch, the second filled up.
     assert watched == [(3, 0)] * 2 * 3
 

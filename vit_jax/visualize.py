@@ -28,7 +28,7 @@ import pathlib
 import sys
 
 from vit_jax import cli
-from vit_jax.analysis.figures import names
+from vit_jax.analysis import FIGURES, WEIGHT_FIGURES
 from vit_jax.errors import UserError
 
 EXIT_DAMAGED = 1
@@ -39,49 +39,50 @@ def main(flags: argparse.Namespace) -> int:
     cli.refuse_overrides(flags, "looking into a model")
     figures = _figures(flags)
     # After the flags, so that their errors come at once; JAX after the images.
-    from vit_jax.analysis import cka
     from vit_jax.evaluation import inputs
 
     images = inputs.find_some(flags.images) if flags.images else []
     count = len(images) if isinstance(images, list) else None
-    if count is not None and ("cka" in figures or flags.other):
-        cka.check_enough(count)
 
-    from vit_jax.analysis.figures import make
+    from vit_jax.analysis.figures import FigureOptions, available_figures
+    from vit_jax.analysis.plots import ImageOptions
+    from vit_jax.analysis.representations import check_num_cka_images
     from vit_jax.parallel import compilation_cache
 
+    if count is not None and ("cka" in figures or flags.other):
+        check_num_cka_images(count)
     if uncached := compilation_cache.enable():
         cli.tell(uncached)
-    subject = open_subject(flags, flags.model)
-    order = make.Order(
-        figures=figures or make.possible(subject, count),
-        choice=make.Choice(
+    loaded = load_model(flags, flags.model)
+    options = FigureOptions(
+        figures=figures or available_figures(loaded, count),
+        image_options=ImageOptions(
             query=flags.query,
-            combine=flags.combine,
-            discard=flags.discard,
+            head_fusion=flags.combine,
+            discard_ratio=flags.discard,
             classes=flags.classes,
             topk=flags.topk,
             layers=flags.layers,
         ),
-        shown=flags.shown,
+        max_shown=flags.shown,
         batch_size=flags.batch_size,
         layer=flags.layer,
-        named=bool(figures or flags.other),
+        explicit=bool(figures or flags.other),
     )
-    if flags.other and "cka" not in order.figures:
+    if flags.other and "cka" not in options.figures:
         raise UserError(
             f"--other={flags.other}: cka compares networks with attention, which "
             f"{flags.model} has not: leave --other out"
         )
-    other = open_subject(flags, flags.other) if flags.other else None
-    return draw(flags, subject, images, order, other)
+    other = load_model(flags, flags.other) if flags.other else None
+    return draw(flags, loaded, images, options, other)
 
 
-def draw(flags: argparse.Namespace, subject, images, order, other) -> int:
+def draw(flags: argparse.Namespace, loaded, images, options, other) -> int:
     """Draws and tells what was drawn; returns the exit code."""
     from tqdm import tqdm
 
-    from vit_jax.analysis.figures import make
+    from vit_jax.analysis.figures import write_figures
 
     damaged, out = [], pathlib.Path(flags.out)
     for stream in (sys.stdout, sys.stderr):
@@ -96,7 +97,7 @@ def draw(flags: argparse.Namespace, subject, images, order, other) -> int:
         if not isinstance(images, list):
             return None
         whole = len(images) - len(damaged)
-        return whole if order.of_sets else min(whole, order.shown)
+        return whole if options.reads_all_images else min(whole, options.max_shown)
 
     def tell(name, why):
         damaged.append(name)
@@ -104,31 +105,31 @@ def draw(flags: argparse.Namespace, subject, images, order, other) -> int:
         say(f"{name}: {why}")
 
     # None shows it on terminals only.
-    hidden = None if {*order.figures} - {*names.OF_WEIGHTS} else True
+    hidden = None if {*options.figures} - {*WEIGHT_FIGURES} else True
     with tqdm(total=total(), unit="image", desc="images", disable=hidden) as bar:
-        for name in make.make(
-            subject,
+        for name in write_figures(
+            loaded,
             images,
-            order,
+            options,
             out,
             other=other,
-            tell=tell,
-            note=say,
-            done=bar.update,
+            on_unreadable=tell,
+            on_skipped=say,
+            on_progress=bar.update,
         ):
             if name.endswith(".png"):
                 say(out / name, sys.stdout)
     return EXIT_DAMAGED if damaged else 0
 
 
-def open_subject(flags: argparse.Namespace, place: str):
+def load_model(flags: argparse.Namespace, place: str):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
-    from vit_jax.analysis import subject
+    from vit_jax.analysis.loaded_model import LoadedModel
 
     found, preprocess, classes = cli.open_weights(flags, place)
     given = flags.name if place == flags.model else ""
     names = classes or found.class_names  # Either has to be one a class.
-    return subject.make(given or _name(place), found, preprocess, names)
+    return LoadedModel.from_pretrained(given or _name(place), found, preprocess, names)
 
 
 def _name(place: str) -> str:
@@ -144,12 +145,12 @@ def _figures(flags: argparse.Namespace) -> tuple[str, ...]:
     """Returns the figures that are asked for; none stands for all."""
     figures = tuple(filter(None, flags.figure.split(",")))
     for name in figures:
-        if name not in names.NAMES:
+        if name not in FIGURES:
             raise UserError(
-                f"--figure={name} is not one of {', '.join(names.NAMES)}: name some of "
+                f"--figure={name} is not one of {', '.join(FIGURES)}: name some of "
                 "these between commas"
             )
-        if name not in names.OF_WEIGHTS and not flags.images:
+        if name not in WEIGHT_FIGURES and not flags.images:
             raise UserError(f"--figure={name} is made from images: set --images")
     if flags.other and not flags.images:
         raise UserError(

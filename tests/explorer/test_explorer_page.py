@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.analysis import attention, rollout
+from vit_jax.analysis import attention
 from vit_jax.evaluation import network
 from vit_jax.explorer import saved
 
@@ -194,7 +194,7 @@ def maps(first, subjects, photograph):
     model, params = network.fit(first, first.preprocess)
     pixels = np.array(Image.open(io.BytesIO(subjects[0].see(photograph, "x").picture)))
     images = jnp.asarray((pixels[None] / 255 - 0.4) / 0.3, jnp.float32)
-    return list(attention.maps(model, params, images))
+    return list(attention.attention_maps(model, params, images))
 
 
 def check_map(page, heads, combine=lambda heads: heads[0]):
@@ -254,9 +254,9 @@ def test_the_map_is_that_of_the_analysis(place, request, new_page, photograph, m
     act(page, lambda: page.get_by_role("button", name="head 2").first.click())
     check_map(page, maps[2][0, 1:2, 14, 1:])
     act(page, lambda: page.get_by_role("button", name="rollout").first.click())
-    check_map(page, rollout.rollout(maps[:3])[:, 14, 1:])
+    check_map(page, attention.rollout(maps[:3])[:, 14, 1:])
     extra = page.evaluate("panes[0].shown.extra")
-    expected = rollout.rollout(maps[:3])[0, 14, 0]
+    expected = attention.rollout(maps[:3])[0, 14, 0]
     np.testing.assert_allclose(extra, [expected], rtol=1e-5)
 
 

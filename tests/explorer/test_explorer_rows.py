@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vit_jax import models
-from vit_jax.analysis import attention, rollout
+from vit_jax.analysis import attention
 from vit_jax.errors import UserError
 from vit_jax.evaluation import network, prediction
 from vit_jax.explorer import subject
@@ -98,7 +98,7 @@ def everything(found, pretrained):
     pixels = np.array(Image.open(io.BytesIO(found.picture)))
     pixels = pixels.reshape(1, *model.image_shape)
     images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
-    return list(attention.maps(model, params, images))
+    return list(attention.attention_maps(model, params, images))
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -110,7 +110,7 @@ def test_a_subject_keeps_the_attention_of_the_analysis(
     found = subjects[number].see(photograph, "photograph")
     maps = everything(found, pretrained)
     assert len(maps) == layers
-    flows = [rollout.rollout(maps[: layer + 1])[0] for layer in range(layers)]
+    flows = [attention.rollout(maps[: layer + 1])[0] for layer in range(layers)]
     for query in range(extra + patches):
         row = read(found.rows.of(query), layers, heads + 1, extra, patches)
         for layer in range(layers):

@@ -1,1 +1,8 @@
-"""What a model has learned: arrays from its weights and from images, and their figures."""
+"""Analyses of trained models: arrays from weights and images, and their figures."""
+
+# Names of the figures by input. They stand here so that a command can check its flags
+# without importing JAX.
+WEIGHT_FIGURES = ("filters", "posemb")
+DATASET_FIGURES = ("distance", "norms", "cka")
+IMAGE_FIGURES = ("attention", "rollout", "relevance")
+FIGURES = (*WEIGHT_FIGURES, *DATASET_FIGURES, *IMAGE_FIGURES)

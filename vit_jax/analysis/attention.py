@@ -1,4 +1,4 @@
-"""Where a network looks: its attention, and how far it reaches.
+"""Attention of a Vision Transformer: maps, mean distance, rollout and relevance.
 
 Letters: L layers, B images, H heads, N tokens, P patches, Y by X pixels, C channels.
 """
@@ -11,35 +11,39 @@ from collections.abc import Iterable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from vit_jax.errors import UserError
 from vit_jax.models import Model, Params
 
+HEAD_FUSIONS = {"mean": jnp.mean, "max": jnp.max}
 
-def maps(
+
+def attention_maps(
     model: Model, params: Params, images: Float[Array, "B Y X C"]
 ) -> Iterator[Float[Array, "B H N N"]]:
-    """Yields each layer's attention, computed when it is asked for and not kept.
+    """Returns an iterator over the attention of each layer, first layer first.
 
-    One layer's is in memory if the caller drops it before the next.
+    A layer is computed when it is requested. Drop each map before requesting the next
+    one, and only one layer's attention is in memory at a time.
 
     Args:
-      model: with attention.
-      params: its parameters, in either layout.
+      model: a Vision Transformer or a hybrid.
+      params: its parameters; blocks stacked or separate.
       images: normalised.
 
-    Yields:
-      How much each token (third axis) looks at each (fourth), float32, of sum 1.
+    Returns:
+      Float32 attention from each query (third axis) to each key (fourth axis); rows sum
+      to 1.
 
     Raises:
-      UserError: the network has no attention.
+      UserError: the model has no attention.
     """
-    # Not a generator, whose frame would keep the layer before.
+    # A generator's frame would keep the previous layer alive.
     return map(operator.attrgetter("attention"), model.inside(params, images))
 
 
-def of_query(
+def query_attention(
     model: Model,
     params: Params,
     images: Float[Array, "B Y X C"],
@@ -48,97 +52,200 @@ def of_query(
     query: int = 0,
     head: int | None = None,
 ) -> Float[Array, "B N"]:
-    """Returns what one token looks at in one layer; later layers are not computed.
+    """Returns the attention of one query token in one layer.
+
+    Layers after it are not computed.
 
     Args:
-      model, params, images: as of `maps`.
-      layer: from 0; from -1 downwards counted from the last.
-      query: which token asks; those in front of the patches come first.
-      head: from 0; None is the mean of all.
+      model, params, images: see `attention_maps`.
+      layer: index from 0; negative indices count from the last layer.
+      query: index of the token; prefix tokens precede the patches.
+      head: index from 0; None averages over the heads.
 
     Raises:
-      UserError: the network has no attention, or there is no such layer, token or head.
+      UserError: the model has no attention, or an index is out of range.
     """
-    depth, heads = (model.options.get(name, 0) for name in ("depth", "heads"))
-    tokens = model.extra + model.grid[0] * model.grid[1]
-    found = maps(model, params, images)
-    for name, value, least, count in (
+    depth, num_heads = (model.options.get(name, 0) for name in ("depth", "heads"))
+    num_tokens = model.extra + model.grid[0] * model.grid[1]
+    maps = attention_maps(model, params, images)
+    for name, value, first, count in (
         ("layer", layer, -depth, depth),
-        ("query", query, 0, tokens),
-        ("head", head or 0, 0, heads),
+        ("query", query, 0, num_tokens),
+        ("head", head or 0, 0, num_heads),
     ):
-        if not least <= value < count:
+        if not first <= value < count:
             raise UserError(
-                f"{name}={value} is not one of the {count} of the model: choose one "
-                f"from {least} to {count - 1}"
+                f"{name}={value}: out of range; choose a number from {first} to "
+                f"{count - 1}"
             )
-    weights = next(itertools.islice(found, layer % depth, None))[:, :, query]
+    weights = next(itertools.islice(maps, layer % depth, None))[:, :, query]
     return weights.mean(1) if head is None else weights[:, head]
 
 
-def distance(
+def mean_attention_distance(
     maps: Iterable[Float[Array, "B H N N"]],
     grid: tuple[int, int],
-    patch: int,
-    extra: int,
-) -> Float[np.ndarray, "L H"]:
-    """Returns how far each head looks, the mean over images and asking patches.
+    patch_size: int,
+    num_prefix_tokens: int,
+) -> Float[np.ndarray, "B L H"]:
+    """Returns the mean attention distance of each head, in pixels.
 
-    Of many images take `distances` of each batch, which can be averaged.
+    The distance between the centres of query and key patch, weighted by attention and
+    averaged over the queries (arXiv:2010.11929, appendix D.7, figure 11). Prefix tokens
+    count neither as queries nor as keys. Average over images for the figure of the
+    paper.
 
     Args:
-      maps: each layer's attention, as from `maps`.
-      grid: patches down and across.
-      patch: side of a patch, in pixels.
-      extra: tokens in front of the patches.
-
-    Returns:
-      Pixels.
+      maps: attention of each layer, see `attention_maps`.
+      grid: number of patches down and across.
+      patch_size: side of a patch in pixels.
+      num_prefix_tokens: number of tokens in front of the patches.
     """
-    return distances(maps, grid, patch, extra).mean(0)
-
-
-def distances(
-    maps: Iterable[Float[Array, "B H N N"]],
-    grid: tuple[int, int],
-    patch: int,
-    extra: int,
-) -> Float[np.ndarray, "B L H"]:
-    """Returns how far each head looks in each image, in pixels; see `distance`.
-
-    The mean distance from the centre of an asking patch to those of the patches looked
-    at, each as much as it is looked at (arXiv:2010.11929, appendix D.7, figure 11). Of
-    tokens that are no patches neither asking nor being looked at counts.
-    """
-    between = jnp.asarray(between_patches(grid, patch))
-    found = []
+    distances = jnp.asarray(patch_distances(grid, patch_size))
+    layers = []
     for weights in maps:
-        found.append(np.asarray(reach(weights, between, extra)))
-        del weights  # Before the next layer's are there.
-    return np.stack(found, axis=1)
+        layers.append(np.asarray(head_distances(weights, distances, num_prefix_tokens)))
+        del weights  # Frees this layer's attention before the next is computed.
+    return np.stack(layers, axis=1)
 
 
-def between_patches(grid: tuple[int, int], patch: int) -> Float[np.ndarray, "P P"]:
-    """Returns the distances of all pairs of patches, centre to centre, in pixels."""
+def patch_distances(grid: tuple[int, int], patch_size: int) -> Float[np.ndarray, "P P"]:
+    """Returns the distances between the centres of all pairs of patches, in pixels."""
     rows, columns = np.indices(grid, np.float32).reshape(2, -1)
-    return patch * np.hypot(rows[:, None] - rows, columns[:, None] - columns)
+    return patch_size * np.hypot(rows[:, None] - rows, columns[:, None] - columns)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def reach(
-    weights: Float[Array, "B H N N"], between: Float[Array, "P P"], extra: int
+def head_distances(
+    weights: Float[Array, "B H N N"],
+    distances: Float[Array, "P P"],
+    num_prefix_tokens: int,
 ) -> Float[Array, "B H"]:
-    """Returns how far the heads of one layer look; see `distances`.
+    """Returns the mean attention distance of each head of one layer, in pixels.
 
     Args:
-      weights: attention.
-      between: distances of patches, from `between_patches`.
-      extra: tokens in front of the patches.
+      weights: attention of the layer.
+      distances: see `patch_distances`.
+      num_prefix_tokens: number of tokens in front of the patches.
     """
-    weights = weights[:, :, extra:, extra:]
-    total = weights.sum(-1)
-    far = jnp.einsum("bhnm,nm->bhn", weights, between, precision="highest")
-    # A patch that looks at no patch is left out: it has no distance.
-    seen = total > 0
-    far = jnp.where(seen, far / jnp.where(seen, total, 1), 0)
-    return far.sum(-1) / jnp.maximum(seen.sum(-1), 1)
+    weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
+    totals = weights.sum(-1)
+    sums = jnp.einsum("bhnm,nm->bhn", weights, distances, precision="highest")
+    # A query without attention to any patch has no distance: leave it out of the mean.
+    valid = totals > 0
+    means = jnp.where(valid, sums / jnp.where(valid, totals, 1), 0)
+    return means.sum(-1) / jnp.maximum(valid.sum(-1), 1)
+
+
+def rollout(
+    maps: Iterable[Float[Array, "B H N N"]],
+    head_fusion: str = "mean",
+    discard_ratio: float = 0.0,
+) -> Float[Array, "B N N"]:
+    """Returns the attention rollout from the last layer to the input tokens.
+
+    Each layer's heads are fused, the identity is added for the residual connection,
+    rows are normalised, and the layers are multiplied (arXiv:2005.00928, section 3;
+    used for figure 6 of arXiv:2010.11929).
+
+    Args:
+      maps: attention of each layer, first layer first; consumed one at a time.
+      head_fusion: "mean" or "max".
+      discard_ratio: fraction in [0, 1) of each row, its smallest entries, that is set
+        to 0 before the identity is added.
+
+    Returns:
+      The share of each input token (third axis) in each output token (second axis);
+      rows sum to 1.
+
+    Raises:
+      UserError: an option is out of range, or there are no maps.
+    """
+    check_rollout_options(head_fusion, discard_ratio)
+    result = None
+    for weights in maps:
+        result = rollout_step(result, weights, head_fusion, discard_ratio)
+        del weights  # Frees this layer's attention before the next is computed.
+    if result is None:
+        raise UserError("maps=[]: rollout needs at least one layer; pass its attention")
+    return result
+
+
+def check_rollout_options(head_fusion: str, discard_ratio: float) -> None:
+    """Raises UserError if `rollout` does not accept these options."""
+    if head_fusion not in HEAD_FUSIONS:
+        raise UserError(
+            f"head_fusion={head_fusion!r}: unknown; choose {' or '.join(HEAD_FUSIONS)}"
+        )
+    if not 0 <= discard_ratio < 1:
+        raise UserError(
+            f"discard_ratio={discard_ratio}: out of range; choose a fraction from 0 to "
+            "below 1"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def rollout_step(
+    result: Float[Array, "B N N"] | None,
+    weights: Float[Array, "B H N N"],
+    head_fusion: str = "mean",
+    discard_ratio: float = 0.0,
+) -> Float[Array, "B N N"]:
+    """Returns the rollout extended by one layer.
+
+    Args:
+      result: rollout of the layers before; None for the first layer.
+      weights: attention of the layer.
+      head_fusion, discard_ratio: see `rollout`.
+    """
+    fused = HEAD_FUSIONS[head_fusion](weights, axis=1)
+    N = fused.shape[-1]
+    if num_discarded := int(discard_ratio * N):
+        ranks = jnp.argsort(jnp.argsort(fused, axis=-1), axis=-1)
+        fused = jnp.where(ranks < num_discarded, 0, fused)
+    fused += jnp.eye(N)[None]
+    fused /= fused.sum(-1, keepdims=True)
+    if result is None:
+        return fused
+    return jnp.matmul(fused, result, precision="highest")
+
+
+def relevance(
+    model: Model,
+    params: Params,
+    images: Float[Array, "B Y X C"],
+    classes: Int[Array, " B"],
+) -> Float[Array, "B N"]:
+    """Returns the relevance of each token to a class, by gradient times attention.
+
+    Each layer adds the positive part of attention times its gradient with respect to
+    the class logit, averaged over the heads (Chefer et al., arXiv:2103.15679,
+    equations 5 and 6). The paper multiplies whole matrices. Only the row that the
+    classifier reads is needed, so this propagates one row from the last layer down,
+    with one layer's attention in memory.
+
+    Args:
+      model: a Vision Transformer or a hybrid, with a classifier.
+      params: its parameters; blocks stacked or separate.
+      images: normalised.
+      classes: one class index per image.
+
+    Returns:
+      Non-negative relevance of all tokens, prefix tokens included. Tokens that the
+      classifier reads (the class token, or all patches under mean pooling) also count
+      their own share.
+
+    Raises:
+      UserError: no attention, no classifier of whole images, or an unknown class.
+    """
+    row, blocks = model.gradients(params, images, classes)
+    for block in blocks:
+        row = _propagate_relevance(row, block.attention, block.gradient)
+        del block  # Frees this layer's arrays before the next are computed.
+    return row
+
+
+@jax.jit
+def _propagate_relevance(row, attention, gradient):
+    weights = jax.nn.relu(attention * gradient).mean(1)
+    return row + jnp.einsum("bn,bnm->bm", row, weights, precision="highest")

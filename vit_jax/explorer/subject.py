@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 from PIL import Image
 
-from vit_jax.analysis import rollout, subject
+from vit_jax.analysis.attention import rollout_step
+from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.data import decode
-from vit_jax.errors import UserError
 from vit_jax.evaluation import prediction
 from vit_jax.explorer import images
 from vit_jax.explorer.rows import Rows
@@ -58,7 +58,7 @@ class Subject:
     ):
         # Two folders, as weights are often called alike.
         self.name = "/".join(pretrained.source.strip("/").split("/")[-2:])
-        self._inside = subject.make(self.name, pretrained, preprocess)
+        self._inside = LoadedModel.from_pretrained(self.name, pretrained, preprocess)
         self._model = self._inside.model
         # Computes no layer yet, but refuses a network without attention.
         self._layers(self._black())
@@ -120,8 +120,8 @@ class Subject:
         layers, flow = self._layers(pixels), None
         for depth in range(options["depth"]):
             maps, tokens = next(layers)
-            flow = rollout.step(flow, maps)
-            self._check(flow, name)
+            flow = rollout_step(flow, maps)
+            check_finite(flow, f"{self.name}'s output for {name}")
             rows.put(depth, np.concatenate([maps[0], flow]))
             del maps  # Before the next layer's are there.
         return rows, tokens
@@ -133,22 +133,15 @@ class Subject:
             return ()
         outputs = self._model.finish(self._inside.params, tokens)
         logits = np.asarray(outputs["logits"])[0]
-        self._check(logits, name)
+        check_finite(logits, f"{self.name}'s output for {name}")
         return prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
-
-    def _check(self, output: Float[Array | np.ndarray, "..."], name: str) -> None:
-        if not np.isfinite(output).all():
-            raise UserError(
-                f"{self.name}'s output for {name} is not finite: the checkpoint is "
-                "damaged, or diverged in training"
-            )
 
     def _layers(
         self, pixels: UInt8[np.ndarray, "h w c"]
     ) -> Iterator[tuple[Array, Array]]:
         """Returns attention and tokens of each layer, computed when it is asked for."""
         inside = self._inside
-        return inside.model.inside(inside.params, inside.images(pixels[None]))
+        return inside.model.inside(inside.params, inside.normalize(pixels[None]))
 
     def _black(self) -> UInt8[np.ndarray, "h w c"]:
         return np.zeros(self._model.image_shape, np.uint8)

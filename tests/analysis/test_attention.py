@@ -1,0 +1,340 @@
+"""Attention maps, distance, rollout and relevance, against loops and whole matrices."""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_vit
+import pytest
+
+from vit_jax import models
+from vit_jax.analysis import attention
+from vit_jax.errors import UserError
+from vit_jax.models import parts
+
+GRID, PATCH_SIZE = (3, 5), 4
+L, B, H, N = 4, 2, 3, 7  # Of rollout.
+DEPTH = 2  # Of relevance.
+TINY = {"width": 8, "depth": DEPTH, "heads": 2, "mlp_dim": 9}
+
+
+@pytest.fixture(scope="module")
+def network():
+    """A model of a grid that is not square, its parameters, and two images."""
+    model = models.create(
+        "B/4", classes=5, image_size=(12, 20), width=8, depth=3, heads=2, mlp_dim=9
+    )
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(shapes)
+    rng = np.random.default_rng(3)
+    leaves = [jnp.array(rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves]
+    images = jnp.array(rng.standard_normal((2, 12, 20, 3), np.float32))
+    return model, jax.tree.unflatten(tree, leaves), images
+
+
+def random_attention(*shape):
+    """Returns positive numbers whose rows sum to 1."""
+    weights = np.random.default_rng(1).random(shape).astype(np.float32)
+    return jnp.array(weights / weights.sum(-1, keepdims=True))
+
+
+def distance_by_loops(weights, num_prefix_tokens):
+    """Returns one head's mean attention distance, pair by pair."""
+    distances = []
+    for n in range(15):
+        total = weighted = 0.0
+        for m in range(15):
+            rows, columns = n // 5 - m // 5, n % 5 - m % 5
+            weight = float(weights[num_prefix_tokens + n, num_prefix_tokens + m])
+            total += weight
+            weighted += weight * PATCH_SIZE * (rows**2 + columns**2) ** 0.5
+        distances.append(weighted / total)
+    return np.mean(distances)
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1, 2])
+def test_distances_are_those_of_loops_over_pairs(num_prefix_tokens):
+    N = 15 + num_prefix_tokens
+    maps = [random_attention(2, 3, N, N) ** p for p in (1, 2)]
+    found = distance(iter(maps), num_prefix_tokens)
+    wanted = [
+        [[distance_by_loops(h, num_prefix_tokens) for h in maps[i][b]] for i in (0, 1)]
+        for b in (0, 1)
+    ]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def distance(maps, num_prefix_tokens):
+    return attention.mean_attention_distance(maps, GRID, PATCH_SIZE, num_prefix_tokens)
+
+
+def test_uniform_attention_has_the_mean_distance_of_all_pairs():
+    maps = [jnp.full((2, 3, 16, 16), 1 / 16)]
+    distances = attention.patch_distances(GRID, PATCH_SIZE)
+    assert distances.max() == pytest.approx(PATCH_SIZE * (4 + 16) ** 0.5)
+    wanted = np.full((2, 1, 3), distances.mean())
+    np.testing.assert_allclose(distance(maps, 1), wanted, 1e-5)
+
+
+def test_attention_to_itself_or_one_neighbour_has_that_distance():
+    itself = jnp.eye(16)[None, None]
+    assert distance([itself], 1) == 0
+    neighbour = np.zeros((15, 15), np.float32)
+    for n in range(15):
+        neighbour[n, n + 1 if n % 5 < 4 else n - 1] = 1
+    assert distance([jnp.array(neighbour)[None, None]], 0) == PATCH_SIZE
+
+
+def test_queries_without_attention_to_patches_have_no_distance():
+    weights = np.zeros((1, 1, 16, 16), np.float32)
+    weights[..., 0] = 1  # All attend to the class token
+    assert distance([jnp.array(weights)], 1) == 0
+    weights[0, 0, 1, [0, 2]] = 0.5  # but one, which attends to its neighbour too.
+    assert distance([jnp.array(weights)], 1) == PATCH_SIZE
+
+
+def test_batches_average_to_all_images(network):
+    model, params, images = network
+
+    def distances(images):
+        return distance(attention.attention_maps(model, params, images), model.extra)
+
+    whole = distances(images)
+    parts = np.concatenate([distances(images[:1]), distances(images[1:])])
+    assert whole.shape == (2, 3, 2)
+    np.testing.assert_allclose(parts, whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "consume",
+    [attention.rollout, lambda maps: distance(maps, 1)],
+    ids=["rollout", "distance"],
+)
+def test_no_layer_is_alive_while_the_next_is_computed(network, consume, monkeypatch):
+    model, params, images = network
+    alive, run = [], parts.run
+
+    def watched(*args):
+        shapes = [array.shape for array in jax.live_arrays()]
+        alive.append(shapes.count((2, 2, 16, 16)))
+        return run(*args)
+
+    monkeypatch.setattr(parts, "run", watched)
+    gc.collect()  # Of earlier tests.
+    consume(attention.attention_maps(model, params, images))
+    assert alive == [0] * 3
+
+
+def test_any_layer_head_and_query_can_be_asked_for(network):
+    model, params, images = network
+    _, weights, _ = plain_vit.forward(params, images[1], patch=4, heads=2)
+    for layer, query, head in ((0, 0, 1), (1, 9, 0), (2, 15, None), (-1, 15, None)):
+        found = attention.query_attention(
+            model, params, images, layer=layer, query=query, head=head
+        )
+        wanted = jnp.stack(weights[layer])[:, query]
+        wanted = wanted.mean(0) if head is None else wanted[head]
+        np.testing.assert_allclose(found[1], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"layer": 3}, "layer=3: out of range; choose a number from -3 to 2"),
+        ({"layer": -4}, "layer=-4: out of range"),
+        ({"layer": 0, "query": 16}, "query=16: out of range; .* from 0 to 15"),
+        ({"layer": 0, "head": 2}, "head=2: out of range; .* from 0 to 1"),
+    ],
+)
+def test_an_index_out_of_range_is_refused(network, choice, message):
+    with pytest.raises(UserError, match=message):
+        attention.query_attention(*network, **choice)
+
+
+def test_a_resnet_has_no_attention():
+    resnet = models.create("R50x1", classes=5, image_size=(32, 32))
+    images = jnp.zeros((1, 32, 32, 3))
+    with pytest.raises(UserError, match="a ResNet has no attention"):
+        attention.attention_maps(resnet, {}, images)
+    with pytest.raises(UserError, match="a ResNet has no attention"):
+        attention.query_attention(resnet, {}, images, layer=0)
+
+
+def rollout_maps():
+    weights = np.random.default_rng(1).random((L, B, H, N, N)).astype(np.float32)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def rollout_by_loops(maps, head_fusion, num_discarded):
+    """Multiplies the layers, one image and one row at a time."""
+    results = []
+    for b in range(B):
+        product = np.eye(N)
+        for layer in maps:
+            mixed = np.zeros((N, N))
+            for n in range(N):
+                row = [[layer[b, h, n, m] for h in range(H)] for m in range(N)]
+                row = [sum(r) / H if head_fusion == "mean" else max(r) for r in row]
+                for m in sorted(range(N), key=row.__getitem__)[:num_discarded]:
+                    row[m] = 0
+                row[n] += 1
+                mixed[n] = np.array(row) / sum(row)
+            product = mixed @ product
+        results.append(product)
+    return results
+
+
+@pytest.mark.parametrize("head_fusion", ["mean", "max"])
+@pytest.mark.parametrize(
+    ("discard_ratio", "num_discarded"), [(0.0, 0), (0.3, 2), (0.9, 6)]
+)
+def test_rollout_is_that_of_loops(head_fusion, discard_ratio, num_discarded):
+    maps = rollout_maps()
+    found = attention.rollout(map(jnp.array, maps), head_fusion, discard_ratio)
+    np.testing.assert_allclose(
+        found, rollout_by_loops(maps, head_fusion, num_discarded), atol=1e-6
+    )
+    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_fusion", ["mean", "max"])
+@pytest.mark.parametrize("discard_ratio", [0.0, 0.5])
+def test_rollout_of_identity_attention_is_the_identity(head_fusion, discard_ratio):
+    eye = jnp.broadcast_to(jnp.eye(N), (B, H, N, N))
+    np.testing.assert_allclose(
+        attention.rollout([eye] * L, head_fusion, discard_ratio),
+        np.array([np.eye(N)] * B),
+        atol=1e-7,
+    )
+
+
+def test_rollout_of_uniform_attention_halves_the_own_share_per_layer():
+    uniform = jnp.full((B, H, N, N), 1 / N)
+    own = 2.0**-L
+    wanted = own * np.eye(N) + (1 - own) / N
+    np.testing.assert_allclose(attention.rollout([uniform] * L)[0], wanted, rtol=1e-5)
+
+
+def test_bad_options_of_rollout_are_refused():
+    maps = [jnp.full((B, H, N, N), 1 / N)]
+    with pytest.raises(
+        UserError, match=r"head_fusion='min': unknown; choose mean or m"
+    ):
+        attention.rollout(maps, "min")
+    for ratio in (1.0, -0.1, float("nan")):
+        with pytest.raises(UserError, match=r"discard_ratio=.*: out of range; choose"):
+            attention.rollout(maps, discard_ratio=ratio)
+    with pytest.raises(UserError, match=r"maps=\[\]: rollout needs at least one layer"):
+        attention.rollout([])
+
+
+def relevance_model(**options):
+    return plain_vit.drawn(scale=0.6, **{**TINY, **options})
+
+
+@functools.partial(jax.jit, static_argnames="head")
+def slopes_and_weights(params, image, label, head):
+    N = 6 + ("cls" in params) + ("dist" in params)
+
+    def logit(added):
+        logits, weights, _ = plain_vit.forward(
+            params, image, patch=4, heads=2, head=head, added=added
+        )
+        return logits[label], weights
+
+    return jax.grad(logit, has_aux=True)([[jnp.zeros((N, N))] * 2] * DEPTH)
+
+
+def relevance_by_matrices(params, image, label, head="token"):
+    """Returns the relevance by whole matrices, from the first layer up, as in the paper."""
+    slopes, weights = slopes_and_weights(params, image, label, head)
+    whole = np.eye(len(weights[0][0]))
+    for of_layer, slope in zip(weights, slopes, strict=True):
+        whole = whole + positive_contribution(of_layer, slope) @ whole
+    if head == "map":
+        return pooling_relevance(params, image, label) @ whole
+    if head == "gap":
+        return whole.mean(0)
+    return whole[: 1 + ("dist" in params)].mean(0)
+
+
+def pooling_relevance(params, image, label):
+    """Returns the relevance of each token to a class in attention pooling."""
+    _, _, tokens = plain_vit.forward(params, image, patch=4, heads=2, head="map")
+    x = plain_vit.norm(tokens[-1], params["Transformer"]["encoder_norm"], 1e-6)
+    pool = params["MAPHead_0"]
+
+    def logit(added):
+        kernels = pool["MultiHeadDotProductAttention_0"]
+        y, weights = plain_vit.attend(pool["probe"][0], x, kernels, added)
+        z = plain_vit.norm(y, pool["LayerNorm_0"], 1e-6)
+        y = y + plain_vit.mlp(z, pool["MlpBlock_0"])
+        return (y @ params["head"]["kernel"])[0, label], weights
+
+    slopes, weights = jax.grad(logit, has_aux=True)([jnp.zeros((1, 6))] * 2)
+    return positive_contribution(weights, slopes)[0]
+
+
+def positive_contribution(weights, slopes):
+    pairs = zip(weights, slopes, strict=True)
+    return np.mean([np.maximum(0, a * s) for a, s in pairs], axis=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head": "token"},
+        pytest.param({"head": "gap"}, marks=pytest.mark.slow),
+        pytest.param({"head": "map"}, marks=pytest.mark.slow),
+        pytest.param({"distillation": True}, marks=pytest.mark.slow),
+        pytest.param({"posemb": "none"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: str(*options.values()),
+)
+def test_relevance_is_that_of_the_paper_s_matrices(options):
+    model, params, images = relevance_model(**options)
+    plain = params
+    if "posemb" in options:  # Equivalent to positions of 0.
+        nothing = {"pos_embedding": jnp.zeros((1, 7, 8))}
+        plain = params | {
+            "Transformer": params["Transformer"] | {"posembed_input": nothing}
+        }
+    for classes in ((4, 2), (0, 2)):
+        found = attention.relevance(model, params, images, jnp.array(classes))
+        for row, image, label in zip(found, images, classes, strict=True):
+            wanted = relevance_by_matrices(
+                plain, image, label, options.get("head", "token")
+            )
+            np.testing.assert_allclose(row, wanted, rtol=1e-3, atol=1e-5)
+    assert (found >= 0).all()
+
+
+def test_one_layer_s_attention_is_alive_during_the_backward_pass(monkeypatch):
+    model, params, images = relevance_model()
+    alive, pull = [], parts.pull
+
+    def watched(*args):
+        shapes = [array.shape for array in jax.live_arrays()]
+        alive.append(shapes.count((2, 2, 7, 7)))
+        return pull(*args)
+
+    monkeypatch.setattr(parts, "pull", watched)
+    gc.collect()  # Of earlier tests.
+    attention.relevance(model, params, images, jnp.array([1, 3]))
+    assert alive == [0] * DEPTH
+
+
+def test_a_token_without_influence_has_no_relevance():
+    model, params, images = relevance_model(depth=1)
+    block = params["Transformer"]["encoderblock_0"]
+    block["MultiHeadDotProductAttention_1"]["out"]["kernel"] *= 0
+    found = attention.relevance(model, params, images, jnp.array([1, 3]))
+    np.testing.assert_array_equal(found, [[1, 0, 0, 0, 0, 0, 0]] * 2)
+
+
+def test_relevance_to_an_unknown_class_is_refused():
+    model, params, images = relevance_model()
+    with pytest.raises(UserError, match="class 7 is not one of the 5"):
+        attention.relevance(model, params, images, jnp.array([7, 0]))

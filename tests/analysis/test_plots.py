@@ -1,0 +1,125 @@
+"""The figures: their contents are at the right place, and legible."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import models
+from vit_jax.analysis import attention, charts, plots
+from vit_jax.analysis.canvas import UniqueStems
+from vit_jax.analysis.loaded_model import Batch, LoadedModel
+from vit_jax.analysis.plots import ImageOptions
+from vit_jax.errors import UserError
+from vit_jax.models.inside import Layer
+from vit_jax.weights.pretrained import Preprocess
+
+PREPROCESS = Preprocess((224, 224), (0.5,), (0.5,))
+
+
+def attention_sheet(options, depth=1):
+    """Draws even attention on a black image of 224 pixels."""
+    model = models.create("S/16", classes=5, depth=depth)
+    loaded = LoadedModel("s", model, {}, PREPROCESS)
+    query = plots.Query(loaded, options.query)
+    plot = plots.AttentionPlot(loaded, query, UniqueStems(), options)
+    even = Layer(jnp.full((1, 6, 197, 197), 1 / 197), jnp.zeros((1, 197, 1)))
+    for _ in range(depth):
+        plot.update(even, range(1))
+    black = np.zeros((1, 224, 224, 3), np.uint8)
+    (picture,) = plot.draw(Batch(["a.png"], [], [black]))
+    return picture
+
+
+@pytest.mark.parametrize("patch", [(3, 10), (13, 13), (0, 0)])
+def test_the_ring_is_on_the_query_patch(patch):
+    figure = attention_sheet(ImageOptions(query=patch)).figure
+    rendered = np.array(Image.open(io.BytesIO(charts.to_png(figure))).convert("RGB"))
+    H, W, _ = rendered.shape
+    red, green, blue = np.moveaxis(rendered.astype(int), -1, 0)
+    down, across = np.nonzero((red > 200) & (green < 120) & (blue < 120))
+    (axes,) = (axes for axes in figure.axes if axes.get_title() == "image")
+    box = axes.get_position()
+    row, column = patch
+    found = (across.mean() + 0.5) / W, 1 - (down.mean() + 0.5) / H
+    wanted = (
+        box.x0 + box.width * (column + 0.5) / 14,
+        box.y1 - box.height * (row + 0.5) / 14,
+    )
+    # Half a patch is 0.8 / 28 inches.
+    np.testing.assert_allclose(np.subtract(found, wanted) * [W, H] / 200, 0, atol=0.01)
+
+
+def test_chosen_layers_are_drawn_and_all_are_in_the_data():
+    picture = attention_sheet(ImageOptions(layers=(2, 0)), depth=3)
+    texts = [text.get_text() for text in picture.figure.texts]
+    assert texts[1:] == ["layer 3", "layer 1"]
+    assert picture.data["attention"].shape == (3, 6, 197)
+    picture = attention_sheet(ImageOptions(), depth=3)
+    texts = [text.get_text() for text in picture.figure.texts]
+    assert texts[1:] == ["layer 1", "layer 2", "layer 3"]
+    with pytest.raises(
+        UserError, match="--layers=3: s has 3 layers; choose from 0 to 2"
+    ):
+        attention_sheet(ImageOptions(layers=(1, 3)), depth=3)
+
+
+def test_of_many_layers_some_are_drawn():
+    picture = attention_sheet(ImageOptions(), depth=24)
+    texts = [text.get_text() for text in picture.figure.texts][1:]
+    assert len(texts) == 12 and texts[0] == "layer 1" and texts[-1] == "layer 24"
+
+
+@pytest.mark.parametrize(
+    ("side", "count"),
+    [(1, 1), (14, 14), (32, 32), (37, 37), (64, 22), (2000, 1)],
+)
+def test_of_a_large_grid_some_patches_are_drawn(side, count):
+    rows = plots.drawn_patches(side)
+    assert len(rows) == count and rows[0] == 0 and rows[-1] < side
+
+
+@pytest.mark.parametrize("side", [224, 512])
+def test_every_cell_of_the_positions_has_two_pixels(side):
+    model = models.create("B/16", classes=5, image_size=(side, side), width=24)
+    grid = side // 16
+    table = np.random.default_rng(1).standard_normal((1, 1 + grid**2, 24))
+    params = {"Transformer": {"posembed_input": {"pos_embedding": table}}}
+    figure = plots.plot_position_similarity(
+        LoadedModel("s", model, params, PREPROCESS)
+    ).figure
+    axes = figure.axes[0]
+    rows, columns = axes.images[0].get_array().shape
+    assert rows == columns == grid * (grid + 1) - 1
+    width, height = figure.get_size_inches() * axes.get_position().size * 200
+    assert width >= 2 * columns and height >= 2 * rows
+
+
+def precisions(jaxpr):
+    """Yields the precision of each product, also within inner functions."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.params["precision"]
+        for value in equation.params.values():
+            if hasattr(value, "jaxpr"):
+                yield from precisions(value.jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda a, b: attention.head_distances(a, b, 1), [(2, 3, 7, 7), (6, 6)]),
+        (attention.rollout_step, [(2, 7, 7), (2, 3, 7, 7)]),
+        (attention._propagate_relevance, [(2, 7), (2, 3, 7, 7), (2, 3, 7, 7)]),
+        (plots._query_attention, [(2, 3, 7, 7), (7,)]),
+    ],
+    ids=["distance", "rollout", "relevance", "query"],
+)
+def test_products_are_exact_on_accelerators_too(function, shapes):
+    # By default their operands have 8 or 11 bits there.
+    jaxpr = jax.make_jaxpr(function)(*map(jnp.ones, shapes)).jaxpr
+    highest = jax.lax.Precision.HIGHEST
+    assert list(precisions(jaxpr)) == [(highest, highest)]

@@ -1,0 +1,150 @@
+"""Patch and position embeddings: principal components and similarities.
+
+Letters: K components, Y by X pixels of a filter or patches of the grid, C channels,
+D filters or width, N tokens, P patches, H heads, R offsets, F head width.
+"""
+
+import numpy as np
+from jaxtyping import Float
+
+from vit_jax.analysis.loaded_model import check_finite
+from vit_jax.errors import UserError
+from vit_jax.models import Model, Params, positions, stacking
+
+NUM_COMPONENTS = 28  # As in figure 7 of the paper.
+
+
+def first_kernel(params: Params) -> Float[np.ndarray, "Y X C D"]:
+    """Returns the convolution kernel that is applied to the pixels.
+
+    It is the patch embedding of a Vision Transformer, and the root convolution of a
+    ResNet or a hybrid.
+
+    Args:
+      params: of any model.
+    """
+    if "root_block" in params:
+        layer = params["root_block"]["conv_root"]
+    else:
+        layer = params.get("conv_root", params.get("embedding"))
+    return np.asarray(layer["kernel"], np.float32)
+
+
+def principal_components(
+    kernel: Float[np.ndarray, "Y X C D"], num_components: int = NUM_COMPONENTS
+) -> tuple[Float[np.ndarray, "K Y X C"], Float[np.ndarray, " K"]]:
+    """Returns the principal components of filters (arXiv:2010.11929, figure 7 left).
+
+    Args:
+      kernel: the filters.
+      num_components: maximum number of components.
+
+    Returns:
+      Components of norm 1, by descending variance, with the sign that makes their
+      largest entry positive; and the fraction of the variance that each explains.
+
+    Raises:
+      UserError: the filters are not finite.
+    """
+    check_finite(kernel, "the first kernel")
+    flat = kernel.reshape(-1, kernel.shape[-1]).T.astype(np.float64)
+    flat -= flat.mean(0)
+    _, singular_values, rows = np.linalg.svd(flat, full_matrices=False)
+    variance = singular_values**2
+    explained = variance / variance.sum() if variance.any() else variance
+    rows = rows[:num_components]
+    largest = np.take_along_axis(rows, abs(rows).argmax(1)[:, None], axis=1)
+    rows = rows * np.where(largest < 0, -1, 1)
+    components = rows.reshape(len(rows), *kernel.shape[:3]).astype(np.float32)
+    return components, explained[:num_components].astype(np.float32)
+
+
+def components_to_intensities(
+    components: Float[np.ndarray, "K Y X C"],
+) -> Float[np.ndarray, "K Y X C"]:
+    """Returns components scaled to [0, 1] each, with 0 at mid-grey (0.5)."""
+    largest = abs(components).max(axis=(1, 2, 3), keepdims=True)
+    return 0.5 + 0.5 * components / np.where(largest > 0, largest, 1)
+
+
+def position_similarity(
+    model: Model, params: Params, layer: int = 0
+) -> Float[np.ndarray, "Y X Y X"]:
+    """Returns the similarity of the position embeddings of all pairs of patches.
+
+    It is the cosine similarity of the embeddings that are added to the two patches
+    (arXiv:2010.11929, figure 7 centre). Relative embeddings are added to no patch:
+    there it is the cosine similarity between the embedding of the offset from patch to
+    patch and that of offset 0, averaged over the heads.
+
+    Args:
+      model, params: a Vision Transformer or a hybrid.
+      layer: index from 0; matters if each layer has its own embeddings
+        (posemb_at="every").
+
+    Returns:
+      Cosines, indexed by row and column of one patch, then of the other; 0 for an
+      embedding of norm 0.
+
+    Raises:
+      UserError: there are no position embeddings or no such layer, or an embedding is
+        not finite.
+    """
+    kind = model.options.get("posemb", "none")
+    if kind == "none":
+        raise UserError(
+            f"posemb=none: {model.options['variant']} has no position embeddings to "
+            "compare; give a model that has them"
+        )
+    depth = model.options["depth"]
+    if not 0 <= layer < depth:
+        raise UserError(
+            f"layer={layer}: out of range; choose a number from 0 to {depth - 1}"
+        )
+    if kind == "relative":
+        embeddings = _relative_embeddings(model, params, layer)
+    else:
+        embeddings = _absolute_embeddings(model, params, layer)
+    check_finite(embeddings, "the position embedding")
+    unit = _normalize(embeddings)
+    if kind == "relative":
+        zero_offset = unit.shape[1] // 2
+        cosines = np.einsum("hrf,hf->hr", unit, unit[:, zero_offset]).mean(0)
+        patches = np.arange(model.grid[0] * model.grid[1])
+        similarity = cosines[patches[:, None] - patches + zero_offset]
+    else:
+        similarity = unit @ unit.T
+    return similarity.reshape(*model.grid, *model.grid).astype(np.float32)
+
+
+def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
+    """Returns the embedding that is added to each patch, in row-major order."""
+    per_layer = model.options["posemb_at"] == "every"
+    name = f"posembed_{layer if per_layer else 'input'}"
+    embedding = params[stacking.ENCODER].get(name, {})
+    if model.options["posemb"] == "learned":
+        return np.asarray(embedding["pos_embedding"], np.float64)[0, model.extra :]
+    if model.options["posemb"] == "sincos2d":
+        fixed = positions.sincos2d(model.grid, model.options["width"])
+        return np.asarray(fixed, np.float64)
+    (Y, X), half = model.grid, model.options["width"] // 2
+    rows, columns = (
+        np.asarray(embedding[f"{axis}_embedding"], np.float64)
+        for axis in ("row", "column")
+    )
+    halves = [
+        np.broadcast_to(part, (Y, X, half)) for part in (columns[None], rows[:, None])
+    ]
+    return np.concatenate(halves, axis=-1).reshape(Y * X, -1)
+
+
+def _relative_embeddings(model, params, layer) -> Float[np.ndarray, "H R F"]:
+    """Returns the embedding of each offset between patches."""
+    per_layer = model.options["posemb_at"] == "every"
+    name = "relative_embedding" + (f"_{layer}" if per_layer else "")
+    return np.asarray(params[stacking.ENCODER][name], np.float64)
+
+
+def _normalize(vectors):
+    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.where(norms > 0, norms, 1)

@@ -1,1 +1,0 @@
-"""The figures: a thin layer of drawing on the arrays of the package above."""

@@ -1,0 +1,274 @@
+"""Checkpoints loaded for analysis, and the images that pass through them.
+
+Letters: B images, R images per chunk, N tokens, D width, Y by X pixels, C channels.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from vit_jax.data import decode, device_ops
+from vit_jax.errors import UserError
+from vit_jax.evaluation import inputs, network, prediction
+from vit_jax.models import Model, Params
+from vit_jax.models.inside import Layer
+from vit_jax.weights import preprocess as preprocessing
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+# Limits of a chunk: bytes of one layer's attention, and images.
+_MAX_ATTENTION_BYTES, _MAX_CHUNK_SIZE = 256 << 20, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model with its parameters and preprocessing.
+
+    Attributes:
+      name: shown in titles and messages.
+      model, params: the model and its parameters.
+      preprocess: image size, crop and normalisation.
+      class_names: in label order; empty if unknown.
+    """
+
+    name: str
+    model: Model
+    params: Params
+    preprocess: Preprocess
+    class_names: tuple[str, ...] = ()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        pretrained: Pretrained,
+        preprocess: Preprocess,
+        class_names: tuple[str, ...] = (),
+    ) -> "LoadedModel":
+        """Returns the model of a checkpoint, with its parameters on the device.
+
+        Args:
+          name: shown in titles and messages.
+          pretrained: from `weights.open_pretrained`.
+          preprocess: image size, crop and normalisation; position embeddings are
+            resized if its image size differs from the checkpoint's.
+          class_names: in label order; if empty, those of the checkpoint.
+
+        Raises:
+          UserError: class names or preprocessing do not fit the model.
+        """
+        names = pretrained.class_names
+        if class_names:
+            names = prediction.names_of(pretrained, class_names)
+        model, params = network.fit(pretrained, preprocess)
+        return cls(name, model, jax.device_put(params), preprocess, tuple(names))
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the input images: 3 for RGB, 1 for grey."""
+        return self.model.image_shape[-1]
+
+    def prepare(
+        self, data: bytes | UInt8[np.ndarray, "_ _ _"]
+    ) -> UInt8[np.ndarray, "Y X C"]:
+        """Decodes, resizes and crops an image to the input size of the model."""
+        return preprocessing.prepare(data, self.preprocess, self.channels)
+
+    def normalize(
+        self, pixels: UInt8[np.ndarray, "B Y X C"]
+    ) -> Float[Array, "B Y X C"]:
+        """Returns prepared images as normalised inputs of the model."""
+        preprocess = self.preprocess
+        images = device_ops.normalize(
+            jnp.asarray(pixels), preprocess.mean, preprocess.std
+        )
+        return images.astype(self.model.options["dtype"])
+
+    def class_name(self, label: int) -> str:
+        """Returns the name of a class, or "class LABEL" if names are unknown."""
+        return self.class_names[label] if self.class_names else f"class {label}"
+
+    def max_chunk_size(self, num_arrays: int = 1) -> int:
+        """Returns the number of images whose attention in one layer fits in memory.
+
+        It is at least 1, even if one image exceeds the limit.
+
+        Args:
+          num_arrays: arrays of the size of one layer's attention alive at a time.
+        """
+        num_tokens = self.model.extra + math.prod(self.model.grid)
+        per_image = 4 * self.model.options.get("heads", 1) * num_tokens**2
+        fitting = _MAX_ATTENTION_BYTES // (num_arrays * per_image)
+        return max(1, min(_MAX_CHUNK_SIZE, fitting))
+
+    def iter_layers(
+        self,
+        pixels: UInt8[np.ndarray, "B Y X C"],
+        image_names: Sequence[str],
+        chunk_size: int,
+    ) -> Iterator[tuple[Layer, range]]:
+        """Runs a batch through the model layer by layer, and each layer in chunks.
+
+        All chunks pass a layer before the next layer begins. Drop each result before
+        requesting the next, and the attention of only one chunk and one layer is in
+        memory at a time.
+
+        Args:
+          pixels: prepared images.
+          image_names: for messages.
+          chunk_size: images per chunk. The last chunk is padded with black images, so
+            that all chunks share one compiled program.
+
+        Yields:
+          Attention and tokens of a chunk, and the indices of its images; rows beyond
+          these indices are padding.
+
+        Raises:
+          UserError: the model has no attention, or its output is not finite.
+        """
+        chunks = [
+            range(start, min(start + chunk_size, len(pixels)))
+            for start in range(0, len(pixels), chunk_size)
+        ]
+        layers_of_chunks = [
+            self.model.inside(
+                self.params,
+                self.normalize(
+                    pad_images(pixels[chunk.start : chunk.stop], chunk_size)
+                ),
+            )
+            for chunk in chunks
+        ]
+        for _ in range(self.model.options["depth"]):
+            for chunk, layers in zip(chunks, layers_of_chunks, strict=True):
+                # A local variable here would keep the layer alive.
+                yield (
+                    self._checked(next(layers), image_names[chunk.start : chunk.stop]),
+                    chunk,
+                )
+
+    def _checked(self, layer: Layer, image_names: Sequence[str]) -> Layer:
+        magnitudes = np.asarray(_max_magnitude(layer.tokens))
+        for name, magnitude in zip(image_names, magnitudes, strict=False):
+            check_finite(magnitude, f"{self.name}'s output for {name}")
+        return layer
+
+
+def pad_images(
+    pixels: UInt8[np.ndarray, "B Y X C"], count: int
+) -> UInt8[np.ndarray, "R Y X C"]:
+    """Pads a batch with black images to at least `count` images."""
+    missing = max(0, count - len(pixels))
+    return np.pad(pixels, ((0, missing), (0, 0), (0, 0), (0, 0)))
+
+
+@jax.jit
+def _max_magnitude(tokens: Float[Array, "B N D"]) -> Float[Array, " B"]:
+    """Returns the largest magnitude in the tokens of each image; NaN propagates."""
+    return abs(tokens).max((1, 2))
+
+
+def check_finite(
+    values: Float[np.ndarray, "..."] | Float[Array, "..."] | np.floating, what: str
+) -> None:
+    """Raises UserError if a value is not finite.
+
+    Args:
+      values: parameters of a checkpoint, or outputs computed from them.
+      what: subject of the message, as "B/16's output for a.png".
+    """
+    if not np.isfinite(values).all():
+        raise UserError(
+            f"{what} is not finite: the checkpoint is damaged, or diverged in training"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch of images.
+
+    Attributes:
+      names: of the image files.
+      originals: decoded images, RGB, of any size; only those of the first images, as
+        many as were requested.
+      pixels: images prepared for each model, (B, Y, X, C) each.
+    """
+
+    names: list[str]
+    originals: list[UInt8[np.ndarray, "_ _ 3"]]
+    pixels: list[UInt8[np.ndarray, "_ _ _ _"]]
+
+    def first(self, count: int) -> "Batch":
+        """Returns the first images."""
+        return Batch(
+            self.names[:count],
+            self.originals[:count],
+            [of_model[:count] for of_model in self.pixels],
+        )
+
+
+def read_batches(
+    images: Iterable[inputs.Named],
+    models: Sequence[LoadedModel],
+    batch_size: int,
+    on_unreadable: Callable[[str, str], None],
+    *,
+    num_originals: int = 0,
+    min_batch_size: int = 0,
+) -> Iterator[Batch]:
+    """Reads images in batches, prefetching in threads; each image is decoded once.
+
+    Args:
+      images: from `evaluation.inputs.find`.
+      models: the models that images are prepared for.
+      batch_size: images per batch; the last batch may be smaller.
+      on_unreadable: called with the name of each unreadable image and the reason.
+      num_originals: number of readable images whose originals are kept.
+      min_batch_size: minimum size of the last batch. To reach it, the last batch may
+        exceed `batch_size` by up to `min_batch_size` - 1.
+    """
+    num_read = 0
+
+    def load(image: inputs.Named):
+        name, source = image
+        return name, inputs.attempt(source, prepare)
+
+    def prepare(data: bytes):
+        # This runs ahead of `num_read`, so a few more originals are decoded than kept.
+        keep = num_read < num_originals
+        # Grey images are decoded as grey: that is not the mean of RGB.
+        channels = {model.channels for model in models} | ({3} if keep else set())
+        decoded = {count: decode.decode(data, count) for count in channels}
+        prepared = [model.prepare(decoded[model.channels]) for model in models]
+        return decoded[3] if keep else None, prepared
+
+    threads = min(8, os.cpu_count() or 1)
+    pending = []
+    for name, result in inputs.ahead(
+        images, load, threads=threads, limit=max(2, threads)
+    ):
+        if isinstance(result, str):
+            on_unreadable(name, result)
+            continue
+        original, prepared = result
+        pending.append((name, original if num_read < num_originals else None, prepared))
+        num_read += 1
+        if len(pending) == batch_size + min_batch_size:
+            yield _stack(pending[:batch_size])
+            pending = pending[batch_size:]
+    if pending:
+        yield _stack(pending)
+
+
+def _stack(images) -> Batch:
+    names, originals, prepared = zip(*images, strict=True)
+    return Batch(
+        list(names),
+        [original for original in originals if original is not None],
+        [np.stack(of_model) for of_model in zip(*prepared, strict=True)],
+    )
