@@ -42,6 +42,7 @@ COMMON = {
         "workers": 0,  # Loader processes; 0 loads in threads of this process.
         "threads": 4,  # Loader threads a process.
         "prefetch": 8,  # Batches read ahead, a process.
+        "check": True,  # Resume only on the data that the run was begun on.
         "on_error": "raise",  # A damaged image: "raise", or "skip" (counted).
     },
     "model": {  # And the keys of its form, see FORMS.

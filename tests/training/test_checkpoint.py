@@ -1,9 +1,12 @@
 """Saving, failing to save, and what is taken for a checkpoint, without a training run."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from helpers import tiny_config
 from orbax.checkpoint import v1 as ocp
 
@@ -115,11 +118,83 @@ def test_what_a_kill_left_is_no_checkpoint_and_is_removed(checkpointer, tmp_path
         for step in (1, 2):
             checkpoints.save(step, state_of(step), 0.0)
     (tmp_path / "checkpoints" / "2" / "checksums.json").unlink()
+    (tmp_path / "checkpoints" / "2.unfinished").write_text("")
     (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "checkpoints" / "0.removed").mkdir()
     assert workdirs.steps(tmp_path) == [1]
     assert_is(restored(checkpointer()).state, 1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_save_that_is_cut_off_before_its_checksums_is_known_as_ours(
+    checkpointer, tmp_path, monkeypatch
+):
+    checkpoints = checkpointer()
+    checkpoints.save(1, state_of(1), 0.0)
+    checkpoints.demand(1, "the test")
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    # As far as a process comes that is killed while it computes the checksums.
+    path = epath.Path(tmp_path / "checkpoints" / "2")
+    saving.leftovers.begin(path)
+    shutil.copytree(tmp_path / "checkpoints" / "1", path)
+    (path / "checksums.json").unlink()
+    assert checkpointer().latest == 1
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+def test_what_is_not_known_as_ours_is_told_and_stays(checkpointer, tmp_path, capsys):
+    with checkpointer(last=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), 0.0)
+    folder = tmp_path / "checkpoints"
+    (folder / "2").rename(folder / "3")
+    (folder / "3" / "checksums.json").unlink()  # As where a copy lost it.
+    (folder / "2024").mkdir()
+    (folder / "2024" / "thesis.txt").write_text("kept nowhere else")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "old.removed").mkdir()
+    capsys.readouterr()
+    checkpoints = checkpointer(last=1)
+    unverified, foreign = capsys.readouterr().err.splitlines()
+    assert unverified == (
+        f"warning: {folder} has 2024, 3 without checksums.json: not used and left "
+        "alone; if a start that was killed left it, remove it"
+    )
+    assert foreign == (
+        f"warning: {folder} has notes.txt, old.removed, of no checkpoint: left alone"
+    )
+    assert checkpoints.latest is None
+    with checkpoints:
+        for step in (3, 4):  # The first where one without checksums lies.
+            checkpoints.save(step, state_of(step), 0.0)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("2024", "3.unverified", "4", "notes.txt", "old.removed")
+    ]
+    assert (folder / "2024" / "thesis.txt").read_text() == "kept nowhere else"
+    capsys.readouterr()
+    assert checkpointer().latest == 4
+    assert "3.unverified" not in capsys.readouterr().err
+
+
+def test_another_set_of_data_is_refused_unless_that_is_allowed(checkpointer, tmp_path):
+    with checkpointer() as checkpoints:
+        checkpoints.save(1, state_of(1), 0.0)
+    other = open_made("val", (8, 12), 3, 5, 20)
+    match = (
+        r"the training split has changed since .* was begun: records new.*; records gone.*; restore "
+        r"the data, or go on with them as they are: --config.data.check=False"
+    )
+    with pytest.raises(UserError, match=match):
+        restored(Checkpointer(tmp_path, tiny_config(), other))
+    allowed = tiny_config(data={"check": False})
+    with Checkpointer(tmp_path, allowed, other) as checkpoints:
+        found = restored(checkpoints)
+        assert_is(found.state, 1)
+        assert "changed since" in found.notes[1]
+        assert "(data.check=False): records new" in found.notes[1]
+        checkpoints.save(2, state_of(2), 0.0)
+    # From then on these are the data of the run.
+    assert_is(restored(Checkpointer(tmp_path, tiny_config(), other)).state, 2)
 
 
 def test_a_damaged_one_is_put_aside_and_may_be_saved_again(
@@ -155,7 +230,7 @@ def test_one_of_an_older_version_is_accepted_and_said_to_be_unverified(
     with checkpointer() as checkpoints:
         checkpoints.save(1, state_of(1), 0.0)
     stored = ocp.metadata(tmp_path / "checkpoints" / "1").custom_metadata
-    del stored[workdirs.SUMMED]
+    del stored[workdirs.SUMMED], stored["data"]
     state = state_of(4)
     tree = {"step": state.step, "params": state.params, "key": state.key}
     tree["opt_state"] = state.opt_state
@@ -163,3 +238,9 @@ def test_one_of_an_older_version_is_accepted_and_said_to_be_unverified(
     found = restored(checkpointer())
     assert_is(found.state, 4)
     assert "older version, without checksums: not verified" in found.notes[0]
+    assert "older version, without a fingerprint of its data" in found.notes[2]
+    # Nor is it removed with the old ones of this run.
+    with checkpointer(last=1) as checkpoints:
+        for step in (5, 6):
+            checkpoints.save(step, state_of(step), 0.0)
+    assert workdirs.steps(tmp_path) == [4, 6]

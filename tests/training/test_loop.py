@@ -248,7 +248,7 @@ def test_a_run_that_lost_its_report_does_not_make_up_a_speed(base, tmp_path):
     assert again["params_sha256"] == report["params_sha256"]
 
 
-def test_a_folder_that_gained_images_is_refused_on_resume(tmp_path):
+def test_a_folder_that_has_changed_is_refused_on_resume(tmp_path, capsys):
     pictures = tmp_path / "pictures"
     for split in ("train", "val"):
         for name in "ab":
@@ -261,8 +261,18 @@ def test_a_folder_that_gained_images_is_refused_on_resume(tmp_path):
     )
     loop.train(config, tmp_path / "run")
     _write_png(pictures / "train" / "a" / "new.png", value=9)
-    with pytest.raises(UserError, match="images were 8, now 9"):
+    match = "8 records are now 9; image files new: 'train/a/new.png'; restore the data"
+    with pytest.raises(UserError, match=match):
         loop.train(config, tmp_path / "run")
+    (pictures / "train" / "a" / "new.png").unlink()
+    with (pictures / "train" / "b" / "0.png").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(UserError, match="image files replaced: 'train/b/0.png' .was "):
+        loop.train(config, tmp_path / "run")
+    with config.unlocked():
+        config.data.check = False
+    loop.train(config, tmp_path / "run")
+    assert "(data.check=False): image files replaced" in capsys.readouterr().out
 
 
 def test_the_loop_stops_transfers_that_nobody_meant(tmp_path, monkeypatch):

@@ -132,6 +132,22 @@ def test_another_run_other_data_and_no_interval_find_nothing(disk, save):
     assert disk().restore(newer_than=0)[1] == 2
 
 
+def test_what_was_trained_on_other_data_of_the_same_size_is_refused(
+    disk, save, tmp_path, shardings
+):
+    save(2)
+    other = open_made("val", (8, 12), 3, 5, 20)
+    local = {"folder": "$OWN_DISK/x", "every": 2}
+    near = Nearby(tiny_config(local=local), tmp_path / "run", other, SHAPES, shardings)
+    with pytest.raises(UserError, match="changed since .* was begun: records new"):
+        near.restore(newer_than=0)
+    allowed = tiny_config(local=local, data={"check": False})
+    near = Nearby(allowed, tmp_path / "run", other, SHAPES, shardings)
+    found = near.restore(newer_than=0)
+    assert_is(found.state, 2, shardings)
+    assert "(data.check=False): records new" in found.notes[0]
+
+
 def test_what_a_run_of_another_config_left_is_not_used(disk, save):
     save(2)
     assert disk(seed=99).restore(newer_than=0)[0] is None

@@ -255,7 +255,10 @@ def _in_words(changes: list[_Change], here: Entries, class_names) -> Iterator[st
             continue
         i, old = change.now, change
         if change.label is None:  # It may be one that has gone under another name.
+            # A size tells an image again; where it is unknown, only its class may.
             alike = (g for g in gone if g.size == sizes[i])
+            if here.sizes is None:
+                alike = (g for g in gone if g.label == labels[i])
             old = min(alike, key=lambda g: g.label != labels[i], default=None)
             if old is None:
                 tell("new", repr(here.names[i]))
@@ -263,13 +266,14 @@ def _in_words(changes: list[_Change], here: Entries, class_names) -> Iterator[st
             gone.remove(old)
         renamed = change.renamed or old is not change
         moved = old.label != labels[i]
-        if moved and per_record:
+        if renamed and old.size != sizes[i]:
+            tell("new", repr(here.names[i]))
+            gone.append(old)
+        elif moved and per_record:
             classes = f"{class_of(old.label)}, now {class_of(int(labels[i]))}"
             tell("moved to another class", f"{here.names[i]!r} (was {classes})")
-        elif renamed and old.size == sizes[i]:
-            tell("renamed", f"{here.names[i]!r} (had another name)")
         elif renamed:
-            tell("new, in place of others", repr(here.names[i]))
+            tell("renamed", f"{here.names[i]!r} (had another name)")
         elif moved:
             tell("with other labels", repr(here.names[i]))
         elif here.what == "image files":

@@ -9,11 +9,13 @@ from ml_collections import ConfigDict
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import config as configuration
+from vit_jax.data.fingerprint import fingerprint
 from vit_jax.data.sources import Source
 from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.parallel import distributed
-from vit_jax.training import resuming, saving
+from vit_jax.training import leftovers, resuming, saving
 from vit_jax.training.state import TrainState
+from vit_jax.weights import intact
 from vit_jax.weights import workdir as layout
 
 
@@ -27,10 +29,12 @@ class Checkpointer:
     Args:
       workdir: folder of the run.
       config: complete config; goes with every checkpoint.
-      source: training split; its size and class names go with every checkpoint.
+      source: training split; its size, class names and fingerprint go with every
+        checkpoint.
 
     Attributes:
       failures: saves of this start that failed.
+      data: fingerprint of the training split.
       latest: the newest finished step, the same on all processes, or None.
     """
 
@@ -42,18 +46,21 @@ class Checkpointer:
     ):
         self._workdir = workdir
         self._folder = layout.absolute(workdir) / layout.FOLDER
-        self._keep = config.keep
+        self._keep, self._check = config.keep, config.data.check
+        self._source, self.data = source, fingerprint(source)
         self._about = {
             "config": configuration.to_json(config),
             "class_names": list(source.class_names),
             "examples": len(source),
+            "data": self.data,
             layout.SUMMED: True,
         }
         self.failures = 0
         self._saving = None
         saving.silence_orbax()
         if jax.process_index() == 0:
-            saving.remove_unfinished(self._folder, layout.is_finished)
+            for line in leftovers.remove_unfinished(self._folder):
+                resuming.say(f"warning: {line}")
         distributed.gather(removed=True)  # Before the others look.
         self.latest = max(layout.steps(workdir), default=None)
         self._last = self.latest  # Finished or under way.
@@ -83,19 +90,14 @@ class Checkpointer:
           The state and what goes with it.
 
         Raises:
-          UserError: the data set has changed since then.
+          UserError: the data set has changed since then, unless `data.check` is off.
         """
         step = self.latest
         path = layout.path_of(self._workdir, step)
         stored = ocp.metadata(path).custom_metadata
-        for key, what in (("examples", "images"), ("class_names", "classes")):
-            if stored[key] != self._about[key]:
-                raise UserError(
-                    f"the training split has changed since {self._workdir} was begun: "
-                    f"{what} were {stored[key]}, now {self._about[key]}; restore the "
-                    "data, or begin anew in another --workdir with --config.init="
-                    f"{self._workdir}"
-                )
+        notes = resuming.check_data(
+            stored, self._about, self._source, self._workdir, check=self._check
+        )
         like = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             shapes,
@@ -103,7 +105,7 @@ class Checkpointer:
         )
         tree = ocp.load(path, _as_tree(like))
         state = shapes.replace(**({"average": None} | tree))
-        notes = [f"resume: step {step} of {self._workdir}"]
+        notes = [f"resume: step {step} of {self._workdir}", *notes]
         seconds = stored["seconds"]
         # Older checkpoints tell the seconds alone.
         devices = stored.get("device_seconds", seconds * jax.device_count())
@@ -126,7 +128,7 @@ class Checkpointer:
         if step == self._last:
             return
         if self.failures and jax.process_index() == 0:
-            saving.remove_unfinished(self._folder, layout.is_finished)
+            leftovers.remove_unfinished(self._folder)
         self._last = step
         self._saving = saving.Save(
             layout.path_of(self._workdir, step),
@@ -188,13 +190,18 @@ class Checkpointer:
                 f"{self._remedy()}; training goes on and the next save tries again; "
                 f"{ago:.0f} s of training are not saved"
             )
-            saving.remove_unfinished(self._folder, layout.is_finished, again_after=1.0)
+            leftovers.remove_unfinished(self._folder, again_after=1.0)
 
     def _remove_old(self) -> None:
         try:
-            for step in layout.steps(self._workdir)[: -self._keep.last]:
-                if not (self._keep.every and step % self._keep.every == 0):
-                    saving.remove(layout.path_of(self._workdir, step))
+            paths = [
+                layout.path_of(self._workdir, s) for s in layout.steps(self._workdir)
+            ]
+            # One without checksums may be somebody else's.
+            own = [path for path in paths if intact.has_sums(path)]
+            for path in own[: -self._keep.last]:
+                if not (self._keep.every and int(path.name) % self._keep.every == 0):
+                    leftovers.remove(path)
         except OSError as error:  # The next save tries again.
             resuming.say(
                 f"warning: old checkpoints under {self._folder} could not be removed "

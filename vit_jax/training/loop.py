@@ -7,7 +7,7 @@ import time
 import jax
 from ml_collections import ConfigDict
 
-from vit_jax.data import pipeline, sources
+from vit_jax.data import fingerprint, pipeline, sources
 from vit_jax.evaluation.suite import Suite
 from vit_jax.parallel import compilation_cache, distributed
 from vit_jax.parallel import mesh as meshes
@@ -18,6 +18,7 @@ from vit_jax.training import (
     checkpoint,
     efficiency,
     guards,
+    lock,
     nearby,
     same_run,
     starting,
@@ -56,7 +57,12 @@ def train(
         second one raises KeyboardInterrupt at once.
     """
     watch = watchdog.Watchdog(config.stall_timeout)
-    with guards.clear_errors(config), guards.Preemption() as preemption, watch:
+    with (
+        guards.clear_errors(config),
+        lock.held(workdir),
+        guards.Preemption() as preemption,
+        watch,
+    ):
         return _train(config, workdir, preemption, watch, startup or Startup(), shared)
 
 
@@ -123,7 +129,8 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
         )
         book.head(len(source))
         trace = tracing.Trace(config.profile, workdir, start, active=first_process)
-        for note in filter(None, (*notes, uncached, trace.note)):
+        unchecked = fingerprint.unchecked(checkpoints.data)
+        for note in filter(None, (*notes, unchecked, uncached, trace.note)):
             book.say(note)
 
         def spent():

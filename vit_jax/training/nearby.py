@@ -24,6 +24,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
+from vit_jax.data.fingerprint import fingerprint
 from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
 from vit_jax.parallel import distributed
@@ -72,6 +73,8 @@ class Nearby:
         if not self._every:
             return
         self._layout = parts.Layout(shapes, shardings)
+        self._source, self._workdir = source, workdir
+        self._check, self._data = config.data.check, fingerprint(source)
         told = [len(source), list(source.class_names), self._layout.describe()]
         told += same_run.decisive(config)
         self._print = hashlib.sha256(json.dumps(told).encode()).hexdigest()
@@ -101,7 +104,7 @@ class Nearby:
         """
         self.wait()
         about = {"step": step, "seconds": seconds, "device_seconds": device_seconds}
-        about["print"] = self._print
+        about |= {"print": self._print, "data": self._data}
         arrays = self._layout.parts_of(state)
         about["members"] = len(arrays) + 1  # With this.
         self._writing = threading.Thread(
@@ -154,6 +157,10 @@ class Nearby:
             return resuming.Restored(None, 0, 0.0, 0.0, notes)
         files = {p: _load(mine[step, p]) for s, p in mine if s == step}
         about = next((about for about, _ in files.values()), {})
+        if "data" in about:
+            notes += resuming.check_data(
+                about, {}, self._source, self._workdir, check=self._check
+            )
         own = {k: v for _, arrays in files.values() for k, v in arrays.items()}
         given = self._give(own, held[step])
         names = "seconds", "device_seconds"

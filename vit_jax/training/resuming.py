@@ -5,10 +5,12 @@ import sys
 from typing import NamedTuple
 
 import jax
-from etils import epath
 
+from vit_jax.data import fingerprint
+from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
 from vit_jax.parallel import distributed
+from vit_jax.training import leftovers
 from vit_jax.training.state import TrainState
 from vit_jax.weights import intact
 from vit_jax.weights import workdir as layout
@@ -65,22 +67,59 @@ def newest_intact(workdir: str | os.PathLike) -> tuple[int, list[str]]:
         notes.append(f"{path} is of an older version, without checksums: not verified")
     for bad in damaged:
         if me == 0:
-            aside = _put_aside(layout.path_of(workdir, bad))
+            aside = leftovers.put_aside(layout.path_of(workdir, bad), "damaged")
             say(f"error: going on from step {step}; the damaged one is kept as {aside}")
         notes.append(f"the checkpoint of step {bad} is damaged")
     return step, notes
 
 
+def check_data(
+    stored: dict,
+    about: dict,
+    source: Source,
+    workdir: str | os.PathLike,
+    *,
+    check: bool,
+) -> list[str]:
+    """Refuses data that are not those that a run was trained on.
+
+    Args:
+      stored: what went with its checkpoint: "data", a fingerprint, which old ones lack.
+      about: what goes with those of this start.
+      source: training split of this start.
+      workdir: of the run.
+      check: `config.data.check`.
+
+    Returns:
+      Notes: what differs if that is allowed, and what could not be compared.
+
+    Raises:
+      UserError: the data differ.
+    """
+    notes = []
+    if "data" in stored:
+        found = fingerprint.differences(stored["data"], source)
+    else:
+        found = [
+            f"{what} were {stored[key]}, now {about[key]}"
+            for key, what in (("examples", "images"), ("class_names", "classes"))
+            if stored[key] != about[key]
+        ]
+        notes.append(
+            f"{workdir} is of an older version, without a fingerprint of its data: only "
+            "the numbers of images and classes are compared"
+        )
+    if not found:
+        return notes
+    changed = f"the training split has changed since {workdir} was begun"
+    if check:
+        raise UserError(
+            f"{changed}: {'; '.join(found)}; restore the data, or go on with them as "
+            "they are: --config.data.check=False"
+        )
+    return [*notes, f"{changed} (data.check=False): {'; '.join(found)}"]
+
+
 def say(text: str) -> None:
     """Prints a line that must be seen, at once."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _put_aside(path: epath.Path) -> epath.Path:
-    names = (
-        f"{path.name}.damaged",
-        *(f"{path.name}.damaged-{i}" for i in range(2, 99)),
-    )
-    return path.rename(
-        next(p for p in (path.parent / name for name in names) if not p.exists())
-    )

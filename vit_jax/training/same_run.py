@@ -1,7 +1,6 @@
 """What a workdir must be for a run to begin or go on in it."""
 
 import os
-import pathlib
 
 from ml_collections import ConfigDict
 
@@ -28,6 +27,7 @@ _MAY_CHANGE = (
     "local.",
     "init:",
     "data.data_dir",
+    "data.check",
     "data.workers",
     "data.threads",
     "data.prefetch",
@@ -35,12 +35,11 @@ _MAY_CHANGE = (
 
 
 def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
-    """Refuses a workdir that cannot be written or holds a run of another config.
+    """Refuses a workdir that holds a run of another config.
 
     Raises:
-      UserError: with what stands in the way, or the keys that differ.
+      UserError: with the keys that differ.
     """
-    _check_writable(workdir)
     if not layout.has_checkpoint(workdir):
         return
     stored = _completed(layout.read_config(workdir))
@@ -67,20 +66,3 @@ def _completed(stored: dict) -> dict:
         return configuration.to_json(configuration.complete(stored))
     except UserError:  # A key has gone since then.
         return stored
-
-
-def _check_writable(workdir: str | os.PathLike) -> None:
-    if "://" in str(workdir):
-        return  # A bucket tells when it is written.
-    path = pathlib.Path(workdir).absolute()
-    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
-    if not there.is_dir():
-        raise UserError(
-            f"--workdir={workdir}: {there} is a file, not a folder: choose another "
-            "--workdir"
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(
-            f"--workdir={workdir}: {there} cannot be written: choose another --workdir "
-            "or change its permissions"
-        )

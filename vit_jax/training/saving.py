@@ -1,7 +1,6 @@
 """One checkpoint on its way to the disk, and how all processes agree on its end."""
 
 import concurrent.futures
-import contextlib
 import itertools
 import json
 import logging
@@ -17,10 +16,10 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax.parallel import board
+from vit_jax.training import leftovers
 from vit_jax.weights import intact
 
 _LOOK_SECONDS = 0.2
-_REMOVED = ".removed"  # A folder that a kill may leave half deleted.
 _numbers = itertools.count()  # Of saves; the same in all processes.
 
 
@@ -66,6 +65,8 @@ class Save:
         self._writing = concurrent.futures.Future()
         if trouble is None:
             try:
+                if jax.process_index() == 0:
+                    leftovers.begin(path)
                 # Several processes compare their paths.
                 with _context(), jax.transfer_guard("allow"):
                     response = ocp.save_async(path, tree, custom_metadata=about)
@@ -97,6 +98,7 @@ class Save:
         try:
             self._writing.result()
             intact.write(self._path, intact.sums(self._path))
+            leftovers.end(self._path)
         except Exception as error:  # noqa: BLE001
             return reason(error)
         return None
@@ -129,6 +131,7 @@ class Save:
         try:
             files = [json.loads(part) for part in parts.values()]
             intact.write(self._path, {k: v for part in files for k, v in part.items()})
+            leftovers.end(self._path)
         except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
             return f"process 0 of {everyone}: {reason(error)}"
         return ""
@@ -165,45 +168,6 @@ def _excepthook(kind, error, trace) -> None:
         _excepthook.before(kind, error, trace)
 
 
-def remove_unfinished(
-    folder: epath.Path, is_finished: Callable, *, again_after: float = 0.0
-) -> None:
-    """Removes what saves that failed or were killed have left.
-
-    Args:
-      folder: that holds a folder for each step.
-      is_finished: tells it of a step's folder.
-      again_after: seconds until a second look: TensorStore's threads write on for a
-        moment after a save has failed, and make its folder anew.
-    """
-    _remove_unfinished(folder, is_finished)
-    if again_after:
-        time.sleep(again_after)
-        _remove_unfinished(folder, is_finished)
-
-
-def _remove_unfinished(folder: epath.Path, is_finished: Callable) -> None:
-    found = []
-    with contextlib.suppress(OSError):  # There is none yet, or the disk is gone.
-        found = list(folder.iterdir())
-    for path in found:
-        partial = ".orbax-checkpoint-tmp" in path.name or path.name.endswith(_REMOVED)
-        if partial:
-            _remove_tree(path)
-        elif path.name.isdecimal() and not is_finished(path):
-            with contextlib.suppress(OSError):  # A disk that is read-only.
-                remove(path)
-
-
-def remove(path: epath.Path) -> None:
-    """Removes a checkpoint, such that a kill does not leave half of it."""
-    if "://" in str(path):  # Nothing can be renamed in a bucket at once.
-        (path / intact.NAME).unlink(missing_ok=True)
-        _remove_tree(path)
-    else:
-        _remove_tree(path.rename(path.parent / f"{path.name}{_REMOVED}"))
-
-
 def reason(error: BaseException) -> str:
     """Says in a few words why writing failed."""
     text = " ".join(str(error).split())
@@ -214,17 +178,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return text[:300] or type(error).__name__
-
-
-def _remove_tree(path: epath.Path) -> None:
-    # Threads of TensorStore, or other processes, may be writing there still. What is left
-    # in the end, as on a read-only disk, goes with the next save or the next start.
-    for pause in (0.1, 0.3, 1.0, 0.0):
-        with contextlib.suppress(OSError):
-            path.rmtree()
-        if not path.exists():
-            return
-        time.sleep(pause)
 
 
 def _start(work: Callable, *args) -> threading.Thread:

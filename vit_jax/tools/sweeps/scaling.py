@@ -21,6 +21,7 @@ from vit_jax.models import variants
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.runs import SplitCache, scores
 from vit_jax.tools.sweeps.transfer import say
+from vit_jax.training import lock
 from vit_jax.training.shared import Shared
 
 FILE = "study.json"
@@ -86,6 +87,10 @@ class Study:
           UserError: the workdir holds another study, or as `loop.train`.
           Preempted: SIGTERM came; the same command goes on.
         """
+        with lock.held(self.workdir):
+            return self._run()
+
+    def _run(self) -> dict:
         runs.check_command(self.workdir, self._command())
         rows = []
         with sources.opened_by(SplitCache()):

@@ -18,6 +18,7 @@ from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.fine_tuning import Task, check_feasible
 from vit_jax.tools.sweeps.runs import TestSplitGuard
+from vit_jax.training import lock
 from vit_jax.training.shared import Shared
 
 FILE = "transfer.json"
@@ -55,7 +56,11 @@ class Study:
           UserError: of another command, no rate came to an end, or as `loop.train`.
           Preempted: SIGTERM came; the same command goes on.
         """
-        task, shared = self.task, shared or Shared()
+        with lock.held(self.workdir):
+            return self._run(shared or Shared())
+
+    def _run(self, shared: Shared) -> dict:
+        task = self.task
         check_feasible(task)
         runs.check_command(self.workdir, self._command())
         for note in task.notes:

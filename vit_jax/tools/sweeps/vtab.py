@@ -15,6 +15,7 @@ from vit_jax.data import catalogue, tfds_source, vtab
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.transfer import Study, say
+from vit_jax.training import lock
 from vit_jax.training.shared import Shared
 
 FILE = "vtab.json"
@@ -106,6 +107,10 @@ class Benchmark:
             or, after all tasks that can, one failed.
           Preempted: as `Study.run`.
         """
+        with lock.held(self.workdir):
+            return self._run()
+
+    def _run(self) -> dict:
         found = self._held()
         missing = {name: absent(name, self.data_dir) for name in self.names}
         there = [name for name in self.names if not missing[name]]

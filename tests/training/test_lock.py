@@ -1,0 +1,268 @@
+"""Who may write a workdir: one start at a time, wherever it runs."""
+
+import errno
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import fsspec
+import hosts
+import pytest
+from etils.epath import backend
+
+from vit_jax.errors import UserError
+from vit_jax.training import lock
+
+ROOT = pathlib.Path(__file__).parents[2]
+RECIPE = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 100_000, 12
+    c.data = dict(name="made", classes=5, examples=37, image_size=(8, 12))
+    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.optim = dict(name="sgd", rate=0.1)
+    c.every = dict(log=1, checkpoint=1_000)
+    return c
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, "_SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "_ENDING_SECONDS", 0.3)
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """Returns the address of a bucket, whose objects lie in this process."""
+    objects = fsspec.filesystem("memory", skip_instance_cache=True)
+    monkeypatch.setattr(objects, "store", {})
+    monkeypatch.setattr(
+        backend.fsspec_backend, "_get_filesystem", lambda name: objects, raising=True
+    )
+    return "gs://bucket/run"
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request, tmp_path):
+    """Returns a workdir, and functions that read and write the lock in it."""
+    if request.param == "folder":
+        workdir = str(tmp_path / "run")
+    else:
+        workdir = request.getfixturevalue("bucket")
+    path = lock._absolute(workdir) / lock.NAME
+
+    def write(**changes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with lock.held(workdir):
+            text = path.read_text()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(json.loads(text) | changes))
+
+    return workdir, path, write
+
+
+ELSEWHERE = {"host": "node7", "pid": 4321, "boot": "other", "token": "other"}
+
+
+def test_a_second_start_is_refused_by_name_until_the_first_has_ended(place):
+    workdir, path, _ = place
+    name = rf"process {os.getpid()} on {re.escape(socket.gethostname())}"
+    for _ in range(2):  # It is released, so that the next has it.
+        with lock.held(workdir):
+            time.sleep(0.3)  # A few beats.
+            assert json.loads(path.read_text())["beat"] > 0
+            match = rf"--workdir=.*run: {name} writes to it, since 20\d\d-.*: end that"
+            with pytest.raises(UserError, match=match), lock.held(workdir):
+                pass
+        assert not path.exists()
+    if "://" not in workdir:
+        assert not os.path.exists(workdir)  # Nothing was written to it.
+
+
+def test_a_lock_of_another_host_is_waited_for_and_then_taken_over(place, capsys):
+    workdir, path, write = place
+    write(**ELSEWHERE, lease_seconds=1.0)
+    began = time.monotonic()
+    with lock.held(workdir):
+        assert 1.0 <= time.monotonic() - began < 10
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"process 4321 on node7 has left a lock in {workdir}: waiting for a sign of "
+        "life from it, at most 1 s"
+    )
+
+
+def test_a_start_on_another_host_that_lives_is_told_by_its_beats(place):
+    workdir, path, write = place
+    write(**ELSEWHERE, lease_seconds=60.0)
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.2):
+            found = json.loads(path.read_text())
+            path.write_text(json.dumps(found | {"beat": found["beat"] + 1}))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        match = "process 4321 on node7 writes to it"
+        with pytest.raises(UserError, match=match), lock.held(workdir):
+            pass
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("born", ["1", "another"])
+def test_a_process_of_this_host_that_is_gone_is_not_waited_for(place, capsys, born):
+    workdir, _, write = place
+    # Its number is a later process's now, or nobody's.
+    write(pid=os.getpid() if born == "another" else 2**22 + 1, born=born, token="other")
+    began = time.monotonic()
+    with lock.held(workdir):
+        assert time.monotonic() - began < 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_process_of_this_host_that_lives_is_found_without_locks_of_files(bucket):
+    path = lock._absolute(bucket) / lock.NAME
+    with lock.held(bucket):
+        found = json.loads(path.read_text())
+    path.write_text(json.dumps(found | {"token": "other"}))
+    with pytest.raises(UserError, match="writes to it, since"), lock.held(bucket):
+        pass
+
+
+def test_who_stood_still_and_was_taken_over_ends(place, monkeypatch):
+    workdir, path, _ = place
+    said = []
+    monkeypatch.setattr(
+        lock.together, "end_all", lambda code, text: said.append((code, text))
+    )
+    with lock.held(workdir):
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps(found | ELSEWHERE))
+        until = time.monotonic() + 10
+        while not said and time.monotonic() < until:
+            time.sleep(0.05)
+    code, text = said[0]
+    assert code == 2
+    assert text.startswith(f"process 4321 on node7 has taken {workdir} over since 20")
+
+
+def test_a_file_system_without_locks_falls_back_on_beats(tmp_path, monkeypatch):
+    def none(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", none)
+    with lock.held(tmp_path):
+        match = f"process {os.getpid()} on .* writes to it"
+        with pytest.raises(UserError, match=match), lock.held(tmp_path):
+            pass
+
+
+def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch, bucket):
+    def refused(workdir):
+        with pytest.raises(UserError, match="cannot be written") as error:
+            lock.probe(workdir)
+        (line,) = str(error.value).splitlines()
+        assert line.startswith(f"--workdir={workdir} cannot be written (")
+        return line
+
+    (tmp_path / "file").write_text("")
+    assert "File exists" in refused(tmp_path / "file")
+    assert "Not a directory" in refused(tmp_path / "file" / "run")
+    assert "(" in refused("/proc/vit_jax_run")  # Nobody can make a folder there.
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(lock.os, "fsync", full)
+        assert "No space left on device" in refused(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+    class Forbidden(Exception):
+        pass
+
+    def forbid(*args, **options):
+        raise Forbidden("403: no access\nto the bucket")
+
+    lock.probe(bucket)
+    monkeypatch.setattr(backend.fsspec_backend, "open", forbid)
+    assert "(403: no access to the bucket)" in refused(bucket)
+
+
+@pytest.mark.parametrize("options", ["ro", "size=4k"])
+def test_a_disk_that_is_full_or_read_only_is_refused(tmp_path, options):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
+    if sys.platform != "linux" or subprocess.run(mount, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        if options != "ro":
+            (disk / "other").write_bytes(bytes(4096))
+        with pytest.raises(UserError, match="Read-only file|No space left on device"):
+            lock.probe(disk)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_of_two_starts_the_second_ends_and_a_killed_one_is_followed_at_once(tmp_path):
+    recipe, workdir = tmp_path / "tiny.py", tmp_path / "run"
+    recipe.write_text(RECIPE)
+    words = f"--config={recipe}", f"--workdir={workdir}"
+
+    def reach(process, part):
+        for line in process.stdout:
+            if part in line:
+                return
+        raise AssertionError(f"ended without {part!r}")
+
+    first = hosts.alone("train", *words)
+    others = []
+    try:
+        reach(first, "step 20/")
+        others.append(hosts.alone("train", *words))
+        said, _ = others[0].communicate(timeout=100)
+        assert others[0].returncode == 2, said
+        assert re.fullmatch(
+            rf"error: --workdir={workdir}: process {first.pid} on \S+ writes to it, "
+            r"since 20.*: end that one, or choose another --workdir\n",
+            said,
+        )
+        assert first.poll() is None
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        others.append(hosts.alone("train", *words, "--config.total_steps=100_000"))
+        reach(others[1], "step 3/")
+        others[1].send_signal(signal.SIGTERM)
+        said, _ = others[1].communicate(timeout=100)
+        assert others[1].returncode == 75, said
+        assert "waiting for a sign of life" not in said
+        assert not (workdir / lock.NAME).exists()
+    finally:
+        for process in (first, *others):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            process.stdout.close()
+    # Each step stands once: nothing was mixed.
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(set(steps))

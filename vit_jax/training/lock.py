@@ -1,0 +1,271 @@
+"""One start at a time writes a workdir.
+
+The file `lock` in it names the process that does. The operating system locks that file
+too, which ends with the process, however it ends: a restart on the same host begins at
+once. Another host cannot ask for a process, and in a bucket there is no such lock. So
+the holder also writes a new beat every few seconds, and a lock whose beat has stood
+still for a minute is taken over. Clocks of different hosts are never compared.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+from etils import epath
+
+from vit_jax.errors import UserError
+from vit_jax.parallel import together
+from vit_jax.training.saving import reason
+
+NAME = "lock"
+_BEAT_SECONDS = 10.0
+_LEASE_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+_ENDING_SECONDS = 3.0  # A killed process may keep its lock until its memory is freed.
+_SETTLE_SECONDS = 2.0  # For two starts at the same moment, where nothing else decides.
+_EXIT_TAKEN_OVER = 2
+_KEYS = {"host", "pid", "start", "boot", "processes", "born", "token", "lease_seconds"}
+_PROBE = bytes(4096)
+
+
+@contextlib.contextmanager
+def held(workdir: str | os.PathLike) -> Iterator[None]:
+    """Keeps other starts from writing a workdir, which it creates if needed.
+
+    All processes of a job check that they can write it; process 0 holds the lock.
+
+    Args:
+      workdir: folder of a run or of a study, perhaps in a bucket.
+
+    Raises:
+      UserError: it cannot be written, or another start writes it.
+    """
+    path = _absolute(workdir)
+    new = not path.exists()
+    probe(workdir)
+    lock = _Lock(path / NAME, str(workdir)) if jax.process_index() == 0 else None
+    try:
+        yield
+    finally:
+        if lock:
+            lock.release()
+        if new and _is_local(path):
+            with contextlib.suppress(OSError):  # Something was written: it stays.
+                os.rmdir(path)
+
+
+def probe(workdir: str | os.PathLike) -> None:
+    """Writes a small file into a workdir and removes it.
+
+    Raises:
+      UserError: that is not possible.
+    """
+    path = _absolute(workdir)
+    file = path / f".probe-{socket.gethostname()}-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            with file.open("wb") as opened:
+                opened.write(_PROBE)
+                opened.flush()
+                if _is_local(file):
+                    os.fsync(opened.fileno())  # Some disks are full only then.
+        finally:
+            file.unlink(missing_ok=True)
+    except ImportError:
+        raise  # Of what reads buckets: `guards.clear_errors` says what to install.
+    except Exception as error:  # A bucket's errors are no OSErrors.
+        raise UserError(
+            f"--workdir={workdir} cannot be written ({reason(error)}): choose another "
+            "--workdir, free space or change its permissions"
+        ) from error
+
+
+class _Lock:
+    """Takes the lock of a workdir and keeps it until `release`.
+
+    Args:
+      path: of the lock file.
+      workdir: for messages.
+
+    Raises:
+      UserError: another start has it.
+    """
+
+    def __init__(self, path: epath.Path | pathlib.Path, workdir: str):
+        self._path, self._workdir = path, workdir
+        self._own = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "boot": _boot(),
+            "processes": _process_numbers(),
+            "born": _born(os.getpid()),
+            "token": secrets.token_hex(8),
+            "beat": 0,
+            "lease_seconds": _LEASE_SECONDS,
+        }
+        self._file, locked = None, False
+        if _is_local(path):
+            self._file, locked = self._open()
+        try:
+            self._wait_for_the_last_holder(locked)
+            self._write()
+            if not locked:
+                time.sleep(_SETTLE_SECONDS)
+                self._refuse_if(self._is_anothers)
+        except BaseException:
+            self._close()
+            raise
+        self._done = threading.Event()
+        self._beating = threading.Thread(target=self._beat, daemon=True, name="lock")
+        self._beating.start()
+
+    def release(self) -> None:
+        """Lets the next start have the workdir."""
+        self._done.set()
+        self._beating.join()
+        with contextlib.suppress(Exception):  # A disk or bucket that is gone.
+            if not self._is_anothers(self._read()):
+                self._path.unlink(missing_ok=True)
+        self._close()
+
+    def _open(self) -> tuple[int, bool]:
+        """Opens the file; tells whether the operating system has locked it for us."""
+        until = time.monotonic() + _ENDING_SECONDS
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found = self._read()
+                if found and found["boot"] != self._own["boot"]:
+                    return file, False  # A server may not know yet that it is dead.
+                os.close(file)
+                if time.monotonic() > until:
+                    self._refuse_if(bool)
+                time.sleep(_LOOK_SECONDS / 5)
+            except OSError:  # This file system has no locks.
+                return file, False
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(file), os.stat(self._path)):
+                        return file, True
+                os.close(file)  # Its holder has just removed it.
+
+    def _wait_for_the_last_holder(self, locked: bool) -> None:
+        """Returns when the process that the file names has ended; raises if it lives."""
+        found = self._read()
+        if found is None or locked and found["boot"] == self._own["boot"]:
+            return
+        here = all(found[key] == self._own[key] for key in ("boot", "processes"))
+        if here and self._own["born"]:
+            if _born(found["pid"]) == found["born"]:
+                self._refuse_if(bool)
+            return
+        seconds = found["lease_seconds"]
+        print(
+            f"{_who(found)} has left a lock in {self._workdir}: waiting for a sign of "
+            f"life from it, at most {seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+            self._refuse_if(lambda now: now and now != found)
+
+    def _refuse_if(self, wrong) -> None:
+        found = self._read()
+        if wrong(found):
+            raise UserError(
+                f"--workdir={self._workdir}: {_who(found)} writes to it, since "
+                f"{found['start']}: end that one, or choose another --workdir"
+            )
+
+    def _is_anothers(self, found: dict | None) -> bool:
+        return bool(found) and found["token"] != self._own["token"]
+
+    def _beat(self) -> None:
+        while not self._done.wait(_BEAT_SECONDS):
+            with contextlib.suppress(Exception):  # The next beat tries again.
+                found = self._read()
+                if self._is_anothers(found):
+                    together.end_all(
+                        _EXIT_TAKEN_OVER,
+                        f"{_who(found)} has taken {self._workdir} over since "
+                        f"{found['start']}, because this one stood still: ended, so "
+                        "that only one writes",
+                    )
+                self._own["beat"] += 1
+                self._write()
+
+    def _read(self) -> dict | None:
+        """Returns what the file says; None if it is not there or not written yet."""
+        try:
+            found = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if isinstance(found, dict) and found.keys() >= _KEYS else None
+
+    def _write(self) -> None:
+        text = json.dumps(self._own)
+        if self._file is None:
+            self._path.write_text(text)
+            return
+        # In place, where the lock is; as long as any, so that nothing old stays behind.
+        os.pwrite(self._file, f"{text:<1000}\n".encode(), 0)
+        os.fsync(self._file)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+def _absolute(workdir: str | os.PathLike) -> epath.Path | pathlib.Path:
+    bucket = "://" in str(workdir)
+    return epath.Path(workdir) if bucket else pathlib.Path(workdir).absolute()
+
+
+def _is_local(path: epath.Path | pathlib.Path) -> bool:
+    return "://" not in str(path)
+
+
+def _who(found: dict) -> str:
+    return f"process {found['pid']} on {found['host']}"
+
+
+def _boot() -> str:
+    """Names this start of this machine, whose file locks end with their processes."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()  # Not Linux.
+
+
+def _process_numbers() -> str:
+    """Names what process numbers count in: each container may have its own."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _born(pid: int) -> str:
+    """Returns when a process began, in clock ticks; "" if there is none.
+
+    A number that was given to a later process so does not count as the same.
+    """
+    with contextlib.suppress(OSError):
+        fields = (
+            pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        )
+        return "" if fields[0] in "ZX" else fields[19]
+    return ""
