@@ -16,10 +16,12 @@ from vit_jax.data import pipeline, sources
 def load(workers, kill_at):
     raw = {"batch_size": 4, "optim": {"rate": 0.1}}
     raw["data"] = dict(name="made", classes=3, image_size=(5, 7), workers=workers)
+    raw["data"]["ops"] = "inception_crop"
     data = config.complete(raw).data
-    source = sources.open_source(data, "val")
+    source = sources.open_source(data, "train")
     loaded = []
-    with pipeline.eval_batches(source, data, batch_size=4) as batches:
+    options = dict(batch_size=4, seed=0, start=0, stop=40)
+    with pipeline.train_batches(source, data, **options) as batches:
         for batch in batches:
             loaded.append(batch)
             if len(loaded) == kill_at:
