@@ -80,7 +80,8 @@ def _value(name: str, text: str, arguments: dict) -> object:
 def quick(config: ConfigDict) -> ConfigDict:
     """Turns a recipe into 3 steps of a tiny model on made data, for any machine.
 
-    What the recipe is about stays: patch, head, losses, optimiser, transforms.
+    What the recipe is about stays: patch, head, losses, optimiser, transforms. A data
+    folder that was stated stays as well, so that it is told that nothing reads it.
     """
     c = config
     c.init, c.epochs, c.total_steps, c.batch_size = "", 0, 3, 8
@@ -90,7 +91,7 @@ def quick(config: ConfigDict) -> ConfigDict:
         c.model.update(width=16, depth=2, heads=2, mlp_dim=32)
     if variant.startswith("R"):
         c.model.update(blocks=(1, 1, 1) if token == 16 else (1, 1, 1, 1), stem_width=32)
-    c.data.update(name="made", data_dir="", split="train", examples=20, workers=0)
+    c.data.update(name="made", split="train", examples=20, workers=0)
     c.data.image_size = (2 * token, 2 * token)
     c.evals = {name: "val" for name in c.get("evals", {})}
     c.every = dict(log=1, evaluate=0, checkpoint=1_000)  # The last two: at the end.

@@ -632,17 +632,29 @@ def test_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("word", "part"),
+    ("words", "part"),
     [
-        pytest.param("--config.model.mlp_dim=2000000000", "now 8", id="device"),
-        pytest.param("--config.batch_size=1000000000000", "lower batch", id="host"),
+        pytest.param(
+            ["--config.data.image_size=(2048,3072)", "--config.data.examples=2"],
+            "now 8",
+            id="device",
+        ),
+        pytest.param(["--config.batch_size=1000000000000"], "lower batch", id="host"),
     ],
 )
-def test_lack_of_memory_names_what_to_lower_on_the(refused, tmp_path, word, part):
-    # The limit of 69 GB is not filled: one array of 96 GB or 8 TB is refused.
+def test_lack_of_memory_names_what_to_lower_on_the(refused, tmp_path, words, part):
+    # The limit of 69 GB is not filled: one array of 15 TB or 8 TB is refused.
     limit = ("RLIMIT_AS", 2**36)
-    line = refused(f"--workdir={tmp_path}", word, limit=limit)
+    line = refused(f"--workdir={tmp_path}", *words, limit=limit)
     says(line, "out of memory", "batch_size", "optim.accumulate", "image_size", part)
+
+
+def test_network_of_more_parameters_than_memory_holds_is_refused(refused, tmp_path):
+    words = ("--config.model.mlp_dim=2000000000", "--config.model.width=3000")
+    line = refused(f"--workdir={tmp_path / 'run'}", *words)
+    says(line, "out of memory before the start: the network has 12,002,", "parameters")
+    says(line, "48,0", "GB", "choose a smaller image size or model, or more devices")
+    assert not (tmp_path / "run").exists()
 
 
 DIVERGES = (

@@ -21,7 +21,25 @@ _AT_LEAST_1 = (
     "optim.accumulate",
     "optim.timescale",
 )
-_AT_MOST_1 = ("optim.layer_decay",)
+# Steps are counted in 32 bits, and sides of arrays should be: no run comes near.
+_BELOW_2_31 = (
+    "data.classes",
+    "model.depth",
+    "model.heads",
+    "model.mlp_dim",
+    "model.stem_width",
+    "model.width",
+    "stall_timeout",
+    "total_steps",
+)
+_AT_MOST = {
+    "data.prefetch": 1_000_000,
+    "data.threads": 1_024,
+    "data.workers": 1_024,
+    "optim.layer_decay": 1,
+}
+# Of an image: larger ones are neither decoded nor made.
+MAX_PIXELS = 100_000_000
 _BELOW_1 = (
     "average.decay",
     "loss.label_smoothing",
@@ -52,10 +70,14 @@ def check(config: ConfigDict, flat: dict[str, object]) -> None:
                 raise UserError(f"{name}={value} must be finite")
             if name not in _ANY_SIGN and number < least:
                 raise UserError(f"{name}={value} must be at least {least}")
-            if name in _AT_MOST_1 and number > 1:
-                raise UserError(f"{name}={value} must be at most 1")
+            if number > _AT_MOST.get(name, math.inf):
+                raise UserError(f"{name}={value} must be at most {_AT_MOST[name]}")
             if name in _BELOW_1 and number >= 1:
                 raise UserError(f"{name}={value} must be below 1")
+            if number >= 2**31 and (name in _BELOW_2_31 or name.endswith("epochs")):
+                raise UserError(f"{name}={value} must be below 2**31")
+            if isinstance(number, int) and number >= 2**63:
+                raise UserError(f"{name}={value} must be below 2**63")
     data = config.data
     if config.seed >= 2**32:
         raise UserError(f"seed={config.seed} must be below 2**32")
@@ -89,6 +111,11 @@ def check(config: ConfigDict, flat: dict[str, object]) -> None:
     if len(config.data.image_size) != 2:
         raise UserError(
             f"data.image_size={config.data.image_size} is not (height, width)"
+        )
+    if math.prod(config.data.image_size) > MAX_PIXELS:
+        raise UserError(
+            f"data.image_size={config.data.image_size}: more than {MAX_PIXELS:,} "
+            "pixels; images of so many are not read either"
         )
 
 

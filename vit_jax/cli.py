@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from vit_jax import signals
 from vit_jax.errors import UserError
+from vit_jax.printing import masked, printable
 
 EXIT_USER_ERROR = 2
 SQUASH = "squash"  # A value of --crop.
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Ends with one line, as every other bad input does."""
-        print(f"error: {message}; --help lists the flags", file=sys.stderr)
+        tell(f"error: {message}; --help lists the flags")
         sys.exit(EXIT_USER_ERROR)
 
 
@@ -51,6 +52,8 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--config."):
+            if word.endswith("=--"):  # Of which argparse would make an empty list.
+                parser.error(f"{word} has no value that could be meant")
             words.append(word)
             continue
         key, equals, value = word.removeprefix("--config.").partition("=")
@@ -73,6 +76,7 @@ def load_config(flags: argparse.Namespace):
     from vit_jax import config as configuration
 
     config = configuration.load(flags.config, flags.overrides)
+    tell_unread(config)
     if config.init == _UNSTATED:
         raise UserError(
             f"init={config.init!r}: {flags.config} starts from a checkpoint that is "
@@ -80,6 +84,20 @@ def load_config(flags: argparse.Namespace):
             "with weights, or a name such as paper:B/16-i21k"
         )
     return config
+
+
+def tell_unread(config) -> None:
+    """Says that a data folder is not read where images are made or come with a library.
+
+    Args:
+      config: complete config; `quick` versions of recipes are on made images.
+    """
+    data = config.data
+    if data.name in ("made", "digits") and data.data_dir:
+        tell(
+            f"data.data_dir={data.data_dir!r} is not read: data.name={data.name!r} (as "
+            "of :quick) needs no files"
+        )
 
 
 def refuse_overrides(flags: argparse.Namespace, doing: str) -> None:
@@ -164,21 +182,35 @@ def open_weights(flags: argparse.Namespace, place: str = ""):
 
 
 def tell(line: str) -> None:
-    """Prints a line on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Prints a line on stderr, escaped and masked."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def say(line: str) -> None:
+    """Prints a line on stdout, escaped and masked."""
+    print(printable(line), flush=True)
 
 
 def positive(text: str) -> int:
     """Reads a flag's whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
+    number = int(text) if text.isdecimal() and len(text) < 20 else 0
+    if not 1 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
+    return number
 
 
 def size(text: str) -> tuple[int, int]:
     """Reads a flag's height and width: one number of pixels, or HEIGHTxWIDTH."""
     height, _, width = text.partition("x")
-    return positive(height), positive(width or height)
+    height, width = positive(height), positive(width or height)
+    from vit_jax import bounds  # Not before signals are heard.
+
+    if height * width > bounds.MAX_PIXELS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is more than {bounds.MAX_PIXELS:,} pixels; images of so many are "
+            "not read either"
+        )
+    return height, width
 
 
 def _floats(text: str) -> tuple[float, ...]:
@@ -216,6 +248,9 @@ def run(
       trains: SIGTERM and SIGHUP end the verb with 75, and unread output does not.
     """
     signals.catch(trains=trains)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        # File names may hold bytes that are no text, and terminals lack characters.
+        stream.reconfigure(errors="backslashreplace")
     # Where Python runs with -W error, a deprecation in another library must not end a
     # run of days.
     if any(option.startswith("error") for option in sys.warnoptions):
@@ -227,6 +262,15 @@ def run(
             code = main(flags) or 0
         except UserError as error:
             show(error, debug=flags is not None and flags.debug)
+            code = EXIT_USER_ERROR
+        except (MemoryError, RuntimeError) as error:
+            if not _is_memory(error):
+                raise
+            what = " ".join(str(error).split())[:200]
+            line = (
+                f"out of memory ({what}): ask for less, by a smaller batch, image size "
+            )
+            show(UserError(line + "or model"), debug=flags.debug)
             code = EXIT_USER_ERROR
         except SystemExit as end:  # --help, or a bad flag.
             code = end.code
@@ -248,9 +292,15 @@ def run(
     sys.exit(code)
 
 
+def _is_memory(error: Exception) -> bool:
+    """Returns whether an error says that memory was full, of the host or a device."""
+    # By its text: JAX, whose error it may be, need not be imported here.
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
 def show(error: UserError, *, debug: bool) -> None:
     """Prints bad input as one line on stderr, with `debug` after its traceback."""
     if debug:
-        traceback.print_exception(error)
-    line = " ".join(str(error).splitlines())
-    print(f"error: {line}", file=sys.stderr, flush=True)
+        print(masked("".join(traceback.format_exception(error))), file=sys.stderr)
+    # What other libraries say may have several lines.
+    tell(f"error: {' '.join(str(error).splitlines())}")

@@ -8,6 +8,7 @@ would read is an error.
 import ast
 import difflib
 import importlib.util
+import os
 import pathlib
 import re
 import sys
@@ -19,6 +20,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import bounds, evals
 from vit_jax.errors import UserError
+from vit_jax.printing import masked
 from vit_jax.schema import CHOICES, COMMON, FORMS
 
 T = TypeVar("T")
@@ -177,9 +179,16 @@ def total_steps(config: ConfigDict, examples: int) -> int:
             f"config states total_steps={config.total_steps} and "
             f"epochs={config.epochs}: set exactly one of them"
         )
-    return config.total_steps or max(
+    total = config.total_steps or max(
         1, round(config.epochs * examples / config.batch_size)
     )
+    if total >= 2**31:  # The step is counted in 32 bits.
+        raise UserError(
+            f"epochs={config.epochs}: with {examples:,} images and "
+            f"batch_size={config.batch_size} they are {total:,} steps, of which a run "
+            "has fewer than 2**31: lower epochs"
+        )
+    return total
 
 
 def differences(a: Mapping | ConfigDict, b: Mapping | ConfigDict) -> list[str]:
@@ -193,12 +202,17 @@ def differences(a: Mapping | ConfigDict, b: Mapping | ConfigDict) -> list[str]:
 
 
 def to_json(config: ConfigDict) -> dict:
-    """Returns the config as plain dicts, lists and numbers, equal after a JSON trip."""
+    """Returns the config as plain dicts, lists and numbers, equal after a JSON trip.
+
+    Passwords in URLs are masked: it is written into checkpoints and logs.
+    """
     return {
         key: to_json(value)
         if isinstance(value, ConfigDict)
         else list(value)
         if isinstance(value, tuple)
+        else masked(value)
+        if isinstance(value, str)
         else value
         for key, value in config.items()
     }
@@ -227,7 +241,14 @@ def _config_of(file: ModuleType, arg: str | None) -> ConfigDict:
 
 
 def _run_config_file(path: pathlib.Path, get: Callable[[ModuleType], T]) -> T:
-    if not path.is_file():
+    is_file = os.path.isfile(path)  # False for names that are too long, too.
+    if os.path.exists(path) and not (is_file and path.suffix == ".py"):
+        what = "does not end in .py" if is_file else "is not a file"
+        raise UserError(
+            f"--config={path}: {what}; give a Python file that defines "
+            "get_config(arg=None), as configs/digits.py"
+        )
+    if not is_file:
         here = sorted(p.name for p in path.parent.glob("[!_]*.py"))
         raise UserError(
             f"config file {path} not found; {path.parent}/ has "
@@ -244,7 +265,8 @@ def _run_config_file(path: pathlib.Path, get: Callable[[ModuleType], T]) -> T:
         return get(module)
     except UserError:
         raise
-    except Exception as error:  # It is the user's code: it may raise anything.
+    # It is the user's code: it may raise anything, and call sys.exit.
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"config file {path} does not run: {type(error).__name__}: {error}; it "
             "must define get_config(arg=None) that returns a ConfigDict; --debug "

@@ -33,16 +33,20 @@ def main(flags: argparse.Namespace) -> None:
     if flags.push:
         push.check(flags.push)
     found = open_weights(flags)
-    print(f"read {flags.source}: {found.format} weights of {found.options['variant']}")
+    cli.say(
+        f"read {flags.source}: {found.format} weights of {found.options['variant']}"
+    )
     for note in found.notes:
-        print(f"  {note}")
+        cli.say(f"  {note}")
     files, notes = export.export(found, flags.to, out, overwrite=flags.overwrite)
-    print(f"wrote {out}")
+    cli.say(f"wrote {out}")
     for note in notes:
-        print(f"  {note}")
+        cli.say(f"  {note}")
     for file in files:
-        print(f"  {file.name}: {file.stat().st_size / 1e6:,.1f} MB")
-    print(f"load it in Python:\n{export.usage(flags.to, found, str(out))}", flush=True)
+        cli.say(f"  {file.name}: {file.stat().st_size / 1e6:,.1f} MB")
+    cli.say("load it in Python:")
+    for line in export.usage(flags.to, found, str(out)).splitlines():
+        cli.say(line)
     if flags.push:
         text = card.write(
             found,
@@ -53,7 +57,7 @@ def main(flags: argparse.Namespace) -> None:
             scores=read_scores(flags.source),
         )
         url = push.upload(files, flags.push, text, private=flags.private)
-        print(f"pushed to {flags.push}: {url}")
+        cli.say(f"pushed to {flags.push}: {url}")
 
 
 def open_weights(flags: argparse.Namespace):

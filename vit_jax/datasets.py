@@ -84,7 +84,7 @@ def _show(rows, *, detailed):
             f"{name:<{widths[0]}}  {here:<{widths[1]}}  {images:>{widths[2]}}  "
             f"{classes:>{widths[3]}}  {how}"
         )
-        print(line, flush=True)
+        cli.say(line)
         if i and detailed:
             _show_details(rows[i - 1])
 
@@ -104,12 +104,12 @@ def _show_details(row):
         # VTAB's splits are chosen by their role, which the source resolves.
         print(f"  {role}: {split}", flush=True)
     for key, value in row["keys"].items():
-        print(f"  needs --config.data.{key}={value}", flush=True)
+        cli.say(f"  needs --config.data.{key}={value}")
     prepared = row["prepared"]
     if prepared:
         counts = ", ".join(f"{k} {n:,}" for k, n in prepared["images"].items())
         size = f"{prepared['bytes'] / 2**30:.2f} GiB"
-        print(f"  in {prepared['data_dir']}: {counts}; {size}", flush=True)
+        cli.say(f"  in {prepared['data_dir']}: {counts}; {size}")
 
 
 def parser() -> cli.Parser:

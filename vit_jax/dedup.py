@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import pathlib
 import shutil
-import sys
 import time
 
 from vit_jax import cli
@@ -64,8 +63,8 @@ def main(flags: argparse.Namespace) -> int:
     shutil.rmtree(folder)
 
     for name, reason in found.damaged:
-        print(f"{name}: {reason}", file=sys.stderr)
-    print(
+        cli.tell(f"{name}: {reason}")
+    cli.say(
         f"{out}: {len(ids)} of {found.sizes[str(pretrain)]} records of {pretrain} "
         f"are near-duplicates, in {len(found.pairs)} pairs ({pairs.name}); "
         f"not compared: {len(found.damaged)} damaged, {found.flat} flat"
@@ -97,7 +96,7 @@ class _Bar:
         self._bar.update(before + now - self._bar.n)
         late = time.monotonic() - self._logged > _LOG_SECONDS
         if self._bar.disable and (now == 0 or before + now == total or late):
-            print(f"{name}: {before + now}/{total}", file=sys.stderr, flush=True)
+            cli.tell(f"{name}: {before + now}/{total}")
             self._logged = time.monotonic()
 
 

@@ -11,9 +11,9 @@ beside them has their numbers. Exit codes: 0 done, 2 bad input (one line says wh
 import argparse
 import dataclasses
 import json
-import sys
 
 from vit_jax import cli
+from vit_jax.printing import masked
 
 
 def main(flags: argparse.Namespace) -> None:
@@ -34,7 +34,7 @@ def main(flags: argparse.Namespace) -> None:
 
     def tell(line):
         if first:
-            print(line, file=sys.stderr, flush=True)
+            cli.tell(line)
 
     with together.Together("", debug=flags.debug):
         if flags.out and first:
@@ -55,7 +55,7 @@ def main(flags: argparse.Namespace) -> None:
             return
         report = {
             "kind": "evaluate",
-            "model": flags.model,
+            "model": masked(flags.model),
             "variant": found.options["variant"],
             "config": config.name,
             "preprocess": dataclasses.asdict(preprocess),

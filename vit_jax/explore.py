@@ -12,7 +12,7 @@ server, and ends. Exit codes: 0 done, 2 bad input.
 import argparse
 import os
 
-from vit_jax import cli
+from vit_jax import cli, files
 from vit_jax.errors import UserError
 
 PORT = 8000
@@ -27,6 +27,8 @@ def main(flags: argparse.Namespace) -> None:
         )
     if os.path.isdir(flags.html):
         raise UserError(f"--html={flags.html} is a folder: name a file in it")
+    for name in ("html", "image"):
+        files.check(f"--{name}", getattr(flags, name))
     # After the flags, so that their errors come at once.
     from vit_jax.explorer.images import Folder
     from vit_jax.parallel import compilation_cache
@@ -34,30 +36,44 @@ def main(flags: argparse.Namespace) -> None:
     folder = Folder(flags.images) if flags.images else None
     if uncached := compilation_cache.enable():
         cli.tell(uncached)
+    data = read(flags.image) if flags.html else b""
     places = [flags.model, flags.compare] if flags.compare else [flags.model]
     subjects = [open_subject(flags, place) for place in places]
     if flags.html:
-        write(flags, subjects)
+        write(flags, subjects, data)
     else:
         serve(flags, subjects, folder)
 
 
-def write(flags: argparse.Namespace, subjects: list) -> None:
+def read(path: str) -> bytes:
+    """Returns the content of the image that --html shows."""
+    from vit_jax.explorer import images
+
+    try:
+        with open(path, "rb") as file:
+            data = file.read(images.MAX_BYTES + 1)
+        images.check(data, os.path.basename(path))
+    except OSError as error:
+        raise UserError(
+            f"--image={path} cannot be read ({error.strerror or error}): give an image "
+            "file"
+        ) from error
+    except images.Refused as error:
+        raise UserError(f"--image: {error.sentence}") from error
+    return data
+
+
+def write(flags: argparse.Namespace, subjects: list, data: bytes) -> None:
     """Writes the page of one image as one file."""
     from vit_jax.explorer import images, saved
 
     name = os.path.basename(flags.image)
     try:
-        with open(flags.image, "rb") as file:
-            data = file.read()
-        images.check(data, name)
         seen = [subject.see(data, name) for subject in subjects]
-    except OSError as error:
-        raise UserError(f"--image={flags.image} cannot be read: {error}") from error
     except images.Refused as error:
         raise UserError(f"--image: {error.sentence}") from error
     size, steps, pool = saved.write(flags.html, subjects, seen, name)
-    print(
+    cli.say(
         f"{flags.html}: {size / 1e6:.2f} MB, attention in {steps + 1} steps of each "
         "row's largest" + (f", means of {pool}x{pool} patches" if pool > 1 else "")
     )
@@ -79,7 +95,7 @@ def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
         for subject in subjects:  # Or the first image would wait for compilation.
             subject.warm_up()
         names = " and ".join(subject.name for subject in subjects)
-        print(f"{server.address} shows {names}", flush=True)
+        cli.say(f"{server.address} shows {names}")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

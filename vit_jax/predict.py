@@ -10,7 +10,6 @@ input or no image at all.
 """
 
 import argparse
-import sys
 
 from vit_jax import cli
 
@@ -37,9 +36,6 @@ def main(flags: argparse.Namespace) -> int:
     piped = inputs.STDIN in flags.images
     table = layout.Table(() if piped else (name for name, _ in images))
     code = 0
-    for stream in (sys.stdout, sys.stderr):
-        # File names may hold bytes that are no text.
-        stream.reconfigure(errors="backslashreplace")
     for name, result in results:
         if isinstance(result, str):
             cli.tell(f"{name}: {result}")

@@ -178,10 +178,10 @@ def _refuse_existing(target):
 
 
 def _report(folder, content, verb):
-    print(f"{verb} {folder}")
+    cli.say(f"{verb} {folder}")
     for name, split in content["splits"].items():
         size = sum(shard["file_bytes"] for shard in split["shards"])
-        print(
+        cli.say(
             f"  {name}: {split['records']:,} records in {len(split['shards'])} "
             f"shards, {size / 1e6:,.1f} MB"
         )
@@ -189,9 +189,9 @@ def _report(folder, content, verb):
     if skipped and verb == "wrote":
         print(f"left out, {len(skipped)} damaged:", file=sys.stderr)
         for note in skipped[:_SHOWN]:
-            print(f"  {note['record']} {note['reason']}", file=sys.stderr)
+            cli.tell(f"  {note['record']} {note['reason']}")
         if len(skipped) > _SHOWN:
-            print(f"  ... all are in {folder}/manifest.json", file=sys.stderr)
+            cli.tell(f"  ... all are in {folder}/manifest.json")
     sys.stdout.flush()
 
 

@@ -24,7 +24,8 @@ COMMON = {
     },
     "data": {
         # "digits", "folder", "made", a TFDS name such as "cifar10", "vtab/clevr_count",
-        # "objectnet", "parquet", "hf://datasets/owner/name", "my_module:open_source".
+        # "objectnet", "parquet", "hf://datasets/owner/name", or "my_module:open_source",
+        # which runs the code of that module.
         "name": "",  # What there is: python -m vit_jax.datasets
         "data_dir": "",  # Where it lies; "" is TFDS's own, ~/tensorflow_datasets.
         "split": "train",  # Training split; TFDS's slicing syntax, all sources.

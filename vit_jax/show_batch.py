@@ -11,7 +11,7 @@ import argparse
 import os
 import pathlib
 
-from vit_jax import cli
+from vit_jax import cli, files
 from vit_jax.errors import UserError
 
 
@@ -21,25 +21,32 @@ def main(flags: argparse.Namespace) -> None:
 
     # Without what a run needs beside: weights to start from, for example.
     config = configuration.load(flags.config, flags.overrides)
+    cli.tell_unread(config)
     out = pathlib.Path(flags.out or f"batch_{config.name}.png")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out={flags.out} does not end in .png: name a PNG file")
     if not out.parent.is_dir():
         raise UserError(f"--out={out}: there is no folder {out.parent}; make it first")
 
+    files.check("--out", out)
+
     from vit_jax.data import sources
     from vit_jax.report import contact_sheet
 
+    count = min(flags.rows * flags.columns, config.batch_size)
+    contact_sheet.check(count, flags.columns, config.data.image_size)
     source = sources.open_source(config.data, config.data.split)
-    images, labels = see(source, config, flags.rows * flags.columns)
+    images, labels = see(source, config, count)
     captions = contact_sheet.captions(labels, source.class_names)
     sheet = contact_sheet.draw(images, captions, flags.columns)
     try:
         sheet.save(out)
     except OSError as error:
         raise UserError(f"--out={out} cannot be written ({error.strerror})") from error
-    print(f"{out}: {len(images)} images of {config.data.name}, {sheet.width}x", end="")
-    print(f"{sheet.height} pixels; data.ops={config.data.ops!r}")
+    cli.say(
+        f"{out}: {len(images)} images of {config.data.name}, {sheet.width}x"
+        f"{sheet.height} pixels; data.ops={config.data.ops!r}"
+    )
 
 
 def see(source, config, count: int) -> tuple:

@@ -10,6 +10,7 @@ input (one line says what).
 
 import argparse
 import json
+import math
 import os
 import re
 
@@ -140,7 +141,15 @@ def _sides(resolution):
             f"--resolution={resolution} is not a side or height x width in pixels: "
             "state it as 224 or 224x160"
         )
-    return int(match[1]), int(match[2] or match[1])
+    from vit_jax import bounds
+
+    sides = int(match[1][:9]), int((match[2] or match[1])[:9])
+    if math.prod(sides) > bounds.MAX_PIXELS:
+        raise UserError(
+            f"--resolution={resolution}: more than {bounds.MAX_PIXELS:,} pixels; images "
+            "of so many are not read either"
+        )
+    return sides
 
 
 def _show(models, images, as_json):

@@ -22,6 +22,7 @@ import json
 import re
 
 from vit_jax import cli, job
+from vit_jax.printing import masked
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -64,13 +65,13 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
             rates=flags.rates,
             overrides=flags.overrides,
         )
-        return transfer.Study(flags.model, task, folder, flags.seeds)
+        return transfer.Study(masked(flags.model), task, folder, flags.seeds)
 
     if not names:
         return study(flags.dataset, workdir).run()
     resolution = flags.resolution or fine_tuning.usual_size(pretrained)
     benchmark = vtab.Benchmark(
-        flags.model,
+        masked(flags.model),
         pretrained.options["variant"],
         names,
         lambda name, folder: study(f"vtab/{name}", folder),
@@ -88,7 +89,7 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
 
 def default_workdir(flags: argparse.Namespace) -> str:
     """Names a folder under runs/, the same whenever the command is."""
-    words = filter(None, (flags.model, flags.dataset, flags.data_dir))
+    words = filter(None, (masked(flags.model), flags.dataset, flags.data_dir))
     parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in words)
     return f"runs/transfer/{'_'.join(parts)}"
 

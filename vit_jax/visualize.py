@@ -30,6 +30,7 @@ import sys
 from vit_jax import cli
 from vit_jax.analysis import FIGURES, WEIGHT_FIGURES
 from vit_jax.errors import UserError
+from vit_jax.printing import printable
 
 EXIT_DAMAGED = 1
 
@@ -85,13 +86,10 @@ def draw(flags: argparse.Namespace, loaded, images, options, other) -> int:
     from vit_jax.analysis.figures import write_figures
 
     damaged, out = [], pathlib.Path(flags.out)
-    for stream in (sys.stdout, sys.stderr):
-        # File names may hold bytes that are no text.
-        stream.reconfigure(errors="backslashreplace")
 
     def say(line, file=sys.stderr):
         with tqdm.external_write_mode(file=file):  # Above the bar, not into it.
-            print(line, file=file, flush=True)
+            print(printable(line), file=file, flush=True)
 
     def total():
         if not isinstance(images, list):

@@ -213,8 +213,72 @@ def test_what_an_own_module_imports_itself_is_not_blamed_on_the_name(
     module, data_config
 ):
     module("broken_module", "import no_such_thing")
-    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+    with pytest.raises(UserError, match="ModuleNotFoundError: .*'no_such_thing'; mend"):
         open_source(data_config(name="broken_module:f"), "train")
+
+
+@pytest.mark.parametrize(
+    ("code", "match"),
+    [
+        ("def f(data, split): return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("def f(data, split): raise SystemExit(3)", "SystemExit: 3"),
+        ("def f(data): return data", "TypeError: .*positional argument"),
+        ("raise KeyError('at import')", "KeyError: 'at import'"),
+    ],
+)
+def test_an_own_source_that_raises_is_told_to_run_code(
+    module, data_config, code, match, request
+):
+    name = f"raises_{request.node.callspec.indices['code']}"
+    module(name, code)
+    line = rf"data\.name='{name}:f': runs the code of that module, which raised {match}"
+    with pytest.raises(UserError, match=f"{line}.*; mend it, --debug shows"):
+        open_source(data_config(name=f"{name}:f"), "train")
+
+
+def test_a_function_of_another_module_is_told_to_run_code(data_config):
+    with pytest.raises(UserError, match=r"'os:system': runs the code .* TypeError: "):
+        open_source(data_config(name="os:system"), "train")
+
+
+RECORDS = """
+import numpy as np
+
+class S:
+    class_names, images, labels = (), None, None
+    def __len__(self): return 3
+    def __getitem__(self, i): return ITEM
+    def describe(self, i): return f"mine record {i}"
+    record_id = describe
+
+def f(data, split): return S()
+"""
+
+
+@pytest.mark.parametrize(
+    ("item", "match"),
+    [
+        ("1 / 0", "ZeroDivisionError for record [0-2]: division by zero"),
+        ("{'image': b''}", "KeyError for record [0-2]: 'label'"),
+        ("{'image': b'', 'label': 'cat'}", "TypeError for record [0-2]: 'str'"),
+        (
+            "{'image': [9, 9], 'label': 1}",
+            "TypeError for record [0-2]: .* nor an array",
+        ),
+    ],
+)
+def test_an_own_source_that_raises_at_a_record_names_it(
+    module, data_config, item, match, request
+):
+    name = f"record_{request.node.callspec.indices['item']}"
+    module(name, RECORDS.replace("ITEM", item))
+    data = data_config(name=f"{name}:f", ops="")
+    source = open_source(data, "train")
+    batches = pipeline.train_batches(
+        source, data, batch_size=2, seed=0, start=0, stop=1
+    )
+    with batches, pytest.raises(UserError, match=match):
+        next(batches)
 
 
 def test_what_is_no_source_says_what_it_lacks(module, data_config):

@@ -11,9 +11,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
+from vit_jax.bounds import MAX_PIXELS
 from vit_jax.data import jpeg
-
-MAX_PIXELS = 100_000_000
 
 
 class DamagedImage(ValueError):
@@ -29,12 +28,12 @@ def decode(data: bytes | np.ndarray, channels: int = 3) -> UInt8[np.ndarray, "H 
       channels: 3 for RGB, 1 for grey.
 
     Returns:
-      Pixels. Transparency is laid over white, 16-bit values keep their high byte, and
-      of an animation the first frame counts.
+      Pixels. Transparency is laid over white, 16-bit values keep their high byte,
+      floats from 0 to 1 are scaled to 255, and of an animation the first frame counts.
 
     Raises:
-      DamagedImage: empty, truncated, damaged, unknown format or over 100 megapixels; or
-        an array that is not uint8 (H, W, C).
+      DamagedImage: empty, truncated, damaged, unknown format, over 100 megapixels, or
+        with floats outside of 0 to 1; or an array that is not uint8 (H, W, C).
     """
     if isinstance(data, np.ndarray):
         return _adapt_channels(data, channels)
@@ -118,6 +117,8 @@ def _to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     if image.mode.startswith("I"):
         grey = np.asarray(image).astype(np.int64) >> 8
         image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
+    elif image.mode == "F":
+        image = Image.fromarray(_from_floats(np.asarray(image)))
     elif "A" in image.getbands() or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -126,6 +127,17 @@ def _to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     image = image if image.mode == "L" else image.convert("RGB")
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
     return pixels[..., None] if channels == 1 else pixels
+
+
+def _from_floats(grey: np.ndarray) -> np.ndarray:
+    """Scales grey values from 0..1 to bytes; what white is of others cannot be told."""
+    low, high = float(grey.min()), float(grey.max())
+    if not (low >= 0 and high <= 1):  # Nor is NaN.
+        raise DamagedImage(
+            f"has float pixels from {low:g} to {high:g}: scale them to 0..1, or save "
+            "the image with 8 or 16 bits"
+        )
+    return (grey * 255).round().astype(np.uint8)
 
 
 def _adapt_channels(pixels: np.ndarray, channels: int) -> np.ndarray:

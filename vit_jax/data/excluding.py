@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Integer
 
+from vit_jax import files
 from vit_jax.data.arrays import ArraySource
 from vit_jax.data.fingerprint import Entries, entries, in_memory
 from vit_jax.errors import UserError
@@ -122,6 +123,7 @@ def read_ids(path: str) -> list[str]:
     Raises:
       UserError: it cannot be read.
     """
+    files.check("data.exclude", pathlib.Path(path).expanduser())
     try:
         text = pathlib.Path(path).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

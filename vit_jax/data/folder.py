@@ -138,7 +138,7 @@ def split_folders(data_dir: str | os.PathLike) -> list[str]:
         name
         for name in _visible_folders(root)
         if any(
-            _is_folder(entry) or entry.name.lower().endswith(EXTENSIONS)
+            is_folder(entry) or entry.name.lower().endswith(EXTENSIONS)
             for entry in _entries(root / name)
         )
     ]
@@ -167,10 +167,11 @@ def _class_folders(root: pathlib.Path, split: str) -> list[str]:
 
 
 def _visible_folders(folder: pathlib.Path) -> list[str]:
-    return sorted(entry.name for entry in _entries(folder) if _is_folder(entry))
+    return sorted(entry.name for entry in _entries(folder) if is_folder(entry))
 
 
-def _is_folder(entry: os.DirEntry) -> bool:
+def is_folder(entry: os.DirEntry) -> bool:
+    """Returns whether an entry is a folder or a link to one."""
     try:
         return entry.is_dir()
     except OSError:  # A link to itself.
@@ -228,7 +229,7 @@ def _images(
     found = []
     for entry in _entries(where):
         path = os.path.join(folder, entry.name)
-        if _is_folder(entry):
+        if is_folder(entry):
             found += _images(root, path, inside, above)
         elif entry.name.lower().endswith(EXTENSIONS):
             if entry.is_symlink():

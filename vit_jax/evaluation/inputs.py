@@ -12,6 +12,7 @@ from typing import TypeVar
 from vit_jax.data import folder
 from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
+from vit_jax.files import not_a_file
 
 SUFFIXES = (
     *folder.EXTENSIONS,
@@ -59,11 +60,11 @@ def find_some(words: Sequence[str], stdin: int = 0) -> Iterable[Named]:
     images, first = find(words, stdin), []
     for name, source in images:
         first.append((name, source))
-        if isinstance(source, bytes) or os.path.exists(source):
+        if isinstance(source, bytes) or os.path.isfile(source):
             break
     else:
         raise UserError(
-            f"no image: {first[0][0]!r} does not exist"
+            f"no image: {first[0][0]!r} {_missing(first[0][1])}"
             if first
             else f"no image in {', '.join(words)}: their names end in "
             f"{' '.join(SUFFIXES)}"
@@ -72,14 +73,27 @@ def find_some(words: Sequence[str], stdin: int = 0) -> Iterable[Named]:
     return images if STDIN in words else list(images)
 
 
+def _missing(path: str) -> str:
+    """Returns why there is no image at a path."""
+    if kind := not_a_file(path):
+        return f"is {kind}, not a file: send its content to {STDIN} instead"
+    if os.path.isdir(path):
+        return "is a folder that cannot be listed"
+    if os.path.islink(path):
+        return "is a link that leads nowhere"
+    return "does not exist"
+
+
 def load(source: str | bytes) -> bytes:
     """Returns an image file's content.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: it cannot be read, or is a pipe or a device.
     """
     if isinstance(source, bytes):
         return source
+    if kind := not_a_file(source):
+        raise OSError(f"it is {kind}, not a file")
     with open(source, "rb") as file:
         return file.read()
 
@@ -153,7 +167,7 @@ def _below(path: str) -> Iterator[Named]:
     for entry in entries:
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
+        if folder.is_folder(entry):
             yield from _below(entry.path)
         elif entry.name.lower().endswith(SUFFIXES):
             yield entry.path, entry.path

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vit_jax import files
 from vit_jax.data import objectnet
 from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
@@ -146,6 +147,7 @@ def _number(file: str | bytes, known: int, title: str) -> int:
 
 
 def _read_file(path: str) -> list[list[int]]:
+    files.check("labels", pathlib.Path(path).expanduser())
     try:
         known = json.loads(pathlib.Path(path).expanduser().read_text("utf-8"))
         good = all(

@@ -7,6 +7,7 @@ import jax
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
+from vit_jax.parallel import capacity
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -85,9 +86,11 @@ def fit(pretrained: Pretrained, preprocess: Preprocess) -> tuple[models.Model, d
         )
     preprocessing.check(preprocess, source.image_shape[-1])
     model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    capacity.check(shapes, jax.devices("cpu"))  # The host's memory holds them first.
     params, _ = surgery.fit(
         pretrained.params,
-        jax.eval_shape(model.init, jax.random.key(0)),
+        shapes,
         grid=model.grid,
         old_grid=source.grid,
         head="keep",

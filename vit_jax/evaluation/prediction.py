@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from vit_jax import files
 from vit_jax.data import device_ops
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, network
@@ -204,6 +205,7 @@ def read_labels(path: str | os.PathLike) -> tuple[str, ...]:
     Raises:
       UserError: the file cannot be read, or a line has no name.
     """
+    files.check("--labels", path)
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -121,6 +121,37 @@ def parameters(model: Model) -> int:
     return sum(leaf.size for leaf in leaves)
 
 
+def at_any_depth(create: Callable[..., Model], options: dict) -> tuple[int, int]:
+    """Returns parameters and multiply-accumulates of a network, however deep.
+
+    Each further block of a stage takes as much as the one before it, so that networks
+    of few blocks tell of the many, which would take long to trace.
+
+    Args:
+      create: builds a network from the options.
+      options: with `depth`, `blocks` or both.
+    """
+    counts = list(options.get("blocks", ()))
+    stages = len(counts)
+    counts += [options["depth"]] if "depth" in options else []
+
+    def measure(counts):
+        shallow = options | {"blocks": tuple(counts[:stages])}
+        shallow |= {"depth": counts[stages]} if "depth" in options else {}
+        if not stages:
+            del shallow["blocks"]
+        model = create(**shallow)
+        return np.array([parameters(model), macs_per_image(model)], object)
+
+    few = [min(count, 2) for count in counts]
+    total = least = measure(few)
+    for i, count in enumerate(counts):
+        if count > few[i]:
+            more = measure([*few[:i], few[i] + 1, *few[i + 1 :]]) - least
+            total = total + (count - few[i]) * more
+    return int(total[0]), int(total[1])
+
+
 def tokens(model: Model) -> int:
     """Returns the length of the encoder's sequence, 0 for a ResNet.
 

@@ -21,6 +21,9 @@ Params = dict  # Nested: name to arrays or to further dicts.
 # Options that change how an encoder is computed, and neither its parameters on disk nor
 # what they mean.
 EXECUTION = ("scan", "remat", "attention", "platform")
+# As the deepest Transformers published (DeepNet, arXiv:2203.00555). Blocks are traced
+# and compiled one by one, at half a second each and more.
+MAX_BLOCKS = 1_000
 # What follows from those.
 _FOLLOWS = {"way", "merge"}
 
@@ -133,6 +136,9 @@ def create(
     """
     parsed = variants.parse(variant)
     options = _numbers(parsed, options) | {"classes": classes}
+    if options.get("depth", 0) + sum(options.get("blocks", ())) > MAX_BLOCKS:
+        image = {"image_size": image_size, "channels": channels}
+        raise UserError(_too_deep(variant, options, image))
     patch = parsed.patch
     if parsed.resnet:
         _check_stem(options["blocks"], options["stem_width"])
@@ -160,6 +166,23 @@ def create(
         tokens = math.prod(side // patch for side in image_size) + module.extra
         module = _placed(module, attention, platform or jax.default_backend(), tokens)
     return Model(module, used, (*image_size, channels), patch)
+
+
+def _too_deep(variant: str, options: dict, image: dict) -> str:
+    """Returns what a network of too many blocks would take."""
+    from vit_jax.models import cost  # It measures what is created here.
+
+    keys = {"depth": "model.depth", "blocks": "model.blocks"}
+    stated = ", ".join(f"{keys[k]}={options[k]}" for k in keys if k in options)
+    create_ = functools.partial(create, variant, **image)
+    params, macs = cost.at_any_depth(create_, options)
+    return (
+        f"{stated}: more than {MAX_BLOCKS:,} blocks are not built, as each takes half a "
+        f"second and more to trace and compile; the network would have {params:,} parameters "
+        f"({4 * params / 1e9:,.1f} GB, {16 * params / 1e9:,.1f} GB with gradients and "
+        f"Adam's moments) and take {macs / 1e9:,.1f} GMACs an image: lower "
+        f"{' or '.join(keys[k] for k in keys if k in options)}"
+    )
 
 
 def _placed(

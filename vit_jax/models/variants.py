@@ -110,18 +110,22 @@ def parse(variant: str) -> Variant:
       UserError: not of these forms, or no such size, stem or depth.
     """
     if match := re.fullmatch(r"(R\d+)x(\d+)", variant):
-        if match[1] in RESNETS and int(match[2]):
+        if match[1] in RESNETS and re.fullmatch("0*[1-9][0-9]?", match[2]):
             resnet = ResNet(RESNETS[match[1]], _ROOT_WIDTH * int(match[2]))
             return Variant(None, 1, resnet)
         raise UserError(
             f"model.variant={variant!r}: ResNets are {', '.join(RESNETS)}, each with a "
-            "width factor, as 'R50x1'"
+            "width factor from 1 to 99, as 'R50x1'"
         )
     match = re.fullmatch(r"(?:(R\d*)(?:x1)?\+)?(\w+)/(\d+)", variant)
-    if not match or match[2] not in SIZES or int(match[3]) < 1:
+    if (
+        not match
+        or match[2] not in SIZES
+        or not re.fullmatch("0*[1-9][0-9]{0,3}", match[3])
+    ):
         raise UserError(
             f"model.variant={variant!r} is not SIZE/PATCH with a size out of "
-            f"{', '.join(SIZES)}, as 'B/16', nor a hybrid as 'R50+B/16', nor a ResNet "
+            f"{', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'B/16', nor a hybrid as 'R50+B/16', nor a ResNet "
             "as 'R50x1'"
         )
     size, patch = SIZES[match[2]], int(match[3])

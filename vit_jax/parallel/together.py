@@ -28,6 +28,7 @@ from jax._src import distributed as service  # As Orbax: there is no public door
 from vit_jax.errors import UserError
 from vit_jax.parallel import distributed, heartbeats, last_words
 from vit_jax.parallel.stacks import show as show_stacks
+from vit_jax.printing import printable
 
 _FAILURE = "vit_jax/failure"
 _LEAVING = "vit_jax/leaving"
@@ -205,7 +206,7 @@ def _leave(failure: _Failure) -> None:
         if failure.stacks:
             show_stacks("this process, or the other one, hangs")
     sys.stdout.flush()
-    print(f"error: {reason}", file=sys.stderr, flush=True)
+    print(printable(f"error: {reason}"), file=sys.stderr, flush=True)
     last_words.forget()
     _end(failure.code, jax.process_count() - failure.lost, failed=True)
 

@@ -19,7 +19,7 @@ def main(flags: argparse.Namespace) -> None:
     cli.refuse_overrides(flags, "reporting")
     files = pages.write_report(flags.runs, flags.out)
     plots = sum(name.endswith(".png") for name in files)
-    print(
+    cli.say(
         f"{flags.out.rstrip('/')}/index.html and report.md, with {plots} plots in "
         f"{pages.PLOTS}/"
     )

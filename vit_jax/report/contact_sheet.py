@@ -1,16 +1,47 @@
 """A picture of many images with their labels, in rows and columns."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
+from vit_jax.bounds import MAX_PIXELS
+from vit_jax.errors import UserError
 from vit_jax.report import lettering
 
 _CELL = 128  # Smaller images are magnified up to about this many pixels.
 _MARGIN, _FONT_SIZE, _LINE = 8, 12, 15  # Pixels.
 _PAPER, _INK = (255, 255, 255), (20, 20, 20)
+
+
+def check(count: int, columns: int, image_size: Sequence[int]) -> None:
+    """Refuses a picture that is too large to be drawn, before its images are read.
+
+    Args:
+      count: of images, at most.
+      columns: images a row.
+      image_size: height and width of each, in pixels.
+
+    Raises:
+      UserError: it would have more pixels than images that are read may have.
+    """
+    H, W = image_size
+    width, height = _cell(H, W, _LINE)
+    sides = columns * width + _MARGIN, -(-count // columns) * height + _MARGIN
+    if math.prod(sides) > MAX_PIXELS:
+        raise UserError(
+            f"--columns={columns} and {count} images of {H}x{W}: the picture would have "
+            f"{sides[0]}x{sides[1]} pixels, more than {MAX_PIXELS:,}: lower --rows and "
+            "--columns"
+        )
+
+
+def _cell(height: int, width: int, text: int) -> tuple[int, int]:
+    """Returns width and height of an image with its margin and lines of text."""
+    factor = max(1, _CELL // max(height, width))
+    return width * factor + _MARGIN, height * factor + text + _MARGIN
 
 
 def draw(
@@ -32,9 +63,7 @@ def draw(
     """
     B, H, W, _ = images.shape
     factor = max(1, _CELL // max(H, W))
-    lines = max(map(len, captions))
-    width = W * factor + _MARGIN
-    height = H * factor + lines * _LINE + _MARGIN
+    width, height = _cell(H, W, max(map(len, captions)) * _LINE)
     rows = -(-B // columns)
     size = columns * width + _MARGIN, rows * height + _MARGIN
     sheet = Image.new("RGB", size, _PAPER)

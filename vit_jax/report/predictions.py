@@ -4,6 +4,8 @@ import dataclasses
 import json
 from collections.abc import Iterable
 
+from vit_jax.printing import printable
+
 
 class Table:
     """Lays predictions out in columns: file, probability, class.
@@ -13,7 +15,7 @@ class Table:
     """
 
     def __init__(self, names: Iterable[str] = ()):
-        self._width = max(map(len, ("file", *names)))
+        self._width = max(map(len, ("file", *map(printable, names))))
         self._headed = False
 
     def rows(self, name: str, predictions: Iterable) -> str:
@@ -23,6 +25,7 @@ class Table:
           name: of its file.
           predictions: with `name` and `probability`, best first.
         """
+        name = printable(name)
         self._width = max(self._width, len(name))
         lines = []
         if not self._headed:
@@ -31,7 +34,9 @@ class Table:
         for i, one in enumerate(predictions):
             first = "" if i else name
             percent = f"{100 * one.probability:.2f} %"
-            lines.append(f"{first:<{self._width}}  {percent:>11}  {one.name}")
+            lines.append(
+                f"{first:<{self._width}}  {percent:>11}  {printable(one.name)}"
+            )
         return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ import time
 
 from ml_collections import ConfigDict
 
+from vit_jax.printing import printable
 from vit_jax.report.waiting import advice
 
 
@@ -154,7 +155,7 @@ class Progress:
             if self._terminal and self._width:
                 print("\r" + " " * self._width + "\r", end="")
                 self._width = 0
-            print(text, flush=True)
+            print("\n".join(map(printable, text.split("\n"))), flush=True)
 
     def _print(self, line: str) -> None:
         if not self._active:

@@ -11,6 +11,7 @@ from vit_jax.data import fingerprint, pipeline, sources
 from vit_jax.evaluation.suite import Suite
 from vit_jax.parallel import compilation_cache, distributed
 from vit_jax.parallel import mesh as meshes
+from vit_jax.printing import masked
 from vit_jax.report import result, tracing
 from vit_jax.report.compilations import Compilations
 from vit_jax.report.startup import Startup
@@ -264,7 +265,7 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
             "variant": config.model.variant,
             "dataset": data.name,
             "examples": len(source),
-            "init": config.init,
+            "init": masked(config.init),
             "wall_seconds": round(spent()[0], 3),
             "compute": efficiency.compute(
                 program.model, total * config.batch_size, spent()[1]

@@ -14,8 +14,8 @@ from vit_jax import config as configuration
 from vit_jax import models
 from vit_jax.data import ops
 from vit_jax.models import stacking
+from vit_jax.parallel import capacity, sharding
 from vit_jax.parallel import mesh as meshes
-from vit_jax.parallel import sharding
 from vit_jax.training import optim
 from vit_jax.training import state as states
 from vit_jax.training import step as steps
@@ -101,6 +101,7 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
     )
     init = functools.partial(states.init_params, model, config.seed)
     params = jax.eval_shape(init)
+    capacity.check(params, list(mesh.devices.flat))
     rate = optim.schedule(config, total, epoch)
     tx = optim.optimizer(config, params, rate, total, epoch)
     create = functools.partial(states.create, tx=tx, config=config)

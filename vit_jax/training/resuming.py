@@ -10,6 +10,7 @@ from vit_jax.data import fingerprint
 from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
 from vit_jax.parallel import distributed
+from vit_jax.printing import printable
 from vit_jax.training import leftovers
 from vit_jax.training.state import TrainState
 from vit_jax.weights import intact
@@ -122,4 +123,4 @@ def check_data(
 
 def say(text: str) -> None:
     """Prints a line that must be seen, at once."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from vit_jax.data import workers
 from vit_jax.data.preparing import manifest, staging
 from vit_jax.data.preparing import shards as sharding
 from vit_jax.errors import UserError
+from vit_jax.printing import printable
 
 _REPORT_EVERY = 64  # Records, from a worker.
 _LOOK_EVERY = 0.2  # Seconds.
@@ -94,7 +95,11 @@ def _make_shards(job: Job, place: staging.Staging, processes: int) -> list[dict]
     place.reserve(job.size * left // max(1, total))
     if len(todo) < len(job.shards):
         done = len(job.shards) - len(todo)
-        print(f"{place.folder}: {done} of {len(job.shards)} shards are finished")
+        print(
+            printable(
+                f"{place.folder}: {done} of {len(job.shards)} shards are finished"
+            )
+        )
     with tqdm.tqdm(
         total=total,
         initial=total - left,

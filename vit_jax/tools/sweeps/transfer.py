@@ -15,6 +15,7 @@ from etils import epath
 
 from vit_jax.data import sources
 from vit_jax.errors import UserError
+from vit_jax.printing import printable
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.fine_tuning import Task, check_feasible
 from vit_jax.tools.sweeps.runs import TestSplitGuard
@@ -234,7 +235,7 @@ def spread(mean: float, std: float | None) -> str:
 def say(text: str) -> None:
     """Prints, in the first process."""
     if text and jax.process_index() == 0:
-        print(text, flush=True)
+        print("\n".join(map(printable, text.split("\n"))), flush=True)
 
 
 def on_choice(best: dict, trials: Sequence[dict], task: Task) -> str:

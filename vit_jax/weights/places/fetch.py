@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from etils import epath
 
+from vit_jax import files
 from vit_jax.errors import UserError
 from vit_jax.weights.places import cache, hub, mirrors, web
 
@@ -54,6 +55,7 @@ def fetch(
     except OSError as error:  # As its name is too long.
         raise UserError(f"{place} cannot be read: {error.strerror}") from error
     if here:
+        files.check("weights", place)
         if sha256 and not cache.is_whole(local, sha256):
             found = "a folder" if local.is_dir() else f"of {cache.digest(local)}"
             raise UserError(f"{place} is {found}, not of the SHA-256 {sha256}")

@@ -1,0 +1,503 @@
+"""Bad input of all kinds to every command: one line, exit code 2, at once.
+
+250 cases, drawn by a seed: flags and config keys of every type with values that do not
+fit, files and folders that are none, and images of all kinds. Each command has one warm
+process for its cases. A failure prints the command line of each case that was not met;
+tests/test_bad_input.py and the others have the cases that were.
+"""
+
+import collections
+import io
+import os
+import pathlib
+import random
+import re
+import shutil
+import struct
+import zlib
+
+import jax
+import numpy as np
+import pytest
+import warm
+from hosts import xla_flags
+from PIL import Image
+
+from vit_jax import models, schema
+from vit_jax.weights import Pretrained, export
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[1]
+SEED = int(os.environ.get("FUZZ_SEED", "16"))  # Others find what these cases miss.
+SECONDS = 20  # In which bad input is refused.
+LONGEST = 60  # Seconds of a case that turns out to be sound.
+MEMORY = 12 << 30  # Bytes; a case that asks for more gets an error, not the machine.
+
+VALUES = [
+    *("", " ", "-", "--", "-1", "0", "1", "2", "3.5", "-0.0", "1e-400", "1e308"),
+    *("1e400", "nan", "inf", "-inf", "0x10", "1_000", "9" * 19, "9" * 25, "9" * 5_000),
+    *("9223372036854775807", "9223372036854775808", "4294967296", "2147483648"),
+    *(
+        "None",
+        "True",
+        "false",
+        "()",
+        "(1,)",
+        "(0, 0)",
+        "(1, 2, 3)",
+        "(-1, 8)",
+        "[1, 'a']",
+    ),
+    *("{}", "{'a': 1}", "{'a': {'b': {}}}", "b'x'", "1j", "1+", "[", "'", "(" * 300),
+    *("a", "ü", "名前", "\x1b[31m", "a\nerror: b", "a\tb", "\x7f", "\u202ea", "\udce9"),
+    *("x" * 5_000, "../..", "/", ".", "~", "~nobody/x", "$HOME", "*", "%s%n", "{0}"),
+    *("(?P<", "*(", "\\", ",", ",,", ";", "|", "a|b", "=", "a=b", "@", "#", "a#b", ":"),
+    *("train[", "train[:0%]", "train[9:1]", "train[:200%]", "even_splits(train, 0)[0]"),
+    *("http://", "https://me:hunter2@localhost:9/x.npz", "gs://", "hf://", "hf://a/b@"),
+    *("file:///etc/passwd", "os:system", "json:loads", "resize(0)", "resize(-1, 2)"),
+    *("flip | ", "random_crop(1000000)", "inception_crop('a')", "normalize", "B/0"),
+]
+FILES = [
+    *("missing", "missing/below", "folder", "empty", "text", "garbage", "pipe", "loop"),
+    *("/dev/zero", "/dev/null", "cut.safetensors", "cut.npz", "list.json", "wrong.npz"),
+    *(
+        "wrong.safetensors",
+        "zeros",
+        "binary.py",
+        "raises.py",
+        "exits.py",
+        "no_config.py",
+    ),
+    *("loops.py", "below/text", "text/below", "socket", "bad.pth", "sealed"),
+]
+IMAGES = [
+    *("0.png", "1x1.png", "huge.png", "cut.png", "cut.jpg", "cmyk.jpg", "16.png"),
+    *(
+        "animated.gif",
+        "float.tif",
+        "hdr.tif",
+        "nan.tif",
+        "bomb.png",
+        "jpeg.png",
+        "text.png",
+    ),
+    *("thin.png", "alpha.png", "palette.gif", "bits.png", "cut.tif", "zeros.jpg"),
+]
+# Lines on stderr beside the one of the error, and of commands that succeed.
+NOTES = (
+    r".*does not tell how its images are prepared; assumed: .*",
+    r"data\.data_dir=.* is not read: data\.name=.*",
+    r"a figure is left out: .*",
+    r"\S*: (is empty|cannot be|has ).*",  # An image of several.
+    r"left out, \d+ damaged:|  .*",
+    r".*: \d+/\d+",  # The progress of dedup.
+    r"compiled programs are not kept: .*",
+)
+LEFT = re.compile(r"\.(new|part|tmp|incomplete|lock)$|orbax-checkpoint-tmp")
+WRITING = ("train", "visualize")  # What is whole stays when the rest fails.
+# Codes that a command may end with.
+CODES = collections.defaultdict(lambda: (0, 2)) | {
+    "predict": (0, 1, 2),
+    "visualize": (0, 1, 2),
+    "dedup": (0, 1, 2),
+    "compile": (0, 2, 3),
+}
+
+
+def png(width, height, depth=8, colour=2, data=b""):
+    """Returns a PNG file of whatever its header says."""
+
+    def chunk(kind, content):
+        sums = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + sums
+
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(data))
+        + chunk(b"IEND", b"")
+    )
+
+
+def saved(array, form, **options):
+    stream = io.BytesIO()
+    Image.fromarray(array).save(stream, form, **options)
+    return stream.getvalue()
+
+
+def make_images(folder):
+    """Writes images of all kinds, few of them sound."""
+    draw = np.random.default_rng(SEED)
+    rgb = draw.integers(0, 256, (23, 31, 3), dtype=np.uint8)
+    grey = rgb[..., 0]
+    floats = grey.astype(np.float32) / 255
+    frames = [Image.fromarray(rgb), Image.fromarray(255 - rgb)]
+    stream = io.BytesIO()
+    frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])
+    cmyk = io.BytesIO()
+    Image.fromarray(rgb).convert("CMYK").save(cmyk, "JPEG")
+    files = {
+        "0.png": b"",
+        "1x1.png": saved(rgb[:1, :1], "PNG"),
+        "huge.png": png(2**31 - 1, 2**31 - 1),
+        "cut.png": saved(rgb, "PNG")[:-40],
+        "cut.jpg": saved(rgb, "JPEG")[:200],
+        "cmyk.jpg": cmyk.getvalue(),
+        "16.png": saved(grey.astype(np.uint16) * 257, "PNG"),
+        "animated.gif": stream.getvalue(),
+        "float.tif": saved(floats, "TIFF"),
+        "hdr.tif": saved(floats * 1_000, "TIFF"),
+        "nan.tif": saved(floats * np.nan, "TIFF"),
+        "bomb.png": png(60_000, 60_000, data=bytes(10**7)),
+        "jpeg.png": saved(rgb, "JPEG"),
+        "text.png": b"this is no image\n",
+        "thin.png": saved(draw.integers(0, 256, (1, 5_000, 3), dtype=np.uint8), "PNG"),
+        "alpha.png": saved(np.dstack([rgb, grey]), "PNG"),
+        "palette.gif": saved(grey, "GIF"),
+        "bits.png": saved(grey > 127, "PNG"),
+        "cut.tif": saved(rgb, "TIFF")[:100],
+        "zeros.jpg": bytes(1_000),
+    }
+    assert set(files) == set(IMAGES)
+    folder.mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return saved(rgb, "PNG")
+
+
+def make_weights(path):
+    model = models.create(
+        "Ti/4", classes=5, image_size=(8, 12), width=12, depth=1, heads=3, mlp_dim=20
+    )
+    params = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, 0.1, np.float32),
+        jax.eval_shape(model.init, jax.random.key(0)),
+    )
+    found = Pretrained(params, model.options, "vit_jax", "test")
+    export.export(found, "safetensors", path, overwrite=False)
+
+
+def make_files(place):
+    """Writes files that are not what a flag wants, and those that are."""
+    draw = np.random.default_rng(SEED)
+    (place / "folder").mkdir()
+    (place / "below").mkdir()
+    (place / "below" / "text").write_text("a\n")
+    (place / "sealed").mkdir(mode=0)
+    config = "def get_config(arg=None):\n    "
+    np.savez(place / "wrong.npz", a=np.zeros(3))
+    whole = (place / "sound.safetensors").read_bytes()
+    files = {
+        "empty": b"",
+        "text": b"hello\nworld\n",
+        "garbage": draw.bytes(5_000),
+        "zeros": bytes(5_000),
+        "list.json": b"[1, 2, {",
+        "cut.safetensors": whole[: len(whole) // 2],
+        "wrong.safetensors": struct.pack("<Q", 2) + b"{}",
+        "cut.npz": (place / "wrong.npz").read_bytes()[:-50],
+        "bad.pth": b"\x80\x02}q\x00.",
+        "binary.py": draw.bytes(300),
+        "raises.py": f"{config}raise KeyError('\\x1b[2J')\n".encode(),
+        "exits.py": b"import sys\nsys.exit(7)\n",
+        "no_config.py": b"x = 1\n",
+        "loops.py": f"{config}return get_config(arg)\n".encode(),
+    }
+    for name, data in files.items():
+        (place / name).write_bytes(data)
+    os.mkfifo(place / "pipe")
+    os.mknod(place / "socket", 0o140600)  # S_IFSOCK
+    (place / "loop").symlink_to("loop")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Returns a file with weights of 5 classes."""
+    path = tmp_path_factory.mktemp("weights") / "sound.safetensors"
+    make_weights(path)
+    return path
+
+
+@pytest.fixture
+def place(tmp_path, weights):
+    """Returns the folder that a command is run in."""
+    place = tmp_path / "place"
+    sound = make_images(place / "images")
+    shutil.copy(weights, place)
+    make_files(place)
+    for split, count in (("train", 4), ("test", 2)):
+        for name in "abcde":
+            where = place / "data" / split / name
+            where.mkdir(parents=True)
+            for i in range(count):
+                (where / f"{i}.png").write_bytes(sound)
+    (place / "sound.png").write_bytes(sound)
+    (place / "names").write_text("one\ntwo\nthree\nfour\nfive\n")
+    return place
+
+
+CONFIGS = ROOT / "configs"
+TRAIN = {"--config": f"{CONFIGS}/digits.py:quick"}
+# Of each command: how many cases, a sound command line ("" before words without a flag;
+# OUT is a path that is not there), and of each flag what it takes.
+WEIGHTS = {
+    "--labels": "file",
+    "--resolution": "value",
+    "--mean": "value",
+    "--std": "value",
+    "--interpolation": "value",
+    "--crop": "value",
+    "--heads": "value",
+}
+COMMANDS = {
+    "train": (
+        62,
+        {**TRAIN, "--workdir": "OUT"},
+        {"--config": "file", "--workdir": "file", "KEY": "key"},
+    ),
+    "evaluate": (
+        20,
+        {
+            "--model": "sound.safetensors",
+            "--config": f"{CONFIGS}/eval/classification.py:data=data",
+            "--out": "OUT",
+        },
+        {
+            "--model": "file",
+            "--config": "file",
+            "--out": "file",
+            "KEY": "key",
+            **WEIGHTS,
+        },
+    ),
+    "predict": (
+        44,
+        {"--model": "sound.safetensors", "": "sound.png"},
+        {
+            "--model": "file",
+            "": "image",
+            "--topk": "value",
+            "--batch_size": "value",
+            **WEIGHTS,
+        },
+    ),
+    "convert": (
+        14,
+        {"--from": "sound.safetensors", "--to": "timm", "--out": "OUT"},
+        {"--from": "file", "--to": "value", "--out": "file", **WEIGHTS},
+    ),
+    "prepare": (
+        14,
+        {"--dataset": "folder", "--from": "data", "--data_dir": "OUT"},
+        {
+            "--from": "file",
+            "--data_dir": "file",
+            "--name": "value",
+            "--splits": "value",
+            "--processes": "value",
+            "--shard_mb": "value",
+            "--on_error": "value",
+            "--imports": "value",
+        },
+    ),
+    "datasets": (4, {}, {"": "value", "--data_dir": "file"}),
+    "summary": (
+        14,
+        {"--variant": "Ti/16"},
+        {
+            "--variant": "value",
+            "--resolution": "value",
+            "--classes": "value",
+            "--images": "value",
+            "--config": "file",
+        },
+    ),
+    "show_batch": (
+        18,
+        {**TRAIN, "--out": "OUT.png"},
+        {
+            "--config": "file",
+            "--out": "file",
+            "--rows": "value",
+            "--columns": "value",
+            "KEY": "key",
+        },
+    ),
+    "dedup": (
+        10,
+        {
+            "--pretrain": "folder@data#train",
+            "--against": "folder@data#test",
+            "--out": "OUT",
+        },
+        {
+            "--pretrain": "value",
+            "--against": "value",
+            "--out": "file",
+            "--correlation": "value",
+            "--threads": "value",
+        },
+    ),
+    "compile": (
+        6,
+        {**TRAIN, "--topology": "v5e:2x2"},
+        {"--config": "file", "--topology": "value", "--slices": "value", "KEY": "key"},
+    ),
+    "transfer": (
+        10,
+        # Nothing is trained: the workdir is a file.
+        {"--model": "sound.safetensors", "--dataset": "data", "--workdir": "text"},
+        {
+            "--model": "file",
+            "--dataset": "value",
+            "--rates": "value",
+            "--layer_decay": "value",
+            "--resolution": "value",
+            "--seeds": "value",
+            "--test": "value",
+            "KEY": "key",
+        },
+    ),
+    "study": (
+        6,
+        {"--config": f"{CONFIGS}/study/digits.py", "--workdir": "text"},
+        {"--config": "file", "--models": "value", "--images": "value", "KEY": "key"},
+    ),
+    "visualize": (
+        14,
+        {"--model": "sound.safetensors", "--images": "sound.png", "--out": "OUT"},
+        {
+            "--model": "file",
+            "--images": "image",
+            "--out": "file",
+            "--figure": "value",
+            "--query": "value",
+            "--layers": "value",
+            "--discard": "value",
+            "--classes": "value",
+            "--other": "file",
+            **WEIGHTS,
+        },
+    ),
+    "explore": (
+        8,
+        {"--model": "sound.safetensors", "--html": "OUT", "--image": "sound.png"},
+        {
+            "--model": "file",
+            "--html": "file",
+            "--image": "image",
+            "--images": "file",
+            "--port": "value",
+            "--compare": "file",
+        },
+    ),
+    "report": (6, {"": "folder", "--out": "OUT"}, {"": "file", "--out": "file"}),
+}
+assert sum(count for count, _, _ in COMMANDS.values()) == 250
+
+
+def keys():
+    """Returns every config key, with and without those of a choice."""
+    common = [
+        f"{section}.{key}".strip(".")
+        for section, k in schema.COMMON.items()
+        for key in k
+    ]
+    forms = [f"model.{key}" for form in schema.FORMS.values() for key in form]
+    chosen = [
+        f"{section}.{key}".strip(".")
+        for (section, _), options in schema.CHOICES.items()
+        for option in options.values()
+        for key in option
+    ]
+    return sorted(
+        {*common, *forms, *chosen, "evals.val", "evals.a.b", "optim", "x", ""}
+    )
+
+
+def cases(verb):
+    """Yields command lines, the same for a seed: each is a sound one with a fault or two."""
+    count, sound, flags = COMMANDS[verb]
+    draw = random.Random(f"{SEED} {verb}")
+    names = [*flags]
+    for i in range(count):
+        chosen = {names[i % len(names)]} | set(draw.sample(names, draw.random() < 0.15))
+        if "KEY" in flags and draw.random() < 0.4:
+            chosen = {"KEY"}
+        words = dict(sound)
+        for name in sorted(chosen):
+            if name == "KEY":
+                words[f"--config.{draw.choice(keys())}"] = draw.choice(VALUES)
+            else:
+                words[name] = value_for(flags[name], draw)
+        yield [f"{name}={value}" if name else value for name, value in words.items()]
+
+
+def value_for(kind, draw):
+    if kind == "image" and draw.random() < 0.75:
+        return f"images/{draw.choice(IMAGES)}"
+    if kind in ("file", "image") and draw.random() < 0.8:
+        return draw.choice(FILES)
+    return draw.choice(VALUES)
+
+
+def faults(verb, end, before, after):
+    """Returns what is wrong with the end of a command."""
+    text = end.out + end.err
+    lines = end.err.split("\n")[:-1]
+    errors = [line for line in lines if line.startswith("error: ")]
+    found = {
+        f"it took {end.seconds:.0f} s": end.code == 2 and end.seconds > SECONDS,
+        f"exit code {end.code}": end.code not in CODES[verb],
+        "a traceback": "Traceback (most recent call last)" in text,
+        f"{len(errors)} lines of errors": (end.code == 2) != (len(errors) == 1),
+        "other lines on stderr": end.code in (0, 2)
+        and any(line not in errors and not noted(line) for line in lines),
+        "control characters": not all(map(str.isprintable, text.split("\n"))),
+        "a password": "hunter2" in text,
+        f"left behind {after - before}": end.code == 2
+        and any(verb not in WRITING or LEFT.search(path) for path in after - before),
+    }
+    return [fault for fault, there in found.items() if there]
+
+
+def noted(line):
+    return any(re.fullmatch(note, line) for note in NOTES)
+
+
+def listing(place):
+    return {
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(place)
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_every_case_ends_with_one_line_or_succeeds(verb, place, tmp_path):
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(),
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+        # Nothing is fetched: whatever name it is.
+        "HF_HUB_OFFLINE": "1",
+        **dict.fromkeys(("http_proxy", "https_proxy"), "http://localhost:9"),
+    }
+    wrong = []
+    with warm.Process(place, memory=MEMORY, **own) as process:
+        for number, words in enumerate(cases(verb)):
+            outs = [place / "OUT", place / "OUT.png"]
+            before = listing(place)
+            end = process.run(verb, words, seconds=LONGEST)
+            bad = faults(verb, end, before, listing(place))
+            if bad:
+                wrong.append(f"{verb} {number}: {words}\n  {bad}\n  {end}"[:3_000])
+            for out in outs:
+                if out.is_dir():
+                    shutil.rmtree(out)
+                else:
+                    out.unlink(missing_ok=True)
+    assert wrong == [], "\n\n".join(wrong)

@@ -1,0 +1,45 @@
+"""Paths that a person gives: which of them can be read as files."""
+
+import os
+import stat
+
+from vit_jax.errors import UserError
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe (FIFO)",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def not_a_file(path: str | os.PathLike) -> str:
+    """Returns why a path cannot be read as a file or listed as a folder.
+
+    Reading a pipe may wait for ever, and a device may never end.
+
+    Returns:
+      What it is, as "a pipe (FIFO)"; "" for files, folders, and what does not exist.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # Opening it tells why.
+        return ""
+    return _KINDS.get(stat.S_IFMT(mode), "")
+
+
+def check(thing: str, path: str | os.PathLike) -> None:
+    """Refuses a path that is a pipe, a device or a socket.
+
+    Args:
+      thing: what the path was given as, for example "--labels".
+      path: file or folder; it need not exist.
+
+    Raises:
+      UserError: it is none of these.
+    """
+    if kind := not_a_file(path):
+        raise UserError(
+            f"{thing}={path}: is {kind}, not a file; copy its content to a file and "
+            "give that"
+        )

@@ -1,0 +1,39 @@
+"""Text as it may be printed: no control characters, and no passwords."""
+
+import re
+import unicodedata
+
+_HIDDEN = "***"
+# user:password@host, and a key alone in front of a host, as of hf.co.
+_USER = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")
+# Values of a URL's query, or of its fragment, that let in whoever has them. Presigned
+# addresses of S3, Google and Azure carry theirs as X-Amz-Signature, X-Goog-Signature
+# and sig.
+_QUERY = re.compile(
+    r"(?<=[?&;#])((?:[\w-]*(?:token|secret|password|passwd|signature|credential|"
+    r"api-?_?key|accesskeyid|authorization)[\w-]*|auth|key|pwd|sig)=)[^\s&;#'\"]+",
+    re.IGNORECASE,
+)
+
+
+def masked(text: str) -> str:
+    """Returns a text with the passwords and keys of its URLs replaced by `***`."""
+    if "://" not in text:
+        return text
+    return _QUERY.sub(rf"\1{_HIDDEN}", _USER.sub(_HIDDEN, text))
+
+
+def printable(text: object) -> str:
+    """Returns a text as one line for a terminal: masked, control characters escaped.
+
+    Names of files, classes and labels may hold any character: a line break would fake a
+    second message, and an escape sequence would steer the terminal.
+    """
+    return "".join(map(_escaped, masked(str(text))))
+
+
+def _escaped(character: str) -> str:
+    # Spaces of other scripts are not "printable", and harmless.
+    if character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode("ascii")
