@@ -6,6 +6,7 @@ from tfds_sets import builder_class, png
 
 from vit_jax.data import pipeline, tfds_source
 from vit_jax.data.arrays import ArraySource
+from vit_jax.data.preparing import metadata
 from vit_jax.data.sources import open_source
 from vit_jax.errors import UserError
 
@@ -140,6 +141,24 @@ def copied(prepared, tmp_path):
     shutil.copytree(prepared / "tiny_set", tmp_path / "tiny_set")
     (shard,) = (tmp_path / "tiny_set/red/1.2.0").glob("*train.array_record*")
     return tmp_path, shard
+
+
+def test_no_module_that_a_set_names_is_imported(make, copied, tmp_path, monkeypatch):
+    (tmp_path / "foreign_features.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "tiny_set/red/1.2.0/features.json"
+    text = path.read_text()
+    named = "tensorflow_datasets.core.features.class_label_feature.ClassLabel"
+    assert named in text
+    path.write_text(text.replace(named, "foreign_features.Label"))
+    for read in (
+        lambda: open_source(make(data_dir=str(tmp_path)), "train"),
+        lambda: metadata.read_info(path.parent),
+    ):
+        with pytest.raises(
+            UserError, match=r"names 'foreign_features\.Label', a class"
+        ):
+            read()
 
 
 def test_a_missing_shard_is_a_user_error(make, copied):

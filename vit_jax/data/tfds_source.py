@@ -1,5 +1,6 @@
 """TFDS data sets prepared as ArrayRecord, read without TensorFlow."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -7,7 +8,7 @@ import math
 import operator
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -208,7 +209,10 @@ def find_prepared(name: str, data_dir: str):
 
     find = tfds.core.read_only_builder.builder_from_files
     try:
-        return find(name, data_dir=os.path.expanduser(data_dir) or None)
+        with no_foreign_features(name):
+            return find(name, data_dir=os.path.expanduser(data_dir) or None)
+    except UserError:
+        raise
     except ImportError as error:  # Of gcsfs, which reads buckets.
         raise UserError(
             f"data.data_dir={data_dir!r}: paths in a bucket need more packages: "
@@ -222,6 +226,39 @@ def find_prepared(name: str, data_dir: str):
             f"dataset_info.json cannot be read ({str(error).splitlines()[0]}); copy or "
             "prepare it again"
         ) from error
+
+
+@contextlib.contextmanager
+def no_foreign_features(name: str) -> Iterator[None]:
+    """Keeps TFDS from importing modules that a data set names in its features.json.
+
+    Feature classes of TFDS, and those that are imported already, stay available.
+
+    Args:
+      name: of the data set, for the message.
+
+    Raises:
+      UserError: the data set names another class.
+    """
+    from tensorflow_datasets.core.features.feature import FeatureConnector
+
+    resolve = FeatureConnector.cls_from_name
+
+    def resolve_known(python_class_name):
+        known = python_class_name in FeatureConnector._registered_features
+        if not known and not python_class_name.startswith("tensorflow_datasets."):
+            raise UserError(
+                f"{name}: its features.json names {python_class_name!r}, a class that is "
+                "not of TFDS: only import code that you trust, before the set is opened, "
+                "or prepare the set without that feature"
+            )
+        return resolve(python_class_name)
+
+    FeatureConnector.cls_from_name = resolve_known
+    try:
+        yield
+    finally:
+        FeatureConnector.cls_from_name = resolve
 
 
 def prepare_command(name: str, data_dir: str) -> str:

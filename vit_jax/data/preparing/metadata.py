@@ -116,7 +116,10 @@ def read_info(folder: pathlib.Path) -> Info:
     import tensorflow_datasets as tfds
 
     try:
-        builder = tfds.builder_from_directory(folder)
+        with tfds_source.no_foreign_features(str(folder)):
+            builder = tfds.builder_from_directory(folder)
+    except UserError:
+        raise
     except Exception as error:  # JSON, protocol buffers, features: many kinds.
         line = " ".join(str(error).split())[:200]
         raise UserError(
