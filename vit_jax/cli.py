@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from vit_jax import signals
-from vit_jax.errors import UserError
+from vit_jax.errors import LostHost, UserError
 from vit_jax.printing import masked, printable
 
 EXIT_USER_ERROR = 2
@@ -239,8 +239,9 @@ def run(
 ) -> None:
     """Runs a verb and exits.
 
-    The code is 0; or the verb's own; 2 after one line on bad input; 130 after Ctrl-C;
-    141, without a word, when nobody reads its output any more.
+    The code is 0; or the verb's own; 2 after one line on bad input; 75 after one on a
+    host that did not come; 130 after Ctrl-C; 141, without a word, when nobody reads its
+    output any more.
 
     Args:
       main: takes the flags and returns the exit code.
@@ -260,9 +261,10 @@ def run(
         try:
             flags = parse(parser)
             code = main(flags) or 0
-        except UserError as error:
+        except (UserError, LostHost) as error:
             show(error, debug=flags is not None and flags.debug)
-            code = EXIT_USER_ERROR
+            wrong = isinstance(error, UserError)
+            code = EXIT_USER_ERROR if wrong else signals.EXIT_PREEMPTED
         except (MemoryError, RuntimeError) as error:
             if not _is_memory(error):
                 raise
@@ -298,7 +300,7 @@ def _is_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def show(error: UserError, *, debug: bool) -> None:
+def show(error: UserError | LostHost, *, debug: bool) -> None:
     """Prints bad input as one line on stderr, with `debug` after its traceback."""
     if debug:
         print(masked("".join(traceback.format_exception(error))), file=sys.stderr)

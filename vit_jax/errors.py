@@ -22,3 +22,7 @@ class Preempted(Exception):
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C came, and the run has saved its state."""
+
+
+class LostHost(Exception):
+    """Another process of the job did not come: exit code 75, try again."""

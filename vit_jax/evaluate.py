@@ -12,63 +12,69 @@ import argparse
 import dataclasses
 import json
 
-from vit_jax import cli
+from vit_jax import cli, job
 from vit_jax.printing import masked
 
 
-def main(flags: argparse.Namespace) -> None:
-    """Runs the evaluations that the flags describe, and prints what they gave."""
+def main(flags: argparse.Namespace) -> int:
+    """Runs the evaluations that the flags describe; returns the exit code."""
     from vit_jax import config as configuration
 
     config = configuration.load_evaluation(flags.config, flags.overrides)
+    return job.run(lambda: run(flags, config), "", debug=flags.debug)
 
-    # After the config, so that its errors come at once.
+
+def run(flags: argparse.Namespace, config) -> None:
+    """Evaluates and prints what it gave.
+
+    Args:
+      flags: from `parser`.
+      config: complete config.
+    """
     import jax
 
     from vit_jax.evaluation import network, standalone
-    from vit_jax.parallel import compilation_cache, distributed, together
+    from vit_jax.parallel import compilation_cache
     from vit_jax.report import evaluations
 
-    distributed.start()
     first = jax.process_index() == 0
 
     def tell(line):
         if first:
             cli.tell(line)
 
-    with together.Together("", debug=flags.debug):
-        if flags.out and first:
-            evaluations.prepare(flags.out)  # Before there is anything to lose.
-        if uncached := compilation_cache.enable(config.compilation_cache):
-            tell(uncached)
-        found, preprocess = network.open_weights(
-            flags.model,
-            cli.image_flags(flags),
-            average=not flags.raw,
-            heads=flags.heads,
-            tell=tell,
-        )
-        results, confusions, described = standalone.evaluate(
-            found, preprocess, config, tell
-        )
-        if not first:
-            return
-        report = {
-            "kind": "evaluate",
-            "model": masked(flags.model),
-            "variant": found.options["variant"],
-            "config": config.name,
-            "preprocess": dataclasses.asdict(preprocess),
-            "evals": described,
-            "results": results,
-        }
-        shown = evaluations.table(results, confusions)
-        if flags.json:
-            shown = json.dumps(standalone.summary(config, results))
-        print(shown, flush=True)
-        if flags.out:
-            names = evaluations.write(flags.out, report, confusions)
-            tell(f"written to {flags.out}: {', '.join(names)}")
+    if flags.out and first:
+        evaluations.prepare(flags.out)  # Before there is anything to lose.
+    if uncached := compilation_cache.enable(config.compilation_cache):
+        tell(uncached)
+    found, preprocess = network.open_weights(
+        flags.model,
+        cli.image_flags(flags),
+        average=not flags.raw,
+        heads=flags.heads,
+        tell=tell,
+    )
+    results, confusions, described = standalone.evaluate(
+        found, preprocess, config, tell
+    )
+    if not first:
+        return
+    report = {
+        "kind": "evaluate",
+        "model": masked(flags.model),
+        "variant": found.options["variant"],
+        "config": config.name,
+        "preprocess": dataclasses.asdict(preprocess),
+        "evals": described,
+        "results": results,
+    }
+    shown = evaluations.table(results, confusions)
+    if flags.json:
+        shown = json.dumps(standalone.summary(config, results))
+    print(shown, flush=True)
+    if flags.out:
+        names = evaluations.write(flags.out, report, confusions)
+        tell(f"written to {flags.out}: {', '.join(names)}")
 
 
 def parser() -> cli.Parser:

@@ -9,22 +9,27 @@ from vit_jax.errors import Interrupted, Preempted, UserError
 def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
     """Does the work of a job, in every process of it.
 
+    Joins the other processes first, if there are any.
+
     Args:
-      work: trains, once or often, in `workdir`.
+      work: trains, once or often, in `workdir`; or evaluates.
       workdir: named where a process tells why the others end.
       debug: show tracebacks of bad input too.
 
     Returns:
       The exit code: 0; 75 where the state is saved and the same command goes on, as
       after SIGTERM; 130 after Ctrl-C.
+      One of several processes does not return: it leaves without the barriers at JAX's
+      end, which wait for a process that is lost then.
 
     Raises:
-      UserError: as `work`.
+      UserError: as `work`, or the other processes cannot be found.
+      LostHost: they did not come.
     """
     import jax
 
-    from vit_jax.parallel import distributed, together
-    from vit_jax.training import ahead, saving
+    from vit_jax.parallel import together
+    from vit_jax.training import ahead
 
     code = 0
     with together.Together(workdir, debug=debug):
@@ -41,9 +46,6 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
                 raise
             cli.show(error, debug=debug)
             together.leave(cli.EXIT_USER_ERROR)
-        # All leave in the same way: process 0 waits for those who do not wait.
-        hasty = saving.left_threads() or ahead.under_way()
-        hasty = bool(distributed.gather(hasty=hasty)["hasty"].any())
-    if hasty:
+    if jax.process_count() > 1 or ahead.under_way():
         together.leave(code)
     return code

@@ -25,10 +25,6 @@ def main(flags: argparse.Namespace) -> int:
         images=flags.images,
         overrides=flags.overrides,
     )
-    # After the configs, so that their errors come at once.
-    from vit_jax.parallel import distributed
-
-    distributed.start()
     return job.run(study.run, flags.workdir, debug=flags.debug)
 
 

@@ -20,19 +20,20 @@ def main(flags: argparse.Namespace) -> int:
     config = cli.load_config(flags)
 
     # After the config, so that its errors come at once.
-    from vit_jax.parallel import distributed
+    import jax
+
     from vit_jax.report.startup import Startup, process_age
     from vit_jax.training import loop
 
     startup = Startup(process_age())
     startup.done("import")
 
-    if distributed.start() > 1 and not flags.workdir:
-        raise UserError("several processes need the same --workdir: state it")
-    workdir = flags.workdir or new_workdir(config.name)
-    return job.run(
-        lambda: loop.train(config, workdir, startup), workdir, debug=flags.debug
-    )
+    def train():
+        if jax.process_count() > 1 and not flags.workdir:
+            raise UserError("several processes need the same --workdir: state it")
+        loop.train(config, flags.workdir or new_workdir(config.name), startup)
+
+    return job.run(train, flags.workdir, debug=flags.debug)
 
 
 def new_workdir(name: str) -> str:

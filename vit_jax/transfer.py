@@ -28,11 +28,6 @@ from vit_jax.printing import masked
 def main(flags: argparse.Namespace) -> int:
     """Runs the study that the flags describe; returns the exit code."""
     workdir = flags.workdir or default_workdir(flags)
-
-    # After the flags, so that their errors come at once.
-    from vit_jax.parallel import distributed
-
-    distributed.start()
     return job.run(lambda: _run_and_print(flags, workdir), workdir, debug=flags.debug)
 
 

@@ -3,7 +3,7 @@ import os
 import jax
 import pytest
 
-from vit_jax.errors import UserError
+from vit_jax.errors import LostHost, UserError
 from vit_jax.parallel import distributed
 from vit_jax.parallel.place import Place
 
@@ -39,5 +39,5 @@ def test_too_short_a_silence_is_refused(monkeypatch, value):
 def test_an_address_nobody_listens_at_is_tried_until_the_limit():
     place = Place("SLURM", "localhost:9", 3, 2)
     message = r"process 2 of 3 \(.*\) cannot reach process 0 at localhost:9 \(.*for 1 s"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(LostHost, match=message):
         distributed._wait_for_service(place, 1)

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from vit_jax.errors import UserError
-from vit_jax.parallel import cluster, last_words
+from vit_jax.errors import LostHost, UserError
+from vit_jax.parallel import aborts, cluster, last_words
 from vit_jax.parallel.place import Place
 
 # Hosts of one job may start minutes apart: images are pulled, machines booted.
@@ -20,6 +20,7 @@ _START_SECONDS = 300
 _LOST = "VIT_JAX_LOST_SECONDS"
 _LOST_SECONDS = 40
 _LATER_SECONDS = 10  # Than ours, JAX looks for the lost.
+EXIT_LOST = 75  # As after SIGTERM: try again.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # As gRPC reads them.
 
 
@@ -31,16 +32,16 @@ def start() -> int:
     JAX_NUM_PROCESSES and JAX_PROCESS_ID. Call before the first computation.
 
     Returns:
-      The number of processes.
+      The number of processes. Devices are not looked for yet.
 
     Raises:
-      UserError: what the surroundings say is incomplete or contradictory, or process 0
-        cannot be reached in VIT_JAX_START_SECONDS.
+      UserError: what the surroundings say is incomplete or contradictory.
+      LostHost: process 0 cannot be reached in VIT_JAX_START_SECONDS.
     """
     seconds, began = _seconds(_START, _START_SECONDS), time.monotonic()
     place = cluster.find(seconds)
     if place is None:
-        return jax.process_count()
+        return 1
     _pass_by_proxies(place.address)
     if place.process:
         _wait_for_service(place, seconds)
@@ -48,12 +49,9 @@ def start() -> int:
         _check_port(place)
     left = max(round(seconds - (time.monotonic() - began)), 1)
     # JAX ends this process if the others do not come, or come twice.
-    last_words.leave(
-        f"process {place.process} of {place.count} ({socket.gethostname()}) did not "
-        f"come together with the others at {place.address} in {left} s: see JAX's "
-        f"message above; start {place.count} processes, each with a number of its own "
-        f"(this was told by {place.told_by}), or wait longer with {_START}"
-    )
+    until = time.monotonic() + left
+    aborts.explain(lambda: _not_joined(place, left, until))
+    last_words.leave(f"process {place.process} of {place.count} ended while it started")
     jax.distributed.initialize(
         place.address,
         place.count,
@@ -65,8 +63,16 @@ def start() -> int:
         # after half of this at the earliest, whatever our threads are at.
         heartbeat_timeout_seconds=2 * (lost_seconds() + _LATER_SECONDS),
     )
-    last_words.leave(f"process {place.process} of {place.count} ended while it started")
-    return jax.process_count()
+    return place.count
+
+
+def service_is_gone(address: str) -> bool:
+    """Tells whether nobody listens where process 0 runs the coordination service."""
+    try:
+        _connect(address)
+    except OSError:
+        return True
+    return False
 
 
 def lost_seconds() -> int:
@@ -112,20 +118,47 @@ def _pass_by_proxies(address: str) -> None:
 
 
 def _wait_for_service(place: Place, seconds: int) -> None:
-    host, _, port = place.address.rpartition(":")
-    until, reason = time.monotonic() + seconds, ""
+    until, error = time.monotonic() + seconds, OSError()
     while time.monotonic() < until:
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
-                return
-        except OSError as error:
-            reason = error.strerror or str(error)
+            return _connect(place.address)
+        except OSError as failed:
+            error = failed
         time.sleep(min(0.5, max(until - time.monotonic(), 0)))
-    raise UserError(
+    # An address that does not exist will not exist at the next start either.
+    wrong = isinstance(error, socket.gaierror)
+    raise (UserError if wrong else LostHost)(
         f"process {place.process} of {place.count} ({socket.gethostname()}) cannot reach "
-        f"process 0 at {place.address} ({reason}; tried for {seconds} s; told by "
-        f"{place.told_by}): start process 0 there, open the port between the hosts, or "
-        f"wait longer with {_START}"
+        f"process 0 at {place.address} ({error.strerror or error}; tried for {seconds} "
+        f"s; told by {place.told_by}): start process 0 there, open the port between the "
+        f"hosts, or wait longer with {_START}"
+    )
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+        pass
+
+
+def _not_joined(place: Place, seconds: int, until: float) -> tuple[int, str]:
+    """Returns the exit code and the reason where JAX aborts while the others come."""
+    last_words.forget()
+    own = f"process {place.process} of {place.count} ({socket.gethostname()})"
+    if place.process and service_is_gone(place.address):
+        return EXIT_LOST, (
+            f"process 0 of {place.count} at {place.address} died or was lost before "
+            f"{own} had joined it: start the job again"
+        )
+    code, who = 2, "the others"
+    if time.monotonic() > until - 1:  # Else JAX refused what it was told.
+        code = EXIT_LOST
+        if place.count == 2:
+            who = f"process {1 - place.process} of 2"
+    return code, (
+        f"{own} did not come together with {who} at {place.address} in {seconds} s: see "
+        f"JAX's message above; start {place.count} processes, each with a number of its "
+        f"own (this was told by {place.told_by}), or wait longer with {_START}"
     )
 
 

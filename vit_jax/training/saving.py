@@ -23,24 +23,13 @@ _LOOK_SECONDS = 0.2
 _numbers = itertools.count()  # Of saves; the same in all processes.
 
 
-_left = threading.Event()  # Set when a save of several processes has failed.
-
-
-def left_threads() -> bool:
-    """Tells, the same in all processes, whether threads wait in vain for a save.
-
-    They let go after 20 minutes; a process that has nothing more to do should not wait.
-    """
-    return _left.is_set()
-
-
 class Save:
     """Writes a checkpoint in the background, with checksums once all of it is there.
 
     Several processes write one checkpoint together, and Orbax lets each of them wait
     for the others. One whose disk fails does not come. So each leaves word how its own
     part went, process 0 says how the whole went, and a process whose part is waiting
-    in vain is told. Its waiting thread is left behind.
+    in vain is told. Its waiting thread is left behind, for up to 20 minutes.
 
     Args:
       path: folder of the checkpoint, which does not exist.
@@ -121,8 +110,6 @@ class Save:
             board.write(f"{self._board}/end/0", self._declare(parts, everyone))
         while not (end := board.read(f"{self._board}/end")):
             time.sleep(_LOOK_SECONDS)
-        if end["0"]:
-            _left.set()
         return end["0"] or None
 
     def _declare(self, parts: dict[str, str], everyone: int) -> str:
