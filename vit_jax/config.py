@@ -134,7 +134,7 @@ def complete(raw: Mapping | ConfigDict) -> ConfigDict:
             for key, default in defaults.items()
         }
     config = ConfigDict({**done.pop(""), **done}, convert_dict=True)
-    bounds.check(config, _flatten(config))
+    bounds.check(config, flatten(config))
     return config.lock()
 
 
@@ -193,7 +193,7 @@ def total_steps(config: ConfigDict, examples: int) -> int:
 
 def differences(a: Mapping | ConfigDict, b: Mapping | ConfigDict) -> list[str]:
     """Lists the keys in which two nested configs differ, as "key: 1 -> 2"."""
-    a, b = _flatten(a), _flatten(b)
+    a, b = flatten(a), flatten(b)
     return [
         f"{key}: {a.get(key, 'absent')} -> {b.get(key, 'absent')}"
         for key in sorted(a.keys() | b.keys())
@@ -316,11 +316,12 @@ def _unknown_key(name: str, known: Mapping[str, Mapping]) -> str:
     return f"unknown config key {name}; the nearest known key is {nearest[0]}"
 
 
-def _flatten(tree: Mapping | ConfigDict, prefix: str = "") -> dict[str, object]:
+def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> dict[str, object]:
+    """Returns the values of a nested config by their dotted keys."""
     flat = {}
     for key, value in tree.items():
         if isinstance(value, (Mapping, ConfigDict)):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:  # A tuple comes back from JSON as a list.
             flat[f"{prefix}{key}"] = tuple(value) if isinstance(value, list) else value
     return flat

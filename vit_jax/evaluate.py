@@ -36,7 +36,9 @@ def run(flags: argparse.Namespace, config) -> None:
     from vit_jax.evaluation import network, standalone
     from vit_jax.parallel import compilation_cache
     from vit_jax.report import evaluations
+    from vit_jax.training import same_run
 
+    same_run.check_hosts(config)
     first = jax.process_index() == 0
 
     def tell(line):

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import evals
+from vit_jax.data import sources
 from vit_jax.evaluation import kinds, passes
 from vit_jax.evaluation.readings import Reading, Readings
 from vit_jax.models import Model
@@ -87,6 +88,14 @@ class Suite:
         return {
             name: _described(self._specs[name], evaluation.splits)
             for name, evaluation in self._evaluations.items()
+        }
+
+    def sources(self) -> dict[str, sources.Source]:
+        """Returns the splits that are read, by evaluation and split."""
+        return {
+            f"{name} {reading.split}": reading.source
+            for name, evaluation in self._evaluations.items()
+            for reading in evaluation.splits
         }
 
     def due(

@@ -75,6 +75,8 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
     jax.config.update("jax_debug_infs", config.debug_nans)
     uncached = compilation_cache.enable(config.compilation_cache)
 
+    same_run.check_hosts(config)
+
     # Mesh.
     mesh = meshes.create(config.mesh.to_dict())
     part, parts = meshes.share(mesh)  # Of every batch, to load here ...
@@ -107,6 +109,8 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
         Compilations() as compilations,
         contextlib.ExitStack() as open_files,
     ):
+        read = {"train": source} | suite.sources()
+        same_run.check_data_of_hosts(read, checkpoints.latest)
         compiling = Ahead(program, debug_nans=config.debug_nans)
         startup.done("trace")
 

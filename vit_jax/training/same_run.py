@@ -1,11 +1,20 @@
-"""What a workdir must be for a run to begin or go on in it."""
+"""What a workdir and all hosts must be for a run to begin or go on."""
 
+import hashlib
+import importlib.metadata
 import os
+import pathlib
+from collections.abc import Mapping
 
+import jax
 from ml_collections import ConfigDict
 
+import vit_jax
 from vit_jax import config as configuration
+from vit_jax.data import fingerprint
+from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
+from vit_jax.parallel import agreement
 from vit_jax.weights import workdir as layout
 
 # What may differ between the parts of one run: it does not touch the result.
@@ -32,6 +41,69 @@ _MAY_CHANGE = (
     "data.threads",
     "data.prefetch",
 )
+# What may differ between hosts: where things lie, and how fast they are read. The weights
+# of `init` are compared by what they hold.
+_OF_A_HOST = (
+    "init",
+    "compilation_cache",
+    "data.data_dir",
+    "data.workers",
+    "data.threads",
+    "data.prefetch",
+    "local.folder",
+)
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
+
+
+def check_hosts(config: ConfigDict) -> None:
+    """Refuses hosts that were started with other configs, code or devices.
+
+    Nothing may be compiled before it: programs that differ would wait for each other.
+
+    Raises:
+      UserError: with what differs, and on which hosts.
+    """
+    if jax.process_count() > 1:
+        agreement.check(
+            config={
+                key: value
+                for key, value in configuration.flatten(config).items()
+                if key not in _OF_A_HOST and not key.endswith(".data_dir")
+            },
+            code={"vit_jax": _hash_of_sources()}
+            | {name: importlib.metadata.version(name) for name in _PACKAGES},
+            devices={
+                "count": jax.local_device_count(),
+                "kind": jax.local_devices()[0].device_kind,
+            },
+        )
+
+
+def check_data_of_hosts(sources: Mapping[str, Source], latest: int | None) -> None:
+    """Refuses hosts with other data, or that see other checkpoints.
+
+    Args:
+      sources: what is read, by a name for messages.
+      latest: step of the newest checkpoint in the workdir, or None.
+
+    Raises:
+      UserError: with what differs, and on which hosts.
+    """
+    if jax.process_count() > 1:
+        data = {}
+        for name, source in sources.items():
+            found = fingerprint.fingerprint(source)
+            found["cells"] = hashlib.sha256(found["cells"].encode()).hexdigest()[:16]
+            data |= {f"{name} {key}": value for key, value in found.items()}
+        agreement.check(data=data, workdir={"latest checkpoint": latest})
+
+
+def _hash_of_sources() -> str:
+    """Returns a hash of this package's files: a commit does not tell what was edited."""
+    folder, digest = pathlib.Path(vit_jax.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:

@@ -1,7 +1,10 @@
 """The state that a start begins with: where the last one ended, given weights, or new."""
 
+import jax
 from ml_collections import ConfigDict
 
+from vit_jax.parallel import agreement
+from vit_jax.report import result
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.nearby import Nearby
 from vit_jax.training.program import Program
@@ -25,7 +28,7 @@ def begin(
 
     Raises:
       UserError: no checkpoint is intact, what is stored is of other data, or `init`
-        cannot be read or does not fit.
+        cannot be read, does not fit, or is not the same on all hosts.
     """
     latest, notes = checkpoints.latest or 0, []
     found = near.restore(newer_than=latest)
@@ -39,7 +42,14 @@ def begin(
             found = found._replace(state=program.from_disk(found.state))
     elif found.state is None and config.init:
         params, notes = start_weights.load(config, program.model, program.init)
+        _check_weights(params)
         found = found._replace(state=program.start_from(params))
     elif found.state is None:
+        _check_weights({})
         found = found._replace(state=program.start())
     return found._replace(notes=[*notes, *found.notes])
+
+
+def _check_weights(params: dict) -> None:
+    if jax.process_count() > 1:
+        agreement.check(weights={"sha256": result.params_sha256(params)})

@@ -1,0 +1,114 @@
+"""Hosts that were started with different things end at once, with what differs."""
+
+import hosts
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from PIL import Image
+
+from vit_jax import config as configuration
+from vit_jax import models
+from vit_jax.parallel import agreement
+from vit_jax.training import same_run
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 8, 12
+    c.data = dict(name="folder", classes=2, image_size=(12, 12), eval_ops="resize")
+    c.data.ops = "resize"
+    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.optim = dict(name="sgd", rate=0.1)
+    return c
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts two hosts, each with words of its own; returns what each said at its end."""
+    (tmp_path / "pair.py").write_text(CONFIG)
+    for host in range(2):
+        for i in range(6):
+            path = tmp_path / f"host{host}" / "train" / f"c{i % 2}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (12, 8), (i, 40 * i, 9)).save(path)
+    started = []
+
+    def start(*words):
+        environment = hosts.stated(2)
+        for host in range(2):
+            own = [f"--config={tmp_path / 'pair.py'}", f"--workdir={tmp_path / 'run'}"]
+            own += [f"--config.data.data_dir={tmp_path / f'host{host}'}", *words[host]]
+            started.extend(hosts.start(own, 1, lambda _, host=host: environment(host)))
+        codes, errors = hosts.ends(started[-2:], seconds=100)
+        assert codes == [2, 2], errors
+        assert not any("Traceback" in text for text in errors), errors
+        assert not list(tmp_path.glob("run/checkpoints/*"))
+        return [text.splitlines()[-1] for text in errors], started[-2:]
+
+    yield start
+    hosts.kill(started)
+
+
+def assert_names_both(lines, processes):
+    for line in lines:
+        for host, process in enumerate(processes):
+            assert f"process {host} of 2 ({hosts.socket.gethostname()}, pid" in line
+            assert f"pid {process.pid})" in line
+
+
+@pytest.mark.slow
+def test_another_config_is_named_by_its_keys_before_anything_is_compiled(job):
+    # How fast a host reads is its own matter.
+    own = "--config.data.workers=1", "--config.mesh.fsdp=2", "--config.optim.rate=0.2"
+    lines, processes = job((), own)
+    assert_names_both(lines, processes)
+    for line in lines:
+        assert "the hosts differ in config: mesh.fsdp is 1 on process 0" in line
+        assert "optim.rate is 0.1 on process 0" in line
+        assert "data." not in line
+
+
+@pytest.mark.slow
+def test_other_images_and_other_weights_are_named(job, tmp_path):
+    config = configuration.load(str(tmp_path / "pair.py"), {})
+    data = config.data
+    model = models.create(
+        **config.model, classes=2, image_size=data.image_size, channels=3
+    )
+    shapes = flatten_dict(jax.eval_shape(model.init, jax.random.key(0)), sep="/")
+    words = []
+    for host in range(2):
+        rng, path = np.random.default_rng(host), tmp_path / f"{host}.npz"
+        np.savez(path, **{k: rng.normal(size=x.shape) for k, x in shapes.items()})
+        words.append([f"--config.init={path}", "--config.init_head=keep"])
+    lines, processes = job(*words)
+    assert_names_both(lines, processes)
+    assert all("the hosts differ in weights: sha256 is " in line for line in lines)
+
+    path = tmp_path / "host1" / "train" / "c1" / "5.png"
+    path.rename(path.with_name("6.png"))
+    lines, processes = job((), ())
+    assert_names_both(lines, processes)
+    assert all("the hosts differ in data: train cells is " in line for line in lines)
+
+
+def test_what_is_compared_is_what_decides_the_program(tmp_path, monkeypatch):
+    (tmp_path / "pair.py").write_text(CONFIG)
+    seen = {}
+    monkeypatch.setattr(agreement, "check", seen.update)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = configuration.load(str(tmp_path / "pair.py"), {})
+    same_run.check_hosts(config)
+    keys = set(seen["config"])
+    assert {"mesh.fsdp", "model.scan", "every.evaluate", "debug_nans"} <= keys
+    assert not {"init", "data.data_dir", "data.workers", "compilation_cache"} & keys
+    assert seen["devices"] == {"count": 8, "kind": "cpu"}
+    assert seen["code"]["jax"] == jax.__version__
+    own = {"data.data_dir": "/elsewhere", "local.folder": "/d", "data.threads": 9}
+    before = dict(seen)
+    same_run.check_hosts(configuration.load(str(tmp_path / "pair.py"), own))
+    assert seen == before
