@@ -1,21 +1,31 @@
 """Kills a small run again and again, and compares its end with one left alone.
 
 Run: python benchmarks/soak.py [--kills=200] [--hosts=1,2] [--seed=0] [--steps=160]
+[--workers=1]
 
 Each run is started, killed with SIGKILL at a random moment, uniform over the time that
 an undisturbed run takes from its start to its report, and started again, until it is
 done. Runs are begun until there were enough kills; half of them of one process and half
 of two that train together as two hosts do, of which one or both are killed. Every run
 must end with the parameters of the undisturbed one of as many hosts, bit for bit, and
-with its metrics, each step once. A host that loses the other must end by itself. Starts
-share a cache of compiled programs; one in twenty finds it empty.
+with its metrics, each step once. A host that loses the other must end by itself, with 75
+and the name of the one that was lost. Images are files that loader processes read ahead.
+Starts share a cache of compiled programs; one in twenty finds it empty.
 
 Prints what was being done at each kill, seen from outside: by the last line printed, and
-for a save by the unfinished folder on the disk. Exits with 1 if any run differs.
+for a save by the unfinished folder on the disk; the exit codes of the hosts that lost the
+other; and what starts left behind: processes that are still there after 10 s, what is new
+in /dev/shm, and temporary files. The second is exact only where nothing else runs, as in
+
+    unshare -m sh -c 'mount -t tmpfs none /dev/shm && python benchmarks/soak.py'
+
+Exits with 1 if any run differs, an exit code is another, or anything was left behind.
 """
 
 import argparse
 import collections
+import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -30,6 +40,9 @@ import tempfile
 import threading
 import time
 
+import numpy as np
+from PIL import Image
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIG = """
 from ml_collections import ConfigDict
@@ -37,19 +50,24 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.name, c.seed, c.total_steps, c.batch_size = "soak", 3, STEPS, 24
-    c.data = dict(name="made", classes=5, examples=3_000, image_size=(16, 24))
-    c.data.ops = "random_crop | flip | mixup(0.3)"
+    c.data = dict(name="folder", data_dir="IMAGES", classes=5, image_size=(16, 24))
+    c.data.ops, c.data.eval_ops = "inception_crop | flip | mixup(0.3)", "resize"
+    c.data.workers, c.data.threads, c.data.prefetch = WORKERS, 1, 2
     c.model = dict(variant="Ti/4", width=48, depth=2, heads=3, mlp_dim=96)
     c.model.dropout = 0.1
     c.optim = dict(rate=0.01, warmup_steps=5)
-    c.evals = dict(val="val[:400]")
+    c.evals = dict(val="val")
     c.every = dict(log=1, evaluate=EVALUATE, checkpoint=7)
     return c
 """
 LOST_SECONDS = 8  # Of silence after which a host counts as lost.
-START_SECONDS = 45  # For which a host waits for one that was killed before it came.
-HANG_SECONDS = 120.0
+START_SECONDS = 30  # For which a host waits for one that was killed before it came.
+HANG_SECONDS = 240.0
+GRACE_SECONDS = 10.0  # In which what a killed start has started must end.
+SHARED_MEMORY = pathlib.Path("/dev/shm")
+MARK = "VIT_JAX_SOAK_START"  # In the environment of all processes of a start.
 KILLS_A_RUN = 20  # Then it is left to finish.
+NUMBERS = itertools.count()  # Of starts.
 COLD = 0.05  # Of the starts find no compiled program.
 
 
@@ -57,6 +75,10 @@ class Job:
     """One start of a run, of one process or several."""
 
     def __init__(self, config, workdir, hosts, evaluate):
+        self.mark = f"{os.getpid()}-{next(NUMBERS)}"
+        self.temporary = config.parent / f"tmp-{self.mark}"
+        self.temporary.mkdir()
+        self.shared = set(SHARED_MEMORY.glob("*"))
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -68,6 +90,8 @@ class Job:
                 "JAX_PLATFORMS": "cpu",
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONFAULTHANDLER": "1",
+                "TMPDIR": str(self.temporary),
+                MARK: self.mark,
                 "VIT_JAX_LOST_SECONDS": str(LOST_SECONDS),
                 "VIT_JAX_START_SECONDS": str(START_SECONDS),
                 "JAX_COMPILATION_CACHE_DIR": str(compiled(config)),
@@ -92,7 +116,8 @@ class Job:
                 text=True,
             )
             lines = []
-            thread = threading.Thread(target=lines.extend, args=(process.stdout,))
+            read = lines.extend
+            thread = threading.Thread(target=read, args=(process.stdout,), daemon=True)
             thread.start()
             self.processes.append(process)
             self.lines.append(lines)
@@ -131,6 +156,20 @@ class Job:
             self.processes[host].kill()
         self.wait()
 
+    def leftovers(self):
+        """Returns what the start has left, when it should be gone; ends processes."""
+        until = time.monotonic() + GRACE_SECONDS
+        while (pids := marked(self.mark)) and time.monotonic() < until:
+            time.sleep(0.1)
+        left = [f"process {command(pid)}" for pid in pids]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        new = set(SHARED_MEMORY.glob("*")) - self.shared
+        left += [f"shared memory {path.name.split('_')[0]}" for path in new]
+        left += [f"temporary {path.name}" for path in self.temporary.iterdir()]
+        return left
+
     def wait(self):
         """Waits for the end of all; returns their exit codes."""
         until, hung = time.monotonic() + HANG_SECONDS, []
@@ -140,10 +179,11 @@ class Job:
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGABRT)  # It prints its stacks.
                 hung.append(host)
-        for thread, process in zip(self._threads, self.processes, strict=True):
+        for process in self.processes:
             process.wait()
-            thread.join()
-            process.stdout.close()
+        for thread in self._threads:
+            # What a killed host has started may hold the pipe open.
+            thread.join(GRACE_SECONDS)
         if hung:
             raise SystemExit(f"hung for {HANG_SECONDS:g} s: {hung}\n{self.said()}")
         return [process.returncode for process in self.processes]
@@ -151,6 +191,42 @@ class Job:
     def said(self):
         """Returns all that was printed, for an error."""
         return "".join(f"--- host {i}\n{''.join(x)}" for i, x in enumerate(self.lines))
+
+
+def marked(mark):
+    """Returns the processes of a start that are there."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}\0".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def command(pid):
+    """Returns the command of a process, without its interpreter."""
+    with contextlib.suppress(OSError):
+        words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return " ".join(words[1:])[:60]
+    return "gone"
+
+
+def names_the_lost(text, host):
+    """Tells whether an error line says that a host was lost, and which."""
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    words = rf"process {host} of 2.*lost|reach process {host} |with process {host} of"
+    return any(re.search(words, line) for line in lines)
+
+
+def make_images(folder):
+    """Writes the data set: a folder for each split and class."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 900), ("val", 120)):
+        for i in range(count):
+            path = folder / split / f"class{i % 5}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 256, (19, 27, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(path)
 
 
 def outcome(workdir):
@@ -168,6 +244,7 @@ def outcome(workdir):
         "final": report["final"],
         "metrics": lines,
         "checkpoints": sorted(p.name for p in (workdir / "checkpoints").iterdir()),
+        "files": sorted(p.name for p in workdir.iterdir()),
     }
 
 
@@ -191,8 +268,11 @@ def undisturbed(config, workdir, hosts, evaluate):
     return outcomes[0], seconds
 
 
-def punish(config, workdir, hosts, evaluate, seconds, rng, budget):
+def punish(config, workdir, hosts, evaluate, seconds, rng, budget, seen):
     """Starts a run until it is done, killing it up to `budget` times.
+
+    Args:
+      seen: gets the exit codes of hosts that lost the other, and what starts left.
 
     Returns:
       What it was at when it was killed, and the steps from which it was resumed.
@@ -216,8 +296,17 @@ def punish(config, workdir, hosts, evaluate, seconds, rng, budget):
                 job.kill(victims)
                 break
         codes = job.wait()
+        seen["left"].update(job.leftovers())
         if hit and -signal.SIGKILL in codes:  # Else it had ended a moment before.
             kills.append(hit)
+            if hosts > 1 and len(victims) == 1:
+                code, text = codes[1 - victims[0]], "".join(job.lines[1 - victims[0]])
+                # One that had done its work when the other was killed has lost nothing.
+                done = code == 0 and (workdir / "report.json").exists()
+                seen["codes"][code] += 1
+                if not done and not (code == 75 and names_the_lost(text, victims[0])):
+                    seen["wrong"] += 1
+                    print(f"after a kill ({hit}): {codes}\n{job.said()}", flush=True)
         text = "".join(job.lines[0])
         resumed += re.findall(r"resume: step (\d+) of", text)
         if not any(codes):
@@ -235,14 +324,19 @@ def main():
     parser.add_argument("--hosts", default="1,2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--workers", type=int, default=1)
     flags = parser.parse_args()
     rng, began = random.Random(flags.seed), time.monotonic()
     counts, different, rows = collections.Counter(), 0, []
+    seen = collections.defaultdict(collections.Counter) | {"wrong": 0}
     kinds = [int(x) for x in flags.hosts.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        evaluate = flags.steps // 4
+        evaluate = max(flags.steps // 4, 14)  # It starts loader processes.
+        make_images(folder / "images")
         text = CONFIG.replace("STEPS", str(flags.steps))
+        text = text.replace("IMAGES", str(folder / "images"))
+        text = text.replace("WORKERS", str(flags.workers))
         (folder / "soak.py").write_text(text.replace("EVALUATE", str(evaluate)))
         for i, hosts in enumerate(kinds):
             share = flags.kills // len(kinds) + (i < flags.kills % len(kinds))
@@ -262,6 +356,7 @@ def main():
                 kills, resumed, starts = punish(
                     *(folder / "soak.py", workdir, hosts, evaluate, seconds, rng),
                     min(share, KILLS_A_RUN),
+                    seen,
                 )
                 share -= len(kills)
                 got = outcome(workdir)
@@ -283,7 +378,14 @@ def main():
         f"{counts.total()} kills, {sum(s for *_, s in rows)} starts, {len(rows)} runs, "
         f"{different} different, seed {flags.seed}, {time.monotonic() - began:.0f} s"
     )
-    return int(different > 0)
+    codes = ", ".join(f"{code}: {n}" for code, n in sorted(seen["codes"].items()))
+    print(
+        f"hosts that lost the other ended with {codes or 'nothing'}; {seen['wrong']} not "
+        "with 75 and its name"
+    )
+    left = ", ".join(f"{n} x {what}" for what, n in sorted(seen["left"].items()))
+    print(f"left behind: {left or 'nothing'}")
+    return int(different > 0 or seen["wrong"] > 0 or bool(seen["left"]))
 
 
 if __name__ == "__main__":
