@@ -112,8 +112,8 @@ def test_any_exception_after_a_host_was_lost_names_that_host(service, error, cap
 def test_the_first_process_is_done_when_the_others_are(service):
     service.beating, kept = False, service.kept
     kept["vit_jax/beats/1"] = "7"
-    threading.Timer(0.3, lambda: kept.update({"vit_jax/beats/1": "left"})).start()
     began = time.monotonic()
+    threading.Timer(0.3, lambda: kept.update({"vit_jax/beats/1": "left"})).start()
     with Together("runs"):
         time.sleep(0.05)
     assert time.monotonic() - began >= 0.3
