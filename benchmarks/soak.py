@@ -14,12 +14,9 @@ Starts share a cache of compiled programs; one in twenty finds it empty.
 
 Prints what was being done at each kill, seen from outside: by the last line printed, and
 for a save by the unfinished folder on the disk; the exit codes of the hosts that lost the
-other; and what starts left behind: processes that are still there after 10 s, what is new
-in /dev/shm, and temporary files. The second is exact only where nothing else runs, as in
-
-    unshare -m sh -c 'mount -t tmpfs none /dev/shm && python benchmarks/soak.py'
-
-Exits with 1 if any run differs, an exit code is another, or anything was left behind.
+other; and what starts left behind: processes that are still there after 10 s, files in
+/dev/shm, and temporary files. Exits with 1 if any run differs, an exit code is another,
+or anything was left behind.
 """
 
 import argparse
@@ -78,7 +75,6 @@ class Job:
         self.mark = f"{os.getpid()}-{next(NUMBERS)}"
         self.temporary = config.parent / f"tmp-{self.mark}"
         self.temporary.mkdir()
-        self.shared = set(SHARED_MEMORY.glob("*"))
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -165,8 +161,14 @@ class Job:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        new = set(SHARED_MEMORY.glob("*")) - self.shared
-        left += [f"shared memory {path.name.split('_')[0]}" for path in new]
+        # Named after the process that trains, see vit_jax/data/workers.py.
+        names = [rf"vit_jax-\d+-{process.pid}-" for process in self.processes]
+        shared = re.compile("|".join(names))
+        left += [
+            f"shared memory {path.name.partition('vit_jax')[0]}"
+            for path in SHARED_MEMORY.glob("*vit_jax-*")
+            if shared.search(path.name)
+        ]
         left += [f"temporary {path.name}" for path in self.temporary.iterdir()]
         return left
 
@@ -366,7 +368,8 @@ def main():
                 rows.append((hosts, len(kills), starts))
                 print(
                     f"{hosts} host(s), run {run}: {len(kills)} kills, {starts} starts, "
-                    f"resumed from {', '.join(resumed) or 'nothing'}: "
+                    f"resumed from {', '.join(resumed) or 'nothing'}, "
+                    f"{seen['left'].total()} left behind: "
                     f"{'DIFFERENT in ' + ', '.join(wrong) if wrong else 'identical'}",
                     flush=True,
                 )
