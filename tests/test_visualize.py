@@ -26,7 +26,7 @@ from vit_jax.analysis import (
 from vit_jax.analysis.figures import FigureOptions, available_figures, write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.errors import UserError
-from vit_jax.models import parts
+from vit_jax.models import intermediates
 from vit_jax.weights.formats import own
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -470,7 +470,7 @@ def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
 @pytest.fixture
 def watched(monkeypatch):
     """Notes of each block that is run how many arrays of attention are there before."""
-    alive, run = [], parts.run
+    alive, run = [], intermediates.run_block
 
     def counted(module, params, tokens, given):
         B, N, _ = tokens.shape
@@ -478,7 +478,7 @@ def watched(monkeypatch):
         alive.append((B, shapes.count((B, module.heads, N, N))))
         return run(module, params, tokens, given)
 
-    monkeypatch.setattr(parts, "run", counted)
+    monkeypatch.setattr(intermediates, "run_block", counted)
     gc.collect()  # Of earlier tests.
     return alive
 

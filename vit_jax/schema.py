@@ -200,7 +200,7 @@ _ENCODER = {
     # One trace of a block for all: compiles faster, needs more memory. The results,
     # parameters and checkpoints are the same with any value of this and the next two.
     "scan": False,
-    "remat": "none",  # What a block computes again, see models/remat.py.
+    "remat": "none",  # What a block computes again, see models/stacking.py.
     "attention": "auto",  # Or "einsum", "cudnn" (NVIDIA GPUs), "splash" (TPUs).
 }
 _STEM = {

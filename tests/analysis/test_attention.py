@@ -12,7 +12,7 @@ import pytest
 from vit_jax import models
 from vit_jax.analysis import attention
 from vit_jax.errors import UserError
-from vit_jax.models import parts
+from vit_jax.models import intermediates
 
 GRID, PATCH_SIZE = (3, 5), 4
 L, B, H, N = 4, 2, 3, 7  # Of rollout.
@@ -114,14 +114,14 @@ def test_batches_average_to_all_images(network):
 )
 def test_no_layer_is_alive_while_the_next_is_computed(network, consume, monkeypatch):
     model, params, images = network
-    alive, run = [], parts.run
+    alive, run = [], intermediates.run_block
 
     def watched(*args):
         shapes = [array.shape for array in jax.live_arrays()]
         alive.append(shapes.count((2, 2, 16, 16)))
         return run(*args)
 
-    monkeypatch.setattr(parts, "run", watched)
+    monkeypatch.setattr(intermediates, "run_block", watched)
     gc.collect()  # Of earlier tests.
     consume(attention.attention_maps(model, params, images))
     assert alive == [0] * 3
@@ -313,14 +313,14 @@ def test_relevance_is_that_of_the_paper_s_matrices(options):
 
 def test_one_layer_s_attention_is_alive_during_the_backward_pass(monkeypatch):
     model, params, images = relevance_model()
-    alive, pull = [], parts.pull
+    alive, pull = [], intermediates.block_vjp
 
     def watched(*args):
         shapes = [array.shape for array in jax.live_arrays()]
         alive.append(shapes.count((2, 2, 7, 7)))
         return pull(*args)
 
-    monkeypatch.setattr(parts, "pull", watched)
+    monkeypatch.setattr(intermediates, "block_vjp", watched)
     gc.collect()  # Of earlier tests.
     attention.relevance(model, params, images, jnp.array([1, 3]))
     assert alive == [0] * DEPTH

@@ -14,7 +14,7 @@ from vit_jax.analysis.canvas import UniqueStems
 from vit_jax.analysis.loaded_model import Batch, LoadedModel
 from vit_jax.analysis.plots import ImageOptions
 from vit_jax.errors import UserError
-from vit_jax.models.inside import Layer
+from vit_jax.models.intermediates import Layer
 from vit_jax.weights.pretrained import Preprocess
 
 PREPROCESS = Preprocess((224, 224), (0.5,), (0.5,))

@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vit_jax.errors import UserError
-from vit_jax.models import attention, remat
-from vit_jax.models.attention import choice, cudnn, splash
+from vit_jax.models import attention, stacking
 
 B, H = 2, 3
 # 8 bits a number; sums of many of them.
@@ -70,7 +69,7 @@ def assert_plain(function, n, m, width, dtype, lengths=None, compiler_options=No
     ],
 )
 def test_einsums_are_plain_attention(way, dtype, n, m, width, lengths):
-    attend = functools.partial(attention.attend, way=way)
+    attend = functools.partial(attention.attend, implementation=way)
     assert_plain(attend, n, m, width, dtype, lengths)
 
 
@@ -88,7 +87,7 @@ def test_einsums_are_plain_attention(way, dtype, n, m, width, lengths):
     ],
 )
 def test_splash_is_plain_attention_for_any_number_of_tokens(n, width, dtype, lengths):
-    attend = functools.partial(splash.attend, interpret=True)
+    attend = functools.partial(attention.attend_splash, interpret=True)
     assert_plain(attend, n, n, width, dtype, lengths)
 
 
@@ -97,7 +96,7 @@ def test_splash_is_plain_attention_for_any_number_of_tokens(n, width, dtype, len
     "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
 )
 def test_what_cudnn_is_asked_for_is_plain_attention(dtype, lengths):
-    attend = functools.partial(cudnn.attend, implementation="xla")
+    attend = functools.partial(attention.attend_cudnn, implementation="xla")
     # XLA for CPUs in jaxlib 0.12.0.1 keeps products of bfloat16 for its YNN library,
     # then does not hand this one over: it is summed in bfloat16, with an error of 1.6 %
     # (root mean square) where 0.24 % is that of rounding. cuDNN sums in float32.
@@ -119,7 +118,7 @@ def test_splash_splits_over_images_and_heads_of_a_mesh():
             jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
             nn.logical_axis_rules(rules),
         ):
-            return splash.attend(q, k, v, lengths, interpret=True)
+            return attention.attend_splash(q, k, v, lengths, interpret=True)
 
     found = attend(*jax.device_put((q, k, v), place), LENGTHS)
     assert found.sharding.is_equivalent_to(place, 4)
@@ -152,7 +151,7 @@ def test_rounded_logits_are_nowhere_float32():
     q, k, v, grad = operands(5, 7, 4, "bfloat16")
 
     def products(way):
-        attend = functools.partial(attention.attend, way=way)
+        attend = functools.partial(attention.attend, implementation=way)
         pull = lambda *args: jax.vjp(attend, *args)[1](grad)
         text = str(jax.make_jaxpr(pull)(q, k, v)).replace(" ", "")
         return text.count(f"f32[{B},{H},5,7]=dot_general")
@@ -175,8 +174,8 @@ PLACE = {
         ({}, "einsum"),
         ({"platform": "tpu"}, "einsum16"),
         ({"platform": "tpu", "dtype": "float32"}, "einsum"),
-        ({"platform": "tpu", "tokens": choice.SPLASH_TOKENS - 1}, "einsum16"),
-        ({"platform": "tpu", "tokens": choice.SPLASH_TOKENS}, "splash"),
+        ({"platform": "tpu", "tokens": attention.SPLASH_TOKENS - 1}, "einsum16"),
+        ({"platform": "tpu", "tokens": attention.SPLASH_TOKENS}, "splash"),
         ({"platform": "tpu", "tokens": 4097, "dtype": "float32"}, "einsum"),
         ({"platform": "tpu", "tokens": 4097, "relative": True}, "einsum16"),
         ({"platform": "gpu"}, "cudnn"),
@@ -186,9 +185,9 @@ PLACE = {
     ],
 )
 def test_auto_is_the_fastest_that_the_place_allows(place, way):
-    assert choice.choose("auto", **PLACE | place) == way
-    if way in choice.NAMES:
-        assert choice.choose(way, **PLACE | place) == way
+    assert attention.choose("auto", **PLACE | place) == way
+    if way in attention.NAMES:
+        assert attention.choose(way, **PLACE | place) == way
 
 
 @pytest.mark.parametrize(
@@ -205,7 +204,7 @@ def test_auto_is_the_fastest_that_the_place_allows(place, way):
 )
 def test_impossible_choices_are_refused_with_a_remedy(name, place, message):
     with pytest.raises(UserError, match=message) as error:
-        choice.choose(name, **PLACE | place)
+        attention.choose(name, **PLACE | place)
     assert "\n" not in str(error.value)
 
 
@@ -217,9 +216,9 @@ def test_cudnn_is_what_a_gpu_is_given_for_odd_token_counts_too(monkeypatch):
     q, k, v, grad = operands(197, 197, 64, "bfloat16")
 
     def gradients(q, k, v):
-        attend = functools.partial(attention.attend, way="cudnn")
+        attend = functools.partial(attention.attend, implementation="cudnn")
         # What is kept, a kernel need not compute again.
-        attend = jax.checkpoint(attend, policy=remat.POLICIES["attention"])
+        attend = jax.checkpoint(attend, policy=stacking.REMAT_POLICIES["attention"])
         value, pull = jax.vjp(attend, q, k, v)
         return value, pull(grad)
 
@@ -235,8 +234,8 @@ def test_a_kernel_runs_again_only_if_its_result_was_not_kept(name):
     q, k, v, grad = operands(197, 197, 64, "bfloat16")
 
     def gradients(q, k, v):
-        attend = functools.partial(attention.attend, way="splash")
-        attend = jax.checkpoint(attend, policy=remat.POLICIES[name])
+        attend = functools.partial(attention.attend, implementation="splash")
+        attend = jax.checkpoint(attend, policy=stacking.REMAT_POLICIES[name])
         value, pull = jax.vjp(attend, q, k, v)
         return value, pull(grad)
 

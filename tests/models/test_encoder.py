@@ -8,7 +8,7 @@ from jax.extend import core
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import cost, remat, stacking
+from vit_jax.models import cost, stacking
 
 TINY = {"width": 12, "depth": 3, "heads": 3, "mlp_dim": 20}
 KINDS = {
@@ -20,7 +20,7 @@ KINDS = {
     "relative shared": {"posemb": "relative", "posemb_at": "shared", "head": "map"},
 }
 
-REMAT = sorted(set(remat.POLICIES) - {"none"})
+REMAT = sorted(set(stacking.REMAT_POLICIES) - {"none"})
 
 
 def build(**options):
@@ -173,7 +173,7 @@ def test_a_scanned_layer_costs_as_often_as_it_runs():
 
 def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
     kernel = build(attention="splash", platform="tpu", dtype="bfloat16")
-    assert kernel.module.way == "splash"
+    assert kernel.module.attention_impl == "splash"
     assert cost.macs_per_image(kernel) == cost.macs_per_image(build())
 
 
@@ -181,7 +181,7 @@ def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
 def test_a_model_for_another_place_computes_the_same():
     """Off the CPU, tokens of different images stay in axes of their own."""
     here, there = build(head="map"), build(head="map", platform="tpu")
-    assert (here.module.merge, there.module.merge) == (True, False)
+    assert (here.module.flatten, there.module.flatten) == (True, False)
     params = filled(jax.jit(here.init)(jax.random.key(0)))
     assert_close(loss_and_gradients(there, params), loss_and_gradients(here, params))
 

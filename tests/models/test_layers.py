@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.models import attention, layers, pointwise
-from vit_jax.models.encoder import Block
+from vit_jax.models import attention, layers
 from vit_jax.models.layers import MultiHeadAttention
+from vit_jax.models.vit import Block
 
 B, N, M, H, K = 2, 5, 7, 3, 4  # Distinct, so that no swapped axis can pass.
 
@@ -78,7 +78,7 @@ def test_attention_in_bfloat16_stays_near_float32_in_value_and_gradient():
 def test_layer_norm_agrees_with_flax_and_with_the_gradient_that_jax_derives():
     keys = jax.random.split(jax.random.key(0), 4)
     x, g = (3 * jax.random.normal(k, (B, N, 6)) + 2 for k in keys[:2])
-    ours, reference = pointwise.LayerNorm(epsilon=1e-3), nn.LayerNorm(epsilon=1e-3)
+    ours, reference = layers.LayerNorm(epsilon=1e-3), nn.LayerNorm(epsilon=1e-3)
     params = reference.init(keys[2], x)
     assert jax.tree.map(jnp.shape, ours.init(keys[2], x)) == jax.tree.map(
         jnp.shape, params
@@ -96,7 +96,7 @@ def test_layer_norm_agrees_with_flax_and_with_the_gradient_that_jax_derives():
 def test_layer_norm_of_bfloat16_takes_its_moments_in_float32():
     # Around 256 the neighbours of bfloat16 are 2 apart: a mean in it would be off by 1.
     x = jnp.array([[256.0, 258.0, 258.0, 258.0]], jnp.bfloat16)
-    y = pointwise.LayerNorm(dtype="bfloat16")
+    y = layers.LayerNorm(dtype="bfloat16")
     out = y.apply(y.init(jax.random.key(0), x), x)
     assert out.dtype == jnp.bfloat16
     expected = np.array([-(3**0.5), *[3**-0.5] * 3])
@@ -158,7 +158,7 @@ def test_exact_gelu_and_its_derivative_agree_with_those_of_the_error_function():
     x = np.linspace(-9, 9, 371, dtype=np.float32)
     cdf = np.array([(1 + math.erf(v / math.sqrt(2))) / 2 for v in x])
     density = np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
-    y, vjp = jax.vjp(pointwise.GELU["erf"], jnp.array(x))
+    y, vjp = jax.vjp(layers.GELU["erf"], jnp.array(x))
     np.testing.assert_allclose(y, x * cdf, atol=1e-6)
     np.testing.assert_allclose(
         vjp(jnp.full_like(y, 3))[0], 3 * (cdf + x * density), atol=1e-5
@@ -167,7 +167,7 @@ def test_exact_gelu_and_its_derivative_agree_with_those_of_the_error_function():
 
 def test_exact_gelu_of_bfloat16_rounds_only_the_result():
     x = jnp.linspace(-4, 4, 53, dtype=jnp.bfloat16)
-    y = pointwise.GELU["erf"](x)
-    exact = pointwise.GELU["erf"](x.astype(jnp.float32)).astype(jnp.bfloat16)
+    y = layers.GELU["erf"](x)
+    exact = layers.GELU["erf"](x.astype(jnp.float32)).astype(jnp.bfloat16)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, exact)

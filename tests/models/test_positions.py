@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vit_jax import models
-from vit_jax.models import attention, positions
+from vit_jax.models import attention, vit
 
 Y, X, D = 3, 5, 12
 TINY = {"width": D, "depth": 3, "heads": 3, "mlp_dim": 20}
@@ -30,7 +30,7 @@ def names(model):
 
 
 def test_sincos2d_is_sines_and_cosines_of_column_then_row():
-    table = np.asarray(positions.sincos2d((Y, X), D)).reshape(Y, X, D)
+    table = np.asarray(vit.sincos2d((Y, X), D)).reshape(Y, X, D)
     rates = [10_000 ** -(i / 2) for i in range(3)]
     y, x = 2, 4
     expected = [f(a * r) for a in (x, y) for f in (math.sin, math.cos) for r in rates]
@@ -38,7 +38,7 @@ def test_sincos2d_is_sines_and_cosines_of_column_then_row():
 
 
 def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
-    add = positions.AddPositions("learned2d", (Y, X), extra=2)
+    add = vit.AddPositions("learned2d", (Y, X), num_prefix_tokens=2)
     params = random_like(add.init(jax.random.key(0), jnp.zeros((1, 2 + Y * X, D))))
     out = add.apply(params, jnp.zeros((1, 2 + Y * X, D)))[0]
     rows, columns = (params["params"][f"{n}_embedding"] for n in ("row", "column"))
@@ -53,7 +53,7 @@ def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
 def test_stem_and_shared_have_one_table_and_every_layer_its_own(kind):
     count = {
         at: sum("posemb" in name for name in names(build(posemb=kind, posemb_at=at)))
-        for at in positions.PLACES
+        for at in vit.POSITION_PLACES
     }
     tables = 1 if kind == "learned" else 2
     assert count == {"stem": tables, "shared": tables, "every": 3 * tables}
@@ -84,7 +84,7 @@ def test_positions_act_before_the_layers_they_are_meant_for(kind):
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         x = patches.reshape(2, Y * X, D) + embedding["bias"][None, None]
-        add = positions.AddPositions(kind, (Y, X), 0)
+        add = vit.AddPositions(kind, (Y, X), 0)
         table = params["Transformer"].get("posembed_input", {})
         place = add.apply({"params": table}, jnp.zeros((1, Y * X, D)))
         x = x + times * place

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from vit_jax.analysis.loaded_model import check_finite
 from vit_jax.errors import UserError
-from vit_jax.models import Model, Params, positions, stacking
+from vit_jax.models import Model, Params, stacking, vit
 
 NUM_COMPONENTS = 28  # As in figure 7 of the paper.
 
@@ -125,7 +125,7 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     if model.options["posemb"] == "learned":
         return np.asarray(embedding["pos_embedding"], np.float64)[0, model.extra :]
     if model.options["posemb"] == "sincos2d":
-        fixed = positions.sincos2d(model.grid, model.options["width"])
+        fixed = vit.sincos2d(model.grid, model.options["width"])
         return np.asarray(fixed, np.float64)
     (Y, X), half = model.grid, model.options["width"] // 2
     rows, columns = (

@@ -19,7 +19,7 @@ from vit_jax.analysis.plots import ImageOptions
 from vit_jax.analysis.representations import MIN_CKA_IMAGES
 from vit_jax.errors import UserError
 from vit_jax.evaluation.inputs import Named
-from vit_jax.models.inside import Layer
+from vit_jax.models.intermediates import Layer
 
 
 @runtime_checkable

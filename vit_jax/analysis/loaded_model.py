@@ -17,7 +17,7 @@ from vit_jax.data import decode, device_ops
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, network, prediction
 from vit_jax.models import Model, Params
-from vit_jax.models.inside import Layer
+from vit_jax.models.intermediates import Layer
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 

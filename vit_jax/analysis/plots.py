@@ -26,7 +26,7 @@ from vit_jax.analysis.canvas import Picture, UniqueStems
 from vit_jax.analysis.charts import Chart, Series
 from vit_jax.analysis.loaded_model import Batch, LoadedModel, check_finite, pad_images
 from vit_jax.errors import UserError
-from vit_jax.models.inside import Layer
+from vit_jax.models.intermediates import Layer
 
 # Limits of what is drawn; the data files hold everything.
 _FILTER_COLUMNS = 7  # As in the paper.

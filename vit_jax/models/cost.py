@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from vit_jax.models import encoder, resnet
+from vit_jax.models import resnet, vit
 from vit_jax.models.registry import Model
 
 # Primitives that run what they hold once. Any other that holds a product is an error.
@@ -23,7 +23,7 @@ _CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
 _OPAQUE = ("pallas_call", "ffi_call", "ragged_dot", "dot_product_attention")
 
 # What repeats in a model; traced once for all that are equal.
-_UNITS = (encoder.Block, resnet.PreActivationUnit, resnet.PostActivationUnit)
+_UNITS = (vit.Block, resnet.PreActivationUnit, resnet.PostActivationUnit)
 
 # A batch that no other axis is a multiple of, so that it tells what grows with it: it is
 # prime, and larger than other axes are.
@@ -171,8 +171,8 @@ def macs_per_image(model: Model) -> int:
     shows.
     """
     module = model.module
-    if hasattr(module, "way"):
-        module = module.clone(way="einsum")
+    if hasattr(module, "attention_impl"):
+        module = module.clone(attention_impl="einsum")
     return _forward_macs(module, model.image_shape)
 
 

@@ -4,6 +4,7 @@ Parameters are named and shaped as in the published Google checkpoints.
 Letters: B images, N tokens, H heads, K head width, D model width, F hidden width.
 """
 
+import functools
 import math
 
 import flax.linen as nn
@@ -12,25 +13,131 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from vit_jax.models import attention
-from vit_jax.models.pointwise import GELU, LayerNorm
 
-# Collections of variables: weights of attention that are kept, and arrays that are added
-# to them.
-KEPT, ADDED = "intermediates", "perturbations"
+# Variable collections of attention weights, and of perturbations added to them.
+INTERMEDIATES, PERTURBATIONS = "intermediates", "perturbations"
 
 _kernel_init = nn.initializers.xavier_uniform()
 _bias_init = nn.initializers.normal(1e-6)
 
 
-class MergedDense(nn.Module):
-    """Dense layer whose parameters have axes of their own and whose product has not.
+# JAX's version uses erfc, whose branches take 2.7 times as long on CPU (28 against 10 ms
+# of a forward pass of S/16), and its derivative keeps more than the input.
+@jax.custom_vjp
+def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Exact GELU (arXiv:1606.08415), computed in float32 for any dtype of `x`."""
+    cdf = 0.5 * (1 + jax.lax.erf(x.astype(jnp.float32) * math.sqrt(0.5)))
+    return (x * cdf).astype(x.dtype)
 
-    `nn.DenseGeneral` with the same parameters multiplies them as they are, and XLA's CPU
-    derivative of that copies every gradient three times (docs/decisions.md).
+
+def _gelu_erf_backward(x, grad):
+    x32 = x.astype(jnp.float32)
+    # The sign is flipped so that XLA does not keep the error function of the forward
+    # pass, an array as large as `x`, which costs more than computing it again.
+    cdf = 0.5 * (1 - jax.lax.erf(x32 * -math.sqrt(0.5)))
+    density = jnp.exp(-0.5 * x32 * x32) / math.sqrt(2 * math.pi)
+    return ((grad * (cdf + x32 * density)).astype(x.dtype),)
+
+
+gelu_erf.defvjp(lambda x: (gelu_erf(x), x), _gelu_erf_backward)
+
+
+# A custom derivative, because JAX's keeps several arrays of the size of `x` and passes
+# over them more often on CPU (docs/decisions.md).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def layer_norm(
+    x: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"],
+    epsilon: float,
+) -> Float[Array, "*B D"]:
+    """Normalises the last axis (arXiv:1607.06450), in float32 for any dtype of `x`."""
+    return _layer_norm_forward(x, scale, bias, epsilon)[0]
+
+
+def _spread(values, x):
+    return values.reshape((1,) * (x.ndim - 1) + values.shape)
+
+
+def _layer_norm_forward(x, scale, bias, epsilon):
+    x32 = x.astype(jnp.float32)
+    mean = x32.mean(-1, keepdims=True)
+    variance = jnp.square(x32 - mean).mean(-1, keepdims=True)
+    reciprocal = jax.lax.rsqrt(variance + epsilon)
+    normal = (x32 - mean) * reciprocal
+    y = normal * _spread(scale, x) + _spread(bias, x)
+    return y.astype(x.dtype), (x, scale, mean, reciprocal)
+
+
+def _layer_norm_backward(epsilon, kept, grad):
+    x, scale, mean, reciprocal = kept
+    # Not (x - mean) * reciprocal, which XLA would keep from the forward pass, an array
+    # as large as `x`.
+    normal = x.astype(jnp.float32) * reciprocal - mean * reciprocal
+    grad = grad.astype(jnp.float32)
+    rows = tuple(range(x.ndim - 1))
+    to_scale, to_bias = (grad * normal).sum(rows), grad.sum(rows)
+    grad = grad * _spread(scale, x)
+    along = (grad * normal).mean(-1, keepdims=True)
+    to_x = (grad - grad.mean(-1, keepdims=True) - normal * along) * reciprocal
+    return to_x.astype(x.dtype), to_scale, to_bias
+
+
+layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation with learned scale and bias.
 
     Attributes:
-      inputs: axes of the kernel that are summed over, M values together.
-      outputs: its other axes, those of the bias, F values together.
+      epsilon: added to the variance.
+      dtype: of the result.
+    """
+
+    epsilon: float = 1e-6
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Normalises each token by itself."""
+        shape = (x.shape[-1],)
+        scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
+        # Parameters read from a file may be NumPy arrays.
+        scale, bias = jnp.asarray(scale), jnp.asarray(bias)
+        return layer_norm(x.astype(self.dtype), scale, bias, self.epsilon)
+
+
+GELU = {"tanh": lambda x: nn.gelu(x), "erf": gelu_erf}
+
+
+def drop_path(
+    x: Float[Array, "B N D"],
+    rate: Float[Array, ""] | float,
+    key: Key[Array, ""] | None,
+) -> Float[Array, "B N D"]:
+    """Drops whole images and scales up the others (arXiv:1603.09382).
+
+    Args:
+      x: residual branch.
+      rate: drop rate; an array in a scan over layers.
+      key: for the draw; None drops nothing.
+    """
+    if key is None:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, (len(x), 1, 1))
+    return x * jnp.where(kept, 1 / jnp.asarray(1 - rate), 0).astype(x.dtype)
+
+
+class MergedDense(nn.Module):
+    """Dense layer with multi-axis parameters, computed as a 2-D product.
+
+    `nn.DenseGeneral` has the same parameters, but XLA's CPU derivative of its product
+    copies every gradient three times (docs/decisions.md).
+
+    Attributes:
+      inputs: input axes of the kernel, M values together.
+      outputs: output axes of the kernel and axes of the bias, F values together.
       dtype: of the computation.
     """
 
@@ -40,7 +147,7 @@ class MergedDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*T M"]) -> Float[Array, "*T F"]:
-        """Transforms each token by itself."""
+        """Transforms each token separately."""
         merged = math.prod(self.inputs), math.prod(self.outputs)
 
         def init(key, shape, dtype):
@@ -54,19 +161,19 @@ class MergedDense(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention of some tokens to others.
+    """Multi-head attention (arXiv:2010.11929, appendix A).
 
     Attributes:
       heads: number of heads; divides the width.
       dtype: of the computation.
-      way: of attention, one of attention.WAYS.
-      merge: see merge_tokens.
+      attention_impl: one of attention.IMPLEMENTATIONS.
+      flatten: see flatten_tokens.
     """
 
     heads: int
     dtype: str = "float32"
-    way: str = "einsum"
-    merge: bool = True
+    attention_impl: str = "einsum"
+    flatten: bool = True
 
     @nn.compact
     def __call__(
@@ -78,19 +185,16 @@ class MultiHeadAttention(nn.Module):
         """Attends from every token of `x` to every token of `context`.
 
         Args:
-          x: tokens that ask.
-          context: tokens that are looked at; `x` itself for self-attention.
+          x: query tokens.
+          context: key and value tokens; `x` itself for self-attention.
           relative: see attention.attend.
-
-        Returns:
-          What was found, for each token of `x`.
         """
         D = x.shape[-1]
         split = self.heads, D // self.heads
 
         def project(name, tokens):
             B, N, _ = tokens.shape
-            tokens = merge_tokens(tokens) if self.merge else tokens
+            tokens = flatten_tokens(tokens) if self.flatten else tokens
             y = MergedDense((D,), split, self.dtype, name=name)(tokens)
             # Head-major: see attention.attend.
             y = jnp.swapaxes(y.reshape(B, N, self.heads, -1), 1, 2)
@@ -98,23 +202,26 @@ class MultiHeadAttention(nn.Module):
 
         q = project("query", x)
         k, v = project("key", context), project("value", context)
-        if self.is_mutable_collection(KEPT):
-            # Someone looks inside, see `inside`; derivatives are of what is added.
-            weights = self.perturb("weights", attention.weights(q, k, relative), ADDED)
-            self.sow(KEPT, "weights", weights)
+        if self.is_mutable_collection(INTERMEDIATES):
+            # Attention is inspected (see intermediates.py): keep the weights, and
+            # differentiate with respect to a perturbation of them.
+            weights = self.perturb(
+                "weights", attention.weights(q, k, relative), PERTURBATIONS
+            )
+            self.sow(INTERMEDIATES, "weights", weights)
             y = jnp.einsum("bhnm,bhmk->bhnk", weights.astype(v.dtype), v)
         else:
-            y = attention.attend(q, k, v, relative, way=self.way)
+            y = attention.attend(q, k, v, relative, implementation=self.attention_impl)
         y = jnp.swapaxes(y, 1, 2).reshape(x.shape)
-        y = merge_tokens(y) if self.merge else y
+        y = flatten_tokens(y) if self.flatten else y
         y = MergedDense(split, (D,), self.dtype, name="out")(y)
         return y.reshape(x.shape)
 
 
-def merge_tokens(x: Float[Array, "B N D"]) -> Float[Array, "BN D"]:
-    """Puts the tokens of all images into one axis.
+def flatten_tokens(x: Float[Array, "B N D"]) -> Float[Array, "BN D"]:
+    """Merges the image and token axes.
 
-    XLA's CPU backward pass of the 3-D product is nearly twice as slow
+    XLA's CPU backward pass of a 3-D product is nearly twice as slow
     (docs/decisions.md).
     """
     return x.reshape(-1, x.shape[-1])
@@ -126,22 +233,22 @@ class Mlp(nn.Module):
     Attributes:
       hidden: units of the first layer.
       dropout: rate.
-      gelu: flavour, a key of GELU.
+      gelu: a key of GELU.
       dtype: of the computation.
-      merge: see merge_tokens.
+      flatten: see flatten_tokens.
     """
 
     hidden: int
     dropout: float = 0.0
     gelu: str = "tanh"
     dtype: str = "float32"
-    merge: bool = True
+    flatten: bool = True
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B N D"], key: Key[Array, ""] | None = None
     ) -> Float[Array, "B N D"]:
-        """Transforms each token by itself; dropout acts if there is a key."""
+        """Transforms each token separately; dropout is active if there is a key."""
         shape, D = x.shape, x.shape[-1]
         first, second = (None, None) if key is None else jax.random.split(key)
 
@@ -157,9 +264,9 @@ class Mlp(nn.Module):
         def dropout(x, key):
             return nn.Dropout(self.dropout, deterministic=key is None)(x, rng=key)
 
-        x = merge_tokens(x) if self.merge else x
+        x = flatten_tokens(x) if self.flatten else x
         x = dense(self.hidden, "Dense_0")(x)
-        between = () if self.merge else ("tokens",)
+        between = () if self.flatten else ("tokens",)
         x = nn.with_logical_constraint(x, ("batch", *between, "mlp"))
         x = dropout(GELU[self.gelu](x), first)
         x = dropout(dense(D, "Dense_1")(x), second)
@@ -172,7 +279,7 @@ class MapHead(nn.Module):
     A learned probe attends to the tokens; an MLP with a residual follows.
 
     Attributes:
-      heads, hidden, gelu, dtype, merge: see MultiHeadAttention and Mlp.
+      heads, hidden, gelu, dtype, flatten: see MultiHeadAttention and Mlp.
       epsilon: of the LayerNorm.
     """
 
@@ -181,18 +288,18 @@ class MapHead(nn.Module):
     gelu: str = "tanh"
     epsilon: float = 1e-6
     dtype: str = "float32"
-    merge: bool = True
+    flatten: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
-        """Returns one vector an image."""
+        """Returns one vector per image."""
         B, _, D = x.shape
         probe = self.param("probe", _kernel_init, (1, 1, D), jnp.float32)
-        # One query has few logits: any way of attention does.
+        # One query has few logits, so the implementation does not matter.
         attend = MultiHeadAttention(
             self.heads,
             self.dtype,
-            merge=self.merge,
+            flatten=self.flatten,
             name="MultiHeadDotProductAttention_0",
         )
         x = attend(jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D)), x)
@@ -204,16 +311,16 @@ class MapHead(nn.Module):
 def classify(
     pre_logits: Float[Array, "*B D"], classes: int, bias: float, name: str = "head"
 ) -> dict[str, Float[Array, "..."]]:
-    """Applies the linear classifier, which starts at zero; call it in a compact method.
+    """Applies a zero-initialised linear classifier; call it in a compact method.
 
     Args:
       pre_logits: features, float32.
       classes: L; 0 is no classifier.
-      bias: its initial bias.
-      name: of its parameters.
+      bias: initial bias.
+      name: of the parameters.
 
     Returns:
-      "pre_logits", and unless `classes` is 0 "logits" (*B, L).
+      "pre_logits", and "logits" (*B, L) unless `classes` is 0.
     """
     outputs = {"pre_logits": pre_logits}
     if classes:

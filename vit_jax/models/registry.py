@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.errors import UserError
-from vit_jax.models import attention as ways
-from vit_jax.models import inside, positions, remat, stacking, variants, vit
-from vit_jax.models.inside import Layer, Pull
+from vit_jax.models import attention as attending
+from vit_jax.models import intermediates, stacking, variants, vit
+from vit_jax.models.intermediates import AttentionGradient, Layer
 from vit_jax.models.resnet import ResNet
 
 Params = dict  # Nested: name to arrays or to further dicts.
@@ -25,7 +25,7 @@ EXECUTION = ("scan", "remat", "attention", "platform")
 # and compiled one by one, at half a second each and more.
 MAX_BLOCKS = 1_000
 # What follows from those.
-_FOLLOWS = {"way", "merge"}
+_FOLLOWS = {"attention_impl", "flatten"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Model:
     @property
     def extra(self) -> int:
         """Number of tokens in front of the patches."""
-        return getattr(self.module, "extra", 0)
+        return getattr(self.module, "num_prefix_tokens", 0)
 
     def init(self, key: jax.Array) -> Params:
         """Draws initial parameters, a nested dict of float32 arrays.
@@ -92,18 +92,18 @@ class Model:
         return self.module.apply({"params": params}, images, train=train, rngs=rngs)
 
     def inside(self, params: Params, images: jax.Array) -> Iterator[Layer]:
-        """Yields attention and tokens of each block, see inside.layers."""
-        return inside.layers(self.module, params, images)
+        """Yields attention and tokens of each block, see intermediates.layers."""
+        return intermediates.layers(self.module, params, images)
 
     def finish(self, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-        """Returns what `apply` does, given the last tokens from `inside`."""
-        return inside.finish(self.module, params, tokens)
+        """Returns the outputs of `apply`, from the last tokens of `inside`."""
+        return intermediates.classify_tokens(self.module, params, tokens)
 
     def gradients(
         self, params: Params, images: jax.Array, classes: jax.Array
-    ) -> tuple[jax.Array, Iterator[Pull]]:
-        """Follows logits back to the attention that led to them, see inside.gradients."""
-        return inside.gradients(self.module, params, images, classes)
+    ) -> tuple[jax.Array, Iterator[AttentionGradient]]:
+        """Differentiates logits by attention, see intermediates.attention_gradients."""
+        return intermediates.attention_gradients(self.module, params, images, classes)
 
 
 def create(
@@ -163,7 +163,9 @@ def create(
     if parsed.size:
         used |= {"attention": attention, "platform": platform}
         _check_encoder(module)
-        tokens = math.prod(side // patch for side in image_size) + module.extra
+        tokens = (
+            math.prod(side // patch for side in image_size) + module.num_prefix_tokens
+        )
         module = _placed(module, attention, platform or jax.default_backend(), tokens)
     return Model(module, used, (*image_size, channels), patch)
 
@@ -189,7 +191,7 @@ def _placed(
     module: vit.VisionTransformer, attention: str, platform: str, tokens: int
 ) -> vit.VisionTransformer:
     """Returns the network as it is best computed on a platform."""
-    way = ways.choose(
+    implementation = attending.choose(
         attention,
         platform=platform,
         dtype=module.dtype,
@@ -197,7 +199,7 @@ def _placed(
         head_width=module.width // module.heads,
         relative=module.posemb == "relative",
     )
-    return module.clone(way=way, merge=platform == "cpu")
+    return module.clone(attention_impl=implementation, flatten=platform == "cpu")
 
 
 def _numbers(parsed: variants.Variant, options: dict) -> dict:
@@ -240,9 +242,9 @@ def _check_encoder(module: vit.VisionTransformer) -> None:
     """Raises UserError unless the options fit each other."""
     for name, known in (
         ("head", vit.HEADS),
-        ("posemb", positions.KINDS),
-        ("posemb_at", positions.PLACES),
-        ("remat", remat.POLICIES),
+        ("posemb", vit.POSITION_KINDS),
+        ("posemb_at", vit.POSITION_PLACES),
+        ("remat", stacking.REMAT_POLICIES),
     ):
         if getattr(module, name) not in known:
             raise UserError(

@@ -1,13 +1,14 @@
-"""Two layouts of the encoder blocks' parameters: one by one, and stacked for a scan.
+"""How encoder blocks are repeated: parameters one by one or stacked, rematerialisation.
 
-One by one, block 3 is "Transformer/encoderblock_3/...": so are checkpoints, published
-and our own. Stacked, all blocks are "Transformer/encoderblock/..." with a leading axis
-of as many as there are blocks, which a scan over layers runs along.
+One by one, block 3 is "Transformer/encoderblock_3/...", as in all checkpoints. Stacked,
+all blocks are "Transformer/encoderblock/..." with a leading axis of length depth, over
+which a scan runs.
 """
 
 import re
 from collections.abc import Callable, Mapping
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +18,15 @@ _BLOCK = re.compile(rf"{STACKED}_(\d+)")
 
 
 def stack(params: Mapping) -> dict:
-    """Puts the parameters of all encoder blocks into arrays with a leading axis.
+    """Stacks the parameters of all encoder blocks along a leading axis.
 
     Args:
-      params: nested dict of arrays or of jax.ShapeDtypeStruct, blocks one by one.
-        Without such blocks (a ResNet, or stacked already) it is returned as it is.
+      params: nested dict of arrays or jax.ShapeDtypeStruct, blocks one by one. Without
+        such blocks (a ResNet, or stacked already) it is returned unchanged.
 
     Returns:
-      The same with the blocks under "Transformer/encoderblock"; of arrays, shapes are
-      made of shapes without shardings.
+      The same with the blocks under "Transformer/encoderblock"; stacked shapes have no
+      sharding.
     """
     blocks, others = _split(params)
     if not blocks:
@@ -36,14 +37,11 @@ def stack(params: Mapping) -> dict:
 
 
 def unstack(params: Mapping) -> dict:
-    """Undoes `stack`.
+    """Returns parameters with the blocks one by one: the inverse of `stack`.
 
     Args:
-      params: nested dict of arrays or of jax.ShapeDtypeStruct. Without stacked blocks
-        it is returned as it is.
-
-    Returns:
-      The same with the blocks one by one.
+      params: nested dict of arrays or jax.ShapeDtypeStruct. Without stacked blocks it is
+        returned unchanged.
     """
     encoder = params.get(ENCODER, {})
     if STACKED not in encoder:
@@ -62,8 +60,8 @@ def convert(tree: object, function: Callable[[Mapping], dict]) -> object:
     """Applies `stack` or `unstack` to every parameter tree within a larger tree.
 
     Args:
-      tree: such as a training state or an optimiser's: what is shaped like the
-        parameters in it (moments, an average) is found by its "Transformer" key.
+      tree: such as a training state; subtrees shaped like parameters (moments, an
+        average) are found by their key "Transformer".
       function: `stack` or `unstack`.
 
     Returns:
@@ -81,19 +79,19 @@ def convert(tree: object, function: Callable[[Mapping], dict]) -> object:
 
 
 def is_stacked(path: str) -> bool:
-    """Tells whether a parameter of this path has the leading axis of the blocks."""
+    """Returns whether the parameter at a path has the leading axis of the blocks."""
     return f"{ENCODER}/{STACKED}/" in path
 
 
 def map_paths(params: Mapping, function: Callable[[str], object]) -> dict:
-    """Gives each parameter a value that follows from its path.
+    """Maps parameter paths to values.
 
     Args:
-      params: nested dict of arrays or of jax.ShapeDtypeStruct, in either layout.
-      function: of a path as on disk, "Transformer/encoderblock_0/.../kernel".
+      params: nested dict of arrays or jax.ShapeDtypeStruct, in either layout.
+      function: of a path as in checkpoints, "Transformer/encoderblock_0/.../kernel".
 
     Returns:
-      Nested dict of values; of stacked blocks whose values differ, an array of them
+      Nested dict of values. Where values of stacked blocks differ, an array of them
       that broadcasts against the parameter.
     """
 
@@ -111,7 +109,7 @@ def map_paths(params: Mapping, function: Callable[[str], object]) -> dict:
 
 
 def _split(params: Mapping) -> tuple[dict[int, Mapping], dict]:
-    """Returns the blocks by number, and the encoder's other parameters."""
+    """Returns block number -> parameters, and the encoder's other parameters."""
     blocks, others = {}, {}
     for name, value in params.get(ENCODER, {}).items():
         match = _BLOCK.fullmatch(name)
@@ -126,7 +124,7 @@ def _stack(leaves):
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
-    # What was read from a file stays on the host.
+    # Arrays read from a file stay on the host.
     return np.stack(leaves) if isinstance(first, np.ndarray) else jnp.stack(leaves)
 
 
@@ -134,3 +132,40 @@ def _layer(leaf, i):
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     return leaf[i]
+
+
+_policies = jax.checkpoint_policies
+
+
+def _save_attention(primitive, *args, **params) -> bool:
+    named = _policies.save_only_these_names("attention")(primitive, *args, **params)
+    # cuDNN's results, of jax.nn.dot_product_attention, have no name.
+    return named or primitive.name.startswith("dot_product_attention_fwd")
+
+
+# Name -> what is saved besides the block's input; the rest is recomputed.
+REMAT_POLICIES = {
+    "none": None,  # Everything that the derivatives need.
+    "full": _policies.nothing_saveable,
+    # Results of the six projections and dense layers.
+    "dots": _policies.dots_with_no_batch_dims_saveable,
+    # Results of attention, so that its kernel runs only once.
+    "attention": _save_attention,
+}
+
+
+def wrap_remat(function: Callable, name: str, *, in_scan: bool) -> Callable:
+    """Applies a rematerialisation policy to a function.
+
+    Args:
+      function: of a module and arrays, for flax.linen.remat.
+      name: one of REMAT_POLICIES.
+      in_scan: whether it is the body of a scan, where XLA cannot merge recomputed with
+        earlier results.
+
+    Returns:
+      A function with the same results and gradients.
+    """
+    if name == "none":
+        return function
+    return nn.remat(function, policy=REMAT_POLICIES[name], prevent_cse=not in_scan)

@@ -1,21 +1,35 @@
 """The Vision Transformer (arXiv:2010.11929, section 3.1) and its hybrids.
 
-Parameters are named and shaped as in the published Google checkpoints.
-Letters: B images, Y by X pixels, C channels, N tokens, D model width, L classes.
+Parameters are named and shaped as in the published Google checkpoints; under a scan as
+described in stacking.py.
+Letters: B images, Y by X pixels or patches, C channels, P prefix tokens, N tokens,
+H heads, K head width, D model width, R offsets, L classes.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
-from vit_jax.models import resnet
-from vit_jax.models.encoder import Block, Encoder
-from vit_jax.models.layers import MapHead, classify
-from vit_jax.models.pointwise import LayerNorm
+from vit_jax.models import resnet, stacking
+from vit_jax.models.layers import (
+    LayerNorm,
+    MapHead,
+    Mlp,
+    MultiHeadAttention,
+    classify,
+    drop_path,
+)
 
 HEADS = ("token", "gap", "map", "none")
+POSITION_KINDS = ("learned", "none", "learned2d", "relative", "sincos2d")
+POSITION_PLACES = ("stem", "every", "shared")
+
+_position_init = nn.initializers.normal(0.02)
 
 
 class VisionTransformer(nn.Module):
@@ -26,22 +40,22 @@ class VisionTransformer(nn.Module):
       patch: side of the square patches, in pixels or in features of the stem.
       width: D.
       depth: number of blocks.
-      heads: attention heads a block.
+      heads: attention heads per block.
       mlp_dim: hidden units of the MLPs.
-      blocks: units of each stage of the ResNet stem.
+      blocks: units per stage of the ResNet stem.
       stem_width: features of the stem's root; 0 is no stem.
-      head: what is classified: the "token" [class], "gap", the mean of the patches,
-        "map", what attention pooling gives, or "none": every token by itself.
-      class_token: whether there is a class token although another head is chosen.
+      head: input of the classifier: the class "token", "gap" (mean of the patches),
+        "map" (attention pooling), or "none" (every token separately).
+      class_token: whether there is a class token with another head.
       distillation: whether a second token has a second classifier; the logits are the
         mean of both (DeiT, arXiv:2012.12877, section 4).
-      representation: whether a tanh layer of width D stands before the classifier
+      representation: whether there is a tanh layer of width D before the classifier
         (the paper's pretraining head).
-      pooled_norm: whether the final LayerNorm comes after the pooling (timm's fc_norm).
-      posemb: kind of position embedding, see positions.AddPositions; "relative" puts
-        its keys into the attention.
-      posemb_at: where they act: at the "stem", at "every" layer, or "shared", the same
-        at every layer (arXiv:2010.11929, table 8). "relative" has no stem.
+      pooled_norm: whether the final LayerNorm is after the pooling (timm's fc_norm).
+      posemb: kind of position embedding, see AddPositions; "relative" adds keys in the
+        attention.
+      posemb_at: where they are added: at the "stem", separately at "every" layer, or
+        "shared" by all layers (arXiv:2010.11929, table 8). "relative" has no stem.
       dropout: rate after every dense layer but query, key, value (and the two of the
         head), and after adding the position embeddings.
       stochastic_depth: drop rate of the last block, falling linearly to 0 at the first.
@@ -50,9 +64,9 @@ class VisionTransformer(nn.Module):
       epsilon: of the LayerNorms.
       dtype: of the computation; parameters and logits are float32.
       scan: whether the blocks run as one scan over stacked parameters, see stacking.
-      remat: what blocks keep for the backward pass, a name of remat.POLICIES.
-      way: of attention in the encoder, one of attention.WAYS.
-      merge: see layers.merge_tokens.
+      remat: one of stacking.REMAT_POLICIES.
+      attention_impl: of the encoder, one of attention.IMPLEMENTATIONS.
+      flatten: see layers.flatten_tokens.
     """
 
     classes: int
@@ -78,12 +92,12 @@ class VisionTransformer(nn.Module):
     dtype: str = "float32"
     scan: bool = False
     remat: str = "none"
-    way: str = "einsum"
-    merge: bool = True
+    attention_impl: str = "einsum"
+    flatten: bool = True
 
     @property
-    def extra(self) -> int:
-        """Number of tokens in front of the patches."""
+    def num_prefix_tokens(self) -> int:
+        """Number of class and distillation tokens before the patches."""
         return (self.head == "token" or self.class_token) + self.distillation
 
     @nn.compact
@@ -94,7 +108,8 @@ class VisionTransformer(nn.Module):
 
         Args:
           images: normalised; both sides are multiples of the patch.
-          train: whether dropout and stochastic depth act (needs an rng "dropout").
+          train: whether dropout and stochastic depth are active (needs an rng
+            "dropout").
 
         Returns:
           "pre_logits" (B, D), the features that few-shot evaluation uses (with
@@ -105,7 +120,7 @@ class VisionTransformer(nn.Module):
         return self._classify(self._encoder(Encoder, grid)(x, train=train))
 
     def _embed(self, images):
-        """Returns the encoder's tokens, and the patches down and across."""
+        """Returns the input tokens of the encoder, and the grid of patches."""
         x = images
         if self.stem_width:
             x = resnet.stem(x, self.blocks, self.stem_width, self.dtype)
@@ -126,11 +141,11 @@ class VisionTransformer(nn.Module):
         return jnp.concatenate([*tokens, x], axis=1), tuple(grid)
 
     def _encoder(self, kind, grid):
-        """Makes the encoder, or what has its parameters and does a part of it."""
+        """Returns the encoder, or a module with its parameters that does a part of it."""
         return kind(
             block=block_of(self),
             grid=grid,
-            extra=self.extra,
+            num_prefix_tokens=self.num_prefix_tokens,
             final_norm=not self.pooled_norm,
             depth=self.depth,
             heads=self.heads,
@@ -158,7 +173,7 @@ class VisionTransformer(nn.Module):
         if self.head == "token":
             x = x[:, 0]
         elif self.head == "gap":
-            x = x[:, self.extra :].mean(axis=1)
+            x = x[:, self.num_prefix_tokens :].mean(axis=1)
         elif self.head == "map":
             x = MapHead(
                 self.heads,
@@ -166,13 +181,13 @@ class VisionTransformer(nn.Module):
                 self.gelu,
                 self.epsilon,
                 self.dtype,
-                self.merge,
+                self.flatten,
                 name="MAPHead_0",
             )(x)
         return classify(self._features(x), self.classes, self.head_bias)
 
     def _features(self, x):
-        """Returns what the classifier sees, float32."""
+        """Returns the features for the classifier, float32."""
         if self.pooled_norm:
             x = LayerNorm(self.epsilon, self.dtype, name="fc_norm")(x)
         if self.representation:
@@ -181,7 +196,7 @@ class VisionTransformer(nn.Module):
 
 
 def block_of(module: VisionTransformer) -> functools.partial:
-    """Returns what makes a block of a network, given its name."""
+    """Returns the function from a name to a block of a network."""
     return functools.partial(
         Block,
         heads=module.heads,
@@ -190,6 +205,295 @@ def block_of(module: VisionTransformer) -> functools.partial:
         gelu=module.gelu,
         epsilon=module.epsilon,
         dtype=module.dtype,
-        way=module.way,
-        merge=module.merge,
+        attention_impl=module.attention_impl,
+        flatten=module.flatten,
     )
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm encoder block: attention, then MLP, each with a residual.
+
+    Attributes:
+      heads, hidden, dropout, gelu, dtype, attention_impl, flatten: see
+        MultiHeadAttention and Mlp.
+      epsilon: of the LayerNorms.
+    """
+
+    heads: int
+    hidden: int
+    dropout: float = 0.0
+    gelu: str = "tanh"
+    epsilon: float = 1e-6
+    dtype: str = "float32"
+    attention_impl: str = "einsum"
+    flatten: bool = True
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        relative: Float[Array, "H R K"] | None = None,
+        rate: Float[Array, ""] | float | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B N D"]:
+        """Transforms tokens.
+
+        Args:
+          x: tokens.
+          relative: see attention.attend.
+          rate: of stochastic depth in both branches, see layers.drop_path, or None.
+          key: for dropout and stochastic depth, which are active if it is given.
+        """
+        keys = [None] * 4 if key is None else jax.random.split(key, 4)
+
+        def norm(name, x):
+            return LayerNorm(self.epsilon, self.dtype, name=name)(x)
+
+        def add(x, branch, key):
+            x = x + (branch if rate is None else drop_path(branch, rate, key))
+            return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
+
+        y = norm("LayerNorm_0", x)
+        y = MultiHeadAttention(
+            self.heads,
+            self.dtype,
+            self.attention_impl,
+            self.flatten,
+            name="MultiHeadDotProductAttention_1",
+        )(y, y, relative)
+        y = nn.Dropout(self.dropout, deterministic=key is None)(y, rng=keys[0])
+        x = add(x, y, keys[1])
+
+        mlp = Mlp(
+            self.hidden,
+            self.dropout,
+            self.gelu,
+            self.dtype,
+            self.flatten,
+            name="MlpBlock_3",
+        )
+        return add(x, mlp(norm("LayerNorm_2", x), keys[2]), keys[3])
+
+
+class BlockInputs(NamedTuple):
+    """Inputs of a block besides its tokens.
+
+    Attributes:
+      position: position embeddings added to the tokens first, or None.
+      relative, rate, key: see Block.
+    """
+
+    position: Float[Array, "1 N D"] | None
+    relative: Float[Array, "H R K"] | None
+    rate: float | None
+    key: Key[Array, ""] | None
+
+
+def _run_block(block: Block, x: Float[Array, "B N D"], layer: BlockInputs):
+    """Applies a block; has the signature of a scan body."""
+    if layer.position is not None:
+        x = x + layer.position
+    return block(x, layer.relative, layer.rate, layer.key), None
+
+
+class Encoder(nn.Module):
+    """Position embeddings, the blocks and the final LayerNorm.
+
+    Attributes:
+      block: function from a name to a block.
+      grid: rows and columns of patches.
+      num_prefix_tokens: tokens before the patches.
+      final_norm: whether there is a LayerNorm after the last block.
+      others: see VisionTransformer.
+    """
+
+    block: Callable[..., Block]
+    grid: tuple[int, int]
+    num_prefix_tokens: int
+    final_norm: bool
+    depth: int
+    heads: int
+    posemb: str
+    posemb_at: str
+    dropout: float
+    stochastic_depth: float
+    epsilon: float
+    dtype: str
+    scan: bool
+    remat: str
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B N D"], *, train: bool = False
+    ) -> Float[Array, "B N D"]:
+        """Returns the normalised tokens of the last block."""
+        x, layers = self._begin(x, train)
+        if self.scan and not self.is_initializing():
+            x = self._scan(x, layers)
+        else:
+            policy = "none" if self.is_initializing() else self.remat
+            run = stacking.wrap_remat(_run_block, policy, in_scan=False)
+            for i, layer in enumerate(layers):
+                x, _ = run(self.block(name=f"{stacking.STACKED}_{i}"), x, layer)
+        return self._end(x)
+
+    def _begin(self, x, train):
+        """Returns the input tokens of the first block, and the other inputs of all blocks."""
+        random = train and (self.dropout or self.stochastic_depth)
+        keys = [None] * (1 + self.depth)
+        if random:
+            keys = jax.random.split(self.make_rng("dropout"), len(keys))
+        key, *keys = keys
+        layers = self._layers(x, keys)
+        # Positions are added before the first dropout.
+        x = x if layers[0].position is None else x + layers[0].position
+        layers[0] = layers[0]._replace(position=None)
+        x = nn.Dropout(self.dropout, deterministic=not random)(x, rng=key)
+        return nn.with_logical_constraint(x, ("batch", "tokens", "embed")), layers
+
+    def _end(self, x):
+        if not self.final_norm:
+            return x
+        return LayerNorm(self.epsilon, self.dtype, name="encoder_norm")(x)
+
+    def _scan(self, x, layers):
+        """Runs all blocks as a scan over stacked parameters."""
+        if layers[-1].position is not None:
+            zero = jnp.zeros_like(layers[-1].position)
+            layers = [layers[0]._replace(position=zero), *layers[1:]]
+        run = nn.scan(
+            stacking.wrap_remat(_run_block, self.remat, in_scan=True),
+            variable_axes={"params": 0},
+            length=self.depth,
+        )
+        if self.dtype != "float32":
+            run = nn.map_variables(run, "params", trans_in_fn=self._rounded)
+        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        return run(self.block(name=stacking.STACKED), x, layers)[0]
+
+    def _rounded(self, params):
+        """Rounds the parameters of products to the dtype of the computation.
+
+        Products round them anyway. Rounding before the scan keeps it from stacking
+        gradients in float32.
+        """
+
+        def round_one(path, leaf):
+            exact = any("LayerNorm" in key.key for key in path)
+            return leaf if exact else leaf.astype(self.dtype)
+
+        return jax.tree.map_with_path(round_one, params)
+
+    def _layers(self, x, keys) -> list[BlockInputs]:
+        """Returns the inputs of the blocks besides their tokens."""
+        # None instead of zeros, whose draws XLA could not remove from a scan.
+        rates = [None] * self.depth
+        if self.stochastic_depth:
+            last = max(1, self.depth - 1)
+            rates = [self.stochastic_depth * i / last for i in range(self.depth)]
+        return [
+            BlockInputs(position, self._relative(x, i), rates[i], key)
+            for i, (position, key) in enumerate(
+                zip(self._positions(x), keys, strict=True)
+            )
+        ]
+
+    def _positions(self, x) -> list:
+        """Returns the position embeddings added before each block, or None."""
+        if self.posemb in ("none", "relative"):
+            return [None] * self.depth
+
+        def table(name):
+            add = AddPositions(
+                self.posemb, self.grid, self.num_prefix_tokens, name=name
+            )
+            return add(jnp.zeros((1, *x.shape[1:]), x.dtype))
+
+        if self.posemb_at == "every":
+            return [table(f"posembed_{i}") for i in range(self.depth)]
+        first = table("posembed_input")
+        return [first] + [first if self.posemb_at == "shared" else None] * (
+            self.depth - 1
+        )
+
+    def _relative(self, x, layer: int):
+        """Returns a layer's key for each offset of two tokens, if it has them."""
+        if self.posemb != "relative":
+            return None
+        name = "relative_embedding"
+        if self.posemb_at == "every":
+            name = f"{name}_{layer}"
+        elif layer:
+            return self.get_variable("params", name).astype(x.dtype)
+        _, N, D = x.shape
+        shape = (self.heads, 2 * N - 1, D // self.heads)
+        init = nn.initializers.normal(0.02)
+        return self.param(name, init, shape, jnp.float32).astype(x.dtype)
+
+
+class AddPositions(nn.Module):
+    """Adds position embeddings (arXiv:2010.11929, section 3.1 and appendix D.4).
+
+    Attributes:
+      kind: "learned": a vector per token. "learned2d": learned vectors of the column and
+        of the row, each of half the width, concatenated. "sincos2d": the same with
+        fixed sines and cosines (arXiv:2104.02057, section 4.1). "none" and "relative":
+        nothing. The 2-D kinds are 0 for prefix tokens.
+      grid: Y and X.
+      num_prefix_tokens: P.
+    """
+
+    kind: str
+    grid: tuple[int, int]
+    num_prefix_tokens: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        """Returns the tokens plus their position embeddings."""
+        _, N, D = x.shape
+        if self.kind == "learned":
+            embedding = self.param(
+                "pos_embedding", _position_init, (1, N, D), jnp.float32
+            )
+        elif self.kind == "learned2d":
+            rows, columns = (
+                self.param(
+                    f"{name}_embedding", _position_init, (side, D // 2), jnp.float32
+                )
+                for name, side in zip(("row", "column"), self.grid, strict=True)
+            )
+            embedding = self._pad_prefix(_on_grid(rows, columns))
+        elif self.kind == "sincos2d":
+            embedding = self._pad_prefix(sincos2d(self.grid, D))
+        else:
+            return x
+        return x + embedding.astype(x.dtype)
+
+    def _pad_prefix(self, embedding):
+        return jnp.pad(embedding, ((self.num_prefix_tokens, 0), (0, 0)))[None]
+
+
+def sincos2d(grid: tuple[int, int], width: int) -> Float[Array, "YX D"]:
+    """Returns fixed embeddings: sines and cosines of the column, then of the row.
+
+    Args:
+      grid: rows and columns.
+      width: D, a multiple of 4.
+
+    Source: MoCo v3 (arXiv:2104.02057, section 4.1), with wave lengths from 2 pi to
+    20,000 pi as big_vision has them.
+    """
+    rates = 10_000.0 ** -jnp.linspace(0, 1, width // 4)
+    rows, columns = (
+        jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
+        for angles in (jnp.outer(jnp.arange(side), rates) for side in grid)
+    )
+    return _on_grid(rows, columns)
+
+
+def _on_grid(rows, columns):
+    """Concatenates the vectors of the column and row of each cell, in row-major order."""
+    Y, X = len(rows), len(columns)
+    parts = columns[None], rows[:, None]
+    parts = [jnp.broadcast_to(v, (Y, X, v.shape[-1])) for v in parts]
+    return jnp.concatenate(parts, axis=-1).reshape(Y * X, -1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from vit_jax.errors import UserError
-from vit_jax.models import positions
+from vit_jax.models import vit
 from vit_jax.weights.pretrained import POSITIONS
 
 Flat = dict[str, np.ndarray]
@@ -124,7 +124,7 @@ def plain_positions(
         return flat, options, []
     flat, extra = dict(flat), sum(name in flat for name in ("cls", "dist"))
     if kind == "sincos2d":
-        vectors = np.asarray(positions.sincos2d(grid, options["width"]))
+        vectors = np.asarray(vit.sincos2d(grid, options["width"]))
     else:
         rows, columns = (
             np.asarray(flat.pop(POSITIONS.replace("pos_emb", f"{name}_emb")))

@@ -1,0 +1,394 @@
+"""Scaled dot-product attention (arXiv:2010.11929, appendix A), by several implementations.
+
+Letters: B images, H heads, N query and M key tokens, K head width, R offsets.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from vit_jax.errors import UserError
+
+NAMES = ("auto", "einsum", "cudnn", "splash")  # Values of `model.attention`.
+# Implementations; "einsum16" keeps logits in the dtype of the computation.
+IMPLEMENTATIONS = ("einsum", "einsum16", "cudnn", "splash")
+
+# From this many tokens on, splash attention moves fewer bytes than einsums with bfloat16
+# logits, by the compiler's count: about equal at 577, clearly fewer at 1,025
+# (docs/decisions.md).
+SPLASH_TOKENS = 577
+
+# What cuDNN supports, as jax 0.10.2 checks it: bfloat16, and heads of a multiple of 8 up
+# to 128 (256 on Hopper and later).
+CUDNN_DTYPES = ("bfloat16",)
+CUDNN_HEAD_STEP, CUDNN_HEAD_LIMIT = 8, 128
+CUDNN_TOKEN_STEP = 8
+
+# Least for flash attention in bfloat16 (NVIDIA, cuDNN support matrix): Ampere.
+_CUDNN_CAPABILITY = 8.0
+
+_SPLASH_TILE = 128  # Tokens of a block are a multiple of a TPU's lanes.
+_SPLASH_LARGEST = 1024  # Most tokens of a block, so that it fits a chip's VMEM.
+
+
+def attend(
+    query: Float[Array, "B H N K"],
+    key: Float[Array, "B H M K"],
+    value: Float[Array, "B H M K"],
+    relative: Float[Array, "H R K"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    implementation: str = "einsum",
+) -> Float[Array, "B H N K"]:
+    """Computes scaled dot-product attention, with the softmax in float32.
+
+    Args:
+      query, key, value: head-major, because token-major einsums take four times as
+        long on CPU.
+      relative: a key per offset of the query's position from the key's, from -(N - 1)
+        to N - 1; its products with the query are added to the logits (arXiv:2010.11929,
+        appendix D.4). Needs M = N and an einsum implementation.
+      lengths: number of valid keys per image, at least 1; the others are masked.
+      implementation: one of IMPLEMENTATIONS.
+    """
+    if implementation in ("einsum", "einsum16"):
+        rounded = implementation == "einsum16"
+        return attend_einsum(query, key, value, relative, lengths, rounded)
+    if relative is not None:
+        raise ValueError(f"attention {implementation!r} has no relative positions")
+    if implementation == "cudnn":
+        return attend_cudnn(query, key, value, lengths)
+    return attend_splash(query, key, value, lengths)
+
+
+def choose(
+    name: str,
+    *,
+    platform: str,
+    dtype: str,
+    tokens: int,
+    head_width: int,
+    relative: bool,
+) -> str:
+    """Returns the implementation of attention for a platform.
+
+    Args:
+      name: one of NAMES; "auto" is the fastest that the platform and model allow.
+      platform: as jax.Device.platform: "cpu", "gpu", "tpu", ...
+      dtype: of the computation.
+      tokens: length of the encoder's sequence.
+      head_width: features per head.
+      relative: whether there are relative positions.
+
+    Returns:
+      One of IMPLEMENTATIONS.
+
+    Raises:
+      UserError: the platform or model does not support the choice.
+    """
+    if name not in NAMES:
+        raise UserError(f"model.attention={name!r} is not one of {', '.join(NAMES)}")
+    obstacle = {
+        "cudnn": _no_cudnn(platform, dtype, head_width, relative),
+        "splash": _no_splash(platform, relative),
+    }
+    if name in obstacle:
+        if obstacle[name]:
+            raise UserError(
+                f"model.attention={name!r} {obstacle[name]}: set it to 'auto' or "
+                "'einsum'"
+            )
+        return name
+    if name == "auto" and not obstacle["cudnn"]:
+        return "cudnn"
+    many = dtype != "float32" and tokens >= SPLASH_TOKENS
+    if name == "auto" and not obstacle["splash"] and many:
+        return "splash"
+    # CPUs multiply bfloat16 into float32 faster than into bfloat16.
+    rounded = dtype != "float32" and platform != "cpu"
+    return "einsum16" if rounded else "einsum"
+
+
+def _no_cudnn(platform: str, dtype: str, head_width: int, relative: bool) -> str:
+    if platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU, but this is for platform {platform!r}"
+    if dtype not in CUDNN_DTYPES:
+        return f"needs model.dtype='bfloat16', not {dtype!r}"
+    if head_width % CUDNN_HEAD_STEP or head_width > CUDNN_HEAD_LIMIT:
+        return (
+            f"takes heads of a multiple of {CUDNN_HEAD_STEP} features up to "
+            f"{CUDNN_HEAD_LIMIT}, not {head_width}"
+        )
+    return "knows no model.posemb='relative'" if relative else missing_for_cudnn()
+
+
+def _no_splash(platform: str, relative: bool) -> str:
+    if platform != "tpu":
+        return f"needs a TPU, but this is for platform {platform!r}"
+    return "knows no model.posemb='relative'" if relative else ""
+
+
+def attend_einsum(
+    query: Float[Array, "B H N K"],
+    key: Float[Array, "B H M K"],
+    value: Float[Array, "B H M K"],
+    relative: Float[Array, "H R K"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    rounded: bool = False,
+) -> Float[Array, "B H N K"]:
+    """Computes attention as two einsums and a softmax; see `attend`.
+
+    The sums of the softmax are in float32 for any dtype of the operands.
+
+    Args:
+      query, key, value, relative, lengths: see `attend`.
+      rounded: whether the logits, the largest arrays of the network, are stored in the
+        operands' dtype instead of float32. With `relative` they are float32.
+    """
+    if relative is None:
+        return _attend(query, key, value, _valid_keys(lengths, key.shape[2]), rounded)
+    mixing = weights(query, key, relative, lengths).astype(value.dtype)
+    return jnp.einsum("bhnm,bhmk->bhnk", mixing, value)
+
+
+def weights(
+    query: Float[Array, "B H N K"],
+    key: Float[Array, "B H M K"],
+    relative: Float[Array, "H R K"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> Float[Array, "B H N M"]:
+    """Returns the attention weights, float32, which sum to 1 over the keys.
+
+    Args:
+      query, key, relative, lengths: see `attend`.
+    """
+    query = query * query.shape[-1] ** -0.5
+    logits = _logits(query, key, jnp.float32)
+    if relative is not None:
+        offsets = jnp.einsum(
+            "bhnk,hrk->bhnr", query, relative, preferred_element_type=jnp.float32
+        )
+        logits += _by_offset(offsets)
+    return jax.nn.softmax(_mask(logits, _valid_keys(lengths, key.shape[2])))
+
+
+def _valid_keys(lengths, M: int) -> Bool[Array, "B 1 1 M"] | None:
+    if lengths is None:
+        return None
+    return (jnp.arange(M)[None] < lengths[:, None])[:, None, None]
+
+
+def _mask(logits, valid):
+    if valid is None:
+        return logits
+    return jnp.where(valid, logits, jnp.finfo(logits.dtype).min)
+
+
+def _logits(query, key, dtype):
+    """Returns the products of scaled queries with keys."""
+    return jnp.einsum("bhnk,bhmk->bhnm", query, key, preferred_element_type=dtype)
+
+
+# A custom derivative, because JAX's passes over the weights, the largest arrays of the
+# network, more often (docs/decisions.md).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(query, key, value, valid, rounded):
+    exponentials, sums = _exponentials(
+        query * query.shape[-1] ** -0.5, key, valid, rounded
+    )
+    # Divide the result, which is smaller than the weights.
+    mixed = jnp.einsum("bhnm,bhmk->bhnk", exponentials.astype(value.dtype), value)
+    return (mixed / sums).astype(value.dtype)
+
+
+def _exponentials(query, key, valid, rounded):
+    """Returns the softmax's numerators and denominators, float32."""
+    dtype = query.dtype if rounded else jnp.float32
+    logits = _mask(_logits(query, key, dtype), valid)
+    largest = logits.max(-1, keepdims=True)
+    exponentials = jnp.exp(logits.astype(jnp.float32) - largest.astype(jnp.float32))
+    return exponentials, exponentials.sum(-1, keepdims=True)
+
+
+def _attend_forward(query, key, value, valid, rounded):
+    query = query * query.shape[-1] ** -0.5
+    exponentials, sums = _exponentials(query, key, valid, rounded)
+    mixing = (exponentials / sums).astype(value.dtype)
+    mixed = jnp.einsum("bhnm,bhmk->bhnk", mixing, value)
+    mixed = checkpoint_name(mixed, "attention")
+    return mixed, (query, key, value, mixing, mixed)
+
+
+def _attend_backward(rounded, kept, grad):
+    query, key, value, weights, mixed = kept
+    scale = query.shape[-1] ** -0.5
+    to_value = jnp.einsum("bhnm,bhnk->bhmk", weights, grad)
+    dtype = query.dtype if rounded else jnp.float32
+    to_weights = jnp.einsum(
+        "bhnk,bhmk->bhnm", grad, value, preferred_element_type=dtype
+    )
+    # Mean of the weights' gradient, computed from the output: K terms instead of M.
+    mean = (grad * mixed).astype(jnp.float32).sum(-1, keepdims=True)
+    to_logits = (weights * (to_weights - mean)).astype(value.dtype)
+    to_query = jnp.einsum("bhnm,bhmk->bhnk", to_logits, key) * scale
+    to_key = jnp.einsum("bhnm,bhnk->bhmk", to_logits, query)
+    return to_query, to_key, to_value, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _by_offset(x: Float[Array, "B H N R"]) -> Float[Array, "B H N N"]:
+    """Picks entry n - m + N - 1 of row n for column m, without a gather.
+
+    In reversed rows, the wanted entries start one place earlier per row. Padding by one
+    column and cutting rows of the old length aligns them.
+    """
+    B, H, N, R = x.shape
+    x = jnp.pad(x[..., ::-1], ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(B, H, -1)
+    return x[..., N - 1 : N - 1 + N * R].reshape(B, H, N, R)[..., :N]
+
+
+def missing_for_cudnn() -> str:
+    """Returns what this machine's GPU lacks for cuDNN attention, "" if nothing."""
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:
+        return ""  # The program is for another machine.
+    if "cuda" not in device.client.platform_version.lower():
+        return f"needs an NVIDIA GPU, not {device.device_kind}"
+    if float(device.compute_capability) < _CUDNN_CAPABILITY:
+        return (
+            f"needs a GPU of compute capability {_CUDNN_CAPABILITY} or more, but "
+            f"{device.device_kind} has {device.compute_capability}"
+        )
+    return ""
+
+
+def attend_cudnn(
+    query: Float[Array, "B H N K"],
+    key: Float[Array, "B H M K"],
+    value: Float[Array, "B H M K"],
+    lengths: Int[Array, " B"] | None = None,
+    *,
+    implementation: str = "cudnn",
+) -> Float[Array, "B H N K"]:
+    """Computes attention by cuDNN's flash attention, on NVIDIA GPUs; see `attend`.
+
+    Args:
+      query, key, value, lengths: see `attend`.
+      implementation: of jax.nn.dot_product_attention; "xla" runs on any platform.
+    """
+    (B, _, N, _), M = query.shape, key.shape[2]
+    if lengths is None and (N % 2 or M % 2):
+        lengths = jnp.full(B, M)
+    query_lengths = None if lengths is None else jnp.full(B, N, jnp.int32)
+    # cuDNN takes tokens before heads; XLA drops the transposes that meet others.
+    if lengths is not None:
+        query, key, value = map(_pad_to_even, (query, key, value))
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    mixed = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=None if lengths is None else lengths.astype(jnp.int32),
+        implementation=implementation,
+    )
+    return jnp.swapaxes(mixed[:, :N], 1, 2)
+
+
+def _pad_to_even(x):
+    """Appends tokens, because the derivative needs an even number."""
+    more = -x.shape[2] % CUDNN_TOKEN_STEP
+    return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))
+
+
+def attend_splash(
+    query: Float[Array, "B H N K"],
+    key: Float[Array, "B H M K"],
+    value: Float[Array, "B H M K"],
+    lengths: Int[Array, " B"] | None = None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B H N K"]:
+    """Computes attention by splash attention, a Pallas kernel for TPUs without logits.
+
+    XLA cannot split a kernel over devices, so each device of a mesh gets its images and
+    heads by shard_map.
+
+    Args:
+      query, key, value, lengths: see `attend`.
+      interpret: whether to run the kernel slowly on any device, for tests.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if lengths is None:
+        lengths = jnp.full(len(key), key.shape[2], jnp.int32)
+    attend = functools.partial(_splash, interpret=interpret)
+    if mesh.empty or not nn.get_logical_axis_rules():
+        return attend(query, key, value, lengths)
+    images = nn.logical_to_mesh_axes(("batch",))
+    heads = nn.logical_to_mesh_axes(("batch", "heads"))
+    split = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, images),
+        out_specs=heads,
+        # The kernel does not state along which mesh axes its results differ.
+        check_vma=False,
+    )
+    return split(query, key, value, lengths)
+
+
+def _splash(query, key, value, lengths, interpret):
+    # Pallas takes 0.2 s to import, and only TPUs need it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    (_, H, N, K), M = query.shape, key.shape[2]
+    queries, keys = (-(-count // _SPLASH_TILE) * _SPLASH_TILE for count in (N, M))
+    q, k = _splash_block(queries), _splash_block(keys)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([masks.FullMask((queries, keys))] * H),
+        block_sizes=kernels.BlockSizes(
+            block_q=q,
+            block_kv=k,
+            block_q_dkv=q,
+            block_kv_dkv=k,
+            use_fused_bwd_kernel=True,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        # Name for rematerialisation policies.
+        residual_checkpoint_name="attention",
+        interpret=interpret,
+    )
+    query = _pad_tokens(query * K**-0.5, queries)
+    key, value = _pad_tokens(key, keys), _pad_tokens(value, keys)
+    query_segments = jnp.zeros(queries, jnp.int32)
+
+    def one(query, key, value, length):
+        # Queries attend to keys of their own segment.
+        key_segments = (jnp.arange(keys) >= length).astype(jnp.int32)
+        segments = kernels.SegmentIds(query_segments, key_segments)
+        return kernel(query, key, value, segments)
+
+    return jax.vmap(one)(query, key, value, lengths)[:, :, :N]
+
+
+def _pad_tokens(x, tokens: int):
+    return jnp.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)))
+
+
+@functools.cache
+def _splash_block(tokens: int) -> int:
+    """Returns the largest multiple of the tile that divides the tokens."""
+    sizes = range(_SPLASH_TILE, min(tokens, _SPLASH_LARGEST) + 1, _SPLASH_TILE)
+    return max(size for size in sizes if tokens % size == 0)

@@ -1,0 +1,288 @@
+"""Attention, tokens and gradients inside a network, one block at a time.
+
+Letters: B images, Y by X pixels, C channels, N tokens, H heads, D width, L classes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
+from vit_jax.models.vit import Block, Encoder, VisionTransformer, block_of
+
+Images = Float[Array, "B Y X C"]
+
+# Names of the attention module of a block, and of the pooling head.
+_ATTENTION, _POOLING = "MultiHeadDotProductAttention_1", "MAPHead_0"
+
+
+class Layer(NamedTuple):
+    """Intermediates of a block.
+
+    Attributes:
+      attention: weights of query tokens (third axis) over key tokens (fourth), of sum 1.
+      tokens: output of the block.
+    """
+
+    attention: Float[Array, "B H N N"]
+    tokens: Float[Array, "B N D"]
+
+
+class AttentionGradient(NamedTuple):
+    """Attention of a block, and its effect on a logit.
+
+    Attributes:
+      attention: see Layer.
+      gradient: of the logit with respect to the attention.
+    """
+
+    attention: Float[Array, "B H N N"]
+    gradient: Float[Array, "B H N N"]
+
+
+def layers(module: nn.Module, params: Mapping, images: Images) -> Iterator[Layer]:
+    """Runs a network block by block.
+
+    Each block runs as the same compiled program, so that the attention of one layer is
+    in memory at a time. Attention is computed by an einsum with a float32 softmax, for
+    any implementation used in training.
+
+    Args:
+      module: of a `Model`.
+      params: its parameters, blocks stacked or one by one.
+      images: normalised.
+
+    Returns:
+      A lazy iterator over the blocks; it keeps only tokens.
+
+    Raises:
+      UserError: the network has no attention.
+    """
+    _check(module)
+    return _layers(module, params, images)
+
+
+def _layers(module, params, images) -> Iterator[Layer]:
+    tokens, given = embed_images(module, _others(params), images)
+
+    # Not a generator, which would keep a reference to the last layer.
+    def run(i):
+        nonlocal tokens
+        attention, tokens = run_block(module, _block(params, i), tokens, given[i])
+        return Layer(attention, tokens.astype(jnp.float32))
+
+    return map(run, range(len(given)))
+
+
+def classify_tokens(
+    module: nn.Module, params: Mapping, tokens: Float[Array, "B N D"]
+) -> dict[str, Float[Array, "..."]]:
+    """Computes the outputs of `Model.apply` from the tokens after the last block.
+
+    Args:
+      module, params: see `layers`.
+      tokens: of the last Layer.
+
+    Raises:
+      UserError: the network has no attention.
+    """
+    _check(module)
+    return _classify_tokens(module, _others(params), tokens.astype(module.dtype))
+
+
+def attention_gradients(
+    module: nn.Module, params: Mapping, images: Images, classes: Int[Array, " B"]
+) -> tuple[Float[Array, "B N"], Iterator[AttentionGradient]]:
+    """Computes the gradient of one logit per image with respect to the attention.
+
+    Args:
+      module, params, images: see `layers`.
+      classes: class index per image.
+
+    Returns:
+      Weights of the classifier over the tokens after the last block, of sum 1: the class
+      token, both tokens of DeiT, or all patches equally; with attention pooling the
+      positive part of attention times gradient, averaged over heads. And a lazy iterator
+      over the blocks, last first; it keeps the tokens of all and the attention of one.
+
+    Raises:
+      UserError: no attention, no classifier of whole images, or an unknown class.
+    """
+    _check(module)
+    if not module.classes or module.head == "none":
+        raise UserError(
+            f"there is no logit to explain with classes={module.classes} and "
+            f"head={module.head}: give a model that classifies images"
+        )
+    classes = np.asarray(classes)
+    wrong = classes[(classes < 0) | (classes >= module.classes)]
+    if wrong.size:
+        raise UserError(
+            f"class {wrong[0]} is not one of the {module.classes} of the model: name "
+            f"one from 0 to {module.classes - 1}"
+        )
+    others = _others(params)
+    tokens, given = embed_images(module, others, images)
+    entering = []
+    for i, extras in enumerate(given):
+        entering.append(tokens)
+        tokens = run_block(module, _block(params, i), tokens, extras)[1]
+    pooling, slope = head_vjp(module, others, tokens, classes)
+    return pooling, _gradients(module, params, entering, given, slope)
+
+
+def _gradients(module, params, entering, given, slope) -> Iterator[AttentionGradient]:
+    def differentiate(i):
+        nonlocal slope
+        block = _block(params, i)
+        *found, slope = block_vjp(module, block, entering.pop(), given[i], slope)
+        return AttentionGradient(*found)
+
+    return map(differentiate, reversed(range(len(given))))
+
+
+def _check(module: nn.Module) -> None:
+    if not isinstance(module, VisionTransformer):
+        raise UserError(
+            "a ResNet has no attention to look at: give a Vision Transformer or a hybrid"
+        )
+
+
+def _others(params: Mapping) -> dict:
+    """Returns the parameters without those of the blocks."""
+    encoder = {
+        name: value
+        for name, value in params[stacking.ENCODER].items()
+        if not name.startswith(stacking.STACKED)
+    }
+    return {**params, stacking.ENCODER: encoder}
+
+
+def _block(params: Mapping, i: int) -> dict:
+    encoder = params[stacking.ENCODER]
+    if stacking.STACKED in encoder:
+        return jax.tree.map(lambda leaf: leaf[i], encoder[stacking.STACKED])
+    return encoder[f"{stacking.STACKED}_{i}"]
+
+
+class _BeginEncoder(Encoder):
+    """The part of the encoder before the first block."""
+
+    @nn.compact
+    def __call__(self, x):
+        x, layers = self._begin(x, False)
+        return x, [(layer.position, layer.relative) for layer in layers]
+
+
+class _EndEncoder(Encoder):
+    """The part of the encoder after the last block."""
+
+    @nn.compact
+    def __call__(self, x):
+        return self._end(x)
+
+
+class _Embedding(VisionTransformer):
+    """The part of the network before the first block."""
+
+    @nn.compact
+    def __call__(self, images):
+        x, grid = self._embed(images)
+        return self._encoder(_BeginEncoder, grid)(x)
+
+
+class _Classifier(VisionTransformer):
+    """The part of the network after the last block."""
+
+    @nn.compact
+    def __call__(self, x):
+        # The grid is only needed for positions, which are added already.
+        return self._classify(self._encoder(_EndEncoder, (0, 0))(x))
+
+
+def _convert(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+    """Returns a module of another class with the same attributes."""
+    names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
+    return kind(**{name: getattr(module, name) for name in names})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def embed_images(module, params, images):
+    """Returns the first block's tokens, and positions and relative keys per block."""
+    return _convert(_Embedding, module).apply({"params": params}, images)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_block(module, params, x, given):
+    """Returns the attention and output tokens of a block."""
+    return _attend(block_of(module)(), params, x, given)
+
+
+def _attend(block: Block, params, x, given, added=None):
+    """Runs a block, with a perturbation added to its attention weights."""
+    position, relative = given
+    x = x if position is None else x + position
+    variables = {"params": params}
+    if added is not None:
+        variables[PERTURBATIONS] = {_ATTENTION: {"weights": added}}
+    x, kept = block.apply(variables, x, relative, mutable=[INTERMEDIATES])
+    return kept[INTERMEDIATES][_ATTENTION]["weights"][0], x
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _classify_tokens(module, params, x):
+    """Computes the network's outputs from the last block's tokens."""
+    return _convert(_Classifier, module).apply({"params": params}, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def head_vjp(module, params, x, classes):
+    """Returns the head's weights over tokens, and the logits' gradient there."""
+    end, name = _convert(_Classifier, module), "MultiHeadDotProductAttention_0"
+    B, N, _ = x.shape
+
+    def logit(x, added):
+        variables = {"params": params}
+        if pools:
+            variables[PERTURBATIONS] = {_POOLING: {name: {"weights": added}}}
+        outputs, kept = end.apply(variables, x, mutable=[INTERMEDIATES])
+        picked = jnp.take_along_axis(outputs["logits"], classes[:, None], axis=1)
+        return picked.sum(), kept
+
+    pools = module.head == "map"
+    added = jnp.zeros((B, module.heads, 1, N))
+    (slope, gradient), kept = jax.grad(logit, (0, 1), has_aux=True)(x, added)
+    if pools:
+        weights = kept[INTERMEDIATES][_POOLING][name]["weights"][0]
+        return nn.relu(weights * gradient).mean(1)[:, 0], slope
+    first, last = 0, 1 + module.distillation
+    if module.head == "gap":
+        first, last = module.num_prefix_tokens, N
+    places = jnp.arange(N)
+    pooling = (first <= places) & (places < last)
+    return jnp.broadcast_to(pooling / (last - first), (B, N)), slope
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def block_vjp(module, params, x, given, slope):
+    """Returns a block's attention, and gradients of attention and input tokens."""
+    block = block_of(module)()
+
+    def forward(x, added):
+        attention, x = _attend(block, params, x, given, added)
+        return x, attention
+
+    B, N, _ = x.shape
+    added = jnp.zeros((B, module.heads, N, N))
+    _, back, attention = jax.vjp(forward, x, added, has_aux=True)
+    slope, gradient = back(slope)
+    return attention, gradient, slope
