@@ -4,7 +4,8 @@
 # 70 is the watchdog; 75 SIGTERM, saved, or another host that was lost; 128 and more a
 # signal, such as the kernel's when memory is short, or JAX's abort (134). Each time it
 # goes on from the last checkpoint.
-# Everything else is final: 0 is done, 2 is a mistake that a restart would repeat.
+# Everything else is final: 0 is done, 2 is a mistake that a restart would repeat, 130 is
+# Ctrl-C, and 141 says that nobody reads the output.
 set -euo pipefail
 
 restarts=${RESTARTS:-20} # Bounds what a crash that comes again and again can cost.
@@ -22,7 +23,8 @@ for ((run = 0; ; run++)); do
   code=0
   wait "$child" || code=$? # The code of a process that has ended stays.
   child=
-  if [[ -n $stopped ]] || ((code != 70 && code != 75 && code < 128)); then
+  if [[ -n $stopped ]]; then exit "$code"; fi
+  if ((code != 70 && code != 75 && code < 128 || code == 130 || code == 141)); then
     exit "$code"
   fi
   if ((run >= restarts)); then

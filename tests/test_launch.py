@@ -102,7 +102,8 @@ def test_gpu_node_trains_with_all_gpus_and_again_after_75(place):
 
 
 @pytest.mark.parametrize(
-    ("code", "starts"), [(0, 1), (1, 1), (2, 1), (70, 3), (75, 3), (134, 3)]
+    ("code", "starts"),
+    [(0, 1), (1, 1), (2, 1), (130, 1), (141, 1), (70, 3), (75, 3), (134, 3)],
 )
 def test_only_what_may_pass_is_tried_again_and_not_for_ever(place, code, starts):
     place("python", f"exit {code}")
@@ -149,6 +150,8 @@ SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "77", "PYTHON": "python"
     [
         (0, 0, 0),
         (2, 0, 0),
+        (130, 0, 0),
+        (141, 0, 0),
         (70, 0, 1),
         (75, 0, 1),
         (134, 0, 1),
@@ -214,6 +217,9 @@ def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
     place = cluster.find()
     assert (place.count, place.process) == (job["parallelism"], 1)
     assert job["completions"] == job["parallelism"]
+    (final,) = job["podFailurePolicy"]["rules"]
+    assert final["action"] == "FailJob"
+    assert final["onExitCodes"]["values"] == [1, 2, 130, 141]
     # JobSet names pods <jobset>-<job>-<replica>-<index>.<jobset>.
     name = jobset["metadata"]["name"]
     assert place.address == f"{name}-{hosts['name']}-0-0.{name}:8476"
