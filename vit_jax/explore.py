@@ -14,6 +14,7 @@ import os
 
 from vit_jax import cli, files
 from vit_jax.errors import UserError
+from vit_jax.printing import printable
 
 PORT = 8000
 
@@ -95,7 +96,8 @@ def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
         for subject in subjects:  # Or the first image would wait for compilation.
             subject.warm_up()
         names = " and ".join(subject.name for subject in subjects)
-        cli.say(f"{server.address} shows {names}")
+        # Not cli.say, which masks tokens: this one is for whoever started the server.
+        print(f"{server.address} shows {printable(names)}", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

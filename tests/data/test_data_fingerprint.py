@@ -1,7 +1,6 @@
 import json
 import pathlib
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -116,11 +115,9 @@ def of_files(changed=()):
     return FolderSource("root", names, labels, classes, sizes)
 
 
-def test_large_listings_take_little_time_and_few_bytes():
+def test_large_listings_take_few_bytes():
     files = of_files()
-    began = time.process_time()
     stored = fingerprint(files)
-    assert time.process_time() - began < 1.0
     assert len(json.dumps(stored)) < 40_000
     # A single change and changes of all are both told with an example.
     (line,) = differences(stored, of_files([123_456]))
@@ -149,7 +146,8 @@ def test_records_in_memory_are_compared_by_their_pixels(data_config):
     assert differences(stored, source(labels=other)) == [
         "records moved to another class: 'train/14' (was 'bee', now 'cat')"
     ]
-    assert "in all" not in differences(stored, source(images[::-1]))[0]
+    (line,) = differences(stored, source(images[::-1]))
+    assert line.startswith("records replaced: 'train/")
     for keys in ({"name": "made", "examples": 7}, {"name": "digits", "classes": 10}):
         data = data_config(image_size=(8, 8), channels=1, **keys)
         one, same = (fingerprint(open_source(data, "train")) for _ in range(2))
@@ -224,7 +222,7 @@ def prepared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("manifest", [False, True])
-def test_of_prepared_sets_the_files_and_the_checksums_count(
+def test_of_prepared_sets_the_sizes_and_checksums_of_their_metadata_count(
     prepared, compare, tmp_path, manifest
 ):
     shutil.copytree(prepared / "printed_set", tmp_path / "printed_set")
@@ -240,8 +238,10 @@ def test_of_prepared_sets_the_files_and_the_checksums_count(
         if manifest:
             write("01")
         else:
-            with (folder / shard).open("ab") as file:
-                file.write(b"more")
+            path = folder / "dataset_info.json"
+            told = json.loads(path.read_text())
+            told["splits"][0]["numBytes"] = "12345"
+            path.write_text(json.dumps(told))
 
     if manifest:
         write("00")

@@ -126,6 +126,22 @@ def test_a_start_on_another_host_that_lives_is_told_by_its_beats(place):
         thread.join()
 
 
+def test_a_holder_that_lives_counts_also_without_the_lock_of_the_system(place):
+    """It began while a file server still kept the lock of a host that was gone."""
+    workdir, _, write = place
+    write(token="other")  # Of this process, which lives; the system's lock is free.
+    match = f"process {os.getpid()} on .* writes to it"
+    with pytest.raises(UserError, match=match), lock.held(workdir):
+        pass
+
+
+def test_a_lock_file_that_cannot_be_opened_is_one_line(tmp_path):
+    (tmp_path / lock.NAME).mkdir()
+    match = rf"--workdir={tmp_path}: {tmp_path}/lock cannot be written \(.*irectory"
+    with pytest.raises(UserError, match=match), lock.held(tmp_path):
+        pass
+
+
 @pytest.mark.parametrize("born", ["1", "another"])
 def test_a_process_of_this_host_that_is_gone_is_not_waited_for(place, capsys, born):
     workdir, _, write = place

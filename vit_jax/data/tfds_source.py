@@ -45,7 +45,8 @@ class TfdsSource(splits.Numbered):
       label: record -> class number.
       class_names: may be empty.
       numbering: which records of the data set these are.
-      shards: the files that they lie in, and how many records each holds.
+      shards: the files that they lie in; of each the number of records, and the bytes
+        of its whole split.
       version: name and version of the set.
     """
 
@@ -55,7 +56,7 @@ class TfdsSource(splits.Numbered):
     label: Callable[[Mapping], int]
     class_names: tuple[str, ...]
     numbering: splits.Numbering
-    shards: Mapping[os.PathLike, int]
+    shards: Mapping[os.PathLike, tuple[int, int]]
     version: str
     images = labels = None  # Not in memory.
 
@@ -80,13 +81,12 @@ class TfdsSource(splits.Numbered):
         return [self._named(record) for record in records]
 
     def entries(self) -> Entries:
+        # Only what the metadata states, which is the same on a disk and in a bucket.
         checksums = _checksums(next(iter(self.shards)).parent)
-        sums = []
-        for path, length in self.shards.items():
-            # A bucket is not asked for sizes: that would cost a request each.
-            size = 0 if "://" in os.fspath(path) else os.path.getsize(path)
-            about = f"{length} {checksums.get(path.name)} {size}"
-            sums.append(zlib.crc32(about.encode()))
+        sums = [
+            zlib.crc32(f"{length} {checksums.get(path.name)} {size}".encode())
+            for path, (length, size) in self.shards.items()
+        ]
         names = [f"{self.version}/{path.name}" for path in self.shards]
         return Entries("shards", names, None, np.array(sums, np.int64))
 
@@ -139,7 +139,7 @@ def open_tfds(
     }
     used = [builder.info.splits[key] for key in dict(numbering.parts)]
     shards = {
-        path: length
+        path: (length, info.num_bytes)
         for info in used
         for path, length in zip(info.filepaths, info.shard_lengths, strict=True)
     }

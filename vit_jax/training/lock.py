@@ -52,7 +52,18 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
     path = _absolute(workdir)
     new = not path.exists()
     probe(workdir)
-    lock = _Lock(path / NAME, str(workdir)) if jax.process_index() == 0 else None
+    lock = None
+    if jax.process_index() == 0:
+        try:
+            lock = _Lock(path / NAME, str(workdir))
+        except UserError:
+            raise
+        except Exception as error:  # A bucket's errors are no OSErrors.
+            raise UserError(
+                f"--workdir={workdir}: {path / NAME} cannot be written "
+                f"({reason(error)}): remove that file, change its permissions, or choose "
+                "another --workdir"
+            ) from error
     try:
         yield
     finally:
@@ -133,7 +144,8 @@ class _Lock:
     def release(self) -> None:
         """Lets the next start have the workdir."""
         self._done.set()
-        self._beating.join()
+        # A disk or bucket that hangs must not keep the other hosts waiting for an error.
+        self._beating.join(_LOOK_SECONDS)
         with contextlib.suppress(Exception):  # A disk or bucket that is gone.
             if not self._is_anothers(self._read()):
                 self._path.unlink(missing_ok=True)
@@ -165,12 +177,16 @@ class _Lock:
     def _wait_for_the_last_holder(self, locked: bool) -> None:
         """Returns when the process that the file names has ended; raises if it lives."""
         found = self._read()
-        if found is None or locked and found["boot"] == self._own["boot"]:
+        if found is None:
             return
         here = all(found[key] == self._own[key] for key in ("boot", "processes"))
         if here and self._own["born"]:
+            # Also where we have the system's lock: the holder may have begun without it,
+            # when a file server still kept that of a host that was gone.
             if _born(found["pid"]) == found["born"]:
                 self._refuse_if(bool)
+            return
+        if locked and found["boot"] == self._own["boot"]:
             return
         seconds = found["lease_seconds"]
         print(
