@@ -1,12 +1,13 @@
 """Kills a small run again and again, and compares its end with one left alone.
 
 Run: python benchmarks/soak.py [--kills=200] [--hosts=1,2] [--seed=0] [--steps=160]
-[--workers=1]
+[--workers=1] [--one_host]
 
 Each run is started, killed with SIGKILL at a random moment, uniform over the time that
 an undisturbed run takes from its start to its report, and started again, until it is
 done. Runs are begun until there were enough kills; half of them of one process and half
-of two that train together as two hosts do, of which one or both are killed. Every run
+of two that train together as two hosts do, of which one or both are killed; with
+--one_host always one. Every run
 must end with the parameters of the undisturbed one of as many hosts, bit for bit, and
 with its metrics, each step once. A host that loses the other must end by itself, with 75
 and the name of the one that was lost. Images are files that loader processes read ahead.
@@ -270,22 +271,24 @@ def undisturbed(config, workdir, hosts, evaluate):
     return outcomes[0], seconds
 
 
-def punish(config, workdir, hosts, evaluate, seconds, rng, budget, seen):
+def punish(config, workdir, hosts, evaluate, seconds, rng, budget, seen, *, one_host):
     """Starts a run until it is done, killing it up to `budget` times.
 
     Args:
       seen: gets the exit codes of hosts that lost the other, and what starts left.
+      one_host: whether both hosts are never killed at once.
 
     Returns:
       What it was at when it was killed, and the steps from which it was resumed.
     """
     kills, resumed, starts = [], [], 0
+    both = [] if one_host else [[0, 1]] * 2
     while True:
         if rng.random() < COLD:
             shutil.rmtree(compiled(config), ignore_errors=True)
         job, moment = Job(config, workdir, hosts, evaluate), rng.uniform(0, seconds)
         starts, hit = starts + 1, ""
-        victims = rng.choice([[0], [1], [0, 1], [0, 1]]) if hosts > 1 else [0]
+        victims = rng.choice([[0], [1], *both]) if hosts > 1 else [0]
         spare = len(kills) >= budget
         while job.running():
             time.sleep(0.005)
@@ -327,6 +330,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--one_host", action="store_true")
     flags = parser.parse_args()
     rng, began = random.Random(flags.seed), time.monotonic()
     counts, different, rows = collections.Counter(), 0, []
@@ -359,6 +363,7 @@ def main():
                     *(folder / "soak.py", workdir, hosts, evaluate, seconds, rng),
                     min(share, KILLS_A_RUN),
                     seen,
+                    one_host=flags.one_host,
                 )
                 share -= len(kills)
                 got = outcome(workdir)
