@@ -3,11 +3,10 @@
 import argparse
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 
 from vit_jax import signals
-from vit_jax.errors import LostHost, UserError
+from vit_jax.errors import LostHost, UserError, keep_warnings_from_raising
 from vit_jax.printing import masked, printable
 
 EXIT_USER_ERROR = 2
@@ -252,10 +251,7 @@ def run(
     for stream in filter(None, (sys.stdout, sys.stderr)):
         # File names may hold bytes that are no text, and terminals lack characters.
         stream.reconfigure(errors="backslashreplace")
-    # Where Python runs with -W error, a deprecation in another library must not end a
-    # run of days.
-    if any(option.startswith("error") for option in sys.warnoptions):
-        warnings.simplefilter("default")
+    keep_warnings_from_raising()
     flags = None
     try:
         try:

@@ -1,5 +1,8 @@
 """How a run ends before its time, other than by a mistake of ours."""
 
+import sys
+import warnings
+
 
 class UserError(ValueError):
     """Bad input: one line that names the thing, its value and the remedy.
@@ -26,3 +29,13 @@ class Interrupted(KeyboardInterrupt):
 
 class LostHost(Exception):
     """Another process of the job did not come: exit code 75, try again."""
+
+
+def keep_warnings_from_raising() -> None:
+    """Resets the filters of this process where Python runs with -W error.
+
+    A deprecation in another library must not end a run of days. Processes that are
+    spawned get the option again, so each calls this for itself.
+    """
+    if any(option.startswith("error") for option in sys.warnoptions):
+        warnings.simplefilter("default")

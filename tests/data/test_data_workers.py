@@ -1,9 +1,14 @@
+import multiprocessing
 import os
 import pathlib
+import struct
 import subprocess
 import sys
+import zlib
+from multiprocessing import shared_memory
 
 import pytest
+from PIL import Image
 
 from vit_jax.data import workers
 
@@ -57,6 +62,101 @@ def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(tmp_path):
         "this process loads the rest by itself; lower data.workers (now 2) or "
         "data.prefetch\n"
     )
+
+
+# The files are images whose loading warns. The first argument is their folder.
+READING = """
+import pathlib, sys, time
+from vit_jax import config
+from vit_jax.data import pipeline, sources, workers
+
+def names():
+    files = [path.name for path in pathlib.Path("/dev/shm").glob("*")]
+    prefix = workers._prefix()
+    return {part for part in ("", "sem.") for x in files if x.startswith(part + prefix)}
+
+if __name__ == "__main__":
+    raw = {"batch_size": 2, "optim": {"rate": 0.1}}
+    raw["data"] = dict(name="folder", data_dir=sys.argv[1], classes=1, workers=1)
+    raw["data"] |= dict(image_size=(64, 64), ops="resize")
+    data = config.complete(raw).data
+    source = sources.open_source(data, "train")
+    options = dict(batch_size=2, seed=0, start=0, stop=100)
+    with pipeline.train_batches(source, data, **options) as batches:
+        batch = next(batches)
+        limit = time.monotonic() + 10
+        while len(found := names()) < 2 and time.monotonic() < limit:
+            time.sleep(0.01)
+    print(batch["image"].shape, sorted(found))
+"""
+
+
+@pytest.fixture
+def warned_of(tmp_path):
+    """A folder of one class with images that Pillow loads with a warning."""
+    folder = tmp_path / "images" / "train" / "ant"
+    folder.mkdir(parents=True)
+    # An animation of no frames.
+    control = b"acTL" + struct.pack(">II", 0, 0)
+    chunk = struct.pack(">I", 8) + control + struct.pack(">I", zlib.crc32(control))
+    for i in range(4):
+        Image.new("RGB", (8, 8), (9 * i, 0, 0)).save(path := folder / f"{i}.png")
+        data = path.read_bytes()
+        path.write_bytes(data[:33] + chunk + data[33:])  # Behind the header.
+        with pytest.warns(UserWarning, match="Invalid APNG"):
+            Image.open(path).close()
+    return folder.parents[1]
+
+
+def with_warnings_as_errors(*words):
+    """Runs Python with -W error; returns its standard output."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ".", "PATH": "", "JAX_PLATFORMS": "cpu"},
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Invalid APNG" in run.stderr
+    return run.stdout
+
+
+def test_a_loader_process_survives_warnings_and_names_shared_memory(
+    warned_of, tmp_path
+):
+    script = tmp_path / "reading.py"
+    script.write_text(READING)
+    shape, found = with_warnings_as_errors(script, warned_of).split(" [")
+    assert shape == "(2, 64, 64, 3)"
+    if sys.platform == "linux":
+        # A segment and a semaphore: a later start finds both by these names.
+        assert found == "'', 'sem.']\n"
+
+
+@pytest.mark.slow
+def test_processes_that_prepare_survive_warnings(warned_of, tmp_path):
+    words = "-m", "vit_jax.prepare", "--dataset=folder", f"--from={warned_of}"
+    more = f"--data_dir={tmp_path}/out", "--name=ants", "--processes=2"
+    assert "wrote" in with_warnings_as_errors(*words, *more)
+
+
+def test_names_are_left_alone_where_dev_shm_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "_FOLDER", tmp_path / "absent")
+    monkeypatch.setattr(workers, "end_with_parent", lambda: None)
+    config = dict(multiprocessing.current_process()._config)
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", config)
+    for name in ("_SHM_NAME_PREFIX", "_SHM_SAFE_NAME_LENGTH"):
+        monkeypatch.setattr(shared_memory, name, getattr(shared_memory, name))
+    workers.initializer()(0, 1)
+    segment = shared_memory.SharedMemory(create=True, size=1)
+    segment.close()
+    segment.unlink()
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    for name in (segment.name, semaphore._semlock.name):
+        assert "vit_jax" not in name
+        assert len(name) < 31  # The most that macOS allows, with the slash.
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /dev/shm")

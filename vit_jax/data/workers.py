@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, shared_memory
 
+from vit_jax.errors import keep_warnings_from_raising
+
 _FOLDER = pathlib.Path("/dev/shm")
 _NAME = re.compile(r"(?:sem\.)?vit_jax-(\d+)-(\d+)-(\d+)-")
 _RANDOM = 16  # Characters at the end of a segment's name.
@@ -44,17 +46,20 @@ def end_with_parent() -> None:
 
 def initializer() -> Callable[[int, int], None]:
     """Returns what Grain runs in each loader process before anything else."""
-    prefix = _prefix()
-    # Of semaphores; there is no public way.
-    multiprocessing.current_process()._config["semprefix"] = f"/{prefix}"
+    # Elsewhere nothing is removed by name, and names may have to be shorter: macOS
+    # allows 31 characters.
+    prefix = f"/{_prefix()}" if _FOLDER.exists() else ""
+    if prefix:  # Of semaphores; there is no public way.
+        multiprocessing.current_process()._config["semprefix"] = prefix
     return functools.partial(_initialize, prefix)
 
 
 def _initialize(prefix: str, index: int, count: int) -> None:
     end_with_parent()
-    # The first is followed by random characters up to the second, a length.
-    shared_memory._SHM_NAME_PREFIX = f"/{prefix}"
-    shared_memory._SHM_SAFE_NAME_LENGTH = len(f"/{prefix}") + _RANDOM
+    keep_warnings_from_raising()
+    if prefix:  # It is followed by random characters up to a length of the whole name.
+        shared_memory._SHM_NAME_PREFIX = prefix
+        shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + _RANDOM
 
 
 def first_batch(batches: Iterator) -> object:

@@ -14,7 +14,7 @@ import tqdm
 from vit_jax.data import workers
 from vit_jax.data.preparing import manifest, staging
 from vit_jax.data.preparing import shards as sharding
-from vit_jax.errors import UserError
+from vit_jax.errors import UserError, keep_warnings_from_raising
 from vit_jax.printing import printable
 
 _REPORT_EVERY = 64  # Records, from a worker.
@@ -190,6 +190,7 @@ def _start_worker(job, place, counter, stop):
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent sees to it.
     workers.end_with_parent()
+    keep_warnings_from_raising()
 
     def count(n):
         with counter.get_lock():
