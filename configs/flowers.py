@@ -1,6 +1,6 @@
 """A ViT from scratch, or fine-tuned, on a folder of photographs.
 
-Data:   DIR/train/<class>/... and DIR/test/<class>/... (or val/): JPEG, PNG, WebP, ...;
+Data:   DIR/train/<class>/... and DIR/val/<class>/... (or test/): JPEG, PNG, WebP, ...;
         the classes are the sorted folder names. For another folder than tf_flowers set
         --config.data.classes to the number of yours.
 Run:    python -m vit_jax.train --config=configs/flowers.py \
@@ -29,6 +29,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim = dict(name="adam", rate=1e-3, decay="cosine", warmup_epochs=3)
     c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
 
-    c.evals = dict(val="")  # The folder test, or else val or validation.
+    c.evals = dict(val="")  # The folder val, or else validation or test.
     c.every = dict(log=50, evaluate=250, checkpoint=250)  # Steps.
     return quick(c) if arg.quick else c

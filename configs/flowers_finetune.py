@@ -1,6 +1,6 @@
 """DeiT-Ti/16, published weights, fine-tuned on a folder of photographs at 224.
 
-Data:   as configs/flowers.py: DIR/train/<class>/..., DIR/test/<class>/... (or val/)
+Data:   as configs/flowers.py: DIR/train/<class>/..., DIR/val/<class>/... (or test/)
 Run:    python -m vit_jax.train --config=configs/flowers_finetune.py \
             --config.data.data_dir=DIR --workdir=runs/flowers_finetune
 Result: 92.80 % top-1 on 736 photographs of tf_flowers, on 2 CPU cores
@@ -34,6 +34,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim.update(warmup_steps=10, clip_norm=1.0)
     c.average = dict(decay=0.0)
 
-    c.evals = dict(val="")  # The folder test, or else val or validation.
+    c.evals = dict(val="")  # The folder val, or else validation or test.
     c.every = dict(log=10, evaluate_epochs=1.0, checkpoint=100)  # Steps.
     return quick(c) if arg.quick else c

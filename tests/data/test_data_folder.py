@@ -1,12 +1,15 @@
 import os
+import shutil
 
 import numpy as np
 import pytest
 
 from vit_jax.data import decode, objectnet, pipeline
+from vit_jax.data import folder as folder_reader
 from vit_jax.data.preparing import images, metadata
 from vit_jax.data.sources import open_source
 from vit_jax.errors import UserError
+from vit_jax.evaluation import inputs
 
 
 @pytest.fixture
@@ -243,10 +246,13 @@ def test_of_objectnet_the_overlapping_classes_are_read(data_config, tmp_path):
         open_source(data, "images")
 
 
-def test_stray_folders_are_passed_over_by_training_and_prepare_alike(data, folder):
+def test_stray_folders_are_passed_over_by_training_and_prepare_alike(
+    data, folder, caplog
+):
     for stray in ("__pycache__", "train/__pycache__", "val/__MACOSX", "notes", ".git"):
         (folder / stray).mkdir()
         (folder / stray / "cache.pyc").write_bytes(b"0")
+    (folder / "notes/plot.png").write_bytes(b"0")
     (folder / "train/__MACOSX").mkdir()
     (folder / "train/__MACOSX/a.jpg").write_bytes(b"0")
 
@@ -257,6 +263,12 @@ def test_stray_folders_are_passed_over_by_training_and_prepare_alike(data, folde
         ).sources
 
     assert list(prepared()) == ["train", "val"]
+    assert caplog.messages == [
+        f"{folder}: folder 'notes' has no class folder with images; it is skipped"
+    ]
+    folder_reader._name_other_folders.cache_clear()
+    open_source(data, "train")
+    assert caplog.messages[1:] == caplog.messages[:1]
     for split, source in prepared().items():
         trained = open_source(data, split)
         assert source.class_names == trained.class_names == ("ant", "bee", "cat")
@@ -266,3 +278,18 @@ def test_stray_folders_are_passed_over_by_training_and_prepare_alike(data, folde
     for read in (prepared, lambda: open_source(data, "train")):
         with pytest.raises(UserError, match="class folder .*dog has no images"):
             read()
+
+
+def test_names_with_underscores_are_classes_and_images(data, folder, tmp_path):
+    where = folder / "train"
+    (where / "ant").rename(where / "__background__")
+    shutil.rmtree(folder / "val")
+    (where / "bee/0.png").rename(where / "bee/__x.png")
+    shutil.copytree(where / "bee", where / "bee/__pycache__")
+    source = open_source(data, "train")
+    assert source.class_names == ("__background__", "bee", "cat")
+    assert "train/bee/__x.png" in source.paths
+    assert len(source) == 19
+    # Predict reads the same files.
+    found = [path for path, _ in inputs.find([str(where)])]
+    assert sorted(found) == sorted(str(folder / path) for path in source.paths)

@@ -1,6 +1,7 @@
 """Which split an evaluation reads, and what its classes are."""
 
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_the_next_split_is_tested_on_only_where_one_is_absent(lacking, monkeypat
 
     monkeypatch.setattr(sources, "open_unchecked", there)
     found = opened()
-    expected = next(name for name in opening._TESTS if name not in lacking)
+    expected = next(name for name in opening.TESTS if name not in lacking)
     assert asked == [*lacking, expected]
     assert (found.split, found.title) == (expected, f"digits {expected}")
 
@@ -121,9 +122,28 @@ def test_train_and_test_folders_are_taken_alike_by_every_verb(recipe, test, tmp_
         f"{ROOT}/configs/eval/classification.py:data={tmp_path}", {}
     )
     alone.data.classes = config.data.classes
-    for one in (config, alone):  # Training's evaluation, and evaluate.
-        (name,) = one.evals
-        spec = evals.spec(one.evals[name])
-        found = readings.Readings(one.data).open(name, spec, spec.split, of_model=True)
-        assert (found.split, len(found.source)) == (test, 10)
-    assert recipes.find(str(tmp_path)).test == test
+
+    def check(expected, evaluated):
+        # Training's evaluation, and evaluate.
+        for one, order, split in (
+            (config, opening.VALIDATIONS, expected),
+            (alone, opening.TESTS, evaluated),
+        ):
+            (name,) = one.evals
+            spec = evals.spec(one.evals[name])
+            reads = readings.Readings(one.data, order=order)
+            found = reads.open(name, spec, spec.split, of_model=True)
+            assert (found.split, len(found.source)) == (split, 10)
+        assert recipes.find(str(tmp_path)).test == evaluated
+
+    check(test, test)
+    # A flat folder of unlabelled images is no split.
+    for other in ("test", "val"):
+        if other != test:
+            (tmp_path / other).mkdir()
+            shutil.copy(tmp_path / "train/ant/0.png", tmp_path / other)
+    check(test, test)
+    if test != "test":  # Training looks at val, and reports are on test.
+        shutil.rmtree(tmp_path / "test")
+        shutil.copytree(tmp_path / test, tmp_path / "test")
+        check(test, "test")

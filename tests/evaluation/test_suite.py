@@ -239,3 +239,10 @@ def test_what_does_not_fit_is_refused(spec, message):
     with pytest.raises(UserError, match=message):
         suite, model = suite_of(config_of({"one": spec}))
         suite.run({"raw": params_of(model)})
+
+
+def test_the_evaluations_of_a_run_read_val_where_no_split_is_stated():
+    config = config_of({"val": "", "few": FEW | {"test": ""}}, examples=20)
+    told = suite_of(config)[0].described()
+    assert told["val"]["splits"] == ["val"]
+    assert told["few"]["splits"] == ["train", "val"]

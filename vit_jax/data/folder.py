@@ -1,13 +1,15 @@
 """Image folders: data_dir/<split>/<class>/**/image files.
 
 A folder without splits, data_dir/<class>/**, is one split named "all". Files and folders
-whose names begin with "." or "__" (__pycache__, __MACOSX) are no data. Links that lead
-out of data_dir are followed, since sets are often put together from links; one that
-leads back into it would count images twice, perhaps under two labels, and is an error.
+whose names begin with ".", and folders named __pycache__ or __MACOSX, are no data. Links
+that lead out of data_dir are followed, since sets are often put together from links; one
+that leads back into it would count images twice, perhaps under two labels, and is an error.
 """
 
 import dataclasses
+import functools
 import hashlib
+import logging
 import os
 import pathlib
 import stat
@@ -26,7 +28,7 @@ EXTENSIONS = (
     *(".tif", ".tiff", ".ppm", ".pgm"),
 )
 WHOLE = "all"  # The one split of a folder that has none.
-_NO_DATA = (".", "__")  # Hidden, or left by programs.
+_LEFT_BY_PROGRAMS = ("__pycache__", "__MACOSX")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,10 @@ def open_folder(
             f"data.data_dir={data_dir!r} is not a folder: data.name='folder' reads "
             "data_dir/<split>/<class>/*.jpg"
         )
-    classes = list(only) or _class_folders(root, splits.names(train_split)[0])
+    first = splits.names(train_split)[0]
+    classes = list(only) or _class_folders(root, first)
+    if split == train_split and not only and _folder(root, first) != root:
+        _name_other_folders(root)
     files = {}
     for name in splits.names(split):
         there = _class_folders(root, name)
@@ -125,23 +130,53 @@ def open_folder(
 
 
 def split_folders(data_dir: str | os.PathLike) -> list[str]:
-    """Returns the names of the folders that may be splits, sorted.
-
-    One without folders and images, such as one of notes, is none; training does not look at
-    it either.
+    """Returns the names of the folders that are splits, sorted; see `is_split`.
 
     Raises:
-      UserError: a folder cannot be listed.
+      UserError: data_dir cannot be listed.
     """
-    root = pathlib.Path(data_dir)
-    return [
-        name
-        for name in _visible_folders(root)
-        if any(
-            is_folder(entry) or entry.name.lower().endswith(EXTENSIONS)
-            for entry in _entries(root / name)
-        )
-    ]
+    return [name for name in visible_folders(data_dir) if is_split(data_dir, name)]
+
+
+def is_split(data_dir: str | os.PathLike, name: str) -> bool:
+    """Returns whether a folder of data_dir holds a class folder with images.
+
+    One that cannot be listed counts as a split: opening it raises the error.
+    """
+    folder = os.path.join(data_dir, name)
+    try:
+        return os.path.isdir(folder) and _any_folder_with_images(_entries(folder))
+    except UserError:
+        return True
+
+
+def _any_folder_with_images(entries: list[os.DirEntry]) -> bool:
+    # Links are not followed here, since they may lead in a circle: opening checks them.
+    return any(
+        is_folder(entry) and (entry.is_symlink() or _has_images(entry.path))
+        for entry in entries
+    )
+
+
+def _has_images(folder: str) -> bool:
+    entries = _entries(folder)
+    return any(
+        entry.name.lower().endswith(EXTENSIONS) and not is_folder(entry)
+        for entry in entries
+    ) or _any_folder_with_images(entries)
+
+
+@functools.cache
+def _name_other_folders(root: pathlib.Path) -> None:
+    """Logs the folders beside the splits that are not splits, once per process."""
+    found = set(split_folders(root))
+    for name in visible_folders(root):
+        if name not in found:
+            logging.getLogger(__name__).warning(
+                "%s: folder %r has no class folder with images; it is skipped",
+                root,
+                name,
+            )
 
 
 def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
@@ -151,14 +186,14 @@ def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
 
 
 def _class_folders(root: pathlib.Path, split: str) -> list[str]:
-    folder, there = _folder(root, split), _visible_folders(root)
+    folder, there = _folder(root, split), visible_folders(root)
     if folder != root and split not in there:
         raise NoSplit(
             f"split {split!r}: no folder {folder}; {root} has "
             f"{', '.join(there) or 'no folders'}; if those are classes, they are one "
             f"split named {WHOLE!r}: write --config.data.split={WHOLE}[:90%]"
         )
-    classes = _visible_folders(folder)
+    classes = visible_folders(folder)
     if not classes:
         raise UserError(
             f"{folder} has no class folders: it must look like {folder}/<class>/*.jpg"
@@ -166,7 +201,12 @@ def _class_folders(root: pathlib.Path, split: str) -> list[str]:
     return classes
 
 
-def _visible_folders(folder: pathlib.Path) -> list[str]:
+def visible_folders(folder: str | os.PathLike) -> list[str]:
+    """Returns the names of the folders in a folder, sorted, less those of `is_ignored`.
+
+    Raises:
+      UserError: it cannot be listed.
+    """
     return sorted(entry.name for entry in _entries(folder) if is_folder(entry))
 
 
@@ -178,9 +218,15 @@ def is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
+def is_ignored(entry: os.DirEntry) -> bool:
+    """Returns whether an entry is hidden, or a folder that programs leave behind."""
+    left = entry.name in _LEFT_BY_PROGRAMS and is_folder(entry)
+    return left or entry.name.startswith(".")
+
+
 def _entries(folder: str | os.PathLike) -> list[os.DirEntry]:
     try:
-        return [e for e in os.scandir(folder) if not e.name.startswith(_NO_DATA)]
+        return [entry for entry in os.scandir(folder) if not is_ignored(entry)]
     except OSError as error:
         raise UserError(
             f"{folder} cannot be listed ({error.strerror}): give read permission or "

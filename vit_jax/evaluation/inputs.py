@@ -34,7 +34,7 @@ def find(words: Iterable[str], stdin: int = 0) -> Iterator[Named]:
 
     Args:
       words: files, taken as they are; folders, searched below for SUFFIXES in the order
-        of their names, hidden ones left out; "-" for standard input, which holds either
+        of their names, without those of `folder.is_ignored`; "-" for standard input, which holds either
         paths, one a line, or the content of one image.
       stdin: its file descriptor.
 
@@ -165,7 +165,7 @@ def _below(path: str) -> Iterator[Named]:
         yield path, path
         return
     for entry in entries:
-        if entry.name.startswith("."):
+        if folder.is_ignored(entry):
             continue
         if folder.is_folder(entry):
             yield from _below(entry.path)

@@ -6,22 +6,31 @@ from collections.abc import Sequence
 from ml_collections import ConfigDict
 
 from vit_jax.data import catalogue, sources
-from vit_jax.data.folder import WHOLE
+from vit_jax.data.folder import WHOLE, is_split
 from vit_jax.data.splits import names as split_names
 from vit_jax.errors import NoSplit
 
-_TESTS = ("test", "val", "validation")  # What a test split may be called.
+# What is read where no split is stated, the first that is there. Training's own
+# evaluations leave the test split alone where there is another.
+TESTS = ("test", "val", "validation")
+VALIDATIONS = ("val", "validation", "test")
 
 
 def open_first(
-    name: str, data: ConfigDict, split: str, *, of_model: bool
+    name: str,
+    data: ConfigDict,
+    split: str,
+    order: Sequence[str] = TESTS,
+    *,
+    of_model: bool,
 ) -> tuple[sources.Source, str]:
-    """Opens a split, or without one the first to test on that is there.
+    """Opens a split, or without one the first of `order` that is there.
 
     Args:
       name: of the evaluation, for messages.
       data: `config.data`; the `split` of a folder is set to one that it has.
       split: expression, or "".
+      order: `TESTS` or `VALIDATIONS`.
       of_model: whether the labels are classes of the model, of which nothing is learnt.
 
     Returns:
@@ -30,7 +39,7 @@ def open_first(
     Raises:
       NoSplit: it is not there.
     """
-    splits = [split] if split else _tests(data.name)
+    splits = [split] if split else _unstated(data.name, order)
     if data.name == "folder":
         splits = _in_folder(name, data, splits, stated=bool(split), of_model=of_model)
     first = None
@@ -42,10 +51,16 @@ def open_first(
     raise first
 
 
-def _tests(name: str) -> Sequence[str]:
-    """Returns the splits that a data set may be tested on, the likeliest first."""
+def first_in_folder(data_dir: str, order: Sequence[str] = TESTS) -> str:
+    """Returns the first split of `order` that a folder has, or ""."""
+    root = os.path.expanduser(data_dir)
+    return next((name for name in order if is_split(root, name)), "")
+
+
+def _unstated(name: str, order: Sequence[str]) -> Sequence[str]:
+    """Returns the splits that an evaluation may read, the likeliest first."""
     entry = catalogue.ENTRIES.get(name.partition(":")[0])
-    return (entry.splits["test"],) if entry and "test" in entry.splits else _TESTS
+    return (entry.splits["test"],) if entry and "test" in entry.splits else order
 
 
 def _in_folder(
@@ -58,7 +73,10 @@ def _in_folder(
         first = split_names(split)[0]
         return first == WHOLE or os.path.isdir(os.path.join(root, first))
 
-    found = list(filter(there, splits))
+    if stated:
+        found = list(filter(there, splits))
+    else:
+        found = list(filter(None, [first_in_folder(root, splits)]))
     # A folder of class folders, of which nothing is learnt, is read as a whole.
     if not found and of_model and not stated and not there(data.split):
         found = [WHOLE]
@@ -67,6 +85,8 @@ def _in_folder(
         if not of_model:
             how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
         lacking = " or ".join(map(repr, splits))
+        if not stated:
+            lacking += " of class folders with images"
         raise NoSplit(
             f"evals.{name}: {data.data_dir} has no folder {lacking}: add it, or state "
             f"{how} if its folders are the classes"

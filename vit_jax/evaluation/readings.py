@@ -98,6 +98,7 @@ class Readings:
       preprocess: how images are prepared, where `eval_ops` is not stated; by
         `data.eval_ops` if None.
       names: of the model's classes, in the order of its outputs; empty if unknown.
+      order: of the splits to look for where none is stated.
 
     Attributes:
       notes: a line for each thing that a user may want to know.
@@ -108,7 +109,9 @@ class Readings:
         data: ConfigDict,
         preprocess: Preprocess | None = None,
         names: Sequence[str] = (),
+        order: Sequence[str] = opening.TESTS,
     ):
+        self._order = order
         self._data, self._preprocess, self._names = data, preprocess, tuple(names)
         self._opened: dict[tuple, Reading] = {}
         self.notes: list[str] = []
@@ -121,7 +124,7 @@ class Readings:
         Args:
           name: of the evaluation, for messages.
           spec: of the evaluation; KEYS are read.
-          split: its expression; "" is the one that the data set is tested on.
+          split: its expression; "" is the first of `order` that is there.
           of_model: whether the labels must be classes of the model.
 
         Raises:
@@ -130,7 +133,9 @@ class Readings:
         data = self._of(spec)
         key = (*(data[k] for k in KEYS), split)
         if key not in self._opened:
-            source, opened = opening.open_first(name, data, split, of_model=of_model)
+            source, opened = opening.open_first(
+                name, data, split, self._order, of_model=of_model
+            )
             if data.exclude and split == data.split:
                 source = without(source, data.exclude)
             data.classes = _MANY

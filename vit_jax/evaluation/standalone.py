@@ -9,7 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from vit_jax import evals
-from vit_jax.evaluation import network
+from vit_jax.evaluation import network, opening
 from vit_jax.evaluation.suite import Scores, Suite
 from vit_jax.parallel import mesh as meshes
 from vit_jax.parallel import sharding
@@ -63,7 +63,16 @@ def evaluate(
     names = pretrained.class_names
     if len(names) != model.options["classes"]:
         names = ()
-    suite = Suite(model, config, mesh, shardings, preprocess, names, finite=True)
+    suite = Suite(
+        model,
+        config,
+        mesh,
+        shardings,
+        preprocess,
+        names,
+        finite=True,
+        order=opening.TESTS,
+    )
     for note in suite.notes:
         tell(note)
     scores = suite.run({KIND: jax.device_put(params, shardings)})

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import evals
 from vit_jax.data import sources
-from vit_jax.evaluation import kinds, passes
+from vit_jax.evaluation import kinds, opening, passes
 from vit_jax.evaluation.readings import Reading, Readings
 from vit_jax.models import Model
 from vit_jax.parallel import mesh as meshes
@@ -41,6 +41,8 @@ class Suite:
       class_names: of the model, in the order of its outputs; empty if unknown.
       finite: whether a classifier whose outputs are not finite is refused, as features
         are in any case. In training that is the loop's to say, of the loss.
+      order: of the splits to look for where an evaluation states none; in training
+        `opening.VALIDATIONS`.
 
     Attributes:
       notes: a line for each thing that a user may want to know.
@@ -61,6 +63,7 @@ class Suite:
         class_names: Sequence[str] = (),
         *,
         finite: bool = False,
+        order: Sequence[str] = opening.VALIDATIONS,
     ):
         self._model, self._config, self._mesh = model, config, mesh
         self._shardings = shardings
@@ -69,7 +72,7 @@ class Suite:
         self._finite = (passes.FEATURES,)
         if finite:
             self._finite = (passes.FEATURES, passes.CONFIDENCE, passes.LOSS)
-        readings = Readings(config.data, preprocess, class_names)
+        readings = Readings(config.data, preprocess, class_names, order)
         self._specs = {name: evals.spec(value) for name, value in config.evals.items()}
         self._evaluations = {
             name: kinds.KINDS[spec.kind](name, spec, readings, config.data.classes)

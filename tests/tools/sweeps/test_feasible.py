@@ -52,8 +52,8 @@ def test_a_test_split_that_is_not_there_is_told_from_its_name(
 def test_a_folder_is_looked_at_without_its_test_images(pretrained, tmp_path, opened):
     for split in ("train", "test"):
         (tmp_path / split / "a").mkdir(parents=True)
-    Image.new("L", (8, 8)).save(tmp_path / "train" / "a" / "1.png")
-    # Of no image in it would be told, were test opened.
+        Image.new("L", (8, 8)).save(tmp_path / split / "a" / "1.png")
+    (tmp_path / "loop").symlink_to("loop")  # Neither a folder nor an error.
     fine_tuning.check_feasible(
         task(pretrained, recipes.find(str(tmp_path)), total_steps=2)
     )

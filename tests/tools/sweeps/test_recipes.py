@@ -66,6 +66,7 @@ def test_digits_are_not_mirrored():
 def test_a_folder_is_tested_on_what_it_has(tmp_path, there, test):
     for name in ("train", *there.split()):
         (tmp_path / name / "roses").mkdir(parents=True)
+        (tmp_path / name / "roses" / "1.png").write_bytes(b"x")
     found = recipes.find(str(tmp_path))
     assert (found.dataset, found.data_dir) == ("folder", str(tmp_path))
     assert found.test == test
@@ -78,6 +79,7 @@ def test_a_folder_is_tested_on_what_it_has(tmp_path, there, test):
 def test_a_folder_with_one_split_is_refused_with_what_it_needs(tmp_path, there):
     for name in there.split():
         (tmp_path / name / "x").mkdir(parents=True)
+        (tmp_path / name / "x" / "1.png").write_bytes(b"x")
     with pytest.raises(UserError, match="put the images to train on into .*/train/"):
         recipes.find(str(tmp_path))
 

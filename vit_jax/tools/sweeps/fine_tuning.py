@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as configuration
 from vit_jax import models
-from vit_jax.data import own, sources, splits
+from vit_jax.data import folder, own, sources, splits
 from vit_jax.errors import UserError
 from vit_jax.evaluation import network
 from vit_jax.parallel import mesh as meshes
@@ -282,7 +281,7 @@ def _length(task: Task, split: str, sizes: Mapping[str, int]) -> int:
 
 def _check_folders(test: str, data_dir: str) -> None:
     root = pathlib.Path(data_dir).expanduser()
-    there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    there = folder.visible_folders(root)
     for name in splits.names(test):
         if name not in there:
             raise UserError(

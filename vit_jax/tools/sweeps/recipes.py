@@ -11,6 +11,7 @@ import os
 
 from vit_jax.data import catalogue, vtab
 from vit_jax.errors import UserError
+from vit_jax.evaluation import opening
 
 # Peak rates to try on the held-out part, and steps.
 SWEEP = {
@@ -168,16 +169,12 @@ def _of_task(dataset: str, data_dir: str, test: str) -> Recipe:
 
 
 def _test_folder(data_dir: str) -> str:
-    root = os.path.expanduser(data_dir)
-    there = [
-        name
-        for name in ("train", "test", "val", "validation")
-        if os.path.isdir(os.path.join(root, name))
-    ]
-    if there[:1] != ["train"] or len(there) < 2:
+    train = opening.first_in_folder(data_dir, ("train",))
+    test = opening.first_in_folder(data_dir)
+    if not train or not test:
         raise UserError(
-            f"--dataset={data_dir} has {' and '.join(there) or 'neither'} of the folders "
+            f"--dataset={data_dir} has {train or test or 'neither'} of the folders "
             "train and test (or val, validation): put the images to train on into "
             f"{data_dir}/train/<class>/ and those to test on into {data_dir}/test/<class>/"
         )
-    return there[1]
+    return test
