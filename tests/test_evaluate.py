@@ -19,6 +19,7 @@ from vit_jax import cli, evaluate, models
 from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.evaluation import standalone
+from vit_jax.parallel import agreement
 from vit_jax.report import evaluations
 from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
@@ -292,7 +293,7 @@ def test_a_disk_that_fails_at_the_end_costs_no_result(
     assert json.loads(capsys.readouterr().out)["test"]["examples"] == 23
 
 
-def start(place, hosts_, devices, *more):
+def start(place, hosts_, devices, *more, own_words=((), ())):
     """Starts the verb as so many processes with so many devices each."""
     environment = hosts.stated(hosts_, VIT_JAX_LOST_SECONDS="150")
     own = {k: v for k, v in os.environ.items() if not k.startswith(hosts._CLUSTERS)}
@@ -300,7 +301,7 @@ def start(place, hosts_, devices, *more):
     command = [sys.executable, "-m", "vit_jax.evaluate", *words(place, *more)]
     return [
         subprocess.Popen(
-            command,
+            [*command, *own_words[host]],
             cwd=ROOT,
             env=own | (environment(host) if hosts_ > 1 else {}),
             stdout=subprocess.PIPE,
@@ -332,6 +333,67 @@ def test_two_hosts_give_what_one_gives(place, recipe):
         (one,), (two,) = one.values(), two.values()
         assert two == pytest.approx(one, rel=1e-5)
         assert one.get("examples", 23) == 23
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["weights", "data"])
+def test_hosts_with_other_weights_or_data_are_refused(place, tmp_path, kind):
+    if kind == "weights":
+        found = open_pretrained(str(place / "tiny.safetensors"))
+        found.params["head"]["bias"] = found.params["head"]["bias"] + 1
+        own.write(found, tmp_path / "other.safetensors")
+        word, key = f"--model={tmp_path / 'other.safetensors'}", "sha256"
+    else:
+        shutil.copytree(place / "photos", tmp_path / "photos")
+        (image, *_) = (tmp_path / "photos/val/ant").iterdir()
+        image.rename(image.with_name("another.png"))
+        word, key = f"--config.data.data_dir={tmp_path / 'photos'}", "test val cells"
+    words = (), (word,)
+    processes = start(place, 2, 1, "classification", own_words=words)
+    ends = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], ends
+    for out, error in ends:
+        line = error.splitlines()[-1]
+        assert f"the hosts differ in {kind}: {key} is " in line
+        assert "Traceback" not in error
+        assert "top1" not in out
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "key"),
+    [
+        ("--resolution=16", "preprocess", "image_size"),
+        ("--crop=squash", "preprocess", "squash"),
+        ("--mean=0.1,0.2,0.3", "preprocess", "mean"),
+        ("--config.data.workers=1", "", ""),
+    ],
+)
+def test_what_hosts_compare_is_what_decides_the_scores(
+    place, monkeypatch, word, kind, key
+):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def compared(*more):
+        seen = {}
+
+        def check(**kinds):
+            seen.update(kinds)
+            if "data" in kinds:
+                raise UserError("seen")
+
+        monkeypatch.setattr(agreement, "check", check)
+        line = words(place, "classification", *more)
+        flags = cli.parse(evaluate.parser(), line)
+        config = configuration.load_evaluation(flags.config, flags.overrides)
+        with pytest.raises(UserError, match="seen"):
+            evaluate.run(flags, config)
+        return json.loads(json.dumps(seen))
+
+    line = agreement.difference([compared(), compared(word)])
+    wanted = f"the hosts differ in {kind}: " if kind else ""
+    assert line.startswith(wanted)
+    assert key in line
+    assert bool(line) == bool(kind)
 
 
 @pytest.mark.slow

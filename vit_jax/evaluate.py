@@ -10,6 +10,7 @@ beside them has their numbers. Exit codes: 0 done, 2 bad input (one line says wh
 
 import argparse
 import dataclasses
+import functools
 import json
 
 from vit_jax import cli, job
@@ -56,8 +57,9 @@ def run(flags: argparse.Namespace, config) -> None:
         heads=flags.heads,
         tell=tell,
     )
+    check = functools.partial(same_run.check_evaluation_of_hosts, found, preprocess)
     results, confusions, described = standalone.evaluate(
-        found, preprocess, config, tell
+        found, preprocess, config, tell, check
     )
     if not first:
         return

@@ -15,6 +15,7 @@ SAME = {
     "devices": {"count": 4, "kind": "cpu"},
     "data": {"records": 37, "cells": "abc"},
     "weights": {"sha256": "e3b0"},
+    "preprocess": {"squash": False},
     "workdir": {"latest checkpoint": None},
 }
 
@@ -40,6 +41,7 @@ def test_processes_that_are_the_same_are_not_refused():
         ("devices", {"count": 3}, "count is 4 on process 0 (h0), 3 on process 1 (h1)"),
         ("data", {"cells": "abd"}, 'cells is "abc" on process 0 (h0), "abd" on pro'),
         ("weights", {"sha256": "77"}, 'sha256 is "e3b0" on process 0 (h0), "77" on '),
+        ("preprocess", {"squash": True}, "squash is false on process 0 (h0), true on"),
         ("workdir", {"latest checkpoint": 4}, "latest checkpoint is null on process 0"),
     ],
 )

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
 from vit_jax import evals
+from vit_jax.data.sources import Source
 from vit_jax.evaluation import network, opening
 from vit_jax.evaluation.suite import Scores, Suite
 from vit_jax.parallel import mesh as meshes
@@ -38,6 +39,7 @@ def evaluate(
     preprocess: Preprocess,
     config: ConfigDict,
     tell: Callable[[str], None] = lambda line: None,
+    check: Callable[[Mapping[str, Source]], None] = lambda sources: None,
 ) -> Evaluated:
     """Runs all evaluations of a config; every process of the job calls it.
 
@@ -46,6 +48,8 @@ def evaluate(
       preprocess: how images are prepared.
       config: from `config.load_evaluation`.
       tell: gets a line on each thing that a user may want to know.
+      check: gets the splits that are read, by a name for messages, before anything is
+        computed; may raise UserError.
 
     Raises:
       UserError: the data is not there, or does not fit the network, or what the network
@@ -73,6 +77,7 @@ def evaluate(
         finite=True,
         order=opening.TESTS,
     )
+    check(suite.sources())
     for note in suite.notes:
         tell(note)
     scores = suite.run({KIND: jax.device_put(params, shardings)})

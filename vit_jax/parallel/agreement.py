@@ -20,7 +20,8 @@ _REMEDIES = {
     "code": "install the same code and packages on all hosts",
     "devices": "start every process with as many devices, of the same kind",
     "data": "give all hosts the same data",
-    "weights": "give all hosts the same weights to start from",
+    "weights": "give all hosts the same weights, opened with the same flags",
+    "preprocess": "give all hosts the same flags on images",
     "workdir": "give all hosts the same --workdir, on storage that they share",
 }
 _rounds = itertools.count()  # Of comparisons; the same in all processes.
@@ -33,8 +34,8 @@ def check(**kinds: Mapping[str, object]) -> None:
     `Together` ends the wait if one of them fails or is lost.
 
     Args:
-      **kinds: "config", "code", "devices", "data", "weights" or "workdir" to what must
-        be the same: key to a value for JSON.
+      **kinds: "config", "code", "devices", "data", "weights", "preprocess" or
+        "workdir" to what must be the same: key to a value for JSON.
 
     Raises:
       UserError: with the kind, the keys, and which process has which value.

@@ -1,5 +1,6 @@
 """What a workdir and all hosts must be for a run to begin or go on."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -15,7 +16,9 @@ from vit_jax.data import fingerprint
 from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
 from vit_jax.parallel import agreement
+from vit_jax.report import result
 from vit_jax.weights import workdir as layout
+from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 # What may differ between the parts of one run: it does not touch the result.
 _MAY_CHANGE = (
@@ -90,12 +93,40 @@ def check_data_of_hosts(sources: Mapping[str, Source], latest: int | None) -> No
       UserError: with what differs, and on which hosts.
     """
     if jax.process_count() > 1:
-        data = {}
-        for name, source in sources.items():
-            found = fingerprint.fingerprint(source)
-            found["cells"] = hashlib.sha256(found["cells"].encode()).hexdigest()[:16]
-            data |= {f"{name} {key}": value for key, value in found.items()}
-        agreement.check(data=data, workdir={"latest checkpoint": latest})
+        agreement.check(data=_data(sources), workdir={"latest checkpoint": latest})
+
+
+def check_evaluation_of_hosts(
+    pretrained: Pretrained, preprocess: Preprocess, sources: Mapping[str, Source]
+) -> None:
+    """Refuses hosts that would evaluate other weights, images or data.
+
+    Args:
+      pretrained: the weights.
+      preprocess: how images are prepared.
+      sources: what is read, by a name for messages.
+
+    Raises:
+      UserError: with what differs, and on which hosts.
+    """
+    if jax.process_count() > 1:
+        agreement.check(
+            weights={"sha256": result.params_sha256(pretrained.params)}
+            | pretrained.options
+            | {"class_names": pretrained.class_names},
+            preprocess=dataclasses.asdict(preprocess),
+            data=_data(sources),
+        )
+
+
+def _data(sources: Mapping[str, Source]) -> dict[str, object]:
+    """Returns the fingerprints of sources, as short values for `agreement.check`."""
+    data = {}
+    for name, source in sources.items():
+        found = fingerprint.fingerprint(source)
+        found["cells"] = hashlib.sha256(found["cells"].encode()).hexdigest()[:16]
+        data |= {f"{name} {key}": value for key, value in found.items()}
+    return data
 
 
 def _hash_of_sources() -> str:
