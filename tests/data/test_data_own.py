@@ -7,6 +7,7 @@ import pytest
 
 from vit_jax.data import pipeline
 from vit_jax.data.arrays import ArraySource, open_arrays
+from vit_jax.data.fingerprint import fingerprint
 from vit_jax.data.own import is_own
 from vit_jax.data.sources import open_source
 from vit_jax.data.splits import Numbering
@@ -91,9 +92,7 @@ LABELS = np.array([2, 0, 1, 1, 0, 2])
 
 def open_mine(images, labels, names=("a", "b", "c")):
     good = (IMAGES.astype(np.uint8), LABELS)
-    return open_arrays(
-        {"train": good, "test": (images, labels)}, "train", "mine", names
-    )
+    return open_arrays({"train": good, "test": (images, labels)}, "test", "mine", names)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +124,9 @@ def open_mine(images, labels, names=("a", "b", "c")):
                 "np.moveaxis(images, 1, -1)"
             ),
         ),
+        (IMAGES.astype(object), "object (6, 7, 9, 3): not whole numbers from 0 to 255"),
+        (IMAGES.astype(str), "<U21 (6, 7, 9, 3): not whole numbers from 0 to 255"),
+        (np.uint8(3), "uint8 () from 3 to 3: not (N, H, W), (N, H, W, 1)"),
         (IMAGES.reshape(6, -1), "(6, 189) from 0 to 255: not (N, H, W), (N, H, W, 1)"),
     ],
 )
@@ -132,7 +134,7 @@ def test_arrays_that_are_no_images_are_refused_when_opened(images, message):
     with pytest.raises(
         UserError, match=re.escape("mine test: images=") + ".*"
     ) as found:
-        open_mine(images, LABELS)  # Of every split, whichever is opened.
+        open_mine(images, LABELS)
     assert message in str(found.value)
 
 
@@ -146,6 +148,7 @@ def test_arrays_that_are_no_images_are_refused_when_opened(images, message):
         ),
         (np.eye(3)[LABELS], "abc", "labels=float64 (6, 3) from 0 to 1: not one whole"),
         (LABELS + 0.0, "abc", "labels=float64 (6,) from 0 to 2: not one whole number"),
+        (None, "abc", "mine test: labels=object (): not one whole number per image"),
         (LABELS + 1, "abc", "mine test: record 0 has label 3; give labels from 0 to 2"),
         (LABELS - 1, "", "mine test: record 1 has label -1; give labels from 0"),
     ],
@@ -153,6 +156,40 @@ def test_arrays_that_are_no_images_are_refused_when_opened(images, message):
 def test_labels_that_do_not_fit_are_refused_when_opened(labels, names, message):
     with pytest.raises(UserError, match=re.escape(message)):
         open_mine(IMAGES, labels, tuple(names))
+
+
+def test_of_a_split_that_is_not_opened_only_the_length_is_checked():
+    good = (IMAGES.astype(np.uint8), LABELS)
+    for hidden in (None, np.full(6, -1), LABELS + 0.5):
+        source = open_arrays(
+            {"train": good, "test": (IMAGES / 255, hidden)}, "train", "mine"
+        )
+        assert len(source) == 6
+    with pytest.raises(UserError, match="mine test: 6 images, but 5 labels"):
+        open_arrays({"train": good, "test": (IMAGES, LABELS[1:])}, "train", "mine")
+
+
+def test_uint8_images_are_not_read_for_their_range(monkeypatch):
+    class Unread(np.ndarray):
+        def min(self, *_, **__):
+            raise AssertionError("read")
+
+        max = min
+
+    # As of a memory-mapped file, of which asarray keeps the class here.
+    monkeypatch.setattr(np, "asarray", np.asanyarray)
+    images = IMAGES.astype(np.uint8).view(Unread)
+    assert len(open_arrays({"train": (images, LABELS)}, "train", "mine")) == 6
+
+
+def test_grey_images_with_and_without_a_channel_axis_are_one_set():
+    grey = IMAGES[..., 0]
+    both = {"train": (grey, LABELS), "val": (grey[..., None], LABELS)}
+    source = open_arrays(both, "train+val", "mine")
+    np.testing.assert_array_equal(source.images, [*IMAGES[..., :1]] * 2)
+    both["val"] = IMAGES, LABELS
+    with pytest.raises(UserError, match=r"shapes \(7, 9, 1\) and \(7, 9, 3\); make"):
+        open_arrays(both, "train+val", "mine")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.int16])
@@ -175,8 +212,8 @@ def test_images_in_memory_of_a_source_are_checked_too(module, data_config):
 
         class Mine:
             class_names = ()
-            def __init__(self, images):
-                self.images, self.labels = images, np.zeros(2, int)
+            def __init__(self, images, labels=np.zeros(2, int)):
+                self.images, self.labels = images, labels
             def __len__(self): return len(self.labels)
             def __getitem__(self, i): return {"image": self.images[i], "label": 0}
             def describe(self, i): return str(i)
@@ -184,8 +221,23 @@ def test_images_in_memory_of_a_source_are_checked_too(module, data_config):
 
         def floats(data, split): return Mine(np.zeros((2, 5, 5, 3)))
         def short(data, split): return Mine(np.zeros((3, 5, 5, 3), np.uint8))
+        def parts(data, split):
+            return Mine(np.zeros((2, 5, 5, 3), np.uint8), np.array([0.9, 1.7]))
+        def negative(data, split):
+            return Mine(np.zeros((2, 5, 5, 3), np.uint8), np.array([0, -3]))
+        def no_images(data, split): return Mine(None, np.array([0, 1.7]))
+        def listed(data, split):
+            return Mine(np.zeros((2, 5, 5, 3), np.uint8), [0, 1])
         """,
     )
+    for function, message in (
+        ("parts", r"returned labels=float64 \(2,\) from 0.9 to 1.7: not one whole"),
+        ("negative", "returned record 1 has label -3; give labels from 0"),
+        ("no_images", "returned labels=float64"),
+        ("listed", "returned labels of type list; make them a NumPy array"),
+    ):
+        with pytest.raises(UserError, match=f"'in_memory:{function}' {message}"):
+            open_source(data_config(name=f"in_memory:{function}"), "train")
     with pytest.raises(
         UserError, match=r"images=float64 \(2, 5, 5, 3\) from 0 to 0: not"
     ):
@@ -279,6 +331,58 @@ def test_an_own_source_that_raises_at_a_record_names_it(
     )
     with batches, pytest.raises(UserError, match=match):
         next(batches)
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("np.bool_(True)", 1),
+        ("True", 1),
+        ("np.float32(3)", 3),
+        ("2.0", 2),
+        ("np.array([2])", 2),
+        ("np.array(2)", 2),
+        ("2.5", None),
+        ("float('nan')", None),
+        ("np.array([1, 2])", None),
+        ("None", None),
+    ],
+)
+def test_labels_that_are_one_whole_number_are_taken(
+    module, data_config, label, expected, request
+):
+    name = f"label_{request.node.callspec.indices['label']}"
+    module(name, RECORDS.replace("ITEM", f"{{'image': b'', 'label': {label}}}"))
+    source = open_source(data_config(name=f"{name}:f"), "train")
+    if expected is None:
+        with pytest.raises(UserError, match="TypeError for record 0: "):
+            source[0]
+    else:
+        assert source[0]["label"] == expected
+
+
+def test_other_methods_of_an_own_source_that_raise_are_one_line(
+    module, data_config, tmp_path
+):
+    more = """
+    def entries(self): return 1 / 0
+    def locate(self, ids):
+        if ids[0] == "boom": raise ValueError("boom")
+        raise KeyError(ids[0])
+"""
+    code = RECORDS.replace("ITEM", "{}").replace("\ndef f(", f"{more}\ndef f(")
+    module("methods", code)
+    data = data_config(name="methods:f")
+    with pytest.raises(UserError, match="ZeroDivisionError: division by zero; mend it"):
+        fingerprint(open_source(data, "train"))
+    data.exclude = str(tmp_path / "left_out")
+    for line, match in (
+        ("boom", "which raised ValueError: boom; mend it"),
+        ("gone", "line 1 names record 'gone', which the data set lacks"),
+    ):
+        (tmp_path / "left_out").write_text(f"{line}\n")
+        with pytest.raises(UserError, match=match):
+            open_source(data, "train")
 
 
 def test_what_is_no_source_says_what_it_lacks(module, data_config):

@@ -11,6 +11,7 @@ from vit_jax.data.splits import Numbered, Numbering
 from vit_jax.errors import UserError
 
 _CHANNELS = (1, 3)
+_SHAPE = "not (N, H, W), (N, H, W, 1) or (N, H, W, 3); change the shape"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,8 @@ def open_arrays(
     Args:
       arrays: split name -> images, (N, H, W, C) or grey (N, H, W), and labels,
         integers (N,). Images are uint8, or other integers from 0 to 255, which are
-        converted.
+        converted. Of a split that is not selected only the length is checked: its
+        labels may be None or placeholders.
       split: split expression.
       name: of the data set, for messages.
       class_names: in label order; may be empty.
@@ -72,37 +74,55 @@ def open_arrays(
     """
     sizes = {}
     for key, (images, labels) in arrays.items():
+        images = np.asarray(images)
+        if not images.ndim:
+            raise UserError(f"{name} {key}: images={describe(images)}: {_SHAPE}")
         sizes[key] = len(images)
-        _check(f"{name} {key}: ", np.asarray(images), np.asarray(labels), class_names)
+        if np.ndim(labels) and len(labels) != len(images):
+            raise UserError(
+                f"{name} {key}: {len(images)} images, but {len(labels)} labels; give "
+                "one label per image"
+            )
     numbering = Numbering.of(split, sizes, name)
+    for key in dict(numbering.parts):
+        images, labels = map(np.asarray, arrays[key])
+        if problem := _problem(images):
+            raise UserError(f"{name} {key}: images={describe(images)}: {problem}")
+        check_labels(f"{name} {key}: ", labels, class_names)
 
-    def pick(which):
-        parts = [
-            np.asarray(arrays[key][which])[part.start : part.stop]
-            for key, part in numbering.parts
-        ]
-        return np.concatenate(parts)
+    image_parts, label_parts = [], []
+    for key, part in numbering.parts:
+        images, labels = (np.asarray(a)[part.start : part.stop] for a in arrays[key])
+        images = images if images.ndim == 4 else images[..., None]
+        image_parts.append(images.astype(np.uint8, copy=False))
+        label_parts.append(labels)
+    shapes = sorted({images.shape[1:] for images in image_parts})
+    if len(shapes) > 1:
+        raise UserError(
+            f"{name} {split}: images of the shapes {' and '.join(map(str, shapes))}; "
+            "make them equal, or open the splits one by one"
+        )
+    return ArraySource(
+        f"{name} {split}",
+        np.concatenate(image_parts),
+        np.concatenate(label_parts),
+        tuple(class_names),
+        numbering,
+    )
 
-    images, labels = pick(0).astype(np.uint8, copy=False), pick(1)
-    images = images if images.ndim == 4 else images[..., None]
-    return ArraySource(f"{name} {split}", images, labels, tuple(class_names), numbering)
 
+def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> None:
+    """Raises UserError unless labels are one class number per image.
 
-def _check(
-    where: str, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str]
-) -> None:
-    """Raises UserError unless images and labels are as `open_arrays` takes them."""
-    if problem := _problem(images):
-        raise UserError(f"{where}images={describe(images)}: {problem}")
+    Args:
+      where: start of the message.
+      labels: to check.
+      class_names: in label order; empty if unknown.
+    """
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
             f"{where}labels={describe(labels)}: not one whole number per image; "
             "take labels.argmax(1) of one-hot rows, labels.astype(int) of other numbers"
-        )
-    if len(images) != len(labels):
-        raise UserError(
-            f"{where}{len(images)} images, but {len(labels)} labels; give one label "
-            "per image"
         )
     most = len(class_names) - 1 if class_names else np.inf
     for i in np.flatnonzero((labels < 0) | (labels > most))[:1]:
@@ -115,11 +135,16 @@ def _check(
 
 def _problem(images: np.ndarray) -> str:
     """Returns what is wrong with images, and the remedy; "" if they can be taken."""
-    shape, whole = images.shape, np.issubdtype(images.dtype, np.integer)
+    shape, kind = images.shape, images.dtype.kind
     if len(shape) not in (3, 4) or (len(shape) == 4 and shape[-1] not in _CHANNELS):
         if len(shape) == 4 and shape[1] in _CHANNELS:
             return "channels do not stand last; take np.moveaxis(images, 1, -1)"
-        return "not (N, H, W), (N, H, W, 1) or (N, H, W, 3); change the shape"
+        return _SHAPE
+    if images.dtype == np.uint8:  # The range cannot be wrong: no need to read a memmap.
+        return ""
+    if kind not in "buif":
+        return "not whole numbers from 0 to 255; make them one array of uint8"
+    whole = kind in "ui"
     low, high = (images.min(), images.max()) if images.size else (0, 0)
     if whole and 0 <= low <= high <= 255:
         return ""

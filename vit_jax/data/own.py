@@ -95,7 +95,7 @@ class OwnSource:
     def __getitem__(self, i: int) -> dict:
         with guarded(self.name, f" for record {i}"):
             item = self.source[i]
-            image, label = item["image"], operator.index(item["label"])
+            image, label = item["image"], _whole(item["label"])
             if not isinstance(image, bytes | np.ndarray):
                 raise TypeError('"image" is neither bytes nor an array')
             return {"image": image, "label": label}
@@ -112,12 +112,41 @@ class OwnSource:
         # A copy that is being unpickled has no `source` yet.
         if name in ("source", "name") or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.source, name)
+        member = getattr(self.source, name)
+        if name == "entries":
+            return guarded(self.name)(member)
+        if name == "locate":  # Whose KeyError names a record that the set lacks.
+            return guarded(self.name, known=(KeyError,))(member)
+        return member
+
+
+def _whole(label) -> int:
+    """Returns a label as an int: an integer, a bool, a float or an array of one.
+
+    Raises:
+      TypeError: it is not one whole number.
+    """
+    try:
+        return operator.index(label)
+    except TypeError:
+        value = np.asarray(label)
+        if value.size != 1 or value.dtype.kind not in "buif" or value.item() % 1:
+            raise
+        return int(value.item())
 
 
 def _check_arrays(name: str, source) -> None:
-    """Raises UserError for images in memory that cannot be gathered as they are."""
+    """Raises UserError for images or labels in memory that cannot be taken as they are."""
     images, labels = source.images, source.labels
+    if labels is not None or images is not None:
+        if not hasattr(labels, "dtype"):
+            raise UserError(
+                f"data.name={name!r} returned labels of type {type(labels).__name__}; "
+                "make them a NumPy array of integers"
+            )
+        arrays.check_labels(
+            f"data.name={name!r} returned ", np.asarray(labels), source.class_names
+        )
     if images is None:
         return
     if images.dtype != np.uint8 or images.ndim != 4:
@@ -133,12 +162,15 @@ def _check_arrays(name: str, source) -> None:
 
 
 @contextlib.contextmanager
-def guarded(name: str, where: str = "") -> Iterator[None]:
+def guarded(
+    name: str, where: str = "", known: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Turns what the code of a user's own source raises into one line.
 
     Args:
       name: `data.name`.
       where: of which record, for the message.
+      known: exceptions that the caller handles; they stay as they are.
 
     Raises:
       UserError: the line. UserError and, for a damaged image, OSError and DamagedImage
@@ -146,7 +178,7 @@ def guarded(name: str, where: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except UserError:
+    except (UserError, *known):
         raise
     except (OSError, DamagedImage) as error:
         if where:
