@@ -18,8 +18,8 @@ from hosts import xla_flags
 from ml_collections import ConfigDict
 from PIL import Image
 
+from vit_jax import cli, models, signals
 from vit_jax import config as configuration
-from vit_jax import models
 from vit_jax.data import decode
 from vit_jax.models import cost
 from vit_jax.printing import masked, printable
@@ -292,6 +292,12 @@ def test_printable_keeps_text_of_any_script():
             "https://h/a?AWSAccessKeyId=***&api_key=***",
         ),
         ("user:pass@host", "user:pass@host"),
+        ("at https://me:a/b?c#d@h:9/x, no", "at https://***@h:9/x, no"),
+        ("'https://me:a@b@[::1]:9/x' a@b", "'https://***@[::1]:9/x' a@b"),
+        ("https://a:b@h/x,http://c:d@h/y", "https://***@h/x,http://***@h/y"),
+        ("http://h:80/@me/x@1", "http://h:80/@me/x@1"),
+        ("http://[::1]:80/x@1", "http://[::1]:80/x@1"),
+        ("https://h/@me/x@1.js?m=a@b", "https://h/@me/x@1.js?m=a@b"),
     ],
 )
 def test_passwords_of_urls_are_masked(text, shown):
@@ -339,3 +345,15 @@ def test_other_floats_are_refused(value):
         decode.DamagedImage, match=r"has float pixels from .* scale them"
     ):
         decode.decode(tiff([[0.5, value]]))
+
+
+def test_full_memory_while_flags_are_read_is_told(monkeypatch, capsys):
+    def full(*args):
+        raise MemoryError("no 3 GB")
+
+    monkeypatch.setattr(signals, "catch", lambda *, trains: None)
+    monkeypatch.setattr(cli, "parse", full)
+    with pytest.raises(SystemExit) as end:
+        cli.run(lambda flags: 0, cli.Parser("A verb."))
+    assert end.value.code == 2
+    assert "error: out of memory (no 3 GB): ask for less" in capsys.readouterr().err

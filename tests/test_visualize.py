@@ -521,3 +521,8 @@ def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
     with Image.open(tmp_path / "out" / "rollout" / "0.png") as picture:
         assert picture.width >= 2 * 600
     assert "cka.png" in capsys.readouterr().out
+
+
+def test_figures_name_no_password_of_a_url():
+    name = visualize._name("https://me:hun/ter2@localhost:9/x.npz?X-Amz-Signature=a1")
+    assert name == "https://***@localhost:9/x.npz"

@@ -268,7 +268,8 @@ def run(
             line = (
                 f"out of memory ({what}): ask for less, by a smaller batch, image size "
             )
-            show(UserError(line + "or model"), debug=flags.debug)
+            debug = flags is not None and flags.debug
+            show(UserError(line + "or model"), debug=debug)
             code = EXIT_USER_ERROR
         except SystemExit as end:  # --help, or a bad flag.
             code = end.code

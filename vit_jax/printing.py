@@ -4,8 +4,14 @@ import re
 import unicodedata
 
 _HIDDEN = "***"
-# user:password@host, and a key alone in front of a host, as of hf.co.
-_USER = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")
+# What stands in front of a host: a key alone, as of hf.co, or user:password. A password
+# may hold "/", "?", "#" and "@" unescaped, so it goes up to the last "@" with a host
+# behind it; digits behind the first colon are a port, whose path may hold "@".
+_USER = re.compile(
+    r"(?<=://)(?:"
+    r"[^\s/?#@:'\"\[]+:(?!\d*(?:[/?#\s'\"]|$))(?:(?!://)[^\s'\"])*(?=@[\w\[])"
+    r"|[^\s/?#'\"]+(?=@))"
+)
 # Values of a URL's query, or of its fragment, that let in whoever has them. Presigned
 # addresses of S3, Google and Azure carry theirs as X-Amz-Signature, X-Goog-Signature
 # and sig.
@@ -21,6 +27,12 @@ def masked(text: str) -> str:
     if "://" not in text:
         return text
     return _QUERY.sub(rf"\1{_HIDDEN}", _USER.sub(_HIDDEN, text))
+
+
+def address(place: str) -> str:
+    """Returns a place of weights for display: masked, and without a URL's query."""
+    shown = masked(place)
+    return shown.partition("?")[0] if "://" in shown else shown
 
 
 def printable(text: object) -> str:

@@ -30,7 +30,7 @@ import sys
 from vit_jax import cli
 from vit_jax.analysis import FIGURES, WEIGHT_FIGURES
 from vit_jax.errors import UserError
-from vit_jax.printing import printable
+from vit_jax.printing import address, printable
 
 EXIT_DAMAGED = 1
 
@@ -134,7 +134,7 @@ def _name(place: str) -> str:
     """Returns what figures call a model: its file or folder, or the place."""
     path = pathlib.Path(place)
     if not path.exists():
-        return place
+        return address(place)
     path = path.resolve()
     return path.name if path.is_dir() else path.name.removesuffix(path.suffix)
 

@@ -206,3 +206,33 @@ def test_attention_that_is_not_finite_is_told(second, photograph):
     found = subject.Subject(given, preprocess=given.preprocess)
     with pytest.raises(UserError, match="tiny2's output for photograph is not finite"):
         found.see(photograph, "photograph")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (
+            "https://me:hunter2@localhost:9/x.npz?X-Amz-Signature=a1",
+            "***@localhost:9/x.npz",
+        ),
+        ("https://me:hun/ter2@localhost:9/a/b/x.npz", "b/x.npz"),
+        ("runs/what?/x.npz", "what?/x.npz"),
+    ],
+)
+def test_the_name_tells_no_password(second, source, name):
+    given = dataclasses.replace(second, source=source)
+    found = subject.Subject(given, preprocess=given.preprocess)
+    assert found.name == found.describe()["name"] == name
+
+
+def test_parameters_are_fitted_where_jax_has_no_cpu(second, monkeypatch):
+    devices = jax.devices()
+
+    def no_cpu(backend=None):
+        if backend == "cpu":  # As with JAX_PLATFORMS=cuda.
+            raise RuntimeError("Unknown backend cpu")
+        return devices
+
+    monkeypatch.setattr(jax, "devices", no_cpu)
+    _, params = network.fit(second, second.preprocess)
+    assert jax.tree.structure(params) == jax.tree.structure(second.params)

@@ -87,7 +87,7 @@ def fit(pretrained: Pretrained, preprocess: Preprocess) -> tuple[models.Model, d
     preprocessing.check(preprocess, source.image_shape[-1])
     model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    capacity.check(shapes, jax.devices("cpu"))  # The host's memory holds them first.
+    capacity.check(shapes)  # The host's memory holds them first.
     params, _ = surgery.fit(
         pretrained.params,
         shapes,

@@ -14,6 +14,7 @@ from vit_jax.data import decode
 from vit_jax.evaluation import prediction
 from vit_jax.explorer import images
 from vit_jax.explorer.rows import Rows
+from vit_jax.printing import address
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -57,7 +58,7 @@ class Subject:
         class_names: tuple[str, ...] = (),
     ):
         # Two folders, as weights are often called alike.
-        self.name = "/".join(pretrained.source.strip("/").split("/")[-2:])
+        self.name = "/".join(address(pretrained.source).strip("/").split("/")[-2:])
         self._inside = LoadedModel.from_pretrained(self.name, pretrained, preprocess)
         self._model = self._inside.model
         # Computes no layer yet, but refuses a network without attention.

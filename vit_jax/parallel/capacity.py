@@ -21,8 +21,7 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
       devices: here or on other hosts, of the same kind.
     """
     if devices[0].platform == "cpu":
-        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return here * len({device.process_index for device in devices})
+        return _host_memory() * len({device.process_index for device in devices})
     own = jax.local_devices()[0]
     if own.device_kind != devices[0].device_kind:  # Of a topology that is not here.
         return None
@@ -30,7 +29,7 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
     return limit and limit * len(devices)
 
 
-def check(shapes: dict, devices: Sequence[jax.Device]) -> None:
+def check(shapes: dict, devices: Sequence[jax.Device] = ()) -> None:
     """Refuses a network before it is built that no memory here could hold.
 
     Only the parameters count, so that nothing is refused that swapping, sharding or
@@ -38,13 +37,14 @@ def check(shapes: dict, devices: Sequence[jax.Device]) -> None:
 
     Args:
       shapes: the parameters, as jax.ShapeDtypeStruct.
-      devices: that hold them together.
+      devices: that hold them together; none stands for the memory of this host.
 
     Raises:
       UserError: with what it would take, and what there is.
     """
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    there = memory(devices)
+    # JAX may have been told to start no CPU backend, so that the host is no device.
+    there = memory(devices) if devices else _host_memory()
     if there and _BYTES * count > there:
         raise UserError(
             f"out of memory before the start: the network has {count:,} parameters, "
@@ -52,3 +52,8 @@ def check(shapes: dict, devices: Sequence[jax.Device]) -> None:
             f"gradients and Adam's moments), and there are {there / 1e9:,.1f} GB: "
             "choose a smaller image size or model, or more devices"
         )
+
+
+def _host_memory() -> int:
+    """Returns the memory of this host in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
