@@ -68,3 +68,10 @@ def test_a_picture_is_replaced_as_a_whole(tmp_path, monkeypatch):
 def test_a_trial_leaves_nothing_but_the_folder(tmp_path):
     evaluations.prepare(tmp_path / "deep/er")
     assert list((tmp_path / "deep/er").iterdir()) == []
+
+
+def test_names_of_classes_are_escaped():
+    table = Confusion(np.eye(1, dtype=int), ("a\x1b[31m\nerror: no",))
+    last = evaluations.table({"test": {"weights": {}}}, {"test": table}).splitlines()
+    assert len(last) == 1
+    assert last[0].endswith(r"100.00% a\x1b[31m\nerror: no")

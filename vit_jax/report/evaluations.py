@@ -8,6 +8,7 @@ import re
 import numpy as np
 from etils import epath
 
+from vit_jax.printing import printable
 from vit_jax.report import confusion as confusions
 from vit_jax.report import result
 from vit_jax.report.confusion import Confusion
@@ -93,4 +94,7 @@ def _worst(table: Confusion, most: int = 3) -> list[str]:
     accuracies = table.accuracies
     there = np.flatnonzero(~np.isnan(accuracies))
     order = there[np.argsort(accuracies[there], kind="stable")][:most].tolist()
-    return [f"least accurate   {accuracies[i]:>12.2%} {table.name(i)}" for i in order]
+    return [
+        f"least accurate   {accuracies[i]:>12.2%} {printable(table.name(i))}"
+        for i in order
+    ]
