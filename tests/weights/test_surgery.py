@@ -220,7 +220,17 @@ def changed(drop=(), **extra):
             [],
             "probe is left over; what may be so, name in con",
         ),
-        (changed(drop=["head/bias"]), [], "head/bias is missing; what may be so"),
+        (
+            changed(drop=["head/bias", "head/kernel"]),
+            [],
+            "head/kernel is missing; what may be so",
+        ),
+        (changed(drop=["head/bias"]), [], "head/bias is missing$"),
+        (
+            changed(drop=["Transformer/encoderblock_0/LayerNorm_0/scale"]),
+            [],
+            "LayerNorm_0/scale is missing$",
+        ),
         (
             changed(drop=["head/bias"]),
             ["bia$"],

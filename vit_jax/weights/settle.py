@@ -58,9 +58,15 @@ def settle(
         for name in sorted(given.keys() & wanted.keys())
         if given[name].shape != wanted[name].shape
     ]
-    # A part of the network that lost some of its parameters computes something else.
-    parts = {name.split("/")[0] for name in wanted}
-    inside = any(n.split("/")[0] in parts for n in extra if n not in allowed)
+    # A part of the network that lost some of its parameters computes something else, so
+    # only whole parts may be missing or left over.
+    theirs, ours = ({n.split("/")[0] for n in names} for names in (given, wanted))
+    inside = any(
+        name.split("/")[0] in parts
+        for names, parts in ((extra, ours), (missing, theirs))
+        for name in names
+        if name not in allowed
+    )
     strict = bool(wrong) or inside or init_allow is None
     wrong += [f"{name} is missing" for name in missing if name not in allowed]
     wrong += [f"{name} is left over" for name in extra if name not in allowed]
