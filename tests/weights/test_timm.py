@@ -295,6 +295,21 @@ def test_without_a_config_a_grid_must_be_square(tmp_path):
             (3, "tanh", 1e-6),
         ),
         ({"model_type": "vit"}, (0, "erf", 1e-6)),  # Another library's config.
+        ({"architecture": "deit3_huge_patch14_224.fb_in22k"}, (16, "erf", 1e-6)),
+        (
+            {
+                "architecture": "vit_base_patch16_224",
+                "model_args": {
+                    "pretrained": True,
+                    "checkpoint_path": "a.pth",
+                    "cache_dir": "b",
+                    "scriptable": True,
+                    "out_indices": [1, 2],
+                    "norm_layer": "layernorm",
+                },
+            },
+            (0, "erf", 1e-6),
+        ),
     ],
 )
 def test_flavours_follow_the_architecture(config, expected):
@@ -336,6 +351,30 @@ def test_a_config_as_the_hub_has_them_is_read():
         "crop_mode border: not known, so center",
         "interpolation hamming: not known, so bicubic",
     )
+
+
+def test_null_in_a_config_is_timms_default():
+    from vit_jax.weights.formats import timm_config
+
+    images = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3}
+    unset = dict.fromkeys(("crop_pct", "interpolation", "crop_mode"))
+    config = {"architecture": "vit_base_patch16_224"}
+    facts = timm_config.read(config | {"pretrained_cfg": images | unset})
+    assert facts == timm_config.read(config | {"pretrained_cfg": images})
+    assert facts.preprocess.crop_fraction == 0.875
+    nothing = dict.fromkeys(images) | unset
+    assert timm_config.read(config | {"pretrained_cfg": nothing}).preprocess is None
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_base_patch16_clip_224", "resnetv2_50x1_bit.goog_in21k"]
+)
+def test_a_norm_that_the_architecture_does_not_have_is_refused(name):
+    from vit_jax.weights.formats import timm_config
+
+    args = {"norm_layer": "layernorm", "pre_norm": False}
+    with pytest.raises(UserError, match="norm_layer='layernorm' in model_args is not"):
+        timm_config.read({"architecture": name, "model_args": args})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ Params = dict  # Nested: name to arrays or to further dicts.
 # what they mean.
 EXECUTION = ("scan", "remat", "attention", "platform")
 # As the deepest Transformers published (DeepNet, arXiv:2203.00555). Blocks are traced
-# and compiled one by one, at half a second each and more.
+# and compiled one by one, at half a second each and more; under a scan too, since
+# parameters are initialised one by one.
 MAX_BLOCKS = 1_000
 # What follows from those.
 _FOLLOWS = {"attention_impl", "flatten"}

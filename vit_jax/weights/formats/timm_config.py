@@ -74,9 +74,11 @@ def read(config: Mapping) -> Facts:
         note = "config.json: none of timm, so a plain network, exact GELU, epsilon 1e-6"
         return Facts(notes=(note,))
     timm_supported.check_config(config)
-    name, args = config["architecture"], config.get("model_args") or {}
+    name, args = timm_supported.architecture(config), config.get("model_args") or {}
     # Older files have one level.
     images = config.get("pretrained_cfg") or config
+    # As in timm, null is the default.
+    images = {key: value for key, value in images.items() if value is not None}
     heads = (n for pattern, n in _HEADS if re.search(pattern, name))
     activation = args.get("act_layer") or (
         "gelu_tanh" if re.search(_TANH, name) else "gelu"
@@ -109,7 +111,7 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 def _preprocess(
     images: Mapping, size: tuple[int, int], notes: list
 ) -> Preprocess | None:
-    if "mean" not in images:
+    if not {"mean", "std"} <= images.keys():
         return None
     mode, crop = images.get("crop_mode", "center"), images.get("crop_pct", 0.875)
     if mode not in ("center", "squash"):

@@ -72,7 +72,8 @@ _ARGUMENTS = re.compile(
     r"|qkv_bias|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|init_values|class_token"
     r"|no_embed_class|reg_tokens|pre_norm|final_norm|fc_norm|dynamic_img_size"
     r"|dynamic_img_pad|strict_img_size|weight_init|fix_init|stem_chs|channels|pos_embed"
-    r"|global_pool|act_layer|pool_include_prefix|\w+_rate"
+    r"|global_pool|act_layer|pool_include_prefix|\w+_rate|pretrained|checkpoint_path"
+    r"|cache_dir|scriptable|exportable|no_jit|out_indices"
 )
 _NONE = (None, False, "", "none")
 
@@ -120,9 +121,10 @@ def check_config(config: Mapping) -> None:
     """Raises UserError unless a config is of an architecture that is known to be equal.
 
     Args:
-      config: content of config.json, with an "architecture".
+      config: content of config.json, with an "architecture", whose tag tells only how
+        it was trained.
     """
-    name, args = config["architecture"], config.get("model_args") or {}
+    name, args = architecture(config), config.get("model_args") or {}
     file = f"architecture={name!r} in config.json"
     # Without its first norm, which is how timm_architecture writes epsilon 1e-5.
     plain_clip = name == "vit_base_patch16_clip_224" and args.get("pre_norm") is False
@@ -136,8 +138,22 @@ def check_config(config: Mapping) -> None:
             "ResNet"
         )
     for key, value in args.items():
+        if key == "norm_layer" and _same_norm(name, value):
+            continue
         if not _ARGUMENTS.fullmatch(key) and value not in _NONE:
             raise _unsupported(file, f"{key}={value!r} in model_args is")
+
+
+def architecture(config: Mapping) -> str:
+    """Returns the name of a config's architecture without the tag behind its dot."""
+    return config["architecture"].partition(".")[0]
+
+
+def _same_norm(name: str, norm: object) -> bool:
+    """Returns whether a norm_layer is what an architecture has anyway."""
+    # timm's LayerNorm has epsilon 1e-6, which is not that of CLIP.
+    own = "_clip_" not in name and not name.startswith("resnetv2_")
+    return own and str(norm).replace("_", "").lower() == "layernorm"
 
 
 def _unsupported(where: str, *what: str) -> UserError:
