@@ -95,9 +95,17 @@ def probe(workdir: str | os.PathLike) -> None:
     except ImportError:
         raise  # Of what reads buckets: `guards.clear_errors` says what to install.
     except Exception as error:  # A bucket's errors are no OSErrors.
+        there = path
+        if _is_local(path):
+            there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+            if not there.is_dir():
+                raise UserError(
+                    f"--workdir={workdir}: {there} is a file, not a folder: choose "
+                    "another --workdir"
+                ) from error
         raise UserError(
-            f"--workdir={workdir} cannot be written ({reason(error)}): choose another "
-            "--workdir, free space or change its permissions"
+            f"--workdir={workdir}: {there} cannot be written ({reason(error)}): choose "
+            "another --workdir, free space or change its permissions"
         ) from error
 
 
