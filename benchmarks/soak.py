@@ -6,12 +6,12 @@ Run: python benchmarks/soak.py [--kills=200] [--hosts=1,2] [--seed=0] [--steps=1
 Each run is started, killed with SIGKILL at a random moment, uniform over the time that
 an undisturbed run takes from its start to its report, and started again, until it is
 done. Runs are begun until there were enough kills; half of them of one process and half
-of two that train together as two hosts do, of which one or both are killed; with
---one_host always one. Every run
-must end with the parameters of the undisturbed one of as many hosts, bit for bit, and
-with its metrics, each step once. A host that loses the other must end by itself, with 75
-and the name of the one that was lost. Images are files that loader processes read ahead.
-Starts share a cache of compiled programs; one in twenty finds it empty.
+of two that train together as two hosts do, of which one or both are killed, with
+--one_host always one. Every run must end with the parameters of the undisturbed one of
+as many hosts, bit for bit, and with its metrics, each step once. A host that loses the
+other must end by itself, with 75 and the name of the one that was lost. Images are files
+that loader processes read ahead. Starts share a cache of compiled programs; one in
+twenty finds it empty.
 
 Prints what was being done at each kill, seen from outside: by the last line printed, and
 for a save by the unfinished folder on the disk; the exit codes of the hosts that lost the
