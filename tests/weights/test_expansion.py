@@ -98,7 +98,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_a_long_pickle_is_refused(tmp_path):
     path = tmp_path / "a.pth"
-    path.write_bytes(b"\x80\x02(" + b"]" * (17 << 20) + b"l.")
+    size = 17 << 20
+    path.write_bytes(b"\x80\x03B" + size.to_bytes(4, "little") + bytes(size) + b".")
     with pytest.raises(UserError, match="pickle in it is longer than 16,777,216 bytes"):
         files.read(path)
 
