@@ -202,7 +202,9 @@ def test_a_loader_process_that_is_killed_saves_and_ends_all_and_leaves_no_other(
     seconds, errors = ends(processes, code=75)
     assert seconds < 60
     for text in errors:
-        assert re.search(r"a loader process was killed.*: step \d+ of \d+ is saved", text)
+        assert re.search(
+            r"a loader process was killed.*: step \d+ of \d+ is saved", text
+        )
     time.sleep(3)
     alive = [p for pids in workers for p in pids if pathlib.Path(f"/proc/{p}").exists()]
     assert alive == []
