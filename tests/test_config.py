@@ -46,6 +46,13 @@ def recipe(tmp_path):
     return str(path)
 
 
+def test_text_for_a_tuple_of_numbers_is_refused():
+    data = {"name": "made", "classes": 3, "mean": "a=b"}
+    raw = {"batch_size": 8, "optim": {"rate": 0.1}, "data": data}
+    with pytest.raises(UserError, match=r"data\.mean\[0\]='a=b' is str, but it takes"):
+        config.complete(raw)
+
+
 def test_complete_adds_every_default_and_locks():
     c = config.complete(stated(model={"dropout": 0.3}))
     assert c.is_locked

@@ -88,7 +88,7 @@ IMAGES = [
 NOTES = (
     r".*does not tell how its images are prepared; assumed: .*",
     r"data\.data_dir=.* is not read: data\.name=.*",
-    r"a figure is left out: .*",
+    r"figure skipped: .*",
     r"\S*: (is empty|cannot be|has ).*",  # An image of several.
     r"left out, \d+ damaged:|  .*",
     r".*: \d+/\d+",  # The progress of dedup.

@@ -139,7 +139,7 @@ def fit(name: str, value: object, default: object) -> object:
         one = default[0] if default else ""
         return tuple(fit(f"{name}[{i}]", item, one) for i, item in enumerate(value))
     if isinstance(default, tuple) and isinstance(value, str):
-        return (value,)
+        return fit(name, (value,), default)
     if type(default) is float and is_number(value, numbers.Real):
         return float(value)
     if type(default) is int and is_number(value, numbers.Integral):

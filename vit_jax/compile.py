@@ -15,6 +15,7 @@ import pathlib
 
 from vit_jax import cli
 from vit_jax.errors import UserError
+from vit_jax.printing import printable
 from vit_jax.schema import CHOICES
 from vit_jax.tools.planning import topology
 
@@ -38,7 +39,7 @@ def main(flags: argparse.Namespace) -> int:
     limit = topology.usable_memory(devices[0])
     examples, source = _examples(flags, config)
     heading = (
-        f"{config.name} on {len(devices)} x {devices[0].device_kind} "
+        f"{printable(config.name)} on {len(devices)} x {devices[0].device_kind} "
         f"({place.slices} x {place.name}), {config.batch_size:,} images a step; "
         f"{topology.versions()}; {examples:,} examples ({source})"
     )
