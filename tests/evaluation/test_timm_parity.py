@@ -4,10 +4,10 @@ Needs the extra `parity`.
 """
 
 import pathlib
-import warnings
 
 import numpy as np
 import pytest
+from import_timm import import_timm, torch
 from safetensors.numpy import save_file
 
 from vit_jax import config as configuration
@@ -17,28 +17,13 @@ from vit_jax.weights.preprocess import broadcast
 from vit_jax.weights.pretrained import Preprocess
 
 pytestmark = pytest.mark.parity
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra parity")
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 20, 1024.0
 
 
 @pytest.fixture(scope="module")
 def timm():
-    """Imports timm beside a torchvision without its compiled operators."""
-    register = torch.library.register_fake
-
-    def skip_missing(name, *args, **kwargs):
-        if isinstance(name, str) and name.startswith("torchvision::"):
-            return lambda function: function
-        return register(name, *args, **kwargs)
-
-    torch.library.register_fake = skip_missing
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return pytest.importorskip("timm", reason="timm is not installed")
-    finally:
-        torch.library.register_fake = register
+    return import_timm()
 
 
 def ours_and_theirs(place, their_model, preprocess, data, batch_size):
