@@ -6,10 +6,17 @@ import traceback
 from collections.abc import Callable
 
 from vit_jax import signals
-from vit_jax.errors import LostHost, UserError, keep_warnings_from_raising
+from vit_jax.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_TRY_AGAIN,
+    EXIT_UNREAD,
+    EXIT_USER_ERROR,
+    LostHost,
+    UserError,
+    keep_warnings_from_raising,
+)
 from vit_jax.printing import masked, printable
 
-EXIT_USER_ERROR = 2
 SQUASH = "squash"  # A value of --crop.
 _UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
 
@@ -260,7 +267,7 @@ def run(
         except (UserError, LostHost) as error:
             show(error, debug=flags is not None and flags.debug)
             wrong = isinstance(error, UserError)
-            code = EXIT_USER_ERROR if wrong else signals.EXIT_PREEMPTED
+            code = EXIT_USER_ERROR if wrong else EXIT_TRY_AGAIN
         except (MemoryError, RuntimeError) as error:
             if not _is_memory(error):
                 raise
@@ -279,7 +286,7 @@ def run(
         if not signals.unread():
             raise
         signals.drop_output()
-        code = signals.EXIT_UNREAD
+        code = EXIT_UNREAD
     except BaseException as error:
         # Libraries may have made another error of KeyboardInterrupt.
         if not (signals.interrupted() or isinstance(error, KeyboardInterrupt)):
@@ -287,7 +294,7 @@ def run(
         if flags is not None and flags.debug:
             traceback.print_exception(error)
         tell("interrupted")
-        code = signals.EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
     sys.exit(code)
 
 

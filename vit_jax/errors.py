@@ -3,6 +3,13 @@
 import sys
 import warnings
 
+# Exit codes; README, "When it stops", says what each asks of whoever starts a command.
+EXIT_CRASH = 1
+EXIT_USER_ERROR = 2
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: preempted, or a host was lost.
+EXIT_INTERRUPTED = 130  # As shells say it of SIGINT.
+EXIT_UNREAD = 141  # As shells say it of SIGPIPE.
+
 
 class UserError(ValueError):
     """Bad input: one line that names the thing, its value and the remedy.

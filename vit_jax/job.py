@@ -2,8 +2,15 @@
 
 from collections.abc import Callable
 
-from vit_jax import cli, signals
-from vit_jax.errors import Interrupted, Preempted, UserError
+from vit_jax import cli
+from vit_jax.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_TRY_AGAIN,
+    EXIT_USER_ERROR,
+    Interrupted,
+    Preempted,
+    UserError,
+)
 
 
 def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
@@ -37,15 +44,15 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
             work()
         except Preempted as preempted:
             cli.tell(str(preempted))
-            code = signals.EXIT_PREEMPTED
+            code = EXIT_TRY_AGAIN
         except Interrupted as interrupted:
             cli.tell(str(interrupted))
-            code = signals.EXIT_INTERRUPTED
+            code = EXIT_INTERRUPTED
         except UserError as error:
             if jax.process_count() > 1 or not ahead.under_way():
                 raise
             cli.show(error, debug=debug)
-            together.leave(cli.EXIT_USER_ERROR)
+            together.leave(EXIT_USER_ERROR)
     if jax.process_count() > 1 or ahead.under_way():
         together.leave(code)
     return code

@@ -23,8 +23,8 @@ import pathlib
 import re
 import sys
 
-from vit_jax import cli, signals
-from vit_jax.errors import UserError
+from vit_jax import cli
+from vit_jax.errors import EXIT_INTERRUPTED, UserError
 
 FOLDER = "folder"
 _VERSION = "1.0.0"
@@ -47,7 +47,7 @@ def main(flags: argparse.Namespace) -> int:
             folder, content = _build(flags, data_dir)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
-        return signals.EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     _report(folder, content, "verified" if flags.verify else "wrote")
     return 0
 

@@ -7,11 +7,8 @@ import signal
 import sys
 import threading
 
+from vit_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 from vit_jax.parallel import last_words
-
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again.
-EXIT_INTERRUPTED = 130  # As shells say it of SIGINT.
-EXIT_UNREAD = 141  # As shells say it of SIGPIPE.
 
 _interrupted = threading.Event()
 
@@ -86,7 +83,7 @@ def _count(reader: int) -> None:
 def _preempt(number: int, _) -> None:
     name = signal.Signals(number).name
     text = f"{name}: ended, no training was under way; the same command goes on"
-    _end(text, EXIT_PREEMPTED)
+    _end(text, EXIT_TRY_AGAIN)
 
 
 def _end(words: str, code: int) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from vit_jax.errors import LostHost, UserError
+from vit_jax.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, LostHost, UserError
 from vit_jax.parallel import aborts, cluster, last_words
 from vit_jax.parallel.place import Place
 
@@ -20,7 +20,6 @@ _START_SECONDS = 300
 _LOST = "VIT_JAX_LOST_SECONDS"
 _LOST_SECONDS = 40
 _LATER_SECONDS = 10  # Than ours, JAX looks for the lost.
-EXIT_LOST = 75  # As after SIGTERM: try again.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # As gRPC reads them.
 
 
@@ -146,13 +145,13 @@ def _not_joined(place: Place, seconds: int, until: float) -> tuple[int, str]:
     last_words.forget()
     own = f"process {place.process} of {place.count} ({socket.gethostname()})"
     if place.process and service_is_gone(place.address):
-        return EXIT_LOST, (
+        return EXIT_TRY_AGAIN, (
             f"process 0 of {place.count} at {place.address} died or was lost before "
             f"{own} had joined it: start the job again"
         )
-    code, who = 2, "the others"
+    code, who = EXIT_USER_ERROR, "the others"
     if time.monotonic() > until - 1:  # Else JAX refused what it was told.
-        code = EXIT_LOST
+        code = EXIT_TRY_AGAIN
         if place.count == 2:
             who = f"process {1 - place.process} of 2"
     return code, (

@@ -27,9 +27,14 @@ import traceback
 import jax
 from jax._src import distributed as service  # As Orbax: there is no public door.
 
-from vit_jax.errors import UserError
+from vit_jax.errors import (
+    EXIT_CRASH,
+    EXIT_INTERRUPTED,
+    EXIT_TRY_AGAIN,
+    EXIT_USER_ERROR,
+    UserError,
+)
 from vit_jax.parallel import aborts, distributed, heartbeats, last_words
-from vit_jax.parallel.distributed import EXIT_LOST
 from vit_jax.parallel.stacks import show as show_stacks
 from vit_jax.printing import printable
 
@@ -40,7 +45,6 @@ _HOSTS = "vit_jax/hosts"
 _LOOK_SECONDS = 1.0
 # A third of the minute that is promised: for hosts too busy to look at once.
 _PATIENCE_SECONDS = 20.0
-_EXIT_CRASH, _EXIT_USER_ERROR, _EXIT_INTERRUPTED = 1, 2, 130
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +173,7 @@ class Together:
         if lost is not None:
             reason = f"no sign of life for {self._limit} s"
             reason = f"{who(lost)} died or was lost: {reason}; {self._remedy()}"
-            _leave(_announce(_Failure(lost, EXIT_LOST, reason, lost=True)))
+            _leave(_announce(_Failure(lost, EXIT_TRY_AGAIN, reason, lost=True)))
 
     def _beats(self) -> dict[int, str] | None:
         """Returns the last beat of each process; None if the service does not answer."""
@@ -203,7 +207,7 @@ class Together:
             time.sleep(_LOOK_SECONDS / 10)
         _stop_loaders()
         last_words.forget()
-        return EXIT_LOST, self._gone
+        return EXIT_TRY_AGAIN, self._gone
 
     def _service_is_lost(self) -> bool:
         quiet = time.monotonic() - self._answered
@@ -231,14 +235,14 @@ def end_all(code: int, reason: str, *, stacks: bool = False) -> None:
 
 
 def _describe(error: BaseException) -> _Failure:
-    code = _EXIT_CRASH
+    code = EXIT_CRASH
     reason = " ".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, UserError):
-        code = _EXIT_USER_ERROR
+        code = EXIT_USER_ERROR
     else:
         reason = f"{type(error).__name__}: {reason}"
     if isinstance(error, KeyboardInterrupt):
-        code, reason = _EXIT_INTERRUPTED, "interrupted (Ctrl-C)"
+        code, reason = EXIT_INTERRUPTED, "interrupted (Ctrl-C)"
     return _Failure(index(), code, " ".join(reason.split()))
 
 
@@ -268,7 +272,7 @@ def _end_lost(reason: str) -> None:
     last_words.forget()
     os.write(2, f"error: {reason}\n".encode())
     _stop_loaders()
-    os._exit(EXIT_LOST)
+    os._exit(EXIT_TRY_AGAIN)
 
 
 def leave(code: int) -> None:

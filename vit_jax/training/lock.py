@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
-from vit_jax.errors import UserError
+from vit_jax.errors import EXIT_USER_ERROR, UserError
 from vit_jax.parallel import together
 from vit_jax.training.saving import reason
 
@@ -32,7 +32,6 @@ _LEASE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _ENDING_SECONDS = 3.0  # A killed process may keep its lock until its memory is freed.
 _SETTLE_SECONDS = 2.0  # For two starts at the same moment, where nothing else decides.
-_EXIT_TAKEN_OVER = 2
 _KEYS = {"host", "pid", "start", "boot", "processes", "born", "token", "lease_seconds"}
 _PROBE = bytes(4096)
 
@@ -225,7 +224,7 @@ class _Lock:
                 found = self._read()
                 if self._is_anothers(found):
                     together.end_all(
-                        _EXIT_TAKEN_OVER,
+                        EXIT_USER_ERROR,
                         f"{_who(found)} has taken {self._workdir} over since "
                         f"{found['start']}, because this one stood still: ended, so "
                         "that only one writes",
