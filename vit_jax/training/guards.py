@@ -62,9 +62,8 @@ class Preemption:
             # As nohup does, or a script for what it starts in the background.
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if not (jaxs or ignored):
-                with contextlib.suppress(
-                    ValueError
-                ):  # Not the main thread: a notebook.
+                # Not in the main thread, as in a notebook, where none can be set.
+                with contextlib.suppress(ValueError):
                     self._before[number] = signal.signal(number, self._on_signal)
         self._listening.__enter__()
         return self

@@ -158,8 +158,9 @@ class Nearby:
         files = {p: _load(mine[step, p]) for s, p in mine if s == step}
         about = next((about for about, _ in files.values()), {})
         if "data" in about:
+            here = {"data": self._data}
             notes += resuming.check_data(
-                about, {}, self._source, self._workdir, check=self._check
+                about, here, self._source, self._workdir, check=self._check
             )
         own = {k: v for _, arrays in files.values() for k, v in arrays.items()}
         given = self._give(own, held[step])

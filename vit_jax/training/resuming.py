@@ -99,7 +99,9 @@ def check_data(
     """
     notes = []
     if "data" in stored:
-        found = fingerprint.differences(stored["data"], source)
+        found = []
+        if stored["data"] != about["data"]:  # Else no second look at all names.
+            found = fingerprint.differences(stored["data"], source)
     else:
         found = [
             f"{what} were {stored[key]}, now {about[key]}"
