@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, shared_memory
 
+from vit_jax import processes
 from vit_jax.errors import keep_warnings_from_raising
 
 _FOLDER = pathlib.Path("/dev/shm")
@@ -131,34 +132,16 @@ def killed(number: int) -> str:
 @functools.cache
 def remove_leftovers() -> None:
     """Removes shared memory that dead processes of ours have left, once a process."""
-    own = _namespace()
+    own = processes.namespace()
     with contextlib.suppress(OSError):  # Not Linux, or none of our business.
         for path in _FOLDER.iterdir():
             found = _NAME.match(path.name)
             # A process of another namespace, as a container's, cannot be seen from here.
-            if found and found[1] == own and _started(found[2]) != found[3]:
+            if found and found[1] == own and processes.started(found[2]) != found[3]:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
 
 def _prefix() -> str:
     pid = str(os.getpid())
-    return f"vit_jax-{_namespace()}-{pid}-{_started(pid) or 0}-"
-
-
-def _namespace() -> str:
-    """Returns the number of the namespace that this process's id belongs to."""
-    try:
-        return str(os.stat("/proc/self/ns/pid").st_ino)
-    except OSError:
-        return "0"
-
-
-def _started(pid: str) -> str:
-    """Returns when a process began, in ticks since the boot; "" if it does not run."""
-    try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    state, *words = text.rpartition(")")[2].split()
-    return "" if state in "ZX" else words[18]
+    return f"vit_jax-{processes.namespace()}-{pid}-{processes.started(pid) or 0}-"

@@ -1,8 +1,9 @@
 """Where the time goes between the command and the first step."""
 
 import os
-import pathlib
 import time
+
+from vit_jax import processes
 
 
 class Startup:
@@ -45,8 +46,8 @@ class Startup:
 def process_age() -> float:
     """Returns for how many seconds this process has run; 0 where no one tells."""
     try:
-        words = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(words[19]) / os.sysconf("SC_CLK_TCK")  # Since the machine's boot.
+        ticks = int(processes.started("self"))  # Since the machine's boot.
+        started = ticks / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    except (OSError, AttributeError):  # Not Linux.
+    except (ValueError, OSError, AttributeError):  # Not Linux.
         return 0.0

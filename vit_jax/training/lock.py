@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
+from vit_jax import processes
 from vit_jax.errors import EXIT_USER_ERROR, UserError
 from vit_jax.parallel import together
 from vit_jax.training.saving import reason
@@ -126,8 +127,8 @@ class _Lock:
             "pid": os.getpid(),
             "start": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             "boot": _boot(),
-            "processes": _process_numbers(),
-            "born": _born(os.getpid()),
+            "processes": f"{socket.gethostname()} {processes.namespace()}",
+            "born": processes.started(os.getpid()),
             "token": secrets.token_hex(8),
             "beat": 0,
             "lease_seconds": _LEASE_SECONDS,
@@ -190,7 +191,7 @@ class _Lock:
         if here and self._own["born"]:
             # Also where we have the system's lock: the holder may have begun without it,
             # when a file server still kept that of a host that was gone.
-            if _born(found["pid"]) == found["born"]:
+            if processes.started(found["pid"]) == found["born"]:
                 self._refuse_if(bool)
             return
         if locked and found["boot"] == self._own["boot"]:
@@ -272,23 +273,3 @@ def _boot() -> str:
     with contextlib.suppress(OSError):
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()  # Not Linux.
-
-
-def _process_numbers() -> str:
-    """Names what process numbers count in: each container may have its own."""
-    with contextlib.suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
-
-
-def _born(pid: int) -> str:
-    """Returns when a process began, in clock ticks; "" if there is none.
-
-    A number that was given to a later process so does not count as the same.
-    """
-    with contextlib.suppress(OSError):
-        fields = (
-            pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        )
-        return "" if fields[0] in "ZX" else fields[19]
-    return ""
