@@ -108,11 +108,34 @@ def _count_conv(equation: core.JaxprEqn) -> int:
         strict=True,
     )
     for side, taps, steps, stride, (before, _), spread, dilation in axes:
-        place = np.add.outer(np.arange(steps) * stride, np.arange(taps) * dilation)
-        place -= before
-        inside = (place >= 0) & (place <= (side - 1) * spread)
-        count *= int((inside & (place % spread == 0)).sum())
+        count *= window_products(side, taps, steps, stride, before, spread, dilation)
     return count
+
+
+def window_products(
+    side: int,
+    taps: int,
+    steps: int,
+    stride: int,
+    before: int,
+    spread: int,
+    dilation: int,
+) -> int:
+    """Counts a convolution's products along one axis, without padding and zeros.
+
+    Args:
+      side: length of the input.
+      taps: length of the kernel.
+      steps: length of the output.
+      stride: of the window.
+      before: padding in front of the input.
+      spread: dilation of the input.
+      dilation: of the kernel.
+    """
+    place = np.add.outer(np.arange(steps) * stride, np.arange(taps) * dilation)
+    place -= before
+    inside = (place >= 0) & (place <= (side - 1) * spread)
+    return int((inside & (place % spread == 0)).sum())
 
 
 def parameters(model: Model) -> int:

@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-import numpy as np
-
+from vit_jax.models.cost import window_products
 from vit_jax.tools.planning.hlo import Instruction, Module
 
 KINDS = (
@@ -274,10 +273,7 @@ def _convolution(module, instruction):
         taps, stride = int(stated("size", 1)), int(stated("stride", 1))
         spread, dilation = int(stated("lhs_dilate", 1)), int(stated("rhs_dilate", 1))
         before = int(stated("pad", "0_0").split("_")[0])
-        place = np.add.outer(np.arange(steps) * stride, np.arange(taps) * dilation)
-        place -= before
-        inside = (place >= 0) & (place <= (side - 1) * spread)
-        found *= int((inside & (place % spread == 0)).sum())
+        found *= window_products(side, taps, steps, stride, before, spread, dilation)
     return found
 
 
