@@ -1,11 +1,13 @@
 """Saving, failing to save, and what is taken for a checkpoint, without a training run."""
 
+import asyncio
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from etils import epath
 from helpers import tiny_config
 from orbax.checkpoint import v1 as ocp
@@ -244,3 +246,19 @@ def test_one_of_an_older_version_is_accepted_and_said_to_be_unverified(
         for step in (5, 6):
             checkpoints.save(step, state_of(step), 0.0)
     assert workdirs.steps(tmp_path) == [4, 6]
+
+
+def test_a_write_that_ends_when_its_save_has_given_up_prints_nothing(capfd):
+    saving.silence_orbax()
+    promise, future = tensorstore.Promise.new()
+
+    async def save():
+        await future
+
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(save())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    promise.set_result(0)
+    assert capfd.readouterr().err == ""
+    waiting._log_destroy_pending = False

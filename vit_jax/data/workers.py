@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker, shared_memory
+from multiprocessing import resource_tracker, shared_memory, util
 
 from vit_jax import processes
 from vit_jax.errors import keep_warnings_from_raising
@@ -52,6 +52,7 @@ def initializer() -> Callable[[int, int], None]:
     prefix = f"/{_prefix()}" if _FOLDER.exists() else ""
     if prefix:  # Of semaphores; there is no public way.
         multiprocessing.current_process()._config["semprefix"] = prefix
+        _remove_own_at_exit()
     return functools.partial(_initialize, prefix)
 
 
@@ -140,6 +141,22 @@ def remove_leftovers() -> None:
             if found and found[1] == own and processes.started(found[2]) != found[3]:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+@functools.cache
+def _remove_own_at_exit() -> None:
+    """Has this process remove at its end what a loader process that was killed has left.
+
+    One that dies in the moment between making a segment and telling Python's process
+    that removes them has told nobody.
+    """
+    # Of negative priority: when the loader processes have ended. `atexit` is too early.
+    util.Finalize(None, _remove_own, exitpriority=-1)
+
+
+def _remove_own() -> None:
+    for path in _FOLDER.glob(f"{_prefix()}*"):
+        path.unlink(missing_ok=True)
 
 
 def _prefix() -> str:

@@ -139,20 +139,19 @@ def _context() -> ocp.Context:
 def silence_orbax() -> None:
     """Drops the tracebacks that a failed save prints: one line says what went wrong."""
     logging.getLogger("absl").addFilter(_not_of_a_failed_save)
-    if sys.excepthook is not _excepthook:
-        _excepthook.before = sys.excepthook
-        sys.excepthook = _excepthook
+    if sys.unraisablehook is not _unraisable:
+        _unraisable.before = sys.unraisablehook
+        sys.unraisablehook = _unraisable
 
 
 def _not_of_a_failed_save(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
-def _excepthook(kind, error, trace) -> None:
-    # Of TensorStore's threads, whose writes go on when Orbax has given up already.
-    main = threading.current_thread() is threading.main_thread()
-    if main or str(error) != "Event loop is closed":
-        _excepthook.before(kind, error, trace)
+def _unraisable(found) -> None:
+    # TensorStore's writes go on when Orbax has given up already, and find nobody there.
+    if str(found.exc_value) != "Event loop is closed":
+        _unraisable.before(found)
 
 
 def reason(error: BaseException) -> str:
