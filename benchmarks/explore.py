@@ -28,11 +28,10 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from vit_jax import models
-from vit_jax.explorer import saved
-from vit_jax.explorer.images import Folder
-from vit_jax.explorer.server import Server
-from vit_jax.explorer.session import Session
-from vit_jax.explorer.subject import Subject
+from vit_jax.tools.explorer import saved
+from vit_jax.tools.explorer.images import Folder
+from vit_jax.tools.explorer.server import Server
+from vit_jax.tools.explorer.session import ExploredModel, Session
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 # In the page: clicks a patch and waits until what it changed is painted.
@@ -77,20 +76,20 @@ def fill(folder, image, count):
     return len(stream.getvalue())
 
 
-def open_subject(variant, side):
+def open_model(variant, side):
     """Returns a network whose attention is neither even nor of single tokens."""
     options = {"variant": variant, "classes": 1000, "image_size": (side, side)}
     model = models.create(**options)
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
     preprocess = Preprocess((side, side), interpolation="bicubic", crop_fraction=0.9)
     found = Pretrained(params, options, "vit_jax", f"random {variant}", preprocess)
-    return Subject(found, preprocess=preprocess)
+    return ExploredModel(found, preprocess=preprocess)
 
 
 @contextlib.contextmanager
-def serve(subject, folder=None):
+def serve(model, folder=None):
     """Serves a network on a free port."""
-    with Server(Session([subject], folder), "127.0.0.1", 0) as server:
+    with Server(Session([model], folder), "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -167,28 +166,28 @@ def click(server, image, clicks, grid, what):
 
 def main(args):
     """Prints the times."""
-    subject = open_subject(args.variant, args.side)
+    model = open_model(args.variant, args.side)
     start = time.perf_counter()
-    subject.warm_up()
+    model.warm_up()
     print(
         f"{args.variant} at {args.side}: compiled in {time.perf_counter() - start:.1f} s"
     )
     images = make_images(args.images)
-    grid = subject.describe()["grid"]
-    tokens = len(subject.extra) + grid[0] * grid[1]
-    with serve(subject) as server:
+    grid = model.describe()["grid"]
+    tokens = len(model.extra) + grid[0] * grid[1]
+    with serve(model) as server:
         ask(server, images, args.clicks, tokens)
         click(server, images[0], args.clicks, grid, "a click in the browser")
     with tempfile.TemporaryDirectory() as folder:
         size = fill(folder, images[0], args.photographs)
-        with serve(subject, Folder(folder)) as server:
+        with serve(model, Folder(folder)) as server:
             what = (
                 f"a click beside {args.photographs} photographs of {size / 1e6:.0f} MB"
             )
             click(server, images[0], args.clicks, grid, what)
     with tempfile.NamedTemporaryFile(suffix=".html") as file:
-        seen = subject.see(images[0], "x")
-        written = saved.write(file.name, [subject], [seen], "x.jpg")
+        output = model.run(images[0], "x")
+        written = saved.write(file.name, [model], [output], "x.jpg")
     print(
         f"the page as a file: {written.size / 1e6:.2f} MB, attention in "
         f"{written.steps + 1} steps of {written.pool}x{written.pool} patches"

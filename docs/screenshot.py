@@ -27,19 +27,19 @@ def main(flags: argparse.Namespace) -> None:
     import skimage.data
     from playwright.sync_api import sync_playwright
 
-    from vit_jax.explorer.images import Folder
-    from vit_jax.explorer.server import Server
-    from vit_jax.explorer.session import Session
+    from vit_jax.tools.explorer.images import Folder
+    from vit_jax.tools.explorer.server import Server
+    from vit_jax.tools.explorer.session import Session
 
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         raise UserError("there is no chromium and no google-chrome: install one")
-    subject = explore.open_subject(flags, flags.model)
+    model = explore.open_model(flags, flags.model)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         for name in ("astronaut", "chelsea", "coffee", "rocket"):
             pixels = getattr(skimage.data, name)()
             Image.fromarray(pixels).save(f"{folder}/{name}.png")
-        with Server(Session([subject], Folder(folder)), "127.0.0.1", 0) as server:
+        with Server(Session([model], Folder(folder)), "127.0.0.1", 0) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             browser = started.chromium.launch(
                 executable_path=program, args=["--no-sandbox"]

@@ -19,7 +19,7 @@ from PIL import Image
 
 from vit_jax import cli, explore, models
 from vit_jax.errors import UserError
-from vit_jax.explorer import images, saved
+from vit_jax.tools.explorer import images, saved
 from vit_jax.weights.formats import own
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 

@@ -30,25 +30,25 @@ def main(flags: argparse.Namespace) -> None:
         raise UserError(f"--html={flags.html} is a folder: name a file in it")
     for name in ("html", "image"):
         files.check(f"--{name}", getattr(flags, name))
-    # After the flags, so that their errors come at once.
-    from vit_jax.explorer.images import Folder
+    # Imported after the flags are checked, so that their errors come at once.
     from vit_jax.parallel import compilation_cache
+    from vit_jax.tools.explorer.images import Folder
 
     folder = Folder(flags.images) if flags.images else None
     if uncached := compilation_cache.enable():
         cli.tell(uncached)
     data = read(flags.image) if flags.html else b""
     places = [flags.model, flags.compare] if flags.compare else [flags.model]
-    subjects = [open_subject(flags, place) for place in places]
+    models = [open_model(flags, place) for place in places]
     if flags.html:
-        write(flags, subjects, data)
+        write(flags, models, data)
     else:
-        serve(flags, subjects, folder)
+        serve(flags, models, folder)
 
 
 def read(path: str) -> bytes:
     """Returns the content of the image that --html shows."""
-    from vit_jax.explorer import images
+    from vit_jax.tools.explorer import images
 
     try:
         with open(path, "rb") as file:
@@ -64,39 +64,38 @@ def read(path: str) -> bytes:
     return data
 
 
-def write(flags: argparse.Namespace, subjects: list, data: bytes) -> None:
+def write(flags: argparse.Namespace, models: list, data: bytes) -> None:
     """Writes the page of one image as one file."""
-    from vit_jax.explorer import images, saved
+    from vit_jax.tools.explorer import images, saved
 
     name = os.path.basename(flags.image)
     try:
-        seen = [subject.see(data, name) for subject in subjects]
+        outputs = [model.run(data, name) for model in models]
     except images.Refused as error:
         raise UserError(f"--image: {error.sentence}") from error
-    size, steps, pool = saved.write(flags.html, subjects, seen, name)
+    size, steps, pool = saved.write(flags.html, models, outputs, name)
     cli.say(
         f"{flags.html}: {size / 1e6:.2f} MB, attention in {steps + 1} steps of each "
         "row's largest" + (f", means of {pool}x{pool} patches" if pool > 1 else "")
     )
 
 
-def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
+def serve(flags: argparse.Namespace, models: list, folder) -> None:
     """Serves the page until Ctrl-C."""
-    from vit_jax.explorer import access
-    from vit_jax.explorer.server import Server
-    from vit_jax.explorer.session import Session
+    from vit_jax.tools.explorer.server import Server, is_loopback
+    from vit_jax.tools.explorer.session import Session
 
-    with Server(Session(subjects, folder), flags.host, flags.port) as server:
-        if not access.loopback(flags.host):
+    with Server(Session(models, folder), flags.host, flags.port) as server:
+        if not is_loopback(flags.host):
             cli.tell(
                 f"--host={flags.host}: whoever reaches this computer and has the "
                 "address below can use the page and see the images of --images; "
                 "nothing is encrypted"
             )
-        for subject in subjects:  # Or the first image would wait for compilation.
-            subject.warm_up()
-        names = " and ".join(subject.name for subject in subjects)
-        # Not cli.say, which masks tokens: this one is for whoever started the server.
+        for model in models:  # Otherwise the first image would wait for compilation.
+            model.warm_up()
+        names = " and ".join(model.name for model in models)
+        # Not cli.say, which masks tokens: the user needs this one.
         print(f"{server.address} shows {printable(names)}", flush=True)
         try:
             server.serve_forever()
@@ -104,12 +103,12 @@ def serve(flags: argparse.Namespace, subjects: list, folder) -> None:
             cli.tell("ended")
 
 
-def open_subject(flags: argparse.Namespace, place: str):
-    """Opens a checkpoint, with the flags in place of what travelled with it."""
-    from vit_jax.explorer.subject import Subject
+def open_model(flags: argparse.Namespace, place: str):
+    """Opens a checkpoint; flags override its own preprocessing and class names."""
+    from vit_jax.tools.explorer.session import ExploredModel
 
     found, preprocess, classes = cli.open_weights(flags, place)
-    return Subject(found, preprocess=preprocess, class_names=classes)
+    return ExploredModel(found, preprocess=preprocess, class_names=classes)
 
 
 def parser() -> cli.Parser:

@@ -5,7 +5,7 @@ import threading
 import pytest
 from explored import picture, pretrained
 
-from vit_jax.explorer import images, server, session, subject
+from vit_jax.tools.explorer import images, server, session
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +41,11 @@ def second():
 
 
 @pytest.fixture(scope="session")
-def subjects(first, second):
+def explored_models(first, second):
     """Both models, opened and compiled."""
     opened = [
-        subject.Subject(each, preprocess=each.preprocess) for each in (first, second)
+        session.ExploredModel(each, preprocess=each.preprocess)
+        for each in (first, second)
     ]
     for each in opened:
         each.warm_up()
@@ -78,9 +79,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def served(subjects, folder):
+def served(explored_models, folder):
     """A server of both models and the folder, on a free port."""
-    held = session.Session(subjects, images.Folder(str(folder)))
+    held = session.Session(explored_models, images.Folder(str(folder)))
     with server.Server(held, "127.0.0.1", 0) as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.05,))
         thread.start()

@@ -14,8 +14,7 @@ from vit_jax import models
 from vit_jax.analysis import attention
 from vit_jax.errors import UserError
 from vit_jax.evaluation import network, prediction
-from vit_jax.explorer import subject
-from vit_jax.explorer.rows import Rows
+from vit_jax.tools.explorer.session import AttentionRows, ExploredModel
 
 
 def read(data, layers, maps, extra, patches, steps=255):
@@ -37,13 +36,13 @@ def uneven(rng, *shape):
 @pytest.mark.parametrize("steps", [255, 15])
 def test_rows_are_read_back_to_half_a_step(steps):
     maps = uneven(np.random.default_rng(0), 3, 5, 11, 11)  # Layers, maps, N, N.
-    rows = Rows.empty(tokens=11, extra=2, layers=3, maps=5)
+    rows = AttentionRows.zeros(tokens=11, extra=2, layers=3, maps=5)
     for layer, values in enumerate(maps):
-        rows.put(layer, values)
+        rows.set_layer(layer, values)
     if steps != 255:
-        rows = rows.coarser(steps)
+        rows = rows.requantize(steps)
     for query in (0, 7, 10):
-        found = read(rows.of(query), 3, 5, 2, 9, steps)
+        found = read(rows.to_bytes(query), 3, 5, 2, 9, steps)
         expected = maps[:, :, query]
         np.testing.assert_array_equal(found[..., :2], expected[..., :2])
         peak = expected[..., 2:].max(-1, keepdims=True)
@@ -53,24 +52,24 @@ def test_rows_are_read_back_to_half_a_step(steps):
 
 
 def test_a_row_of_zeros_stays_one():
-    rows = Rows.empty(tokens=3, extra=0, layers=1, maps=1)
-    rows.put(0, np.zeros((1, 3, 3), np.float32))
-    assert not read(rows.of(1), 1, 1, 0, 3).any()
+    rows = AttentionRows.zeros(tokens=3, extra=0, layers=1, maps=1)
+    rows.set_layer(0, np.zeros((1, 3, 3), np.float32))
+    assert not read(rows.to_bytes(1), 1, 1, 0, 3).any()
 
 
 @pytest.mark.parametrize("side", [2, 3])
 def test_blocks_have_the_mean_of_their_patches(side):
     grid, extra = (5, 7), 2
-    rows = Rows.empty(tokens=37, extra=extra, layers=2, maps=3)
+    rows = AttentionRows.zeros(tokens=37, extra=extra, layers=2, maps=3)
     for layer, values in enumerate(uneven(np.random.default_rng(1), 2, 3, 37, 37)):
-        rows.put(layer, values)
+        rows.set_layer(layer, values)
     rows.levels[4, 1, 2] = 0
     down, across = (-(-count // side) for count in grid)
-    pooled = rows.pooled(grid, side)
+    pooled = rows.pool_patches(grid, side)
     assert (pooled.pool, pooled.levels.shape) == (side, (37, 2, 3, down * across))
     for query in (0, 4, 36):
-        fine = read(rows.of(query), 2, 3, extra, 35)
-        found = read(pooled.of(query), 2, 3, extra, down * across)
+        fine = read(rows.to_bytes(query), 2, 3, extra, 35)
+        found = read(pooled.to_bytes(query), 2, 3, extra, down * across)
         # Scales have 8 bits from the first that is not 0.
         np.testing.assert_allclose(found[..., :2], fine[..., :2], rtol=2**-8)
         patches = fine[..., 2:].reshape(2, 3, *grid)
@@ -89,7 +88,7 @@ def test_blocks_have_the_mean_of_their_patches(side):
 
 def test_fewer_steps_of_blocks_are_still_blocks():
     _, seen = explored.made((5, 7), layers=1, heads=1)
-    assert seen.rows.pooled((5, 7), 2).coarser(7).pool == 2
+    assert seen.rows.pool_patches((5, 7), 2).requantize(7).pool == 2
 
 
 def everything(found, pretrained):
@@ -102,17 +101,17 @@ def everything(found, pretrained):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_subject_keeps_the_attention_of_the_analysis(
-    number, subjects, first, second, photograph
+def test_a_model_keeps_the_attention_of_the_analysis(
+    number, explored_models, first, second, photograph
 ):
     pretrained = (first, second)[number]
     layers, heads, extra, patches = ((4, 3, 1, 15), (2, 2, 0, 8))[number]
-    found = subjects[number].see(photograph, "photograph")
+    found = explored_models[number].run(photograph, "photograph")
     maps = everything(found, pretrained)
     assert len(maps) == layers
     flows = [attention.rollout(maps[: layer + 1])[0] for layer in range(layers)]
     for query in range(extra + patches):
-        row = read(found.rows.of(query), layers, heads + 1, extra, patches)
+        row = read(found.rows.to_bytes(query), layers, heads + 1, extra, patches)
         for layer in range(layers):
             expected = [*maps[layer][0, :, query], flows[layer][query]]
             np.testing.assert_allclose(row[layer], expected, atol=1 / 255)
@@ -124,8 +123,8 @@ def test_a_subject_keeps_the_attention_of_the_analysis(
 def test_the_classes_are_those_of_predict(first, photograph, loss):
     given = dataclasses.replace(first, loss=loss)
     names = "one", "two", "three", "four", "five"
-    opened = subject.Subject(given, preprocess=given.preprocess, class_names=names)
-    found = opened.see(photograph, "photograph").classes
+    opened = ExploredModel(given, preprocess=given.preprocess, class_names=names)
+    found = opened.run(photograph, "photograph").classes
     classifier = prediction.Classifier(given, class_names=names)
     [(_, expected)] = prediction.predict(
         classifier, [("photograph", photograph)], batch_size=1
@@ -144,11 +143,11 @@ def test_names_that_are_too_few(first):
     with pytest.raises(
         UserError, match="there are 2 class names, but .* has 5 classes"
     ):
-        subject.Subject(first, preprocess=first.preprocess, class_names=("a", "b"))
+        ExploredModel(first, preprocess=first.preprocess, class_names=("a", "b"))
 
 
 def test_the_attention_of_one_layer_is_there_at_a_time(
-    subjects, photograph, monkeypatch
+    explored_models, photograph, monkeypatch
 ):
     def count():
         return sum(array.shape == (1, 3, 16, 16) for array in jax.live_arrays())
@@ -163,16 +162,16 @@ def test_the_attention_of_one_layer_is_there_at_a_time(
         return map(layer, inside(self, params, images))
 
     monkeypatch.setattr(models.Model, "inside", watched)
-    subjects[0].see(photograph, "photograph")
+    explored_models[0].run(photograph, "photograph")
     assert counts == [1, 1, 1, 1]
 
 
-def test_without_a_classifier_there_are_no_classes(subjects, photograph):
-    assert subjects[1].see(photograph, "photograph").classes == ()
+def test_without_a_classifier_there_are_no_classes(explored_models, photograph):
+    assert explored_models[1].run(photograph, "photograph").classes == ()
 
 
-def test_a_description(subjects):
-    assert subjects[0].describe() == {
+def test_a_description(explored_models):
+    assert explored_models[0].describe() == {
         "name": "models/tiny1",
         "variant": "Ti/8",
         "grid": (3, 5),
@@ -181,7 +180,7 @@ def test_a_description(subjects):
         "heads": 3,
         "extra": ["CLS"],
     }
-    assert subjects[1].describe()["extra"] == []
+    assert explored_models[1].describe()["extra"] == []
 
 
 def test_the_distillation_token_is_named():
@@ -189,7 +188,7 @@ def test_the_distillation_token_is_named():
     given = explored.pretrained(
         3, variant="Ti/8", classes=5, distillation=True, **small
     )
-    found = subject.Subject(given, preprocess=given.preprocess)
+    found = ExploredModel(given, preprocess=given.preprocess)
     assert found.describe()["extra"] == ["CLS", "DIST"]
 
 
@@ -197,15 +196,15 @@ def test_a_resnet_is_refused():
     options = {"variant": "R50x1", "classes": 3, "blocks": (1,), "stem_width": 32}
     given = explored.pretrained(4, **options, image_size=(32, 32))
     with pytest.raises(UserError, match="a ResNet has no attention"):
-        subject.Subject(given, preprocess=given.preprocess)
+        ExploredModel(given, preprocess=given.preprocess)
 
 
 def test_attention_that_is_not_finite_is_told(second, photograph):
     given = dataclasses.replace(second, params=jax.tree.map(np.copy, second.params))
     given.params["embedding"]["kernel"][0] = np.nan
-    found = subject.Subject(given, preprocess=given.preprocess)
+    found = ExploredModel(given, preprocess=given.preprocess)
     with pytest.raises(UserError, match="tiny2's output for photograph is not finite"):
-        found.see(photograph, "photograph")
+        found.run(photograph, "photograph")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_attention_that_is_not_finite_is_told(second, photograph):
 )
 def test_the_name_tells_no_password(second, source, name):
     given = dataclasses.replace(second, source=source)
-    found = subject.Subject(given, preprocess=given.preprocess)
+    found = ExploredModel(given, preprocess=given.preprocess)
     assert found.name == found.describe()["name"] == name
 
 

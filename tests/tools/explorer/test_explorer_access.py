@@ -10,7 +10,7 @@ import urllib.parse
 
 import pytest
 
-from vit_jax.explorer import connections, server, session
+from vit_jax.tools.explorer import server, session
 
 NO_TOKEN = "This address lacks the server's token: open the whole address that"
 
@@ -72,8 +72,8 @@ def test_the_printed_address_brings_a_cookie_for_all_others(served, place):
         assert "Set-Cookie" not in headers
 
 
-def test_each_start_has_another_token(subjects):
-    held = session.Session(subjects)
+def test_each_start_has_another_token(explored_models):
+    held = session.Session(explored_models)
     with (
         server.Server(held, "127.0.0.1", 0) as one,
         server.Server(held, "127.0.0.1", 0) as two,
@@ -110,7 +110,7 @@ def closed_after(place, begin, drip=b""):
 
 
 def test_slow_senders_are_dropped(served, place, monkeypatch, capfd):
-    monkeypatch.setattr(connections, "SECONDS", 0.5)
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.5)
     head = f"POST /api/see?name=x&token={served.token} HTTP/1.1\r\nHost: localhost\r\n"
     known = f"{head}Content-Length: 500000\r\n\r\n".encode()
     unknown = (
@@ -148,7 +148,7 @@ def test_slow_senders_are_dropped(served, place, monkeypatch, capfd):
 
 def test_an_honest_upload_may_be_slow(served, place, monkeypatch):
     """The time begins anew with each part of a body."""
-    monkeypatch.setattr(connections, "SECONDS", 0.8)
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.8)
     monkeypatch.setattr(server, "_CHUNK", 10)
     body = b"not an image" * 5
     head = f"POST /api/see?name=x&token={served.token} HTTP/1.1\r\nHost: localhost\r\n"
@@ -181,14 +181,14 @@ def test_many_connections_keep_nobody_out(served, place):
         idle[-1].settimeout(0.1)
         with pytest.raises(TimeoutError):
             idle[-1].recv(1)
-        assert threading.active_count() - before <= connections.MOST
-        assert len(served.connections._waits) <= connections.MOST
+        assert threading.active_count() - before <= server.MAX_CONNECTIONS
+        assert len(served.connections._waits) <= server.MAX_CONNECTIONS
     assert ask(place, path)[0] == 200
 
 
 def test_those_that_are_answered_do_not_give_way(served, place, monkeypatch):
-    monkeypatch.setattr(connections, "MOST", 2)
-    monkeypatch.setattr(connections, "SECONDS", 0.5)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.5)
     time.sleep(0.7)  # The connections of other tests end.
     go, answers = threading.Event(), []
     about = session.Session.about

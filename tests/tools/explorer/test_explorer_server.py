@@ -15,8 +15,8 @@ import pytest
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.explorer import access, images, server, session
-from vit_jax.explorer.images import Refused
+from vit_jax.tools.explorer import images, server, session
+from vit_jax.tools.explorer.images import Refused
 
 
 @pytest.fixture
@@ -100,14 +100,14 @@ def test_about(ask):
     assert about["limits"] == {"bytes": 32 << 20, "pixels": 50_000_000}
 
 
-def test_looking_at_an_upload(ask, key, subjects, photograph):
+def test_looking_at_an_upload(ask, key, explored_models, photograph):
     _, headers, picture = ask("GET", f"/api/picture?image={key}&model=0")
-    seen = subjects[0].see(photograph, "photograph")
+    seen = explored_models[0].run(photograph, "photograph")
     assert headers["Content-Type"] == "image/png"
     assert picture == seen.picture
     _, headers, row = ask("GET", f"/api/row?image={key}&model=0&query=7")
     assert headers["Content-Type"] == "application/octet-stream"
-    assert row == seen.rows.of(7)
+    assert row == seen.rows.to_bytes(7)
 
 
 def test_looking_at_an_image_of_the_folder(ask):
@@ -119,8 +119,8 @@ def test_looking_at_an_image_of_the_folder(ask):
     assert ask("GET", "/api/thumbnail?name=torn.png")[0] == 200
 
 
-def test_an_image_is_computed_once(ask, key, subjects, photograph, monkeypatch):
-    monkeypatch.setattr(type(subjects[0]), "see", None)
+def test_an_image_is_computed_once(ask, key, explored_models, photograph, monkeypatch):
+    monkeypatch.setattr(type(explored_models[0]), "run", None)
     again = ask("POST", "/api/see?name=other", photograph)
     assert json.loads(again[2])["key"] == key
     assert json.loads(again[2])["name"] == "other"
@@ -173,10 +173,10 @@ def test_pages_of_other_sites_may_not_ask(ask, served, photograph):
 )
 def test_names_of_a_server_for_the_network(host, served, known):
     if known:
-        access.check({"Host": host}, served, api=True)
+        server.check_origin({"Host": host}, served, api=True)
         return
     with pytest.raises(Refused, match="is not this server's"):
-        access.check({"Host": host}, served, api=True)
+        server.check_origin({"Host": host}, served, api=True)
 
 
 @pytest.mark.parametrize(
@@ -336,56 +336,56 @@ def test_a_diverged_model_is_told(ask, monkeypatch):
 
 
 def test_requests_at_once_share_what_is_computed():
-    subject, seen = explored.made((3, 5), layers=2, heads=2)
+    model, output = explored.made((3, 5), layers=2, heads=2)
     calls, start = [], threading.Barrier(8)
 
-    def see(data, name):
+    def run(data, name):
         calls.append(data)
         time.sleep(0.05)  # The others come meanwhile.
-        return seen
+        return output
 
-    subject.see = see
-    held = session.Session([subject])
+    model.run = run
+    held = session.Session([model])
 
     def ask_for(data):
         start.wait()
-        return held.see(data, "x")["key"]
+        return held.run(data, "x")["key"]
 
     one, two = explored.picture(1), explored.picture(2)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         keys = list(pool.map(ask_for, 4 * [one, two]))
     assert sorted(calls) == sorted([one, two])
     assert len(set(keys)) == 2
-    assert all(held.seen(key, 0) is seen for key in keys)
+    assert all(held.output(key, 0) is output for key in keys)
 
 
-def test_the_oldest_images_are_given_up(subjects):
+def test_the_oldest_images_are_given_up(explored_models):
     one, two, three = (explored.picture(seed) for seed in range(3))
-    size = session.Session(subjects)
-    first = size.see(one, "one")["key"]
-    held = sum(size.seen(first, model).rows.nbytes for model in (0, 1))
-    small = session.Session(subjects, budget=2 * held)
-    keys = [small.see(data, "x")["key"] for data in (one, two, one, three)]
-    assert small.seen(keys[0], 0)
-    assert small.seen(keys[3], 1)
+    size = session.Session(explored_models)
+    first = size.run(one, "one")["key"]
+    held = sum(size.output(first, model).rows.nbytes for model in (0, 1))
+    small = session.Session(explored_models, budget=2 * held)
+    keys = [small.run(data, "x")["key"] for data in (one, two, one, three)]
+    assert small.output(keys[0], 0)
+    assert small.output(keys[3], 1)
     with pytest.raises(Refused, match="no longer kept"):
-        small.seen(keys[1], 0)
-    tiny = session.Session(subjects, budget=0)
-    assert tiny.seen(tiny.see(one, "one")["key"], 0)
+        small.output(keys[1], 0)
+    tiny = session.Session(explored_models, budget=0)
+    assert tiny.output(tiny.run(one, "one")["key"], 0)
 
 
-def test_without_a_folder(subjects):
-    held = session.Session(subjects)
+def test_without_a_folder(explored_models):
+    held = session.Session(explored_models)
     assert held.about()["images"] == []
     with server.Server(held, "127.0.0.1", 0) as running:
         expected = r"http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{32}"
         assert re.fullmatch(expected, running.address)
 
 
-def test_a_port_that_is_taken(served, subjects):
+def test_a_port_that_is_taken(served, explored_models):
     port = served.server_port
     with pytest.raises(UserError, match=f"--port={port} cannot be served: .*--port=0"):
-        server.Server(session.Session(subjects), "127.0.0.1", port)
+        server.Server(session.Session(explored_models), "127.0.0.1", port)
 
 
 def test_limits_of_an_upload(ask, monkeypatch):

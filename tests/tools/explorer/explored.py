@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax import models
-from vit_jax.explorer.rows import Rows
-from vit_jax.explorer.subject import Seen, Subject
+from vit_jax.tools.explorer.session import AttentionRows, ExploredModel, ModelOutput
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 NAMES = ("apple", "Bär", "a cat, or <two>", "dog", "eel")
@@ -42,7 +41,7 @@ def picture(seed, size=(61, 47), form="PNG"):
     return stream.getvalue()
 
 
-class Made(Subject):
+class Made(ExploredModel):
     """A model that is described, and no more."""
 
     def __init__(self, grid, layers, heads):
@@ -64,7 +63,7 @@ class Made(Subject):
 def made(grid, layers, heads, seed=0):
     """Returns a model of one extra token and what it saw: attention that is noise."""
     rng, tokens = np.random.default_rng(seed), 1 + grid[0] * grid[1]
-    rows = Rows.empty(tokens, 1, layers, heads + 1)
+    rows = AttentionRows.zeros(tokens, 1, layers, heads + 1)
     rows.scales[:] = rng.random(rows.scales.shape, np.float32)
     # Most attention is small, as that of models.
     likely = np.minimum(255, -20 * np.log(1 - (np.arange(256) + 0.5) / 256))
@@ -74,5 +73,5 @@ def made(grid, layers, heads, seed=0):
     rows.levels[..., -1] = 255
     shown = io.BytesIO()
     Image.new("RGB", (8 * grid[1], 8 * grid[0])).save(shown, "PNG")
-    seen = Seen((), (0.0, 0.0, 1.0, 1.0), shown.getvalue(), rows)
-    return Made(grid, layers, heads), seen
+    output = ModelOutput((), (0.0, 0.0, 1.0, 1.0), shown.getvalue(), rows)
+    return Made(grid, layers, heads), output

@@ -11,9 +11,8 @@ import pytest
 from PIL import Image, JpegImagePlugin
 
 from vit_jax.errors import UserError
-from vit_jax.explorer import images, thumbnails
-from vit_jax.explorer.images import Folder, Refused
-from vit_jax.explorer.thumbnails import Thumbnails
+from vit_jax.tools.explorer import images
+from vit_jax.tools.explorer.images import Folder, Refused, Thumbnails
 
 
 def test_a_folder_lists_its_images_and_no_links_that_lead_out(folder):
@@ -23,7 +22,7 @@ def test_a_folder_lists_its_images_and_no_links_that_lead_out(folder):
 
 
 def test_a_long_list_ends(folder, monkeypatch):
-    monkeypatch.setattr(images, "MOST_NAMES", 2)
+    monkeypatch.setattr(images, "MAX_NAMES", 2)
     assert Folder(str(folder)).names() == (["again.png", "one.png"], True)
 
 
@@ -104,7 +103,7 @@ def test_what_is_no_image_is_left_to_decoding(data):
 
 def opened(data):
     """Returns the thumbnail of a file."""
-    return Image.open(io.BytesIO(thumbnails.thumbnail(data)))
+    return Image.open(io.BytesIO(images.thumbnail(data)))
 
 
 def test_thumbnails(photograph):
@@ -152,7 +151,7 @@ def test_of_a_large_photograph_no_more_is_decoded_than_is_needed(
 @pytest.fixture
 def counted(monkeypatch):
     """Counts thumbnails that are made, and how many at once at most."""
-    made, at_once, make = [], [0, 0], thumbnails.thumbnail
+    made, at_once, make = [], [0, 0], images.thumbnail
 
     def watched(data):
         at_once[0] += 1
@@ -162,7 +161,7 @@ def counted(monkeypatch):
         at_once[0] -= 1
         return make(data)
 
-    monkeypatch.setattr(thumbnails, "thumbnail", watched)
+    monkeypatch.setattr(images, "thumbnail", watched)
     return made, at_once
 
 
@@ -170,22 +169,22 @@ def test_a_thumbnail_is_made_once(tmp_path, counted):
     made, _ = counted
     (tmp_path / "one.png").write_bytes(explored.picture(1))
     found = Thumbnails(Folder(str(tmp_path)))
-    before = found.of("one.png")
-    assert found.of("one.png") == before
+    before = found.get("one.png")
+    assert found.get("one.png") == before
     assert len(made) == 1
     (tmp_path / "one.png").write_bytes(explored.picture(2))  # Of another time or size.
     os.utime(tmp_path / "one.png", ns=(1, 1))
-    assert found.of("one.png") != before
+    assert found.get("one.png") != before
     assert len(made) == 2
     (tmp_path / "one.png").unlink()
     with pytest.raises(Refused, match="'one.png' is no image of the chosen folder"):
-        found.of("one.png")
+        found.get("one.png")
 
 
 def test_thumbnails_are_made_one_at_a_time(folder, counted):
     made, at_once = counted
     found, names = Thumbnails(Folder(str(folder))), Folder(str(folder)).names()[0]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(found.of, 2 * names))
+        list(pool.map(found.get, 2 * names))
     assert len(made) == len(names) == 4
     assert at_once[1] == 1

@@ -19,7 +19,7 @@ from PIL import Image
 
 from vit_jax.analysis import attention
 from vit_jax.evaluation import network
-from vit_jax.explorer import saved
+from vit_jax.tools.explorer import saved
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs Playwright: pip install playwright"
@@ -72,11 +72,11 @@ def page(served, new_page):
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory, subjects, photograph):
+def file(tmp_path_factory, explored_models, photograph):
     """The page of one image, as a file."""
     path = tmp_path_factory.mktemp("saved") / "photograph.html"
-    seen = [subject.see(photograph, "x") for subject in subjects]
-    written = saved.write(str(path), subjects, seen, "photograph.png")
+    seen = [model.run(photograph, "x") for model in explored_models]
+    written = saved.write(str(path), explored_models, seen, "photograph.png")
     assert written == (path.stat().st_size, 255, 1)
     return path
 
@@ -189,10 +189,12 @@ def colours(page, pane=0):
 
 
 @pytest.fixture(scope="module")
-def maps(first, subjects, photograph):
+def maps(first, explored_models, photograph):
     """The attention of the first model by `analysis`: layers, heads, N, N."""
     model, params = network.fit(first, first.preprocess)
-    pixels = np.array(Image.open(io.BytesIO(subjects[0].see(photograph, "x").picture)))
+    pixels = np.array(
+        Image.open(io.BytesIO(explored_models[0].run(photograph, "x").picture))
+    )
     images = jnp.asarray((pixels[None] / 255 - 0.4) / 0.3, jnp.float32)
     return list(attention.attention_maps(model, params, images))
 
@@ -446,7 +448,9 @@ def looked_at(page, pane=0):
     return re.search("image=([0-9a-f]+)", address)[1], key
 
 
-def test_no_picture_is_shown_with_the_attention_of_another(page, photograph, subjects):
+def test_no_picture_is_shown_with_the_attention_of_another(
+    page, photograph, explored_models
+):
     old, new = photograph, explored.picture(6)
     keys = [hashlib.sha256(data).hexdigest()[:32] for data in (old, new)]
     upload(page, old)
@@ -455,12 +459,12 @@ def test_no_picture_is_shown_with_the_attention_of_another(page, photograph, sub
         pictures.wait()
         press(page, "ArrowDown")  # Of the old one, whose picture is still there.
         assert looked_at(page) == (keys[0], keys[0])
-        row = subjects[0].see(old, "x").rows.levels[shown(page)[0]]
+        row = explored_models[0].run(old, "x").rows.levels[shown(page)[0]]
         shown_levels = "[...panes[0].shown.row.levels]"
         assert page.evaluate(shown_levels) == row.ravel().tolist()
     wait(page, f"panes[0].seen.key === '{keys[1]}'")
     wait(page, "document.getElementById('busy').textContent === ''")
-    row = subjects[0].see(new, "x").rows.levels[shown(page)[0]]
+    row = explored_models[0].run(new, "x").rows.levels[shown(page)[0]]
     assert page.evaluate(shown_levels) == row.ravel().tolist()
     assert looked_at(page) == (keys[1], keys[1])
 
@@ -571,9 +575,9 @@ def test_labels(page, photograph):
     assert unnamed == []
 
 
-def test_without_a_class_token_there_is_no_button(new_page, subjects, tmp_path):
-    seen = [subjects[1].see(explored.picture(5), "x")]
-    saved.write(str(tmp_path / "grey.html"), subjects[1:], seen, "</script><b>x")
+def test_without_a_class_token_there_is_no_button(new_page, explored_models, tmp_path):
+    seen = [explored_models[1].run(explored.picture(5), "x")]
+    saved.write(str(tmp_path / "grey.html"), explored_models[1:], seen, "</script><b>x")
     page = new_page((tmp_path / "grey.html").as_uri())
     drawn(page, 1)
     assert page.locator("#extra button").count() == 0
@@ -600,7 +604,9 @@ def test_a_server_that_has_ended_is_told(served, new_page, photograph):
 def test_blocks_of_patches_are_drawn_and_told_as_such(new_page, tmp_path):
     grid = rows, columns = 9, 10
     made, seen = explored.made(grid, layers=3, heads=2)
-    pooled = dataclasses.replace(seen, rows=seen.rows.pooled(grid, 2).coarser(31))
+    pooled = dataclasses.replace(
+        seen, rows=seen.rows.pool_patches(grid, 2).requantize(31)
+    )
     (tmp_path / "x.html").write_bytes(saved.page([made], [pooled], "x"))
     page = new_page((tmp_path / "x.html").as_uri())
     drawn(page, 1)

@@ -1,11 +1,16 @@
-"""Images that people give to the explorer: checked before they are decoded."""
+"""Images that people give to the explorer, checked before they are decoded.
 
+And the thumbnails of a folder of images.
+"""
+
+import functools
 import io
 import os
 import pathlib
+import threading
 from collections.abc import Iterator
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageDraw, UnidentifiedImageError
 
 from vit_jax.data import decode
 from vit_jax.errors import UserError
@@ -13,16 +18,18 @@ from vit_jax.evaluation import inputs
 
 MAX_BYTES = 32 << 20
 MAX_PIXELS = 50_000_000
-MOST_NAMES = 2_000  # Of a folder; the page would be slow with more.
+MAX_NAMES = 2_000  # Of a folder; the page would be slow with more.
 KINDS = "JPEG, PNG, WebP, GIF, BMP or TIFF"
+_THUMBNAIL_SIDE = 112  # Pixels of the longer side.
+_SCALED = ("JPEG", "MPO")  # Formats that Pillow can decode to an eighth of the size.
 
 
 class Refused(Exception):
-    """A request that is not granted: an HTTP status and one sentence on why.
+    """A request that is refused.
 
     Args:
-      status: 400 to 599.
-      sentence: for the person at the page.
+      status: HTTP status, 400 to 599.
+      sentence: the reason, for the person at the page.
     """
 
     def __init__(self, status: int, sentence: str):
@@ -33,9 +40,10 @@ class Refused(Exception):
 def check(data: bytes, name: str) -> None:
     """Checks the size of an image, by its header alone.
 
+    Data that is not an image passes: decoding it gives the reason.
+
     Raises:
-      Refused: it has too many bytes or pixels. What is no image passes: decoding it
-        will say why.
+      Refused: it has too many bytes or pixels.
     """
     if len(data) > MAX_BYTES:
         raise too_large(len(data), name)
@@ -62,7 +70,7 @@ def too_large(size: int, name: str) -> Refused:
 
 
 def damaged(error: decode.DamagedImage, name: str) -> Refused:
-    """Returns the refusal of what is no readable image."""
+    """Returns the refusal of data that is not a readable image."""
     return Refused(415, f"{name} {error}: give a {KINDS} file.")
 
 
@@ -85,7 +93,7 @@ class Folder:
         """Returns the paths below the folder, sorted, and whether some are left out."""
         names = []
         for name in self._walk():
-            if len(names) == MOST_NAMES:
+            if len(names) == MAX_NAMES:
                 return names, True
             names.append(name)
         return names, False
@@ -113,10 +121,10 @@ class Folder:
         return data
 
     def version(self, name: str) -> tuple[int, int]:
-        """Returns what an image's file has another of once it is changed.
+        """Returns time and size of an image's file, which differ after a change.
 
         Raises:
-          Refused: as of `read`.
+          Refused: as in `read`.
         """
         try:
             found = self._find(name).stat()
@@ -131,7 +139,7 @@ class Folder:
         return path
 
     def _walk(self) -> Iterator[str]:
-        # Linked folders are not entered: one may lead anywhere, or round in circles.
+        # Linked folders are skipped: one may lead anywhere, or round in circles.
         for folder, below, files in os.walk(self._root):
             below[:] = sorted(name for name in below if not name.startswith("."))
             for file in sorted(files):
@@ -140,11 +148,11 @@ class Folder:
                     yield name
 
     def _resolve(self, name: str) -> pathlib.Path | None:
-        """Returns the file that a name stands for, if it may be read."""
+        """Returns the file of a name, if it may be read."""
         try:
-            name.encode()  # Or it could not be written into an address.
+            name.encode()  # A name that fails here could not stand in a URL.
             path = (self._root / name).resolve(strict=True)
-        except (OSError, ValueError, RuntimeError):  # As a link that leads to itself.
+        except (OSError, ValueError, RuntimeError):  # For example a link to itself.
             return None
         inside = path.is_relative_to(self._root) and path.is_file()
         return path if inside and name.lower().endswith(inputs.SUFFIXES) else None
@@ -152,3 +160,59 @@ class Folder:
 
 def _unreadable(error: OSError, name: str) -> Refused:
     return Refused(404, f"{name} cannot be read: {error.strerror}.")
+
+
+class Thumbnails:
+    """The thumbnails of a folder, each made once.
+
+    They are made one at a time, so that the other cores stay free for requests. Methods
+    may be called by several threads at once.
+
+    Args:
+      folder: of the images.
+    """
+
+    def __init__(self, folder: Folder):
+        self._folder, self._lock = folder, threading.Lock()
+        self._cached = functools.lru_cache(MAX_NAMES)(self._make)
+
+    def get(self, name: str) -> bytes:
+        """Returns a small JPEG of an image, a grey one with a word if it is damaged.
+
+        Raises:
+          Refused: as in `Folder.read`.
+        """
+        version = self._folder.version(name)
+        with self._lock:
+            return self._cached(name, version)
+
+    def _make(self, name: str, version: tuple[int, int]) -> bytes:
+        del version  # Only part of the cache's key.
+        return thumbnail(self._folder.read(name))
+
+
+def thumbnail(data: bytes) -> bytes:
+    """Returns a small JPEG of an image, a grey one with a word if it is damaged."""
+    side = _THUMBNAIL_SIDE
+    try:
+        picture = _decode(data)
+        picture.thumbnail((side, side))
+    except decode.DamagedImage:
+        picture = Image.new("RGB", (side, side), (96, 96, 96))
+        text, white = "cannot\nbe read", (255, 255, 255)
+        ImageDraw.Draw(picture).text((16, 30), text, white, font_size=22)
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", quality=80)
+    return stream.getvalue()
+
+
+def _decode(data: bytes) -> Image.Image:
+    """Decodes an image; a photograph only as finely as its thumbnail needs."""
+    try:
+        picture = Image.open(io.BytesIO(data))
+        if picture.format in _SCALED:
+            picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+            return picture.convert("RGB")
+    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
+        raise decode.DamagedImage("cannot be decoded") from error
+    return Image.fromarray(decode.decode(data))

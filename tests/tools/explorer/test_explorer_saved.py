@@ -7,7 +7,7 @@ import explored
 import pytest
 
 from vit_jax.errors import UserError
-from vit_jax.explorer import saved
+from vit_jax.tools.explorer import saved
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def kept(path):
 
 def test_a_file_is_never_larger_than_it_may_be(made, tmp_path, monkeypatch):
     path, ways = tmp_path / "x.html", []
-    monkeypatch.setattr(saved, "_SAMPLE", 3)
+    monkeypatch.setattr(saved, "_SAMPLE_MAPS", 3)
     limit = 10**7
     with pytest.raises(UserError, match="however coarse its attention"):
         while True:
@@ -70,8 +70,8 @@ def test_a_disk_that_is_full_leaves_the_old_file(made, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_large_model_at_384_pixels(tmp_path):
-    subject, seen = explored.made((24, 24), layers=24, heads=16)
+    model, output = explored.made((24, 24), layers=24, heads=16)
     path = tmp_path / "x.html"
-    written = saved.write(str(path), [subject], [seen], "x")
+    written = saved.write(str(path), [model], [output], "x")
     assert path.stat().st_size == written.size <= 5_000_000
     assert written.pool in (2, 3, 4)

@@ -1,0 +1,216 @@
+"""The page's files, and the page of one image as a single file that needs no server."""
+
+import base64
+import dataclasses
+import gzip
+import hashlib
+import importlib.resources
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from vit_jax.errors import UserError
+from vit_jax.report.writer import replace_bytes
+from vit_jax.tools.explorer.session import (
+    LEVELS,
+    AttentionRows,
+    ExploredModel,
+    ModelOutput,
+)
+
+PAGE = "index.html"
+MAX_BYTES = 5_000_000
+# For each pool all steps are tried, until the file is small enough. The smallest number
+# of steps fits two bits.
+STEPS = (LEVELS, 127, 63, 31, 15, 7, 3)
+POOLS = (1, 2, 3, 4, 6, 8)
+MIN_BLOCKS = 4  # Along the shorter side of a grid: fewer would show nothing.
+
+_SAMPLE_MAPS = 12  # Compressed to estimate the size of all.
+_ESTIMATE_MARGIN = 1.2  # Estimates may be too large by this factor.
+# Levels of gzip: the output of 8 is up to 12 % smaller than that of 6 and takes up to
+# six times as long. Level 9 saves another 3 % and takes twice as long as 8.
+_QUICK, _SMALL = 6, 8
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_STYLE = re.compile(r'<link rel="stylesheet" href="(.+?)" />')
+_SCRIPT = re.compile(r'\s*<script src="(.+?)"></script>')
+
+
+def assets() -> dict[str, tuple[str, bytes]]:
+    """Returns the page's files: name to media type and content."""
+    folder = importlib.resources.files("vit_jax.tools.explorer") / "page"
+    return {
+        entry.name: (
+            f"{_TYPES[os.path.splitext(entry.name)[1]]}; charset=utf-8",
+            entry.read_bytes(),
+        )
+        for entry in folder.iterdir()
+    }
+
+
+class SavedPage(NamedTuple):
+    """Size and resolution of a saved page.
+
+    Attributes:
+      size: in bytes.
+      steps: of attention, see `AttentionRows`.
+      pool: side of the blocks of patches whose mean is kept; 1 keeps every patch.
+    """
+
+    size: int
+    steps: int
+    pool: int
+
+
+def write(
+    path: str,
+    models: Sequence[ExploredModel],
+    outputs: Sequence[ModelOutput],
+    name: str,
+) -> SavedPage:
+    """Writes the page with one image as one file, for any browser.
+
+    Args:
+      path: of the file, which is written whole or not at all.
+      models: the models.
+      outputs: of each model for the image.
+      name: of the image.
+
+    Returns:
+      Its size, at most MAX_BYTES, and its resolution, lowered until the size fits.
+
+    Raises:
+      UserError: the file cannot be written, or the coarsest attention is too large.
+    """
+    grids = [model.describe()["grid"] for model in models]
+    for (pool, steps), size in _estimates(grids, models, outputs, name):
+        if size > _ESTIMATE_MARGIN * MAX_BYTES:
+            continue
+        coarse = [
+            dataclasses.replace(one, rows=_coarsen(one.rows, grid, pool, steps))
+            for one, grid in zip(outputs, grids, strict=True)
+        ]
+        content = page(models, coarse, name)
+        size = len(content)
+        if size <= MAX_BYTES:
+            _replace(path, content)
+            return SavedPage(size, steps, max(one.rows.pool for one in coarse))
+    raise UserError(
+        f"--html={path} would have {size / 1e6:.1f} MB, more than "
+        f"{MAX_BYTES / 1e6:g}, however coarse its attention: set a smaller --resolution"
+        + (", or leave out --compare" if len(outputs) > 1 else "")
+    )
+
+
+def _estimates(grids, models, outputs, name) -> Iterator[tuple[tuple[int, int], float]]:
+    """Yields pool and steps, finest first, with an estimate of the page's bytes."""
+    # Compressing a large model's whole attention takes a minute, and most choices turn
+    # out too large.
+    samples = [one.rows.sample_maps(_SAMPLE_MAPS) for one in outputs]
+    shares = [
+        sample.levels.shape[2] / (one.rows.levels.shape[1] * one.rows.levels.shape[2])
+        for sample, one in zip(samples, outputs, strict=True)
+    ]
+    empty = [dataclasses.replace(one, rows=one.rows.sample_maps(0)) for one in outputs]
+    rest = len(page(models, empty, name))
+    for pool in POOLS:
+        if pool > 1 and pool > max(min(grid) // MIN_BLOCKS for grid in grids):
+            return
+        for steps in STEPS:
+            sizes = [
+                len(_compress(_coarsen(sample, grid, pool, steps), _QUICK)) / share
+                for sample, grid, share in zip(samples, grids, shares, strict=True)
+            ]
+            yield (pool, steps), rest + 4 / 3 * sum(sizes)  # Base64.
+
+
+def _coarsen(
+    rows: AttentionRows, grid: tuple[int, int], pool: int, steps: int
+) -> AttentionRows:
+    # A small grid beside a large one may stay unpooled.
+    pool = min(pool, max(1, min(grid) // MIN_BLOCKS))
+    rows = rows.pool_patches(grid, pool) if pool > 1 else rows
+    return rows.requantize(steps) if steps < LEVELS else rows
+
+
+def _replace(path: str, content: bytes) -> None:
+    try:
+        replace_bytes(epath.Path(path), content)
+    except OSError as error:
+        raise UserError(f"--html={path} cannot be written: {error}") from error
+
+
+def page(
+    models: Sequence[ExploredModel], outputs: Sequence[ModelOutput], name: str
+) -> bytes:
+    """Returns the page with an image, its attention, style and scripts inside."""
+    files = {key: content.decode() for key, (_, content) in assets().items()}
+    text = files[PAGE]
+    style = "\n".join(files[file] for file in _STYLE.findall(text))
+    script = "\n".join(files[file] for file in _SCRIPT.findall(text))
+    state = {
+        "models": [model.describe() for model in models],
+        "seen": {
+            "key": "",
+            "name": name,
+            "models": [one.summary() for one in outputs],
+        },
+        "pictures": [
+            f"data:image/png;base64,{_base64(one.picture)}" for one in outputs
+        ],
+    }
+    data = [f'<script type="application/json" id="saved">{_to_json(state)}</script>']
+    data += [
+        f'<script type="text/plain" id="rows{i}">{_base64(_compress(one.rows))}</script>'
+        for i, one in enumerate(outputs)
+    ]
+    text = _STYLE.sub("", text)
+    text = _SCRIPT.sub("", text)
+    head = f"{_policy(style, script)}<style>{style}</style>"
+    text = text.replace("</head>", f"{head}\n</head>")
+    end = "\n".join([*data, f"<script>{script}</script>"])
+    return text.replace("</body>", f"{end}\n</body>").encode()
+
+
+def _compress(rows: AttentionRows, level: int = _SMALL) -> bytes:
+    """Returns all scales, then all levels, compressed.
+
+    Layers come first here, because similar values side by side compress better. They
+    are written one by one, because together they may have hundreds of megabytes.
+    """
+    packed = io.BytesIO()
+    with gzip.GzipFile("", "wb", level, packed, mtime=0) as file:
+        for array in (rows.scales.astype("<f4", copy=False), rows.levels):
+            for layer in np.moveaxis(array, 1, 0):
+                file.write(np.ascontiguousarray(np.moveaxis(layer, 0, 1)))
+    return packed.getvalue()
+
+
+def _policy(style: str, script: str) -> str:
+    """Returns the meta element that allows this style and script alone."""
+    hashes = (
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in (style, script)
+    )
+    style, script = (f"'sha256-{text}'" for text in hashes)
+    return (
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        f"img-src data:; style-src {style}; script-src {script}; base-uri 'none'; "
+        "form-action 'none'\" />\n"
+    )
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _to_json(state: dict) -> str:
+    # Escaped so that no name of a class can end the element.
+    return json.dumps(state).replace("<", "\\u003c")

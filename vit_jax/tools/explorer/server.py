@@ -1,0 +1,475 @@
+"""The explorer's HTTP server: the page, and what it asks for.
+
+GET  /, /NAME                               the page and its files
+GET  /api/about                             models, limits and names of images
+GET  /api/thumbnail?name=                   of an image of the folder, a JPEG file
+GET  /api/picture?image=KEY&model=          a model's input, a PNG file
+GET  /api/row?image=KEY&model=&query=       attention from a token, see AttentionRows
+POST /api/open?name=                        runs the models on an image of the folder
+POST /api/see?name=                         runs the models on the image in the body
+
+Each request must bring the token of the printed address, as `token` of its query or as
+the cookie that the answer to such a request sets. A refused request is answered with
+{"error": one sentence}.
+
+A page of any site can make a browser send requests to this computer. It cannot read
+the answers, unless its own name is made to stand for this computer (DNS rebinding):
+then the Host header still has that name. Addresses cannot be rebound. Other users of
+this computer, and of its network with --host, lack the token of the printed address.
+"""
+
+import contextlib
+import hmac
+import http.server
+import io
+import ipaddress
+import json
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from email.message import Message
+from urllib.parse import parse_qs, urlsplit
+
+from vit_jax.errors import UserError
+from vit_jax.tools.explorer import images, saved
+from vit_jax.tools.explorer.images import MAX_BYTES, Refused, Thumbnails
+from vit_jax.tools.explorer.session import ModelOutput, Session
+
+MAX_CONNECTIONS = 64  # Each has a thread. A browser opens six.
+# Seconds for a request to begin, then for all of it, or for a mebibyte of its body.
+REQUEST_SECONDS = 10
+_EVICTION_SECONDS = 1  # That an evicted connection has until its thread has ended.
+_ANSWER_SECONDS = 30  # That the other side has to read an answer.
+_JSON, _BINARY = "application/json", "application/octet-stream"
+_CHUNK = 1 << 20
+_TOKEN = "token"  # Key of the query.
+
+# Headers of every answer: the page loads nothing from elsewhere and nothing inline.
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; "
+        "img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+
+
+class Connections:
+    """The open connections, at most MAX_CONNECTIONS.
+
+    A new one replaces the one that has waited longest for a complete request, so that
+    idle or slow connections cannot keep others out. `admit` is called by one thread,
+    the other methods by several.
+    """
+
+    def __init__(self):
+        # Connection to whether it waits for a request, the longest waiting first.
+        self._waits: dict[socket.socket, bool] = {}
+        self._changed = threading.Condition()
+
+    def admit(self, connection: socket.socket) -> bool:
+        """Adds a connection that waits for a request; returns whether there is room."""
+        with self._changed:
+            if len(self._waits) >= MAX_CONNECTIONS:
+                oldest = next((c for c, waits in self._waits.items() if waits), None)
+                if oldest is None:
+                    return False
+                with contextlib.suppress(OSError):  # The other side may have closed it.
+                    oldest.shutdown(socket.SHUT_RDWR)  # Ends its thread's read.
+                has_room = lambda: len(self._waits) < MAX_CONNECTIONS
+                if not self._changed.wait_for(has_room, _EVICTION_SECONDS):
+                    return False
+            self._waits[connection] = True
+            return True
+
+    def set_waiting(self, connection: socket.socket) -> None:
+        """Marks a connection as waiting for its next request."""
+        with self._changed:
+            del self._waits[connection]  # Moves it to the end.
+            self._waits[connection] = True
+
+    def set_answering(self, connection: socket.socket) -> None:
+        """Marks a connection as being answered: it is not closed for another."""
+        with self._changed:
+            self._waits[connection] = False
+
+    def remove(self, connection: socket.socket) -> None:
+        """Removes a connection, if it was admitted."""
+        with self._changed:
+            self._waits.pop(connection, None)
+            self._changed.notify()
+
+
+class DeadlineReader(io.RawIOBase):
+    """Reads a connection with one deadline for many reads.
+
+    The timeout of a socket restarts with each byte, so a slow sender would never meet
+    it.
+
+    Args:
+      connection: to read.
+    """
+
+    def __init__(self, connection: socket.socket):
+        super().__init__()
+        self._connection = connection
+        self.restart()
+
+    def restart(self) -> None:
+        """Sets the deadline to REQUEST_SECONDS from now."""
+        self._deadline = time.monotonic() + REQUEST_SECONDS
+
+    def readable(self) -> bool:
+        """Returns True; `io.BufferedReader` asks."""
+        return True
+
+    def readinto(self, buffer) -> int:
+        """Reads available bytes into a buffer; raises TimeoutError after the deadline."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request came too slowly")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves a session until `shutdown`.
+
+    Args:
+      session: the models and their outputs.
+      host: address or name to listen at.
+      port: 0 is any free port, which `server_port` then holds.
+
+    Raises:
+      UserError: it cannot listen there.
+    """
+
+    daemon_threads = True
+    request_queue_size = 2 * MAX_CONNECTIONS
+
+    def __init__(self, session: Session, host: str, port: int):
+        # Hexadecimal, because terminals drop punctuation at the end of a link.
+        self.token, self.connections = secrets.token_hex(16), Connections()
+        self.session, self.host, self.assets = session, host, saved.assets()
+        self.thumbnails = Thumbnails(session.folder) if session.folder else None
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"--host={host} --port={port} cannot be served: {error}; --port=0 "
+                "takes a port that is free"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """URL for a browser. Its token lets anyone who has it use the server."""
+        host = "127.0.0.1" if self.host in ("", "0.0.0.0", "::") else self.host
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.server_port}/?{_TOKEN}={self.token}"
+
+    def verify_request(self, request, client_address) -> bool:
+        """Returns False for a connection for which there is no room."""
+        return self.connections.admit(request)
+
+    def shutdown_request(self, request) -> None:
+        """Closes a connection and removes it from the open ones."""
+        super().shutdown_request(request)
+        self.connections.remove(request)
+
+    def handle_error(self, request, client_address) -> None:
+        """Reports errors, except of connections that browsers drop."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"  # Keeps the connection for the next click.
+    # Otherwise the body would wait 40 ms for the receipt of the headers.
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        """Gives all reads of a request one deadline."""
+        super().setup()
+        self.rfile.close()
+        self.reader = DeadlineReader(self.connection)
+        self.rfile = io.BufferedReader(self.reader)
+
+    def handle_one_request(self) -> None:
+        """Waits for a request, which then has to arrive before its deadline."""
+        self.server.connections.set_waiting(self.connection)
+        self.reader.restart()
+        self.rfile.peek(1)
+        self.reader.restart()
+        super().handle_one_request()
+
+    def version_string(self) -> str:
+        """Returns the name alone, without versions."""
+        return "vit_jax"
+
+    def log_message(self, format, *args) -> None:
+        """Prints nothing: one line per click would help nobody."""
+
+    def do_GET(self) -> None:
+        """Answers requests that only read."""
+        self._answer(
+            {
+                "/api/about": self._about,
+                "/api/thumbnail": self._thumbnail,
+                "/api/picture": self._picture,
+                "/api/row": self._row,
+            }
+        )
+
+    def do_POST(self) -> None:
+        """Answers requests that run the models on an image."""
+        self._answer({"/api/open": self._run_from_folder, "/api/see": self._run_upload})
+
+    def _answer(self, routes) -> None:
+        self._read_length()
+        try:
+            path = self._parse_path()
+            api = path.startswith("/api/")
+            check_origin(self.headers, self.server.host, api=api)
+            check_token(self.headers, self.query, self.server.token)
+            self.server.connections.set_answering(self.connection)
+            asset = self.server.assets.get(path.lstrip("/") or saved.PAGE)
+            if path in routes:
+                self._send(200, *routes[path]())
+            elif asset and self.command == "GET":
+                self._send(200, *asset)
+            else:
+                raise Refused(404, f"There is nothing at {path[:99]}.")
+        except Refused as error:
+            self._refuse(error.status, error.sentence)
+        except UserError as error:
+            self._refuse(500, f"{error}.")
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception:
+            self._refuse(500, "The server failed; its terminal says how.")
+            raise
+
+    def _read_length(self) -> None:
+        """Sets `length`, the body's bytes, None if unknown, and `unread`."""
+        length = self.headers.get("Content-Length", "")
+        known = length.isascii() and length.isdecimal() and len(length) < 20
+        chunked = "Transfer-Encoding" in self.headers
+        self.length = int(length) if known and not chunked else None
+        self.unread = self.length or 0
+        if chunked or (length and not known):
+            # Where the next request begins is unknown.
+            self.close_connection = True
+
+    def _parse_path(self) -> str:
+        """Returns the path and sets `query`."""
+        try:
+            address = urlsplit(self.path)
+            query = parse_qs(address.query)
+        except ValueError as error:  # For example an open bracket.
+            raise Refused(400, f"{self.path[:99]!r} is no address.") from error
+        self.query = {name: values[-1] for name, values in query.items()}
+        return address.path
+
+    def _about(self):
+        return _json(self.server.session.about())
+
+    def _thumbnail(self):
+        self._check_folder()
+        return "image/jpeg", self.server.thumbnails.get(self.query.get("name", ""))
+
+    def _picture(self):
+        return "image/png", self._output().picture
+
+    def _row(self):
+        rows, query = self._output().rows, self._number("query")
+        if query >= len(rows.levels):
+            raise Refused(404, f"There is no token {query}.")
+        return _BINARY, rows.to_bytes(query)
+
+    def _run_from_folder(self):
+        self._check_folder()
+        name = self.query.get("name", "")
+        data = self.server.session.folder.read(name)
+        return _json(self.server.session.run(data, name))
+
+    def _run_upload(self):
+        name = self.query.get("name", "The image")[:200]
+        return _json(self.server.session.run(self._body(name), name))
+
+    def _check_folder(self) -> None:
+        if self.server.session.folder is None:
+            raise Refused(404, "No folder was chosen: start with --images=FOLDER.")
+
+    def _output(self) -> ModelOutput:
+        return self.server.session.output(
+            self.query.get("image", ""), self._number("model")
+        )
+
+    def _number(self, name: str) -> int:
+        text = self.query.get(name, "")
+        if not (text.isascii() and text.isdecimal() and len(text) < 9):
+            raise Refused(400, f"{name}={text[:20]!r} is not a whole number.")
+        return int(text)
+
+    def _body(self, name: str) -> bytes:
+        size = self.length
+        if size is None:
+            raise Refused(411, "The request does not say how long it is.")
+        if size > MAX_BYTES:
+            raise images.too_large(size, name)
+        data = bytearray()
+        while len(data) < size:
+            self.reader.restart()  # Many mebibytes may take a slow link longer.
+            part = self.rfile.read(min(_CHUNK, size - len(data)))
+            if not part:
+                raise ConnectionResetError("the upload was broken off")
+            data += part
+        self.unread = 0
+        return bytes(data)
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        self.close_connection = True
+        self._send(status, *_json({"error": sentence}))
+
+    def _send(self, status: int, kind: str, content: bytes) -> None:
+        if self.unread:  # Otherwise the rest would be taken for the next request.
+            self.close_connection = True
+        self.connection.settimeout(_ANSWER_SECONDS)
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        if status == 200 and _TOKEN in self.query:
+            cookie = token_cookie(self.headers, self.server.token)
+            self.send_header("Set-Cookie", cookie)
+        self.end_headers()
+        self.wfile.write(content)
+        # A client that is still sending its request reads the answer only afterwards.
+        self.reader.restart()
+        for _ in range(0, min(self.unread, 4 * MAX_BYTES), _CHUNK):
+            if not self.rfile.read(min(_CHUNK, self.unread)):
+                break
+            self.unread -= _CHUNK
+
+
+def _json(content: dict) -> tuple[str, bytes]:
+    return _JSON, json.dumps(content).encode()
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this computer can reach a server at `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_origin(
+    headers: Message | Mapping[str, str], served: str, *, api: bool
+) -> None:
+    """Checks the site that a request comes from.
+
+    Args:
+      headers: of the request.
+      served: the host of --host.
+      api: False for the page's own files, to which other sites may link.
+
+    Raises:
+      Refused: it may come from another site.
+    """
+    host = headers.get("Host", "")
+    if not _is_own_host(host, served):
+        raise Refused(
+            403,
+            f"The address {host!r} is not this server's: open it by its number, as "
+            "127.0.0.1, or start it with --host and that name.",
+        )
+    if not api:
+        return
+    origin = headers.get("Origin")
+    site = headers.get("Sec-Fetch-Site", "same-origin")
+    foreign = origin is not None and _origin_host(origin) != host
+    if foreign or site not in ("same-origin", "none"):
+        raise Refused(403, "Pages of other sites may not ask this server.")
+
+
+def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
+    """Checks that a request brings the token, in its query or as a cookie.
+
+    Args:
+      headers: of the request, checked by `check_origin`.
+      query: of its URL.
+      token: of the server.
+
+    Raises:
+      Refused: it brings none, or another.
+    """
+    given = query.get(_TOKEN) or _cookies(headers).get(_cookie_name(headers), "")
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        raise Refused(
+            403,
+            "This address lacks the server's token: open the whole address that the "
+            "server has printed, with all that follows '?'.",
+        )
+
+
+def token_cookie(headers: Message, token: str) -> str:
+    """Returns the Set-Cookie header with which the page's requests bring the token.
+
+    Args:
+      headers: of the request, checked by `check_origin`.
+      token: of the server.
+    """
+    return f"{_cookie_name(headers)}={token}; Path=/; HttpOnly; SameSite=Strict"
+
+
+def _cookie_name(headers: Message) -> str:
+    # The port is part of the name because a browser sends cookies to every port of a
+    # host. Behind a tunnel the browser's port differs from the server's.
+    port = headers["Host"].rpartition(":")[2]
+    return f"vit_jax_{port if port.isdecimal() else 80}"
+
+
+def _cookies(headers: Message) -> dict[str, str]:
+    # http.cookies gives up at the first cookie that it cannot read, which may be
+    # another server's.
+    pairs = (pair.partition("=") for pair in headers.get("Cookie", "").split(";"))
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _origin_host(origin: str) -> str:
+    """Returns the host and port of an origin, nothing if it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # For example an open bracket.
+        return ""
+
+
+def _is_own_host(host: str, served: str) -> bool:
+    """Returns whether a Host header names this server."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("localhost", served.lower())
+    return is_loopback(name) or not is_loopback(served)
