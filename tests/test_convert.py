@@ -21,7 +21,7 @@ from vit_jax.errors import UserError
 from vit_jax.training import loop
 from vit_jax.weights import Preprocess, Pretrained, export
 from vit_jax.weights.formats import own
-from vit_jax.weights.places import push
+from vit_jax.weights.hub import push
 
 ROOT = pathlib.Path(__file__).parents[1]
 OPTIONS = {

@@ -26,12 +26,12 @@ def main(flags: argparse.Namespace) -> None:
     cli.refuse_overrides(flags, "converting")
     # After the flags, so that their errors come at once.
     from vit_jax.weights import export
-    from vit_jax.weights.places import card, push
+    from vit_jax.weights.hub import push
 
     out = pathlib.Path(flags.out)
     export.check(flags.to, out, overwrite=flags.overwrite)
     if flags.push:
-        push.check(flags.push)
+        push.check_repository(flags.push)
     found = open_weights(flags)
     cli.say(
         f"read {flags.source}: {found.format} weights of {found.options['variant']}"
@@ -48,7 +48,7 @@ def main(flags: argparse.Namespace) -> None:
     for line in export.usage(flags.to, found, str(out)).splitlines():
         cli.say(line)
     if flags.push:
-        text = card.write(
+        text = push.model_card(
             found,
             flags.push,
             to=flags.to,

@@ -14,6 +14,7 @@ from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, start, surgery
 from vit_jax.weights.formats import hugging_face, timm
+from vit_jax.weights.hub import download
 
 STEM = {"blocks": (1, 1), "stem_width": 32}
 
@@ -260,7 +261,7 @@ def test_start_names_the_checkpoint_that_does_not_fit(tmp_path):
 
 def test_folder_in_a_bucket_is_the_workdir_of_a_run(monkeypatch, tmp_path):
     place = "gs://bucket/runs/x"
-    monkeypatch.setattr(weights.loading.fetch, "fetch", lambda name: place)
+    monkeypatch.setattr(download, "download", lambda name: place)
     monkeypatch.setattr(weights.loading.workdir, "has_checkpoint", lambda path: False)
     with pytest.raises(UserError, match="runs/x has no finished checkpoint: give the"):
         weights.open_pretrained(place)

@@ -13,7 +13,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.weights import surgery, workdir
 from vit_jax.weights.formats import files, recognise, torch_layout
-from vit_jax.weights.places import fetch
+from vit_jax.weights.hub import download
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.settle import Row
 
@@ -72,7 +72,7 @@ def open_pretrained(
     """Reads a checkpoint of any known format.
 
     Args:
-      place: a workdir, a file or folder with weights, or anything that `fetch` takes:
+      place: a workdir, a file or folder with weights, or any source that `hub.download` takes:
         "hf://owner/name", "timm/...", "gs://...", "https://...", "augreg:B/16".
       average: take a workdir's averaged parameters if it has them.
       heads: attention heads, for the files that do not tell (timm's without config).
@@ -84,7 +84,7 @@ def open_pretrained(
       UserError: nothing there, not readable, or of no known format.
     """
     name = os.fspath(place)
-    path = fetch.fetch(name)
+    path = download.download(name)
     if workdir.has_checkpoint(path):
         found = workdir.pretrained(path, average=average)
         return dataclasses.replace(found, source=name)

@@ -48,7 +48,7 @@ DATASETS = {
 }
 # Name of a pretraining set -> name in the paper's tables.
 _PRETRAINING = {"imagenet2012": I1K, "imagenet21k": I21K, "jft300m": JFT}
-# Names of published weights that tell the pretraining set (weights/places).
+# Names of published weights that tell the pretraining set (weights/hub).
 _NAMED = (
     (r"augreg-i1k:|deit:|sam:|big_vision:", I1K),
     (r"paper:|augreg:|bit:|.*(imagenet21k|i21k|in21k)", I21K),

@@ -9,12 +9,13 @@ import stand_in
 from huggingface_hub import constants
 
 from vit_jax.errors import UserError
-from vit_jax.weights.places import fetch, mirrors, web
+from vit_jax.weights.hub import mirrors, transfer
+from vit_jax.weights.hub.download import download
 
 COMMIT = stand_in.COMMIT
 CONTENT = bytes(range(251)) * 4099
 HASH = hashlib.sha256(CONTENT).hexdigest()
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def offline(monkeypatch):
 
 def test_weights_and_what_describes_them_are_fetched(model, tmp_path):
     lines = []
-    folder = fetch.fetch("timm/vit", say=lines.append)
+    folder = download("timm/vit", log=lines.append)
     assert names(folder) == ["config.json", "model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == CONTENT
     assert folder == tmp_path / f"hub/models--timm--vit/snapshots/{COMMIT}"
@@ -63,16 +64,16 @@ def test_weights_and_what_describes_them_are_fetched(model, tmp_path):
     ],
 )
 def test_a_file_comes_with_what_describes_it(model, place):
-    path = fetch.fetch(place)
+    path = download(place)
     assert path.read_bytes() == CONTENT
     assert names(path.parent) == ["config.json", "model.safetensors"]
 
 
 def test_other_weights_are_fetched_where_there_are_no_safetensors(model):
     del model.repositories["timm/vit"]["model.safetensors"]
-    assert names(fetch.fetch("timm/vit")) == ["config.json", "pytorch_model.bin"]
+    assert names(download("timm/vit")) == ["config.json", "pytorch_model.bin"]
     model.repositories["a/b"] = {"some.npz": CONTENT, "pytorch_model.bin": b"torch"}
-    assert names(fetch.fetch("hf://a/b")) == ["some.npz"]
+    assert names(download("hf://a/b")) == ["some.npz"]
 
 
 def test_all_parts_of_sharded_weights_are_fetched(model):
@@ -81,12 +82,12 @@ def test_all_parts_of_sharded_weights_are_fetched(model):
     model.repositories["a/b"] = {"x.bin": b"", "preprocessor_config.json": b"{}"}
     model.repositories["a/b"] |= parts | index
     wanted = sorted([*parts, *index, "preprocessor_config.json"])
-    assert names(fetch.fetch("hf://a/b")) == wanted
+    assert names(download("hf://a/b")) == wanted
     model.repositories["a/c"] = index
     with pytest.raises(
         UserError, match=r"has model.safetensors.index.json but no part"
     ):
-        fetch.fetch("hf://a/c")
+        download("hf://a/c")
 
 
 def test_a_folder_of_a_repository_is_a_model_too(model):
@@ -96,7 +97,7 @@ def test_a_folder_of_a_repository_is_a_model_too(model):
         "two/a.bin": b"",
     }
     model.repositories["a/b"] = files
-    path = fetch.fetch("hf://a/b/one")
+    path = download("hf://a/b/one")
     assert path.name == "one"
     assert names(path) == ["config.json", "model.safetensors"]
     assert names(path.parent) == ["one"]
@@ -106,31 +107,31 @@ def test_a_folder_of_a_repository_is_a_model_too(model):
 
 
 def test_what_is_in_the_cache_is_not_fetched_again(model):
-    first = fetch.fetch("timm/vit")
+    first = download("timm/vit")
     model.log.clear()
-    assert fetch.fetch("timm/vit") == first
+    assert download("timm/vit") == first
     # Only whether the branch has moved.
     assert model.log == [("GET", "/api/models/timm/vit", "")]
     model.log.clear()
-    assert fetch.fetch(f"timm/vit@{COMMIT}") == first
+    assert download(f"timm/vit@{COMMIT}") == first
     assert model.log == []
 
 
 def test_a_cache_of_ones_own_is_used(model, tmp_path):
-    path = fetch.fetch("timm/vit", cache_dir=tmp_path / "own")
+    path = download("timm/vit", cache_dir=tmp_path / "own")
     assert path.is_relative_to(tmp_path / "own")
     model.log.clear()
-    assert fetch.fetch(f"timm/vit@{COMMIT}", cache_dir=tmp_path / "own") == path
+    assert download(f"timm/vit@{COMMIT}", cache_dir=tmp_path / "own") == path
     assert model.log == []
 
 
 @pytest.mark.parametrize("revision", ["", "@main", f"@{COMMIT}"])
 def test_without_a_network_the_cache_is_used(model, monkeypatch, revision):
     place = f"timm/vit{revision}"
-    path = fetch.fetch(place)
+    path = download(place)
     offline(monkeypatch)
-    assert fetch.fetch(place) == path
-    assert fetch.fetch(f"{place}/config.json") == path / "config.json"
+    assert download(place) == path
+    assert download(f"{place}/config.json") == path / "config.json"
 
 
 def test_what_another_program_put_into_the_cache_is_used(model, monkeypatch):
@@ -138,19 +139,19 @@ def test_what_another_program_put_into_the_cache_is_used(model, monkeypatch):
 
     path = hf_hub_download("timm/vit", "model.safetensors")
     offline(monkeypatch)
-    assert fetch.fetch("timm/vit") == pathlib.Path(path).parent
+    assert download("timm/vit") == pathlib.Path(path).parent
     with pytest.raises(UserError, match="is not in the cache and cannot be reached"):
-        fetch.fetch("timm/vit/pytorch_model.bin")
+        download("timm/vit/pytorch_model.bin")
 
 
 def test_a_hub_that_fails_leaves_the_cache(model):
-    path = fetch.fetch("timm/vit")
+    path = download("timm/vit")
     model.status["/api/models/timm/vit"] = 503
-    assert fetch.fetch("timm/vit") == path
+    assert download("timm/vit") == path
     with pytest.raises(
         UserError, match=r"vit/README.md is not given \(503\): try again"
     ):
-        fetch.fetch("timm/vit/README.md")
+        download("timm/vit/README.md")
 
 
 @pytest.mark.parametrize("revision", ["", f"@{COMMIT}"])
@@ -161,14 +162,14 @@ def test_what_is_not_in_the_cache_is_told(model, monkeypatch, revision):
         rf"FFLINE is set\): open {model.url}/timm/vit.* in a browser, save the weights"
     )
     with pytest.raises(UserError, match=message):
-        fetch.fetch(f"timm/vit{revision}")
+        download(f"timm/vit{revision}")
 
 
 @pytest.mark.parametrize("revision", ["", f"@{COMMIT}"])
 def test_a_hub_out_of_reach_is_told(server, monkeypatch, revision):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"cannot be reached \(.*refused\): open"):
-        fetch.fetch(f"hf://a/b{revision}")
+        download(f"hf://a/b{revision}")
 
 
 # Bytes.
@@ -177,10 +178,10 @@ def test_a_hub_out_of_reach_is_told(server, monkeypatch, revision):
 def test_the_next_call_goes_on_where_the_last_one_broke_off(model, tmp_path):
     model.break_after[f"/store/{HASH}"] = [700_003, 0]
     with pytest.raises(UserError, match="broke off after 700003 bytes .* goes on from"):
-        fetch.fetch("timm/vit")
+        download("timm/vit")
     model.break_after.clear()
     model.log.clear()
-    folder = fetch.fetch("timm/vit")
+    folder = download("timm/vit")
     assert (folder / "model.safetensors").read_bytes() == CONTENT
     large = [span for path, span in model.bodies if path == f"/store/{HASH}"]
     assert large == ["bytes=700003-"]
@@ -198,21 +199,21 @@ def test_damaged_content_is_told_and_not_kept(model, monkeypatch, tmp_path, name
     with pytest.raises(
         UserError, match=f"/{name} has the {kind} [0-9a-f]+, not [0-9a-f]"
     ):
-        fetch.fetch(f"timm/vit/{name}")
+        download(f"timm/vit/{name}")
     assert list((tmp_path / "hub/models--timm--vit/blobs").iterdir()) == []
 
 
 def test_a_hash_that_the_hub_does_not_have_costs_no_download(model):
     with pytest.raises(UserError, match=f"has the SHA-256 {HASH}, not 00000000"):
-        fetch.fetch("timm/vit/model.safetensors", sha256="00000000")
+        download("timm/vit/model.safetensors", sha256="00000000")
     assert model.bodies == []
-    fetch.fetch("timm/vit/model.safetensors")
+    download("timm/vit/model.safetensors")
     with pytest.raises(UserError, match=f"has the SHA-256 {HASH}, not 00000000"):
-        fetch.fetch("timm/vit/model.safetensors", sha256="00000000")
+        download("timm/vit/model.safetensors", sha256="00000000")
 
 
 def test_the_token_goes_to_the_hub_alone(model):
-    fetch.fetch("timm/vit")
+    download("timm/vit")
     tokens = dict(model.tokens)
     assert tokens.pop(f"/store/{HASH}") == ""
     assert set(tokens.values()) == {"Bearer secret"}
@@ -242,7 +243,7 @@ def test_what_a_hub_does_not_have_is_told(model, place, message):
     model.repositories["b/none"] = {"README.md": b"", "tf_model.h5": b""}
     model.repositories["b/two"] = {"a.npz": b"a", "b.npz": b"b"}
     with pytest.raises(UserError, match=message):
-        fetch.fetch(place)
+        download(place)
 
 
 @pytest.mark.parametrize("code", ["GatedRepo", ""])
@@ -256,7 +257,7 @@ def test_refused_files_are_told(model, monkeypatch, code):
         "": r"hf://timm/vit is refused \(403\): set HF_TOKEN",
     }
     with pytest.raises(UserError, match=message[code]):
-        fetch.fetch("timm/vit")
+        download("timm/vit")
 
 
 def test_what_is_no_hub_is_told(server, monkeypatch):
@@ -265,7 +266,7 @@ def test_what_is_no_hub_is_told(server, monkeypatch):
 
     monkeypatch.setattr(stand_in._Handler, "_api", page)
     with pytest.raises(UserError, match=f"{server.url} does not answer as a hub"):
-        fetch.fetch("hf://a/b")
+        download("hf://a/b")
 
 
 # Names.
@@ -274,26 +275,26 @@ def test_what_is_no_hub_is_told(server, monkeypatch):
 @pytest.fixture
 def two_places(model, monkeypatch):
     """A name whose first place is a bucket, whose second is on the hub."""
-    monkeypatch.setattr(web, "_remote", lambda place: None)
+    monkeypatch.setattr(transfer, "_remote_path", lambda place: None)
     table = {"augreg:X/1": ("gs://bucket/a.npz", "hf://timm/vit")}
-    monkeypatch.setattr(mirrors, "_PLACES", table)
+    monkeypatch.setattr(mirrors, "_SOURCES", table)
     return model
 
 
 def test_the_second_place_gives_what_the_first_refuses(two_places):
     two_places.status["/bucket/a.npz"] = 403
     lines = []
-    path = fetch.fetch("augreg:X/1", say=lines.append)
+    path = download("augreg:X/1", log=lines.append)
     assert names(path) == ["config.json", "model.safetensors"]
     assert lines[-1] == "augreg:X/1: from hf://timm/vit"
     two_places.log.clear()
-    assert fetch.fetch("augreg:X/1") == path
+    assert download("augreg:X/1") == path
     assert two_places.log == []
 
 
 def test_the_first_place_is_the_first_choice(two_places):
     two_places.files["/bucket/a.npz"] = CONTENT
-    assert fetch.fetch("augreg:X/1").name == "a.npz"
+    assert download("augreg:X/1").name == "a.npz"
 
 
 def test_all_places_that_fail_are_listed(two_places):
@@ -304,7 +305,7 @@ def test_all_places_that_fail_are_listed(two_places):
         r"anonymous reads \(403\); hf://timm/vit does not exist or is private \(401\)\)"
     )
     with pytest.raises(UserError, match=message) as caught:
-        fetch.fetch("augreg:X/1")
+        download("augreg:X/1")
     assert "\n" not in str(caught.value)
 
 
@@ -313,8 +314,8 @@ def test_all_places_that_fail_are_listed(two_places):
 
 def run(tmp_path, place, **variables):
     code = (
-        "import sys; from vit_jax.weights.places import fetch; "
-        "print(fetch.fetch(sys.argv[1]))"
+        "import sys; from vit_jax.weights.hub.download import download; "
+        "print(download(sys.argv[1]))"
     )
     return subprocess.run(
         [sys.executable, "-c", code, place],

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from vit_jax.models import variants
-from vit_jax.weights.places import mirrors
+from vit_jax.weights.hub import mirrors
 
 NAMES = [name for family in mirrors.families() for name in mirrors.names(family)]
 
@@ -38,28 +38,28 @@ hf://timm/resnetv2_152x4_bit.goog_in21k_ft_in1k
 @pytest.mark.parametrize("entry", PUBLISHED.strip().split("\n\n"))
 def test_places_are_those_that_were_published(entry):
     name, *places = entry.split("\n")
-    assert mirrors.places(name) == tuple(places)
+    assert mirrors.sources(name) == tuple(places)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_of_a_model_that_there_is(name):
     variant = re.sub(r"-(i21k|i1k|distilled|\d+).*$", "", name.partition(":")[2])
     variants.parse(variant)
-    for place in mirrors.places(name):
+    for place in mirrors.sources(name):
         assert re.match("(hf|gs|https)://[^/]+/[^/]+", place)
 
 
 def test_no_place_stands_for_two_models():
-    places = [place for name in NAMES for place in mirrors.places(name)]
+    places = [place for name in NAMES for place in mirrors.sources(name)]
     assert len(set(places)) == len(places)
 
 
 def test_copies_are_the_other_places():
-    first, *others = mirrors.places("paper:L/16-i21k")
+    first, *others = mirrors.sources("paper:L/16-i21k")
     assert len(others) == 4
     assert mirrors.copies(first) == tuple(others)
     assert mirrors.copies("gs://vit_models/unknown.npz") == ()
 
 
 def test_unknown_names_have_no_place():
-    assert mirrors.places("paper:B/17") == ()
+    assert mirrors.sources("paper:B/17") == ()

@@ -7,7 +7,8 @@ import pytest
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.weights.places import fetch, web
+from vit_jax.weights.hub import transfer
+from vit_jax.weights.hub.download import download
 
 CONTENT = bytes(range(256)) * 4097  # A bit more than one chunk of a download.
 HASH = hashlib.sha256(CONTENT).hexdigest()
@@ -18,10 +19,10 @@ HASH = hashlib.sha256(CONTENT).hexdigest()
 
 def test_a_local_path_is_returned_as_it_is(tmp_path):
     (tmp_path / "a.npz").write_bytes(CONTENT)
-    assert fetch.fetch(tmp_path / "a.npz", sha256=HASH) == tmp_path / "a.npz"
-    assert fetch.fetch(str(tmp_path)) == tmp_path
+    assert download(tmp_path / "a.npz", sha256=HASH) == tmp_path / "a.npz"
+    assert download(str(tmp_path)) == tmp_path
     with pytest.raises(UserError, match=f"a.npz is of {HASH}, not of the SHA-256 1234"):
-        fetch.fetch(tmp_path / "a.npz", sha256="12345678")
+        download(tmp_path / "a.npz", sha256="12345678")
 
 
 @pytest.mark.parametrize(
@@ -46,16 +47,16 @@ def test_a_local_path_is_returned_as_it_is(tmp_path):
 )
 def test_what_is_no_place_is_told(place, message):
     with pytest.raises(UserError, match=message):
-        fetch.fetch(place)
+        download(place)
 
 
 def test_hashes_that_do_not_go_together_are_told():
     with pytest.raises(UserError, match="is given two SHA-256: aaaaaaaa and bbbbbbbb"):
-        fetch.fetch("https://host/a#sha256=aaaaaaaa", sha256="bbbbbbbb")
+        download("https://host/a#sha256=aaaaaaaa", sha256="bbbbbbbb")
     with pytest.raises(UserError, match="augreg:B/16 stands for several files"):
-        fetch.fetch("augreg:B/16", sha256="aaaaaaaa")
+        download("augreg:B/16", sha256="aaaaaaaa")
     with pytest.raises(UserError, match="a/b is a folder, but a SHA-256 is of a file"):
-        fetch.fetch("hf://a/b", sha256="aaaaaaaa")
+        download("hf://a/b", sha256="aaaaaaaa")
 
 
 # https://
@@ -64,22 +65,22 @@ def test_hashes_that_do_not_go_together_are_told():
 def test_a_download_is_kept_and_asked_for_once(server, tmp_path):
     server.files["/some/a.npz"] = CONTENT
     lines = []
-    first = fetch.fetch(f"{server.url}/some/a.npz#sha256={HASH}", say=lines.append)
+    first = download(f"{server.url}/some/a.npz#sha256={HASH}", log=lines.append)
     assert first.read_bytes() == CONTENT
     assert first.is_relative_to(tmp_path / "cache")
     assert lines == [f"{server.url}/some/a.npz: {first}"]
     asked = len(server.log)
-    assert fetch.fetch(f"{server.url}/some/a.npz", sha256=HASH[:8].upper()) == first
+    assert download(f"{server.url}/some/a.npz", sha256=HASH[:8].upper()) == first
     assert len(server.log) == asked
     assert [p.suffix for p in first.parent.iterdir() if p != first] in ([], [".lock"])
 
 
 def test_addresses_with_other_queries_are_other_files(server, tmp_path):
     server.files["/a.npz"] = CONTENT
-    paths = {fetch.fetch(f"{server.url}/a.npz{q}") for q in ("", "?key=1", "?key=2")}
+    paths = {download(f"{server.url}/a.npz{q}") for q in ("", "?key=1", "?key=2")}
     assert len(paths) == 3
     assert not any("key" in str(path) for path in paths)
-    own = fetch.fetch(f"{server.url}/a.npz", cache_dir=tmp_path / "own")
+    own = download(f"{server.url}/a.npz", cache_dir=tmp_path / "own")
     assert own.is_relative_to(tmp_path / "own")
 
 
@@ -87,7 +88,7 @@ def test_one_process_downloads_and_the_others_wait(server):
     server.files["/a.npz"] = CONTENT
     server.break_after["/a.npz"] = [300_001]  # Several requests, so that it takes time.
     with futures.ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(fetch.fetch, [f"{server.url}/a.npz"] * 4))
+        paths = set(pool.map(download, [f"{server.url}/a.npz"] * 4))
     assert paths.pop().read_bytes() == CONTENT
     assert len(server.bodies) == 4  # Of one download.
 
@@ -95,7 +96,7 @@ def test_one_process_downloads_and_the_others_wait(server):
 def test_a_broken_download_goes_on_where_it_was(server):
     server.files["/a.npz"] = CONTENT
     server.break_after["/a.npz"] = [300_001]
-    path = fetch.fetch(f"{server.url}/a.npz#sha256={HASH}")  # All in one call.
+    path = download(f"{server.url}/a.npz#sha256={HASH}")  # All in one call.
     assert path.read_bytes() == CONTENT
     spans = [span for _, span in server.bodies]
     assert spans == ["", "bytes=300001-", "bytes=600002-", "bytes=900003-"]
@@ -105,16 +106,16 @@ def test_the_next_call_goes_on_where_the_last_one_broke_off(server):
     server.files["/a.npz"] = CONTENT
     server.break_after["/a.npz"] = [700_001, 0]
     with pytest.raises(UserError, match="broke off after 700001 bytes .* goes on from"):
-        fetch.fetch(f"{server.url}/a.npz")
+        download(f"{server.url}/a.npz")
     server.break_after.clear()
     server.log.clear()
-    assert fetch.fetch(f"{server.url}/a.npz").read_bytes() == CONTENT
+    assert download(f"{server.url}/a.npz").read_bytes() == CONTENT
     assert server.bodies == [("/a.npz", "bytes=700001-")]
 
 
 def leave_part(server, url, content, mark):
     """Leaves what a download that was killed leaves."""
-    path = web._kept_at(url, None)
+    path = transfer._cache_path(url, None)
     path.parent.mkdir(parents=True)
     part = path.with_name(path.name + ".part")
     part.write_bytes(content)
@@ -125,38 +126,38 @@ def leave_part(server, url, content, mark):
 def test_a_file_that_has_changed_starts_anew(server, mark):
     server.files["/a.npz"] = CONTENT
     leave_part(server, f"{server.url}/a.npz", b"something else", mark)
-    assert fetch.fetch(f"{server.url}/a.npz").read_bytes() == CONTENT
+    assert download(f"{server.url}/a.npz").read_bytes() == CONTENT
 
 
 def test_a_weak_etag_is_not_trusted(server):
     server.files["/a.npz"], server.etags["/a.npz"] = CONTENT, 'W/"1"'
     server.break_after["/a.npz"] = [1_000_000]
     with pytest.raises(UserError, match="broke off after 1000000 bytes"):
-        fetch.fetch(f"{server.url}/a.npz")
+        download(f"{server.url}/a.npz")
     assert {span for _, span in server.bodies} == {""}
 
 
 def test_a_whole_part_is_not_downloaded_again(server):
     server.files["/a.npz"], server.etags["/a.npz"] = CONTENT, "1"
     leave_part(server, f"{server.url}/a.npz", CONTENT, '"1"')
-    assert fetch.fetch(f"{server.url}/a.npz#sha256={HASH}").read_bytes() == CONTENT
+    assert download(f"{server.url}/a.npz#sha256={HASH}").read_bytes() == CONTENT
 
 
 def test_a_wrong_hash_is_told_and_nothing_is_kept(server, tmp_path):
     server.files["/a.npz"] = CONTENT
     wrong = "0" * 64
     with pytest.raises(UserError, match=f"has the SHA-256 {HASH}, not {wrong}"):
-        fetch.fetch(f"{server.url}/a.npz#sha256={wrong}")
+        download(f"{server.url}/a.npz#sha256={wrong}")
     kept = [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
     assert [p.suffix for p in kept] in ([], [".lock"])
 
 
 def test_a_cached_file_of_another_hash_is_replaced(server):
     server.files["/a.npz"] = b"old"
-    path = fetch.fetch(f"{server.url}/a.npz")
+    path = download(f"{server.url}/a.npz")
     server.files["/a.npz"] = CONTENT
-    assert fetch.fetch(f"{server.url}/a.npz").read_bytes() == b"old"
-    assert fetch.fetch(f"{server.url}/a.npz", sha256=HASH) == path
+    assert download(f"{server.url}/a.npz").read_bytes() == b"old"
+    assert download(f"{server.url}/a.npz", sha256=HASH) == path
     assert path.read_bytes() == CONTENT
 
 
@@ -171,32 +172,32 @@ def test_a_cached_file_of_another_hash_is_replaced(server):
 def test_refusals_are_told(server, status, message):
     server.status["/a.npz"] = status
     with pytest.raises(UserError, match=message):
-        fetch.fetch(f"{server.url}/a.npz")
+        download(f"{server.url}/a.npz")
 
 
 def test_without_a_network_the_cache_is_used(server, monkeypatch):
     server.files["/a.npz"] = CONTENT
-    path = fetch.fetch(f"{server.url}/a.npz")
+    path = download(f"{server.url}/a.npz")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert fetch.fetch(f"{server.url}/a.npz") == path
+    assert download(f"{server.url}/a.npz") == path
     message = (
         r"b.npz is not in the cache and cannot be reached \(HF_HUB_OFFLINE is set\): "
         "open http.*b.npz in a browser and give the path"
     )
     with pytest.raises(UserError, match=message):
-        fetch.fetch(f"{server.url}/b.npz")
+        download(f"{server.url}/b.npz")
 
 
 def test_a_server_that_is_not_there_is_told():
     with pytest.raises(UserError, match=r"cannot be reached \(.*refused\)"):
-        fetch.fetch("http://127.0.0.1:9/a.npz")  # The port that discards.
+        download("http://127.0.0.1:9/a.npz")  # The port that discards.
 
 
 def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
     server.files["/a.npz"] = CONTENT
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written .* VIT_JAX_CACHE"):
-        fetch.fetch(f"{server.url}/a.npz", cache_dir=tmp_path / "file")
+        download(f"{server.url}/a.npz", cache_dir=tmp_path / "file")
 
 
 # gs://
@@ -204,12 +205,12 @@ def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
 
 @pytest.fixture
 def without_credentials(monkeypatch):
-    monkeypatch.setattr(web, "_remote", lambda place: None)
+    monkeypatch.setattr(transfer, "_remote_path", lambda place: None)
 
 
 def test_public_objects_are_read_anonymously(server, without_credentials):
     server.files["/bucket/R50+ViT-B_16.npz"] = CONTENT
-    path = fetch.fetch("gs://bucket/R50+ViT-B_16.npz")
+    path = download("gs://bucket/R50+ViT-B_16.npz")
     assert path.read_bytes() == CONTENT
 
 
@@ -220,12 +221,12 @@ def test_a_bucket_that_refuses_names_the_copies(server, without_credentials):
         "the gcs extra may help; copies: hf://google/vit-base-patch16-224-in21k, "
     )
     with pytest.raises(UserError, match=message):
-        fetch.fetch("gs://vit_models/imagenet21k/ViT-B_16.npz")
+        download("gs://vit_models/imagenet21k/ViT-B_16.npz")
 
 
 def test_an_absent_object_is_told(server, without_credentials):
     with pytest.raises(UserError, match=r"is not a file there \(404\).*-e '\.\[gcs\]'"):
-        fetch.fetch("gs://bucket/runs/x")
+        download("gs://bucket/runs/x")
 
 
 def test_credentials_read_what_is_refused(server, monkeypatch, tmp_path):
@@ -233,21 +234,21 @@ def test_credentials_read_what_is_refused(server, monkeypatch, tmp_path):
     (tmp_path / "bucket" / "run").mkdir(parents=True)
     (tmp_path / "bucket" / "a.npz").write_bytes(CONTENT)
     monkeypatch.setattr(
-        web,
-        "_remote",
+        transfer,
+        "_remote_path",
         lambda place: epath.Path(place.replace("gs://", f"{tmp_path}/")),
     )
-    run = fetch.fetch("gs://bucket/run/")
+    run = download("gs://bucket/run/")
     assert isinstance(run, epath.Path)
     assert run == epath.Path(tmp_path / "bucket" / "run")
     server.status["/bucket/a.npz"] = 403
     with pytest.raises(UserError, match=f"has the SHA-256 {HASH}, not 0000"):
-        fetch.fetch("gs://bucket/a.npz#sha256=" + "0" * 64)
-    path = fetch.fetch(f"gs://bucket/a.npz#sha256={HASH}")
+        download("gs://bucket/a.npz#sha256=" + "0" * 64)
+    path = download(f"gs://bucket/a.npz#sha256={HASH}")
     assert path.is_relative_to(tmp_path / "cache")
     assert path.read_bytes() == CONTENT
     with pytest.raises(UserError, match=r"none.npz is not a file there \(404\)"):
-        fetch.fetch("gs://bucket/none.npz")
+        download("gs://bucket/none.npz")
 
 
 def test_refused_credentials_are_told(server, monkeypatch):
@@ -255,14 +256,14 @@ def test_refused_credentials_are_told(server, monkeypatch):
         def is_dir(self):
             raise OSError("Forbidden:\nno access")
 
-    monkeypatch.setattr(web, "_remote", lambda place: Refused())
+    monkeypatch.setattr(transfer, "_remote_path", lambda place: Refused())
     server.status["/bucket/b.npz"] = 401
     with pytest.raises(
         UserError, match=r"\(401\); with credentials: Forbidden: no acc"
     ):
-        fetch.fetch("gs://bucket/b.npz")
+        download("gs://bucket/b.npz")
 
 
 def test_credentials_are_tried_where_a_library_can():
     found = any(importlib.util.find_spec(n) for n in ("gcsfs", "tensorflow"))
-    assert (web._remote("gs://bucket/a") is not None) == found
+    assert (transfer._remote_path("gs://bucket/a") is not None) == found

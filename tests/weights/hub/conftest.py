@@ -10,7 +10,7 @@ def server(monkeypatch, tmp_path):
     import huggingface_hub
     from huggingface_hub import constants
 
-    from vit_jax.weights.places import transfer
+    from vit_jax.weights.hub import transfer
 
     with stand_in.serve() as server:
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -18,7 +18,7 @@ def server(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(transfer, "_WAITS", (0.0, 0.0))
+        monkeypatch.setattr(transfer, "_RETRY_SECONDS", (0.0, 0.0))
         monkeypatch.setenv("VIT_JAX_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")

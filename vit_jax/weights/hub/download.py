@@ -1,0 +1,144 @@
+"""Published weights by name or address: downloaded, verified and cached."""
+
+import logging
+import os
+import pathlib
+import re
+from collections.abc import Callable
+
+from etils import epath
+
+from vit_jax import files
+from vit_jax.errors import UserError
+from vit_jax.weights.hub import hugging_face_hub, mirrors, transfer
+
+_FORMS = (
+    "the workdir of a finished run, a file or folder with weights, "
+    "hf://owner/name[@revision][/file], timm/name, https://..., gs://bucket/file"
+)
+_HASH = "#sha256="
+
+
+def download(
+    source: str | os.PathLike,
+    *,
+    sha256: str = "",
+    cache_dir: str | os.PathLike | None = None,
+    log: Callable[[str], None] | None = None,
+) -> pathlib.Path | epath.Path:
+    """Returns a readable path to published weights, downloading them if necessary.
+
+    Downloads are cached: hf:// sources in the cache of huggingface_hub, the others
+    under $VIT_JAX_CACHE or ~/.cache/vit_jax. An interrupted download resumes, and a
+    file is verified before it enters the cache.
+
+    Args:
+      source: a path; hf://owner/name[@revision][/file] or timm/name, its short form;
+        https://... or gs://bucket/file; or a name of `mirrors`, such as augreg:B/16,
+        whose mirrors are tried in turn. A URL may end in #sha256=...
+      sha256: expected hash of the file, or its first 8 digits or more.
+      cache_dir: replaces both caches.
+      log: called with one line per resolved source; `logging.info` if None.
+
+    Returns:
+      A local file or folder, or a folder in a bucket (the workdir of a run).
+
+    Raises:
+      UserError: the source does not exist, cannot be downloaded, or has another hash.
+    """
+    source = os.fspath(source)
+    log = log or logging.getLogger(__name__).info
+    sha256 = _check_hash(sha256)
+    local = pathlib.Path(source).expanduser()
+    try:
+        exists = bool(source) and local.exists()
+    except OSError as error:  # For example because the name is too long.
+        raise UserError(f"{source} cannot be read: {error.strerror}") from error
+    if exists:
+        files.check("weights", source)
+        if sha256 and not transfer.is_complete(local, sha256):
+            found = "a folder" if local.is_dir() else f"of {transfer.file_hash(local)}"
+            raise UserError(f"{source} is {found}, not of the SHA-256 {sha256}")
+        return local
+    family, colon, _ = source.partition(":")
+    if colon and family in mirrors.families():
+        if sha256:
+            raise UserError(
+                f"{source} stands for several files, of different hashes: leave out "
+                "the SHA-256, or name a place"
+            )
+        return _download_from_mirrors(source, family, cache_dir, log)
+    return _download_from(source, sha256, cache_dir, log)
+
+
+def _download_from_mirrors(
+    name: str,
+    family: str,
+    cache_dir: str | os.PathLike | None,
+    log: Callable[[str], None],
+) -> pathlib.Path | epath.Path:
+    """Returns the path from the first mirror that works; cached ones come first."""
+    sources = mirrors.sources(name)
+    if not sources:
+        raise UserError(f"{name!r} is none of {', '.join(mirrors.names(family))}")
+    reasons = {}
+    for local_only in (True, False):
+        for source in sources:
+            try:
+                path = _download_from(source, "", cache_dir, log, local_only=local_only)
+            except transfer.DownloadError as error:
+                reasons[source] = error.reason
+            else:
+                log(f"{name}: from {source}")
+                return path
+    tried = "; ".join(f"{source} {reason}" for source, reason in reasons.items())
+    raise UserError(
+        f"{name} is to be had at none of its places ({tried}): try again later, or "
+        "open one of them in a browser and give the path of what you saved"
+    )
+
+
+def _download_from(
+    source: str,
+    sha256: str,
+    cache_dir: str | os.PathLike | None,
+    log: Callable[[str], None],
+    *,
+    local_only: bool = False,
+) -> pathlib.Path | epath.Path:
+    """Returns the path of one source that is not a local path."""
+    if source.startswith("timm/"):
+        source = f"hf://{source}"
+    source, mark, given = source.partition(_HASH)
+    if mark:
+        given = _check_hash(given, required=True)
+        if not given.startswith(sha256) and not sha256.startswith(given):
+            raise UserError(f"{source} is given two SHA-256: {given} and {sha256}")
+        sha256 = max(given, sha256, key=len)
+    scheme, separator, _ = source.partition("://")
+    options = {"sha256": sha256, "cache_dir": cache_dir, "local_only": local_only}
+    if scheme == "hf" or (separator and hugging_face_hub.is_hub_url(source)):
+        path = hugging_face_hub.download(source, **options)
+    elif separator and scheme in ("http", "https"):
+        path = transfer.download_url(source, **options)
+    elif separator and scheme == "gs":
+        path = transfer.download_gcs(source, **options)
+    else:
+        examples = ", ".join(mirrors.names(f)[0] for f in mirrors.families())
+        raise UserError(
+            f"{source!r} is not here and is no place that weights come from: give "
+            f"{_FORMS}, or a name such as {examples}"
+        )
+    log(f"{source}: {path}")
+    return path
+
+
+def _check_hash(sha256: str, *, required: bool = False) -> str:
+    """Returns a hash in lower case; an empty one stays empty unless required."""
+    sha256 = sha256.lower()
+    if (sha256 or required) and not re.fullmatch("[0-9a-f]{8,64}", sha256):
+        raise UserError(
+            f"{sha256!r} is no SHA-256: give its 64 hexadecimal digits, or the first 8 "
+            "or more"
+        )
+    return sha256

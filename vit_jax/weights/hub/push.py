@@ -1,0 +1,188 @@
+"""Uploads converted weights and their model card to the Hugging Face hub."""
+
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+
+import jax
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.weights.preprocess import edges
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+LIBRARIES = {"timm": "timm", "hf": "transformers"}  # By --to; those the hub knows.
+
+_ENCODER = ("width", "depth", "heads", "mlp_dim", "head", "gelu", "epsilon")
+_RESNET = ("blocks", "stem_width")
+
+
+def check_repository(repo: str) -> None:
+    """Raises UserError unless a name is owner/name, as of a repository on the hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(
+            f"--push={repo!r} is no name on the hub ({error}): write owner/name"
+        ) from error
+    if repo.count("/") != 1:
+        raise UserError(f"--push={repo!r} has no owner: write owner/name")
+
+
+def upload(
+    files: Iterable[str | os.PathLike],
+    repo: str,
+    card: str,
+    *,
+    private: bool = False,
+    endpoint: str | None = None,
+) -> str:
+    """Uploads files and a model card in one commit, creating the repository if needed.
+
+    Args:
+      files: local paths; each keeps its name.
+      repo: "owner/name".
+      card: content of README.md.
+      private: whether a new repository is private.
+      endpoint: URL of the hub; the library's default (HF_ENDPOINT) if None.
+
+    Returns:
+      URL of the commit.
+
+    Raises:
+      UserError: not allowed, or the hub cannot be reached.
+    """
+    import httpx2
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    api = HfApi(endpoint=endpoint, library_name="vit_jax")
+    operations = [CommitOperationAdd("README.md", card.encode())]
+    operations += [
+        CommitOperationAdd(pathlib.Path(path).name, str(path)) for path in files
+    ]
+    try:
+        api.create_repo(repo, private=private or None, exist_ok=True)
+        commit = api.create_commit(
+            repo, operations, commit_message="Add weights, converted by vit_jax"
+        )
+    except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled) as error:
+        raise UserError(_explain(error, repo)) from error
+    # The library wraps errors that occur while a file is uploaded.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(_explain(error.__cause__ or error, repo)) from error
+    return commit.commit_url
+
+
+def _explain(error: BaseException, repo: str) -> str:
+    response = getattr(error, "response", None)
+    status = response.status_code if response is not None else 0
+    remedy = {
+        401: "log in with `hf auth login`, or set HF_TOKEN to a token that may write",
+        403: f"the token may not write to {repo}: give one that may in HF_TOKEN",
+        404: f"no such repository, or it is hidden from this token: check {repo}",
+    }.get(status, "try again; what was converted is kept")
+    line = " ".join(str(error).split()) or type(error).__name__
+    return f"{repo} was not uploaded: {line[:200]}; {remedy}"
+
+
+def model_card(
+    pretrained: Pretrained,
+    repo: str,
+    *,
+    to: str,
+    usage: str,
+    license: str = "",
+    scores: Mapping[str, float] | None = None,
+) -> str:
+    """Returns a model card, the README.md of a repository on the hub.
+
+    Args:
+      pretrained: the published checkpoint.
+      repo: "owner/name" on the hub.
+      to: the format, a value of the flag `--to` of `vit_jax.convert`.
+      usage: Python lines that load the weights.
+      license: identifier on the hub, such as "apache-2.0"; not stated if empty.
+      scores: metric name to value between 0 and 1, from the report of a run.
+
+    Returns:
+      Markdown that begins with the metadata that the hub reads.
+    """
+    options = models.create(**pretrained.options).options
+    classes = options["classes"]
+    task = "image-classification" if classes else "image-feature-extraction"
+    meta = {"pipeline_tag": task, "tags": ["vit_jax", "vision-transformer"]}
+    if to in LIBRARIES:
+        meta["library_name"] = LIBRARIES[to]
+    if license:
+        meta["license"] = license
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pretrained.params))
+    height, width = options["image_size"]
+    facts = {
+        "Variant": options["variant"],
+        "Parameters": f"{size:,}",
+        "Input": f"{height}x{width} pixels, {options['channels']} channels",
+        "Classes": classes or "none: features only",
+        **{k: options[k] for k in _ENCODER + _RESNET if options.get(k)},
+        "Converted from": f"{pretrained.format} weights",
+        "License": license or "not stated",
+    }
+    parts = [
+        _front_matter(meta),
+        f"# {repo.split('/')[-1]}",
+        "A Vision Transformer ([paper](https://arxiv.org/abs/2010.11929))"
+        if "depth" in options
+        else "A ResNet of BiT ([paper](https://arxiv.org/abs/1912.11370))",
+        "## Model",
+        _table(("", ""), facts.items()),
+        "## Images",
+        _describe_images(pretrained.preprocess),
+        "## Loading",
+        f"```python\n{usage}\n```",
+    ]
+    if scores:
+        rows = [(name, f"{value:.2%}") for name, value in scores.items()]
+        parts += ["## Results", _table(("evaluation", "value"), rows)]
+    if pretrained.class_names:
+        shown = ", ".join(pretrained.class_names[:10])
+        more = ", ..." if len(pretrained.class_names) > 10 else ""
+        parts += ["## Classes", f"{classes}, in this order: {shown}{more}"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(meta: Mapping) -> str:
+    lines = ["---"]
+    for key, value in meta.items():
+        if isinstance(value, list):
+            lines += [f"{key}:", *(f"- {item}" for item in value)]
+        else:
+            lines.append(f"{key}: {value}")
+    return "\n".join([*lines, "---"])
+
+
+def _table(head: tuple[str, str], rows) -> str:
+    lines = [head, ("---", "---"), *rows]
+    return "\n".join(f"| {name} | {value} |" for name, value in lines)
+
+
+def _describe_images(preprocess: Preprocess | None) -> str:
+    if preprocess is None:
+        return "Nothing is known about how images were prepared."
+    target, resized = (
+        f"{height}x{width}"
+        for height, width in (preprocess.image_size, edges(preprocess))
+    )
+    how = f"The whole image is resized to {resized}"
+    if not preprocess.squash:
+        how = f"The image is resized until it just covers {resized}"
+    if target != resized or not preprocess.squash:
+        how += f", and the central {target} are cut out"
+    mean, std = (
+        ", ".join(f"{v:g}" for v in values)
+        for values in (preprocess.mean, preprocess.std)
+    )
+    return f"{how} ({preprocess.interpolation}). Mean {mean}; standard deviation {std}."
