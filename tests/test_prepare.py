@@ -15,9 +15,8 @@ import pytest
 import tfrecord_files
 
 from vit_jax import cli, prepare
-from vit_jax.data.preparing import manifest, shards
-from vit_jax.data.preparing.metadata import Written, write_info
 from vit_jax.errors import UserError
+from vit_jax.tools.preparing import metadata, shards
 
 pytest.importorskip("tensorflow_datasets")
 ROOT = pathlib.Path(__file__).parents[1]
@@ -47,10 +46,14 @@ def source(tmp_path_factory):
         path = folder / f"blobs-train.tfrecord-{i:05d}-of-00002"
         path.write_bytes(b"".join(framed[j % 7] for j in range(start, start + length)))
         start += length
-    from vit_jax.data.preparing.metadata import Name
-
-    parts = [Written("", n, n * SIZE, "", 0, "") for n in lengths]
-    write_info(folder, Name("blobs", "", "1.0.0"), features, {"train": parts}, "")
+    parts = [shards.WrittenShard("", n, n * SIZE, "", 0, "") for n in lengths]
+    metadata.write_info(
+        folder,
+        metadata.DatasetName("blobs", "", "1.0.0"),
+        features,
+        {"train": parts},
+        "",
+    )
     info = json.loads((folder / "dataset_info.json").read_text())
     info["fileFormat"] = "tfrecord"
     (folder / "dataset_info.json").write_text(json.dumps(info))
@@ -62,7 +65,7 @@ def expected(source, tmp_path_factory):
     """The manifest of an undisturbed conversion."""
     out = tmp_path_factory.mktemp("undisturbed")
     assert run("--dataset=blobs", f"--from={source}", out) == 0
-    return manifest.load(out / "blobs" / "1.0.0")
+    return metadata.load_manifest(out / "blobs" / "1.0.0")
 
 
 def run(*words):
@@ -132,7 +135,7 @@ def test_a_killed_conversion_goes_on(source, expected, tmp_path, processes, caps
     assert run("--dataset=blobs", f"--from={source}", tmp_path) == 0
     assert f"{len(done)} of {count} shards are finished" in capsys.readouterr().out
     assert {name: (target / name).stat().st_ino for name in done} == done
-    assert manifest.verify(target) == expected
+    assert metadata.verify(target) == expected
     assert not place.exists() and not list(target.glob("*.part"))
 
 

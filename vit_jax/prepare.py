@@ -83,19 +83,21 @@ def _check(flags):
 def _verify(flags, data_dir):
     import tqdm
 
-    from vit_jax.data.preparing import manifest, metadata
+    from vit_jax.tools.preparing import metadata
 
-    name = metadata.Name.parse(flags.dataset)
+    name = metadata.DatasetName.parse(flags.dataset)
     exact = name.folder(data_dir)
     # Without version or configuration TFDS knows which is meant.
     folder = exact if name.version else metadata.find_prepared(data_dir, name)
-    total = sum(split["records"] for split in manifest.load(folder)["splits"].values())
+    total = sum(
+        split["records"] for split in metadata.load_manifest(folder)["splits"].values()
+    )
     with tqdm.tqdm(total=total, desc="verify", unit=" records", disable=None) as bar:
-        return folder, manifest.verify(folder, bar.update)
+        return folder, metadata.verify(folder, bar.update)
 
 
 def _make_of_images(flags, data_dir):
-    from vit_jax.data.preparing import images, making
+    from vit_jax.tools.preparing import build, images
 
     name = _name_of_images(flags)
     target = name.folder(data_dir)
@@ -114,19 +116,19 @@ def _make_of_images(flags, data_dir):
         flags.on_error or "raise",
         decode=not flags.unchecked,
     )
-    return target, making.make(job, target, flags.processes or 1)
+    return target, build.build(job, target, flags.processes or 1)
 
 
 def _name_of_images(flags):
     """Returns the name and version of the new set: stated, or that of the folder."""
     from vit_jax.data import tfds_source
-    from vit_jax.data.preparing import metadata
+    from vit_jax.tools.preparing import metadata
 
     text = flags.name
     if not text:
         last = pathlib.Path(flags.source).expanduser().resolve().name
         text = re.sub(r"\W+", "_", last.lower(), flags=re.ASCII).strip("_")
-    name = metadata.Name.parse(text, "--name")
+    name = metadata.DatasetName.parse(text, "--name")
     if name.dataset != name.dataset.lower():
         raise UserError(
             f"--name={text} has capitals, and TFDS finds no such set: write "
@@ -134,16 +136,16 @@ def _name_of_images(flags):
         )
     if name.dataset in (*tfds_source.SPECIAL, "vtab"):
         raise UserError(f"--name={text} has a meaning of its own here: choose another")
-    return metadata.Name(name.dataset, name.config, name.version or _VERSION)
+    return metadata.DatasetName(name.dataset, name.config, name.version or _VERSION)
 
 
 def _convert(flags, data_dir):
-    from vit_jax.data.preparing import making, metadata, tfrecord
+    from vit_jax.tools.preparing import build, metadata, tfrecord
 
     source = pathlib.Path(flags.source).expanduser().resolve()
     if not source.is_dir():
         raise UserError(f"--from={flags.source} is not a folder")
-    source = metadata.find(source, metadata.Name.parse(flags.dataset))
+    source = metadata.find(source, metadata.DatasetName.parse(flags.dataset))
     name = metadata.read_info(source).name
     target = name.folder(data_dir)
     if target.exists() and target.resolve() == source.resolve():
@@ -153,16 +155,16 @@ def _convert(flags, data_dir):
         )
     _refuse_existing(target)
     job = tfrecord.open_conversion(source, flags.splits, flags.shard_mb * 10**6)
-    content = making.make(job, target, flags.processes or 1)
+    content = build.build(job, target, flags.processes or 1)
     metadata.copy_default_config(source, data_dir, name)
     return target, content
 
 
 def _build(flags, data_dir):
-    from vit_jax.data.preparing import building, metadata
+    from vit_jax.tools.preparing import metadata, tfds_builder
 
-    return building.build(
-        metadata.Name.parse(flags.dataset),
+    return tfds_builder.build_with_tfds(
+        metadata.DatasetName.parse(flags.dataset),
         data_dir.absolute(),
         imports=flags.imports,
         manual_dir=flags.manual_dir,
@@ -172,9 +174,9 @@ def _build(flags, data_dir):
 
 def _refuse_existing(target):
     """Before the input is listed, which may take minutes."""
-    from vit_jax.data.preparing import staging
+    from vit_jax.tools.preparing import build
 
-    staging.refuse_existing(target)
+    build.refuse_existing(target)
 
 
 def _report(folder, content, verb):

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import image_folder
 import numpy as np
 import pytest
 from PIL import Image
@@ -27,21 +28,13 @@ def data_config():
 @pytest.fixture
 def photograph():
     """A smooth 37x53 RGB image, so that lossy formats come close."""
-    noise = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    return np.array(Image.fromarray(noise).resize((53, 37), Image.Resampling.BICUBIC))
+    return image_folder.smooth_image()
 
 
 @pytest.fixture
-def folder(tmp_path, photograph, encode):
+def folder(tmp_path):
     """An image folder of 3 classes, 19 training and 4 validation images."""
-    rng = np.random.default_rng(1)
-    for split, counts in {"train": (9, 6, 4), "val": (2, 0, 2)}.items():
-        for name, count in zip(("ant", "bee", "cat"), counts, strict=True):
-            for i in range(count):
-                path = tmp_path / split / name / f"{i}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                pixels = np.roll(photograph, rng.integers(50), axis=1)
-                path.write_bytes(encode(pixels, "PNG"))
+    image_folder.write(tmp_path)
     return tmp_path
 
 

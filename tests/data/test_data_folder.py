@@ -6,10 +6,10 @@ import pytest
 
 from vit_jax.data import decode, objectnet, pipeline
 from vit_jax.data import folder as folder_reader
-from vit_jax.data.preparing import images, metadata
 from vit_jax.data.sources import open_source
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs
+from vit_jax.tools.preparing import images, metadata
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def test_stray_folders_are_passed_over_by_training_and_prepare_alike(
     (folder / "train/__MACOSX/a.jpg").write_bytes(b"0")
 
     def prepared():
-        name = metadata.Name("ours", "", "1.0.0")
+        name = metadata.DatasetName("ours", "", "1.0.0")
         return images.open_images(
             folder, name, (), 10**6, "raise", decode=False
         ).sources

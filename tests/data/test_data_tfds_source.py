@@ -6,9 +6,9 @@ from tfds_sets import builder_class, png
 
 from vit_jax.data import pipeline, tfds_source
 from vit_jax.data.arrays import ArraySource
-from vit_jax.data.preparing import metadata
 from vit_jax.data.sources import open_source
 from vit_jax.errors import UserError
+from vit_jax.tools.preparing import metadata
 
 SIZES = {"train": 23, "test": 7}
 

@@ -1,4 +1,4 @@
-"""One shard: which records belong in it, and writing it so that it can be trusted."""
+"""Shards of a data set: their records, and ArrayRecord files written and checked."""
 
 import dataclasses
 import hashlib
@@ -10,9 +10,9 @@ import google_crc32c
 
 from vit_jax.errors import UserError
 
-# What TFDS writes: each record can be read alone.
+# As TFDS writes files: each record can be read alone.
 _WRITE = "group_size:1"
-# Neither threads nor reading ahead: a shard is read once, in order.
+# Without threads and readahead, because a shard is read once, in order.
 _READ = "readahead_buffer_size:0,max_parallelism:0"
 _READ_AT_ONCE = 2**24  # Bytes, roughly.
 _BLOCK = 2**20  # Bytes.
@@ -20,7 +20,7 @@ PART = ".part"
 
 
 class DamagedShard(Exception):
-    """A shard's file does not hold what it should; says why."""
+    """A shard's file is missing or damaged; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
-    """What a finished shard holds.
+class WrittenShard:
+    """Counts and checksums of a finished shard.
 
     Attributes:
       file: name in the data set's folder.
       records: how many.
       record_bytes: sum of their lengths, before compression.
-      records_crc32c: CRC-32C over every record's length (8 bytes, little-endian) and
-        content, in hexadecimal: the same for the same records in any format.
+      records_crc32c: CRC-32C of every record's length (8 bytes, little-endian) and
+        content, in hexadecimal; it does not depend on the file format.
       file_bytes: length of the file.
       sha256: of the file.
     """
@@ -64,7 +64,7 @@ class Written:
 
 @dataclasses.dataclass
 class _Tally:
-    """Counts records and adds up their checksum."""
+    """Counts of records and their checksum."""
 
     records: int = 0
     record_bytes: int = 0
@@ -92,7 +92,7 @@ def divide(split: str, records: int, size: int, shard_bytes: int) -> list[Shard]
     return [Shard(split, i, count, ends[i], ends[i + 1]) for i in range(count)]
 
 
-def write(path: pathlib.Path, records: Iterable[bytes]) -> Written:
+def write(path: pathlib.Path, records: Iterable[bytes]) -> WrittenShard:
     """Writes a shard under a temporary name, reads it back, and renames it.
 
     Args:
@@ -100,12 +100,13 @@ def write(path: pathlib.Path, records: Iterable[bytes]) -> Written:
       records: its records in order.
 
     Returns:
-      What the file holds, counted while it was read back.
+      Counts and checksums of the file as it was read back.
 
     Raises:
       UserError: it cannot be written, as on a full disk, or does not read back.
     """
-    # Another run's process may be dying over a file of the same shard.
+    # The name has the process id, because a process of an interrupted run may still write
+    # a file of the same shard.
     part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
     try:
         found = _write_and_read_back(path, part, records)
@@ -113,7 +114,7 @@ def write(path: pathlib.Path, records: Iterable[bytes]) -> Written:
             _write_or_fail(path, os.fsync, file.fileno())
         part.rename(path)
     except BaseException:
-        part.unlink(missing_ok=True)  # On a full disk, room for others.
+        part.unlink(missing_ok=True)  # Makes room for others on a full disk.
         raise
     return dataclasses.replace(found, file=path.name)
 
@@ -140,8 +141,8 @@ def _write_and_read_back(path, part, records):
     return found
 
 
-def check(path: pathlib.Path) -> Written:
-    """Reads a whole shard.
+def check(path: pathlib.Path) -> WrittenShard:
+    """Returns counts and checksums of a shard, which is read whole.
 
     Raises:
       DamagedShard: it cannot be read to its end.
@@ -157,7 +158,7 @@ def check(path: pathlib.Path) -> Written:
             size = file.tell()
     except OSError as error:
         raise DamagedShard(error.strerror) from error
-    return Written(
+    return WrittenShard(
         file=path.name,
         records=found.records,
         record_bytes=found.record_bytes,
@@ -186,13 +187,13 @@ def read(path: pathlib.Path) -> Iterator[bytes]:
     for start in range(0, count, step):
         try:
             yield from reader.read(start, min(start + step, count))
-        except RuntimeError as error:  # The whole text has a line a layer.
+        except RuntimeError as error:  # The rest is a trace.
             raise DamagedShard(str(error).splitlines()[0][:200]) from error
     reader.close()
 
 
 def cannot_write(path: pathlib.Path, error: BaseException) -> UserError:
-    """Returns the line for a full disk or the like."""
+    """Returns the error for a file that cannot be written, as on a full disk."""
     reason = getattr(error, "strerror", None) or str(error).partition(";")[0]
     reason = reason.removeprefix("write() failed: ").removeprefix("open() failed: ")
     return UserError(

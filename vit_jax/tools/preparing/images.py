@@ -7,9 +7,10 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from vit_jax.data import decode, folder
-from vit_jax.data.preparing import metadata, staging
-from vit_jax.data.preparing.shards import Shard, Written, divide
 from vit_jax.errors import UserError
+from vit_jax.tools.preparing import build, metadata
+from vit_jax.tools.preparing.metadata import DatasetName
+from vit_jax.tools.preparing.shards import Shard, WrittenShard, divide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +21,11 @@ class ImageFolder:
       name: of the new data set, with a version.
       sources: split -> its files, in the folder reader's order.
       on_error: "raise" or "skip", for files that are no readable images.
-      decode: whether each image is decoded to see that it is whole.
-      shards, plan, size: see `making.Job`.
+      decode: whether each image is decoded, which detects damage.
+      shards, plan, size: see `build.Job`.
     """
 
-    name: metadata.Name
+    name: DatasetName
     sources: Mapping[str, folder.FolderSource]
     on_error: str
     decode: bool
@@ -62,7 +63,7 @@ class ImageFolder:
             skipped.append({"split": shard.split, **note})
 
     def describe(
-        self, folder: pathlib.Path, splits: Mapping[str, Sequence[Written]]
+        self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
     ) -> None:
         names = next(iter(self.sources.values())).class_names
         metadata.write_info(
@@ -76,13 +77,13 @@ class ImageFolder:
 
 def open_images(
     root: pathlib.Path,
-    name: metadata.Name,
+    name: DatasetName,
     split_names: Sequence[str],
     shard_bytes: int,
     on_error: str,
     decode: bool,
 ) -> ImageFolder:
-    """Lists a folder and plans its data set.
+    """Returns the job of turning a folder into a data set.
 
     Args:
       root: folder that holds root/<split>/<class>/**/ image files.
@@ -90,10 +91,10 @@ def open_images(
       split_names: which folders to take; empty is all.
       shard_bytes: wanted size of a shard.
       on_error: "raise" or "skip".
-      decode: whether each image is to be decoded.
+      decode: whether each image is decoded.
 
     Raises:
-      UserError: the folder is not laid out so.
+      UserError: the folder has another layout.
     """
     if not root.is_dir():
         raise UserError(f"--from={root} is not a folder")
@@ -112,7 +113,7 @@ def open_images(
         for i in range(len(source)):
             try:
                 stat = os.stat(source.describe(i))
-            except OSError:  # A broken link: reading it will say so.
+            except OSError:  # A broken link, which is reported when it is read.
                 stats.append((source.record_id(i), -1, -1))
                 continue
             stats.append((source.record_id(i), stat.st_size, stat.st_mtime_ns))
@@ -125,7 +126,7 @@ def open_images(
         "source": str(root),
         "name": str(name),
         "splits": splits,
-        "files": staging.digest(stats),
+        "files": build.digest(stats),
         "shard_bytes": shard_bytes,
         "on_error": on_error,
         "decode": decode,
@@ -134,7 +135,7 @@ def open_images(
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Raises UserError for a class that a file of names, one a line, cannot hold."""
+    """Raises UserError for a class that cannot stand in a file of one name per line."""
     for name in names:
         if (
             name != name.strip()
@@ -161,7 +162,7 @@ def _features(class_names: Sequence[str]):
 
 @functools.lru_cache(maxsize=1)
 def _serializer(class_names: tuple[str, ...]):
-    """Returns what turns (image bytes, label, path bytes) into a tf.train.Example."""
+    """Returns a function from image bytes, label, path bytes to a tf.train.Example."""
     from tensorflow_datasets.core import example_serializer
 
     specs = _features(class_names).get_serialized_info()
@@ -171,7 +172,7 @@ def _serializer(class_names: tuple[str, ...]):
         example = serializer.get_tf_example(
             {"image": image, "label": label, "path": path}
         )
-        # The order of a map's fields may change from process to process.
+        # Without this the order of a map's fields may differ between processes.
         return example.SerializeToString(deterministic=True)
 
     return serialize

@@ -1,4 +1,4 @@
-"""Sets that TFDS prepares by itself; most of them need TensorFlow."""
+"""Data sets that TFDS prepares by itself; most of them need TensorFlow."""
 
 import difflib
 import importlib
@@ -10,32 +10,34 @@ from collections.abc import Sequence
 
 import tqdm
 
-from vit_jax.data.preparing import manifest, metadata, shards, staging
 from vit_jax.errors import UserError
+from vit_jax.tools.preparing import metadata, shards
+from vit_jax.tools.preparing.build import begin, refuse_existing
+from vit_jax.tools.preparing.metadata import DatasetName
 
 _INSTALL = "pip install -e '.[prepare]' in the clone"
 
 
-def build(
-    name: metadata.Name,
+def build_with_tfds(
+    name: DatasetName,
     data_dir: pathlib.Path,
     *,
     imports: Sequence[str] = (),
     manual_dir: str = "",
     shard_bytes: int = 2**28,
 ) -> tuple[pathlib.Path, dict]:
-    """Lets TFDS download and write a data set, then checks it and gives it its name.
+    """Runs TFDS's download and preparation, checks the set and renames it.
 
-    What was downloaded stays in data_dir/downloads, also when this is interrupted; TFDS
-    cannot continue the writing, so that begins anew.
+    Downloads stay in data_dir/downloads, also after an interruption. TFDS cannot
+    continue an interrupted preparation, which therefore starts over.
 
     Args:
       name: of the set; version "" is the newest.
-      data_dir: where to prepare.
+      data_dir: folder of the prepared sets.
       imports: Python modules that define builders of the user's own.
       manual_dir: folder of files that the user has to fetch; "" is
         data_dir/downloads/manual.
-      shard_bytes: wanted size of a shard, about.
+      shard_bytes: approximate size of a shard.
 
     Returns:
       The set's folder, and its manifest.
@@ -51,43 +53,42 @@ def build(
     _need_tensorflow(name, builder_class)
     builder = _open(name, builder_class, data_dir)
     config = builder.builder_config.name if builder.builder_config else ""
-    full = metadata.Name(builder.name, config, str(builder.version))
+    full = DatasetName(builder.name, config, str(builder.version))
     target = full.folder(data_dir)
-    staging.refuse_existing(target)
+    refuse_existing(target)
     manual = pathlib.Path(manual_dir or data_dir / "downloads" / "manual").expanduser()
     _need_manual_files(builder, full, manual)
 
     plan = {"kind": "tfds", "name": str(full), "shard_bytes": shard_bytes}
-    with staging.begin(target, plan) as place:
+    with begin(target, plan) as place:
         inner = place.folder / "tfds"
-        if not (place.folder / manifest.NAME).exists():
+        if not (place.folder / metadata.MANIFEST).exists():
             made = full.folder(inner)
-            if not (made / manifest.NAME).exists():
+            if not (made / metadata.MANIFEST).exists():
                 _drop_unfinished(made)
                 builder = _open(full, builder_class, inner)
                 config = tfds.download.DownloadConfig(
                     manual_dir=str(manual),
-                    try_download_gcs=False,  # Those are TFRecord.
+                    try_download_gcs=False,  # Prepared sets on GCS are TFRecord.
                     min_shard_size=shard_bytes // 2,
                     max_shard_size=shard_bytes,
                 )
                 _prepare(builder, data_dir / "downloads", config, full, manual)
-                manifest.write(made, plan, _count(made, place.folder), [])
+                metadata.write_manifest(made, plan, _count(made, place.folder), [])
             _move_up(made, place.folder)
-        default = (
-            inner / full.dataset / ".config"
-        )  # Which configuration is the default.
+        # Holds the name of the default configuration.
+        default = inner / full.dataset / ".config"
         if default.is_dir():
             common = data_dir / full.dataset / ".config"
             shutil.copytree(default, common, dirs_exist_ok=True)
         shutil.rmtree(inner, ignore_errors=True)
-        content = manifest.load(place.folder)
+        content = metadata.load_manifest(place.folder)
         place.finish()
     return target, content
 
 
 def _count(made: pathlib.Path, remedy: pathlib.Path) -> dict:
-    """Reads what TFDS wrote; returns the shards of each split."""
+    """Reads the files of TFDS; returns the shards of each split."""
     info = metadata.read_info(made)
     splits = {}
     total = sum(n for files in info.splits.values() for _, n in files)
@@ -109,8 +110,8 @@ def _count(made: pathlib.Path, remedy: pathlib.Path) -> dict:
 
 
 def _move_up(made: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves a set's files; the manifest last, because it says that all are there."""
-    for path in sorted(made.iterdir(), key=lambda path: path.name == manifest.NAME):
+    """Moves a set's files, the manifest last, because it marks the set complete."""
+    for path in sorted(made.iterdir(), key=lambda path: path.name == metadata.MANIFEST):
         path.rename(folder / path.name)
 
 
@@ -124,7 +125,7 @@ def _import_all(modules: Sequence[str]) -> None:
             ) from error
 
 
-def _find(name: metadata.Name):
+def _find(name: DatasetName):
     import tensorflow_datasets as tfds
 
     try:
@@ -152,7 +153,7 @@ def _need_tensorflow(name, builder_class) -> None:
 
 
 def _missing_module(name, error: ImportError) -> UserError:
-    # TFDS may have wrapped it, with the whole example in its text.
+    # TFDS may have wrapped it in an error whose text holds a whole example.
     found = re.search(r"No module named '([\w.]+)'", str(error))
     missing = error.name or (found[1] if found else str(error)[-200:])
     install = _INSTALL if missing.startswith("tensorflow") else f"pip install {missing}"
@@ -160,7 +161,7 @@ def _missing_module(name, error: ImportError) -> UserError:
 
 
 def _open(name, builder_class, data_dir):
-    """Opens a builder whose files are to lie in data_dir."""
+    """Returns a builder that writes below data_dir."""
     known = sorted(builder_class.builder_configs)
     if name.config and name.config not in known:
         raise UserError(
@@ -196,7 +197,7 @@ def _fetch_by_hand(builder, name, manual) -> UserError:
 
 
 def _drop_unfinished(made: pathlib.Path) -> None:
-    """Removes what an interrupted TFDS left; it would never look at it again."""
+    """Removes files of an interrupted preparation, which TFDS would not reuse."""
     for path in made.parent.glob("incomplete.*"):
         shutil.rmtree(path)
     for path in made.glob(f"*{shards.PART}"):
@@ -204,14 +205,14 @@ def _drop_unfinished(made: pathlib.Path) -> None:
 
 
 def _prepare(builder, downloads, config, name, manual):
-    """Runs TFDS; errors that the user can mend become one line."""
+    """Runs TFDS; errors that the user can fix become a UserError."""
     try:
         builder.download_and_prepare(
             download_dir=str(downloads), download_config=config
         )
     except ImportError as error:
         raise _missing_module(name, error) from error
-    except Exception as error:  # Each builder has its own ways to fail.
+    except Exception as error:  # Builders raise many types.
         line = " ".join(str(error).split())[:300]
         if builder.MANUAL_DOWNLOAD_INSTRUCTIONS and str(manual) in str(error):
             missing = _fetch_by_hand(builder, name, manual)

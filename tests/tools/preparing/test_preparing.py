@@ -4,6 +4,7 @@ import os
 import pathlib
 import shutil
 
+import image_folder
 import numpy as np
 import pytest
 import tfds_sets
@@ -11,22 +12,27 @@ import tfrecord_files
 from array_record.python import array_record_module
 
 from vit_jax.data import folder as image_folders
-from vit_jax.data.preparing import (
-    building,
-    images,
-    making,
-    manifest,
-    metadata,
-    shards,
-    staging,
-    tfrecord,
-)
 from vit_jax.data.tfds_source import open_tfds
 from vit_jax.errors import UserError
+from vit_jax.tools.preparing import (
+    build,
+    images,
+    metadata,
+    shards,
+    tfds_builder,
+    tfrecord,
+)
 
 tfds = pytest.importorskip("tensorflow_datasets")
 SIZES = {"train": 23, "test": 7}
-NAME = metadata.Name("tiny_frames", "red", "1.2.0")
+NAME = metadata.DatasetName("tiny_frames", "red", "1.2.0")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An image folder of 3 classes, 19 training and 4 validation images."""
+    image_folder.write(tmp_path)
+    return tmp_path
 
 
 def picture(i):
@@ -95,14 +101,14 @@ def out(tmp_path_factory):
 def convert(source, data_dir, splits=(), shard_bytes=2**28):
     job = tfrecord.open_conversion(source, list(splits), shard_bytes)
     target = NAME.folder(data_dir)
-    making.make(job, target)
+    build.build(job, target)
     return target
 
 
 def of_images(root, target, splits=(), shard_bytes=2**28, on_error="raise", check=True):
-    name = metadata.Name("pets", "", "1.0.0")
+    name = metadata.DatasetName("pets", "", "1.0.0")
     job = images.open_images(root, name, list(splits), shard_bytes, on_error, check)
-    return making.make(job, target)
+    return build.build(job, target)
 
 
 def test_the_checksums_of_the_test_are_those_of_the_standard():
@@ -210,15 +216,15 @@ def test_a_conversion_of_something_else_is_refused(frames, truth, tmp_path):
 def test_a_preparation_is_found_by_folder_and_by_data_dir(frames, tmp_path):
     data_dir = tmp_path / "frames"
     for text in ("tiny_frames/red", "tiny_frames/red:1.2.0"):
-        name = metadata.Name.parse(text)
+        name = metadata.DatasetName.parse(text)
         assert metadata.find(data_dir, name) == frames
         assert metadata.find(frames, name) == frames
     with pytest.raises(UserError, match="holds tiny_frames/red:1.2.0: set --dataset="):
-        metadata.find(frames, metadata.Name.parse("tiny_frames/blue"))
+        metadata.find(frames, metadata.DatasetName.parse("tiny_frames/blue"))
     with pytest.raises(UserError, match="holds no readable tiny_frames/blue"):
-        metadata.find(data_dir, metadata.Name.parse("tiny_frames/blue"))
+        metadata.find(data_dir, metadata.DatasetName.parse("tiny_frames/blue"))
     with pytest.raises(UserError, match="'tiny frames' is not a data set's name"):
-        metadata.Name.parse("tiny frames")
+        metadata.DatasetName.parse("tiny frames")
 
 
 def test_a_folder_keeps_bytes_labels_order_and_paths(folder, out):
@@ -309,11 +315,11 @@ def test_shards_and_splits_without_a_readable_image(folder, out):
 def test_verify_finds_what_changed(folder, out, change, match):
     target = out / "pets/1.0.0"
     content, seen = of_images(folder, target), []
-    assert manifest.verify(target, seen.append) == content
+    assert metadata.verify(target, seen.append) == content
     assert sum(seen) == 19 + 4
     change(target)
     with pytest.raises(UserError, match=match):
-        manifest.verify(target)
+        metadata.verify(target)
 
 
 def shard_name(target):
@@ -349,12 +355,12 @@ def test_finished_shards_are_kept_when_the_rest_fails(folder, out, capsys):
     count = sum(len(split["shards"]) for split in content["splits"].values())
     assert f"{len(before)} of {count} shards are finished" in capsys.readouterr().out
     assert not list(target.glob("*.part")) and not (target / ".state").exists()
-    assert manifest.verify(target) == content
+    assert metadata.verify(target) == content
 
 
 def test_a_set_begun_in_another_way_is_not_continued(folder, out):
     target = out / "pets/1.0.0"
-    with staging.begin(target, {"kind": "folder", "shard_bytes": 1}):
+    with build.begin(target, {"kind": "folder", "shard_bytes": 1}):
         pass
     with pytest.raises(UserError, match=r"with other flags \(.*shard_bytes.*remove it"):
         of_images(folder, target)
@@ -363,12 +369,12 @@ def test_a_set_begun_in_another_way_is_not_continued(folder, out):
 def test_a_set_that_only_lacks_its_name_gets_it(folder, out, monkeypatch):
     target = out / "pets/1.0.0"
     with monkeypatch.context() as patch:
-        patch.setattr(staging.Staging, "finish", lambda self: None)
+        patch.setattr(build.Staging, "finish", lambda self: None)
         content = of_images(folder, target)
     shutil.rmtree(target.with_name("1.0.0.incomplete") / ".state")
     assert not target.exists()
     assert of_images(folder, target) == content
-    assert manifest.verify(target) == content
+    assert metadata.verify(target) == content
 
 
 def test_existing_busy_and_impossible_targets_are_refused(folder, out, monkeypatch):
@@ -411,20 +417,22 @@ def test_splits_are_divided_evenly():
 
 
 def test_a_builder_of_the_users_own_needs_no_tensorflow(builder_class, truth, tmp_path):
-    name = metadata.Name("tiny_frames", "", "")
-    target, content = building.build(name, tmp_path / "out")
+    name = metadata.DatasetName("tiny_frames", "", "")
+    target, content = tfds_builder.build_with_tfds(name, tmp_path / "out")
     assert target == NAME.folder(tmp_path / "out")
     shard = "tiny_frames-train.array_record-00000-of-00001"
     assert (target / shard).read_bytes() == (truth[1] / shard).read_bytes()
-    assert manifest.verify(target) == content
+    assert metadata.verify(target) == content
     assert content["splits"]["test"]["records"] == 7
     # TFDS's note of the default configuration came along.
     source = open_tfds("tiny_frames", str(tmp_path / "out"), "test", "image", "label")
     assert len(source) == 7
     with pytest.raises(UserError, match="1.2.0 exists: add --verify"):
-        building.build(name, tmp_path / "out")
+        tfds_builder.build_with_tfds(name, tmp_path / "out")
     with pytest.raises(UserError, match=r"no configuration 'blue'; it has red"):
-        building.build(metadata.Name("tiny_frames", "blue", ""), tmp_path / "out")
+        tfds_builder.build_with_tfds(
+            metadata.DatasetName("tiny_frames", "blue", ""), tmp_path / "out"
+        )
 
 
 def test_a_build_that_was_killed_goes_on(builder_class, tmp_path, monkeypatch):
@@ -434,15 +442,15 @@ def test_a_build_that_was_killed_goes_on(builder_class, tmp_path, monkeypatch):
     half.parent.mkdir(parents=True)
     half.write_bytes(b"written when TFDS was killed")
     with monkeypatch.context() as patch:
-        patch.setattr(building, "_move_up", lambda made, folder: 1 / 0)
+        patch.setattr(tfds_builder, "_move_up", lambda made, folder: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            building.build(NAME, tmp_path / "out")
+            tfds_builder.build_with_tfds(NAME, tmp_path / "out")
     assert not half.exists() and not target.exists()
     # Killed while the files were being moved up.
     (inner / "features.json").rename(inner.parents[3] / "features.json")
-    monkeypatch.setattr(building, "_prepare", lambda *args: 1 / 0)  # Not again.
-    assert building.build(NAME, tmp_path / "out")[0] == target
-    assert manifest.verify(target)["splits"]["train"]["records"] == 23
+    monkeypatch.setattr(tfds_builder, "_prepare", lambda *args: 1 / 0)  # Not again.
+    assert tfds_builder.build_with_tfds(NAME, tmp_path / "out")[0] == target
+    assert metadata.verify(target)["splits"]["train"]["records"] == 23
 
 
 def test_files_to_be_fetched_by_hand_are_asked_for(
@@ -452,7 +460,7 @@ def test_files_to_be_fetched_by_hand_are_asked_for(
     monkeypatch.setattr(builder_class, "MANUAL_DOWNLOAD_INSTRUCTIONS", text)
     manual = tmp_path / "out" / "downloads" / "manual"
     with pytest.raises(UserError, match=f"put them in {manual} .*Put tiny.tar here."):
-        building.build(NAME, tmp_path / "out")
+        tfds_builder.build_with_tfds(NAME, tmp_path / "out")
 
     def open_tar(self, dl_manager):
         return {"train": (dl_manager.manual_dir / "tiny.tar").read_bytes()}
@@ -463,18 +471,18 @@ def test_files_to_be_fetched_by_hand_are_asked_for(
     with pytest.raises(
         UserError, match=r"Put tiny.tar here. \(it failed with.*No such"
     ):
-        building.build(NAME, tmp_path / "out")
+        tfds_builder.build_with_tfds(NAME, tmp_path / "out")
 
 
 def test_a_set_that_nobody_knows_gets_a_hint(tmp_path):
     with pytest.raises(UserError, match="no such set; did you mean cifar10 or"):
-        building.build(metadata.Name("cifra10", "", ""), tmp_path)
+        tfds_builder.build_with_tfds(metadata.DatasetName("cifra10", "", ""), tmp_path)
     with pytest.raises(UserError, match="--imports=no_such_module: No module named"):
-        building.build(NAME, tmp_path, imports=["no_such_module"])
+        tfds_builder.build_with_tfds(NAME, tmp_path, imports=["no_such_module"])
 
 
 def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(building.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tfds_builder.importlib.util, "find_spec", lambda name: None)
     match = r"TensorFlow to prepare it: pip install -e '\.\[prepare\]' in the clone"
     with pytest.raises(UserError, match=match):
-        building.build(metadata.Name("mnist", "", ""), tmp_path)
+        tfds_builder.build_with_tfds(metadata.DatasetName("mnist", "", ""), tmp_path)

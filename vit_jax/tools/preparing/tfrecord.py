@@ -1,4 +1,4 @@
-"""TFRecord files of TFDS, read without TensorFlow, and the job of converting them.
+"""Conversion of TFDS's TFRecord files, which are read without TensorFlow.
 
 A record is its length (8 bytes, little-endian), the masked CRC-32C of these 8 bytes, its
 content, and the masked CRC-32C of the content
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import google_crc32c
 
-from vit_jax.data.preparing import metadata, staging
-from vit_jax.data.preparing.shards import Shard, Written, divide
 from vit_jax.errors import UserError
+from vit_jax.tools.preparing import build, metadata
+from vit_jax.tools.preparing.shards import Shard, WrittenShard, divide
 
 _HEADER = 12  # Bytes: length and its checksum.
 _FOOTER = 4
@@ -33,7 +33,7 @@ def read(path: pathlib.Path, start: int, stop: int, total: int) -> Iterator[byte
 
     Args:
       path: of the file.
-      start: first record; the contents of those before are passed over.
+      start: first record; the contents of earlier ones are skipped.
       stop: one past the last.
       total: records the file should hold; if `stop` is the same, it must end there.
 
@@ -86,8 +86,8 @@ class Conversion:
       dataset: TFDS name.
       source: folder of the TFRecord preparation.
       files: split -> its (path, number of records) in order.
-      others: names of the files that are no records.
-      shards, plan, size: see `making.Job`.
+      others: names of the files without records.
+      shards, plan, size: see `build.Job`.
     """
 
     dataset: str
@@ -108,7 +108,7 @@ class Conversion:
             first += total
 
     def describe(
-        self, folder: pathlib.Path, splits: Mapping[str, Sequence[Written]]
+        self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
     ) -> None:
         for name in self.others:
             shutil.copyfile(self.source / name, folder / name)
@@ -118,7 +118,7 @@ class Conversion:
 def open_conversion(
     source: pathlib.Path, split_names: Sequence[str], shard_bytes: int
 ) -> Conversion:
-    """Plans a conversion.
+    """Returns the job of converting a TFRecord preparation.
 
     Args:
       source: folder with dataset_info.json, features.json and the TFRecord files.
@@ -126,7 +126,7 @@ def open_conversion(
       shard_bytes: wanted size of a shard.
 
     Raises:
-      UserError: it is no TFRecord preparation, or lacks a file or a split.
+      UserError: it is not a TFRecord preparation, or lacks a file or a split.
     """
     info = metadata.read_info(source)
     if info.file_format != "tfrecord":
@@ -152,15 +152,15 @@ def open_conversion(
         size = sum(path.stat().st_size for path, _ in split)
         shards += divide(name, sum(n for _, n in split), size, shard_bytes)
     records = {path.name for split in info.splits.values() for path, _ in split}
-    # Our own manifest, should there be one, is of the other files.
-    leave = records | {"dataset_info.json", "manifest.json"}
+    # A manifest of ours would hold the checksums of the TFRecord files.
+    leave = records | {"dataset_info.json", metadata.MANIFEST}
     others = sorted(p.name for p in source.iterdir() if p.is_file())
     others = [name for name in others if name not in leave]
     plan = {
         "kind": "tfrecord",
         "source": str(source),
         "splits": list(files),
-        "files": staging.digest(stats),
+        "files": build.digest(stats),
         "shard_bytes": shard_bytes,
     }
     size = sum(size for _, size, _ in stats)

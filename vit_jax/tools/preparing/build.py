@@ -1,0 +1,367 @@
+"""Makes a data set from a job: staging, shards in processes, description, manifest."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import Protocol, runtime_checkable
+
+import tqdm
+
+from vit_jax.data import workers
+from vit_jax.errors import UserError, keep_warnings_from_raising
+from vit_jax.printing import printable
+from vit_jax.tools.preparing import metadata, shards
+from vit_jax.tools.preparing.shards import Shard, WrittenShard
+
+SUFFIX = ".incomplete"
+_STATE = ".state"  # Folder of notes on finished shards; not part of the finished set.
+_PLAN = "plan.json"
+_REPORT_EVERY = 64  # Records, from a worker.
+_POLL_SECONDS = 0.2
+
+
+class Staging:
+    """The unfinished data set; returned by `begin`, which holds its lock.
+
+    Attributes:
+      target: final folder.
+      folder: unfinished folder beside it.
+    """
+
+    def __init__(self, target: pathlib.Path):
+        self.target = target
+        self.folder = target.with_name(target.name + SUFFIX)
+        self.state = self.folder / _STATE
+
+    def finished(self, file_name: str) -> dict | None:
+        """Returns the note on a finished shard; None if it is not finished."""
+        try:
+            note = json.loads((self.state / f"{file_name}.json").read_text())
+            size = (self.folder / file_name).stat().st_size
+        except (OSError, ValueError):
+            return None
+        return note if note["written"]["file_bytes"] == size else None
+
+    def note(self, file_name: str, note: Mapping) -> None:
+        """Writes the note that a shard is finished."""
+        metadata.save_json(self.state / f"{file_name}.json", note)
+
+    def finish(self) -> None:
+        """Renames the folder to the final name; all files must be written."""
+        shutil.rmtree(self.state, ignore_errors=True)
+        _sync(self.folder)
+        refuse_existing(self.target)
+        self.folder.rename(self.target)
+        _sync(self.target.parent)
+
+    def reserve(self, size: int) -> None:
+        """Raises UserError unless the disk has room for `size` more bytes."""
+        free = shutil.disk_usage(self.folder).free
+        if free < size:
+            raise UserError(
+                f"the disk of {self.target.parent} has {free / 1e6:,.1f} MB free, but "
+                f"about {size / 1e6:,.1f} MB are to be written: make room or choose "
+                "another --data_dir"
+            )
+
+
+@contextlib.contextmanager
+def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
+    """Begins a data set, or continues one that was interrupted.
+
+    Args:
+      target: final folder.
+      plan: plain values; an interrupted set is continued only if they are equal.
+
+    Raises:
+      UserError: the target exists, another process is making it, it was begun in
+        another way, or the folder cannot be made.
+    """
+    staging = Staging(target)
+    refuse_existing(target)
+    try:
+        staging.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(staging.folder, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(
+            f"cannot make {staging.folder}: {error.strerror}; choose another --data_dir"
+        ) from error
+    try:
+        _lock(lock, staging)
+        _compare_plan(staging, plan)
+        yield staging
+    finally:
+        os.close(lock)  # Frees the lock, as does the end of a killed process.
+
+
+def refuse_existing(target: pathlib.Path) -> None:
+    """Raises UserError if the target exists."""
+    if target.exists():
+        raise UserError(
+            f"{target} exists: add --verify to check it, or remove it or choose another "
+            "--data_dir to prepare it anew"
+        )
+
+
+def digest(items: Iterable) -> str:
+    """Returns a checksum of plain values, for a plan."""
+    total = hashlib.sha256()
+    for item in items:
+        total.update(json.dumps(item).encode() + b"\n")
+    return total.hexdigest()
+
+
+def _lock(lock: int, staging: Staging) -> None:
+    busy = UserError(f"another process is preparing {staging.target}: wait for it")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise busy from error
+    except OSError:  # A file system without locks, such as some network file systems.
+        return
+    # Another process may have renamed it between opening and locking.
+    if not staging.folder.exists() or not os.path.samestat(
+        os.fstat(lock), os.stat(staging.folder)
+    ):
+        raise busy
+
+
+def _compare_plan(staging: Staging, plan: Mapping) -> None:
+    plan = json.loads(json.dumps(plan))
+    for folder in (staging.folder, staging.state):
+        for stale in folder.glob(f"*{shards.PART}"):
+            stale.unlink()
+    if (staging.folder / metadata.MANIFEST).exists():  # Only the rename is left.
+        begun = metadata.load_manifest(staging.folder)["made_from"]
+    elif (staging.state / _PLAN).exists():
+        begun = json.loads((staging.state / _PLAN).read_text())
+    else:
+        begun = plan
+        staging.state.mkdir(exist_ok=True)
+        metadata.save_json(staging.state / _PLAN, plan)
+    if begun != plan:
+        keys = [key for key in plan if plan[key] != begun.get(key)]
+        raise UserError(
+            f"{staging.folder} was begun from other input or with other flags "
+            f"({', '.join(keys)}): remove it to begin anew, or give the same as then"
+        )
+
+
+def _sync(folder: pathlib.Path) -> None:
+    """Flushes a folder's names to disk, so that they survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@runtime_checkable
+class Job(Protocol):
+    """A data set to make; pickled for worker processes.
+
+    Attributes:
+      dataset: TFDS name, without configuration and version.
+      shards: all of them, split by split, in order.
+      plan: plain values that identify its input and options.
+      size: of the finished set in bytes, roughly.
+    """
+
+    dataset: str
+    shards: Sequence[Shard]
+    plan: Mapping
+    size: int
+
+    def records(self, shard: Shard, skipped: list[dict]) -> Iterator[bytes]:
+        """Yields serialized examples; appends to `skipped` what it leaves out."""
+
+    def describe(
+        self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
+    ) -> None:
+        """Writes TFDS's description of the written shards."""
+
+
+class _Stopped(Exception):
+    """Another process failed."""
+
+
+def build(job: Job, target: pathlib.Path, processes: int = 1) -> dict:
+    """Makes a data set, or finishes one that was interrupted.
+
+    Args:
+      job: what to make.
+      target: its final folder.
+      processes: that make shards at the same time.
+
+    Returns:
+      The content of its manifest.
+
+    Raises:
+      UserError: bad input, no room, or the target exists.
+    """
+    with begin(target, job.plan) as place:
+        if not (place.folder / metadata.MANIFEST).exists():
+            notes = _make_shards(job, place, processes)
+            splits, skipped = {}, []
+            for shard, note in zip(job.shards, notes, strict=True):
+                written = WrittenShard(**note["written"])
+                splits.setdefault(shard.split, []).append(written)
+                skipped += note["skipped"]
+            for name, written in splits.items():
+                if not any(shard.records for shard in written):
+                    raise UserError(
+                        f"split {name!r} has no record that can be read: leave it out "
+                        "with --splits or mend its files"
+                    )
+            job.describe(place.folder, splits)
+            _check_opens(place.folder, splits)
+            metadata.write_manifest(place.folder, job.plan, splits, skipped)
+        content = metadata.load_manifest(place.folder)
+        place.finish()
+    return content
+
+
+def _make_shards(job: Job, place: Staging, processes: int) -> list[dict]:
+    """Makes the shards that are not finished; returns the notes of all shards."""
+    notes = {s: place.finished(s.file_name(job.dataset)) for s in job.shards}
+    todo = [shard for shard, note in notes.items() if note is None]
+    total = sum(shard.stop - shard.start for shard in job.shards)
+    left = sum(shard.stop - shard.start for shard in todo)
+    place.reserve(job.size * left // max(1, total))
+    if len(todo) < len(job.shards):
+        done = len(job.shards) - len(todo)
+        print(
+            printable(
+                f"{place.folder}: {done} of {len(job.shards)} shards are finished"
+            )
+        )
+    with tqdm.tqdm(
+        total=total,
+        initial=total - left,
+        desc=job.dataset,
+        unit=" records",
+        disable=None,  # Unless standard error is a terminal.
+    ) as bar:
+        if processes == 1:
+            worker = _Worker(job, place, bar.update, lambda: None)
+            notes.update((shard, worker.make(shard)) for shard in todo)
+        else:
+            notes.update(_in_processes(job, place, todo, processes, bar))
+    return list(notes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    """Makes one shard at a time.
+
+    Attributes:
+      job: what to make.
+      place: where.
+      count: called with numbers of further records that were read.
+      check: raises _Stopped when another process failed.
+    """
+
+    job: Job
+    place: Staging
+    count: Callable[[int], object]
+    check: Callable[[], None]
+
+    def make(self, shard: Shard) -> dict:
+        """Makes a shard; writes and returns the note on it."""
+        file_name, skipped = shard.file_name(self.job.dataset), []
+        records = self._counted(self.job.records(shard, skipped), shard)
+        written = shards.write(self.place.folder / file_name, records)
+        note = {"written": dataclasses.asdict(written), "skipped": skipped}
+        self.place.note(file_name, note)
+        return note
+
+    def _counted(self, records, shard):
+        told = 0
+        for seen, record in enumerate(records, 1):
+            self.check()
+            yield record
+            if seen - told == _REPORT_EVERY:
+                self.count(seen - told)
+                told = seen
+        self.count(shard.stop - shard.start - told)  # Includes skipped records.
+
+
+def _in_processes(job, place, todo, processes, bar) -> Iterator[tuple]:
+    """Yields (shard, note) as worker processes finish them."""
+    # A forked process may hang when its parent has threads, and TFDS starts some.
+    context = multiprocessing.get_context("spawn")
+    counter, stop = context.Value("q", 0), context.Value("b", 0, lock=False)
+    executor = concurrent.futures.ProcessPoolExecutor(
+        min(processes, max(1, len(todo))),
+        mp_context=context,
+        initializer=_start_worker,
+        initargs=(job, place, counter, stop),
+    )
+    shown = 0
+    try:
+        shard_of = {executor.submit(_make_in_worker, shard): shard for shard in todo}
+        waiting = set(shard_of)
+        while waiting:
+            finished, waiting = concurrent.futures.wait(
+                waiting, _POLL_SECONDS, concurrent.futures.FIRST_COMPLETED
+            )
+            seen = counter.value
+            bar.update(seen - shown)
+            shown = seen
+            for future in finished:
+                yield shard_of[future], future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process died (killed, or out of memory): give the same command "
+            "again, perhaps with fewer --processes; finished shards are kept"
+        ) from error
+    finally:
+        stop.value = 1
+        executor.shutdown(cancel_futures=True)
+
+
+def _start_worker(job, place, counter, stop):
+    """Initializes a worker process, which ends with its parent, even by SIGKILL."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
+    workers.end_with_parent()
+    keep_warnings_from_raising()
+
+    def count(n):
+        with counter.get_lock():
+            counter.value += n
+
+    def check():
+        if stop.value:
+            raise _Stopped
+
+    _worker = _Worker(job, place, count, check)
+
+
+def _make_in_worker(shard):
+    return _worker.make(shard)
+
+
+def _check_opens(folder: pathlib.Path, splits: Mapping[str, Sequence]) -> None:
+    """Raises UserError unless TFDS reads the set and finds the written counts."""
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder_from_directory(folder)
+    for name, written in splits.items():
+        found = len(builder.as_data_source(name))
+        records = sum(shard.records for shard in written)
+        if found != records:
+            raise UserError(
+                f"{folder} split {name!r}: {records} records were written, but "
+                f"TFDS finds {found}"
+            )

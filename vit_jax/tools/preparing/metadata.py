@@ -1,0 +1,394 @@
+"""Files beside the records: TFDS's description of a data set, and our manifest.
+
+TFDS reads dataset_info.json, features.json and label files. manifest.json has counts
+and checksums of all files, by which the set is verified later.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+
+from vit_jax.data import tfds_source
+from vit_jax.errors import UserError
+from vit_jax.tools.preparing import shards
+from vit_jax.tools.preparing.shards import WrittenShard
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_VERSIONS_OF = ("vit_jax", "tensorflow-datasets", "array_record")
+
+_NAME = re.compile(
+    r"(?P<dataset>[a-zA-Z]\w*)(/(?P<config>[\w.=+-]+))?"
+    r"(:(?P<version>\d+\.\d+\.\d+))?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetName:
+    """A TFDS name, such as "cifar10", "eurosat/rgb" or "eurosat/rgb:2.0.0"."""
+
+    dataset: str
+    config: str
+    version: str
+
+    @classmethod
+    def parse(cls, text: str, flag: str = "--dataset") -> "DatasetName":
+        """Parses a name; a part that is not stated is ""."""
+        match = _NAME.fullmatch(text)
+        if not match:
+            raise UserError(
+                f"{flag}={text!r} is not a data set's name: use "
+                "name, name/config, name:1.0.0 or name/config:1.0.0"
+            )
+        return cls(*(match[key] or "" for key in ("dataset", "config", "version")))
+
+    def folder(self, data_dir: pathlib.Path) -> pathlib.Path:
+        """Returns the folder in which TFDS keeps this version."""
+        return data_dir / self.dataset / self.config / self.version
+
+    def __str__(self) -> str:
+        text = f"{self.dataset}/{self.config}" if self.config else self.dataset
+        return f"{text}:{self.version}" if self.version else text
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedInfo:
+    """TFDS's description of a prepared folder.
+
+    Attributes:
+      name: with configuration and version.
+      file_format: "tfrecord", "array_record", ...
+      splits: split name -> (path, number of records) of its files in order.
+    """
+
+    name: DatasetName
+    file_format: str
+    splits: Mapping[str, Sequence[tuple[pathlib.Path, int]]]
+
+    @property
+    def dataset(self) -> str:
+        """DatasetName without configuration and version."""
+        return self.name.dataset
+
+
+def find(source: pathlib.Path, name: DatasetName) -> pathlib.Path:
+    """Returns the folder of a prepared data set.
+
+    Args:
+      source: its own folder, or the `data_dir` it lies in.
+      name: of the set; unstated parts match any.
+
+    Returns:
+      Its folder, the one with dataset_info.json.
+
+    Raises:
+      UserError: there is none, or it is another data set.
+    """
+    if (source / "dataset_info.json").is_file():
+        found = read_info(source).name
+        for part in ("dataset", "config", "version"):
+            stated = getattr(name, part)
+            if stated and stated != getattr(found, part):
+                raise UserError(
+                    f"--dataset={name}, but --from={source} holds {found}: "
+                    f"set --dataset={found}"
+                )
+        return source
+    return find_prepared(source, name)
+
+
+def find_prepared(data_dir: pathlib.Path, name: DatasetName) -> pathlib.Path:
+    """Returns the folder of a prepared set; the newest version if none is stated.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    builder = tfds_source.find_prepared(str(name), str(data_dir))
+    if builder is None:
+        raise UserError(
+            f"{data_dir} holds no readable {name}: state the data_dir under which it "
+            "lies, or the folder with its dataset_info.json and features.json (which "
+            "TFDS writes since version 4)"
+        )
+    return pathlib.Path(builder.data_dir)
+
+
+def read_info(folder: pathlib.Path) -> PreparedInfo:
+    """Returns the description of a prepared folder.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    import tensorflow_datasets as tfds
+
+    try:
+        with tfds_source.no_foreign_features(str(folder)):
+            builder = tfds.builder_from_directory(folder)
+    except UserError:
+        raise
+    except Exception as error:  # Parsers of JSON, protocol buffers and features.
+        line = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{folder} cannot be read as a TFDS data set ({line}): it needs "
+            "dataset_info.json and features.json (which TFDS writes since version 4)"
+        ) from error
+    info = builder.info
+    splits = {
+        name: [
+            (pathlib.Path(path), int(length))
+            for path, length in zip(split.filepaths, split.shard_lengths, strict=True)
+        ]
+        for name, split in info.splits.items()
+    }
+    return PreparedInfo(
+        name=DatasetName(info.name, info.config_name or "", str(info.version)),
+        # Old preparations do not state it.
+        file_format=info.file_format.value if info.file_format else "tfrecord",
+        splits=splits,
+    )
+
+
+def convert_info(
+    source: pathlib.Path,
+    folder: pathlib.Path,
+    splits: Mapping[str, Sequence[WrittenShard]],
+) -> None:
+    """Writes dataset_info.json: the source's, with another format and other files."""
+    from tensorflow_datasets.core import dataset_info, naming
+
+    proto = dataset_info.read_proto_from_builder_dir(source)
+    proto.file_format = "array_record"
+    del proto.alternative_file_formats[:]
+    kept = [copy.deepcopy(split) for split in proto.splits if split.name in splits]
+    del proto.splits[:]
+    for split in kept:
+        written = splits[split.name]
+        split.filepath_template = naming.DEFAULT_FILENAME_TEMPLATE
+        split.shard_lengths[:] = [shard.records for shard in written]
+        split.num_bytes = sum(shard.record_bytes for shard in written)
+        proto.splits.append(split)
+    dataset_info.write_dataset_info_proto(proto, dataset_info_dir=folder)
+
+
+def copy_default_config(
+    source: pathlib.Path, data_dir: pathlib.Path, name: DatasetName
+) -> None:
+    """Copies TFDS's file that states which configuration a bare name means."""
+    if name.config:
+        note = source.parent.parent / ".config" / "metadata.json"
+        copy_to = data_dir / name.dataset / ".config" / "metadata.json"
+        if note.is_file() and not copy_to.exists():
+            copy_to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(note, copy_to)
+
+
+def write_info(
+    folder: pathlib.Path,
+    name: DatasetName,
+    features,
+    splits: Mapping[str, Sequence[WrittenShard]],
+    description: str,
+) -> None:
+    """Writes TFDS's description of a data set without a builder in TFDS.
+
+    Args:
+      folder: of its files.
+      name: with a version.
+      features: `tfds.features.FeaturesDict` with an image and a label.
+      splits: split name -> its shards.
+      description: a sentence for dataset_info.json.
+    """
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import dataset_info
+
+    identity = dataset_info.DatasetIdentity(
+        name=name.dataset,
+        version=tfds.core.Version(name.version),
+        data_dir=str(folder),
+        module_name="",
+        config_name=name.config or None,
+    )
+    info = tfds.core.DatasetInfo(
+        builder=identity,
+        description=description,
+        features=features,
+        supervised_keys=("image", "label"),
+    )
+    info.set_file_format("array_record")
+    info.set_splits(
+        tfds.core.splits.SplitDict(
+            [
+                tfds.core.SplitInfo(
+                    name=split,
+                    shard_lengths=[shard.records for shard in written],
+                    num_bytes=sum(shard.record_bytes for shard in written),
+                )
+                for split, written in splits.items()
+            ]
+        )
+    )
+    info.write_to_directory(folder)
+
+
+def save_json(path: pathlib.Path, value) -> None:
+    """Writes a JSON file that is whole or absent, even after a power cut."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{shards.PART}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        raise shards.cannot_write(path, error) from error
+
+
+def write_manifest(
+    folder: pathlib.Path,
+    made_from: Mapping,
+    splits: Mapping[str, Sequence[WrittenShard]],
+    skipped: Sequence[Mapping],
+) -> dict:
+    """Writes the manifest of a folder whose other files are all there.
+
+    Args:
+      folder: of the data set.
+      made_from: how and from what it was made; plain values.
+      splits: split name -> its shards in order.
+      skipped: {"split", "record", "reason"} of each record left out.
+
+    Returns:
+      The manifest's content.
+    """
+    known = {shard.file for written in splits.values() for shard in written}
+    others = (p for p in folder.iterdir() if p.is_file() and p.name not in known)
+    content = {
+        "format": _FORMAT,
+        "made_from": dict(made_from),
+        "versions": {name: _version(name) for name in _VERSIONS_OF},
+        "splits": {
+            name: {
+                "records": sum(shard.records for shard in written),
+                "shards": [dataclasses.asdict(shard) for shard in written],
+            }
+            for name, written in splits.items()
+        },
+        "skipped": list(skipped),
+        "other_files": {
+            p.name: _sha256(p) for p in sorted(others) if p.name != MANIFEST
+        },
+    }
+    save_json(folder / MANIFEST, content)
+    return content
+
+
+def verify(
+    folder: pathlib.Path, progress: Callable[[int], object] = lambda n: None
+) -> dict:
+    """Reads every file of a data set and compares it with the manifest.
+
+    Args:
+      folder: of the data set.
+      progress: called with the number of records of each checked shard.
+
+    Returns:
+      The manifest's content.
+
+    Raises:
+      UserError: there is no manifest, or a file is not as it says.
+    """
+    content = load_manifest(folder)
+    wrong = []
+    for name, digest in content["other_files"].items():
+        path = folder / name
+        if not path.is_file():
+            wrong.append(f"{name} is missing")
+        elif _sha256(path) != digest:
+            wrong.append(f"{name} has changed")
+    for name, split in content["splits"].items():
+        for expected in split["shards"]:
+            try:
+                found = dataclasses.asdict(shards.check(folder / expected["file"]))
+            except shards.DamagedShard as error:
+                wrong.append(f"{expected['file']}: {error}")
+            else:
+                wrong += _differences(expected, found)
+            progress(expected["records"])
+        if split["records"] != sum(s["records"] for s in split["shards"]):
+            wrong.append(f"{MANIFEST} contradicts itself about split {name}")
+    wrong += _metadata_differences(folder, content)
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise UserError(
+            f"{folder} is not what was prepared: {wrong[0]}{more}; remove the folder "
+            "and prepare it again"
+        )
+    return content
+
+
+def load_manifest(folder: pathlib.Path) -> dict:
+    """Returns the content of the manifest.
+
+    Raises:
+      UserError: there is none that can be read.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise UserError(f"{path} has format {content['format']}, not {_FORMAT}")
+        return content
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} has no {MANIFEST} to verify it by: it was not prepared by "
+            "python -m vit_jax.prepare"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{path} is damaged ({error}): remove {folder} and prepare it again"
+        ) from error
+
+
+def _differences(expected: Mapping, found: Mapping) -> list[str]:
+    for key in ("records", "file_bytes", "sha256", "records_crc32c"):
+        if expected[key] != found[key]:
+            was, now = expected[key], found[key]
+            return [f"{expected['file']} has {key} {now}, not {was}"]
+    return []
+
+
+def _metadata_differences(folder: pathlib.Path, content: Mapping) -> list[str]:
+    """Compares the manifest's counts with those of dataset_info.json."""
+    try:
+        info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+        lengths = {
+            s["name"]: [int(n) for n in s["shardLengths"]] for s in info["splits"]
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"dataset_info.json cannot be read ({error})"]
+    counted = {
+        name: [shard["records"] for shard in split["shards"]]
+        for name, split in content["splits"].items()
+    }
+    return [] if lengths == counted else ["dataset_info.json has other counts"]
+
+
+def _sha256(path: pathlib.Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # A checkout that was not installed.
