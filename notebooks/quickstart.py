@@ -40,9 +40,9 @@ from IPython.display import display
 
 import vit_jax
 from vit_jax import config, weights
+from vit_jax.analysis import contact_sheet
 from vit_jax.data import sources
 from vit_jax.evaluation import prediction
-from vit_jax.report import contact_sheet
 from vit_jax.training import loop
 from vit_jax.weights import export
 

@@ -30,8 +30,8 @@ def main(flags: argparse.Namespace) -> None:
 
     files.check("--out", out)
 
+    from vit_jax.analysis import contact_sheet
     from vit_jax.data import sources
-    from vit_jax.report import contact_sheet
 
     count = min(flags.rows * flags.columns, config.batch_size)
     contact_sheet.check(count, flags.columns, config.data.image_size)

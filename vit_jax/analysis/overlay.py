@@ -9,10 +9,9 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from vit_jax.analysis import embeddings
+from vit_jax.analysis import contact_sheet, embeddings
 from vit_jax.analysis.loaded_model import check_finite
 from vit_jax.models import Model, Params
-from vit_jax.report import contact_sheet
 from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights.pretrained import Preprocess
 

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from vit_jax.report import contact_sheet, lettering
+from vit_jax.analysis import contact_sheet
+from vit_jax.report import lettering
 
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 

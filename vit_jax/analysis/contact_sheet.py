@@ -1,4 +1,4 @@
-"""A picture of many images with their labels, in rows and columns."""
+"""Contact sheets: pictures of many images in rows and columns, with captions."""
 
 import math
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 
 def check(count: int, columns: int, image_size: Sequence[int]) -> None:
-    """Refuses a picture that is too large to be drawn, before its images are read.
+    """Checks the size of a contact sheet, before its images are read.
 
     Args:
-      count: of images, at most.
-      columns: images a row.
+      count: maximum number of images.
+      columns: images per row.
       image_size: height and width of each, in pixels.
 
     Raises:
-      UserError: it would have more pixels than images that are read may have.
+      UserError: it would have more pixels than an image may have.
     """
     H, W = image_size
     width, height = _cell(H, W, _LINE)
@@ -39,7 +39,7 @@ def check(count: int, columns: int, image_size: Sequence[int]) -> None:
 
 
 def _cell(height: int, width: int, text: int) -> tuple[int, int]:
-    """Returns width and height of an image with its margin and lines of text."""
+    """Returns width and height of an image with its margin and caption."""
     factor = max(1, _CELL // max(height, width))
     return width * factor + _MARGIN, height * factor + text + _MARGIN
 
@@ -49,14 +49,14 @@ def draw(
     captions: Sequence[Sequence[str]],
     columns: int,
 ) -> Image.Image:
-    """Lays images out in rows, each above its caption.
+    """Draws images in rows, each above its caption.
 
     Args:
-      images: RGB or grey. Small ones are magnified by a whole number, so that their
-        pixels are seen as they are.
-      captions: lines of text, one sequence an image; too long a line is cut. Letters
-        that no installed font has are escapes.
-      columns: images a row.
+      images: RGB or grey. Small ones are magnified by an integer, which keeps their
+        pixels sharp.
+      captions: lines of text per image. Long lines are cut, and letters that no
+        installed font has are escaped.
+      columns: images per row.
 
     Returns:
       An RGB picture.
@@ -86,15 +86,15 @@ def draw(
 def captions(
     labels: Float[np.ndarray, "B K"], class_names: Sequence[str], most: int = 3
 ) -> list[list[str]]:
-    """Writes labels as class names, mixed ones with the share of each.
+    """Returns labels as lines of text: class names, with shares if they are mixed.
 
     Args:
       labels: share of each class.
-      class_names: in class order; empty gives "class 7".
-      most: classes that are named; the others are summed up.
+      class_names: in class order; if empty, lines read "class 7".
+      most: maximum number of named classes; the others are added up.
 
     Returns:
-      Lines of text for each image, the largest share first.
+      Lines per image, the largest share first.
     """
     return [_caption(shares, class_names, most) for shares in labels]
 
@@ -104,7 +104,7 @@ def _caption(shares, class_names, most) -> list[str]:
     name = lambda k: class_names[k] if len(class_names) else f"class {k}"
     if len(present) == 1 and shares[present[0]] > 1 - 5e-4:
         return [name(present[0])]
-    # The share first: it stays when a long name is cut.
+    # The share comes first so that it stays when a long name is cut.
     lines = [f"{shares[k]:.1%} {name(k)}" for k in present[:most]]
     if rest := present[most:]:
         lines.append(f"{shares[rest].sum():.1%} in {len(rest)} more")
