@@ -1,6 +1,6 @@
 """What a user can get wrong ends with exit code 2 and one line that says what to do.
 
-Every case is a process, started as users start it.
+Every case is a process, most of them forked from one that has imported JAX.
 """
 
 import importlib.util
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 
+import forked
 import jax
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights import workdir as workdirs
 
 ROOT = pathlib.Path(__file__).parents[1]
+PIPE = subprocess.PIPE
 
 # 27,005 parameters: a checkpoint takes about a megabyte.
 RECIPE = """
@@ -60,31 +62,23 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(place):
     """Starts a training run of the recipe: words of the command line -> its end."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(),
-        # The runs share what they compile.
-        "JAX_COMPILATION_CACHE_DIR": str(place / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
 
     def run(*words, limit=None, **more_environment):
         if not any(str(word).startswith("--config=") for word in words):
             words = (f"--config={place / 'tiny.py'}", *words)
-        command = ["-m", "vit_jax.train", *map(str, words)]
+        options = {"cwd": ROOT, "env": environment | more_environment, "text": True}
         if limit:
             pytest.importorskip("resource")
-            command = ["-c", LIMITED, *map(str, limit), *command]
-        return subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment | more_environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+            command = [sys.executable, "-c", LIMITED, *map(str, limit)]
+            command += ["-m", "vit_jax.train", *map(str, words)]
+            process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, **options)
+        else:
+            options |= {"stdout": PIPE, "stderr": PIPE}
+            process = forked.Popen("vit_jax.train", words, **options)
+        with process:
+            out, err = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     return run
 
