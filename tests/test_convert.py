@@ -20,7 +20,7 @@ from vit_jax import cli, convert, models, weights
 from vit_jax.errors import UserError
 from vit_jax.training import loop
 from vit_jax.weights import Preprocess, Pretrained, export
-from vit_jax.weights.formats import own
+from vit_jax.weights.formats import native
 from vit_jax.weights.hub import push
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -62,7 +62,7 @@ def filled(model):
 @pytest.fixture
 def source(tmp_path):
     """Path of an exported file."""
-    own.write(made(), tmp_path / "source.safetensors")
+    native.write(made(), tmp_path / "source.safetensors")
     return tmp_path / "source.safetensors"
 
 

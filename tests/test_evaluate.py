@@ -23,7 +23,7 @@ from vit_jax.parallel import agreement
 from vit_jax.report import evaluations
 from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
-from vit_jax.weights.formats import own
+from vit_jax.weights.formats import native
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def place(tmp_path_factory):
     pretrained = Pretrained(
         params, OPTIONS, "vit_jax", "tiny", PREPROCESS, class_names=NAMES
     )
-    own.write(pretrained, folder / "tiny.safetensors")
+    native.write(pretrained, folder / "tiny.safetensors")
     for split, count in SIZES.items():
         for i in range(count):
             name = NAMES[i % 3]
@@ -152,7 +152,7 @@ def changed(place, tmp_path):
         params = jax.tree.map(np.array, found.params)
         change(params)
         path = tmp_path / "changed.safetensors"
-        own.write(dataclasses.replace(found, params=params, **fields), path)
+        native.write(dataclasses.replace(found, params=params, **fields), path)
         return path
 
     return write
@@ -341,7 +341,7 @@ def test_hosts_with_other_weights_or_data_are_refused(place, tmp_path, kind):
     if kind == "weights":
         found = open_pretrained(str(place / "tiny.safetensors"))
         found.params["head"]["bias"] = found.params["head"]["bias"] + 1
-        own.write(found, tmp_path / "other.safetensors")
+        native.write(found, tmp_path / "other.safetensors")
         word, key = f"--model={tmp_path / 'other.safetensors'}", "sha256"
     else:
         shutil.copytree(place / "photos", tmp_path / "photos")

@@ -20,7 +20,7 @@ from PIL import Image
 from vit_jax import cli, explore, models
 from vit_jax.errors import UserError
 from vit_jax.tools.explorer import images, saved
-from vit_jax.weights.formats import own
+from vit_jax.weights.formats import native
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -51,7 +51,7 @@ def place(tmp_path_factory):
         preprocess=Preprocess((16, 24), crop_fraction=0.9),
         class_names=("apple", "Bär", "cat"),
     )
-    own.write(pretrained, folder / "tiny.safetensors")
+    native.write(pretrained, folder / "tiny.safetensors")
     noise = rng.integers(0, 256, (29, 41, 3), dtype=np.uint8)
     (folder / "images").mkdir()
     Image.fromarray(noise).save(folder / "images" / "noise.png")

@@ -19,7 +19,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, prediction
 from vit_jax.training import loop
 from vit_jax.weights import resample
-from vit_jax.weights.formats import own, timm
+from vit_jax.weights.formats import native, timm
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def pretrained():
 def place(tmp_path_factory, pretrained):
     """A folder with the model and ten images of many kinds, two of them damaged."""
     folder = tmp_path_factory.mktemp("predict")
-    own.write(pretrained, folder / "tiny.safetensors")
+    native.write(pretrained, folder / "tiny.safetensors")
     images = folder / "images"
     (images / "deeper" / ".hidden").mkdir(parents=True)
     rng = np.random.default_rng(2)
@@ -357,7 +357,7 @@ def replaced(pretrained, **fields):
 
 def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_path):
     plain = replaced(pretrained, preprocess=None, class_names=())
-    own.write(plain, tmp_path / "plain.safetensors")
+    native.write(plain, tmp_path / "plain.safetensors")
     words = place / "images" / "b.JPG", f"--model={tmp_path}/plain.safetensors"
     _, out, err = run(*words)
     assert re.fullmatch(
@@ -414,7 +414,7 @@ def test_a_model_of_one_channel_sees_grey(place, run, pretrained, tmp_path):
         options=OPTIONS | {"channels": 1},
         preprocess=Preprocess((16, 24), squash=True),
     )
-    own.write(grey, tmp_path / "grey.safetensors")
+    native.write(grey, tmp_path / "grey.safetensors")
     path = place / "images" / "b.JPG"
     words = path, f"--model={tmp_path}/grey.safetensors", "--json"
     found = probabilities(run(*words)[1])[str(path)]

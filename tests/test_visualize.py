@@ -27,7 +27,7 @@ from vit_jax.analysis.figures import FigureOptions, available_figures, write_fig
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates
-from vit_jax.weights.formats import own
+from vit_jax.weights.formats import native
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def written(folder, name="tiny", **options):
         preprocess=PREPROCESS,
         class_names=("apple", "bear", "cat", "dog", "eel"),
     )
-    own.write(pretrained, folder / f"{name}.safetensors")
+    native.write(pretrained, folder / f"{name}.safetensors")
     return LoadedModel(
         name, model, pretrained.params, PREPROCESS, pretrained.class_names
     )

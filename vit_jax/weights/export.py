@@ -14,21 +14,9 @@ from flax.traverse_util import flatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import google_out, hugging_face, own, timm
+from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import Pretrained
 
-FORMATS = {  # With the suffix of those that are one file; the others are folders.
-    "timm": "",
-    "hf": "",
-    "google": ".npz",
-    "safetensors": ".safetensors",
-}
-_WRITERS = {
-    "timm": timm.write,
-    "hf": hugging_face.write,
-    "google": google_out.write,
-    "safetensors": own.write,
-}
 # What a folder of ours can hold; nothing else in it is ever removed.
 _NAMES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
@@ -37,11 +25,11 @@ def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
     """Raises UserError unless `export` may write to a place.
 
     Args:
-      to: one of FORMATS.
+      to: a key of WRITERS.
       out: file or folder.
       overwrite: whether what is there may be replaced.
     """
-    suffix = FORMATS[to]
+    suffix = WRITERS[to].suffix
     if suffix and out.suffix != suffix:
         raise UserError(f"--out={out}: --to={to} writes one file: name it *{suffix}")
     try:
@@ -63,7 +51,7 @@ def export(
 
     Args:
       pretrained: any checkpoint in our terms.
-      to: one of FORMATS.
+      to: a key of WRITERS.
       out: file or folder to make.
       overwrite: whether what is there may be replaced.
 
@@ -83,8 +71,8 @@ def export(
             "so left out"
         )
         pretrained = dataclasses.replace(pretrained, class_names=())
-    with _staged(out, bool(FORMATS[to])) as place:
-        notes += _WRITERS[to](pretrained, place) or []
+    with _staged(out, bool(WRITERS[to].suffix)) as place:
+        notes += WRITERS[to].write(pretrained, place)
     files = [out / name for name in _NAMES] if out.is_dir() else [out]
     return [file for file in files if file.exists()], notes
 
@@ -143,27 +131,13 @@ def usage(to: str, pretrained: Pretrained, place: str, file: str = "") -> str:
     """Returns two lines of Python that load what was written.
 
     Args:
-      to: one of FORMATS.
+      to: a key of WRITERS.
       pretrained: what was written.
       place: path, or "owner/name" on the hub.
       file: name in a repository on the hub; "" for a local path.
     """
-    if to == "timm":
-        source = "hf-hub" if file else "local-dir"
-        return (
-            "import timm\n"
-            f'model = timm.create_model("{source}:{place}", pretrained=True)'
-        )
-    if to == "hf":
-        options = models.create(**pretrained.options).options
-        name, more = "AutoModelForImageClassification", ""
-        if not options["classes"]:
-            name = "AutoModel"
-            more = "" if options["representation"] else ", add_pooling_layer=False"
-        return (
-            f"from transformers import {name}\n"
-            f'model = {name}.from_pretrained("{place}"{more})'
-        )
+    if write_usage := WRITERS[to].usage:
+        return write_usage(pretrained, place, bool(file))
     place = f"hf://{place}/{file}" if file else place
     return (
         "from vit_jax import weights\n"

@@ -12,7 +12,7 @@ from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.weights import surgery, workdir
-from vit_jax.weights.formats import files, recognise, torch_layout
+from vit_jax.weights.formats import files, registry, torch_file
 from vit_jax.weights.hub import download
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.settle import Row
@@ -95,10 +95,10 @@ def open_pretrained(
         )
     tensors = files.read(path)
     try:
-        found = recognise.reader(tensors).read(tensors, heads)
+        found = registry.find_reader(tensors).read(tensors, heads)
         for key, value in flatten_dict(found.params, sep="/").items():
             if value.ndim:  # Counters, as of steps, are no weights.
-                torch_layout.check_floating(key, value, name)
+                torch_file.check_floating(key, value, name)
         models.create(**found.options)
     except UserError:
         raise

@@ -8,6 +8,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
+from vit_jax.models import vit
 from vit_jax.weights import resample
 from vit_jax.weights.pretrained import POSITIONS
 from vit_jax.weights.settle import Row, settle
@@ -210,3 +211,72 @@ def _resize_input(given: dict, wanted: dict) -> list[Row]:
         action = f"patches resized from {len(kernel)} to {shape[0]} (FlexiViT)"
         rows.append(Row(name, action, kernel.shape, given[name].shape))
     return rows
+
+
+def prepend_zero_rows(embedding: np.ndarray, rows: int) -> np.ndarray:
+    """Prepends rows of zeros to position embeddings of shape (1, N, D)."""
+    zeros = np.zeros((1, rows, embedding.shape[2]), embedding.dtype)
+    return np.concatenate([zeros, embedding], axis=1)
+
+
+def norm_every_token(
+    flat: dict[str, np.ndarray], options: Mapping
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Applies the final LayerNorm before selecting the token, which is equivalent.
+
+    Args:
+      flat: our arrays by name.
+      options: all options of `models.Model`.
+
+    Returns:
+      Both, changed if the model classifies single tokens and normalises them after the
+      selection, and a note.
+    """
+    if not options.get("pooled_norm") or options["head"] not in ("token", "none"):
+        return flat, dict(options), []
+    moved = {
+        k.replace("fc_norm/", "Transformer/encoder_norm/"): v for k, v in flat.items()
+    }
+    note = "final LayerNorm: moved before the choice of the token"
+    return moved, {**options, "pooled_norm": False}, [note]
+
+
+def learn_positions(
+    flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Converts position embeddings to one learned vector per token.
+
+    Args:
+      flat: our arrays by name.
+      options: all options of `models.Model`.
+      grid: patches down and across.
+
+    Returns:
+      Both with posemb "learned" or "none", and a note.
+
+    Raises:
+      UserError: the embeddings are not added at the stem.
+    """
+    kind, options = options.get("posemb", "none"), dict(options)
+    if kind == "relative" or options.get("posemb_at", "stem") != "stem":
+        raise UserError(
+            f"posemb={kind} at posemb_at={options['posemb_at']} exists in neither timm "
+            "nor Hugging Face: write it with --to=safetensors"
+        )
+    if kind not in ("sincos2d", "learned2d"):
+        return flat, options, []
+    flat, extra = dict(flat), sum(name in flat for name in ("cls", "dist"))
+    if kind == "sincos2d":
+        vectors = np.asarray(vit.sincos2d(grid, options["width"]))
+    else:
+        rows, columns = (
+            np.asarray(flat.pop(POSITIONS.replace("pos_emb", f"{name}_emb")))
+            for name in ("row", "column")
+        )
+        shape = len(rows), len(columns), rows.shape[1]
+        halves = columns[None], rows[:, None]
+        halves = [np.broadcast_to(half, shape) for half in halves]
+        vectors = np.concatenate(halves, axis=-1).reshape(-1, options["width"])
+    flat[POSITIONS] = prepend_zero_rows(vectors[None], extra)
+    options["posemb"] = "learned"
+    return flat, options, [f"position embeddings: {kind} written out as values"]

@@ -1,0 +1,15 @@
+"""Weight formats; an import line here registers one.
+
+Messages list them in this order.
+"""
+
+# isort: off
+from vit_jax.weights.formats import hugging_face
+from vit_jax.weights.formats import timm
+from vit_jax.weights.formats import bit
+from vit_jax.weights.formats import google
+from vit_jax.weights.formats import big_vision
+from vit_jax.weights.formats import native
+# isort: on
+
+__all__ = ["big_vision", "bit", "google", "hugging_face", "native", "timm"]

@@ -1,12 +1,11 @@
-"""The npz format of google-research/big_vision (models/vit.py), all its ages."""
-
-from collections.abc import Collection
+"""The npz formats of google-research/big_vision (models/vit.py), old and new."""
 
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from vit_jax.weights.formats import linen
+from vit_jax.weights.formats import google, linen
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
 _ANCHOR = "embedding/kernel"
@@ -14,30 +13,33 @@ _OLD_POSITIONS = ("pos_embedding", "Transformer/pos_embedding")
 _SCANNED = "Transformer/encoderblock/"
 
 
-def recognises(names: Collection[str]) -> bool:
-    """Tells whether these are the names of a file in this format."""
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format, and not in google's."""
+    if google.recognises(tensors):  # A subset of these names, preprocessed otherwise.
+        return False
+    names = tensors.flat.keys()
     prefix = linen.find_prefix(names, _ANCHOR)
     return prefix is not None and any(
         name.startswith(f"{prefix}Transformer/encoderblock") for name in names
     )
 
 
-def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint, or the image tower of one with two towers.
 
     Args:
       tensors: of the file.
-      heads: not needed; the shapes tell.
+      num_heads: ignored; the shapes of the arrays show it.
 
     Returns:
-      The checkpoint in our terms.
+      The checkpoint under our names.
 
     Raises:
       UserError: the shapes are not those of a Vision Transformer.
     """
     flat, notes = linen.strip(tensors.flat, _ANCHOR)
-    flat = linen.rename_blocks(_gather_map_head(_unstack(flat)))
-    flat, more = _place_positions(flat)
+    flat = linen.rename_blocks(_move_map_head(_unstack(flat)))
+    flat, more = _fit_positions(flat)
     sizes = linen.transformer_options(flat)
     if POSITIONS not in flat:
         sizes["posemb"] = "sincos2d"
@@ -64,7 +66,7 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
 
 
 def _unstack(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Splits the layers that a scan keeps in one array along its first axis."""
+    """Splits arrays that a scan stacked along their first axis into layers."""
     layers = {}
     for name, value in flat.items():
         if name.startswith(_SCANNED):
@@ -76,8 +78,8 @@ def _unstack(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return layers
 
 
-def _gather_map_head(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Puts a MAP head whose parts stand at the top level where later files have it."""
+def _move_map_head(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Moves a MAP head from the top level to its name in later files."""
     if "probe" not in flat:
         return flat
     parts = ("probe", "MultiHeadDotProductAttention_", "LayerNorm_", "MlpBlock_")
@@ -87,10 +89,10 @@ def _gather_map_head(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def _place_positions(
+def _fit_positions(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Gives position embeddings our name, and a row for each extra token."""
+    """Renames position embeddings, and fits their rows to the class token."""
     flat, notes = dict(flat), ()
     for name in _OLD_POSITIONS:
         if name in flat:
@@ -99,7 +101,7 @@ def _place_positions(
         return flat, notes
     positions, square = flat[POSITIONS], _is_square(flat[POSITIONS].shape[1])
     if "cls" in flat and square:
-        # There the class token comes after the positions are added: it has none.
+        # There the class token is added after the positions, so it has no row.
         row = np.zeros_like(positions[:, :1])
         flat[POSITIONS] = np.concatenate([row, positions], axis=1)
         notes = ("position embedding of the class token: none in the file, so zeros",)
@@ -119,3 +121,6 @@ def _preprocess(tensors: Tensors, image_size: tuple[int, int]) -> Preprocess:
     if linen.find_prefix(tensors.flat, _ANCHOR).endswith("img/"):
         return Preprocess(image_size, squash=True)
     return Preprocess(image_size, crop_fraction=224 / 256)
+
+
+READERS["big_vision"] = Reader(recognises, read)

@@ -7,9 +7,9 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from vit_jax.errors import UserError
-from vit_jax.models import variants
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 _ANCHOR = "root_block/conv_root/kernel"
@@ -18,8 +18,9 @@ _FIRST_VERSION = (
 )
 
 
-def recognises(names: Collection[str]) -> bool:
-    """Tells whether these are the names of a file in one of the two formats."""
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in one of the two formats."""
+    names = tensors.flat.keys()
     original = any(n.startswith("resnet/root_block/standardized_conv2d") for n in names)
     return (
         original
@@ -35,15 +36,15 @@ def _is_first_version(names: Collection[str]) -> bool:
     )
 
 
-def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint.
 
     Args:
       tensors: of the file.
-      heads: not needed; there are none.
+      num_heads: ignored; a ResNet has none.
 
     Returns:
-      The checkpoint in our terms.
+      The checkpoint under our names.
 
     Raises:
       UserError: a ResNet of the first version.
@@ -66,9 +67,9 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     blocks = linen.stem_blocks(flat)
     channels, stem_width = flat[_ANCHOR].shape[2:]
     options = {
-        **variant_options(blocks, int(stem_width)),
+        **linen.resnet_options(blocks, int(stem_width)),
         "classes": np.shape(flat.get("head/kernel", ()))[-1],
-        "image_size": (224, 224),  # Any would do, and nothing in the file tells.
+        "image_size": (224, 224),  # Any works, and the file does not state it.
         "channels": int(channels),
         # As big_vision runs the files of both layouts. The first code pools zeros in.
         "zero_pool": False,
@@ -84,8 +85,8 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     )
 
 
-# Name there, as a regular expression, to name here. Some of the published files count
-# their convolutions: standardized_conv2d_17.
+# Regular expression of their name, and its replacement. Some of the published files
+# number their convolutions: standardized_conv2d_17.
 _NAMES = (
     (r"^resnet/", ""),
     (r"standardized_conv2d(_\d+)?", "conv"),
@@ -108,14 +109,4 @@ def _rename(name: str) -> str:
     return name
 
 
-def variant_options(blocks: tuple[int, ...], stem_width: int) -> dict:
-    """Returns "variant", and "blocks" and "stem_width" if they are not the variant's."""
-    names = {known: name for name, known in variants.RESNETS.items()}
-    factor = stem_width / 64
-    name = f"{names.get(blocks, 'R50')}x{max(1, round(factor))}"
-    options = {"variant": name}
-    if blocks not in names:
-        options["blocks"] = blocks
-    if factor != max(1, round(factor)):
-        options["stem_width"] = stem_width
-    return options
+READERS["BiT"] = Reader(recognises, read)

@@ -1,4 +1,4 @@
-"""Weight files of every kind as one dict of arrays, told by content, not by name."""
+"""Reads weight files of every kind, recognised by content, as one dict of arrays."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ import numpy as np
 import safetensors
 
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import expansion, torch_file
+from vit_jax.weights.formats import torch_file
 
-# What a folder may hold, best first; any single file with a suffix comes after these.
+# File names in a folder, best first; any single file with a suffix comes after these.
 _FOLDER = (
     "model.safetensors.index.json",
     "model.safetensors",
@@ -28,7 +28,7 @@ _SIDECARS = {
     "preprocessor_config.json": ("image_mean", "size", "do_resize", "do_normalize"),
 }
 
-# What often lies where weights should.
+# First bytes of files that are often mistaken for weights.
 _HINTS = {
     b"version https://git-lfs": "it is a Git LFS pointer: run `git lfs pull` there",
     b"<": "it is a web page: download the file itself",
@@ -40,12 +40,12 @@ _WIDENED = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """What a file or folder holds, under the names that it has there.
+    """Content of a file or folder, under the names in the file.
 
     Attributes:
       flat: name to array.
       metadata: of the safetensors header.
-      sidecars: file name to content, of the JSON files that describe the weights.
+      sidecars: file name to content of the JSON files that describe the weights.
       path: of the file or folder.
     """
 
@@ -59,24 +59,24 @@ def read(path: str | os.PathLike) -> Tensors:
     """Reads an .npz, .safetensors or PyTorch file, or a folder with one model.
 
     Args:
-      path: local; of a file, or of a folder with one such file, or with the parts and
-        the index of a sharded one.
+      path: local; a file, a folder with one such file, or a folder with the shards of
+        one model and their index.
 
     Returns:
-      Its arrays, those of half precision as float32.
+      Its arrays; float16 and bfloat16 are widened to float32.
 
     Raises:
-      UserError: nothing to read there, more than one model, or a damaged file.
+      UserError: no weights, more than one model, or a damaged file.
     """
     path = pathlib.Path(path)
-    parts, promised = _folder(path) if path.is_dir() else ([path], ())
+    parts, indexed = _folder(path) if path.is_dir() else ([path], ())
     flat, metadata, described = {}, {}, False
     for part in parts:
         kind, arrays, header = _read_file(part)
         flat |= {name: _widen(value) for name, value in arrays.items()}
         metadata |= header
         described |= kind != "npz"
-    if missing := sorted(set(promised) - flat.keys()):
+    if missing := sorted(set(indexed) - flat.keys()):
         raise UserError(
             f"{path} lacks {len(missing)} arrays that its index names, such as "
             f"{missing[0]}: download all its parts of one version"
@@ -88,7 +88,7 @@ def read(path: str | os.PathLike) -> Tensors:
 
 
 def _folder(path: pathlib.Path) -> tuple[list[pathlib.Path], tuple[str, ...]]:
-    """Returns the weight files of a folder and the names that an index promises."""
+    """Returns the weight files of a folder, and the array names in their index."""
     for name in _FOLDER:
         file = path / name
         if file.is_file() and name.endswith(".index.json"):
@@ -132,12 +132,12 @@ def _read_file(
         if kind == "npz":
             with zipfile.ZipFile(path) as archive:
                 expanded = sum(member.file_size for member in archive.infolist())
-            expansion.check(expanded, path.stat().st_size, "its arrays")
+            torch_file.check_expansion(expanded, path.stat().st_size, "its arrays")
             with np.load(path, allow_pickle=False) as file:
                 return kind, dict(file), {}
     except UserError:
         raise
-    except Exception as error:  # Whatever a damaged or hostile header can provoke.
+    except Exception as error:  # A damaged or hostile header can raise anything.
         what = f".{kind} checkpoint" if kind != "weights" else "weights file"
         raise UserError(
             f"{path} is not a readable {what}: {error or type(error).__name__}"
@@ -150,7 +150,9 @@ def _kind(path: pathlib.Path) -> str:
     with path.open("rb") as file:
         start = file.read(32)
     if start[:2] == b"PK":
-        if not zipfile.is_zipfile(path):  # A torn archive lost its table at the end.
+        if not zipfile.is_zipfile(
+            path
+        ):  # A truncated archive lacks the directory at its end.
             name = "PyTorch" if path.suffix in (".pth", ".pt", ".bin") else ".npz"
             raise UserError(
                 f"{path} is not a readable {name} checkpoint: the archive is cut off or "

@@ -1,20 +1,28 @@
 """The npz format of google-research/vision_transformer: original, AugReg, SAM, hybrids.
 
-Its names are ours; only the parts of a block are counted in two ways.
+Our parameter names are those of this format; only the layers of a block are numbered in
+two ways. The written files are also read by big_vision, which has the MAP head and the
+BiT ResNets that vision_transformer lacks.
 """
 
-from collections.abc import Collection
+import os
+import pathlib
 
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.weights import preprocess, surgery
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
 
-def recognises(names: Collection[str]) -> bool:
-    """Tells whether these are the names of a file in this format."""
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    names = tensors.flat.keys()
     return (
         linen.find_prefix(names, POSITIONS) in ("", "opt/target/")
         and linen.find_prefix(names, "embedding/kernel") is not None
@@ -22,15 +30,15 @@ def recognises(names: Collection[str]) -> bool:
     )
 
 
-def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint.
 
     Args:
       tensors: of the file.
-      heads: not needed; the shapes tell.
+      num_heads: ignored; the shapes of the arrays show it.
 
     Returns:
-      The checkpoint in our terms.
+      The checkpoint under our names.
 
     Raises:
       UserError: the shapes are not those of a Vision Transformer or hybrid.
@@ -51,7 +59,94 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
         options=options,
         format="google",
         source=tensors.path,
-        # input_pipeline.py there: the whole image is resized, bilinear, to [-1, 1].
+        # input_pipeline.py there resizes the whole image, bilinear, to [-1, 1].
         preprocess=Preprocess(options["image_size"], squash=True),
         notes=notes,
     )
+
+
+def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
+    """Writes an .npz file.
+
+    Args:
+      pretrained: with parameters that fit its options.
+      path: of the file; its folder exists.
+
+    Returns:
+      A line for each thing that was rewritten or left out.
+
+    Raises:
+      UserError: Google's code has no such network.
+    """
+    model = models.create(**pretrained.options)
+    flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
+    notes = ["class names, preprocessing, loss: the format has no place for them"]
+    notes += _note_preprocess(pretrained.preprocess)
+    if "depth" in options:
+        _check_network(options)
+        flat, options, more = surgery.norm_every_token(flat, options)
+        flat, options, written = surgery.learn_positions(flat, options, model.grid)
+        notes += more + written
+        if options["gelu"] != "tanh":
+            notes.append(
+                "gelu: erf became tanh, Google's: logits differ in the third digit"
+            )
+        if options["epsilon"] != 1e-6:
+            notes.append(f"epsilon: {options['epsilon']:g} became 1e-6, Google's")
+        if model.grid[0] != model.grid[1] and options["posemb"] == "learned":
+            raise UserError(
+                f"a grid of {model.grid[0]}x{model.grid[1]}: readers of Google's npz "
+                "take it as a square: write it with --to=timm or --to=safetensors"
+            )
+    else:
+        if options["zero_pool"]:
+            notes.append("root pooling: big_vision has no zero_pool=True")
+        norms = ("gn1", "gn2", "gn3", "norm-pre-head")
+        flat = {
+            name: np.reshape(value, (1, 1, 1, -1))
+            if name.split("/")[-2] in norms
+            else value
+            for name, value in flat.items()
+        }
+    with pathlib.Path(path).open("wb") as stream:
+        np.savez(stream, **flat)
+    return notes
+
+
+def _note_preprocess(given: Preprocess | None) -> list[str]:
+    """Returns a note if readers would assume another preprocessing than the given."""
+    if given is None:
+        return []
+    half = (0.5,) * len(given.mean), (0.5,) * len(given.std)
+    usual = Preprocess(given.image_size, *half, squash=True)
+    if given == usual:
+        return []
+    note = (
+        f"images: readers of the format take it as {preprocess.describe(usual)}, so "
+        f"predictions differ unless they are told {preprocess.describe(given)}"
+    )
+    return [note]
+
+
+def _check_network(options: dict) -> None:
+    """Raises UserError unless Google's code has such a network."""
+    wrong = [
+        name
+        for name, known in (
+            ("head", ("token", "gap", "map")),
+            ("class_token", (options["head"] == "token", False)),
+            ("distillation", (False,)),
+            ("pooled_norm", (options["head"] == "token", False)),
+            ("posemb", ("learned", "learned2d", "sincos2d")),
+        )
+        if options[name] not in known
+    ]
+    if wrong:
+        raise UserError(
+            f"{wrong[0]}={options[wrong[0]]!r}: Google's code has no such network: "
+            "write it with --to=timm, --to=hf or --to=safetensors"
+        )
+
+
+READERS["google"] = Reader(recognises, read)
+WRITERS["google"] = Writer(write, suffix=".npz")

@@ -1,16 +1,16 @@
-"""Hugging Face's format, in and out: ViT and DeiT, with and without a classifier.
+"""Hugging Face's format: ViT and DeiT, with and without a classifier.
 
 Files have the names of transformers 4 (`vit.encoder.layer.0.attention...`), which
-version 5 still writes; what it shows in memory (`vit.layers.0.attention...`) is read
-too.
+version 5 still writes. Its names in memory (`vit.layers.0.attention...`) are read too.
 """
 
+import dataclasses
 import json
 import math
 import os
 import pathlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -18,72 +18,135 @@ from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import fold, hugging_face_names, linen, torch_layout
-from vit_jax.weights.formats import hugging_face_config as configs
+from vit_jax.weights import surgery
+from vit_jax.weights.formats import linen, torch_file
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.pretrained import POSITIONS, Pretrained
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
+from vit_jax.weights.formats.torch_file import (
+    CONV,
+    SAME,
+    ArrayEntry,
+    dense,
+    from_heads,
+    norm,
+    to_heads,
+)
+from vit_jax.weights.preprocess import broadcast, edges
+from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
-_UNUSED = {"embeddings.mask_token"}  # Stands for patches that training masks.
+_ANCHOR = "embeddings.patch_embeddings.projection.weight"
+_PREFIXES = ("vit.", "deit.", "")  # Of models with a classifier, and without.
+
+# Names in the memory of transformers 5, and in files; applied in this order.
+_NAMES_IN_MEMORY = (
+    (r"^layers\.", "encoder.layer."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+)
+_UNUSED = {"embeddings.mask_token"}  # Replaces patches that training masks.
+
+# Names of the two GELUs in transformers; the first one is written.
+_ACTIVATIONS = {
+    "erf": ("gelu", "gelu_python"),
+    "tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
+}
+# Pillow's numbers (Image.Resampling).
+_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
+# One network, trained in different ways; masking of patches is for training only.
+_MODEL_TYPES = ("vit", "deit", "vit_msn", "vit_mae")
+_SIGMOID = "multi_label_classification"
+_WRITABLE = ("nearest", "lanczos", "bilinear", "bicubic")
 
 
-def recognises(names: Collection[str]) -> bool:
-    """Tells whether these are the names of a file in this format."""
-    return hugging_face_names.find_prefix(names) is not None
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceConfig:
+    """Content of a model's config; the defaults apply without one.
+
+    Attributes:
+      num_heads: attention heads; 0 if unknown.
+      gelu: "tanh" or "erf".
+      epsilon: of the LayerNorms.
+      image_size: height and width, or None.
+      class_names: in label order; empty if they are only numbered.
+      loss: "softmax" or "sigmoid".
+      pooler: activation after the pooler's dense layer.
+      query_bias: whether query, key and value have biases.
+    """
+
+    num_heads: int = 0
+    gelu: str = "erf"
+    epsilon: float = 1e-12
+    image_size: tuple[int, int] | None = None
+    class_names: tuple[str, ...] = ()
+    loss: str = "softmax"
+    pooler: str = "tanh"
+    query_bias: bool = True
 
 
-def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    return _find_prefix(tensors.flat.keys()) is not None
+
+
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint.
 
     Args:
       tensors: of the file or folder.
-      heads: attention heads if config.json does not tell; 0 is those of the known
-        sizes, or one for 64 features.
+      num_heads: attention heads if config.json does not state them; 0 means those of
+        the known sizes, or one per 64 features.
 
     Returns:
-      The checkpoint in our terms.
+      The checkpoint under our names.
 
     Raises:
-      UserError: not a network that this project has.
+      UserError: this project has no such network.
     """
-    facts = configs.read(tensors.sidecars.get("config.json", {}))
-    flat, notes = hugging_face_names.rename(tensors.flat), []
+    facts = read_config(tensors.sidecars.get("config.json", {}))
+    flat, notes = _rename(tensors.flat), []
     classified = {"classifier.weight", "cls_classifier.weight"} & flat.keys()
     if classified and "pooler.dense.weight" in flat:
         flat = {k: v for k, v in flat.items() if not k.startswith("pooler.")}
         notes.append("pooler: dropped, because the classifier does not see it")
     _check_network(flat, facts, tensors.path)
     if not facts.query_bias:
-        flat, more = _zero_biases(flat)
+        flat, more = _add_qkv_biases(flat)
         notes += more
     distilled = "embeddings.distillation_token" in flat
     if distilled and "classifier.weight" in flat:
-        flat = fold.one_classifier(flat, "classifier", "distillation_classifier")
+        flat = _split_classifier(flat, "classifier", "distillation_classifier")
         flat = {re.sub("^classifier", "cls_classifier", k): v for k, v in flat.items()}
         notes.append("classifier: of the class token alone, written as a pair")
     classifier = "cls_classifier.weight" if distilled else "classifier.weight"
     depth = len({n.split(".")[2] for n in flat if n.startswith("encoder.layer.")})
     width = len(flat["embeddings.patch_embeddings.projection.weight"])
-    heads, more = torch_layout.choose_heads(facts.heads, heads, width, depth)
+    num_heads, more = torch_file.choose_num_heads(
+        facts.num_heads, num_heads, width, depth
+    )
     notes += more
     form = {
         "depth": depth,
-        "heads": heads,
+        "heads": num_heads,
         "classes": len(flat.get(classifier, ())),
         "distillation": distilled,
         "representation": "pooler.dense.weight" in flat,
     }
     if not tensors.sidecars.get("config.json"):
         notes.append("config.json: none, so exact GELU and epsilon 1e-12")
-    table = hugging_face_names.table(form)
+    table = _table(form)
     _check_names(flat, {entry.theirs for entry in table}, tensors.path)
-    ours = torch_layout.read(flat, table, tensors.path)
-    preprocess, more = configs.read_preprocess(
+    ours = torch_file.to_our_arrays(flat, table, tensors.path)
+    preprocess, more = read_preprocess(
         tensors.sidecars.get("preprocessor_config.json", {})
     )
     names = facts.class_names
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
-        options=_options(ours, form, facts, tensors.path),
+        options=_model_options(ours, form, facts, tensors.path),
         format="hugging_face",
         source=tensors.path,
         preprocess=preprocess,
@@ -94,9 +157,9 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
 
 
 def _check_network(
-    flat: dict[str, np.ndarray], facts: configs.Facts, source: str
+    flat: dict[str, np.ndarray], facts: HuggingFaceConfig, source: str
 ) -> None:
-    """Raises UserError for a network that no model here is."""
+    """Raises UserError for a network that no model here computes."""
     block = "encoder.layer.0"
     needed = [
         "embeddings.cls_token",
@@ -133,7 +196,7 @@ def _check_network(
 
 
 def _check_names(flat: dict[str, np.ndarray], known: set[str], source: str) -> None:
-    """Raises UserError if the encoder has an array that the table does not explain."""
+    """Raises UserError if the encoder has an array without an entry."""
     for name in sorted(flat.keys() - known - _UNUSED):
         if name.startswith(("embeddings.", "encoder.", "layernorm.", "pooler.")):
             raise UserError(
@@ -142,10 +205,10 @@ def _check_names(flat: dict[str, np.ndarray], known: set[str], source: str) -> N
             )
 
 
-def _zero_biases(
+def _add_qkv_biases(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Gives queries, keys and values without biases some that are zero."""
+    """Adds biases of zero to queries, keys and values without biases."""
     weights = [n for n in flat if re.search(r"\.(query|key|value)\.weight$", n)]
     zeros = {
         f"{name.removesuffix('weight')}bias": np.zeros(len(flat[name]), np.float32)
@@ -154,8 +217,31 @@ def _zero_biases(
     return zeros | flat, ["biases of query, key and value: none in the file, so zeros"]
 
 
-def _options(
-    ours: dict[str, np.ndarray], form: dict, facts: configs.Facts, source: str
+def _split_classifier(
+    flat: dict[str, np.ndarray], name: str, other: str
+) -> dict[str, np.ndarray]:
+    """Replaces a classifier by a pair of classifiers whose mean it is.
+
+    DeiTForImageClassification has a distillation token but no classifier for it. Twice
+    the classifier and a classifier of zeros have the same mean without rounding.
+
+    Args:
+      flat: their arrays by name.
+      name: of the classifier.
+      other: of the classifier to add.
+
+    Returns:
+      The arrays with both classifiers.
+    """
+    twice = {
+        f"{name}.{leaf}": 2 * flat[f"{name}.{leaf}"] for leaf in ("weight", "bias")
+    }
+    zero = {k.replace(name, other): np.zeros_like(v) for k, v in twice.items()}
+    return flat | twice | zero
+
+
+def _model_options(
+    ours: dict[str, np.ndarray], form: dict, facts: HuggingFaceConfig, source: str
 ) -> dict:
     rest = {name: value for name, value in ours.items() if name != POSITIONS}
     sizes = linen.transformer_options(rest)
@@ -187,8 +273,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
     Args:
       pretrained: with parameters that fit its options.
-      folder: exists; gets model.safetensors, config.json and, if it is known how
-        images are prepared, preprocessor_config.json.
+      folder: existing; model.safetensors, config.json and, if the preprocessing is
+        known, preprocessor_config.json are written to it.
 
     Returns:
       A line for each thing that was rewritten or left out.
@@ -198,9 +284,9 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     """
     model = models.create(**pretrained.options)
     flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
-    _check(options)
-    flat, options, notes = fold.norm_each_token(flat, options)
-    flat, options, more = fold.plain_positions(flat, options, model.grid)
+    _check_writable(options)
+    flat, options, notes = surgery.norm_every_token(flat, options)
+    flat, options, more = surgery.learn_positions(flat, options, model.grid)
     notes += more
     options["patch"] = model.patch
     if options["posemb"] == "none":
@@ -210,15 +296,15 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
     folder = pathlib.Path(folder)
     files = {
-        "config.json": configs.write(options, pretrained.class_names, pretrained.loss)
+        "config.json": write_config(options, pretrained.class_names, pretrained.loss)
     }
     if pretrained.preprocess:
-        files["preprocessor_config.json"] = configs.write_preprocess(
+        files["preprocessor_config.json"] = write_preprocess(
             pretrained.preprocess, options["channels"]
         )
     else:
         notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
-    arrays = torch_layout.write(flat, hugging_face_names.table(options))
+    arrays = torch_file.to_their_arrays(flat, _table(options))
     prefix = files["config.json"]["model_type"] + "."
     heads = ("classifier.", "cls_classifier.", "distillation_classifier.")
     if options["classes"]:  # The models without a classifier have no prefix.
@@ -231,7 +317,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     return notes
 
 
-def _check(options: dict) -> None:
+def _check_writable(options: dict) -> None:
+    """Raises UserError unless transformers has such a network."""
     if "depth" not in options or "stem_width" in options:
         raise UserError(
             f"variant={options['variant']!r}: Hugging Face's ViT has no ResNet: write it "
@@ -247,3 +334,265 @@ def _check(options: dict) -> None:
             "representation=True: Hugging Face's ViTForImageClassification has no tanh "
             "layer before the classifier: write it with --to=google or --to=safetensors"
         )
+
+
+def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
+    """Returns Python lines that load a written checkpoint."""
+    options = models.create(**pretrained.options).options
+    name, more = "AutoModelForImageClassification", ""
+    if not options["classes"]:
+        name = "AutoModel"
+        more = "" if options["representation"] else ", add_pooling_layer=False"
+    return (
+        f"from transformers import {name}\n"
+        f'model = {name}.from_pretrained("{path}"{more})'
+    )
+
+
+def _find_prefix(names: Collection[str]) -> str | None:
+    """Returns the prefix of the encoder's names, or None if they are absent."""
+    return next((p for p in _PREFIXES if p + _ANCHOR in names), None)
+
+
+def _rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Renames arrays as in files, without the prefix."""
+    prefix = _find_prefix(flat) or ""
+    renamed = {}
+    for name, value in flat.items():
+        name = name.removeprefix(prefix)
+        for new, old in _NAMES_IN_MEMORY:
+            name = re.sub(new, old, name)
+        renamed[name] = value
+    return renamed
+
+
+def _table(options: dict) -> list[ArrayEntry]:
+    """Returns the entries of an encoder, without the prefix.
+
+    Args:
+      options: depth, heads, classes, distillation and representation of
+        `models.Model`.
+    """
+    num_heads, embed = options["heads"], "embeddings"
+    table = [
+        *dense(f"{embed}.patch_embeddings.projection", "embedding", CONV),
+        ArrayEntry(f"{embed}.cls_token", ("cls",), SAME),
+        ArrayEntry(f"{embed}.position_embeddings", (POSITIONS,), SAME),
+        *norm("layernorm", "Transformer/encoder_norm"),
+    ]
+    for i in range(options["depth"]):
+        theirs, ours = f"encoder.layer.{i}", f"Transformer/encoderblock_{i}"
+        attention = f"{ours}/MultiHeadDotProductAttention_1"
+        table += norm(f"{theirs}.layernorm_before", f"{ours}/LayerNorm_0")
+        for name in ("query", "key", "value"):
+            table += [
+                ArrayEntry(
+                    f"{theirs}.attention.attention.{name}.{kind}",
+                    (f"{attention}/{name}/{leaf}",),
+                    to_heads(num_heads),
+                )
+                for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
+            ]
+        table += dense(
+            f"{theirs}.attention.output.dense",
+            f"{attention}/out",
+            from_heads(num_heads),
+        )
+        table += norm(f"{theirs}.layernorm_after", f"{ours}/LayerNorm_2")
+        table += dense(f"{theirs}.intermediate.dense", f"{ours}/MlpBlock_3/Dense_0")
+        table += dense(f"{theirs}.output.dense", f"{ours}/MlpBlock_3/Dense_1")
+    if options["representation"]:
+        table += dense("pooler.dense", "pre_logits")
+    if options["distillation"]:
+        table.append(ArrayEntry(f"{embed}.distillation_token", ("dist",), SAME))
+    if options["classes"] and options["distillation"]:
+        table += dense("cls_classifier", "head")
+        table += dense("distillation_classifier", "head_dist")
+    elif options["classes"]:
+        table += dense("classifier", "head")
+    return table
+
+
+def read_config(config: Mapping) -> HuggingFaceConfig:
+    """Reads a model's config.
+
+    Args:
+      config: content of config.json; empty if there is none.
+
+    Raises:
+      UserError: no model here has its activation or its type.
+    """
+    if "model_type" not in config:
+        return HuggingFaceConfig()
+    if config["model_type"] not in _MODEL_TYPES:
+        raise UserError(
+            f"model_type={config['model_type']!r} in config.json is not one of "
+            f"{', '.join(_MODEL_TYPES)}, which models of this project compute"
+        )
+    activation = config.get("hidden_act", "gelu")
+    gelu = [ours for ours, theirs in _ACTIVATIONS.items() if activation in theirs]
+    if not gelu:
+        known = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
+        raise UserError(
+            f"hidden_act={activation!r} in config.json is not one of {known}, which "
+            "models of this project have"
+        )
+    labels = config.get("id2label") or {}
+    numbers = range(len(labels))
+    names = tuple(labels.get(str(i), f"LABEL_{i}") for i in numbers)
+    size = config.get("image_size", 224)
+    return HuggingFaceConfig(
+        num_heads=config.get("num_attention_heads", 12),
+        gelu=gelu[0],
+        epsilon=float(config.get("layer_norm_eps", 1e-12)),
+        image_size=(size, size) if isinstance(size, int) else tuple(size),
+        class_names=() if names == tuple(f"LABEL_{i}" for i in numbers) else names,
+        loss="sigmoid" if config.get("problem_type") == _SIGMOID else "softmax",
+        pooler=config.get("pooler_act", "tanh"),
+        query_bias=config.get("qkv_bias", True),
+    )
+
+
+def read_preprocess(config: Mapping) -> tuple[Preprocess | None, list[str]]:
+    """Reads the preprocessing of images.
+
+    Args:
+      config: content of preprocessor_config.json; empty if there is none.
+
+    Returns:
+      The preprocessing, or None if unknown, and a line for each unsupported value.
+    """
+    if not config.get("do_resize", bool(config)):
+        return None, []
+    notes, size = [], config.get("size", 224)
+    crop = config.get("crop_size") if config.get("do_center_crop") else None
+    if config.get("do_rescale", True) and config.get("rescale_factor", 0) > 1 / 254:
+        notes.append("rescale_factor: not 1/255, so ignored")
+    resample = config.get("resample", 2)
+    if resample not in _RESAMPLE:
+        notes.append(f"resample={resample}: not known, so bicubic")
+    mean, std = (0.0,) * 3, (1.0,) * 3
+    if config.get("do_normalize", True):
+        mean, std = (config.get(f"image_{n}", (0.5,) * 3) for n in ("mean", "std"))
+    out, fraction, squash = _geometry(size, crop)
+    return Preprocess(
+        image_size=out,
+        interpolation=_RESAMPLE.get(resample, "bicubic"),
+        crop_fraction=fraction,
+        squash=squash,
+        short_side=not squash and out[0] != out[1],
+        mean=tuple(mean),
+        std=tuple(std),
+    ), notes
+
+
+def _geometry(
+    size: int | Mapping, crop: int | Mapping | None
+) -> tuple[tuple[int, int], float, bool]:
+    """Returns the image size, the crop fraction and whether images are squashed."""
+    out = _pair(crop if crop is not None else size)
+    if isinstance(size, Mapping) and "shortest_edge" in size:
+        return out, min(out) / size["shortest_edge"], False
+    return out, out[0] / _pair(size)[0], True
+
+
+def _pair(size: int | Mapping) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    edge = size.get("shortest_edge", 224)
+    return size.get("height", edge), size.get("width", edge)
+
+
+def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dict:
+    """Returns a model's config.
+
+    Args:
+      options: all options of `models.Model`.
+      class_names: in label order; may be empty.
+      loss: "softmax" or "sigmoid".
+
+    Returns:
+      Content of config.json.
+    """
+    kind = "DeiT" if options["distillation"] else "ViT"
+    task = "ForImageClassification" if options["classes"] else "Model"
+    if options["classes"] and options["distillation"]:
+        task += "WithTeacher"
+    height, width = options["image_size"]
+    config = {
+        "architectures": [kind + task],
+        "model_type": kind.lower(),
+        "hidden_size": options["width"],
+        "num_hidden_layers": options["depth"],
+        "num_attention_heads": options["heads"],
+        "intermediate_size": options["mlp_dim"],
+        "hidden_act": _ACTIVATIONS[options["gelu"]][0],
+        "layer_norm_eps": options["epsilon"],
+        "image_size": height if height == width else [height, width],
+        "patch_size": options["patch"],
+        "num_channels": options["channels"],
+        "qkv_bias": True,
+        "encoder_stride": options["patch"],
+        "dtype": "float32",
+    }
+    if options["classes"]:
+        names = class_names or [f"LABEL_{i}" for i in range(options["classes"])]
+        config["id2label"] = {str(i): name for i, name in enumerate(names)}
+        config["label2id"] = {name: i for i, name in enumerate(names)}
+    if loss == "sigmoid":
+        config["problem_type"] = _SIGMOID
+    return config
+
+
+def write_preprocess(preprocess: Preprocess, channels: int) -> dict:
+    """Returns the config of an image processor.
+
+    Args:
+      preprocess: of images.
+      channels: of the model's input.
+
+    Returns:
+      Content of preprocessor_config.json.
+
+    Raises:
+      UserError: transformers has no such image processor.
+    """
+    if preprocess.interpolation not in _WRITABLE:
+        raise UserError(
+            f"interpolation={preprocess.interpolation!r}: Hugging Face's image "
+            f"processors have {', '.join(_WRITABLE)}: write it with --to=timm"
+        )
+    height, width = edges(preprocess)
+    config = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": channels == 3,
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "resample": {v: k for k, v in _RESAMPLE.items()}[preprocess.interpolation],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": broadcast(preprocess.mean, channels),
+        "image_std": broadcast(preprocess.std, channels),
+    }
+    if preprocess.squash and preprocess.image_size == (height, width):
+        return config
+    if not preprocess.squash:
+        if height != width:
+            raise UserError(
+                f"a centre crop of {preprocess.image_size[0]}x{preprocess.image_size[1]}: "
+                "Hugging Face's image processors resize the short side, whichever it "
+                "is: write it with --to=timm"
+            )
+        config["size"] = {"shortest_edge": height}
+    rows, columns = preprocess.image_size
+    # BiT's processor crops in every release of transformers; ViT's did not.
+    return config | {
+        "image_processor_type": "BitImageProcessor",
+        "do_center_crop": True,
+        "crop_size": {"height": rows, "width": columns},
+    }
+
+
+READERS["Hugging Face"] = Reader(recognises, read)
+WRITERS["hf"] = Writer(write, usage=_usage, library="transformers")

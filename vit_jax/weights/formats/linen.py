@@ -1,4 +1,8 @@
-"""What the npz formats of Google's JAX code share: names, and sizes read off shapes."""
+"""Names of the published Flax parameters, and model options derived from their shapes.
+
+Shared by the npz formats of Google's JAX code, and by the formats that are first
+renamed to these names.
+"""
 
 import math
 import re
@@ -10,8 +14,8 @@ from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.weights.pretrained import POSITIONS
 
-# Where the parameters may stand in a file: by themselves, beside optax's state, in a
-# Flax optimiser; and in each of these as the image tower beside a text tower.
+# Prefixes of the parameters: none, beside optax's state, or in a Flax optimiser; and in
+# each of these the image tower of a model with a text tower.
 _PREFIXES = tuple(
     outer + inner for outer in ("", "params/", "opt/target/") for inner in ("", "img/")
 )
@@ -24,21 +28,21 @@ _ROOT = 4  # Reduction of a hybrid's root; every stage but the first halves agai
 
 
 def find_prefix(names: Collection[str], anchor: str) -> str | None:
-    """Returns what stands in front of the name `anchor`, or None without it."""
+    """Returns the prefix of the name `anchor`, or None if it is absent."""
     return next((p for p in _PREFIXES if p + anchor in names), None)
 
 
 def strip(
     flat: dict[str, np.ndarray], anchor: str
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Takes the parameters out of a file that may hold more.
+    """Returns the parameters of the network in a file, without their prefix.
 
     Args:
       flat: name to array.
-      anchor: a name that the network's parameters have.
+      anchor: name of one parameter of the network.
 
     Returns:
-      The parameters without their prefix, and a note if there is more in the file.
+      The parameters by name, and a note if the file holds other arrays.
     """
     prefix = find_prefix(flat, anchor)
     inside = {
@@ -53,13 +57,13 @@ def strip(
 
 
 def rename_blocks(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Gives the parts of the encoder blocks and of the MAP head the published names.
+    """Renames the layers of the encoder blocks and of the MAP head as published.
 
-    The published files count all parts of a block together (LayerNorm_2, MlpBlock_3),
-    later ones those of a kind (LayerNorm_1, MlpBlock_0).
+    The published files number all layers of a block together (LayerNorm_2,
+    MlpBlock_3), later files the layers of each class (LayerNorm_1, MlpBlock_0).
 
     Raises:
-      UserError: two parameters would have the same name.
+      UserError: two parameters would get the same name.
     """
     renamed = {}
     for name, value in flat.items():
@@ -82,7 +86,7 @@ def _published(match: re.Match) -> str:
 
 
 def flatten_norms(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Makes vectors of GroupNorm parameters stored as (1, 1, 1, C)."""
+    """Reshapes GroupNorm parameters stored as (1, 1, 1, C) to vectors."""
     return {
         name: value.reshape(-1)
         if value.ndim == 4 and name.endswith(("/scale", "/bias"))
@@ -92,13 +96,13 @@ def flatten_norms(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def transformer_options(flat: dict[str, np.ndarray]) -> dict:
-    """Reads the options of an encoder or hybrid off its parameters.
+    """Derives the options of an encoder or hybrid from its parameters.
 
     Args:
       flat: our names, joined by "/", to arrays.
 
     Returns:
-      What `models.create` takes, but for the head and the flavours of the layers.
+      Arguments of `models.create`, except the head, the activation and the epsilon.
 
     Raises:
       UserError: the shapes are not those of such a network.
@@ -149,7 +153,7 @@ def transformer_options(flat: dict[str, np.ndarray]) -> dict:
 
 
 def nearest_size(size: variants.Size) -> tuple[str, dict]:
-    """Returns the size most alike, and the numbers in which it differs."""
+    """Returns the name of the most similar size, and the fields that differ from it."""
 
     def differing(name):
         known = variants.SIZES[name]
@@ -164,16 +168,34 @@ def nearest_size(size: variants.Size) -> tuple[str, dict]:
 
 
 def stem_blocks(flat: dict[str, np.ndarray]) -> tuple[int, ...]:
-    """Counts the units of each stage of a ResNet."""
+    """Returns the number of units in each stage of a ResNet."""
     units = {tuple(n.split("/")[:2]) for n in flat if re.match(r"block\d+/unit\d+/", n)}
     stages = [stage for stage, _ in units]
     return tuple(stages.count(f"block{i + 1}") for i in range(len(set(stages))))
 
 
+def resnet_options(blocks: tuple[int, ...], stem_width: int) -> dict:
+    """Returns the variant of a ResNet, and the options that differ from it.
+
+    Args:
+      blocks: units per stage.
+      stem_width: channels of the root convolution.
+    """
+    names = {known: name for name, known in variants.RESNETS.items()}
+    factor = stem_width / 64
+    name = f"{names.get(blocks, 'R50')}x{max(1, round(factor))}"
+    options = {"variant": name}
+    if blocks not in names:
+        options["blocks"] = blocks
+    if factor != max(1, round(factor)):
+        options["stem_width"] = stem_width
+    return options
+
+
 def _hybrid(
     size: str, blocks: tuple[int, ...], stem_width: int, patch: int
 ) -> tuple[str, int, dict]:
-    """Returns a hybrid's name, the pixels of its patches and differing options."""
+    """Returns the variant of a hybrid, its patch size in pixels, and differing options."""
     options = {} if stem_width == 64 else {"stem_width": stem_width}
     alike = [
         (known != blocks, f"{stem}+{size}/{pixels}")
@@ -192,7 +214,7 @@ def _hybrid(
 
 
 def _image_size(flat: dict[str, np.ndarray], patch: int) -> tuple[int, int]:
-    """Returns the image size that the position embeddings are for, or one near 224."""
+    """Returns the image size of the position embeddings; about 224 without them."""
     positions = flat.get(POSITIONS)
     if positions is None:
         side = max(1, round(224 / patch))

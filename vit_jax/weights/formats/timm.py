@@ -1,7 +1,7 @@
-"""timm's format, in and out: Vision Transformers, DeiT, hybrids and BiT ResNets.
+"""timm's format: Vision Transformers, DeiT, hybrids and BiT ResNets.
 
-Plain state dicts, with the folder layout of timm's models on the Hugging Face hub:
-`model.safetensors` and `config.json`.
+Plain state dicts are read, and folders as timm's models have them on the Hugging Face
+hub: `model.safetensors` and `config.json`.
 """
 
 import json
@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -17,19 +16,23 @@ from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import (
-    bit,
-    fold,
-    linen,
-    timm_config,
-    timm_names,
-    timm_supported,
-    torch_layout,
-)
+from vit_jax.weights import surgery
+from vit_jax.weights.formats import linen, timm_config, torch_file
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
+from vit_jax.weights.formats.torch_file import (
+    CONV,
+    POINTWISE,
+    SAME,
+    ArrayEntry,
+    dense,
+    from_heads,
+    norm,
+    to_heads,
+)
 from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
-_POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
+_BACKBONE = "patch_embed.backbone"
 _NEEDED = (
     "patch_embed.proj.weight",
     "blocks.0.attn.qkv.weight",
@@ -42,32 +45,33 @@ _STEM_NOTE = (
 )
 
 
-def recognises(names: Collection[str]) -> bool:
-    """Tells whether these are the names of a file in this format."""
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    names = tensors.flat.keys()
     encoder = ("patch_embed.", "blocks.0.")
     if all(any(name.startswith(part) for name in names) for part in encoder):
         return True
     return {"stem.conv.weight", "stages.0.blocks.0.conv1.weight"} <= set(names)
 
 
-def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint.
 
     Args:
       tensors: of the file or folder.
-      heads: attention heads if config.json does not tell; 0 is those of the known
-        sizes, or one for 64 features.
+      num_heads: attention heads if config.json does not state them; 0 means those of
+        the known sizes, or one per 64 features.
 
     Returns:
-      The checkpoint in our terms.
+      The checkpoint under our names.
 
     Raises:
-      UserError: not a network that this project has.
+      UserError: this project has no such network.
     """
-    timm_supported.check_parameters(tensors.flat, tensors.path)
+    timm_config.check_parameters(tensors.flat, tensors.path)
     facts = timm_config.read(tensors.sidecars.get("config.json", {}))
     build = _read_resnet if "stem.conv.weight" in tensors.flat else _read_transformer
-    ours, options, notes = build(tensors, facts, heads)
+    ours, options, notes = build(tensors, facts, num_heads)
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
         options=options,
@@ -79,20 +83,20 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
     )
 
 
-def _read_resnet(tensors: Tensors, facts: timm_config.Facts, heads: int):
+def _read_resnet(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int):
     flat, notes = tensors.flat, []
     units = {tuple(name.split(".")[1:4:2]) for name in flat if "stages." in name}
     stages = [int(stage) for stage, _ in units]
     blocks = tuple(stages.count(i) for i in range(len(set(stages))))
     classes = len(flat.get("head.fc.weight", ()))
-    table = timm_names.resnet({"blocks": blocks, "classes": classes})
-    timm_supported.check_names(flat, {e.theirs for e in table}, tensors.path)
-    ours = torch_layout.read(flat, table, tensors.path)
+    table = _resnet_table({"blocks": blocks, "classes": classes})
+    timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
+    ours = torch_file.to_our_arrays(flat, table, tensors.path)
     channels, stem_width = ours["root_block/conv_root/kernel"].shape[2:]
     if facts.image_size is None:
         notes.append("image size: not in the file, so 224x224")
     options = {
-        **bit.variant_options(blocks, int(stem_width)),
+        **linen.resnet_options(blocks, int(stem_width)),
         "classes": classes,
         "image_size": facts.image_size or (224, 224),
         "channels": int(channels),
@@ -101,7 +105,7 @@ def _read_resnet(tensors: Tensors, facts: timm_config.Facts, heads: int):
     return ours, options, notes
 
 
-def _read_transformer(tensors: Tensors, facts: timm_config.Facts, heads: int):
+def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int):
     if missing := [name for name in _NEEDED if name not in tensors.flat]:
         raise UserError(
             f"{tensors.path}: {missing[0]} is missing: give the whole file of a Vision "
@@ -114,22 +118,22 @@ def _read_transformer(tensors: Tensors, facts: timm_config.Facts, heads: int):
             "learned position embeddings"
         )
     for name, value in tensors.flat.items():
-        if name.startswith("blocks."):  # Before LayerScale makes floats of integers.
-            torch_layout.check_floating(name, value, tensors.path)
-    flat, notes = fold.layer_scale(dict(tensors.flat))
-    flat, more = fold.query_bias(flat)
+        if name.startswith("blocks."):  # Before LayerScale turns integers into floats.
+            torch_file.check_floating(name, value, tensors.path)
+    flat, notes = _fold_layer_scale(dict(tensors.flat))
+    flat, more = _add_qkv_biases(flat)
     notes += more
     form = _form(flat, facts, tensors.path)
     width = len(flat["patch_embed.proj.weight"])
-    form["heads"], more = torch_layout.choose_heads(
-        facts.heads, heads, width, form["depth"]
+    form["heads"], more = torch_file.choose_num_heads(
+        facts.num_heads, num_heads, width, form["depth"]
     )
     notes += more
-    table = timm_names.transformer(form)
-    timm_supported.check_names(flat, {e.theirs for e in table}, tensors.path)
+    table = _transformer_table(form)
+    timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
     if form["stem_width"]:
         notes.append(_STEM_NOTE)
-    ours = torch_layout.read(flat, table, tensors.path)
+    ours = torch_file.to_our_arrays(flat, table, tensors.path)
 
     embedding = ours.pop(POSITIONS, None)
     sizes = linen.transformer_options(ours)
@@ -141,7 +145,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.Facts, heads: int):
         missing = extra + rows - embedding.shape[1]
         if missing:
             notes.append("position embeddings of extra tokens: none in the file, so 0")
-        ours[POSITIONS] = fold.place_tokens(embedding, missing)
+        ours[POSITIONS] = surgery.prepend_zero_rows(embedding, missing)
     kept = ("head", "class_token", "distillation", "representation", "pooled_norm")
     options = {
         **sizes,
@@ -153,19 +157,21 @@ def _read_transformer(tensors: Tensors, facts: timm_config.Facts, heads: int):
     return ours, options, notes
 
 
-def _form(flat: dict[str, np.ndarray], facts: timm_config.Facts, source: str) -> dict:
-    """Returns the options that names and config tell."""
-    stem = "patch_embed.backbone."
+def _form(
+    flat: dict[str, np.ndarray], facts: timm_config.TimmConfig, source: str
+) -> dict:
+    """Returns the options that the names and the config determine."""
+    stem = f"{_BACKBONE}."
     stages = re.compile(re.escape(stem) + r"stages\.(\d+)\.blocks\.(\d+)\.")
     units = {m.groups() for name in flat if (m := stages.match(name))}
     counts = [int(stage) for stage, _ in units]
     token = "cls_token" in flat
-    if facts.pool is not None and facts.pool not in _POOLS:
+    if facts.pool is not None and facts.pool not in timm_config.POOLS:
         raise UserError(
             f"{source}: global_pool={facts.pool!r} in config.json is not one of "
-            f"{', '.join(map(repr, _POOLS))}, which models of this project have"
+            f"{', '.join(map(repr, timm_config.POOLS))}, which models of this project have"
         )
-    head = _POOLS[facts.pool] if facts.pool is not None else ""
+    head = timm_config.POOLS[facts.pool] if facts.pool is not None else ""
     if "attn_pool.latent" in flat:
         head = "map"
     elif head in ("", "token"):
@@ -196,10 +202,10 @@ def _image_size(
     embedding: np.ndarray | None,
     extra: int,
     sizes: dict,
-    facts: timm_config.Facts,
+    facts: timm_config.TimmConfig,
     source: str,
 ) -> tuple[tuple[int, int], int]:
-    """Returns the image size that the positions are for, and the number of patches."""
+    """Returns the image size of the position embeddings, and the number of patches."""
     patch = models.create(**sizes, classes=0).patch
     if facts.image_size is not None:
         grid = tuple(math.ceil(side / patch) for side in facts.image_size)
@@ -217,12 +223,55 @@ def _image_size(
     )
 
 
+def _fold_layer_scale(
+    flat: dict[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Multiplies LayerScale (arXiv:2103.17239) into the preceding layers.
+
+    Args:
+      flat: under timm's names, or those of DeiT III's own code.
+
+    Returns:
+      The arrays without `ls1.gamma` and its like, and a note.
+    """
+    flat = {re.sub(r"\.gamma_(\d)$", r".ls\1.gamma", k): v for k, v in flat.items()}
+    scales = [name for name in flat if re.search(r"\.ls[12]\.gamma$", name)]
+    for name in scales:
+        gamma, block = flat.pop(name), name[: -len(".ls1.gamma")]
+        layer = f"{block}.{'attn.proj' if '.ls1.' in name else 'mlp.fc2'}"
+        if f"{layer}.weight" not in flat or f"{layer}.bias" not in flat:
+            continue  # The table of entries reports what is missing.
+        flat[f"{layer}.weight"] = gamma[:, None] * flat[f"{layer}.weight"]
+        flat[f"{layer}.bias"] = gamma * flat[f"{layer}.bias"]
+    note = "LayerScale: multiplied into the layers in front of it"
+    return flat, [note] if scales else []
+
+
+def _add_qkv_biases(
+    flat: dict[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Adds biases of zero to attention without biases.
+
+    Args:
+      flat: under timm's names.
+
+    Returns:
+      The arrays with `qkv.bias` everywhere, and a note.
+    """
+    weights = [n for n in flat if re.fullmatch(r"blocks\.\d+\.attn\.qkv\.weight", n)]
+    biases = {name: name.removesuffix("weight") + "bias" for name in weights}
+    if not weights or any(bias in flat for bias in biases.values()):
+        return flat, []
+    zeros = {bias: np.zeros(len(flat[n]), np.float32) for n, bias in biases.items()}
+    return flat | zeros, ["biases of query, key and value: none in the file, so zeros"]
+
+
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads.
 
     Args:
       pretrained: with parameters that fit its options.
-      folder: exists; gets model.safetensors and config.json.
+      folder: existing; model.safetensors and config.json are written to it.
 
     Returns:
       A line for each thing that was rewritten or left out.
@@ -233,21 +282,21 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     model = models.create(**pretrained.options)
     flat = flatten_dict(pretrained.params, sep="/")
     options = {"blocks": (), "stem_width": 0, **model.options}
-    notes, table = [], timm_names.resnet
+    notes, table = [], _resnet_table
     if "depth" not in options and not options["zero_pool"]:
         notes.append(
             "root pooling: timm pads with zeros and this model (zero_pool=False) with "
             "nothing, so logits differ, by what the images have at their border"
         )
     if "depth" in options:
-        table = timm_names.transformer
+        table = _transformer_table
         if options["representation"]:
             raise UserError(
                 "representation=True: timm has no tanh layer before the classifier: "
                 "write it with --to=google or --to=safetensors"
             )
-        flat, options, notes = fold.norm_each_token(flat, options)
-        flat, options, more = fold.plain_positions(flat, options, model.grid)
+        flat, options, notes = surgery.norm_every_token(flat, options)
+        flat, options, more = surgery.learn_positions(flat, options, model.grid)
         notes += more
         options["patch"] = flat["embedding/kernel"].shape[0]
         if 0 < options["epsilon"] < 1e-6:
@@ -269,7 +318,134 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     if pretrained.loss == "sigmoid":
         notes.append("loss: the config does not say that it was sigmoid, not softmax")
     folder = pathlib.Path(folder)
-    arrays = torch_layout.write(flat, table(options))
+    arrays = torch_file.to_their_arrays(flat, table(options))
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return notes
+
+
+def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
+    """Returns Python lines that load a written checkpoint."""
+    source = "hf-hub" if on_hub else "local-dir"
+    return f'import timm\nmodel = timm.create_model("{source}:{path}", pretrained=True)'
+
+
+def _transformer_table(options: dict) -> list[ArrayEntry]:
+    """Returns the entries of an encoder or hybrid.
+
+    Args:
+      options: depth, heads, stem_width, blocks, classes, head, class_token,
+        distillation, representation, pooled_norm and posemb of `models.Model`.
+    """
+    table = dense("patch_embed.proj", "embedding", CONV)
+    if options["stem_width"]:
+        table += _stem_table(options["blocks"])
+    if options["head"] == "token" or options["class_token"]:
+        table.append(ArrayEntry("cls_token", ("cls",), SAME))
+    if options["distillation"]:
+        table.append(ArrayEntry("dist_token", ("dist",), SAME))
+    if options["posemb"] != "none":
+        table.append(ArrayEntry("pos_embed", (POSITIONS,), SAME))
+    for i in range(options["depth"]):
+        table += _block_table(i, options["heads"])
+    if options["pooled_norm"]:
+        table += norm("fc_norm", "fc_norm")
+    else:
+        table += norm("norm", "Transformer/encoder_norm")
+    if options["head"] == "map":
+        table += _map_head_table(options["heads"])
+    if options["representation"]:  # In files of timm before 0.6 only.
+        table += dense("pre_logits.fc", "pre_logits")
+    if options["classes"]:
+        table += dense("head", "head")
+        table += dense("head_dist", "head_dist") if options["distillation"] else []
+    return table
+
+
+def _resnet_table(options: dict) -> list[ArrayEntry]:
+    """Returns the entries of a BiT ResNet.
+
+    Args:
+      options: blocks and classes of `models.Model`.
+    """
+    table = [_conv("stem.conv", "root_block/conv_root")]
+    for stage, units in enumerate(options["blocks"]):
+        for unit in range(units):
+            theirs = f"stages.{stage}.blocks.{unit}"
+            ours = f"block{stage + 1}/unit{unit + 1:02}"
+            for i in (1, 2, 3):
+                table += norm(f"{theirs}.norm{i}", f"{ours}/gn{i}")
+                table.append(_conv(f"{theirs}.conv{i}", f"{ours}/conv{i}"))
+            if unit == 0:
+                table.append(_conv(f"{theirs}.downsample.conv", f"{ours}/conv_proj"))
+    table += norm("norm", "norm-pre-head")
+    if options["classes"]:
+        table += dense("head.fc", "head", POINTWISE)
+    return table
+
+
+def _stem_table(blocks: tuple[int, ...]) -> list[ArrayEntry]:
+    # Without stages the root is the backbone itself.
+    root = f"{_BACKBONE}.stem" if blocks else _BACKBONE
+    table = [_conv(f"{root}.conv", "conv_root"), *norm(f"{root}.norm", "gn_root")]
+    for stage, units in enumerate(blocks):
+        for unit in range(units):
+            theirs = f"{_BACKBONE}.stages.{stage}.blocks.{unit}"
+            ours = f"block{stage + 1}/unit{unit + 1}"
+            for i in (1, 2, 3):
+                table.append(_conv(f"{theirs}.conv{i}", f"{ours}/conv{i}"))
+                table += norm(f"{theirs}.norm{i}", f"{ours}/gn{i}")
+            if unit == 0:
+                table.append(_conv(f"{theirs}.downsample.conv", f"{ours}/conv_proj"))
+                table += norm(f"{theirs}.downsample.norm", f"{ours}/gn_proj")
+    return table
+
+
+def _block_table(i: int, num_heads: int) -> list[ArrayEntry]:
+    theirs, ours = f"blocks.{i}", f"Transformer/encoderblock_{i}"
+    attention = f"{ours}/MultiHeadDotProductAttention_1"
+    return [
+        *norm(f"{theirs}.norm1", f"{ours}/LayerNorm_0"),
+        *_heads_table(
+            f"{theirs}.attn.qkv", attention, ("query", "key", "value"), num_heads
+        ),
+        *dense(f"{theirs}.attn.proj", f"{attention}/out", from_heads(num_heads)),
+        *norm(f"{theirs}.norm2", f"{ours}/LayerNorm_2"),
+        *dense(f"{theirs}.mlp.fc1", f"{ours}/MlpBlock_3/Dense_0"),
+        *dense(f"{theirs}.mlp.fc2", f"{ours}/MlpBlock_3/Dense_1"),
+    ]
+
+
+def _map_head_table(num_heads: int) -> list[ArrayEntry]:
+    theirs, ours = "attn_pool", "MAPHead_0"
+    attention = f"{ours}/MultiHeadDotProductAttention_0"
+    return [
+        ArrayEntry(f"{theirs}.latent", (f"{ours}/probe",), SAME),
+        *_heads_table(f"{theirs}.q", attention, ("query",), num_heads),
+        *_heads_table(f"{theirs}.kv", attention, ("key", "value"), num_heads),
+        *dense(f"{theirs}.proj", f"{attention}/out", from_heads(num_heads)),
+        *norm(f"{theirs}.norm", f"{ours}/LayerNorm_0"),
+        *dense(f"{theirs}.mlp.fc1", f"{ours}/MlpBlock_0/Dense_0"),
+        *dense(f"{theirs}.mlp.fc2", f"{ours}/MlpBlock_0/Dense_1"),
+    ]
+
+
+def _heads_table(
+    theirs: str, ours: str, names: tuple[str, ...], num_heads: int
+) -> list[ArrayEntry]:
+    """Returns the entries of projections to heads that are one layer in timm."""
+    layout = to_heads(num_heads, len(names))
+    return [
+        ArrayEntry(
+            f"{theirs}.{kind}", tuple(f"{ours}/{n}/{leaf}" for n in names), layout
+        )
+        for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
+    ]
+
+
+def _conv(theirs: str, ours: str) -> ArrayEntry:
+    return ArrayEntry(f"{theirs}.weight", (f"{ours}/kernel",), CONV)
+
+
+READERS["timm"] = Reader(recognises, read)
+WRITERS["timm"] = Writer(write, usage=_usage, library="timm")

@@ -1,34 +1,125 @@
-"""timm's `config.json`: what a network's arrays do not tell."""
+"""timm's `config.json`, and which of timm's networks compute what a model here computes.
+
+Most differences between networks show in a file's parameters. Some do not (rotary
+embeddings, the order of the LayerNorms) and show only in the `architecture` and
+`model_args` of config.json, so only architectures that are known to be equal are read.
+"""
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
 
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import timm_architecture, timm_supported
 from vit_jax.weights.preprocess import broadcast, edges
 from vit_jax.weights.pretrained import Preprocess
 
+# All architectures of timm 1.0.31 with equal logits, by family, with their older names.
+# tests/weights/test_timm_registry.py compares them with timm.
+_OLD = r"(_in21k|_in21ft1k|_sam|_dino|_miil|_miil_in21k)?"
+_EQUAL = (
+    rf"vit_(tiny|small|base|large|huge|giant|gigantic)_patch(8|14|16|32)_\d+{_OLD}",
+    rf"deit3?_(tiny|small|medium|base|large|huge)(_distilled)?_patch1[46]_\d+{_OLD}",
+    r"vit_base_patch(16|32)_plus_\d+",
+    r"vit_small_patch16_36x1_224",
+    r"vit_(small|base|large)_patch14_dinov2",
+    r"vit_(medium|betwixt|base|huge|giant)_patch1[46]_gap_\d+",
+    r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip(_gap)?_\d+",
+    r"flexivit_(small|base|large)",
+    r"eva_large_patch14_\d+",
+    r"test_vit",
+    r"vit_(tiny_r_s16_p8|(small|base)_r26_s32|base_r50_s16|large_r50_s32)_\d+(_in21k)?",
+    r"vit_base_resnet50_(224_in21k|384)",
+    r"resnetv2_(50x1|50x3|101x1|101x3|152x2|152x4)_bit(m|m_in21k)?",
+    r"resnetv2_(50x1_bit_distilled|152x2_bit_teacher|152x2_bit_teacher_384)",
+)
+
+# Features that parameters do not show, by the name of the architecture.
+_UNSEEN = (
+    (
+        r"_rope_|dinov3|lingbot|sapiens2|_pe_(core|lang|spatial)_|^eva02_",
+        "rotary position embeddings are",
+    ),
+    (r"_rpn_", "post-norm (LayerNorms behind the branches of a block) is"),
+    (r"quickgelu", "QuickGELU is"),
+    (r"_clip_", "pre-norm (norm_pre) is"),
+)
+
+# Features that parameters show, by the name of the parameter.
+_SEEN = (
+    (r"norm_pre\.", "pre-norm (norm_pre) is"),
+    (r".*\.attn\.[qk]_norm\.", "norms of queries and keys (q_norm, k_norm) are"),
+    (r"blocks\.\d+\.(attn|mlp)\.norm\.", "norms in a branch (attn.norm, mlp.norm) are"),
+    (r"(.*\.)?rope\.", "rotary position embeddings (rope) are"),
+    (r".*(rel_pos|relative_position)", "relative position biases (rel_pos) are"),
+    (r"blocks\.\d+\.mlp\.(fc1_[gx]|w12|w3)\.", "gated MLPs (SwiGLU) are"),
+    (r"blocks\.\d+\.attn\.[qv]_bias", "biases of query and value alone (q_bias) are"),
+    (r"blocks\.\d+\.(attns|ffns)\.", "parallel branches (attns, ffns) are"),
+    (r"blocks\.\d+\.attn\.lambda_", "differential attention (lambda_q1) is"),
+    (r"blocks_token_only\.", "class attention (blocks_token_only) is"),
+    (r"patch_embed\.norm\.", "a norm of the patches (patch_embed.norm) is"),
+    (r".*\.running_mean", "BatchNorm (running_mean) is"),
+)
+
+# Parts of a network, in which an array without an entry changes the output.
+_PARTS = re.compile(
+    r"(blocks|patch_embed|norm|fc_norm|attn_pool|cls_token|dist_token|pos_embed"
+    r"|stem|stages)(\.|$)"
+)
+
+# Arguments that the parameters show, that have no effect at inference, or that `read`
+# handles. Any other argument could change the output without a trace in the parameters.
+_ARGUMENTS = re.compile(
+    r"img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio"
+    r"|qkv_bias|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|init_values|class_token"
+    r"|no_embed_class|reg_tokens|pre_norm|final_norm|fc_norm|dynamic_img_size"
+    r"|dynamic_img_pad|strict_img_size|weight_init|fix_init|stem_chs|channels|pos_embed"
+    r"|global_pool|act_layer|pool_include_prefix|\w+_rate|pretrained|checkpoint_path"
+    r"|cache_dir|scriptable|exportable|no_jit|out_indices"
+)
+_NONE = (None, False, "", "none")
+
+_SIZE_NAMES = {
+    192: ("tiny", (16,)),
+    384: ("small", (8, 16, 32)),
+    768: ("base", (8, 16, 32)),
+    1024: ("large", (14, 16, 32)),
+    1280: ("huge", (14,)),
+    1408: ("giant", (14,)),
+    1664: ("gigantic", (14,)),
+}
+# By the units of each stage; the encoder may have any width.
+_HYBRIDS = {
+    (): "vit_tiny_r_s16_p8_224",
+    (2, 2, 2, 2): "vit_small_r26_s32_224",
+    (3, 4, 9): "vit_base_r50_s16_224",
+    (3, 4, 6, 3): "vit_large_r50_s32_224",
+}
+
+# Values of global_pool, and our heads.
+POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
+
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What a config says; the defaults are what holds without one.
+class TimmConfig:
+    """Content of a config; the defaults apply without one.
 
     Attributes:
-      heads: attention heads; 0 where nothing says so.
+      num_heads: attention heads; 0 if unknown.
       gelu: "tanh" or "erf".
       epsilon: of the LayerNorms.
-      pool: timm's global_pool; None where nothing says so.
+      pool: timm's global_pool; None if unknown.
       pools_prefix: whether the class token is pooled with the patches.
       no_positions: whether it has no position embeddings.
       image_size: height and width, or None.
       preprocess: how images are prepared, or None.
       class_names: in label order.
-      notes: what could not be taken over.
+      notes: a line for each value that is not supported.
     """
 
-    heads: int = 0
+    num_heads: int = 0
     gelu: str = "erf"
     epsilon: float = 1e-6
     pool: str | None = None
@@ -40,7 +131,7 @@ class Facts:
     notes: tuple[str, ...] = ()
 
 
-# Architectures whose numbers are in timm's code alone (timm 1.0.31): by the name.
+# Values that only timm's code has (timm 1.0.31), by the name of the architecture.
 _HEADS = (
     (r"^vit_base_patch16_gap_224", 16),
     (r"_(huge|giant|gigantic|giantopt|so400m)_", 16),
@@ -50,7 +141,7 @@ _TANH = (
     r"^vit_(base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
     r"|^vit_large_patch16_siglip_(gap_)?512"
 )
-_EPSILON_5 = r"_clip_"  # Of these only what this project wrote is read.
+_EPSILON_5 = r"_clip_"  # Of these only files that this project wrote are read.
 _ACTIVATIONS = {"gelu": "erf", "gelu_tanh": "tanh"}
 _INTERPOLATIONS = {
     "nearest": "nearest",
@@ -61,20 +152,20 @@ _INTERPOLATIONS = {
 }
 
 
-def read(config: Mapping) -> Facts:
+def read(config: Mapping) -> TimmConfig:
     """Reads a config.
 
     Args:
       config: content of config.json; empty if there is none.
 
     Raises:
-      UserError: a feature that no model here has.
+      UserError: the network has a feature that no model here has.
     """
     if "architecture" not in config:
         note = "config.json: none of timm, so a plain network, exact GELU, epsilon 1e-6"
-        return Facts(notes=(note,))
-    timm_supported.check_config(config)
-    name, args = timm_supported.architecture(config), config.get("model_args") or {}
+        return TimmConfig(notes=(note,))
+    check_config(config)
+    name, args = _architecture_of(config), config.get("model_args") or {}
     # Older files have one level.
     images = config.get("pretrained_cfg") or config
     # As in timm, null is the default.
@@ -90,8 +181,8 @@ def read(config: Mapping) -> Facts:
         )
     notes = []
     size = images.get("input_size", (3, 224, 224))[1:]
-    return Facts(
-        heads=args.get("num_heads") or next(heads, 0),
+    return TimmConfig(
+        num_heads=args.get("num_heads") or next(heads, 0),
         gelu=_ACTIVATIONS[activation],
         epsilon=1e-5 if re.search(_EPSILON_5, name) else 1e-6,
         pool=args.get("global_pool", config.get("global_pool")),
@@ -143,11 +234,11 @@ def _class_names(config: Mapping, images: Mapping) -> tuple[str, ...]:
 def write(
     options: Mapping, preprocess: Preprocess | None, class_names: Sequence[str]
 ) -> dict:
-    """Writes the config of a network.
+    """Returns the config of a network.
 
     Args:
-      options: all of them, as of `models.Model`.
-      preprocess: how images are prepared; timm's defaults if None.
+      options: all options of `models.Model`.
+      preprocess: of images; timm's defaults if None.
       class_names: in label order; may be empty.
 
     Returns:
@@ -156,7 +247,7 @@ def write(
     Raises:
       UserError: timm has no such network.
     """
-    name, args, traits = timm_architecture.choose(options)
+    name, args, traits = choose_architecture(options)
     resnet = "depth" not in options
     features = options["stem_width"] * 32 if resnet else options["width"]
     size = [options["channels"], *options["image_size"]]
@@ -192,7 +283,7 @@ def write(
 
 
 def _crop(preprocess: Preprocess) -> float:
-    """Returns the crop fraction, in its last digit such that timm's sizes are ours.
+    """Returns the crop fraction, adjusted in its last digit to give our sizes in timm.
 
     Raises:
       UserError: timm has no such crop.
@@ -208,3 +299,194 @@ def _crop(preprocess: Preprocess) -> float:
     while tuple(math.floor(side / fraction) for side in sides) != edges(preprocess):
         fraction = math.nextafter(fraction, 0)
     return fraction
+
+
+def choose_architecture(options: Mapping) -> tuple[str, dict, dict]:
+    """Returns the architecture of timm that is a network of ours.
+
+    Args:
+      options: all options of `models.Model`.
+
+    Returns:
+      Its name, its arguments, and the names of its first and last layers.
+
+    Raises:
+      UserError: timm has no such architecture.
+    """
+    return (
+        _choose_transformer(options) if "depth" in options else _choose_resnet(options)
+    )
+
+
+def _choose_transformer(options: Mapping) -> tuple[str, dict, dict]:
+    name = _transformer_name(options)
+    width, mlp_dim = options["width"], options["mlp_dim"]
+    ratio = mlp_dim / width
+    if int(width * ratio) != mlp_dim:  # timm truncates the product.
+        ratio = math.nextafter(ratio, math.inf)
+    args = {
+        "img_size": list(options["image_size"]),
+        "patch_size": options["patch"],
+        "in_chans": options["channels"],
+        "embed_dim": width,
+        "depth": options["depth"],
+        "num_heads": options["heads"],
+        "mlp_ratio": ratio,
+        "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[
+            options["head"]
+        ],
+        "class_token": options["head"] == "token" or options["class_token"],
+        "fc_norm": options["pooled_norm"],
+        "pos_embed": "none" if options["posemb"] == "none" else "learn",
+        "act_layer": "gelu_tanh" if options["gelu"] == "tanh" else "gelu",
+    }
+    if options["head"] == "map":
+        args["pool_include_prefix"] = True
+    if options["epsilon"] == 1e-5:
+        args["pre_norm"] = False
+    first = "patch_embed.proj"
+    if options["stem_width"]:
+        stem = "stem." if options["blocks"] else ""
+        first = f"patch_embed.backbone.{stem}conv"
+    heads = ["head", "head_dist"] if options["distillation"] else "head"
+    return (
+        name,
+        args,
+        {"fixed_input_size": True, "first_conv": first, "classifier": heads},
+    )
+
+
+def _transformer_name(options: Mapping) -> str:
+    """Returns the name of the architecture of an encoder or hybrid."""
+    size, patches = _SIZE_NAMES.get(options["width"], ("", ()))
+    odd = options["epsilon"] != 1e-6
+    if options["stem_width"]:
+        if options["blocks"] not in _HYBRIDS or options["stem_width"] != 64 or odd:
+            raise UserError(
+                f"timm has no hybrid with blocks={options['blocks']}, "
+                f"stem_width={options['stem_width']} and epsilon={options['epsilon']}: "
+                "write it with --to=google or --to=safetensors"
+            )
+        return _HYBRIDS[options["blocks"]]
+    if odd and (options["epsilon"] != 1e-5 or options["distillation"]):
+        raise UserError(
+            f"epsilon={options['epsilon']} cannot be stated in timm's config.json "
+            "(1e-6 can, and 1e-5 without distillation): write it with --to=hf"
+        )
+    if options["distillation"]:
+        size = size if size in ("tiny", "small") else "base"
+        return f"deit_{size}_distilled_patch16_224"
+    if odd:  # The only plain encoders there with that epsilon, except for a first norm.
+        return "vit_base_patch16_clip_224"
+    if options["patch"] in patches:
+        return f"vit_{size}_patch{options['patch']}_224"
+    return "vit_base_patch16_224"
+
+
+def _choose_resnet(options: Mapping) -> tuple[str, dict, dict]:
+    layers = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
+    blocks, stem_width = options["blocks"], options["stem_width"]
+    if blocks not in layers:
+        raise UserError(
+            f"timm has no BiT ResNet with blocks={blocks}, only with "
+            f"{', '.join(map(str, layers))}: write it with --to=google or "
+            "--to=safetensors"
+        )
+    factor = 2 if layers[blocks] == 152 else 1
+    args = {"in_chans": options["channels"]}
+    if stem_width != 64 * factor:
+        # Divided by the factor of the architecture, which cannot be replaced.
+        args["stem_chs"] = stem_width // factor
+        args["channels"] = [stem_width * 4 * 2**i // factor for i in range(4)]
+    traits = {
+        "fixed_input_size": False,
+        "first_conv": "stem.conv",
+        "classifier": "head.fc",
+    }
+    return f"resnetv2_{layers[blocks]}x{factor}_bit", args, traits
+
+
+def check_parameters(flat: Mapping[str, np.ndarray], source: str) -> None:
+    """Raises UserError if parameters show a feature that no model here has.
+
+    Args:
+      flat: arrays by timm's names.
+      source: for messages.
+    """
+    found = [
+        what for pattern, what in _SEEN if any(map(re.compile(pattern).match, flat))
+    ]
+    if "reg_token" in flat:
+        count = flat["reg_token"].shape[1]
+        words = "register token (reg_token) is" if count == 1 else "register tokens are"
+        found.append(f"{count} {words}")
+    first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
+    if first is not None and second is not None and len(first) == 2 * second.shape[-1]:
+        found.append(f"a gated MLP ({second.shape[-1]} of {len(first)} features) is")
+    if "blocks.0.norm1.weight" in flat:
+        if "blocks.0.norm1.bias" not in flat:
+            found.append("a norm without bias (RMSNorm) is")
+        if not {"norm.weight", "fc_norm.weight"} & flat.keys():
+            found.append("an encoder without a final norm is")
+    if found:
+        raise _unsupported(source, *found)
+
+
+def check_names(flat: Mapping, known: Collection[str], source: str) -> None:
+    """Raises UserError if a part of the network has an array without an entry.
+
+    Args:
+      flat: arrays by timm's names.
+      known: names that have an entry.
+      source: for messages.
+    """
+    for name in sorted(flat.keys() - known):
+        if _PARTS.match(name):
+            raise _unsupported(source, f"{name} is")
+
+
+def check_config(config: Mapping) -> None:
+    """Raises UserError unless a config is of an architecture that is known to be equal.
+
+    Args:
+      config: content of config.json, with an "architecture"; its tag only states how
+        it was trained.
+    """
+    name, args = _architecture_of(config), config.get("model_args") or {}
+    file = f"architecture={name!r} in config.json"
+    # Without its first norm: `write` chooses it for epsilon 1e-5.
+    plain_clip = name == "vit_base_patch16_clip_224" and args.get("pre_norm") is False
+    if not plain_clip and not any(re.fullmatch(p, name) for p in _EQUAL):
+        what = next((what for p, what in _UNSEEN if re.search(p, name)), None)
+        if what is not None:
+            raise _unsupported(file, what)
+        raise UserError(
+            f"{file}: not an architecture of timm that is known to compute what a model "
+            "here computes; give weights of a plain Vision Transformer, hybrid or BiT "
+            "ResNet"
+        )
+    for key, value in args.items():
+        if key == "norm_layer" and _same_norm(name, value):
+            continue
+        if not _ARGUMENTS.fullmatch(key) and value not in _NONE:
+            raise _unsupported(file, f"{key}={value!r} in model_args is")
+
+
+def _architecture_of(config: Mapping) -> str:
+    """Returns the name of a config's architecture without its tag after the dot."""
+    return config["architecture"].partition(".")[0]
+
+
+def _same_norm(name: str, norm: object) -> bool:
+    """Returns whether a norm_layer is the default of an architecture."""
+    # timm's LayerNorm has epsilon 1e-6, which is not that of CLIP.
+    own = "_clip_" not in name and not name.startswith("resnetv2_")
+    return own and str(norm).replace("_", "").lower() == "layernorm"
+
+
+def _unsupported(where: str, *what: str) -> UserError:
+    """Returns the error; each of `what` ends with a verb."""
+    return UserError(
+        f"{where}: {' not supported; '.join(what)} not supported: no model here computes "
+        "the same; give weights of a network without it"
+    )

@@ -1,9 +1,12 @@
-"""Files of `torch.save` (.pth, .pt, .bin), read without PyTorch and without trust.
+"""PyTorch without PyTorch: files of `torch.save`, and its array layouts.
 
-Such a file is a pickle, which names functions to call. Here a name is looked up in one
-short table, never imported, so that a file can run nothing. Two containers: a zip
-archive (`data.pkl` and one record a storage; PyTorch 1.6 and later), and before that a
-stream of pickles with the storages behind them.
+A file (.pth, .pt, .bin) is a pickle, which names functions to call. Here each name is
+looked up in one short table and never imported, so a hostile file can run nothing. There
+are two containers: a zip archive (`data.pkl` and one record per storage; PyTorch 1.6 and
+later), and before that a stream of pickles followed by the storages.
+
+A network's table of `ArrayEntry` maps each array of another library to ours. Reading and
+writing use the same table, so what was read can be written back bit for bit.
 """
 
 import collections
@@ -14,21 +17,30 @@ import os
 import pickle
 import pickletools
 import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import expansion
+from vit_jax.models import variants
+
+Arrays = list[np.ndarray]
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-# What a training script calls its parameters, the averaged ones first.
+# Names under which training scripts store parameters, averaged ones first.
 _CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict")
 # A pickle holds names and shapes, some hundred bytes per tensor. Python's objects for it
 # take up to a hundred times its size.
 _PICKLE_BYTES = 16 << 20
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel; torch.compile.
+
+# Trained float32 weights deflate to 93 % of their size, rounded to bfloat16 to 47 %, to
+# 4 bits to 14 %, and 99 % pruned to 1.6 %. Only constants go beyond (zeros to 0.1 %).
+_MAX_EXPANSION = 64
+# Smaller files may expand further: a small test model can be all zeros.
+_HARMLESS_BYTES = 16 << 20
 
 
 def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
@@ -54,17 +66,32 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
                 content = _read_legacy(stream)
         tensors = _state_dict(content)
         # Many tensors may be views of the same few numbers.
-        expansion.check(sum(v.bytes for v in tensors.values()), size, "its tensors")
+        check_expansion(sum(v.bytes for v in tensors.values()), size, "its tensors")
         return {k: v.read() for k, v in tensors.items()}
     except _Refused as error:
         raise UserError(
             f"{path} was not read: its pickle asks for {error}, which is no part of a "
             "state dict; save torch.save(model.state_dict(), path) or safetensors"
         ) from error
-    except Exception as error:  # Whatever a damaged or hostile pickle can provoke.
+    except Exception as error:  # A damaged or hostile pickle can raise anything.
         raise UserError(
             f"{path} is not a readable PyTorch file: {error or type(error).__name__}"
         ) from error
+
+
+def check_expansion(expanded: int, size: int, what: str) -> None:
+    """Raises ValueError if a compressed file would expand further than weights do.
+
+    Args:
+      expanded: bytes of memory that reading would take.
+      size: of the file, in bytes.
+      what: is read, for the message.
+    """
+    if expanded > max(_HARMLESS_BYTES, _MAX_EXPANSION * size):
+        raise ValueError(
+            f"{what} would take {expanded:,} bytes, {expanded // max(1, size):,} times the "
+            "file's size, and weights do not: save them again uncompressed"
+        )
 
 
 def _state_dict(content: Any) -> dict[str, "_Tensor"]:
@@ -87,7 +114,7 @@ def _state_dict(content: Any) -> dict[str, "_Tensor"]:
 
 @dataclasses.dataclass
 class _Storage:
-    """The numbers of one or several tensors; `data` may come after the tensors."""
+    """Memory of one or several tensors; `data` may be read after the tensors."""
 
     dtype: str
     count: int
@@ -105,7 +132,7 @@ class _Tensor:
 
     @property
     def bytes(self) -> int:
-        """Memory that `read` takes; it refuses more than the storage has."""
+        """Memory that `read` takes, at most that of the storage."""
         size = math.prod(self.shape) * _width(self.storage.dtype)
         return min(size, len(self.storage.data))
 
@@ -116,7 +143,7 @@ class _Tensor:
             (n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)
         )
         size = math.prod(self.shape)
-        # as_strided checks nothing: numbers out of the file must not reach beyond it.
+        # as_strided checks nothing: a file must not make it read beyond the storage.
         if size and (min(self.offset, *self.strides, 0) < 0 or end >= len(flat)):
             raise ValueError(f"a tensor of {self.shape} lies outside of its storage")
         if size > len(flat):
@@ -133,11 +160,11 @@ class _Tensor:
 
 
 class _Refused(Exception):
-    """A pickle names something that is not in the table."""
+    """A pickle names something that is not in `_KNOWN`."""
 
 
 class _Ignored:
-    """Stands for settings of a training script; takes anything and keeps nothing."""
+    """Placeholder for the settings of a training script; discards its arguments."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -180,11 +207,11 @@ _KNOWN = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Looks names up in the table above and hands out storages.
+    """Resolves names by `_KNOWN` only, and collects storages.
 
     Args:
       stream: of the pickle.
-      storages: by their key in the file and their type; filled here.
+      storages: storages by their key in the file and their type; filled here.
     """
 
     def __init__(self, stream: io.IOBase, storages: dict[tuple[str, str], _Storage]):
@@ -210,10 +237,10 @@ def _width(dtype: str) -> int:
 
 
 def _load(stream: io.IOBase, storages: dict) -> Any:
-    """Loads the next pickle of a stream, once its size and memo are known to be sane.
+    """Loads the next pickle of a stream after checking its size and memo indices.
 
-    Python's unpickler makes as many memo slots as the highest index in a pickle, so that
-    ten bytes would take gigabytes.
+    Python's unpickler allocates as many memo slots as the highest index in a pickle, so
+    ten bytes could take gigabytes.
     """
     start = stream.tell()
     for opcode, value, position in pickletools.genops(stream):
@@ -229,7 +256,7 @@ def _load(stream: io.IOBase, storages: dict) -> Any:
 def _read_zip(stream: io.IOBase, size: int) -> Any:
     with zipfile.ZipFile(stream) as archive:
         expanded = sum(member.file_size for member in archive.infolist())
-        expansion.check(expanded, size, "what is in it")
+        check_expansion(expanded, size, "what is in it")
         names = archive.namelist()
         pickled = next((n for n in names if n.split("/")[1:] == ["data.pkl"]), None)
         if pickled is None:
@@ -265,3 +292,196 @@ def _read_legacy(stream: io.IOBase) -> Any:
         if len(storage.data) != count * _width(storage.dtype):
             raise ValueError("it ends too early")
     return content
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayLayout:
+    """Two functions that are inverse to each other.
+
+    Attributes:
+      to_ours: one array of theirs to our arrays.
+      to_theirs: our arrays to one array of theirs.
+    """
+
+    to_ours: Callable[[np.ndarray], Arrays]
+    to_theirs: Callable[[Arrays], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayEntry:
+    """One array of theirs, and the arrays of ours that hold the same numbers.
+
+    Attributes:
+      theirs: name of their array.
+      ours: names of our arrays, levels joined by "/".
+      layout: converts between them.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    layout: ArrayLayout
+
+
+def _one(to_ours: Callable, to_theirs: Callable) -> ArrayLayout:
+    return ArrayLayout(lambda a: [to_ours(a)], lambda arrays: to_theirs(arrays[0]))
+
+
+SAME = _one(lambda a: a, lambda a: a)
+LINEAR = _one(np.transpose, np.transpose)  # (out, in) and (in, out).
+# (out, in, Y, X) and (Y, X, in, out).
+CONV = _one(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
+# A classifier written as a 1x1 convolution: (out, in, 1, 1) and (in, out).
+POINTWISE = _one(
+    lambda a: a.reshape(a.shape[:2]).T, lambda a: a.T.reshape(*a.T.shape, 1, 1)
+)
+
+
+def to_heads(num_heads: int, parts: int = 1) -> ArrayLayout:
+    """Returns the layout of a projection to heads, weight or bias.
+
+    Theirs are (parts x heads x K, D) and (parts x heads x K,), ours a (D, heads, K)
+    and a (heads, K) for each part.
+    """
+
+    def to_ours(a):
+        a = a.reshape(parts, num_heads, -1, *a.shape[1:])
+        return [part.transpose(2, 0, 1) if part.ndim == 3 else part for part in a]
+
+    def to_theirs(arrays):
+        arrays = [a.transpose(1, 2, 0) if a.ndim == 3 else a for a in arrays]
+        return np.stack(arrays).reshape(-1, *arrays[0].shape[2:])
+
+    return ArrayLayout(to_ours, to_theirs)
+
+
+def from_heads(num_heads: int) -> ArrayLayout:
+    """Returns the layout of the output projection: (D, heads x K) and (heads, K, D)."""
+    return _one(
+        lambda a: a.reshape(len(a), num_heads, -1).transpose(1, 2, 0),
+        lambda a: a.transpose(2, 0, 1).reshape(a.shape[2], -1),
+    )
+
+
+def dense(theirs: str, ours: str, layout: ArrayLayout = LINEAR) -> list[ArrayEntry]:
+    """Returns the entries of the weight, in that layout, and the bias of a layer."""
+    return [
+        ArrayEntry(f"{theirs}.weight", (f"{ours}/kernel",), layout),
+        ArrayEntry(f"{theirs}.bias", (f"{ours}/bias",), SAME),
+    ]
+
+
+def norm(theirs: str, ours: str) -> list[ArrayEntry]:
+    """Returns the entries of the weight and the bias of a normalisation."""
+    return [
+        ArrayEntry(f"{theirs}.weight", (f"{ours}/scale",), SAME),
+        ArrayEntry(f"{theirs}.bias", (f"{ours}/bias",), SAME),
+    ]
+
+
+def choose_num_heads(
+    stated: int, asked: int, width: int, depth: int
+) -> tuple[int, list[str]]:
+    """Returns the number of attention heads of an encoder.
+
+    PyTorch's arrays do not show it, because all heads share one axis.
+
+    Args:
+      stated: number in a config file; 0 if there is none.
+      asked: number that the caller assumes; 0 if unknown.
+      width: features per token.
+      depth: number of blocks.
+
+    Returns:
+      The number, and a note if it may be wrong.
+    """
+    if stated:
+        return stated, []
+    known = [
+        size.heads
+        for size in variants.SIZES.values()
+        if (size.width, size.depth) == (width, depth)
+    ]
+    usual = known[0] if known else max(1, width // 64)
+    note = "heads: nothing says how many, so"
+    if asked and asked != usual:
+        return asked, [f"{note} {asked} as asked for, not the usual {usual}"]
+    if asked or known:
+        return usual, []
+    return usual, [f"{note} {usual}, one for 64 features"]
+
+
+def to_our_arrays(
+    flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry], source: str
+) -> dict[str, np.ndarray]:
+    """Converts their arrays to ours.
+
+    Args:
+      flat: theirs by name.
+      table: of the network.
+      source: for messages.
+
+    Returns:
+      Ours by name, levels joined by "/"; floats as float32. Arrays that are not in the
+      table keep their name, and missing ones stay missing: fitting the parameters to
+      a model reports both, because a user may allow them.
+
+    Raises:
+      UserError: an array is of integers, or of a shape that makes no sense.
+    """
+    table = list(table)
+    known = {entry.theirs for entry in table}
+    ours = {name: value for name, value in flat.items() if name not in known}
+    for entry in table:
+        if entry.theirs not in flat:
+            continue
+        value = flat[entry.theirs]
+        check_floating(entry.theirs, value, source)
+        try:
+            arrays = entry.layout.to_ours(value.astype(np.float32, copy=False))
+        except ValueError as error:
+            raise UserError(
+                f"{source}: {entry.theirs} has shape {value.shape}, which does not fit "
+                f"the model: {error}"
+            ) from error
+        ours |= dict(zip(entry.ours, arrays, strict=True))
+    return ours
+
+
+def check_floating(name: str, value: np.ndarray, source: str) -> None:
+    """Raises UserError if an array holds integers, whose scale is unknown."""
+    if not np.issubdtype(value.dtype, np.floating):
+        raise UserError(
+            f"{source}: {name} holds {value.dtype} numbers, as quantised weights do: "
+            "give the weights as float16, bfloat16 or float32"
+        )
+
+
+def to_their_arrays(
+    flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry]
+) -> dict[str, np.ndarray]:
+    """Converts our arrays to theirs.
+
+    Args:
+      flat: ours by name, levels joined by "/".
+      table: of the network, with each of our arrays once.
+
+    Returns:
+      Theirs by name, contiguous.
+
+    Raises:
+      UserError: one of our arrays is missing or left over.
+    """
+    table = list(table)
+    known = [name for entry in table for name in entry.ours]
+    for names, what in (
+        (flat.keys() - known, "has {}, which its options do not explain"),
+        (known - flat.keys(), "lacks {}, which its options ask for"),
+    ):
+        if names:
+            raise UserError(f"the model {what.format(min(names))}: it is not complete")
+    return {
+        entry.theirs: np.ascontiguousarray(
+            entry.layout.to_theirs([np.asarray(flat[name]) for name in entry.ours])
+        )
+        for entry in table
+    }

@@ -9,10 +9,9 @@ import jax
 
 from vit_jax import models
 from vit_jax.errors import UserError
+from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.preprocess import edges
 from vit_jax.weights.pretrained import Preprocess, Pretrained
-
-LIBRARIES = {"timm": "timm", "hf": "transformers"}  # By --to; those the hub knows.
 
 _ENCODER = ("width", "depth", "heads", "mlp_dim", "head", "gelu", "epsilon")
 _RESNET = ("blocks", "stem_width")
@@ -116,8 +115,8 @@ def model_card(
     classes = options["classes"]
     task = "image-classification" if classes else "image-feature-extraction"
     meta = {"pipeline_tag": task, "tags": ["vit_jax", "vision-transformer"]}
-    if to in LIBRARIES:
-        meta["library_name"] = LIBRARIES[to]
+    if library := WRITERS[to].library:
+        meta["library_name"] = library
     if license:
         meta["license"] = license
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pretrained.params))

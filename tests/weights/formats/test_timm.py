@@ -15,9 +15,9 @@ from trees import assert_same, checkpoint, encoder, random_flat
 from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained
-from vit_jax.weights.formats import files, timm, torch_layout
+from vit_jax.weights.formats import files, timm, timm_config, torch_file
 
-SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
+SHARED = pathlib.Path(__file__).resolve().parents[4] / "shared"
 PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
 NAMES = tuple("abcdefg")
 STEM = {"blocks": (2, 2, 2, 2), "stem_width": 64}
@@ -74,7 +74,7 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path, name):
         [] if name not in ("hybrid", "root") else [HYBRID_NOTE]
     )
     tensors = files.read(tmp_path)
-    assert timm.recognises(tensors.flat.keys())
+    assert timm.recognises(tensors)
     found = timm.read(tensors)
     assert_same(found.params, random_flat(model))
     again = models.create(**found.options).options
@@ -174,15 +174,13 @@ def test_the_config_says_what_timm_needs(tmp_path):
     ],
 )
 def test_architectures_are_those_of_timm(variant, options, architecture):
-    from vit_jax.weights.formats import timm_architecture
-
     made = models.create(variant, classes=3, **options).options
     numbers = (
         {"blocks": (), "stem_width": 0, "patch": int(variant.split("/")[-1])}
         if ("/" in variant)
         else {}
     )
-    assert timm_architecture.choose(numbers | made)[0] == architecture
+    assert timm_config.choose_architecture(numbers | made)[0] == architecture
 
 
 def test_one_number_stands_for_every_channel(tmp_path):
@@ -258,10 +256,10 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
 
 
 def test_known_sizes_tell_their_heads():
-    assert torch_layout.choose_heads(0, 0, 1280, 32) == (16, [])
-    assert torch_layout.choose_heads(0, 12, 768, 12) == (12, [])
-    assert torch_layout.choose_heads(0, 0, 768, 3)[0] == 12
-    assert torch_layout.choose_heads(7, 5, 768, 12) == (7, [])
+    assert torch_file.choose_num_heads(0, 0, 1280, 32) == (16, [])
+    assert torch_file.choose_num_heads(0, 12, 768, 12) == (12, [])
+    assert torch_file.choose_num_heads(0, 0, 768, 3)[0] == 12
+    assert torch_file.choose_num_heads(7, 5, 768, 12) == (7, [])
 
 
 def test_without_a_config_a_grid_must_be_square(tmp_path):
@@ -313,15 +311,11 @@ def test_without_a_config_a_grid_must_be_square(tmp_path):
     ],
 )
 def test_flavours_follow_the_architecture(config, expected):
-    from vit_jax.weights.formats import timm_config
-
     facts = timm_config.read(config)
-    assert (facts.heads, facts.gelu, facts.epsilon) == expected
+    assert (facts.num_heads, facts.gelu, facts.epsilon) == expected
 
 
 def test_a_config_as_the_hub_has_them_is_read():
-    from vit_jax.weights.formats import timm_config
-
     facts = timm_config.read(
         {
             "architecture": "vit_tiny_patch16_384",
@@ -354,8 +348,6 @@ def test_a_config_as_the_hub_has_them_is_read():
 
 
 def test_null_in_a_config_is_timms_default():
-    from vit_jax.weights.formats import timm_config
-
     images = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3}
     unset = dict.fromkeys(("crop_pct", "interpolation", "crop_mode"))
     config = {"architecture": "vit_base_patch16_224"}
@@ -370,8 +362,6 @@ def test_null_in_a_config_is_timms_default():
     "name", ["vit_base_patch16_clip_224", "resnetv2_50x1_bit.goog_in21k"]
 )
 def test_a_norm_that_the_architecture_does_not_have_is_refused(name):
-    from vit_jax.weights.formats import timm_config
-
     args = {"norm_layer": "layernorm", "pre_norm": False}
     with pytest.raises(UserError, match="norm_layer='layernorm' in model_args is not"):
         timm_config.read({"architecture": name, "model_args": args})
@@ -552,9 +542,12 @@ def test_the_tanh_layer_of_old_files_is_kept(tmp_path):
 
 
 def test_other_files_are_not_recognised():
-    assert not timm.recognises(["Transformer/encoder_norm/scale"])
-    assert not timm.recognises(["vit.embeddings.cls_token"])
-    assert not timm.recognises(["layers.0.blocks.0.attn.qkv.weight"])  # Swin.
+    for name in (
+        "Transformer/encoder_norm/scale",
+        "vit.embeddings.cls_token",
+        "layers.0.blocks.0.attn.qkv.weight",  # Swin.
+    ):
+        assert not timm.recognises(files.Tensors({name: np.ones(1)}, {}, {}, "x"))
 
 
 def deit():

@@ -8,7 +8,7 @@ from trees import assert_same, encoder, random_flat
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained, open_pretrained
-from vit_jax.weights.formats import own
+from vit_jax.weights.formats import native
 
 
 def example(**changes):
@@ -17,7 +17,7 @@ def example(**changes):
     # As a transposed view of another library's weights would be.
     flat["embedding/bias"] = np.arange(24, dtype=np.float32)[::2]
     fields = {
-        "params": own.unflatten_dict(flat, sep="/"),
+        "params": native.unflatten_dict(flat, sep="/"),
         "options": model.options,
         "format": "timm",
         "source": "hf://owner/name",
@@ -32,7 +32,7 @@ def example(**changes):
 
 def test_round_trip_is_exact(tmp_path):
     flat, pretrained = example()
-    own.write(pretrained, tmp_path / "a.safetensors")
+    native.write(pretrained, tmp_path / "a.safetensors")
     found = open_pretrained(tmp_path / "a.safetensors")
     assert_same(found.params, flat)
     assert found.format == "vit_jax"
@@ -46,7 +46,7 @@ def test_round_trip_is_exact(tmp_path):
 
 def test_what_nothing_says_stays_unsaid(tmp_path):
     _, pretrained = example(preprocess=None, class_names=())
-    own.write(pretrained, tmp_path / "a.safetensors")
+    native.write(pretrained, tmp_path / "a.safetensors")
     found = open_pretrained(tmp_path)
     assert (found.preprocess, found.class_names) == (None, ())
 
@@ -54,7 +54,7 @@ def test_what_nothing_says_stays_unsaid(tmp_path):
 def test_blocks_come_back_as_a_tuple(tmp_path):
     options = {"variant": "R50x1", "classes": 2, "blocks": (1, 1), "stem_width": 32}
     _, pretrained = example(options=options)
-    own.write(pretrained, tmp_path / "a.safetensors")
+    native.write(pretrained, tmp_path / "a.safetensors")
     assert open_pretrained(tmp_path).options["blocks"] == (1, 1)
 
 
@@ -76,14 +76,14 @@ def test_header_that_cannot_be_used_is_refused(tmp_path, header, message):
 def test_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     _, pretrained = example()
     with pytest.raises(UserError, match=r"absent/a.safetensors cannot be written"):
-        own.write(pretrained, tmp_path / "absent" / "a.safetensors")
+        native.write(pretrained, tmp_path / "absent" / "a.safetensors")
 
     def full(*args):
         save_file(*args)
         raise OSError("No space left on device")
 
     (tmp_path / "a.safetensors").write_bytes(b"before")
-    monkeypatch.setattr(own.safetensors.numpy, "save_file", full)
+    monkeypatch.setattr(native.safetensors.numpy, "save_file", full)
     with pytest.raises(UserError, match="cannot be written: No space left"):
-        own.write(pretrained, tmp_path / "a.safetensors")
+        native.write(pretrained, tmp_path / "a.safetensors")
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"before"]

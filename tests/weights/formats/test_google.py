@@ -9,6 +9,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import google, linen
+from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import Preprocess
 
 
@@ -110,6 +111,6 @@ def test_a_mixer_is_not_taken_for_a_transformer(tmp_path):
 def test_shapes_of_another_network_are_refused():
     flat = random_flat(encoder())
     flat["embedding/kernel"] = flat["embedding/kernel"].reshape(-1, SIZE["width"])
-    assert google.recognises(flat)
+    assert google.recognises(Tensors(flat, {}, {}, "x"))
     with pytest.raises(UserError, match=r"shape \(48, 12\) is not that of a Vision Tr"):
         linen.transformer_options(flat)

@@ -27,7 +27,7 @@ transformers = pytest.importorskip(
 
 
 their_timm = import_timm()
-SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
+SHARED = pathlib.Path(__file__).resolve().parents[4] / "shared"
 SIZE = (24, 40)
 WHOLE = Preprocess(SIZE, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", squash=True)
 

@@ -1,7 +1,7 @@
-"""Our exported files: one .safetensors with our names and all that a model needs.
+"""Exported files of this project: one .safetensors with all that a model needs.
 
-The header carries, as JSON under "vit_jax": what `models.create` takes, how images
-are prepared, the names of the classes, and the loss.
+Parameters have our names. The header holds, as JSON under "vit_jax", the arguments of
+`models.create`, the preprocessing of images, the class names, and the loss.
 """
 
 import dataclasses
@@ -15,27 +15,35 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 METADATA_KEY = "vit_jax"
 _VERSION = 1
 
 
-def read(tensors: Tensors, heads: int = 0) -> Pretrained:
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    return METADATA_KEY in tensors.metadata
+
+
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads an exported file.
 
     Args:
       tensors: of the file.
-      heads: not needed; the header tells.
+      num_heads: ignored; the header states it.
 
     Returns:
-      What was exported.
+      The exported checkpoint.
 
     Raises:
       UserError: the header is damaged or of a newer version.
     """
     try:
-        header = json.loads(tensors.metadata[METADATA_KEY], object_hook=_tuples)
+        header = json.loads(
+            tensors.metadata[METADATA_KEY], object_hook=_lists_to_tuples
+        )
         version = header["format_version"]
         if version > _VERSION:
             raise UserError(
@@ -60,12 +68,15 @@ def read(tensors: Tensors, heads: int = 0) -> Pretrained:
         ) from error
 
 
-def write(pretrained: Pretrained, path: str | os.PathLike) -> None:
-    """Writes an exported file, whole or not at all.
+def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
+    """Writes an exported file atomically.
 
     Args:
-      pretrained: any checkpoint in our terms.
+      pretrained: any checkpoint.
       path: of the file; its folder exists.
+
+    Returns:
+      No lines: the file holds the whole checkpoint.
 
     Raises:
       UserError: the file cannot be written.
@@ -78,7 +89,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> None:
         "class_names": pretrained.class_names,
         "loss": pretrained.loss,
     }
-    # The library writes the memory as it lies, so transposed views would be mixed up.
+    # The library writes memory in its order, which would scramble transposed views.
     flat = {
         name: np.asarray(value, order="C")
         for name, value in flatten_dict(pretrained.params, sep="/").items()
@@ -92,8 +103,13 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> None:
         raise UserError(f"{path} cannot be written: {error}") from error
     finally:
         part.unlink(missing_ok=True)
+    return []
 
 
-def _tuples(tree: dict) -> dict:
-    """Makes tuples of JSON's lists, as options and preprocessing have them."""
+def _lists_to_tuples(tree: dict) -> dict:
+    """Converts JSON lists to tuples, which options and preprocessing consist of."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
+
+
+READERS["own exports"] = Reader(recognises, read)
+WRITERS["safetensors"] = Writer(write, suffix=".safetensors")

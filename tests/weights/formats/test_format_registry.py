@@ -1,0 +1,87 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from trees import assert_same, checkpoint, encoder, random_flat
+
+from vit_jax import convert, weights
+from vit_jax.errors import UserError
+from vit_jax.weights import export
+from vit_jax.weights.formats import files, registry
+
+MARK = "reversed/"
+
+
+def recognises(tensors):
+    return all(name.startswith(MARK) for name in tensors.flat)
+
+
+def read(tensors, num_heads=0):
+    flat = {name.removeprefix(MARK): value for name, value in tensors.flat.items()}
+    options = encoder(heads=num_heads).options
+    return weights.Pretrained(
+        unflatten_dict(flat, sep="/"), options, "reversed", tensors.path
+    )
+
+
+def write(pretrained, path):
+    flat = flatten_dict(pretrained.params, sep="/")
+    with path.open("wb") as stream:
+        np.savez(stream, **{MARK + name: value for name, value in flat.items()})
+    return ["names: reversed"]
+
+
+@pytest.fixture
+def own_format(monkeypatch):
+    """A format of a user's, registered as an import of its module would."""
+    reader, writer = registry.Reader(recognises, read), registry.Writer(write, ".npz")
+    monkeypatch.setitem(registry.READERS, "reversed", reader)
+    monkeypatch.setitem(registry.WRITERS, "reversed", writer)
+
+
+def test_a_registered_format_is_read_and_written(own_format, tmp_path):
+    model = encoder()
+    out = tmp_path / "a.npz"
+    made, notes = export.export(checkpoint(model), "reversed", out)
+    assert (made, notes) == ([out], ["names: reversed"])
+    found = weights.open_pretrained(out, heads=3)
+    assert (found.format, found.source) == ("reversed", str(out))
+    assert_same(found.params, random_flat(model))
+    usage = export.usage("reversed", found, str(out))
+    assert f'weights.open_pretrained("{out}")' in usage
+    with pytest.raises(
+        UserError, match=r"--to=reversed writes one file: name it \*.npz"
+    ):
+        export.check("reversed", tmp_path / "a.bin")
+
+
+def test_an_unknown_file_is_told_every_format(own_format, tmp_path):
+    np.savez(tmp_path / "a.npz", some=np.ones(2))
+    message = (
+        r"known formats \(Hugging Face, timm, BiT, google, big_vision, own exports, "
+        r"reversed\): its 1 arrays have names such as some"
+    )
+    with pytest.raises(UserError, match=message):
+        weights.open_pretrained(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("to", sorted(registry.WRITERS))
+def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
+    out = tmp_path / f"a{registry.WRITERS[to].suffix}"
+    export.export(checkpoint(encoder()), to, out)
+    tensors = files.read(out)
+    reader = registry.find_reader(tensors)
+    others = [
+        name
+        for name, other in registry.READERS.items()
+        if other is not reader and other.recognises(tensors)
+    ]
+    # Exported files have the names of google's, and are recognised by their header.
+    assert others == (["google"] if to == "safetensors" else [])
+    assert dataclasses.asdict(reader.read(tensors, 3))["source"] == str(out)
+
+
+def test_the_flag_has_every_writer():
+    (flag,) = (a for a in convert.parser()._actions if a.dest == "to")
+    assert set(flag.choices) == registry.WRITERS.keys()
