@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 
+import forked
+
 ROOT = pathlib.Path(__file__).parent.parent
 # Lets XLA's CPU compiler hurry: the time of small programs is mostly its own.
 HURRY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -27,14 +29,16 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start(words, hosts, environment):
+def start(words, hosts, environment, *, fork=True):
     """Starts the verb once for each host, with pipes for what it prints.
 
     Args:
       words: of the command line.
       hosts: number of them.
       environment: function of the number of a host: variables it has besides.
+      fork: whether processes are forked with JAX imported, see forked.py.
     """
+    start_one = forked.Popen if fork else _popen
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_CLUSTERS)}
     clean |= {
         "JAX_PLATFORMS": "cpu",
@@ -42,8 +46,9 @@ def start(words, hosts, environment):
         "XLA_FLAGS": xla_flags(),
     }
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", "vit_jax.train", *map(str, words)],
+        start_one(
+            "vit_jax.train",
+            words,
             cwd=ROOT,
             env=clean | environment(host),
             stdout=subprocess.PIPE,
@@ -91,11 +96,17 @@ def kill(processes):
         process.communicate()
 
 
-def alone(verb, *words, **environment):
+def _popen(module, words, **options):
+    return subprocess.Popen([sys.executable, "-m", module, *map(str, words)], **options)
+
+
+def alone(verb, *words, fork=True, **environment):
     """Starts a verb as one process, with one pipe for all that it prints."""
     own = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": xla_flags()}
-    return subprocess.Popen(
-        [sys.executable, "-m", f"vit_jax.{verb}", *words],
+    start_one = forked.Popen if fork else _popen
+    return start_one(
+        f"vit_jax.{verb}",
+        words,
         cwd=ROOT,
         env=os.environ | own | environment,
         stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """How commands end: killed, interrupted, hung up, or with nobody who reads them.
 
-Every case is a process, and what is counted are the processes and the shared memory that
+Each case is a process, and what is counted are the processes and the shared memory that
 are there when it has ended.
 """
 
@@ -86,10 +86,10 @@ def started():
 def train(config, tmp_path, started):
     """Starts the training of the config, in as many processes as are asked for."""
 
-    def start(count=1, argument="", **more):
+    def start(count=1, argument="", fork=True, **more):
         words = (f"--config={config}{argument}", f"--workdir={tmp_path / 'run'}")
         environment = hosts.stated(count) if count > 1 else lambda _: more
-        started.extend(hosts.start(words, count, environment))
+        started.extend(hosts.start(words, count, environment, fork=fork))
         return started[-count:] if count > 1 else started[-1]
 
     return start
@@ -250,7 +250,7 @@ def test_all_hosts_save_and_end_when_one_loses_a_loader_or_all_get_ctrl_c(train)
 @LINUX
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_training_is_ended_by_signals_from_its_first_moment(train, number):
-    run = train()
+    run = train(fork=False)
     assert eventually(lambda: caught(run, signal.SIGTERM, signal.SIGHUP), 60)
     assert "jaxlib" not in maps(run)  # Before any of the imports that take seconds.
     run.send_signal(number)

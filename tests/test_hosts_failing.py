@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import forked
 import numpy as np
 import pytest
 from hosts import xla_flags
@@ -19,6 +20,7 @@ from PIL import Image
 from vit_jax.data import order
 
 ROOT = pathlib.Path(__file__).parent.parent
+PIPE = subprocess.PIPE
 STEPS, BATCH, SEED, IMAGES = 10_000, 6, 3, 22
 
 CONFIG = f"""
@@ -69,7 +71,7 @@ def job(tmp_path):
             Image.fromarray(pixels).save(path / f"{i}.png")
     processes = []
 
-    def start(*words, hosts=2, program=("-m", "vit_jax.train")):
+    def start(*words, hosts=2, program=None):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -84,15 +86,14 @@ def job(tmp_path):
                 "JAX_NUM_PROCESSES": str(hosts),
                 "JAX_PROCESS_ID": str(host),
             }
-            process = subprocess.Popen(
-                [sys.executable, *program, *words, f"--workdir={tmp_path / 'run'}"],
-                cwd=tmp_path / f"host{host}",
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+            options = {"cwd": tmp_path / f"host{host}", "env": env, "text": True}
+            options |= {"stdout": PIPE, "stderr": PIPE, "start_new_session": True}
+            command = [*words, f"--workdir={tmp_path / 'run'}"]
+            if program:
+                command = [sys.executable, "-c", program, *command]
+                process = subprocess.Popen(command, **options)
+            else:
+                process = forked.Popen("vit_jax.train", command, **options)
             processes.append(process)
         return processes
 
@@ -174,7 +175,7 @@ def test_a_split_that_is_missing_on_one_host_ends_all(job, tmp_path):
 
 @pytest.mark.slow
 def test_any_exception_of_a_reader_ends_all(job):
-    processes = job(program=("-c", BROKEN))
+    processes = job(program=BROKEN)
     wait_for(processes, "step 3/")
     seconds, (zero, one) = ends(processes, code=1)
     assert seconds < 60

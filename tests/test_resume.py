@@ -157,7 +157,7 @@ def test_sigterm_in_an_evaluation_is_heeded_and_the_evaluation_made_up_for(
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [4.0, 14.0])
 def test_sigterm_ends_the_digits_run_soon_at_any_time(tmp_path, delay):
-    process = start("configs/digits.py", tmp_path / "run")
+    process = start("configs/digits.py", tmp_path / "run", fork=False)
     time.sleep(delay)  # Data, compilation, the first steps or later ones.
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
