@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from vit_jax.weights import intact
+from vit_jax.weights import workdir
 
 ABOUT = {"config": {"seed": 3}}
 
@@ -65,11 +65,11 @@ def damage_all(folder, flips):
     }
     ocp.save(folder, tree, custom_metadata=ABOUT)
     checkpoint = epath.Path(folder)
-    intact.write(checkpoint, intact.sums(checkpoint))
+    workdir.write_checksums(checkpoint, workdir.compute_checksums(checkpoint))
     kinds = ["bit flipped"] * flips + ["a byte short", "halved", "gone"]
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         data, seen, missed = path.read_bytes(), collections.Counter(), 0
-        if not data or path.name == intact.NAME:
+        if not data or path.name == workdir.CHECKSUMS_FILE:
             continue
         for kind in kinds:
             spoilt = damaged(data, kind, rng)
@@ -77,7 +77,7 @@ def damage_all(folder, flips):
             if spoilt is not None:
                 path.write_bytes(spoilt)
             seen[kind, outcome(folder, tree)] += 1
-            missed += not intact.damage(checkpoint)
+            missed += not workdir.find_damage(checkpoint)
             path.write_bytes(data)
         name = str(path.relative_to(folder))
         print(f"{name[:44]:44} ({len(data):,} bytes), missed by checksums: {missed}")
@@ -97,10 +97,10 @@ def cost(folder, gigabytes):
         times.append(time.perf_counter())
         ocp.save(folder, tree)
         times.append(time.perf_counter())
-        sums = intact.sums(checkpoint)
+        sums = workdir.compute_checksums(checkpoint)
         times.append(time.perf_counter())
-        intact.write(checkpoint, sums)
-        assert not intact.damage(checkpoint)
+        workdir.write_checksums(checkpoint, sums)
+        assert not workdir.find_damage(checkpoint)
         times.append(time.perf_counter())
         jax.block_until_ready(ocp.load(folder, like(tree)))
         times.append(time.perf_counter())

@@ -125,7 +125,7 @@ def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
     for name, flags in (("average", ()), ("raw", ("--raw",))):
         run("--from", workdir, "--to=timm", "--out", tmp_path / name, *flags)
         assert f"  {name} parameters of step 2\n" in capsys.readouterr().out
-        expected = weights.open_pretrained(workdir, average=not flags)
+        expected = weights.open_pretrained(workdir, use_ema=not flags)
         found = weights.open_pretrained(tmp_path / name)
         assert same_params(found.params, expected.params)
         assert found.options["image_size"] == (12, 12)

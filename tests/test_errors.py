@@ -663,7 +663,7 @@ def test_number_that_is_not_finite_ends_the_run_before_it_is_saved(refused, tmp_
     line = refused(f"--workdir={tmp_path}", *DIVERGES)
     says(line, "stopped at step 2", "param_norm=inf", "checkpoint of step 1", "lower")
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
-    last = workdirs.load(tmp_path, average=False)
+    last = workdirs.load(tmp_path, use_ema=False)
     assert last.step == 1
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(last.params))
 

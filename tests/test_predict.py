@@ -18,7 +18,7 @@ from vit_jax import cli, config, models, predict, weights
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, prediction
 from vit_jax.training import loop
-from vit_jax.weights import resample
+from vit_jax.weights import surgery
 from vit_jax.weights.formats import native, timm
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -385,7 +385,9 @@ def test_positions_are_resized_as_in_the_library_of_the_weights(
         params["Transformer"]["posembed_input"]["pos_embedding"]
         for params in (pretrained.params, classifier._params)
     )
-    expected = resample.positions(old, (2, 3), (4, 5), tokens=1, method=method)
+    expected = surgery.resize_positions(
+        old, (2, 3), (4, 5), num_prefix_tokens=1, method=method
+    )
     np.testing.assert_allclose(new, expected, atol=1e-6)
 
 

@@ -113,7 +113,7 @@ def test_killed_runs_end_as_the_undisturbed_one(config, undisturbed, tmp_path):
 
     assert metrics(undisturbed) == metrics(workdir)
     for average in (True, False):
-        one, two = (workdirs.load(w, average=average) for w in (undisturbed, workdir))
+        one, two = (workdirs.load(w, use_ema=average) for w in (undisturbed, workdir))
         jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
 
 

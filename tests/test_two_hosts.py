@@ -86,8 +86,8 @@ def report(workdir):
 def assert_same(one, two):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-        workdirs.load(one, average=False).params,
-        workdirs.load(two, average=False).params,
+        workdirs.load(one, use_ema=False).params,
+        workdirs.load(two, use_ema=False).params,
     )
     a, b = report(one)["final"]["val"]["raw"], report(two)["final"]["val"]["raw"]
     assert a["examples"] == b["examples"] == 37

@@ -64,11 +64,11 @@ def open_weights(flags: argparse.Namespace):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax import weights
     from vit_jax.evaluation import prediction
-    from vit_jax.weights import preprocess as preprocessing
+    from vit_jax.weights.pretrained import check_preprocess, describe_preprocess
 
     names = prediction.read_labels(flags.labels) if flags.labels else ()
     found = weights.open_pretrained(
-        flags.source, average=not flags.raw, heads=flags.heads
+        flags.source, use_ema=not flags.raw, num_heads=flags.heads
     )
     classes = found.options["classes"]
     if names and len(names) != classes:
@@ -78,10 +78,10 @@ def open_weights(flags: argparse.Namespace):
         )
     given = cli.image_flags(flags)
     preprocess = dataclasses.replace(prediction.preprocessing_of(found), **given)
-    preprocessing.check(preprocess, found.options["channels"])
+    check_preprocess(preprocess, found.options["channels"])
     notes = found.notes
     if not found.preprocess and not {"mean", "std", "crop_fraction"} <= given.keys():
-        how = preprocessing.describe(preprocess)
+        how = describe_preprocess(preprocess)
         notes += (f"how images are prepared: nothing says, so assumed: {how}",)
     return dataclasses.replace(
         found,

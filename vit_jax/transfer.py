@@ -47,7 +47,7 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
     names = []
     if flags.dataset.split("/")[0].split(",")[0] == "vtab":
         names = vtab.tasks(flags.dataset)
-    pretrained = weights.open_pretrained(flags.model, heads=flags.heads)
+    pretrained = weights.open_pretrained(flags.model, num_heads=flags.heads)
 
     def study(dataset, folder):
         recipe = recipes.find(dataset, flags.data_dir, flags.test)

@@ -11,8 +11,7 @@ from PIL import Image
 from vit_jax import models
 from vit_jax.analysis import embeddings, overlay
 from vit_jax.errors import UserError
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, prepare_image
 
 # Of contact sheets: patches down and across, and pixels.
 Y, X, PATCH_SIZE, MARGIN = 3, 5, 4, 8
@@ -104,7 +103,7 @@ def test_the_crop_region_is_what_the_model_sees(size, preprocess):
     image = np.zeros((*size, 3), np.uint8)
     image[..., 0] = np.linspace(0, 255, size[0])[:, None]
     image[..., 1] = np.linspace(0, 255, size[1])
-    seen = preprocessing.prepare(image, dataclasses.replace(preprocess))
+    seen = prepare_image(image, dataclasses.replace(preprocess))
     cut = image[top : top + height, left : left + width]
     again = np.array(
         Image.fromarray(cut).resize(

@@ -14,8 +14,7 @@ from vit_jax.data import folder, objectnet, tfds_source
 from vit_jax.errors import UserError
 from vit_jax.evaluation import label_sets, readings, standalone
 from vit_jax.evaluation.passes import Outputs
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
 ROOT = pathlib.Path(__file__).parents[2]
 SETS = [[3], [], [7, 9], [1, 2, 3], [], [999]]
@@ -211,8 +210,7 @@ def test_labels_share_a_pass_over_the_same_images(prepared, photos, monkeypatch)
     def order(source):
         """Returns the classes of each image, best first, as the network has it."""
         images = [
-            preprocessing.prepare(source[i]["image"], preprocess)
-            for i in range(len(source))
+            prepare_image(source[i]["image"], preprocess) for i in range(len(source))
         ]
         images = np.stack(images).astype(np.float32) / 127.5 - 1
         logits = np.asarray(model.apply(params, jax.numpy.asarray(images))["logits"])

@@ -169,7 +169,7 @@ def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_pat
         for kind in ("raw", "ema"):
             key = f"{name}/{kind}/{metric}"
             assert [x["step"] for x in lines if key in x] == steps
-    pretrained = open_pretrained(tmp_path, average=False)
+    pretrained = open_pretrained(tmp_path, use_ema=False)
     alone = {"name": "alone", "batch_size": 8, "evals": evals, "mesh": {"data": 8}}
     alone["data"] = {"name": "made", "examples": 83, "classes": 1}
     config = configuration.complete(alone | {"optim": {"rate": 1.0}})

@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 from vit_jax import config as configuration
 from vit_jax.evaluation import fewshot, readings, standalone
 from vit_jax.weights import open_pretrained
-from vit_jax.weights.preprocess import broadcast
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, per_channel
 
 pytestmark = pytest.mark.parity
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
@@ -32,7 +31,7 @@ def ours_and_theirs(place, their_model, preprocess, data, batch_size):
     Returns:
       Two pairs of (train, test) features, and the labels of both splits.
     """
-    found = open_pretrained(place, heads=3)
+    found = open_pretrained(place, num_heads=3)
     spec = {"kind": "fewshot", "shots": SHOTS, "seeds": SEEDS, "l2": (L2,)}
     spec |= {"train": data.pop("train"), "test": data.pop("test")}
     config = configuration.complete(
@@ -50,7 +49,7 @@ def ours_and_theirs(place, their_model, preprocess, data, batch_size):
     kept.data.update(image_size=preprocess.image_size, channels=channels)
     opened = readings.Readings(kept.data, preprocess)
     mean, std = (
-        np.array(broadcast(v, channels), np.float32)
+        np.array(per_channel(v, channels), np.float32)
         for v in (preprocess.mean, preprocess.std)
     )
     theirs, labels = [], []

@@ -223,7 +223,7 @@ def test_a_damaged_one_is_put_aside_and_may_be_saved_again(
         checkpoints.save(2, state_of(2), 0.0)
     assert workdirs.steps(tmp_path) == [1, 2]
     assert (tmp_path / "checkpoints" / "2.damaged").is_dir()
-    assert workdirs.load(tmp_path, average=False).step == 2
+    assert workdirs.load(tmp_path, use_ema=False).step == 2
 
 
 def test_one_of_an_older_version_is_accepted_and_said_to_be_unverified(

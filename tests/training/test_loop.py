@@ -164,10 +164,10 @@ def test_keep_last_and_every(tmp_path):
 def test_frozen_body_stays_while_the_head_trains(tmp_path):
     config = tiny_config(optim={"freeze": ("^(?!head/)",), "weight_decay": 0.1})
     loop.train(config, tmp_path)
-    trained = workdirs.load(tmp_path, average=False).params
+    trained = workdirs.load(tmp_path, use_ema=False).params
     config = tiny_config(optim={"freeze": (".",)})
     loop.train(config, tmp_path / "still")
-    still = workdirs.load(tmp_path / "still", average=False).params
+    still = workdirs.load(tmp_path / "still", use_ema=False).params
     assert (trained["head"]["kernel"] != still["head"]["kernel"]).any()
     for tree in (trained, still):
         del tree["head"]

@@ -12,9 +12,10 @@ from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
 from vit_jax import config as configuration
 from vit_jax import models, weights
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, start, surgery
+from vit_jax.weights import Preprocess, surgery, workdir
 from vit_jax.weights.formats import hugging_face, timm
 from vit_jax.weights.hub import download
+from vit_jax.weights.load import load_initial
 
 STEM = {"blocks": (1, 1), "stem_width": 32}
 
@@ -45,7 +46,7 @@ def build(config):
 def begin(config):
     model = build(config)
     initial = unflatten_dict(random_flat(model, seed=5), sep="/")
-    return start.load(config, model, lambda: initial)
+    return load_initial(config, model, lambda: initial)
 
 
 @pytest.fixture
@@ -111,10 +112,10 @@ def test_missing_parameters_come_from_the_initialisation_given(tmp_path):
     path = save(tmp_path / "a.npz", random_flat(encoder(depth=1)))
     model = encoder(depth=1, distillation=True)
     init = unflatten_dict(random_flat(model, seed=5), sep="/")
-    loaded = weights.load(path, model, init_allow=["dist"], init=lambda: init)
+    loaded = weights.load(path, model, allow_mismatch=["dist"], init=lambda: init)
     for name in ("dist", "head_dist"):
         jax.tree.map(np.testing.assert_array_equal, loaded.params[name], init[name])
-    drawn = weights.load(path, model, init_allow=["dist"])
+    drawn = weights.load(path, model, allow_mismatch=["dist"])
     assert jax.tree.map(np.shape, drawn.params) == jax.tree.map(np.shape, init)
 
 
@@ -137,7 +138,7 @@ def test_what_the_same_parameters_compute_otherwise_is_told(tmp_path):
 def test_workdir_is_opened_like_any_other_checkpoint(run, average):
     config = complete(data={"mean": (0.4,), "std": (0.2, 0.3, 0.4)})
     folder, trees = run(config)
-    found = weights.open_pretrained(folder, average=average)
+    found = weights.open_pretrained(folder, use_ema=average)
     assert_same(found.params, trees["average" if average else "params"])
     assert found.format == "workdir"
     assert found.class_names == tuple("abcdefg")
@@ -262,7 +263,7 @@ def test_start_names_the_checkpoint_that_does_not_fit(tmp_path):
 def test_folder_in_a_bucket_is_the_workdir_of_a_run(monkeypatch, tmp_path):
     place = "gs://bucket/runs/x"
     monkeypatch.setattr(download, "download", lambda name: place)
-    monkeypatch.setattr(weights.loading.workdir, "has_checkpoint", lambda path: False)
+    monkeypatch.setattr(workdir, "has_checkpoint", lambda path: False)
     with pytest.raises(UserError, match="runs/x has no finished checkpoint: give the"):
         weights.open_pretrained(place)
 

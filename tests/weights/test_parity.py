@@ -84,7 +84,7 @@ def find(name):
 def test_logits_are_those_of_the_original_code(name):
     case = CASES[name]
     path, outputs = find(case.file), np.load(find(case.outputs))
-    found = open_pretrained(path, heads=case.heads)
+    found = open_pretrained(path, num_heads=case.heads)
     assert found.format == case.format
 
     model = models.create(**{**found.options, **case.options})

@@ -1,12 +1,15 @@
+import pathlib
+
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 from trees import assert_same, encoder, random_flat
 
 from vit_jax.errors import UserError
-from vit_jax.weights import resample, surgery
-from vit_jax.weights.settle import Row
+from vit_jax.weights import surgery
+from vit_jax.weights.surgery import FitRow
 
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 
@@ -26,21 +29,21 @@ def test_what_fits_is_loaded_as_it_is():
     flat = random_flat(encoder())
     fitted, rows = fit(flat, encoder())
     assert_same(fitted, flat)
-    assert rows == [Row(f"{len(flat)} parameters", "loaded")]
+    assert rows == [FitRow(f"{len(flat)} parameters", "loaded")]
 
 
 def test_replaced_head_is_zero_but_for_its_bias_and_takes_pre_logits_with_it():
     flat = random_flat(encoder(representation=True))
     model = encoder(classes=4, image_size=(16, 20))
-    fitted, rows = fit(flat, model, head="replace", head_bias=-10.0)
+    fitted, rows = fit(flat, model, head="replace", head_bias_init=-10.0)
     np.testing.assert_array_equal(fitted["head"]["kernel"], np.zeros((12, 4)))
     np.testing.assert_array_equal(fitted["head"]["bias"], np.full(4, -10))
     assert "pre_logits" not in fitted
     assert rows == [
-        Row(f"{len(flat) - 5} parameters", "loaded"),
-        Row("head", "replaced by a linear layer of zeros", (12, 7), (12, 4)),
-        Row("pre_logits", "dropped with the head", (12, 12)),
-        Row(
+        FitRow(f"{len(flat) - 5} parameters", "loaded"),
+        FitRow("head", "replaced by a linear layer of zeros", (12, 7), (12, 4)),
+        FitRow("pre_logits", "dropped with the head", (12, 12)),
+        FitRow(
             "position embeddings",
             "resized from (3, 3) to (4, 5)",
             (1, 10, 12),
@@ -58,7 +61,7 @@ def test_replaced_head_with_a_representation_layer_draws_that_anew():
     np.testing.assert_array_equal(
         fitted["pre_logits"]["kernel"], fresh["pre_logits/kernel"]
     )
-    assert Row("pre_logits/bias", "new: as initialised", None, (12,)) in rows
+    assert FitRow("pre_logits/bias", "new: as initialised", None, (12,)) in rows
 
 
 def test_both_heads_of_a_distilled_model_are_replaced():
@@ -98,20 +101,22 @@ def test_positions_of_every_layer_are_resized_by_the_method_asked_for():
     fitted, rows = fit(flat, model, old=(3, 5), posemb_resize="bicubic")
     for i in range(2):
         name = f"Transformer/posembed_{i}/pos_embedding"
-        expected = resample.positions(
-            flat[name], (3, 5), (2, 6), tokens=1, method="bicubic"
+        expected = surgery.resize_positions(
+            flat[name], (3, 5), (2, 6), num_prefix_tokens=1, method="bicubic"
         )
         found = fitted["Transformer"][f"posembed_{i}"]["pos_embedding"]
         np.testing.assert_array_equal(found, expected)
         action = "resized from (3, 5) to (2, 6), bicubic"
-        assert Row(name, action, (1, 16, 12), (1, 13, 12)) in rows
+        assert FitRow(name, action, (1, 16, 12), (1, 13, 12)) in rows
 
 
 def test_grids_of_as_many_cells_are_still_resized():
     flat = random_flat(encoder(image_size=(8, 24)))
     fitted, _ = fit(flat, encoder(image_size=(12, 16)), old=(2, 6))
     found = fitted["Transformer"]["posembed_input"]["pos_embedding"]
-    expected = resample.positions(flat[POSITIONS], (2, 6), (3, 4), tokens=1)
+    expected = surgery.resize_positions(
+        flat[POSITIONS], (2, 6), (3, 4), num_prefix_tokens=1
+    )
     np.testing.assert_array_equal(found, expected)
 
 
@@ -120,9 +125,9 @@ def test_tables_of_rows_and_columns_are_resized():
     model = encoder(posemb="learned2d", image_size=(16, 20))
     fitted, rows = fit(flat, model, old=(3, 5))
     name = "Transformer/posembed_input/row_embedding"
-    assert rows[1:] == [Row(name, "resized", (3, 6), (4, 6))]
+    assert rows[1:] == [FitRow(name, "resized", (3, 6), (4, 6))]
     found = fitted["Transformer"]["posembed_input"]["row_embedding"]
-    np.testing.assert_array_equal(found, resample.table(flat[name], 4))
+    np.testing.assert_array_equal(found, surgery.resize_table(flat[name], 4))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,7 @@ def test_tables_of_rows_and_columns_are_resized():
 )
 def test_rows_of_extra_tokens_follow_the_tokens(old, new, rows_of, allow):
     flat, model = random_flat(encoder(**old)), encoder(**new)
-    fitted, rows = fit(flat, model, init_allow=allow)
+    fitted, rows = fit(flat, model, allow_mismatch=allow)
     found = fitted["Transformer"]["posembed_input"]["pos_embedding"]
     given = flat[POSITIONS]
     known = {"zero": np.zeros((1, 12), np.float32), "cls": given[0, :1]}
@@ -153,14 +158,14 @@ def test_patches_and_channels_change_together():
     flat = random_flat(encoder("Ti/4", image_size=(12, 12)))
     model = encoder("Ti/7", image_size=(21, 21), channels=1)
     fitted, rows = fit(flat, model)
-    expected = resample.patch_kernel(
-        resample.input_channels(flat["embedding/kernel"], 1), 7
+    expected = surgery.resize_patch_kernel(
+        surgery.convert_input_channels(flat["embedding/kernel"], 1), 7
     )
     np.testing.assert_array_equal(fitted["embedding"]["kernel"], expected)
     name = "embedding/kernel"
     assert rows[1:] == [
-        Row(name, "input channels made 1 of 3", (4, 4, 3, 12), (4, 4, 1, 12)),
-        Row(
+        FitRow(name, "input channels made 1 of 3", (4, 4, 3, 12), (4, 4, 1, 12)),
+        FitRow(
             name,
             "patches resized from 4 to 7 (FlexiViT)",
             (4, 4, 1, 12),
@@ -174,20 +179,22 @@ def test_doubles_are_rounded_and_said_to_be():
     doubles = flat | {"cls": flat["cls"].astype(np.float64) + 1e-12}
     fitted, rows = fit(doubles, encoder())
     assert_same(fitted, flat)
-    assert rows[1] == Row("1 parameters", "rounded to the model's precision")
+    assert rows[1] == FitRow("1 parameters", "rounded to the model's precision")
 
 
 def test_missing_and_left_over_parameters_may_be_allowed_by_name():
     flat = random_flat(encoder(head="gap"))
     model = encoder(head="map")
     flat |= {"extra/kernel": np.ones((2, 3), np.float32)}
-    fitted, rows = fit(flat, model, init_allow=["^MAPHead_0/", "extra"])
+    fitted, rows = fit(flat, model, allow_mismatch=["^MAPHead_0/", "extra"])
     fresh = random_flat(model, seed=9)
     np.testing.assert_array_equal(
         fitted["MAPHead_0"]["probe"], fresh["MAPHead_0/probe"]
     )
-    assert Row("extra/kernel", "left over: not used", (2, 3)) in rows
-    assert Row("MAPHead_0/probe", "missing: as initialised", None, (1, 1, 12)) in rows
+    assert FitRow("extra/kernel", "left over: not used", (2, 3)) in rows
+    assert (
+        FitRow("MAPHead_0/probe", "missing: as initialised", None, (1, 1, 12)) in rows
+    )
     missing = sum(name.startswith("MAPHead_0/") for name in fresh)
     assert len(rows) == 1 + missing + 1
 
@@ -242,15 +249,133 @@ def changed(drop=(), **extra):
 )
 def test_what_does_not_fit_is_named(given, allow, message):
     with pytest.raises(UserError, match=message):
-        fit(given, encoder(), init_allow=allow)
+        fit(given, encoder(), allow_mismatch=allow)
 
 
 def test_long_lists_are_cut():
     with pytest.raises(UserError, match="; and 37 more; what may be so"):
-        fit({"a": np.ones(3)}, encoder(), init_allow=())
+        fit({"a": np.ones(3)}, encoder(), allow_mismatch=())
 
 
 def test_a_grid_that_cannot_be_guessed_is_refused():
     flat = random_flat(encoder(image_size=(12, 16)))
     with pytest.raises(UserError, match="12 patches are not a square grid"):
         fit(flat, encoder(), old=None)
+
+
+# Resizes.
+
+
+@pytest.mark.parametrize("side", [24, 7])
+def test_position_embeddings_resize_as_in_the_original_code(side):
+    case = np.load(GOLDEN / "google_posemb_interp.npz")
+    resized = surgery.resize_positions(
+        case["posemb_14"], (14, 14), (side, side), num_prefix_tokens=1
+    )
+    np.testing.assert_allclose(resized, case[f"posemb_{side}"], atol=1e-6)
+    assert resized.dtype == np.float32
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (9, 11), (8, 2), (14, 3)])
+def test_bicubic_resize_is_that_of_pytorch(grid):
+    case = np.load(GOLDEN / "torch_bicubic.npz")
+    resized = surgery.resize_positions(
+        case["posemb_5x7"], (5, 7), grid, num_prefix_tokens=2, method="bicubic"
+    )
+    expected = case[f"posemb_{grid[0]}x{grid[1]}"]
+    np.testing.assert_allclose(resized, expected, atol=1e-5)
+
+
+def test_resize_is_exact_on_a_plane_over_a_non_square_grid():
+    def plane(rows, columns):
+        y, x = np.meshgrid(
+            np.linspace(0, 1, rows), np.linspace(0, 1, columns), indexing="ij"
+        )
+        return np.stack([y, x, 2 * y - 3 * x], axis=-1).reshape(1, -1, 3)
+
+    resized = surgery.resize_positions(plane(3, 5), (3, 5), (7, 4), num_prefix_tokens=0)
+    np.testing.assert_allclose(resized, plane(7, 4), atol=1e-12)
+
+
+@pytest.mark.parametrize("method", surgery.RESIZE_MATRICES)
+def test_resize_to_the_same_grid_changes_nothing(method):
+    embedding = np.random.default_rng(0).normal(size=(1, 2 + 15, 6))
+    same = surgery.resize_positions(
+        embedding, (3, 5), (3, 5), num_prefix_tokens=2, method=method
+    )
+    np.testing.assert_allclose(same, embedding, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", surgery.RESIZE_MATRICES)
+def test_tables_of_rows_and_columns_resize_like_the_grid_of_their_sums(method):
+    rng = np.random.default_rng(0)
+    rows, columns = rng.normal(size=(3, 6)), rng.normal(size=(5, 6))
+    whole = (rows[:, None] + columns).reshape(1, 15, 6)
+    resized = surgery.resize_positions(
+        whole, (3, 5), (7, 4), num_prefix_tokens=0, method=method
+    )
+    rows, columns = (
+        surgery.resize_table(t, n, method=method) for t, n in ((rows, 7), (columns, 4))
+    )
+    np.testing.assert_allclose(
+        (rows[:, None] + columns).reshape(1, 28, 6), resized, atol=1e-12
+    )
+
+
+def test_rows_that_do_not_fit_the_grid_are_refused():
+    with pytest.raises(UserError, match="has 10 rows, but 1 extra tokens and a grid"):
+        surgery.resize_positions(
+            np.ones((1, 10, 2)), (4, 4), (2, 2), num_prefix_tokens=1
+        )
+
+
+@pytest.mark.parametrize(("old", "new"), [(5, 8), (4, 12), (7, 7)])
+def test_resized_kernel_sees_a_grown_patch_as_before(old, new):
+    rng = np.random.default_rng(0)
+    kernel, patch = rng.normal(size=(old, old, 3, 6)), rng.normal(size=(old, old, 3))
+    # Bilinear, half-pixel centres, edges repeated: as np.interp does it on an axis.
+    at = (np.arange(new) + 0.5) * old / new - 0.5
+    grown = patch
+    for axis in (0, 1):
+        grown = np.apply_along_axis(
+            lambda line: np.interp(at, np.arange(old), line), axis, grown
+        )
+    np.testing.assert_allclose(
+        np.einsum("yxc,yxcd->d", grown, surgery.resize_patch_kernel(kernel, new)),
+        np.einsum("yxc,yxcd->d", patch, kernel),
+        atol=1e-9,
+    )
+
+
+def test_resized_kernel_is_least_squares_where_patches_shrink():
+    old, new = 6, 4
+    kernel = np.random.default_rng(0).normal(size=(old, old, 1, 2))
+    at = (np.arange(new) + 0.5) * old / new - 0.5
+    matrix = np.stack([np.interp(at, np.arange(old), row) for row in np.eye(old)], 1)
+    whole = np.kron(matrix, matrix)  # Resizes a patch flattened row by row.
+    expected, *_ = np.linalg.lstsq(whole.T, kernel.reshape(old**2, 2), rcond=None)
+    np.testing.assert_allclose(
+        surgery.resize_patch_kernel(kernel, new).reshape(new**2, 2), expected, atol=1e-9
+    )
+
+
+def test_kernels_of_grey_and_rgb_images_agree_on_grey_ones():
+    rng = np.random.default_rng(0)
+    grey = rng.normal(size=(4, 4, 1)).astype(np.float32)
+    rgb = np.repeat(grey, 3, axis=2)
+
+    def embed(image, kernel):
+        return np.einsum("yxc,yxcd->d", image, kernel)
+
+    of_rgb = rng.normal(size=(4, 4, 3, 5)).astype(np.float32)
+    of_grey = surgery.convert_input_channels(of_rgb, 1)
+    assert of_grey.shape == (4, 4, 1, 5)
+    np.testing.assert_allclose(embed(grey, of_grey), embed(rgb, of_rgb), atol=1e-5)
+    back = surgery.convert_input_channels(of_grey, 3)
+    assert back.dtype == np.float32
+    np.testing.assert_allclose(embed(rgb, back), embed(grey, of_grey), atol=1e-5)
+
+
+def test_other_channels_are_refused():
+    with pytest.raises(UserError, match="images of 4 channels and the model for 3"):
+        surgery.convert_input_channels(np.ones((2, 2, 4, 3)), 3)

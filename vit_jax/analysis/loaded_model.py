@@ -18,8 +18,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, network, prediction
 from vit_jax.models import Model, Params
 from vit_jax.models.intermediates import Layer
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
 # Limits of a chunk: bytes of one layer's attention, and images.
 _MAX_ATTENTION_BYTES, _MAX_CHUNK_SIZE = 256 << 20, 32
@@ -77,7 +76,7 @@ class LoadedModel:
         self, data: bytes | UInt8[np.ndarray, "_ _ _"]
     ) -> UInt8[np.ndarray, "Y X C"]:
         """Decodes, resizes and crops an image to the input size of the model."""
-        return preprocessing.prepare(data, self.preprocess, self.channels)
+        return prepare_image(data, self.preprocess, self.channels)
 
     def normalize(
         self, pixels: UInt8[np.ndarray, "B Y X C"]

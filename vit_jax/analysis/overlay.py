@@ -12,8 +12,7 @@ from PIL import Image
 from vit_jax.analysis import contact_sheet, embeddings
 from vit_jax.analysis.loaded_model import check_finite
 from vit_jax.models import Model, Params
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, crop_box
 
 # Colours of values from 0 to 1. Opacity grows with the value up to _MAX_ALPHA, so that
 # the smallest values show the image itself.
@@ -125,7 +124,7 @@ def crop_region(
       preprocess: resize and crop of the model.
     """
     height, width = size
-    top, left, bottom, right = preprocessing.box(size, preprocess)
+    top, left, bottom, right = crop_box(size, preprocess)
     return (
         round(top * height),
         round(left * width),

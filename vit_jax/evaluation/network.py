@@ -8,9 +8,14 @@ import jax
 from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.parallel import capacity
-from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    check_preprocess,
+    default_preprocess,
+    describe_preprocess,
+)
 
 # As the library does it that the checkpoint is of.
 _POSEMB_RESIZE = {"timm": "bicubic", "hugging_face": "bicubic"}
@@ -37,7 +42,7 @@ def open_weights(
     Raises:
       UserError: nothing there, or not readable.
     """
-    found = weights.open_pretrained(place, average=average, heads=heads)
+    found = weights.open_pretrained(place, use_ema=average, num_heads=heads)
     for note in found.notes:  # Such as how many heads were guessed.
         tell(f"{place}: {note}")
     preprocess = dataclasses.replace(preprocessing_of(found), **given)
@@ -45,7 +50,7 @@ def open_weights(
     if not found.preprocess and not stated:
         tell(
             f"{place} does not tell how its images are prepared; assumed: "
-            f"{preprocessing.describe(preprocess)}"
+            f"{describe_preprocess(preprocess)}"
         )
     return found, preprocess
 
@@ -57,7 +62,7 @@ def preprocessing_of(pretrained: Pretrained) -> Preprocess:
     """
     options = pretrained.options
     size = tuple(options.get("image_size", (224, 224)))
-    found = pretrained.preprocess or preprocessing.assumed(
+    found = pretrained.preprocess or default_preprocess(
         pretrained.format, size, distillation=options.get("distillation", False)
     )
     # Equal numbers for three channels serve one as well.
@@ -84,7 +89,7 @@ def fit(pretrained: Pretrained, preprocess: Preprocess) -> tuple[models.Model, d
             f"{pretrained.source} classifies every token by itself (head=none), not "
             "the image: give a checkpoint with another head"
         )
-    preprocessing.check(preprocess, source.image_shape[-1])
+    check_preprocess(preprocess, source.image_shape[-1])
     model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     capacity.check(shapes)  # The host's memory holds them first.
@@ -94,7 +99,7 @@ def fit(pretrained: Pretrained, preprocess: Preprocess) -> tuple[models.Model, d
         grid=model.grid,
         old_grid=source.grid,
         head="keep",
-        init_allow=None,
+        allow_mismatch=None,
         posemb_resize=_POSEMB_RESIZE.get(pretrained.format, "linear"),
     )
     return model, params

@@ -15,8 +15,7 @@ from vit_jax.data import device_ops
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, network
 from vit_jax.parallel import compiler
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
 preprocessing_of = network.preprocessing_of
 _WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
@@ -83,8 +82,8 @@ class Classifier:
     def prepare(
         self, data: bytes | UInt8[np.ndarray, "H W C"]
     ) -> UInt8[np.ndarray, "h w c"]:
-        """Decodes, resizes and crops an image; see `weights.preprocess.prepare`."""
-        return preprocessing.prepare(data, self._preprocess, self._channels)
+        """Decodes, resizes and crops an image; see `pretrained.prepare_image`."""
+        return prepare_image(data, self._preprocess, self._channels)
 
     def logits(self, images: UInt8[np.ndarray, "B h w c"]) -> Float[Array, "B K"]:
         """Returns the network's output for a batch of prepared images."""

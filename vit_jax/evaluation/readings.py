@@ -14,8 +14,7 @@ from vit_jax.data.excluding import without
 from vit_jax.errors import UserError
 from vit_jax.evaluation import class_names, opening
 from vit_jax.evaluation.views import Part, Reordered, Travelled
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, resized_size
 
 # Of `config.data`, what an evaluation of another data set states itself.
 KEYS = ("name", "data_dir", "image_key", "label_key", "eval_ops")
@@ -202,6 +201,6 @@ class Readings:
         if source.images is not None:
             size = source.images.shape[1:3]
             same = size == self._preprocess.image_size
-            if same and preprocessing.resized(size, self._preprocess) == size:
+            if same and resized_size(size, self._preprocess) == size:
                 return ()  # So that a batch is one gather.
         return (Travelled(self._preprocess, data.channels),)

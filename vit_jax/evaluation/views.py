@@ -10,19 +10,18 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import sources
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, prepare_image
 
 
 @dataclasses.dataclass(frozen=True)
 class Travelled:
-    """A host operation: what travels with weights, see `weights.preprocess`."""
+    """A host operation: what travels with weights, see `pretrained.prepare_image`."""
 
     preprocess: Preprocess
     channels: int
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return preprocessing.prepare(image, self.preprocess, self.channels)
+        return prepare_image(image, self.preprocess, self.channels)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.parallel import distributed
 from vit_jax.training import leftovers, resuming, saving
 from vit_jax.training.state import TrainState
-from vit_jax.weights import intact
 from vit_jax.weights import workdir as layout
 
 
@@ -198,7 +197,7 @@ class Checkpointer:
                 layout.path_of(self._workdir, s) for s in layout.steps(self._workdir)
             ]
             # One without checksums may be somebody else's.
-            own = [path for path in paths if intact.has_sums(path)]
+            own = [path for path in paths if layout.has_checksums(path)]
             for path in own[: -self._keep.last]:
                 if not (self._keep.every and int(path.name) % self._keep.every == 0):
                     leftovers.remove(path)

@@ -12,7 +12,6 @@ import time
 
 from etils import epath
 
-from vit_jax.weights import intact
 from vit_jax.weights import workdir as layout
 
 _REMOVED = ".removed"  # A folder that a kill may leave half deleted.
@@ -96,7 +95,7 @@ def _remove_unfinished(folder: epath.Path) -> list[str]:
     lines = []
     if unverified:
         lines.append(
-            f"{folder} has {_some(unverified)} without {intact.NAME}: not used and left "
+            f"{folder} has {_some(unverified)} without {layout.CHECKSUMS_FILE}: not used and left "
             "alone; if a start that was killed left it, remove it"
         )
     if foreign:
@@ -108,7 +107,7 @@ def remove(path: epath.Path) -> None:
     """Removes a checkpoint, such that a kill does not leave half of it."""
     if "://" in str(path):  # Nothing can be renamed in a bucket at once.
         _note(path).write_text("")
-        (path / intact.NAME).unlink(missing_ok=True)
+        (path / layout.CHECKSUMS_FILE).unlink(missing_ok=True)
         _remove_tree(path)
         end(path)
     else:

@@ -13,7 +13,6 @@ from vit_jax.parallel import distributed
 from vit_jax.printing import printable
 from vit_jax.training import leftovers
 from vit_jax.training.state import TrainState
-from vit_jax.weights import intact
 from vit_jax.weights import workdir as layout
 
 
@@ -53,7 +52,7 @@ def newest_intact(workdir: str | os.PathLike) -> tuple[int, list[str]]:
     damaged, notes = [], []
     for step in reversed(layout.steps(workdir)):
         path = layout.path_of(workdir, step)
-        found = intact.damage(path, me, everyone)
+        found = layout.find_damage(path, me, everyone)
         if found:
             say(f"error: the checkpoint {path} is damaged: {'; '.join(found)}")
         if not distributed.gather(found=len(found))["found"].any():
@@ -64,7 +63,7 @@ def newest_intact(workdir: str | os.PathLike) -> tuple[int, list[str]]:
             f"no checkpoint under {path.parent} is intact (damaged: step "
             f"{', '.join(map(str, damaged))}): move that folder away to begin anew"
         )
-    if not intact.has_sums(path):
+    if not layout.has_checksums(path):
         notes.append(f"{path} is of an older version, without checksums: not verified")
     for bad in damaged:
         if me == 0:

@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from vit_jax.parallel import board
 from vit_jax.training import leftovers
-from vit_jax.weights import intact
+from vit_jax.weights import workdir as layout
 
 _LOOK_SECONDS = 0.2
 _numbers = itertools.count()  # Of saves; the same in all processes.
@@ -86,7 +86,7 @@ class Save:
     def _finish_alone(self) -> str | None:
         try:
             self._writing.result()
-            intact.write(self._path, intact.sums(self._path))
+            layout.write_checksums(self._path, layout.compute_checksums(self._path))
             leftovers.end(self._path)
         except Exception as error:  # noqa: BLE001
             return reason(error)
@@ -100,7 +100,7 @@ class Save:
         try:
             if self._writing.done():
                 self._writing.result()
-                part = intact.sums(self._path, me, everyone)
+                part = layout.compute_checksums(self._path, me, everyone)
                 board.write(f"{done}/{me}", json.dumps(part))
         except Exception as error:  # noqa: BLE001
             board.write(f"{failed}/{me}", reason(error))
@@ -117,7 +117,9 @@ class Save:
             return f"process {process} of {everyone}: {why}"
         try:
             files = [json.loads(part) for part in parts.values()]
-            intact.write(self._path, {k: v for part in files for k, v in part.items()})
+            layout.write_checksums(
+                self._path, {k: v for part in files for k, v in part.items()}
+            )
             leftovers.end(self._path)
         except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
             return f"process 0 of {everyone}: {reason(error)}"

@@ -9,7 +9,7 @@ from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.nearby import Nearby
 from vit_jax.training.program import Program
 from vit_jax.training.resuming import Restored
-from vit_jax.weights import start as start_weights
+from vit_jax.weights.load import load_initial
 
 
 def begin(
@@ -41,7 +41,7 @@ def begin(
             found = checkpoints.restore(program.disk_shapes, program.disk_shardings)
             found = found._replace(state=program.from_disk(found.state))
     elif found.state is None and config.init:
-        params, notes = start_weights.load(config, program.model, program.init)
+        params, notes = load_initial(config, program.model, program.init)
         _check_weights(params)
         found = found._replace(state=program.start_from(params))
     elif found.state is None:

@@ -1,29 +1,53 @@
-"""What a published checkpoint holds, whatever format it came in."""
+"""A published checkpoint in any format, and the preprocessing of its images.
+
+Sizes and roundings of the preprocessing are those of timm's evaluation transform. Those
+of Hugging Face's image processors differ only by half a pixel of an odd margin.
+"""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
-# Where learned position embeddings are among our names.
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from vit_jax.data import decode, resizing
+from vit_jax.errors import UserError
+
+# Pillow antialiases all of them but nearest when it shrinks an image.
+INTERPOLATIONS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "area": Image.Resampling.BOX,
+}
+
+_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+# Our name of the learned position embeddings.
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess:
-    """How images are prepared for a model.
+    """Preprocessing of images for a model.
 
-    The image is resized until it just covers `image_size / crop_fraction`, with `squash`
-    to exactly that, and the centre cropped to `image_size`.
+    The image is resized until it just covers `image_size / crop_fraction`, or with
+    `squash` to exactly that size, and the centre is cropped to `image_size`.
 
     Attributes:
-      image_size: height and width that reach the model, in pixels.
-      mean: subtracted a channel, as a fraction of 255.
-      std: divided by afterwards, a channel.
-      interpolation: "nearest", "bilinear", "bicubic", "lanczos" or "area"; all of them
-        antialiased when an image shrinks.
-      crop_fraction: part of the resized side that the crop keeps.
-      squash: whether the aspect ratio is given up instead of cropping.
-      short_side: whether the image's short side is resized to
-        `min(image_size) / crop_fraction`, whatever the shape of the crop. Stated only of
-        crops that are not square; of square ones it would be the same.
+      image_size: height and width of the model's input, in pixels.
+      mean: subtracted per channel, as a fraction of 255.
+      std: divisor per channel, applied after the mean.
+      interpolation: "nearest", "bilinear", "bicubic", "lanczos" or "area"; antialiased
+        when an image shrinks.
+      crop_fraction: fraction of the resized side that the crop keeps.
+      squash: whether resizing changes the aspect ratio instead of cropping.
+      short_side: whether the short side of the image is resized to
+        `min(image_size) / crop_fraction` independently of the shape of the crop. Only
+        set for crops that are not square; for square ones it makes no difference.
     """
 
     image_size: tuple[int, int]
@@ -37,19 +61,19 @@ class Preprocess:
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A checkpoint in this project's terms.
+    """A checkpoint under the names and options of this project.
 
     Attributes:
-      params: nested dict of numpy arrays under our names, whatever their shapes.
-      options: what `models.create(**options)` takes to build the network that the
-        parameters are of: variant, classes, image_size, channels, head, gelu, ...
+      params: nested dict of numpy arrays under our names.
+      options: arguments of `models.create` that build the network of the parameters:
+        variant, classes, image_size, channels, head, gelu, ...
       format: "google", "big_vision", "bit", "timm", "hugging_face", "workdir" or
         "vit_jax".
-      source: where it came from, for messages.
-      preprocess: how its images were prepared, or None where nothing says so.
-      class_names: in label order; empty where nothing says so.
-      loss: "softmax", or "sigmoid" where every class has a probability of its own.
-      notes: a line for each thing that was folded or dropped on reading.
+      source: path or address of the checkpoint, for messages.
+      preprocess: of its images; None if unknown.
+      class_names: in label order; empty if unknown.
+      loss: "softmax", or "sigmoid" if every class has an independent probability.
+      notes: a line for each thing that reading changed or dropped.
     """
 
     params: dict
@@ -60,3 +84,164 @@ class Pretrained:
     class_names: tuple[str, ...] = ()
     loss: str = "softmax"
     notes: tuple[str, ...] = ()
+
+
+def prepare_image(
+    data: bytes | UInt8[np.ndarray, "H W C"], preprocess: Preprocess, channels: int = 3
+) -> UInt8[np.ndarray, "h w c"]:
+    """Decodes, resizes and crops one image; normalisation happens on the device.
+
+    EXIF orientation tags are ignored, as by `PIL.Image.open(...).convert("RGB")` in
+    front of timm and Hugging Face: a photograph that is upright only by its tag
+    reaches those models rotated as well.
+
+    Args:
+      data: content of an image file, or pixels.
+      preprocess: size, interpolation and crop.
+      channels: 3 for RGB, 1 for grey.
+
+    Returns:
+      Pixels of `preprocess.image_size`. Grey, palettes, CMYK, 16 bits and transparency
+      are converted by `decode.decode`.
+
+    Raises:
+      DamagedImage: the bytes are not a readable image, or it is too thin to resize.
+
+    Source: timm.data.create_transform, crop modes "center" and "squash".
+    """
+    pixels = decode.decode(data, channels)
+    height, width = resized_size(pixels.shape[:2], preprocess)
+    if height * width > decode.MAX_PIXELS:
+        raise decode.DamagedImage(
+            f"has {pixels.shape[1]}x{pixels.shape[0]} pixels, which become "
+            f"{width}x{height} before the crop, too many"
+        )
+    picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+    if picture.size != (width, height):
+        how = INTERPOLATIONS[preprocess.interpolation]
+        picture = picture.resize((width, height), how)
+    rows, columns = preprocess.image_size
+    top, left = _corner((height, width), preprocess)
+    out = np.array(picture.crop((left, top, left + columns, top + rows)))
+    return out[..., None] if channels == 1 else out
+
+
+def resized_size(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
+    """Returns the height and width after resizing and before cropping.
+
+    Args:
+      size: height and width of the image, in pixels.
+      preprocess: see `prepare_image`.
+    """
+    rows, columns = resize_sides(preprocess)
+    if preprocess.squash:
+        return rows, columns
+    if rows == columns:
+        return resizing.short_side_size(size, rows)
+    height, width = size
+    ratio = min(height / rows, width / columns)
+    return round(height / ratio), round(width / ratio)
+
+
+def crop_box(
+    size: tuple[int, int], preprocess: Preprocess
+) -> tuple[float, float, float, float]:
+    """Returns the box of an image that `prepare_image` keeps.
+
+    Args:
+      size: height and width of the image, in pixels.
+      preprocess: see `prepare_image`.
+
+    Returns:
+      Top, left, bottom and right, as fractions of the height and width. Rounding may
+      place them up to a pixel outside the image.
+    """
+    height, width = resized_size(size, preprocess)
+    rows, columns = preprocess.image_size
+    top, left = _corner((height, width), preprocess)
+    return top / height, left / width, (top + rows) / height, (left + columns) / width
+
+
+def _corner(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
+    """Returns the top and left of the crop in a resized image, in pixels."""
+    top, left = map(resizing.centre_crop_start, size, preprocess.image_size)
+    return top, left
+
+
+def resize_sides(preprocess: Preprocess) -> tuple[int, int]:
+    """Returns the minimum height and width after resizing, before cropping."""
+    sides = preprocess.image_size
+    if preprocess.short_side:
+        sides = (min(sides),) * 2
+    # Floored as in timm, except that 224 / (224 / 232) is 232 despite its last bit.
+    return tuple(
+        math.floor(side / preprocess.crop_fraction * (1 + 1e-12)) for side in sides
+    )
+
+
+def check_preprocess(preprocess: Preprocess, channels: int) -> None:
+    """Raises UserError unless a preprocessing is valid for images of `channels`."""
+    if preprocess.interpolation not in INTERPOLATIONS:
+        raise UserError(
+            f"interpolation={preprocess.interpolation!r} is not one of "
+            f"{', '.join(INTERPOLATIONS)}: set --interpolation"
+        )
+    if not 0 < preprocess.crop_fraction <= 1:
+        raise UserError(
+            f"crop={preprocess.crop_fraction} is not a fraction above 0 and up to 1: "
+            "set --crop"
+        )
+    for name, values in (("mean", preprocess.mean), ("std", preprocess.std)):
+        if len(values) not in (1, channels):
+            raise UserError(
+                f"{name}={','.join(map(str, values))} has {len(values)} numbers, but "
+                f"the model takes {channels} channels: set --{name} to 1 or {channels}"
+            )
+        if not all(math.isfinite(value) for value in values):
+            raise UserError(f"{name}={values} is not finite: set --{name}")
+    if min(preprocess.std) <= 0:
+        raise UserError(f"std={preprocess.std} is not above 0: set --std")
+
+
+def default_preprocess(
+    format: str, image_size: tuple[int, int], *, distillation: bool = False
+) -> Preprocess:
+    """Returns the preprocessing to assume for weights that do not state it.
+
+    Args:
+      format: attribute of `Pretrained`.
+      image_size: height and width, in pixels.
+      distillation: whether the network is DeiT with a distillation token, which has
+        another normalisation.
+
+    Returns:
+      The whole image, bilinear, to [-1, 1], as in Google's code and Hugging Face's
+      ViTImageProcessor; for timm the values of most of its vision_transformer.py and
+      deit.py.
+    """
+    if format != "timm":
+        return Preprocess(image_size, squash=True)
+    more = _IMAGENET if distillation else {}
+    return Preprocess(image_size, interpolation="bicubic", crop_fraction=0.9, **more)
+
+
+def describe_preprocess(preprocess: Preprocess) -> str:
+    """Returns a description of a preprocessing in one line."""
+    height, width = preprocess.image_size
+    crop = f"crop {preprocess.crop_fraction:g}"
+    if preprocess.short_side:
+        crop = f"short side {resize_sides(preprocess)[0]}, centre crop"
+    if preprocess.squash:
+        crop = "whole image" + (f", {crop}" if preprocess.crop_fraction < 1 else "")
+    mean, std = (
+        ",".join(f"{value:g}" for value in values)
+        for values in (preprocess.mean, preprocess.std)
+    )
+    return (
+        f"{height}x{width}, {preprocess.interpolation}, {crop}, mean {mean}, std {std}"
+    )
+
+
+def per_channel(values: Sequence[float], channels: int) -> list[float]:
+    """Returns one value per channel, repeating a single value."""
+    return list(values) * (channels if len(values) == 1 else 1)

@@ -1,17 +1,23 @@
-"""Fitting given parameters to a model: head, position embeddings, patches, channels."""
+"""Fits parameters to a model: head, position embeddings, patch size, channels.
+
+Every resize is linear and separable: a matrix for the rows and one for the columns.
+Letters: N and M tokens, D model width, C and c channels, P and p patch sides, before and
+after.
+"""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Float
 
 from vit_jax.errors import UserError
 from vit_jax.models import vit
-from vit_jax.weights import resample
 from vit_jax.weights.pretrained import POSITIONS
-from vit_jax.weights.settle import Row, settle
 
 HEADS = ("keep", "replace", "drop")
 
@@ -22,6 +28,22 @@ _TABLES = ("/row_embedding", "/column_embedding")
 _FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
 
 
+class FitRow(NamedTuple):
+    """What fitting did to a parameter or to a group of parameters.
+
+    Attributes:
+      what: name of the parameter or group.
+      action: description.
+      before: shape in the checkpoint; None if absent there.
+      after: shape in the model; None if absent there.
+    """
+
+    what: str
+    action: str
+    before: tuple[int, ...] | None = None
+    after: tuple[int, ...] | None = None
+
+
 def fit(
     params: Mapping,
     expected: Mapping,
@@ -29,30 +51,30 @@ def fit(
     grid: tuple[int, int],
     old_grid: tuple[int, int] | None = None,
     head: str = "keep",
-    head_bias: float = 0.0,
+    head_bias_init: float = 0.0,
     posemb_resize: str = "linear",
-    init_allow: Sequence[str] | None = (),
+    allow_mismatch: Sequence[str] | None = (),
     init: Callable[[], Mapping] | None = None,
-) -> tuple[dict, list[Row]]:
-    """Makes loaded parameters those of a model.
+) -> tuple[dict, list[FitRow]]:
+    """Fits loaded parameters to a model.
 
     Args:
-      params: loaded, nested dict of arrays.
-      expected: the model's, nested dict of arrays or of their shapes.
+      params: loaded parameters, nested dict of arrays.
+      expected: the model's parameters, nested dict of arrays or shapes.
       grid: the model's patches down and across.
-      old_grid: those of the loaded position embeddings; a square if None.
-      head: "keep"; "replace": the classifier and the layer before it give way to new
-        ones, the classifier of zeros; or "drop", for a model without classes.
-      head_bias: initial bias of a replaced classifier.
-      posemb_resize: "linear" (corners aligned, as Google's code does it) or "bicubic"
-        (antialiased, as timm does).
-      init_allow: regular expressions: what may be missing, and then stays as
-        initialised, or be left over; None where a command has no such flag.
-      init: gives the model's initial parameters; needed if any of them stays.
+      old_grid: grid of the loaded position embeddings; a square if None.
+      head: "keep"; "replace" by a new classifier of zeros, with a new layer before it;
+        or "drop", for a model without classes.
+      head_bias_init: initial bias of a replaced classifier.
+      posemb_resize: "linear" (corners aligned, as in Google's code) or "bicubic"
+        (antialiased, as in timm).
+      allow_mismatch: regular expressions of names that may be missing, and then keep
+        their initial values, or be left over; None for commands without such a flag.
+      init: returns the model's initial parameters; needed if any of them is kept.
 
     Returns:
-      The fitted parameters, and what was done: a row for all that was loaded as it
-      is, then one for each exception.
+      The fitted parameters, and a row for all that were loaded unchanged, then one for
+      each exception.
 
     Raises:
       UserError: parameters that are missing, left over or of another shape, or a
@@ -61,12 +83,12 @@ def fit(
     loaded = {k: np.asarray(v) for k, v in flatten_dict(params, sep="/").items()}
     given, wanted = dict(loaded), flatten_dict(expected, sep="/")
     rows = [
-        *_swap_head(given, wanted, head, head_bias),
-        *_resize_positions(given, wanted, grid, old_grid, posemb_resize),
-        *_resize_input(given, wanted),
+        *_swap_head(given, wanted, head, head_bias_init),
+        *_fit_positions(given, wanted, grid, old_grid, posemb_resize),
+        *_fit_input(given, wanted),
     ]
-    fresh, more = settle(
-        given, wanted, init_allow, new=_PRE_LOGITS if head == "replace" else ()
+    fresh, more = check_keys(
+        given, wanted, allow_mismatch, new=_PRE_LOGITS if head == "replace" else ()
     )
     rows += more
     if fresh:
@@ -79,9 +101,11 @@ def fit(
         name in loaded and value.dtype.itemsize < loaded[name].dtype.itemsize
         for name, value in given.items()
     )
-    first = [Row(f"{same} parameters", "loaded")]
+    first = [FitRow(f"{same} parameters", "loaded")]
     if rounded:
-        first.append(Row(f"{rounded} parameters", "rounded to the model's precision"))
+        first.append(
+            FitRow(f"{rounded} parameters", "rounded to the model's precision")
+        )
     return unflatten_dict(given, sep="/"), first + rows
 
 
@@ -92,12 +116,12 @@ def _draw(init: Callable[[], Mapping], names: Sequence[str]) -> dict[str, np.nda
         initial = flatten_dict(init(), sep="/")
         return {name: initial[name] for name in names}
 
-    # Compiled, so that no device draws the others, which it might not hold.
+    # Compiled, so that the other parameters, which may not fit on a device, are not drawn.
     return jax.device_get(jax.jit(some)())
 
 
-def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[Row]:
-    """Takes the head out of `given`, and puts a new one there for "replace"."""
+def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow]:
+    """Removes the head from `given`, and adds a new one for "replace"."""
     if head not in HEADS:
         raise UserError(f"head={head!r} is not one of {', '.join(HEADS)}")
     if head == "keep":
@@ -120,53 +144,55 @@ def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[Row]:
                 fill = bias if leaf == "bias" else 0.0
                 given[f"{name}/{leaf}"] = np.full(shape.shape, fill, shape.dtype)
         if after:
-            rows.append(Row(name, "replaced by a linear layer of zeros", before, after))
+            rows.append(
+                FitRow(name, "replaced by a linear layer of zeros", before, after)
+            )
         elif before:
-            rows.append(Row(name, "dropped", before))
+            rows.append(FitRow(name, "dropped", before))
     # The layer before a replaced classifier belongs to the old classes.
     if head == "replace" or "pre_logits/kernel" not in wanted:
         kernel, _ = (given.pop(leaf, None) for leaf in _PRE_LOGITS)
         if kernel is not None and "pre_logits/kernel" not in wanted:
-            rows.append(Row("pre_logits", "dropped with the head", kernel.shape))
+            rows.append(FitRow("pre_logits", "dropped with the head", kernel.shape))
     return rows
 
 
-def _resize_positions(
+def _fit_positions(
     given: dict,
     wanted: dict,
     grid: tuple[int, int],
     old_grid: tuple[int, int] | None,
     method: str,
-) -> list[Row]:
-    """Resizes what has a place in the grid, and fits the rows of the extra tokens."""
-    if method not in resample.MATRICES:
+) -> list[FitRow]:
+    """Resizes position embeddings, and fits the rows of the prefix tokens."""
+    if method not in RESIZE_MATRICES:
         raise UserError(
-            f"posemb_resize={method!r} is not one of {', '.join(resample.MATRICES)}"
+            f"posemb_resize={method!r} is not one of {', '.join(RESIZE_MATRICES)}"
         )
     how = "" if method == "linear" else f", {method}"
     rows = []
     for name in sorted(given.keys() & wanted.keys()):
         old, shape = given[name], wanted[name].shape
         if old.ndim != len(shape) or old.shape[-1] != shape[-1]:
-            continue  # `settle` tells.
+            continue  # `check_keys` reports it.
         if name.endswith("/pos_embedding"):
             label = "position embeddings" if name == POSITIONS else name
             has, needs = ([t for t in _TOKENS if t in tree] for tree in (given, wanted))
-            cells = old_grid or _square_grid(old.shape[1] - len(has))
+            cells = old_grid or square_grid(old.shape[1] - len(has))
             if cells != grid:
-                given[name] = resample.positions(
-                    old, cells, grid, tokens=len(has), method=method
+                given[name] = resize_positions(
+                    old, cells, grid, num_prefix_tokens=len(has), method=method
                 )
                 action = f"resized from {cells} to {grid}{how}"
-                rows.append(Row(label, action, old.shape, given[name].shape))
+                rows.append(FitRow(label, action, old.shape, given[name].shape))
             if has != needs:
                 before = given[name]
                 given[name] = _fit_tokens(before, has, needs)
                 action = f"rows of {_names(has)} made rows of {_names(needs)}"
-                rows.append(Row(label, action, before.shape, given[name].shape))
+                rows.append(FitRow(label, action, before.shape, given[name].shape))
         elif name.endswith(_TABLES) and old.shape != shape:
-            given[name] = resample.table(old, shape[0], method=method)
-            rows.append(Row(name, f"resized{how}", old.shape, shape))
+            given[name] = resize_table(old, shape[0], method=method)
+            rows.append(FitRow(name, f"resized{how}", old.shape, shape))
     return rows
 
 
@@ -183,7 +209,8 @@ def _names(tokens: list[str]) -> str:
     return " and ".join(tokens) or "no extra token"
 
 
-def _square_grid(patches: int) -> tuple[int, int]:
+def square_grid(patches: int) -> tuple[int, int]:
+    """Returns the sides of a square grid; raises UserError if it is not square."""
     side = math.isqrt(patches)
     if side * side != patches:
         raise UserError(
@@ -193,24 +220,229 @@ def _square_grid(patches: int) -> tuple[int, int]:
     return side, side
 
 
-def _resize_input(given: dict, wanted: dict) -> list[Row]:
+def _fit_input(given: dict, wanted: dict) -> list[FitRow]:
     """Fits the first kernel to the model's channels and patch size."""
     name = next((n for n in _FIRST_KERNELS if n in wanted), None)
     kernel = given.get(name)
     if np.ndim(kernel) != 4 or kernel.shape[0] != kernel.shape[1]:
-        return []  # `settle` tells.
+        return []  # `check_keys` reports it.
     rows, shape = [], wanted[name].shape
     if kernel.shape[2] != shape[2]:
-        given[name] = resample.input_channels(kernel, shape[2])
+        given[name] = convert_input_channels(kernel, shape[2])
         action = f"input channels made {shape[2]} of {kernel.shape[2]}"
-        rows.append(Row(name, action, kernel.shape, given[name].shape))
+        rows.append(FitRow(name, action, kernel.shape, given[name].shape))
         kernel = given[name]
-    # Only patches of pixels are resized: a stem's kernels see no smooth images.
+    # Only kernels on pixels are resized: the input of a stem's kernels is not smooth.
     if name == "embedding/kernel" and kernel.shape[:2] != shape[:2]:
-        given[name] = resample.patch_kernel(kernel, shape[0])
+        given[name] = resize_patch_kernel(kernel, shape[0])
         action = f"patches resized from {len(kernel)} to {shape[0]} (FlexiViT)"
-        rows.append(Row(name, action, kernel.shape, given[name].shape))
+        rows.append(FitRow(name, action, kernel.shape, given[name].shape))
     return rows
+
+
+def check_keys(
+    given: dict[str, np.ndarray],
+    wanted: Mapping,
+    allow_mismatch: Sequence[str] | None,
+    *,
+    new: Sequence[str] = (),
+) -> tuple[list[str], list[FitRow]]:
+    """Checks that names and shapes match, and removes parameters that are left over.
+
+    Args:
+      given: name to array of the checkpoint; left-over parameters are removed from it.
+      wanted: name to array or shape of the model.
+      allow_mismatch: regular expressions of names that may be missing or left over;
+        None for commands without such a flag.
+      new: names that are missing on purpose.
+
+    Returns:
+      The names that keep their initial values, and a row for each exception.
+
+    Raises:
+      UserError: parameters that are missing, left over or of another shape, or a
+        pattern that matches none.
+    """
+    missing = sorted(wanted.keys() - given.keys())
+    extra = sorted(given.keys() - wanted.keys())
+    allowed = _allowed([*missing, *extra], allow_mismatch or ())
+    allowed |= set(new)
+    wrong = [
+        f"{name} is {given[name].shape} in the checkpoint but "
+        f"{wanted[name].shape} in the model"
+        for name in sorted(given.keys() & wanted.keys())
+        if given[name].shape != wanted[name].shape
+    ]
+    # A layer without some of its parameters computes something else, so the message
+    # suggests init_allow only if whole top-level layers are missing or left over.
+    theirs, ours = ({n.split("/")[0] for n in names} for names in (given, wanted))
+    inside = any(
+        name.split("/")[0] in parts
+        for names, parts in ((extra, ours), (missing, theirs))
+        for name in names
+        if name not in allowed
+    )
+    strict = bool(wrong) or inside or allow_mismatch is None
+    wrong += [f"{name} is missing" for name in missing if name not in allowed]
+    wrong += [f"{name} is left over" for name in extra if name not in allowed]
+    if wrong:
+        shown = "; ".join(wrong[:4])
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        remedy = "" if strict else "; what may be so, name in config.init_allow"
+        raise UserError(f"the checkpoint does not fit the model: {shown}{more}{remedy}")
+    rows = [
+        FitRow(
+            name,
+            f"{'new' if name in new else 'missing'}: as initialised",
+            after=wanted[name].shape,
+        )
+        for name in missing
+    ]
+    rows += [FitRow(n, "left over: not used", given.pop(n).shape) for n in extra]
+    return missing, rows
+
+
+def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
+    """Returns the names that match a pattern; each pattern must match a name."""
+    allowed = set()
+    for pattern in patterns:
+        try:
+            matched = set(filter(re.compile(pattern).search, names))
+        except re.error as error:
+            raise UserError(
+                f"init_allow {pattern!r} is not a regular expression: {error}"
+            ) from error
+        if not matched:
+            raise UserError(
+                f"init_allow {pattern!r} matches no parameter that is missing or left "
+                f"over ({', '.join(names[:4]) or 'there is none'}): take it out"
+            )
+        allowed |= matched
+    return allowed
+
+
+def resize_positions(
+    embedding: Float[np.ndarray, "1 N D"],
+    old_grid: tuple[int, int],
+    grid: tuple[int, int],
+    *,
+    num_prefix_tokens: int,
+    method: str = "linear",
+) -> Float[np.ndarray, "1 M D"]:
+    """Resizes position embeddings in 2-D (arXiv:2010.11929, section 3.2).
+
+    Args:
+      embedding: rows of the prefix tokens, then of the patches row by row.
+      old_grid: rows and columns of its patches.
+      grid: rows and columns of the new patches.
+      num_prefix_tokens: number of prefix tokens, whose rows are kept.
+      method: a key of RESIZE_MATRICES.
+
+    Returns:
+      Embedding of the same prefix tokens and the new patches.
+
+    Raises:
+      UserError: the embedding has another number of rows.
+    """
+    _, N, D = embedding.shape
+    rows = num_prefix_tokens + math.prod(old_grid)
+    if N != rows:
+        raise UserError(
+            f"position embedding has {N} rows, but {num_prefix_tokens} extra tokens and "
+            f"a grid of {old_grid[0]}x{old_grid[1]} make {rows}"
+        )
+    patches = embedding[0, num_prefix_tokens:].reshape(*old_grid, D)
+    down, across = (
+        RESIZE_MATRICES[method](o, n) for o, n in zip(old_grid, grid, strict=True)
+    )
+    patches = np.einsum("ij,jkd,lk->ild", down, patches, across, optimize=True)
+    patches = patches.reshape(1, -1, D).astype(embedding.dtype)
+    return np.concatenate([embedding[:, :num_prefix_tokens], patches], axis=1)
+
+
+def resize_table(
+    embedding: Float[np.ndarray, "N D"], length: int, *, method: str = "linear"
+) -> Float[np.ndarray, "M D"]:
+    """Resizes the position embeddings of rows or columns in 1-D."""
+    matrix = RESIZE_MATRICES[method](len(embedding), length)
+    return (matrix @ embedding).astype(embedding.dtype)
+
+
+def resize_patch_kernel(
+    kernel: Float[np.ndarray, "P P C D"], patch: int
+) -> Float[np.ndarray, "p p C D"]:
+    """Resizes a patch embedding so that resized patches give the same output.
+
+    The pseudo-inverse of the patches' bilinear resize (PI-resize, FlexiViT,
+    arXiv:2212.08013, section 3.4): exact if patches grow, the least-squares optimum if
+    they shrink.
+    """
+    # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
+    matrix = np.linalg.pinv(_bilinear(len(kernel), patch).T)
+    resized = np.einsum("ij,jkcd,lk->ilcd", matrix, kernel, matrix, optimize=True)
+    return resized.astype(kernel.dtype)
+
+
+def convert_input_channels(
+    kernel: Float[np.ndarray, "P P C D"], channels: int
+) -> Float[np.ndarray, "P P c D"]:
+    """Converts the first kernel from RGB to grey images, or the reverse.
+
+    Grey images give the same output as RGB images with three equal channels.
+
+    Raises:
+      UserError: the conversion is not from 3 to 1 or from 1 to 3 channels.
+    """
+    if (kernel.shape[2], channels) == (3, 1):
+        return kernel.sum(axis=2, keepdims=True)
+    if (kernel.shape[2], channels) == (1, 3):
+        return np.repeat(kernel / 3, 3, axis=2).astype(kernel.dtype)
+    raise UserError(
+        f"the checkpoint is for images of {kernel.shape[2]} channels and the model for "
+        f"{channels}: only 3 and 1 can be made of each other; set data.channels"
+    )
+
+
+def _linear_corners(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of a linear interpolation with aligned corners.
+
+    Source: google-research/vision_transformer's zoom of order 1.
+    """
+    if old == 1:
+        return np.ones((new, 1))
+    # A single new point takes the first, as scipy.ndimage.zoom does.
+    return _triangle(np.linspace(0, old - 1, new), old)
+
+
+def _bilinear(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of a bilinear resize of pixels without antialiasing."""
+    at = (np.arange(new) + 0.5) * old / new - 0.5
+    return _triangle(np.clip(at, 0, old - 1), old)
+
+
+def _triangle(at: Sequence[float] | np.ndarray, old: int) -> np.ndarray:
+    """Returns the weights of the two neighbours of each point, out of `old`."""
+    return np.maximum(0, 1 - np.abs(np.asarray(at)[:, None] - np.arange(old)))
+
+
+def _bicubic_antialiased(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of an antialiased bicubic resize of pixels.
+
+    Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), with which
+    timm resizes position embeddings; Pillow's BICUBIC is the same filter.
+    """
+    scale = old / new
+    stretch = max(scale, 1.0)  # The filter grows with the step when shrinking.
+    centres = (np.arange(new) + 0.5) * scale
+    distance = np.abs(np.arange(old) + 0.5 - centres[:, None]) / stretch
+    # Keys' cubic with a = -0.5.
+    near = 1.5 * distance**3 - 2.5 * distance**2 + 1
+    far = -0.5 * distance**3 + 2.5 * distance**2 - 4 * distance + 2
+    weights = np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+RESIZE_MATRICES = {"linear": _linear_corners, "bicubic": _bicubic_antialiased}
 
 
 def prepend_zero_rows(embedding: np.ndarray, rows: int) -> np.ndarray:
@@ -265,7 +497,7 @@ def learn_positions(
         )
     if kind not in ("sincos2d", "learned2d"):
         return flat, options, []
-    flat, extra = dict(flat), sum(name in flat for name in ("cls", "dist"))
+    flat, num_prefix_tokens = dict(flat), sum(name in flat for name in _TOKENS)
     if kind == "sincos2d":
         vectors = np.asarray(vit.sincos2d(grid, options["width"]))
     else:
@@ -277,6 +509,6 @@ def learn_positions(
         halves = columns[None], rows[:, None]
         halves = [np.broadcast_to(half, shape) for half in halves]
         vectors = np.concatenate(halves, axis=-1).reshape(-1, options["width"])
-    flat[POSITIONS] = prepend_zero_rows(vectors[None], extra)
+    flat[POSITIONS] = prepend_zero_rows(vectors[None], num_prefix_tokens)
     options["posemb"] = "learned"
     return flat, options, [f"position embeddings: {kind} written out as values"]

@@ -1,10 +1,17 @@
-"""Parameters out of a training run's workdir (Orbax checkpoints)."""
+"""Checkpoints in the workdir of a training run: parameters, config, checksums.
+
+Orbax detects damage in its index, not in the array data: it loads a file with a flipped
+bit without an error. Therefore a file of CRC-32C checksums is written last, beside the
+data, and a checkpoint counts as finished once that file exists.
+"""
 
 import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 
+import google_crc32c
 import jax
 import numpy as np
 from etils import epath
@@ -13,24 +20,26 @@ from orbax.checkpoint import v1 as ocp
 from vit_jax import models
 from vit_jax.data import host_ops, ops
 from vit_jax.errors import UserError
-from vit_jax.weights import intact
-from vit_jax.weights.preprocess import broadcast
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained, per_channel
 
-FOLDER = "checkpoints"  # In the workdir; one folder a step below it.
-SUMMED = "checksums"  # In a checkpoint's metadata: it is unfinished without them.
+FOLDER = "checkpoints"  # In the workdir; it has one folder per step.
+SUMMED = "checksums"  # In a checkpoint's metadata: unfinished without that file.
+CHECKSUMS_FILE = "checksums.json"
+
+_DATA = "d"  # Name of the folders of array data; the other files are small.
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Parameters and what was stored beside them.
+    """Parameters of a run, and what was stored beside them.
 
     Attributes:
       params: nested dict of float32 arrays.
       kind: "raw" or "average".
       step: optimiser steps taken.
       config: of the run, as plain dicts.
-      class_names: names in label order; empty if the data set has none.
+      class_names: in label order; empty if the data set has none.
     """
 
     params: dict
@@ -41,16 +50,16 @@ class Checkpoint:
 
 
 def has_checkpoint(workdir: str | os.PathLike) -> bool:
-    """Tells whether a folder is a workdir with at least one finished checkpoint."""
+    """Returns whether a folder is a workdir with at least one finished checkpoint."""
     return bool(steps(workdir))
 
 
-def load(workdir: str | os.PathLike, *, average: bool = True) -> Checkpoint:
+def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
     """Reads the newest checkpoint's parameters; optimiser state stays on disk.
 
     Args:
       workdir: of a training run.
-      average: take the Polyak average if the run kept one.
+      use_ema: load the averaged parameters if the run kept them.
 
     Returns:
       The checkpoint.
@@ -67,7 +76,7 @@ def load(workdir: str | os.PathLike, *, average: bool = True) -> Checkpoint:
     path = path_of(workdir, steps(workdir)[-1])
     refuse_damage(path)
     stored = ocp.metadata(path)
-    kind = "average" if average and "average" in stored.metadata else "params"
+    kind = "average" if use_ema and "average" in stored.metadata else "params"
     target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), stored.metadata[kind])
     context = ocp.Context()
     context.pytree.loading.partial_load = True
@@ -82,15 +91,15 @@ def load(workdir: str | os.PathLike, *, average: bool = True) -> Checkpoint:
     )
 
 
-def pretrained(workdir: str | os.PathLike, *, average: bool = True) -> Pretrained:
-    """Reads the newest checkpoint as any other published one.
+def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pretrained:
+    """Reads the newest checkpoint in the form that every format has.
 
-    Args and Raises: as `load`.
+    Args and Raises: see `load`.
 
     Returns:
-      The checkpoint; its first note tells which parameters of which step.
+      The checkpoint; its first note states which parameters of which step it has.
     """
-    found = load(workdir, average=average)
+    found = load(workdir, use_ema=use_ema)
     data, model = found.config["data"], found.config["model"]
     preprocess = _preprocess(data)
     notes = [f"{found.kind} parameters of step {found.step}"]
@@ -105,7 +114,8 @@ def pretrained(workdir: str | os.PathLike, *, average: bool = True) -> Pretraine
             **{
                 k: tuple(v) if isinstance(v, list) else v
                 for k, v in model.items()
-                if k not in models.EXECUTION  # Of the place where it was trained.
+                if k
+                not in models.EXECUTION  # Options of the machine where it was trained.
             },
             "classes": data["classes"],
             "image_size": tuple(data["image_size"]),
@@ -121,14 +131,14 @@ def pretrained(workdir: str | os.PathLike, *, average: bool = True) -> Pretraine
 
 
 def _preprocess(data: dict) -> Preprocess | None:
-    """Returns what a run's evaluation does to its images, if it is of the usual kind."""
+    """Returns the preprocessing of a run's evaluation, or None if it has no such form."""
     image_size = tuple(data["image_size"])
     mean, std = (
-        tuple(broadcast(data[name], data["channels"])) for name in ("mean", "std")
+        tuple(per_channel(data[name], data["channels"])) for name in ("mean", "std")
     )
     common = {"image_size": image_size, "mean": mean, "std": std}
     match ops.parse_eval(data["eval_ops"], image_size):
-        case ():  # The images are of this size already.
+        case ():  # The images already have this size.
             return Preprocess(**common, squash=True)
         case (host_ops.Resize(size=size),) if _pair(size) == image_size:
             return Preprocess(**common, squash=True)
@@ -167,9 +177,11 @@ def read_config(workdir: str | os.PathLike) -> dict:
     damage = []
     for step in reversed(steps(workdir)):
         path = path_of(workdir, step)
-        found = intact.damage(path, data=False)
+        found = find_damage(path, data=False)
         if not found:
-            with contextlib.suppress(Exception):  # Of an old one, without checksums.
+            with contextlib.suppress(
+                Exception
+            ):  # An old checkpoint, without checksums.
                 return ocp.metadata(path).custom_metadata["config"]
         damage.append(f"{step}: {'; '.join(found) or 'unreadable'}")
     raise UserError(
@@ -188,25 +200,25 @@ def steps(workdir: str | os.PathLike) -> list[int]:
 
 
 def is_finished(path: epath.Path) -> bool:
-    """Tells whether all of a checkpoint was written; it may be damaged since."""
-    if intact.has_sums(path):
+    """Returns whether a checkpoint was written completely; later damage is ignored."""
+    if has_checksums(path):
         return True
-    try:  # Not by Orbax, which looks at other files too.
+    try:  # Not through Orbax, which checks other files too.
         about = json.loads((path / "_CHECKPOINT_METADATA").read_text())
         return not about["custom_metadata"].get(SUMMED, False)
     except OSError:
         return False
     except (ValueError, KeyError, AttributeError):
-        return True  # Of an older version and damaged: to be refused by name.
+        return True  # An older version and damaged: refused by name later.
 
 
 def refuse_damage(path: epath.Path) -> None:
-    """Raises UserError if a checkpoint is not what was written.
+    """Raises UserError if a checkpoint is damaged.
 
     Args:
-      path: of one step.
+      path: folder of one step.
     """
-    if found := intact.damage(path):
+    if found := find_damage(path):
         before = [s for s in steps(path.parent.parent) if s < int(path.name)]
         remedy = (
             f"move that folder away to use the one before it, of step {before[-1]}"
@@ -219,11 +231,104 @@ def refuse_damage(path: epath.Path) -> None:
 
 
 def absolute(workdir: str | os.PathLike) -> epath.Path:
-    """Returns the path that Orbax wants: absolute, or in a bucket as it is."""
+    """Returns the absolute path that Orbax needs; bucket addresses are unchanged."""
     path = epath.Path(workdir)
     return path if "://" in str(workdir) else path.resolve()
 
 
 def path_of(workdir: str | os.PathLike, step: int) -> epath.Path:
-    """Returns the folder of a step's checkpoint."""
+    """Returns the folder of the checkpoint of a step."""
     return absolute(workdir) / FOLDER / str(step)
+
+
+def compute_checksums(
+    folder: epath.Path, shard: int = 0, num_shards: int = 1
+) -> dict[str, list]:
+    """Reads the files of a checkpoint and returns their sizes and checksums.
+
+    Args:
+      folder: of one step.
+      shard: of the files to read; each of several hosts reads one.
+      num_shards: number of shards.
+
+    Returns:
+      Path relative to the folder to [bytes, CRC-32C in hexadecimal].
+    """
+    names = sorted(_list_files(folder))[shard::num_shards]
+    return {name: _checksum(folder / name) for name in names}
+
+
+def write_checksums(folder: epath.Path, files: dict[str, list]) -> None:
+    """Writes the checksums, which marks the checkpoint as finished.
+
+    Args:
+      folder: of one step.
+      files: results of `compute_checksums` for all shards.
+    """
+    text = json.dumps(files, sort_keys=True)
+    new = folder / f".{CHECKSUMS_FILE}.new"
+    new.write_text(json.dumps({"files": files, "crc32c": _crc(text.encode())}))
+    new.replace(folder / CHECKSUMS_FILE)
+
+
+def has_checksums(folder: epath.Path) -> bool:
+    """Returns whether a checkpoint has checksums; those of old versions do not."""
+    return (folder / CHECKSUMS_FILE).exists()
+
+
+def find_damage(
+    folder: epath.Path, shard: int = 0, num_shards: int = 1, *, data: bool = True
+) -> list[str]:
+    """Compares the files of a checkpoint with their checksums.
+
+    Args:
+      folder: of one step.
+      shard: of the files to read; each of several hosts reads one.
+      num_shards: number of shards.
+      data: whether to read the array data too, or the small files only.
+
+    Returns:
+      A line for every file that is missing or differs; empty if there are none, or no
+      checksums.
+    """
+    if not has_checksums(folder):
+        return []
+    try:
+        stored = json.loads((folder / CHECKSUMS_FILE).read_text())
+        files = stored["files"]
+        if _crc(json.dumps(files, sort_keys=True).encode()) != stored["crc32c"]:
+            raise ValueError
+    except (ValueError, TypeError, KeyError):
+        return [f"{CHECKSUMS_FILE} is damaged"]
+    found = []
+    for name in sorted(files)[shard::num_shards]:
+        if not data and epath.Path(name).parent.name == _DATA:
+            continue
+        path, (size, _) = folder / name, files[name]
+        if not path.exists():
+            found.append(f"{name} is missing")
+        elif path.stat().length != size:
+            found.append(f"{name} has {path.stat().length:,} of {size:,} bytes")
+        elif _checksum(path) != files[name]:
+            found.append(f"{name} is not what was written (CRC-32C)")
+    return found
+
+
+def _list_files(folder: epath.Path, below: str = "") -> Iterator[str]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _list_files(path, f"{below}{path.name}/")
+        elif path.name not in (CHECKSUMS_FILE, f".{CHECKSUMS_FILE}.new"):
+            yield below + path.name
+
+
+def _checksum(path: epath.Path) -> list:
+    crc = size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc, size = google_crc32c.extend(crc, chunk), size + len(chunk)
+    return [size, f"{crc:08x}"]
+
+
+def _crc(data: bytes) -> str:
+    return f"{google_crc32c.value(data):08x}"

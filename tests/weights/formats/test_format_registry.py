@@ -45,7 +45,7 @@ def test_a_registered_format_is_read_and_written(own_format, tmp_path):
     out = tmp_path / "a.npz"
     made, notes = export.export(checkpoint(model), "reversed", out)
     assert (made, notes) == ([out], ["names: reversed"])
-    found = weights.open_pretrained(out, heads=3)
+    found = weights.open_pretrained(out, num_heads=3)
     assert (found.format, found.source) == ("reversed", str(out))
     assert_same(found.params, random_flat(model))
     usage = export.usage("reversed", found, str(out))

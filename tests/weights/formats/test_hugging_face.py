@@ -255,7 +255,7 @@ def test_what_is_left_over_or_missing_is_refused_unless_allowed(
     save_file(arrays, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=f"{name} is {problem}"):
         weights.load(tmp_path, model)
-    loaded = weights.load(tmp_path, model, init_allow=[f"^{name}$"])
+    loaded = weights.load(tmp_path, model, allow_mismatch=[f"^{name}$"])
     assert any(name == row.what and problem in row.action for row in loaded.rows)
 
 

@@ -16,8 +16,9 @@ from trees import encoder, random_flat
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained, open_pretrained, preprocess
+from vit_jax.weights import Preprocess, Pretrained, open_pretrained
 from vit_jax.weights.formats import files, hugging_face, timm
+from vit_jax.weights.pretrained import prepare_image
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra parity")
@@ -338,7 +339,7 @@ def photographs(step):
 
 def our_guesses(deit, paths):
     mean, std = (np.float32(v) for v in (deit.preprocess.mean, deit.preprocess.std))
-    pixels = [preprocess.prepare(path.read_bytes(), deit.preprocess) for path in paths]
+    pixels = [prepare_image(path.read_bytes(), deit.preprocess) for path in paths]
     images = (np.stack(pixels) / np.float32(255) - mean) / std
     return ours(deit, images).argmax(-1)
 

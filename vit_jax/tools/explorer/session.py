@@ -28,8 +28,7 @@ from vit_jax.tools.explorer.images import (
     check,
     damaged,
 )
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box
 
 BUDGET = 1 << 30  # Bytes of attention that are kept, besides that of the last image.
 LEVELS = 255
@@ -237,7 +236,7 @@ class ExploredModel:
         rows, tokens = self._attention(pixels, name)
         return ModelOutput(
             classes=self._classes(tokens, name),
-            box=preprocessing.box(whole.shape[:2], self._loaded.preprocess),
+            box=crop_box(whole.shape[:2], self._loaded.preprocess),
             picture=_to_png(pixels),
             rows=rows,
         )

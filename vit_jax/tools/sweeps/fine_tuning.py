@@ -18,8 +18,7 @@ from vit_jax.parallel import mesh as meshes
 from vit_jax.schema import CHOICES, COMMON, FORMS
 from vit_jax.tools.sweeps import recipes, runs
 from vit_jax.training import program as programs
-from vit_jax.weights import preprocess as preprocessing
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import Pretrained, describe_preprocess
 
 # Frozen parameters of each mode; only the head is new in all of them.
 MODES = {
@@ -131,7 +130,7 @@ def task(
     if pretrained.preprocess is None and not {"data.mean", "data.std"} <= set(
         overrides
     ):
-        described = preprocessing.describe(network.preprocessing_of(pretrained))
+        described = describe_preprocess(network.preprocessing_of(pretrained))
         notes.append(
             f"{pretrained.source} does not tell how its images are normalised; assumed "
             f"as of {described}: else set --config.data.mean and --config.data.std"

@@ -13,11 +13,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import preprocess, surgery
+from vit_jax.weights import surgery
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
+from vit_jax.weights.pretrained import (
+    POSITIONS,
+    Preprocess,
+    Pretrained,
+    describe_preprocess,
+)
 
 
 def recognises(tensors: Tensors) -> bool:
@@ -122,8 +127,8 @@ def _note_preprocess(given: Preprocess | None) -> list[str]:
     if given == usual:
         return []
     note = (
-        f"images: readers of the format take it as {preprocess.describe(usual)}, so "
-        f"predictions differ unless they are told {preprocess.describe(given)}"
+        f"images: readers of the format take it as {describe_preprocess(usual)}, so "
+        f"predictions differ unless they are told {describe_preprocess(given)}"
     )
     return [note]
 

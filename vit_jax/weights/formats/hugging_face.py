@@ -31,8 +31,13 @@ from vit_jax.weights.formats.torch_file import (
     norm,
     to_heads,
 )
-from vit_jax.weights.preprocess import broadcast, edges
-from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
+from vit_jax.weights.pretrained import (
+    POSITIONS,
+    Preprocess,
+    Pretrained,
+    per_channel,
+    resize_sides,
+)
 
 _ANCHOR = "embeddings.patch_embeddings.projection.weight"
 _PREFIXES = ("vit.", "deit.", "")  # Of models with a classifier, and without.
@@ -562,7 +567,7 @@ def write_preprocess(preprocess: Preprocess, channels: int) -> dict:
             f"interpolation={preprocess.interpolation!r}: Hugging Face's image "
             f"processors have {', '.join(_WRITABLE)}: write it with --to=timm"
         )
-    height, width = edges(preprocess)
+    height, width = resize_sides(preprocess)
     config = {
         "image_processor_type": "ViTImageProcessor",
         "do_convert_rgb": channels == 3,
@@ -572,8 +577,8 @@ def write_preprocess(preprocess: Preprocess, channels: int) -> dict:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": broadcast(preprocess.mean, channels),
-        "image_std": broadcast(preprocess.std, channels),
+        "image_mean": per_channel(preprocess.mean, channels),
+        "image_std": per_channel(preprocess.std, channels),
     }
     if preprocess.squash and preprocess.image_size == (height, width):
         return config

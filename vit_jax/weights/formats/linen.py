@@ -4,7 +4,6 @@ Shared by the npz formats of Google's JAX code, and by the formats that are firs
 renamed to these names.
 """
 
-import math
 import re
 from collections.abc import Collection
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.models import variants
+from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import POSITIONS
 
 # Prefixes of the parameters: none, beside optax's state, or in a Flax optimiser; and in
@@ -219,11 +219,5 @@ def _image_size(flat: dict[str, np.ndarray], patch: int) -> tuple[int, int]:
     if positions is None:
         side = max(1, round(224 / patch))
     else:
-        patches = positions.shape[1] - ("cls" in flat)
-        side = math.isqrt(patches)
-        if side * side != patches:
-            raise UserError(
-                f"position embeddings of {patches} patches are not a square grid: "
-                "start from a workdir or an exported file, which know their grid"
-            )
+        side, _ = surgery.square_grid(positions.shape[1] - ("cls" in flat))
     return side * patch, side * patch

@@ -137,12 +137,12 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
 
     embedding = ours.pop(POSITIONS, None)
     sizes = linen.transformer_options(ours)
-    extra = ("cls" in ours) + ("dist" in ours)
+    num_prefix_tokens = ("cls" in ours) + ("dist" in ours)
     sizes["image_size"], rows = _image_size(
-        embedding, extra, sizes, facts, tensors.path
+        embedding, num_prefix_tokens, sizes, facts, tensors.path
     )
     if embedding is not None:
-        missing = extra + rows - embedding.shape[1]
+        missing = num_prefix_tokens + rows - embedding.shape[1]
         if missing:
             notes.append("position embeddings of extra tokens: none in the file, so 0")
         ours[POSITIONS] = surgery.prepend_zero_rows(embedding, missing)
@@ -200,7 +200,7 @@ def _form(
 
 def _image_size(
     embedding: np.ndarray | None,
-    extra: int,
+    num_prefix_tokens: int,
     sizes: dict,
     facts: timm_config.TimmConfig,
     source: str,
@@ -209,16 +209,19 @@ def _image_size(
     patch = models.create(**sizes, classes=0).patch
     if facts.image_size is not None:
         grid = tuple(math.ceil(side / patch) for side in facts.image_size)
-        if embedding is None or embedding.shape[1] - math.prod(grid) in (0, extra):
+        if embedding is None or embedding.shape[1] - math.prod(grid) in (
+            0,
+            num_prefix_tokens,
+        ):
             return facts.image_size, math.prod(grid)
     if embedding is None:
         return sizes["image_size"], 0
-    for rows in (embedding.shape[1] - extra, embedding.shape[1]):
+    for rows in (embedding.shape[1] - num_prefix_tokens, embedding.shape[1]):
         side = math.isqrt(rows)
         if side * side == rows:
             return (side * patch, side * patch), rows
     raise UserError(
-        f"{source} has position embeddings of {embedding.shape[1] - extra} patches, "
+        f"{source} has position embeddings of {embedding.shape[1] - num_prefix_tokens} patches, "
         "which are no square grid: keep its config.json beside it"
     )
 

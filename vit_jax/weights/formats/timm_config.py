@@ -13,11 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from vit_jax.errors import UserError
-from vit_jax.weights.preprocess import broadcast, edges
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, per_channel, resize_sides
 
 # All architectures of timm 1.0.31 with equal logits, by family, with their older names.
-# tests/weights/test_timm_registry.py compares them with timm.
+# tests/weights/formats/test_timm_registry.py compares them with timm.
 _OLD = r"(_in21k|_in21ft1k|_sam|_dino|_miil|_miil_in21k)?"
 _EQUAL = (
     rf"vit_(tiny|small|base|large|huge|giant|gigantic)_patch(8|14|16|32)_\d+{_OLD}",
@@ -266,8 +265,8 @@ def write(
             "interpolation": names[preprocess.interpolation],
             "crop_pct": _crop(preprocess),
             "crop_mode": "squash" if preprocess.squash else "center",
-            "mean": broadcast(preprocess.mean, size[0]),
-            "std": broadcast(preprocess.std, size[0]),
+            "mean": per_channel(preprocess.mean, size[0]),
+            "std": per_channel(preprocess.std, size[0]),
         }
     config = {
         "architecture": name,
@@ -296,7 +295,9 @@ def _crop(preprocess: Preprocess) -> float:
             "write it with --to=hf or --to=safetensors"
         )
     # timm rounds 224 / (224 / 232) down, which can be 231.
-    while tuple(math.floor(side / fraction) for side in sides) != edges(preprocess):
+    while tuple(math.floor(side / fraction) for side in sides) != resize_sides(
+        preprocess
+    ):
         fraction = math.nextafter(fraction, 0)
     return fraction
 

@@ -10,8 +10,7 @@ import jax
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights.formats.registry import WRITERS
-from vit_jax.weights.preprocess import edges
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained, resize_sides
 
 _ENCODER = ("width", "depth", "heads", "mlp_dim", "head", "gelu", "epsilon")
 _RESNET = ("blocks", "stem_width")
@@ -173,7 +172,7 @@ def _describe_images(preprocess: Preprocess | None) -> str:
         return "Nothing is known about how images were prepared."
     target, resized = (
         f"{height}x{width}"
-        for height, width in (preprocess.image_size, edges(preprocess))
+        for height, width in (preprocess.image_size, resize_sides(preprocess))
     )
     how = f"The whole image is resized to {resized}"
     if not preprocess.squash:

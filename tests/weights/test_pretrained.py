@@ -11,9 +11,16 @@ from PIL import Image
 from vit_jax.data import ops
 from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
-from vit_jax.weights import preprocess as preprocessing
 from vit_jax.weights import workdir
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    check_preprocess,
+    crop_box,
+    default_preprocess,
+    describe_preprocess,
+    prepare_image,
+    resized_size,
+)
 
 SAMPLES = pathlib.Path(__file__).parents[3] / "shared" / "data" / "imagenet_samples"
 # Sizes as of models in use, and odd ones; crop fractions of timm's configs.
@@ -96,15 +103,15 @@ def test_resized_and_cropped_as_by_hand(
     (top, left), (height, width) = corner, image_size
     expected = np.array(picture.resize(resized[::-1], filter))
     expected = expected[top : top + height, left : left + width]
-    ours = preprocessing.prepare(encoded(picture), preprocess)
+    ours = prepare_image(encoded(picture), preprocess)
     np.testing.assert_array_equal(ours, expected)
 
 
 def test_a_tall_image_is_cropped_as_a_wide_one(picture):
     preprocess = Preprocess((23, 23), crop_fraction=0.875)
-    wide = preprocessing.prepare(encoded(picture), preprocess)
+    wide = prepare_image(encoded(picture), preprocess)
     turned = picture.transpose(Image.Transpose.TRANSPOSE)
-    tall = preprocessing.prepare(encoded(turned), preprocess)
+    tall = prepare_image(encoded(turned), preprocess)
     # Pillow resizes the width first, and rounds in between.
     np.testing.assert_allclose(tall.astype(int), wide.transpose(1, 0, 2), atol=1)
 
@@ -124,44 +131,42 @@ def test_a_run_evaluates_on_the_pixels_that_travel_with_it(spec, size):
         expected = pixels
         for op in ops.parse_eval(spec, size):
             expected = op(expected, rng)
-        found = preprocessing.prepare(pixels, preprocess)
+        found = prepare_image(pixels, preprocess)
         np.testing.assert_array_equal(found, expected)
 
 
 def test_squashed_images_keep_nothing_of_their_shape(picture):
-    ours = preprocessing.prepare(encoded(picture), Preprocess((21, 35), squash=True))
+    ours = prepare_image(encoded(picture), Preprocess((21, 35), squash=True))
     expected = picture.resize((35, 21), Image.Resampling.BILINEAR)
     np.testing.assert_array_equal(ours, np.array(expected))
     # As DeiT's image processor: both sides to 256, then the middle.
     both = Preprocess((14, 14), squash=True, crop_fraction=14 / 16)
     expected = np.array(picture.resize((16, 16), Image.Resampling.BILINEAR))
-    ours = preprocessing.prepare(encoded(picture), both)
+    ours = prepare_image(encoded(picture), both)
     np.testing.assert_array_equal(ours, expected[1:15, 1:15])
 
 
 def test_an_image_of_the_right_size_is_untouched(picture):
     preprocess = Preprocess((37, 53), interpolation="bicubic", squash=True)
-    ours = preprocessing.prepare(encoded(picture), preprocess)
+    ours = prepare_image(encoded(picture), preprocess)
     np.testing.assert_array_equal(ours, np.array(picture))
 
 
 def test_one_channel_and_pixels_instead_of_a_file(picture):
     grey = picture.convert("L")
     preprocess = Preprocess((11, 11))
-    ours = preprocessing.prepare(encoded(grey), preprocess, channels=1)
+    ours = prepare_image(encoded(grey), preprocess, channels=1)
     assert ours.shape == (11, 11, 1)
     expected = np.array(grey.resize((15, 11), Image.Resampling.BILINEAR))[:, 2:13]
     np.testing.assert_array_equal(ours[..., 0], expected)
-    pixels = preprocessing.prepare(np.array(grey)[..., None], preprocess, channels=1)
+    pixels = prepare_image(np.array(grey)[..., None], preprocess, channels=1)
     np.testing.assert_array_equal(pixels, ours)
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "CMYK", "RGBA", "LA", "1"])
 def test_files_of_every_kind_are_prepared(picture, mode):
     format = "JPEG" if mode == "CMYK" else "PNG"
-    ours = preprocessing.prepare(
-        encoded(picture.convert(mode), format), Preprocess((11, 13))
-    )
+    ours = prepare_image(encoded(picture.convert(mode), format), Preprocess((11, 13)))
     assert (ours.shape, ours.dtype) == ((11, 13, 3), np.uint8)
 
 
@@ -174,31 +179,31 @@ def test_the_camera_orientation_is_ignored(picture):
     expected = np.array(expected.resize((32, 23), Image.Resampling.BILINEAR))
     for data in (plain, tagged):
         np.testing.assert_array_equal(
-            preprocessing.prepare(data, preprocess), expected[:, 4:27]
+            prepare_image(data, preprocess), expected[:, 4:27]
         )
 
 
 def test_what_cannot_be_prepared_is_damaged():
     with pytest.raises(DamagedImage, match="is empty"):
-        preprocessing.prepare(b"", Preprocess((3, 5)))
+        prepare_image(b"", Preprocess((3, 5)))
     thread = encoded(Image.new("L", (40_000, 2)))
     with pytest.raises(DamagedImage, match=r"40000x2 pixels.* 4480000x224 .*too many"):
-        preprocessing.prepare(thread, Preprocess((224, 224)))
-    assert preprocessing.prepare(thread, Preprocess((4, 4))).shape == (4, 4, 3)
+        prepare_image(thread, Preprocess((224, 224)))
+    assert prepare_image(thread, Preprocess((4, 4))).shape == (4, 4, 3)
 
 
 def test_the_fraction_of_two_whole_numbers_gives_both_back():
     for side in (160, 224, 336, 384, 518):
         for edge in range(side, 2 * side):
             preprocess = Preprocess((side, side), crop_fraction=side / edge)
-            assert preprocessing.resized((edge, edge), preprocess) == (edge, edge)
+            assert resized_size((edge, edge), preprocess) == (edge, edge)
 
 
 def test_the_usual_fractions_round_down_as_timm_does():
     for side in (112, 160, 192, 224, 240, 256, 288, 299, 336, 384, 392, 448, 512, 518):
         for percent in range(800, 1001):
             fraction = percent / 1000
-            short, _ = preprocessing.resized(
+            short, _ = resized_size(
                 (side, 2 * side), Preprocess((side, side), crop_fraction=fraction)
             )
             if (side * 1000) % percent:
@@ -219,21 +224,21 @@ def test_the_usual_fractions_round_down_as_timm_does():
     ],
 )
 def test_a_preprocessing_without_a_meaning_is_refused(fields, message):
-    preprocessing.check(Preprocess((3, 5)), 3)
+    check_preprocess(Preprocess((3, 5)), 3)
     with pytest.raises(UserError, match=message):
-        preprocessing.check(Preprocess((3, 5), **fields), 3)
+        check_preprocess(Preprocess((3, 5), **fields), 3)
 
 
 def test_what_is_assumed_follows_the_format():
     size = (32, 48)
-    assert preprocessing.assumed("google", size) == Preprocess(size, squash=True)
-    timm = preprocessing.assumed("timm", size)
+    assert default_preprocess("google", size) == Preprocess(size, squash=True)
+    timm = default_preprocess("timm", size)
     assert timm == Preprocess(size, interpolation="bicubic", crop_fraction=0.9)
-    deit = preprocessing.assumed("timm", size, distillation=True)
-    assert preprocessing.describe(deit) == (
+    deit = default_preprocess("timm", size, distillation=True)
+    assert describe_preprocess(deit) == (
         "32x48, bicubic, crop 0.9, mean 0.485,0.456,0.406, std 0.229,0.224,0.225"
     )
-    assert preprocessing.describe(Preprocess(size, squash=True)) == (
+    assert describe_preprocess(Preprocess(size, squash=True)) == (
         "32x48, bilinear, whole image, mean 0.5,0.5,0.5, std 0.5,0.5,0.5"
     )
 
@@ -255,7 +260,7 @@ def test_pixels_equal_those_of_timm(
         for turn in (Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_90):
             turned = picture.transpose(turn)
             np.testing.assert_array_equal(
-                preprocessing.prepare(encoded(turned), preprocess),
+                prepare_image(encoded(turned), preprocess),
                 transform(turned).numpy().transpose(1, 2, 0),
             )
 
@@ -268,7 +273,7 @@ def test_photographs_equal_those_of_timm(timm_transform):
     for path in sorted(SAMPLES.iterdir()):
         expected = transform(Image.open(path).convert("RGB"))
         np.testing.assert_array_equal(
-            preprocessing.prepare(path.read_bytes(), preprocess),
+            prepare_image(path.read_bytes(), preprocess),
             expected.numpy().transpose(1, 2, 0),
             err_msg=path.name,
         )
@@ -311,7 +316,7 @@ def test_pixels_equal_those_of_hugging_face(picture, interpolation):
         image = picture.crop((0, 0, 50, 37))
         theirs = processor(image, return_tensors="np")["pixel_values"][0]
         np.testing.assert_array_equal(
-            preprocessing.prepare(encoded(image), preprocess),
+            prepare_image(encoded(image), preprocess),
             theirs.transpose(1, 2, 0),
         )
 
@@ -331,8 +336,8 @@ def test_the_box_is_what_is_kept(preprocess):
     y, x = (np.arange(side) + 0.5 for side in (height, width))
     red, green = np.meshgrid(255 * y / height, 255 * x / width, indexing="ij")
     image = np.stack([red, green, red], -1).round().astype(np.uint8)
-    kept = preprocessing.prepare(image, preprocess)
-    top, left, bottom, right = preprocessing.box((height, width), preprocess)
+    kept = prepare_image(image, preprocess)
+    top, left, bottom, right = crop_box((height, width), preprocess)
     rows, columns = preprocess.image_size
     for i, (start, end) in ((0, (top, bottom)), (1, (left, right))):
         middles = kept[rows // 2, :, 1] if i else kept[:, columns // 2, 0]

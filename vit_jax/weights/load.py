@@ -1,0 +1,247 @@
+"""Opens any published checkpoint, and fits it to a model or to the model of a run."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+
+import jax
+from flax.traverse_util import flatten_dict
+from ml_collections import ConfigDict
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+from vit_jax.weights import surgery, workdir
+from vit_jax.weights.formats import files, registry, torch_file
+from vit_jax.weights.hub import download
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.surgery import FitRow
+
+# Options that change the output of the same parameters.
+_FLAVOURS = (
+    "head",
+    "class_token",
+    "distillation",
+    "pooled_norm",
+    "posemb",
+    "posemb_at",
+    "gelu",
+    "epsilon",
+    "zero_pool",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Parameters that fit a model, and a report of the fitting.
+
+    Attributes:
+      params: nested dict of arrays, as from `Model.init`.
+      rows: what was loaded, resized, replaced, missing, left over or differs.
+      pretrained: the checkpoint as it was read.
+    """
+
+    params: dict
+    rows: tuple[FitRow, ...]
+    pretrained: Pretrained
+
+    def table(self) -> list[str]:
+        """Returns a line for the checkpoint, and one for each note and each row."""
+        found = self.pretrained
+        cells = [
+            (f"{row.what}: {row.action}", *map(_shape, (row.before, row.after)))
+            for row in self.rows
+        ]
+        if any(before or after for _, before, after in cells):
+            cells.insert(0, ("", "checkpoint", "model"))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = (
+            "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        )
+        return [
+            f"{found.format} checkpoint of {found.options['variant']}: {found.source}",
+            *found.notes,
+            *lines,
+        ]
+
+
+def open_pretrained(
+    checkpoint: str | os.PathLike, *, use_ema: bool = True, num_heads: int = 0
+) -> Pretrained:
+    """Reads a checkpoint of any known format.
+
+    Args:
+      checkpoint: a workdir, a file or folder with weights, or any source that
+        `hub.download` takes: "hf://owner/name", "timm/...", "gs://...", "https://...",
+        "augreg:B/16".
+      use_ema: read the averaged parameters of a workdir if it has them.
+      num_heads: attention heads, for files that do not state them (timm's without a
+        config).
+
+    Returns:
+      The checkpoint under the names and options of this project.
+
+    Raises:
+      UserError: the checkpoint does not exist, is unreadable, or of no known format.
+    """
+    name = os.fspath(checkpoint)
+    path = download.download(name)
+    if workdir.has_checkpoint(path):
+        found = workdir.load_pretrained(path, use_ema=use_ema)
+        return dataclasses.replace(found, source=name)
+    if "://" in os.fspath(path):  # A folder in a bucket can only be a workdir.
+        raise UserError(
+            f"{name} has no finished checkpoint: give the workdir of a finished run, or "
+            "one file with weights"
+        )
+    tensors = files.read(path)
+    try:
+        found = registry.find_reader(tensors).read(tensors, num_heads)
+        for key, value in flatten_dict(found.params, sep="/").items():
+            if value.ndim:  # Scalars, such as step counters, are not weights.
+                torch_file.check_floating(key, value, name)
+        models.create(**found.options)
+    except UserError:
+        raise
+    except Exception as error:  # For example a number instead of a list in config.json.
+        what = f"{error} is missing" if isinstance(error, KeyError) else repr(error)
+        raise UserError(
+            f"{name} has a config.json, a header or arrays of another form than its "
+            f"format has: {what}"
+        ) from error
+    return dataclasses.replace(found, source=name)
+
+
+def load(
+    checkpoint: str | os.PathLike,
+    model: models.Model,
+    *,
+    head: str = "keep",
+    head_bias_init: float = 0.0,
+    allow_mismatch: Sequence[str] = (),
+    posemb_resize: str = "linear",
+    use_ema: bool = True,
+    init: Callable[[], dict] | None = None,
+) -> Loaded:
+    """Reads a checkpoint of any known format and fits it to a model.
+
+    Args:
+      checkpoint, use_ema: see `open_pretrained`.
+      model: to fit the parameters to.
+      head, head_bias_init, allow_mismatch, posemb_resize: see `surgery.fit`.
+      init: returns the initial values of parameters that may be missing; `model.init`
+        with key 0 if None.
+
+    Returns:
+      The parameters, and a table of what fitting did.
+
+    Raises:
+      UserError: the checkpoint cannot be read, or does not fit the model.
+    """
+    init = init or functools.partial(model.init, jax.random.key(0))
+
+    def initial():
+        return stacking.unstack(init())  # Checkpoints have one subtree per block.
+
+    found = open_pretrained(
+        checkpoint, use_ema=use_ema, num_heads=model.options.get("heads", 0)
+    )
+    source = models.create(**found.options)
+    try:
+        params, rows = surgery.fit(
+            found.params,
+            jax.eval_shape(initial),
+            grid=model.grid,
+            old_grid=source.grid,
+            head=head,
+            head_bias_init=head_bias_init,
+            allow_mismatch=allow_mismatch,
+            posemb_resize=posemb_resize,
+            init=initial,
+        )
+    except UserError as error:
+        theirs, ours = (
+            options["variant"] for options in (source.options, model.options)
+        )
+        if theirs == ours:
+            raise
+        raise UserError(
+            f"{error}; the checkpoint is a {theirs} and the model a {ours}"
+        ) from error
+    rows += [
+        FitRow("differs", f"{key} {old} in the checkpoint, {new} in the model")
+        for key, old, new in _differences(source.options, model.options)
+    ]
+    if model.stacked:
+        params = stacking.stack(params)
+    return Loaded(params, tuple(rows), found)
+
+
+def load_initial(
+    config: ConfigDict, model: models.Model, init: Callable[[], dict]
+) -> tuple[dict, list[str]]:
+    """Loads the checkpoint that `config.init` names, and fits it to the run's model.
+
+    Args:
+      config: complete config; `init`, the keys that belong to it, `data.mean`,
+        `data.std` and `model.head_bias` are read.
+      model: of the run.
+      init: returns the run's initial parameters, for those that may be missing.
+
+    Returns:
+      The parameters with one subtree per block, as on disk, and a line for each thing
+      that was loaded or changed.
+
+    Raises:
+      UserError: the checkpoint cannot be read, or does not fit the model.
+    """
+    try:
+        loaded = load(
+            config.init,
+            model,
+            head=config.init_head,
+            head_bias_init=config.model.head_bias,
+            allow_mismatch=config.init_allow,
+            posemb_resize=config.init_posemb,
+            use_ema=config.init_average,
+            init=init,
+        )
+    except UserError as error:
+        told = config.init in str(error)
+        key = "config.init" if told else f"config.init={config.init!r}"
+        raise UserError(f"{key}: {error}") from error
+    found = loaded.pretrained
+    lines = loaded.table()
+    if found.format == "workdir":  # Its first note states which parameters were loaded.
+        lines[:2] = [f"{found.notes[0]} from {found.source}"]
+    lines[0] = f"start: {lines[0]}"
+    return stacking.unstack(loaded.params), lines + _compare_normalisation(
+        found.preprocess, config.data
+    )
+
+
+def _differences(old: dict, new: dict) -> list[tuple]:
+    return [
+        (key, old[key], new[key])
+        for key in _FLAVOURS
+        if key in old and key in new and old[key] != new[key]
+    ]
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape)) if shape else ""
+
+
+def _compare_normalisation(
+    preprocess: Preprocess | None, data: ConfigDict
+) -> list[str]:
+    """Returns a line for each of mean and std that differs from the checkpoint's."""
+    lines = []
+    for name in ("mean", "std") if preprocess else ():
+        old, new = getattr(preprocess, name), getattr(data, name)
+        # A single number applies to all channels.
+        if set(old) != set(new) if 1 in (len(old), len(new)) else old != tuple(new):
+            lines.append(f"differs: {name} {old} in the checkpoint, data.{name}={new}")
+    return lines
