@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # each set of them has a server of its own.
 _READ_LATE = (
     *("XLA_FLAGS", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-    *("VIT_JAX_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED"),
+    *("VIT_JAX_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "OWN_DISK"),
 )
 _IMPORTS = (
     "vit_jax.job",

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+import forked
 import pytest
 from hosts import xla_flags
 
@@ -65,18 +66,15 @@ class Job:
                     "JAX_NUM_PROCESSES": str(hosts),
                     "JAX_PROCESS_ID": str(host),
                 }
-            command = ["-m", "vit_jax.train", f"--config={config}", *words]
-            command += [f"--workdir={workdir}"]
+            command = [f"--config={config}", *words, f"--workdir={workdir}"]
+            options = {"cwd": ROOT, "env": env, "text": True}
+            options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             if host == limited:
-                command = ["-c", LIMITED, str(BIG), *command]
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=ROOT,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+                program = [sys.executable, "-c", LIMITED, str(BIG), "-m"]
+                command = [*program, "vit_jax.train", *command]
+                process = subprocess.Popen(command, **options)
+            else:
+                process = forked.Popen("vit_jax.train", command, **options)
             self.processes.append(process)
             self.said.append([])
             thread = threading.Thread(target=self._listen, args=(host,), daemon=True)

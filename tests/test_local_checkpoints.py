@@ -7,8 +7,8 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 
+import forked
 import pytest
 from hosts import xla_flags
 
@@ -49,8 +49,7 @@ def start(tmp_path):
         for host in range(2):
             disk = tmp_path / f"disk{host}"
             disk.mkdir(exist_ok=True)
-            command = [sys.executable, "-m", "vit_jax.train", *words]
-            command += [f"--config={tmp_path / 'own.py'}", f"--workdir={workdir}"]
+            files = f"--config={tmp_path / 'own.py'}", f"--workdir={workdir}"
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
                 "PYTHONUNBUFFERED": "1",
@@ -60,8 +59,9 @@ def start(tmp_path):
                 "JAX_PROCESS_ID": str(host),
                 "OWN_DISK": str(disk),
             }
-            process = subprocess.Popen(
-                command,
+            process = forked.Popen(
+                "vit_jax.train",
+                [*words, *files],
                 cwd=ROOT,
                 env=environment,
                 stdout=subprocess.PIPE,
