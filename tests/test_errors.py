@@ -629,7 +629,7 @@ def test_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(
     ("words", "part"),
     [
         pytest.param(
-            ["--config.data.image_size=(2048,3072)", "--config.data.examples=2"],
+            ["--config.data.image_size=(704,1056)", "--config.data.examples=2"],
             "now 8",
             id="device",
         ),
@@ -637,7 +637,7 @@ def test_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(
     ],
 )
 def test_lack_of_memory_names_what_to_lower_on_the(refused, tmp_path, words, part):
-    # The limit of 69 GB is not filled: one array of 15 TB or 8 TB is refused.
+    # The limit of 69 GB is not filled: one array of 0.2 TB or 8 TB is refused.
     limit = ("RLIMIT_AS", 2**36)
     line = refused(f"--workdir={tmp_path}", *words, limit=limit)
     says(line, "out of memory", "batch_size", "optim.accumulate", "image_size", part)
