@@ -28,7 +28,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 # each set of them has a server of its own.
 _READ_LATE = (
     *("XLA_FLAGS", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-    *("VIT_JAX_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "OWN_DISK"),
+    *("VIT_JAX_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED"),
+    *("OWN_DISK", "HANGS"),  # Of tests.
 )
 _IMPORTS = (
     "vit_jax.job",

@@ -206,6 +206,9 @@ def test_a_loader_process_that_is_killed_saves_and_ends_all_and_leaves_no_other(
         assert re.search(
             r"a loader process was killed.*: step \d+ of \d+ is saved", text
         )
-    time.sleep(3)
-    alive = [p for pids in workers for p in pids if pathlib.Path(f"/proc/{p}").exists()]
+    until = time.monotonic() + 3
+    alive = [pid for pids in workers for pid in pids]
+    while alive and time.monotonic() < until:
+        time.sleep(0.02)
+        alive = [pid for pid in alive if pathlib.Path(f"/proc/{pid}").exists()]
     assert alive == []

@@ -6,9 +6,9 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
+import forked
 import pytest
 from hosts import xla_flags
 
@@ -61,7 +61,7 @@ def job(tmp_path):
     (tmp_path / "stalls.py").write_text(CONFIG)
     processes = []
 
-    def start(hosts, *words, interpose=(), environment=()):
+    def start(hosts, *words, environment=()):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -80,11 +80,13 @@ def job(tmp_path):
                     "JAX_NUM_PROCESSES": str(hosts),
                     "JAX_PROCESS_ID": str(host),
                 }
-            command = [sys.executable, *interpose, "-m", "vit_jax.train"]
-            command += [f"--config={tmp_path / 'stalls.py'}", *words]
-            command += [f"--workdir={tmp_path / 'run'}"]
-            process = subprocess.Popen(
-                command,
+            files = (
+                f"--config={tmp_path / 'stalls.py'}",
+                f"--workdir={tmp_path / 'run'}",
+            )
+            process = forked.Popen(
+                "vit_jax.train",
+                [*files, *words],
                 cwd=tmp_path,
                 env=env,
                 stdout=subprocess.PIPE,
