@@ -19,15 +19,14 @@ import time
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 from PIL import Image, ImageFilter
 
 from vit_jax import models
 from vit_jax.data import device_ops, folder, pipeline
+from vit_jax.data.config import DataConfig
 from vit_jax.evaluation import passes, views
 from vit_jax.parallel import compiler
 from vit_jax.parallel import mesh as meshes
-from vit_jax.schema import COMMON
 from vit_jax.weights.pretrained import Preprocess
 
 MADE = 64  # Files; they are read again and again.
@@ -55,19 +54,20 @@ def open_rows(root, split, count):
 def main(args):
     """Prints the comparison."""
     side, batch = args.side, args.batch
-    model = models.create(args.variant, classes=0, image_size=(side, side))
+    model = models.create(
+        args.variant, classes=0, image_size=(side, side), dtype=args.dtype
+    )
     params = jax.jit(model.init)(jax.random.key(0))
-    config = ConfigDict({"data": COMMON["data"], "model": {"dtype": args.dtype}})
-    config.data.update(image_size=(side, side), classes=2**31 - 1, threads=args.threads)
+    data = DataConfig(image_size=(side, side), classes=2**31 - 1, threads=args.threads)
     mesh = meshes.create({"data": 1}, jax.devices()[:1])
-    step = passes.build(model, config, mesh, wants=(passes.FEATURES,))
+    step = passes.build(model, data, mesh, wants=(passes.FEATURES,))
     ops = views.Travelled(
         Preprocess((side, side), interpolation="bicubic", crop_fraction=0.875), 3
     )
 
     @jax.jit
     def plain(params, images):
-        images = device_ops.normalize(images, config.data.mean, config.data.std)
+        images = device_ops.normalize(images, data.mean, data.std)
         return model.apply(params, images.astype(args.dtype))["pre_logits"]
 
     shape = jax.ShapeDtypeStruct((batch, side, side, 3), np.uint8)
@@ -82,7 +82,7 @@ def main(args):
 
     def features(source):
         with pipeline.eval_batches(
-            source, config.data, batch_size=batch, host=(ops,)
+            source, data, batch_size=batch, host=(ops,)
         ) as batches:
             found = passes.collect(step, {"one": params}, batches, mesh)["one"]
         assert found.values[passes.FEATURES].shape[0] == len(source)

@@ -7,9 +7,9 @@ import input_serve
 import jax
 import numpy as np
 
-from vit_jax import config
 from vit_jax.data import device_ops, ops, order, pipeline, sources
 from vit_jax.data.arrays import ArraySource
+from vit_jax.training import config
 
 SIZE, SEED = 224, 7
 

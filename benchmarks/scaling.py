@@ -61,9 +61,9 @@ def measure(args, point: Point) -> dict:
     """Times one point in this process."""
     import numpy as np
 
-    from vit_jax import config as configuration
     from vit_jax.models import cost
     from vit_jax.parallel import mesh as meshes
+    from vit_jax.training import config as configuration
     from vit_jax.training import program as programs
 
     classes = 1000
@@ -82,7 +82,7 @@ def measure(args, point: Point) -> dict:
     }
     config = configuration.complete(raw)
     devices = jax.devices()[: point.devices]
-    mesh = meshes.create(config.mesh.to_dict(), devices)
+    mesh = meshes.create(dataclasses.asdict(config.mesh), devices)
     program = programs.build(config, mesh, 1_000_000)
     step = program.step.lower(program.shapes, program.batch_shapes).compile()
     rng = np.random.default_rng(0)

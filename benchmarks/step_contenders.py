@@ -6,6 +6,7 @@ step: it takes uint8 images, and it gives top-1, gradient norm and parameter nor
 """
 
 import contextlib
+import dataclasses
 
 import baseline_vit
 import jax
@@ -14,10 +15,10 @@ import numpy as np
 import optax
 import plain_linen
 
-from vit_jax import config as configuration
 from vit_jax.models import variants
 from vit_jax.parallel import compiler
 from vit_jax.parallel import mesh as meshes
+from vit_jax.training import config as configuration
 from vit_jax.training import program as programs
 
 CLASSES, RATE, MOMENTUM = 1000, 1e-3, 0.9
@@ -198,7 +199,7 @@ class Ours(_OfJax):
         if optimizer == "sgd":
             raw["optim"]["momentum"] = MOMENTUM
         config = configuration.complete(raw)
-        mesh = meshes.create(config.mesh.to_dict())
+        mesh = meshes.create(dataclasses.asdict(config.mesh))
         program = programs.build(config, mesh, 1_000_000)
         self.model = program.model
         if params is None:

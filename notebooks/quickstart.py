@@ -39,10 +39,11 @@ import numpy as np
 from IPython.display import display
 
 import vit_jax
-from vit_jax import config, weights
+from vit_jax import weights
 from vit_jax.analysis import contact_sheet
 from vit_jax.data import sources
 from vit_jax.evaluation import prediction
+from vit_jax.training import config
 from vit_jax.training import loop
 from vit_jax.weights import export
 

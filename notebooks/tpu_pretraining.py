@@ -48,9 +48,8 @@ os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
 import jax
 
 import vit_jax
-from vit_jax import config
 from vit_jax.parallel import mesh as meshes
-from vit_jax.training import loop
+from vit_jax.training import config, loop
 
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])
 

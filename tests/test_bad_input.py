@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import warm
 from hosts import xla_flags
-from ml_collections import ConfigDict
 from PIL import Image
 
 from vit_jax import cli, models, signals
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.data import decode
 from vit_jax.models import cost
 from vit_jax.printing import masked, printable
+from vit_jax.training import config as configuration
+from vit_jax.training.optim import SgdConfig
 from vit_jax.weights import Pretrained, export
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -191,9 +192,10 @@ def test_value_that_no_run_can_have_is_refused_before_the_workdir(
 
 
 def test_length_in_epochs_that_is_too_many_steps_is_refused():
-    config = ConfigDict({"total_steps": 0, "epochs": 1e9, "batch_size": 2})
+    optim = SgdConfig(rate=0.1)
+    config = configuration.TrainConfig(epochs=1e9, batch_size=2, optim=optim)
     with pytest.raises(ValueError, match=r"epochs=1000000000.0: .* fewer than 2\*\*31"):
-        configuration.total_steps(config, 5)
+        config.num_steps(5)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ def test_passwords_are_in_no_message(process, verb, tmp_path):
 
 def test_passwords_are_in_no_config_that_is_written():
     config = configuration.load(QUICK.removeprefix("--config="), {"init": URL})
-    text = json.dumps(configuration.to_json(config))
+    text = json.dumps(fields.to_json(config))
     assert [s for s in SECRETS if s in text] == []
     assert config.init == URL  # It is still to be fetched.
 

@@ -108,7 +108,7 @@ def test_every_format_and_back(tmp_path, source, capsys, to, name, files, usage)
 
 @pytest.mark.slow
 def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
-    from vit_jax import config
+    from vit_jax.training import config
 
     workdir = tmp_path / "run"
     raw = {

@@ -11,11 +11,12 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from vit_jax import cli, config, dedup
+from vit_jax import cli, dedup
+from vit_jax.config import fields
 from vit_jax.data import sources
 from vit_jax.errors import UserError
 from vit_jax.tools.near_duplicates import scan
-from vit_jax.training import loop
+from vit_jax.training import config, loop
 
 ROOT = pathlib.Path(__file__).parents[1]
 HIGH, WIDE = 97, 107
@@ -165,18 +166,14 @@ def test_training_never_reads_an_excluded_record(place, tmp_path):
         # Whoever reads one of these fails: data.on_error is "raise".
         new.write_bytes(b"" if duplicate else path.read_bytes())
     train = recipe(root, str(tmp_path / "out.txt"))
-    with train.unlocked():
-        train.total_steps = 9  # More than an epoch.
+    train = fields.replace(train, {"total_steps": 9})  # More than an epoch.
     loop.train(train, tmp_path / "run")
     with pytest.raises(UserError, match=r"is empty \(0 bytes\)"):
         loop.train(recipe_of_all(root), tmp_path / "other")
 
 
 def recipe_of_all(root):
-    everything = recipe(root, "")
-    with everything.unlocked():
-        everything.total_steps = 9
-    return everything
+    return fields.replace(recipe(root, ""), {"total_steps": 9})
 
 
 KILLED = """

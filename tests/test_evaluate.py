@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 
 from vit_jax import cli, evaluate, models
-from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.evaluation import standalone
 from vit_jax.parallel import agreement
 from vit_jax.report import evaluations
+from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import native

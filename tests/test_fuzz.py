@@ -23,7 +23,9 @@ import warm
 from hosts import xla_flags
 from PIL import Image
 
-from vit_jax import models, schema
+from vit_jax import models
+from vit_jax.config import fields
+from vit_jax.training.config import TrainConfig
 from vit_jax.weights import Pretrained, export
 
 pytestmark = pytest.mark.slow
@@ -400,21 +402,16 @@ assert sum(count for count, _, _ in COMMANDS.values()) == 250
 
 def keys():
     """Returns every config key, with and without those of a choice."""
-    common = [
-        f"{section}.{key}".strip(".")
-        for section, k in schema.COMMON.items()
-        for key in k
-    ]
-    forms = [f"model.{key}" for form in schema.FORMS.values() for key in form]
-    chosen = [
-        f"{section}.{key}".strip(".")
-        for (section, _), options in schema.CHOICES.items()
-        for option in options.values()
-        for key in option
-    ]
-    return sorted(
-        {*common, *forms, *chosen, "evals.val", "evals.a.b", "optim", "x", ""}
-    )
+    names = set()
+    for section, (field, about) in fields.fields(TrainConfig).items():
+        names.add(section)
+        types = []
+        if isinstance(about, fields.Choice):
+            types = about.types.values()
+        elif isinstance(about, fields.Section) and not isinstance(about, fields.Named):
+            types = [field.default_factory]
+        names |= {f"{section}.{key}" for cls in types for key in fields.fields(cls)}
+    return sorted({*names, "evals.val", "evals.a.b", "x", ""})
 
 
 def cases(verb):

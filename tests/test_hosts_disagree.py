@@ -7,9 +7,10 @@ import pytest
 from flax.traverse_util import flatten_dict
 from PIL import Image
 
-from vit_jax import config as configuration
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.parallel import agreement
+from vit_jax.training import config as configuration
 from vit_jax.training import same_run
 
 CONFIG = """
@@ -77,7 +78,10 @@ def test_other_images_and_other_weights_are_named(job, tmp_path):
     config = configuration.load(str(tmp_path / "pair.py"), {})
     data = config.data
     model = models.create(
-        **config.model, classes=2, image_size=data.image_size, channels=3
+        **fields.to_dict(config.model),
+        classes=2,
+        image_size=data.image_size,
+        channels=3,
     )
     shapes = flatten_dict(jax.eval_shape(model.init, jax.random.key(0)), sep="/")
     words = []

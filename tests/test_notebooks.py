@@ -209,8 +209,7 @@ def of_attention(folder):
 
 def small_model(folder):
     """Trains a stand-in for what the notebooks fetch from the hub."""
-    from vit_jax import config
-    from vit_jax.training import loop
+    from vit_jax.training import config, loop
 
     settings = config.load(f"{ROOT}/configs/flowers_finetune.py:quick")
     loop.train(settings, folder / "small")

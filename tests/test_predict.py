@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax import cli, config, models, predict, weights
+from vit_jax import cli, models, predict, weights
 from vit_jax.errors import UserError
 from vit_jax.evaluation import inputs, prediction
-from vit_jax.training import loop
+from vit_jax.training import config, loop
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import native, timm
 from vit_jax.weights.pretrained import Preprocess, Pretrained

@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax import cli, config, show_batch
+from vit_jax import cli, show_batch
 from vit_jax.data import sources
 from vit_jax.errors import UserError
 from vit_jax.parallel.mesh import create as create_mesh
+from vit_jax.training import config
 
 RECIPE = """
 from ml_collections import ConfigDict

@@ -13,8 +13,9 @@ import pytest
 from hosts import xla_flags
 from one_process import run
 
-from vit_jax import config as configuration
 from vit_jax import models
+from vit_jax.config import fields
+from vit_jax.training import config as configuration
 from vit_jax.training import optim
 from vit_jax.training import state as states
 
@@ -32,7 +33,7 @@ ALIKE = ("b32_i21k", "l16_i21k", "l32_i21k", "b32_i1k", "l16_i1k", "l32_i1k", "h
 def test_recipe_initialises(recipe):
     config = configuration.load(f"{ROOT}/configs/{recipe}.py")
     model = models.create(
-        **config.model,
+        **fields.to_dict(config.model),
         classes=config.data.classes,
         image_size=config.data.image_size,
         channels=config.data.channels,
@@ -42,10 +43,14 @@ def test_recipe_initialises(recipe):
 
     # Every mask matches, and the schedule starts and ends where it should.
     examples = config.data.examples or 10_000_000
-    total = configuration.total_steps(config, examples)
-    rate = optim.schedule(config, total, examples / config.batch_size)
-    tx = optim.optimizer(config, params, rate, total, examples / config.batch_size)
-    state = jax.eval_shape(lambda p: states.create(p, tx, config), params)
+    lengths = config.num_steps(examples), examples / config.batch_size
+    peak = config.optim.peak_rate(config.batch_size)
+    rate = optim.schedule(config.optim, peak, *lengths)
+    tx = optim.optimizer(config.optim, params, rate, *lengths)
+    total = lengths[0]
+    state = jax.eval_shape(
+        lambda p: states.create(p, tx, seed=0, average=config.average.decay > 0), params
+    )
     assert (state.average is None) == (config.average.decay == 0)
     assert float(rate(total)) <= 1e-5 < config.optim.rate
 

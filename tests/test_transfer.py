@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vit_jax import cli, transfer
-from vit_jax import config as configuration
+from vit_jax.training import config as configuration
 from vit_jax.training import loop
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -51,7 +51,7 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
       The flags, and `overrides`: dotted config key to value.
     """
     # Here, because a signal is caught as early as possible.
-    from vit_jax import config as configuration
+    from vit_jax.config import loading
 
     words, overrides = [], {}
     rest = list(sys.argv[1:] if argv is None else argv)
@@ -67,19 +67,19 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
             if not rest:
                 parser.error(f"--config.{key} has no value")
             value = rest.pop(0)
-        overrides[key] = configuration.parse_override(value)
+        overrides[key] = loading.parse_override(value)
     flags = parser.parse_args(words)
     flags.overrides = overrides
     return flags
 
 
 def load_config(flags: argparse.Namespace):
-    """Returns the config (a ConfigDict) that the flags name.
+    """Returns the config that the flags name.
 
     Raises:
       UserError: it is not a config, or leaves `init` to be stated and it is not.
     """
-    from vit_jax import config as configuration
+    from vit_jax.training import config as configuration
 
     config = configuration.load(flags.config, flags.overrides)
     tell_unread(config)
@@ -209,11 +209,11 @@ def size(text: str) -> tuple[int, int]:
     """Reads a flag's height and width: one number of pixels, or HEIGHTxWIDTH."""
     height, _, width = text.partition("x")
     height, width = positive(height), positive(width or height)
-    from vit_jax import bounds  # Not before signals are heard.
+    from vit_jax.config import fields  # Not before signals are heard.
 
-    if height * width > bounds.MAX_PIXELS:
+    if height * width > fields.MAX_PIXELS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than {bounds.MAX_PIXELS:,} pixels; images of so many are "
+            f"{text!r} is more than {fields.MAX_PIXELS:,} pixels; images of so many are "
             "not read either"
         )
     return height, width

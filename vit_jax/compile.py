@@ -5,18 +5,18 @@ python -m vit_jax.compile --config=configs/h14_i21k.py --topology=v5e:16x16
 It prints what the step needs of each chip and how that compares to what the chip has:
 memory, products, bytes, collectives, and the least time that a step can take. It runs
 on any Linux machine with the extra `tpu`; a large model takes minutes. Any key of
-vit_jax/schema.py can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input
+vit_jax/training/config.py can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input
 (one line says what), 3 it does not fit or compile, or with --strategies nothing does.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 
 from vit_jax import cli
 from vit_jax.errors import UserError
 from vit_jax.printing import printable
-from vit_jax.schema import CHOICES
 from vit_jax.tools.planning import topology
 
 EXIT_TOO_LARGE = 3
@@ -28,13 +28,13 @@ _EXAMPLES = 303_000_000
 
 def main(flags: argparse.Namespace) -> int:
     """Compiles what the flags name and prints what it costs; returns the exit code."""
-    from vit_jax import config as configuration
-
     place = topology.parse(flags.topology, flags.slices)
+    topology.prepare()  # Before JAX is imported.
+    from vit_jax.training import config as configuration
+
     _check(flags)
     # Not cli.load_config: weights to start from change no program.
     config = configuration.load(flags.config, flags.overrides)
-    topology.prepare()
     devices = place.devices()
     limit = topology.usable_memory(devices[0])
     examples, source = _examples(flags, config)
@@ -60,7 +60,9 @@ def _check(flags) -> None:
         raise UserError(
             f"--export={flags.export}: there is no folder {folder}: make it"
         )
-    known = CHOICES["model", "remat"]
+    from vit_jax.models import stacking
+
+    known = stacking.REMAT_POLICIES
     for policy in filter(None, flags.remat.split(",")):
         if policy not in known:
             raise UserError(f"--remat: {policy!r} is not one of {', '.join(known)}")
@@ -84,7 +86,7 @@ def _one(flags, config, devices, examples, limit, heading) -> int:
     from vit_jax.parallel import mesh as meshes
     from vit_jax.tools.planning import analysis, report
 
-    mesh = meshes.create(config.mesh.to_dict(), devices)
+    mesh = meshes.create(dataclasses.asdict(config.mesh), devices)
     found = analysis.analyse(config, mesh, examples, limit)
     if flags.json:
         print(json.dumps({"heading": heading} | found.to_json()))
@@ -102,7 +104,7 @@ def _one(flags, config, devices, examples, limit, heading) -> int:
 def _compare(flags, config, devices, examples, limit, heading) -> int:
     from vit_jax.tools.planning import report, strategies
 
-    has_blocks = "remat" in config.model
+    has_blocks = hasattr(config.model, "remat")
     sizes = strategies.meshes_for(len(devices), has_blocks)
     if flags.meshes:
         sizes = strategies.parse_meshes(flags.meshes)

@@ -19,7 +19,7 @@ from vit_jax.printing import masked
 
 def main(flags: argparse.Namespace) -> int:
     """Runs the evaluations that the flags describe; returns the exit code."""
-    from vit_jax import config as configuration
+    from vit_jax.training import config as configuration
 
     config = configuration.load_evaluation(flags.config, flags.overrides)
     return job.run(lambda: run(flags, config), "", debug=flags.debug)
@@ -74,7 +74,7 @@ def run(flags: argparse.Namespace, config) -> None:
     }
     shown = evaluations.table(results, confusions)
     if flags.json:
-        shown = json.dumps(standalone.summary(config, results))
+        shown = json.dumps(standalone.summary(config.evals, results))
     print(shown, flush=True)
     if flags.out:
         names = evaluations.write(flags.out, report, confusions)

@@ -8,6 +8,7 @@ Exit codes: 0 done, 2 bad input (one line says what).
 """
 
 import argparse
+import dataclasses
 import os
 import pathlib
 
@@ -17,7 +18,7 @@ from vit_jax.errors import UserError
 
 def main(flags: argparse.Namespace) -> None:
     """Writes the sheet that the flags describe and says where."""
-    from vit_jax import config as configuration
+    from vit_jax.training import config as configuration
 
     # Without what a run needs beside: weights to start from, for example.
     config = configuration.load(flags.config, flags.overrides)
@@ -66,8 +67,8 @@ def see(source, config, count: int) -> tuple:
     from vit_jax.data import ops, pipeline
     from vit_jax.training import state, step
 
-    data = config.data.copy_and_resolve_references()
-    data.workers = 0  # Processes would not pay for one batch.
+    # Processes would not pay for one batch.
+    data = dataclasses.replace(config.data, workers=0)
     parsed = ops.parse_train(data.ops, data.image_size)
     with pipeline.train_batches(
         source,

@@ -5,7 +5,7 @@
 Every model of the config is pretrained on every part of the data, scored on the test
 split as it is and by few-shot features, and fine-tuned. Results are in study.json and
 points.csv; `python -m vit_jax.report runs/study` draws them. The same command goes on
-where it was ended; what is done is not repeated. Any key of vit_jax/schema.py can be set
+where it was ended; what is done is not repeated. Any key of a config can be set
 for all runs: --config.data.data_dir=DIR. Exit codes: 0 done, 2 bad input, 75 preempted.
 """
 

@@ -27,7 +27,7 @@ def main(flags: argparse.Namespace) -> int:
     """Prints the costs of the models that the flags name; returns the exit code."""
     _check(flags)
     if flags.config:
-        from vit_jax import config as configuration
+        from vit_jax.training import config as configuration
 
         config = configuration.load(flags.config, flags.overrides)
         models = [_of_config(config)]
@@ -66,9 +66,10 @@ def _check(flags):
 def _of_config(config):
     """Returns the config's model, and that its resolution is the one asked for."""
     from vit_jax import models
+    from vit_jax.config import fields
 
     model = models.create(
-        **config.model,
+        **fields.to_dict(config.model),
         classes=config.data.classes,
         image_size=config.data.image_size,
         channels=config.data.channels,
@@ -78,8 +79,6 @@ def _of_config(config):
 
 def _images(config):
     """Returns how many images a run of the config sees."""
-    from vit_jax import config as configuration
-
     examples = config.data.examples
     if config.epochs and not examples:
         from vit_jax.data import sources
@@ -88,7 +87,7 @@ def _images(config):
             examples = len(sources.open_source(config.data, config.data.split))
         except UserError as error:
             raise UserError(f"{error}; or state --images") from error
-    return configuration.total_steps(config, examples) * config.batch_size
+    return config.num_steps(examples) * config.batch_size
 
 
 def find(
@@ -141,12 +140,12 @@ def _sides(resolution):
             f"--resolution={resolution} is not a side or height x width in pixels: "
             "state it as 224 or 224x160"
         )
-    from vit_jax import bounds
+    from vit_jax.config import fields
 
     sides = int(match[1][:9]), int((match[2] or match[1])[:9])
-    if math.prod(sides) > bounds.MAX_PIXELS:
+    if math.prod(sides) > fields.MAX_PIXELS:
         raise UserError(
-            f"--resolution={resolution}: more than {bounds.MAX_PIXELS:,} pixels; images "
+            f"--resolution={resolution}: more than {fields.MAX_PIXELS:,} pixels; images "
             "of so many are not read either"
         )
     return sides

@@ -1,97 +1,69 @@
-"""The reference of config keys, out of vit_jax/schema.py: its values and its comments.
+"""The reference of config keys, out of the fields of the config dataclasses."""
 
-The schema is read as text, because the meaning of a key is the comment beside or above
-it. Nothing of the project is imported.
-"""
+import dataclasses
 
-import ast
-import io
-import tokenize
-from typing import NamedTuple
+from vit_jax.config import fields
+from vit_jax.config.fields import Choice, Key, Named, Section
 
 
-class Key(NamedTuple):
-    """One entry of a dict of the schema.
-
-    Attributes:
-      default: Python text of its value; "" where it holds keys.
-      meaning: the comment beside it, after what stands above it.
-      keys: what it holds, by name.
-    """
-
-    default: str
-    meaning: str
-    keys: dict
-
-
-def read(source: str) -> dict[str, dict[str, Key]]:
-    """Returns the dicts of a schema by their names: COMMON, EVALS, FORMS, CHOICES ...
+def markdown(cls: type) -> str:
+    """Returns the reference as Markdown, with headings from the second level on.
 
     Args:
-      source: text of schema.py.
+      cls: dataclass of the whole config.
     """
-    found, comments = {}, _comments(source)
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.Assign):
-            (target,) = statement.targets
-            # What stands above the name is about all of it.
-            beside = {k: v for k, v in comments.items() if k >= statement.lineno}
-            found[target.id] = _keys(statement.value, beside, found)
-    return found
+    own = fields.fields(cls)
+    parts = ["## The run itself", _table(own)]
+    for name, (field, about) in own.items():
+        if isinstance(about, Named):
+            parts += _choice(f"{name}.NAME", about.choice, about.help)
+        elif isinstance(about, Choice):
+            parts += _choice(name, about, "")
+        elif isinstance(about, Section):
+            parts += [f"## `{name}`", *_said(field.default_factory)]
+            parts.append(_table(fields.fields(field.default_factory)))
+    return "\n\n".join(filter(None, parts))
 
 
-def markdown(source: str) -> str:
-    """Returns the reference as Markdown, with headings from the second level on."""
-    schema = read(source)
-    parts = []
-    for section, key in schema["COMMON"].items():
-        title = f"`{section}`" if section else "The run itself"
-        parts.append(_section(title, key))
-    parts.append("## `evals.NAME`, by kind")
-    for kind, key in schema["EVALS"].items():
-        parts.append(_section(f'`kind="{kind}"`', key, level=3))
-    parts.append("## `model`, by the form of its variant (FORMS)")
-    for key in schema["FORMS"].values():  # What stands above each is its title.
-        parts.append(_section(key.meaning, key._replace(meaning=""), level=3))
-    parts.append("## Keys that exist under one choice alone")
-    for choice, key in schema["CHOICES"].items():
-        rows = [
-            row for option, inner in key.keys.items() for row in _rows(inner, option)
-        ]
-        name = ".".join(filter(None, ast.literal_eval(choice)))
-        if rows:
-            parts += [f"### `{name}`", _table(("value", "key"), rows)]
-        else:
-            options = ", ".join(f"`{option}`" for option in key.keys)
-            parts.append(f"### `{name}`\n\nOne of {options}. {key.meaning}".rstrip())
-    return "\n\n".join(parts)
+def _choice(name: str, about: Choice, said: str) -> list[str]:
+    """Returns the keys that all types of a choice have, then those of each."""
+    types = {kind: fields.fields(cls) for kind, cls in about.types.items()}
+    shared = set.intersection(*map(set, types.values())) - {about.by}
+    first = types[next(iter(types))]
+    parts = [f"## `{name}`, by `{about.by}`", said]
+    parts.append(_table({k: first[k] for k in first if k in shared}))
+    for kind, cls in about.types.items():
+        title = _doc(cls) if about.patterns else f'`{about.by}="{kind}"`'
+        parts.append(f"### {title.rstrip('.')}")
+        if not about.patterns:
+            parts += _said(cls)
+        rest = {
+            k: v
+            for k, v in types[kind].items()
+            if k not in shared or v[0].default != first[k][0].default
+        }
+        rest.pop(about.by, None)
+        parts.append(_table(rest))
+    return parts
 
 
-def _section(title: str, key: Key, level: int = 2) -> str:
-    words = [f"{'#' * level} {title}"]
-    if key.meaning:
-        words.append(key.meaning)
-    rows = [row[1:] for row in _rows(key, "")]
-    words.append(_table(("key",), rows) if rows else "")
-    return "\n\n".join(filter(None, words))
+def _said(cls: type) -> list[str]:
+    return [_doc(cls)]
 
 
-def _rows(key: Key, option: str) -> list[tuple[str, ...]]:
-    """Returns option, key, default and meaning of each key; one row of none at all."""
-    if not key.keys and not option:
-        return []
+def _doc(cls: type) -> str:
+    return (cls.__doc__ or "").split("\n")[0]
+
+
+def _table(known: dict[str, tuple[dataclasses.Field, Key]]) -> str:
     rows = [
-        (f"`{option}`", f"`{name}`", f"`{inner.default}`", inner.meaning)
-        for name, inner in key.keys.items()
+        (f"`{name}`", f"`{field.default!r}`", _meaning(about))
+        for name, (field, about) in known.items()
+        if not isinstance(about, Section)
     ]
-    if rows and option and key.meaning:
-        rows[0] = (f"`{option}`: {key.meaning}", *rows[0][1:])
-    return rows
-
-
-def _table(first: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    head = (*first, "default", "meaning")
-    lines = [head, ("---",) * len(head), *rows]
+    if not rows:
+        return ""
+    lines = [("key", "default", "meaning"), ("---",) * 3, *rows]
     # A bar would end a cell.
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |"
@@ -99,50 +71,10 @@ def _table(first: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     )
 
 
-def _keys(node: ast.expr, comments: dict, found: dict) -> dict[str, Key]:
-    """Returns the keys of a dict, of a union of dicts, or of one that has a name."""
-    if isinstance(node, ast.BinOp):
-        left, right = (_keys(n, comments, found) for n in (node.left, node.right))
-        for name in left.keys() & right.keys():  # Another default, the same meaning.
-            said = right[name].meaning or left[name].meaning
-            right[name] = right[name]._replace(meaning=said)
-        return left | right
-    if isinstance(node, ast.Name):
-        return found[node.id]
-    if not isinstance(node, ast.Dict):
-        return {}
-    keys = {}
-    for key, value in zip(node.keys, node.values, strict=True):
-        name = key.value if isinstance(key, ast.Constant) else ast.unparse(key)
-        # A comment beside several keys is the outermost one's.
-        rest = {k: v for k, v in comments.items() if k > key.lineno}
-        inner = _keys(value, rest, found)
-        holds = isinstance(value, (ast.Dict, ast.BinOp, ast.Name))
-        default = "" if holds else ast.unparse(value)
-        line = key.lineno if holds else value.end_lineno
-        keys[name] = Key(default, _meaning(key.lineno, line, comments), inner)
-    return keys
-
-
-def _meaning(first: int, last: int, comments: dict) -> str:
-    """Joins the comments above a line, which stand alone, and that beside another."""
-    words = []
-    above = first - 1
-    while above in comments and comments[above][1]:
-        words.insert(0, comments[above][0])
-        above -= 1
-    if last in comments and not comments[last][1]:
-        words.append(comments[last][0])
-    return " ".join(words)
-
-
-def _comments(source: str) -> dict[int, tuple[str, bool]]:
-    """Returns line -> comment, and whether it stands there alone."""
-    return {
-        token.start[0]: (
-            token.string.lstrip("# "),
-            not token.line[: token.start[1]].strip(),
-        )
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
+def _meaning(about: Key) -> str:
+    """Returns the help of a key, and under which choice alone it is read."""
+    only = [
+        f"{other}={' or '.join(values)}"
+        for other, values in (about.only_if or {}).items()
+    ]
+    return " ".join([about.help, *(f"Only with `{words}`." for words in only)])

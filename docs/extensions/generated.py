@@ -7,6 +7,8 @@ import tomllib
 import config_reference
 import docstrings
 
+from vit_jax.training.config import TrainConfig
+
 _HERE = pathlib.Path(__file__).parents[1]
 _ROOT = _HERE.parent
 # Where the project is published; CONTRIBUTING.md says how OWNER is replaced.
@@ -57,9 +59,7 @@ def gallery(text: str) -> str:
 
 def _fill(app, docname: str, source: list[str]) -> None:
     made = {
-        "configuration": lambda: config_reference.markdown(
-            (_ROOT / "vit_jax/schema.py").read_text()
-        ),
+        "configuration": lambda: config_reference.markdown(TrainConfig),
         "commands": lambda: commands((_HERE / "commands.toml").read_text()),
         "gallery": lambda: gallery(source[0]),
     }

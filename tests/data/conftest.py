@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from vit_jax import config
+from vit_jax.training import config
 
 REAL = pathlib.Path(__file__).parents[3] / "shared" / "data"
 

@@ -5,7 +5,7 @@ import sys
 QUIET = """
 import multiprocessing
 import pathlib
-from vit_jax import config
+from vit_jax.training import config
 from vit_jax.data import pipeline, sources, workers
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 import time
 
@@ -39,7 +40,9 @@ def test_excluded_records_are_left_out_of_the_training_split_alone(
     full = open_source(data, "train")
     names = [full.record_id(i) for i in range(len(full))]
     out = {names[0], names[1], names[7], names[18]}
-    data.exclude = listed("# near-duplicates", "", *out, "val/ant/0.png")
+    data = dataclasses.replace(
+        data, exclude=listed("# near-duplicates", "", *out, "val/ant/0.png")
+    )
 
     source = open_source(data, "train")
     kept = [source.record_id(i) for i in range(len(source))]
@@ -56,7 +59,7 @@ def test_excluded_records_are_left_out_of_the_training_split_alone(
 def test_a_set_in_memory_is_still_gathered_without_the_excluded(data_config, listed):
     data = data_config(name="made", examples=11)
     full = open_source(data, "train")
-    data.exclude = listed("train/0", "train/5", "train/6")
+    data = dataclasses.replace(data, exclude=listed("train/0", "train/5", "train/6"))
     source = pickle.loads(pickle.dumps(open_source(data, "train")))
     kept = [1, 2, 3, 4, 7, 8, 9, 10]
     np.testing.assert_array_equal(source.images, full.images[kept])
@@ -83,14 +86,14 @@ def test_an_unknown_file_of_a_folder_is_named(data_config, folder, listed):
 
 def test_nothing_left_and_no_file_are_user_errors(data_config, listed, tmp_path):
     data = data_config(examples=3)
-    data.exclude = listed("train/2", "train/0", "train/1")
+    data = dataclasses.replace(data, exclude=listed("train/2", "train/0", "train/1"))
     with pytest.raises(UserError, match="names all 3 records"):
         open_source(data, "train")
-    data.exclude = str(tmp_path / "absent.txt")
+    data = dataclasses.replace(data, exclude=str(tmp_path / "absent.txt"))
     with pytest.raises(UserError, match=r"absent\.txt' cannot be read"):
         open_source(data, "train")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    data.exclude = str(tmp_path / "binary.txt")
+    data = dataclasses.replace(data, exclude=str(tmp_path / "binary.txt"))
     with pytest.raises(UserError, match=r"binary\.txt' cannot be read"):
         open_source(data, "train")
 

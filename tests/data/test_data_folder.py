@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import shutil
 
@@ -164,7 +165,7 @@ def test_links_out_of_the_folder_are_followed(data, folder, elsewhere):
 )
 def test_links_back_into_the_data_set_are_an_error(data, folder, link, target):
     (folder / link).symlink_to(os.path.normpath(folder / target))
-    data.split = "train"
+    data = dataclasses.replace(data, split="train")
     with pytest.raises(UserError, match=rf"{link} is a link"):
         open_source(data, link.split("/")[0])
 
@@ -197,13 +198,13 @@ def test_what_cannot_be_read_names_the_file_and_can_be_skipped(data, folder):
     (bad / "text.jpg").write_text("no image")
     whole = (bad / "0.png").read_bytes()
     (bad / "cut.png").write_bytes(whole[: len(whole) // 2])
-    data.update(image_size=(37, 53), eval_ops="", on_error="skip")
+    data = dataclasses.replace(data, image_size=(37, 53), eval_ops="", on_error="skip")
     source = open_source(data, "val")
     assert len(source) == 8
     with pipeline.eval_batches(source, data, batch_size=3) as batches:
         counted = [(b["skipped"].sum(), b["mask"].sum()) for b in batches]
     assert np.sum(counted, axis=0).tolist() == [4, 4]
-    data.on_error = "raise"
+    data = dataclasses.replace(data, on_error="raise")
     match = r"val/ant/\w+\.(png|jpg) .*(cannot be|is empty)"
     batches = pipeline.eval_batches(source, data, batch_size=8)
     with batches, pytest.raises(UserError, match=match):

@@ -1,3 +1,4 @@
+import dataclasses
 import pathlib
 import re
 import textwrap
@@ -45,7 +46,9 @@ def listed(module, tmp_path, photograph, encode, data_config):
 
 def test_the_example_of_the_readme_is_read(listed, photograph, tmp_path):
     (tmp_path / "left_out").write_text("train/2.png\n")
-    listed.update(exclude=str(tmp_path / "left_out"), ops="", eval_ops="")
+    listed = dataclasses.replace(
+        listed, exclude=str(tmp_path / "left_out"), ops="", eval_ops=""
+    )
     source = open_source(listed, "train")
     with pipeline.eval_batches(source, listed, batch_size=4) as batches:
         first, second = batches
@@ -81,7 +84,7 @@ def test_arrays_in_memory_need_five_lines(module, data_config):
     assert source.describe(2) == "mine train[1:] record 2"
     with pytest.raises(UserError, match="mine has no split 'val'; it has train"):
         open_source(data, "val")
-    data.classes = 2
+    data = dataclasses.replace(data, classes=2)
     with pytest.raises(UserError, match=r"mine train record 0 has label 2"):
         open_source(data, "train")
 
@@ -375,7 +378,7 @@ def test_other_methods_of_an_own_source_that_raise_are_one_line(
     data = data_config(name="methods:f")
     with pytest.raises(UserError, match="ZeroDivisionError: division by zero; mend it"):
         fingerprint(open_source(data, "train"))
-    data.exclude = str(tmp_path / "left_out")
+    data = dataclasses.replace(data, exclude=str(tmp_path / "left_out"))
     for line, match in (
         ("boom", "which raised ValueError: boom; mend it"),
         ("gone", "line 1 names record 'gone', which the data set lacks"),

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import pathlib
@@ -104,14 +105,14 @@ def test_slices_and_sums_select_rows_across_files(data):
 
 def test_records_can_be_excluded_by_name(data, tmp_path):
     (tmp_path / "list.txt").write_text("train/3\ntest/4\ntrain/22\n")
-    data.exclude = str(tmp_path / "list.txt")
+    data = dataclasses.replace(data, exclude=str(tmp_path / "list.txt"))
     source = open_source(data, "train")
     assert [corner(source[i]) for i in range(21)] == [*range(3), *range(4, 22)]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_come_from_threads_and_processes(data, workers):
-    data.update(threads=3, workers=workers, ops="")
+    data = dataclasses.replace(data, threads=3, workers=workers, ops="")
     source = open_source(data, "train")
     with pipeline.eval_batches(source, data, batch_size=5) as batches:
         rows = [
@@ -185,7 +186,7 @@ def test_the_same_split_in_two_folders_must_be_chosen(data, shards, images):
     ],
 )
 def test_wrong_keys_are_user_errors(data, keys, match):
-    data.update(keys)
+    data = dataclasses.replace(data, **keys)
     with pytest.raises(UserError, match=match):
         open_source(data, "train")
 
@@ -217,7 +218,7 @@ def test_damage_inside_a_file_names_set_split_and_record(data, shards):
     start = column.dictionary_page_offset or column.data_page_offset
     content[start : start + 40] = b"\xff" * 40
     path.write_bytes(content)
-    data.update(ops="", eval_ops="")
+    data = dataclasses.replace(data, ops="", eval_ops="")
     source = open_source(data, "train")
     assert corner(source[3]) == 3  # The group before.
     assert corner(source[8]) == 8  # And after.
@@ -225,7 +226,7 @@ def test_damage_inside_a_file_names_set_split_and_record(data, shards):
     batches = pipeline.eval_batches(source, data, batch_size=6)
     with batches, pytest.raises(UserError, match=match):
         list(batches)
-    data.on_error = "skip"
+    data = dataclasses.replace(data, on_error="skip")
     with pipeline.eval_batches(source, data, batch_size=6) as batches:
         assert sum(batch["skipped"].sum() for batch in batches) == 4
 

@@ -15,7 +15,7 @@ from vit_jax.data import workers
 LOADING = """
 import multiprocessing, os, signal
 import numpy as np
-from vit_jax import config
+from vit_jax.training import config
 from vit_jax.data import pipeline, sources
 
 def load(workers, kill_at):
@@ -67,7 +67,7 @@ def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(tmp_path):
 # The files are images whose loading warns. The first argument is their folder.
 READING = """
 import pathlib, sys, time
-from vit_jax import config
+from vit_jax.training import config
 from vit_jax.data import pipeline, sources, workers
 
 def names():

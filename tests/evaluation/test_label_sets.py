@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 from tfds_sets import builder_class
 
-from vit_jax import config as configuration
 from vit_jax import models
 from vit_jax.data import folder, objectnet, tfds_source
 from vit_jax.errors import UserError
 from vit_jax.evaluation import label_sets, readings, standalone
 from vit_jax.evaluation.passes import Outputs
+from vit_jax.training import config as configuration
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax import config as configuration
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.data import pipeline, sources
 from vit_jax.errors import UserError
 from vit_jax.evaluation import classification, passes
 from vit_jax.parallel import mesh as meshes
 from vit_jax.parallel import sharding
+from vit_jax.training import config as configuration
 
 EXAMPLES = 37  # Not a multiple of the batch, nor of the devices.
 ALL = (passes.FEATURES, passes.TOPS, passes.LOSS, passes.RESTRICTED)
@@ -40,7 +41,7 @@ def setting():
             },
         }
     )
-    model = models.create(**config.model, classes=7, image_size=(8, 12))
+    model = models.create(**fields.to_dict(config.model), classes=7, image_size=(8, 12))
     params = model.init(jax.random.key(0))
     params["head"]["kernel"] = jax.random.normal(jax.random.key(1), (12, 7))
     return config, model, params, sources.open_source(config.data, "val")
@@ -51,7 +52,7 @@ def collect(setting, params=None, wants=ALL, source=None, **sizes):
     mesh = meshes.create(sizes, jax.devices()[: math.prod(sizes.values())])
     shardings = sharding.parameters(own, mesh, smallest=60)
     params = params or {"raw": own}
-    step = passes.build(model, config, mesh, shardings, wants, ALLOWED)
+    step = passes.build(model, config.data, mesh, shardings, wants, ALLOWED)
     with pipeline.eval_batches(source or default, config.data, batch_size=8) as batches:
         placed = {name: jax.device_put(x, shardings) for name, x in params.items()}
         return passes.collect(step, placed, batches, mesh)
@@ -117,7 +118,7 @@ def test_only_what_is_wanted_is_computed(setting):
 
 def test_a_model_without_a_head_gives_features(setting):
     config, _, params, source = setting
-    model = models.create(**config.model, classes=0, image_size=(8, 12))
+    model = models.create(**fields.to_dict(config.model), classes=0, image_size=(8, 12))
     bare = {name: value for name, value in params.items() if name != "head"}
     found = collect((config, model, bare, source), wants=("features",), data=1)
     expected = collect(setting, wants=("features",), data=1)
@@ -144,8 +145,7 @@ def test_a_damaged_image_is_left_out(setting):
 
         record_id = describe
 
-    skipping = config.copy_and_resolve_references()
-    skipping.data.on_error = "skip"
+    skipping = fields.replace(config, {"data.on_error": "skip"})
     found = collect((skipping, *rest, source), source=Torn(), data=1)["raw"]
     whole = collect(setting, data=1)["raw"]
     kept = np.delete(np.arange(EXAMPLES), (0, 30))
@@ -160,7 +160,7 @@ def test_a_pass_can_be_abandoned(setting):
     asked = iter([False, False, True])
     with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
         found = passes.collect(
-            passes.build(model, config, mesh),
+            passes.build(model, config.data, mesh),
             {"raw": params},
             batches,
             mesh,
@@ -172,7 +172,7 @@ def test_a_pass_can_be_abandoned(setting):
 def test_an_empty_evaluation_is_refused(setting):
     config, model, params, _ = setting
     mesh = meshes.create({"data": 1}, jax.devices()[:1])
-    step = passes.build(model, config, mesh)
+    step = passes.build(model, config.data, mesh)
     with pytest.raises(UserError, match="no example"):
         passes.collect(step, {"raw": params}, [], mesh)
 

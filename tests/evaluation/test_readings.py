@@ -1,5 +1,6 @@
 """Which split an evaluation reads, and what its classes are."""
 
+import dataclasses
 import pathlib
 import shutil
 
@@ -7,23 +8,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax import config as configuration
-from vit_jax import evals
 from vit_jax.data import sources
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import NoSplit, UserError
 from vit_jax.evaluation import class_names, opening, readings, views
+from vit_jax.evaluation.kinds import NeighboursConfig
 from vit_jax.tools.sweeps import recipes
+from vit_jax.training import config as configuration
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def opened(**spec):
-    data = configuration.complete(
-        {"batch_size": 4, "optim": {"rate": 1.0}, "data": {"name": "x", "classes": 10}}
-    ).data
-    done = evals.complete_all({"one": {"kind": "knn", "name": "digits"} | spec})
-    one = readings.Readings(data)
-    return one.open("one", configuration.ConfigDict(done["one"]), "", of_model=False)
+    data = DataConfig(name="x", classes=10)
+    spec = NeighboursConfig(**{"name": "digits"} | spec)
+    return readings.Readings(data).open("one", spec, "", of_model=False)
 
 
 @pytest.mark.parametrize("lacking", [(), ("test",), ("test", "val")])
@@ -121,17 +120,17 @@ def test_train_and_test_folders_are_taken_alike_by_every_verb(recipe, test, tmp_
     alone = configuration.load_evaluation(
         f"{ROOT}/configs/eval/classification.py:data={tmp_path}", {}
     )
-    alone.data.classes = config.data.classes
+    own = DataConfig(**dataclasses.asdict(alone.data), classes=config.data.classes)
 
     def check(expected, evaluated):
         # Training's evaluation, and evaluate.
-        for one, order, split in (
-            (config, opening.VALIDATIONS, expected),
-            (alone, opening.TESTS, evaluated),
+        for one, data, order, split in (
+            (config, config.data, opening.VALIDATIONS, expected),
+            (alone, own, opening.TESTS, evaluated),
         ):
             (name,) = one.evals
-            spec = evals.spec(one.evals[name])
-            reads = readings.Readings(one.data, order=order)
+            spec = one.evals[name]
+            reads = readings.Readings(data, order=order)
             found = reads.open(name, spec, spec.split, of_model=True)
             assert (found.split, len(found.source)) == (split, 10)
         assert recipes.find(str(tmp_path)).test == evaluated

@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from vit_jax import config as configuration
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.evaluation import fewshot, knn, readings, standalone
 from vit_jax.evaluation.suite import Suite
 from vit_jax.parallel import mesh as meshes
+from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.pretrained import Preprocess
@@ -50,8 +51,11 @@ def config_of(evals, **data):
 
 def suite_of(config, devices=1, preprocess=None):
     mesh = meshes.create({"data": devices}, jax.devices()[:devices])
-    model = models.create(**config.model, classes=5, image_size=(8, 12))
-    return Suite(model, config, mesh, preprocess=preprocess), model
+    model = models.create(**fields.to_dict(config.model), classes=5, image_size=(8, 12))
+    suite = Suite(
+        model, config.evals, config.data, config.batch_size, mesh, preprocess=preprocess
+    )
+    return suite, model
 
 
 def params_of(model, seed=0):

@@ -3,6 +3,7 @@
 Needs the extra `parity`.
 """
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from import_timm import import_timm, torch
 from safetensors.numpy import save_file
 
-from vit_jax import config as configuration
+from vit_jax.config import loading
+from vit_jax.data.config import DataConfig
 from vit_jax.evaluation import fewshot, readings, standalone
+from vit_jax.training import config as configuration
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.pretrained import Preprocess, per_channel
 
@@ -34,27 +37,27 @@ def ours_and_theirs(place, their_model, preprocess, data, batch_size):
     found = open_pretrained(place, num_heads=3)
     spec = {"kind": "fewshot", "shots": SHOTS, "seeds": SEEDS, "l2": (L2,)}
     spec |= {"train": data.pop("train"), "test": data.pop("test")}
-    config = configuration.complete(
-        {
-            "batch_size": batch_size,
-            "optim": {"rate": 1.0},
-            "data": data | {"classes": 1},
-            "evals": {"few": spec},
-        }
+    config = loading.complete(
+        configuration.EvaluationConfig,
+        {"batch_size": batch_size, "data": data, "evals": {"few": spec}},
     )
     scores = standalone.evaluate(found, preprocess, config)[0]
 
-    kept = config.copy_and_resolve_references()
     channels = found.options["channels"]
-    kept.data.update(image_size=preprocess.image_size, channels=channels)
-    opened = readings.Readings(kept.data, preprocess)
+    kept = DataConfig(
+        **dataclasses.asdict(config.data),
+        image_size=preprocess.image_size,
+        channels=channels,
+        classes=1,
+    )
+    opened = readings.Readings(kept, preprocess)
     mean, std = (
         np.array(per_channel(v, channels), np.float32)
         for v in (preprocess.mean, preprocess.std)
     )
     theirs, labels = [], []
     for split in (spec["train"], spec["test"]):
-        reading = opened.open("few", config.evals.few, split, of_model=False)
+        reading = opened.open("few", config.evals["few"], split, of_model=False)
         with reading.batches(None, batch_size, 0, 1) as batches:
             rows = [
                 (their_features(their_model, (b["image"] / 255 - mean) / std), b)

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from vit_jax import config
 from vit_jax.report import waiting
 from vit_jax.report.waiting import InputWait, advice
+from vit_jax.training import config
 
 
 class Step:

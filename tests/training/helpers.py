@@ -1,6 +1,6 @@
 """A complete config for tests, with what a test wants to differ."""
 
-from vit_jax import config as configuration
+from vit_jax.training import config as configuration
 
 
 def tiny_config(**sections):

@@ -102,7 +102,7 @@ def test_the_optimiser_scales_steps_and_weight_decay_but_not_the_clipping(scan):
 
     def update(**more):
         config = tiny_config(optim=options | more)
-        tx = optim.optimizer(config, params, lambda step: 0.5, 100, 7.0)
+        tx = optim.optimizer(config.optim, params, lambda step: 0.5, 100, 7.0)
         return tx.update(grads, tx.init(params), params)[0]
 
     plain, scaled = update(), update(layer_decay=DECAY)

@@ -12,7 +12,9 @@ import pytest
 from helpers import tiny_config
 from tensorboardX.proto import event_pb2
 
+from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import workdir as workdirs
 
@@ -217,9 +219,7 @@ def _write_png(path, value):
 
 def test_a_changed_data_set_is_refused_on_resume(base):
     config, workdir, _ = base
-    changed = config.copy_and_resolve_references()
-    with changed.unlocked():
-        changed.data.examples = 21
+    changed = fields.replace(config, {"data.examples": 21})
     with pytest.raises(UserError, match="another config .*data.examples: 20 -> 21"):
         loop.train(changed, workdir)
 
@@ -228,9 +228,9 @@ def test_a_finished_run_takes_further_evaluations(base, tmp_path):
     config, workdir, report = base
     copy = tmp_path / "copy"
     shutil.copytree(workdir, copy)
-    more = config.copy_and_resolve_references()
-    with more.unlocked():
-        more.evals.more = "other"
+    raw = fields.to_dict(config)
+    raw["evals"]["more"] = "other"
+    more = configuration.complete(raw)
     final = loop.train(more, copy)["final"]
     assert final["val"] == report["final"]["val"]
     assert set(final) == {"val", "more"}
@@ -269,8 +269,7 @@ def test_a_folder_that_has_changed_is_refused_on_resume(tmp_path, capsys):
         file.write(b"more")
     with pytest.raises(UserError, match="image files replaced: 'train/b/0.png' .was "):
         loop.train(config, tmp_path / "run")
-    with config.unlocked():
-        config.data.check = False
+    config = fields.replace(config, {"data.check": False})
     loop.train(config, tmp_path / "run")
     assert "(data.check=False): image files replaced" in capsys.readouterr().out
 

@@ -5,7 +5,8 @@ import pytest
 from helpers import tiny_config
 
 from vit_jax.errors import UserError
-from vit_jax.training import optim
+from vit_jax.parallel import mesh as meshes
+from vit_jax.training import optim, program
 
 TOTAL, WARMUP, PEAK = 100, 10, 0.5
 PARAMS = {
@@ -18,7 +19,7 @@ ONES = jax.tree.map(jnp.ones_like, PARAMS)
 
 def rates(steps_per_epoch=7.0, total=TOTAL, **options):
     config = tiny_config(optim={"rate": PEAK, "warmup_steps": WARMUP} | options)
-    rate = optim.schedule(config, total, steps_per_epoch)
+    rate = optim.schedule(config.optim, PEAK, total, steps_per_epoch)
     return lambda step: float(rate(jnp.int32(step)))
 
 
@@ -82,7 +83,7 @@ def test_warmup_counts_epochs_or_a_fraction_as_well():
 
 def test_rate_may_be_stated_per_256_images():
     config = tiny_config(batch_size=64, optim={"rate": 0.0, "rate_per_256": 0.4})
-    assert optim.schedule(config, 10, 1.0)(0) == pytest.approx(0.1)
+    assert config.optim.peak_rate(config.batch_size) == pytest.approx(0.1)
 
 
 def test_a_warmup_longer_than_the_run_is_refused():
@@ -102,12 +103,12 @@ def test_what_is_too_long_is_named_by_the_key_that_states_it(unit):
         rates(decay="rsqrt", **long)
     config = tiny_config(total_steps=0, epochs=1.0, optim={"warmup_epochs": 2.0})
     with pytest.raises(UserError, match=r"lower optim\.warmup_epochs or raise epochs"):
-        optim.schedule(config, 7, 7.0)
+        program.build(config, meshes.create({"data": 1}, jax.devices()[:1]), 56)
 
 
 def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
     config = tiny_config(optim=options)
-    tx = optim.optimizer(config, params, lambda step: rate, 100, 7.0)
+    tx = optim.optimizer(config.optim, params, lambda step: rate, 100, 7.0)
     state = tx.init(params)
     for _ in range(steps):
         updates, state = tx.update(grads, state, params)
@@ -167,7 +168,7 @@ def test_frozen_parameters_stay_and_do_not_count_for_clipping():
 def test_what_never_moves_gets_no_gradient():
     def loss(params, **options):
         config = tiny_config(optim={"name": "sgd"} | options)
-        return sum(x.sum() for x in jax.tree.leaves(optim.hold(params, config)))
+        return sum(x.sum() for x in jax.tree.leaves(optim.hold(params, config.optim)))
 
     grads = jax.grad(loss)(PARAMS)
     assert all(g.all() for g in jax.tree.leaves(grads))

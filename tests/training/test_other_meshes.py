@@ -6,7 +6,7 @@ import pytest
 from helpers import tiny_config
 from test_program import DEEP, SCAN, assert_equal, build
 
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.data import sources
 from vit_jax.errors import UserError
 from vit_jax.training import checkpoint, same_run
@@ -62,7 +62,7 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path):
 
 def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
     config = tiny_config()
-    stored = configuration.to_json(config)
+    stored = fields.to_json(config)
     del stored["optim"]["moment_dtype"], stored["mesh"], stored["model"]["scan"]
     monkeypatch.setattr(same_run.layout, "has_checkpoint", lambda workdir: True)
     monkeypatch.setattr(same_run.layout, "read_config", lambda workdir: stored)

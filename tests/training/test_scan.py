@@ -10,6 +10,7 @@ import pytest
 from helpers import tiny_config
 
 from vit_jax import models, weights
+from vit_jax.config import fields
 from vit_jax.evaluation import prediction
 from vit_jax.training import loop
 from vit_jax.weights import workdir as workdirs
@@ -89,9 +90,9 @@ def test_a_scan_starts_from_unrolled_weights_and_is_read_back_unrolled(runs, tmp
     assert np.isfinite(logits).all() and np.abs(logits[0] - logits[1]).max() > 0
 
     config = setting(scan=True)
-    with config.unlocked():
-        config.init, config.init_head = str(workdir), "keep"
-        config.optim.freeze = (r"encoderblock_1/", "head")
+    changes = {"init": str(workdir), "init_head": "keep"}
+    changes |= {"optim.freeze": (r"encoderblock_1/", "head")}
+    config = fields.replace(config, changes)
     loop.train(config, tmp_path)
     before, after = (tree["Transformer"] for tree in (found.params, stored(tmp_path)))
     kernel = lambda tree, i: tree[f"encoderblock_{i}"]["MlpBlock_3"]["Dense_0"][

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from vit_jax import config as configuration
 from vit_jax.parallel import mesh as meshes
+from vit_jax.training import config as configuration
 from vit_jax.training import program as programs
 
 STEPS, B = 20, 16

@@ -9,9 +9,10 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
 
-from vit_jax import config as configuration
 from vit_jax import models, weights
+from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.training import config as configuration
 from vit_jax.weights import Preprocess, surgery, workdir
 from vit_jax.weights.formats import hugging_face, timm
 from vit_jax.weights.hub import download
@@ -36,7 +37,7 @@ def complete(size=SIZE, **sections):
 
 def build(config):
     return models.create(
-        **config.model,
+        **fields.to_dict(config.model),
         classes=config.data.classes,
         image_size=config.data.image_size,
         channels=config.data.channels,
@@ -61,7 +62,7 @@ def run(tmp_path):
             tmp_path / "run" / "checkpoints" / "6",
             {name: unflatten_dict(flat, sep="/") for name, flat in trees.items()},
             custom_metadata={
-                "config": configuration.to_json(config),
+                "config": fields.to_json(config),
                 "class_names": list("abcdefg"),
             },
         )

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from vit_jax.bounds import MAX_PIXELS
+from vit_jax.config.fields import MAX_PIXELS
 from vit_jax.errors import UserError
 from vit_jax.report import lettering
 

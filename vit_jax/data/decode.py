@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
-from vit_jax.bounds import MAX_PIXELS
+from vit_jax.config.fields import MAX_PIXELS
 from vit_jax.data import jpeg
 
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax.data import arrays
+from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
 
@@ -28,7 +28,7 @@ def is_own(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
 
 
-def open_own(data: ConfigDict, split: str):
+def open_own(data: DataConfig, split: str):
     """Calls the user's function with `config.data` and the split expression.
 
     Returns:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Integer
-from ml_collections import ConfigDict
 
 from vit_jax.data import decode, ops, order, workers
+from vit_jax.data.config import DataConfig
 from vit_jax.data.records import Batch, Loader
 from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
@@ -19,7 +19,7 @@ from vit_jax.errors import UserError
 
 def train_batches(
     source: Source,
-    data: ConfigDict,
+    data: DataConfig,
     *,
     batch_size: int,
     seed: int,
@@ -60,7 +60,7 @@ def train_batches(
 
 def eval_batches(
     source: Source,
-    data: ConfigDict,
+    data: DataConfig,
     *,
     batch_size: int,
     process_index: int = 0,
@@ -191,7 +191,7 @@ class Batches:
       read_ahead: whether threads or processes make them, before they are asked for.
     """
 
-    def __init__(self, load, numbers: range, data: ConfigDict):
+    def __init__(self, load, numbers: range, data: DataConfig):
         workers.remove_leftovers()
         self._load, self._numbers, self._data = _Guarded(load), numbers, data
         self._done, self._workers = 0, 0

@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 from jaxtyping import Integer
-from ml_collections import ConfigDict
 
 from vit_jax.data import decode, host_ops, sources
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -41,7 +41,7 @@ class Loader:
     def from_config(
         cls,
         source: sources.Source,
-        data: ConfigDict,
+        data: DataConfig,
         key: str,
         ops: tuple,
         seed: int,

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax.data import hub, objectnet, own, vtab
+from vit_jax.data.config import DataConfig
 from vit_jax.data.digits import open_digits
 from vit_jax.data.excluding import without
 from vit_jax.data.folder import open_folder
@@ -53,7 +53,7 @@ class Source(Protocol):
 
 
 # Of a config, a split and what opens it, the innermost last.
-Opener = Callable[[ConfigDict, str, Callable[[], Source]], Source]
+Opener = Callable[[DataConfig, str, Callable[[], Source]], Source]
 _openers: list[Opener] = []
 
 
@@ -72,7 +72,7 @@ def opened_by(opener: Opener):
         _openers.remove(opener)
 
 
-def open_source(data: ConfigDict, split: str) -> Source:
+def open_source(data: DataConfig, split: str) -> Source:
     """Opens a split of the configured data set and checks it against the config.
 
     Args:
@@ -89,14 +89,14 @@ def open_source(data: ConfigDict, split: str) -> Source:
     return source
 
 
-def open_unchecked(data: ConfigDict, split: str) -> Source:
+def open_unchecked(data: DataConfig, split: str) -> Source:
     """Opens a split as `open_source` does, whatever classes and size it has."""
     if _openers:
         return _openers[-1](data, split, lambda: _open(data, split))
     return _open(data, split)
 
 
-def _open(data: ConfigDict, split: str) -> Source:
+def _open(data: DataConfig, split: str) -> Source:
     name, data_dir = data.name, data.data_dir
     if name == "digits":
         return open_digits(split, data.channels)
@@ -129,7 +129,7 @@ def check_label(label: int, classes: int, record: str) -> None:
         )
 
 
-def _check(source: Source, data: ConfigDict, split: str) -> None:
+def _check(source: Source, data: DataConfig, split: str) -> None:
     known = len(source.class_names)
     if known and known != data.classes:
         raise UserError(

@@ -4,11 +4,9 @@ import dataclasses
 import os
 import re
 
-from ml_collections import ConfigDict
-
 from vit_jax.data import sources
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.schema import COMMON
 
 _CLASSES = 10  # For made-up images alone; other sets know their own.
 
@@ -37,9 +35,9 @@ class Spec:
         Raises:
           UserError: the data set or the split does not exist.
         """
-        data = ConfigDict(COMMON["data"])
-        data.update(name=self.name, data_dir=self.data_dir, split=self.split)
-        data.classes = _CLASSES
+        data = DataConfig(
+            name=self.name, data_dir=self.data_dir, split=self.split, classes=_CLASSES
+        )
         # Nothing is trained, so that the checks against a config's classes do not apply.
         return sources.open_unchecked(data, self.split)
 

@@ -1,19 +1,140 @@
 """The kinds of evaluation that `config.evals` can name: what each reads and scores."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from ml_collections import ConfigDict
 
+from vit_jax.config.fields import key
 from vit_jax.data import objectnet
 from vit_jax.errors import UserError
 from vit_jax.evaluation import classification, fewshot, knn, label_sets, probe
 from vit_jax.evaluation.classification import Scored
 from vit_jax.evaluation.passes import FEATURES, LOSS, RESTRICTED, TOPS, Outputs
-from vit_jax.evaluation.readings import Reading, Readings
+from vit_jax.evaluation.readings import EvalConfig, Reading, Readings
 
 Stop = Callable[[], bool]
+SKIPPED = "skipped"  # How many damaged images an evaluation has left out.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassificationConfig(EvalConfig):
+    """Classification of a split."""
+
+    kind: str = key("classification", "What is evaluated.")
+    split: str = key("", 'To classify; "" is the split that the data set is tested on.')
+
+    def open(self, name, readings, classes):
+        return Classification(name, self, readings, classes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RealConfig(EvalConfig):
+    """ImageNet's validation images with the labels of ReaL."""
+
+    kind: str = key("real", "What is evaluated.")
+    name: str = key("imagenet2012_real", "Another data set than `data.name`.")
+    label_key: str = key("original_label", "Its labels.")
+    split: str = key("validation", "To classify.")
+    labels: str = key("", "The authors' real.json, for sets that do not hold them.")
+
+    def open(self, name, readings, classes):
+        return Real(name, self, readings, classes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectNetConfig(EvalConfig):
+    """The classes of ObjectNet that overlap ImageNet's."""
+
+    kind: str = key("objectnet", "What is evaluated.")
+    name: str = key("objectnet", "Another data set than `data.name`.")
+    split: str = key("images", "To classify.")
+
+    def open(self, name, readings, classes):
+        return ObjectNet(name, self, readings, classes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeaturesConfig(EvalConfig):
+    """Learnt on features of one split, scored on another."""
+
+    train: str = key("", '"" is `data.split`, or "train" of another data set.')
+    test: str = key("", '"" is the split that the data set is tested on.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewShotConfig(FeaturesConfig):
+    """Least squares on a few examples a class."""
+
+    kind: str = key("fewshot", "What is evaluated.")
+    shots: tuple[int, ...] = key(
+        (1, 5, 10, 25), "Examples a class.", at_least=1, below=2**32, distinct=True
+    )
+    seeds: int = key(
+        20,
+        "Draws of them, over which mean and deviation are taken.",
+        at_least=1,
+        below=2**32,
+    )
+    l2: tuple[float, ...] = key(
+        (1024.0,),
+        "Strengths of the regularisation; the first is reported.",
+        above=0,
+        distinct=True,
+    )
+
+    def open(self, name, readings, classes):
+        return FewShot(name, self, readings, classes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeighboursConfig(FeaturesConfig):
+    """Votes of the nearest neighbours."""
+
+    kind: str = key("knn", "What is evaluated.")
+    k: int = key(20, "Neighbours that vote.", at_least=1, below=2**32)
+    temperature: float = key(
+        0.07, "A neighbour's vote is exp(cosine / temperature).", above=0
+    )
+
+    def open(self, name, readings, classes):
+        return Neighbours(name, self, readings, classes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeConfig(FeaturesConfig):
+    """Logistic regression."""
+
+    kind: str = key("probe", "What is evaluated.")
+    l2: tuple[float, ...] = key(
+        (10.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5),
+        "Strengths, of which the held-out part of train chooses.",
+        above=0,
+        distinct=True,
+    )
+    held_out: float = key(
+        0.1,
+        "Size of that part, as a fraction of train; if it has fewer than 500 images, "
+        "5-fold cross-validation chooses.",
+        above=0,
+        below=1,
+    )
+    seed: int = key(0, "Of its draw.", below=2**32)
+    iterations: int = key(1_000, "Of L-BFGS, at most.", at_least=1, below=2**32)
+
+    def open(self, name, readings, classes):
+        return LinearProbe(name, self, readings, classes)
+
+
+CONFIGS = {
+    "classification": ClassificationConfig,
+    "real": RealConfig,
+    "objectnet": ObjectNetConfig,
+    "fewshot": FewShotConfig,
+    "knn": NeighboursConfig,
+    "probe": ProbeConfig,
+}
 
 
 class Need(NamedTuple):
@@ -31,7 +152,7 @@ class Need(NamedTuple):
 
 
 class Evaluation(Protocol):
-    """One of `config.evals`; made with its name, its spec, `Readings` and K.
+    """One of `config.evals`, opened.
 
     Attributes:
       splits: what it reads.
@@ -49,7 +170,7 @@ class Evaluation(Protocol):
 class Classification:
     """Top-1, top-5, loss, calibration and accuracy a class."""
 
-    def __init__(self, name: str, spec: ConfigDict, readings: Readings, classes: int):
+    def __init__(self, name: str, spec: EvalConfig, readings: Readings, classes: int):
         self._reading = readings.open(name, spec, spec.split, of_model=True)
         self.splits, self._classes = (self._reading,), classes
 
@@ -63,7 +184,7 @@ class Classification:
 class Real:
     """ImageNet's validation split with the labels of ReaL."""
 
-    def __init__(self, name: str, spec: ConfigDict, readings: Readings, classes: int):
+    def __init__(self, name: str, spec: EvalConfig, readings: Readings, classes: int):
         _check_imagenet(name, spec, classes)
         self._reading = readings.open(name, spec, spec.split, of_model=True)
         self.splits = (self._reading,)
@@ -82,7 +203,7 @@ class Real:
 class ObjectNet:
     """The classes of ObjectNet that overlap ImageNet's."""
 
-    def __init__(self, name: str, spec: ConfigDict, readings: Readings, classes: int):
+    def __init__(self, name: str, spec: EvalConfig, readings: Readings, classes: int):
         _check_imagenet(name, spec, classes)
         self._reading = readings.open(name, spec, spec.split, of_model=False)
         self.splits = (self._reading,)
@@ -102,7 +223,7 @@ class ObjectNet:
 class _OfFeatures:
     """What learns from the features of one split and is scored on another."""
 
-    def __init__(self, name: str, spec: ConfigDict, readings: Readings, classes: int):
+    def __init__(self, name: str, spec: EvalConfig, readings: Readings, classes: int):
         self._name, self._spec = name, spec
         train = spec.train or readings.train_split(spec)
         self._train = readings.open(name, spec, train, of_model=False)
@@ -212,15 +333,6 @@ class LinearProbe(_OfFeatures):
         return Scored(metrics)
 
 
-KINDS: dict[str, type[Evaluation]] = {
-    "classification": Classification,
-    "real": Real,
-    "objectnet": ObjectNet,
-    "fewshot": FewShot,
-    "knn": Neighbours,
-    "probe": LinearProbe,
-}
-
 # What passes need to know for RESTRICTED.
 ALLOWED = label_sets.OVERLAP
 
@@ -232,7 +344,7 @@ def _positions(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return there[records[there] == rows]
 
 
-def _check_imagenet(name: str, spec: ConfigDict, classes: int) -> None:
+def _check_imagenet(name: str, spec: EvalConfig, classes: int) -> None:
     if classes != label_sets.CLASSES:
         raise UserError(
             f"evals.{name}: kind={spec.kind!r} is for classifiers of ImageNet's 1,000 "

@@ -1,11 +1,11 @@
 """Which split of a data set an evaluation reads, also where none is stated."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
-from ml_collections import ConfigDict
-
 from vit_jax.data import catalogue, sources
+from vit_jax.data.config import DataConfig
 from vit_jax.data.folder import WHOLE, is_split
 from vit_jax.data.splits import names as split_names
 from vit_jax.errors import NoSplit
@@ -18,34 +18,37 @@ VALIDATIONS = ("val", "validation", "test")
 
 def open_first(
     name: str,
-    data: ConfigDict,
+    data: DataConfig,
     split: str,
     order: Sequence[str] = TESTS,
     *,
     of_model: bool,
-) -> tuple[sources.Source, str]:
+) -> tuple[sources.Source, str, DataConfig]:
     """Opens a split, or without one the first of `order` that is there.
 
     Args:
       name: of the evaluation, for messages.
-      data: `config.data`; the `split` of a folder is set to one that it has.
+      data: `config.data`.
       split: expression, or "".
       order: `TESTS` or `VALIDATIONS`.
       of_model: whether the labels are classes of the model, of which nothing is learnt.
 
     Returns:
-      The source, and the expression of what was opened.
+      The source, the expression of what was opened, and `data`, the `split` of a folder
+      being one that it has.
 
     Raises:
       NoSplit: it is not there.
     """
     splits = [split] if split else _unstated(data.name, order)
     if data.name == "folder":
-        splits = _in_folder(name, data, splits, stated=bool(split), of_model=of_model)
+        splits, data = _in_folder(
+            name, data, splits, stated=bool(split), of_model=of_model
+        )
     first = None
     for one in splits:
         try:
-            return sources.open_unchecked(data, one), one
+            return sources.open_unchecked(data, one), one, data
         except NoSplit as error:
             first = first or error
     raise first
@@ -64,8 +67,8 @@ def _unstated(name: str, order: Sequence[str]) -> Sequence[str]:
 
 
 def _in_folder(
-    name: str, data: ConfigDict, splits: Sequence[str], *, stated: bool, of_model: bool
-) -> Sequence[str]:
+    name: str, data: DataConfig, splits: Sequence[str], *, stated: bool, of_model: bool
+) -> tuple[Sequence[str], DataConfig]:
     """Returns those of some splits that a folder has, the classes of one set aright."""
     root = os.path.expanduser(data.data_dir)
 
@@ -93,5 +96,5 @@ def _in_folder(
         )
     found = found or list(splits)
     if not there(data.split):  # Of which the class folders count.
-        data.split = found[0]
-    return found
+        data = dataclasses.replace(data, split=found[0])
+    return found, data

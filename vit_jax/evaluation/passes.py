@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.data import device_ops
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.parallel import compiler, sharding
@@ -50,7 +50,7 @@ class Outputs:
 
 def build(
     model: Model,
-    config: ConfigDict,
+    data: DataConfig,
     mesh: Mesh,
     shardings: dict | None = None,
     wants: Iterable[str] = (TOPS, LOSS),
@@ -60,7 +60,7 @@ def build(
 
     Args:
       model: network.
-      config: complete config: `data.mean`, `data.std` and `model.dtype` are read.
+      data: `config.data`: mean and std are read.
       mesh: of all devices.
       shardings: of the parameters; whole copies everywhere if None.
       wants: names of what is asked for, see `Outputs`.
@@ -74,9 +74,9 @@ def build(
     allowed = np.asarray(allowed, np.int32)
 
     def eval_step(params, batch):
-        images = device_ops.normalize(
-            batch["image"], config.data.mean, config.data.std
-        ).astype(config.model.dtype)
+        images = device_ops.normalize(batch["image"], data.mean, data.std).astype(
+            model.options["dtype"]
+        )
         with sharding.activations(mesh):
             outputs = model.apply(params, images)
         found = {name: batch[name] for name in _BATCH[1:]}

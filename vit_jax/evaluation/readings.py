@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Integer
-from ml_collections import ConfigDict
 
+from vit_jax.config.fields import epochs, key
 from vit_jax.data import pipeline, sources
+from vit_jax.data.config import DataConfig
 from vit_jax.data.excluding import without
 from vit_jax.errors import UserError
 from vit_jax.evaluation import class_names, opening
@@ -21,7 +22,45 @@ KEYS = ("name", "data_dir", "image_key", "label_key", "eval_ops")
 _MANY = 2**31 - 1  # Classes, where the labels are not the model's.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What every evaluation may state: when it runs, and on which data set."""
+
+    kind: str = key("", "What is evaluated.")
+    every: int = key(
+        0,
+        "Interval in steps; 0 in both units: that of every.evaluate. The last step is "
+        "evaluated in any case.",
+        below=2**32,
+    )
+    every_epochs: float = epochs("The same in epochs.")
+    name: str = key("", "Another data set than `data.name`.")
+    data_dir: str = key("", 'Where that lies; "": `data.data_dir`.', of_host=True)
+    image_key: str = key(
+        "", 'Its images; "": as `data.image_key`, or "image" of another set.'
+    )
+    label_key: str = key(
+        "", 'Its labels; "": as `data.label_key`, or "label" of another set.'
+    )
+    eval_ops: str = key(
+        "", "In place of `data.eval_ops`, or of what travels with weights."
+    )
+
+    def open(self, name: str, readings: "Readings", classes: int) -> object:
+        """Opens what the evaluation reads.
+
+        Args:
+          name: of the evaluation.
+          readings: of the data.
+          classes: of the model.
+
+        Returns:
+          A `kinds.Evaluation`.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(eq=False)
 class Reading:
     """A split of a data set, opened.
 
@@ -34,7 +73,7 @@ class Reading:
 
     split: str
     source: sources.Source
-    data: ConfigDict
+    data: DataConfig
     ops: tuple | None
 
     def batches(
@@ -105,7 +144,7 @@ class Readings:
 
     def __init__(
         self,
-        data: ConfigDict,
+        data: DataConfig,
         preprocess: Preprocess | None = None,
         names: Sequence[str] = (),
         order: Sequence[str] = opening.TESTS,
@@ -116,7 +155,7 @@ class Readings:
         self.notes: list[str] = []
 
     def open(
-        self, name: str, spec: ConfigDict, split: str, *, of_model: bool
+        self, name: str, spec: EvalConfig, split: str, *, of_model: bool
     ) -> Reading:
         """Opens a split.
 
@@ -130,36 +169,37 @@ class Readings:
           UserError: the set or the split does not exist, or has other classes.
         """
         data = self._of(spec)
-        key = (*(data[k] for k in KEYS), split)
+        key = (*(getattr(data, k) for k in KEYS), split)
         if key not in self._opened:
-            source, opened = opening.open_first(
+            source, opened, data = opening.open_first(
                 name, data, split, self._order, of_model=of_model
             )
             if data.exclude and split == data.split:
                 source = without(source, data.exclude)
-            data.classes = _MANY
+            data = dataclasses.replace(data, classes=_MANY)
             host = self._host_ops(source, data, stated=bool(spec.eval_ops))
             self._opened[key] = Reading(opened, source, data, host)
         found = self._opened[key]
         if of_model:
             self._check(name, found)
-            found.data.classes = self._data.classes  # Read as records are.
+            # Read as records are.
+            found.data = dataclasses.replace(found.data, classes=self._data.classes)
             if spec.kind == "classification" and self._names:
                 found = self._by_name(name, key, found)
         return found
 
-    def train_split(self, spec: ConfigDict) -> str:
+    def train_split(self, spec: EvalConfig) -> str:
         """Returns the split to learn from, where none is stated."""
         return "train" if spec.name else self._data.split
 
-    def _of(self, spec: ConfigDict) -> ConfigDict:
+    def _of(self, spec: EvalConfig) -> DataConfig:
         """Returns `config.data` as an evaluation changes it."""
-        data = self._data.copy_and_resolve_references()
+        stated = {key: getattr(spec, key) for key in KEYS if getattr(spec, key)}
         if spec.name:
-            data.update(image_key="image", label_key="label", exclude="", examples=0)
-            data.split = spec.get("train") or "train"
-        data.update({key: spec[key] for key in KEYS if spec[key]})
-        return data
+            split = getattr(spec, "train", "") or "train"
+            of_set = {"image_key": "image", "label_key": "label", "split": split}
+            stated = of_set | {"exclude": "", "examples": 0} | stated
+        return dataclasses.replace(self._data, **stated)
 
     def _check(self, name: str, found: Reading) -> None:
         source, classes = found.source, self._data.classes
@@ -194,7 +234,7 @@ class Readings:
         return self._opened[key]
 
     def _host_ops(
-        self, source: sources.Source, data: ConfigDict, *, stated: bool
+        self, source: sources.Source, data: DataConfig, *, stated: bool
     ) -> tuple | None:
         if self._preprocess is None or stated:
             return None

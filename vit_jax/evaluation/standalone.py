@@ -1,16 +1,18 @@
 """Evaluating a checkpoint that is not in training."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
-from ml_collections import ConfigDict
+from jax.sharding import Mesh
 
-from vit_jax import evals
+from vit_jax.data.config import DataConfig, ReaderConfig
 from vit_jax.data.sources import Source
 from vit_jax.evaluation import network, opening
+from vit_jax.evaluation.kinds import SKIPPED, EvalConfig
 from vit_jax.evaluation.suite import Scores, Suite
 from vit_jax.parallel import mesh as meshes
 from vit_jax.parallel import sharding
@@ -37,7 +39,7 @@ class Evaluated(NamedTuple):
 def evaluate(
     pretrained: Pretrained,
     preprocess: Preprocess,
-    config: ConfigDict,
+    config,
     tell: Callable[[str], None] = lambda line: None,
     check: Callable[[Mapping[str, Source]], None] = lambda sources: None,
 ) -> Evaluated:
@@ -46,7 +48,7 @@ def evaluate(
     Args:
       pretrained: what `weights.open_pretrained` returns.
       preprocess: how images are prepared.
-      config: from `config.load_evaluation`.
+      config: an `EvaluationConfig`.
       tell: gets a line on each thing that a user may want to know.
       check: gets the splits that are read, by a name for messages, before anything is
         computed; may raise UserError.
@@ -55,9 +57,8 @@ def evaluate(
       UserError: the data is not there, or does not fit the network, or what the network
         computes is not finite.
     """
-    mesh = meshes.create(config.mesh.to_dict())
+    mesh = meshes.create(dataclasses.asdict(config.mesh))
     model, params = network.fit(pretrained, preprocess)
-    config = _completed(config, model.options, preprocess, mesh)
     shardings = sharding.parameters(
         jax.eval_shape(model.init, jax.random.key(0)),
         mesh,
@@ -69,7 +70,9 @@ def evaluate(
         names = ()
     suite = Suite(
         model,
-        config,
+        config.evals,
+        _data(config.data, model.options, preprocess),
+        _full_batch(config.batch_size, mesh),
         mesh,
         shardings,
         preprocess,
@@ -87,11 +90,11 @@ def evaluate(
     return Evaluated(scores, confusions, suite.described())
 
 
-def summary(config: ConfigDict, scores: Scores) -> dict[str, object]:
+def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object]:
     """Arranges what `evaluate` gave as people ask for it, for JSON.
 
     Args:
-      config: of the evaluations.
+      evals: `config.evals`.
       scores: of what `evaluate` returned.
 
     Returns:
@@ -102,15 +105,14 @@ def summary(config: ConfigDict, scores: Scores) -> dict[str, object]:
       evaluation to how many.
     """
     found = {
-        name: _arranged(evals.spec(config.evals[name]).kind, kinds[KIND])
-        for name, kinds in scores.items()
+        name: _arranged(evals[name].kind, kinds[KIND]) for name, kinds in scores.items()
     }
     lost = {
-        name: kinds[KIND][evals.SKIPPED]
+        name: kinds[KIND][SKIPPED]
         for name, kinds in scores.items()
-        if evals.SKIPPED in kinds[KIND]
+        if SKIPPED in kinds[KIND]
     }
-    return found | ({evals.SKIPPED: lost} if lost else {})
+    return found | ({SKIPPED: lost} if lost else {})
 
 
 def _arranged(kind: str, metrics: dict[str, float]) -> object:
@@ -130,20 +132,19 @@ def _arranged(kind: str, metrics: dict[str, float]) -> object:
     return found
 
 
-def _completed(
-    config: ConfigDict, options: dict, preprocess: Preprocess, mesh
-) -> ConfigDict:
-    """Returns the config with what the weights say of classes and images."""
-    config = config.copy_and_resolve_references()
-    config.data.update(
+def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConfig:
+    """Returns the config of the data with what the weights say of classes and images."""
+    return DataConfig(
+        **dataclasses.asdict(data),
         classes=options["classes"],
         image_size=tuple(preprocess.image_size),
         channels=options["channels"],
         mean=tuple(preprocess.mean),
         std=tuple(preprocess.std),
     )
-    config.model.dtype = options["dtype"]
+
+
+def _full_batch(batch_size: int, mesh: Mesh) -> int:
+    """Returns the next size that the mesh divides; rows that fill it up do not count."""
     parts = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
-    # Rows that fill a batch up do not count, so that any size will do.
-    config.batch_size = -(-config.batch_size // parts) * parts
-    return config
+    return -(-batch_size // parts) * parts

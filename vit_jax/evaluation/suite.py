@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from vit_jax import evals
+from vit_jax.config import fields
 from vit_jax.data import sources
+from vit_jax.data.config import DataConfig
 from vit_jax.evaluation import kinds, opening, passes
 from vit_jax.evaluation.readings import Reading, Readings
 from vit_jax.models import Model
@@ -27,13 +27,15 @@ _UNTOLD = (
 
 
 class Suite:
-    """All of `config.evals`, over splits that are opened once.
+    """All evaluations of a config, over splits that are opened once.
 
     Evaluations of the same images share one pass over them.
 
     Args:
       model: network.
-      config: complete config.
+      evals: `config.evals`.
+      data: `config.data`.
+      batch_size: images a pass, over all devices.
       mesh: of all devices.
       shardings: of the parameters; whole copies everywhere if None.
       preprocess: how images are prepared where an evaluation does not say it; as in
@@ -56,7 +58,9 @@ class Suite:
     def __init__(
         self,
         model: Model,
-        config: ConfigDict,
+        evals: Mapping[str, kinds.EvalConfig],
+        data: DataConfig,
+        batch_size: int,
         mesh: Mesh,
         shardings: dict | None = None,
         preprocess: Preprocess | None = None,
@@ -65,17 +69,18 @@ class Suite:
         finite: bool = False,
         order: Sequence[str] = opening.VALIDATIONS,
     ):
-        self._model, self._config, self._mesh = model, config, mesh
+        self._model, self._data, self._mesh = model, data, mesh
+        self._batch_size = batch_size
         self._shardings = shardings
         self._part, self._parts = meshes.share(mesh)
         self._steps: dict[frozenset[str], passes.Step] = {}
         self._finite = (passes.FEATURES,)
         if finite:
             self._finite = (passes.FEATURES, passes.CONFIDENCE, passes.LOSS)
-        readings = Readings(config.data, preprocess, class_names, order)
-        self._specs = {name: evals.spec(value) for name, value in config.evals.items()}
+        readings = Readings(data, preprocess, class_names, order)
+        self._specs = dict(evals)
         self._evaluations = {
-            name: kinds.KINDS[spec.kind](name, spec, readings, config.data.classes)
+            name: spec.open(name, readings, data.classes)
             for name, spec in self._specs.items()
         }
         self.notes = readings.notes
@@ -101,9 +106,7 @@ class Suite:
             for reading in evaluation.splits
         }
 
-    def due(
-        self, step: int, every: ConfigDict, *, total: int, epoch: float
-    ) -> list[str]:
+    def due(self, step: int, every, *, total: int, epoch: float) -> list[str]:
         """Returns the evaluations whose time is a step.
 
         Args:
@@ -170,7 +173,7 @@ class Suite:
         if wants not in self._steps:
             self._steps[wants] = passes.build(
                 self._model,
-                self._config,
+                self._data,
                 self._mesh,
                 self._shardings,
                 wants,
@@ -179,9 +182,7 @@ class Suite:
         rows = None
         if all(need.rows is not None for need in needs):
             rows = functools.reduce(np.union1d, (need.rows for need in needs))
-        batches = reading.batches(
-            rows, self._config.batch_size, self._part, self._parts
-        )
+        batches = reading.batches(rows, self._batch_size, self._part, self._parts)
         with batches:
             found = passes.collect(
                 self._steps[wants], params, batches, self._mesh, stop
@@ -204,21 +205,21 @@ class Suite:
             if found is None:
                 return None
             lost = sum(_lost(need, outputs[key]) for key, need in needs.items())
-            scores[kind] = found.metrics | ({evals.SKIPPED: lost} if lost else {})
+            scores[kind] = found.metrics | ({kinds.SKIPPED: lost} if lost else {})
             if found.confusion is not None:
                 names = next(iter(needs.values())).reading.source.class_names
                 self.confusions[name][kind] = Confusion(found.confusion, names)
         return scores
 
 
-def _described(spec: ConfigDict, splits: Sequence[Reading]) -> dict[str, object]:
+def _described(spec: kinds.EvalConfig, splits: Sequence[Reading]) -> dict[str, object]:
     first = splits[0]
     found = {"kind": spec.kind, "dataset": first.dataset}
     if first.data.data_dir:
         found["data_dir"] = first.data.data_dir
     found["splits"] = [reading.split for reading in splits]
-    keys = {key: spec[key] for key in spec if key not in _UNTOLD}
-    return found | {key: value for key, value in keys.items() if value != ""}
+    keys = fields.to_dict(spec).items()
+    return found | {k: v for k, v in keys if k not in _UNTOLD and v != ""}
 
 
 def _lost(need: kinds.Need, outputs: passes.Outputs) -> int:

@@ -12,10 +12,15 @@ import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.models import attention as attending
-from vit_jax.models import intermediates, stacking, variants, vit
+from vit_jax.models import intermediates, resnet, stacking, variants, vit
 from vit_jax.models.intermediates import AttentionGradient, Layer
-from vit_jax.models.resnet import ResNet
 
+# Configs by the form of the variant; the first that matches.
+CONFIGS = {
+    r"R\d+x\d+": resnet.ResNetConfig,
+    r"R.*\+.*": vit.HybridConfig,
+    r".*": vit.ViTConfig,
+}
 Params = dict  # Nested: name to arrays or to further dicts.
 
 # Options that change how an encoder is computed, and neither its parameters on disk nor
@@ -151,7 +156,7 @@ def create(
         known -= set() if parsed.resnet else {"blocks", "stem_width"}
         known = (known - _FOLLOWS) | {"attention"}
     else:
-        build, known = ResNet, _fields(ResNet)
+        build, known = resnet.ResNet, _fields(resnet.ResNet)
     if unknown := sorted(options.keys() - known):
         raise UserError(
             f"model option {unknown[0]}={options[unknown[0]]!r} is not one of "

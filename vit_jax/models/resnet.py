@@ -6,6 +6,7 @@ each. Parameters are named as in the published checkpoints of each.
 Letters: B images, Y by X pixels, C channels, L classes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -13,11 +14,33 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from vit_jax.config.fields import key
 from vit_jax.models.layers import classify
+from vit_jax.models.variants import ModelConfig
 
 _GROUPS = 32
 
 Features = Float[Array, "B Y X C"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StemConfig(ModelConfig):
+    """What `config.model` states of a ResNet that stands alone or is a stem."""
+
+    blocks: tuple[int, ...] = key(
+        (0,), "Units of each stage, in place of the variant's if not (0,)."
+    )
+    stem_width: int = key(0, "Features of the root, likewise if not 0.", below=2**31)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetConfig(StemConfig):
+    """ResNets, as `R50x1`"""
+
+    zero_pool: bool = key(
+        False,
+        "Zeros take part in the root's max pooling: so have timm and BiT's first code.",
+    )
 
 
 class StdConv(nn.Module):

@@ -8,7 +8,23 @@ A variant is an encoder, "B/16" (size and patch side in pixels), a hybrid, "R50+
 import dataclasses
 import re
 
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What `config.model` states of every network."""
+
+    variant: str = key("B/16", '"B/16", "R50+B/16", "R50x1"; models/variants.py.')
+    head_bias: float = key(
+        0.0, "Initial bias of the classifier; -10 suits sigmoid.", at_least=None
+    )
+    dtype: str = key(
+        "float32",
+        "Of the computation; parameters stay float32.",
+        choices=("float32", "bfloat16"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

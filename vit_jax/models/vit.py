@@ -6,6 +6,7 @@ Letters: B images, Y by X pixels or patches, C channels, P prefix tokens, N toke
 H heads, K head width, D model width, R offsets, L classes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from vit_jax.config.fields import key
+from vit_jax.models import attention as attending
 from vit_jax.models import resnet, stacking
 from vit_jax.models.layers import (
     LayerNorm,
@@ -24,10 +27,102 @@ from vit_jax.models.layers import (
     classify,
     drop_path,
 )
+from vit_jax.models.variants import ModelConfig
 
 HEADS = ("token", "gap", "map", "none")
 POSITION_KINDS = ("learned", "none", "learned2d", "relative", "sincos2d")
 POSITION_PLACES = ("stem", "every", "shared")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig(ModelConfig):
+    """All others, as `B/16`"""
+
+    width: int = key(
+        0, "Features a token, in place of the variant's own if not 0.", below=2**31
+    )
+    depth: int = key(0, "Encoder blocks, likewise.", below=2**31)
+    heads: int = key(0, "Attention heads a block, likewise.", below=2**31)
+    mlp_dim: int = key(0, "Hidden units of the MLP, likewise.", below=2**31)
+    head: str = key(
+        "token",
+        'Classifier input: "token", "gap" (mean) or "map" (attention).',
+        choices=("token", "gap", "map"),
+    )
+    class_token: bool = key(
+        False,
+        "Keep a class token beside the patches.",
+        only_if={"head": ("gap", "map")},
+    )
+    distillation: bool = key(
+        False, "DeiT's second token, whose classifier is averaged in."
+    )
+    representation: bool = key(
+        False, "One tanh layer of the model's width before the head."
+    )
+    pooled_norm: bool = key(
+        False, "The final LayerNorm after the pooling, as timm's fc_norm."
+    )
+    posemb: str = key(
+        "learned",
+        'Position embeddings: "learned", "learned2d", "sincos2d", "relative" or "none".',
+        choices=("learned", "learned2d", "sincos2d", "relative", "none"),
+    )
+    posemb_at: str = key(
+        "stem",
+        'Where they are added: once ("stem"), in "every" layer its own, or in each the '
+        'same ("shared"). Of "relative" each layer has its own, or all the same.',
+        choices=POSITION_PLACES,
+        only_if={
+            "posemb": {
+                "learned": "stem",
+                "learned2d": "stem",
+                "sincos2d": "stem",
+                "relative": "every",
+            }
+        },
+    )
+    dropout: float = key(
+        0.0,
+        "Its rate, after the position embeddings and each dense layer but those of "
+        "query, key and value and of the head.",
+        below=1,
+    )
+    stochastic_depth: float = key(
+        0.0, "Drop rate of the last block; 0 at the first, linear.", below=1
+    )
+    gelu: str = key(
+        "tanh",
+        '"tanh" (Google\'s) or "erf" (timm, Hugging Face).',
+        choices=("tanh", "erf"),
+    )
+    epsilon: float = key(1e-6, "Of the LayerNorms.")
+    scan: bool = key(
+        False,
+        "One trace of a block for all: compiles faster, needs more memory. The results, "
+        "parameters and checkpoints are the same with any value of this, of `remat` and "
+        "of `attention`.",
+        changes_result=False,
+    )
+    remat: str = key(
+        "none",
+        "What a block computes again, from most memory to most computing; see "
+        "models/stacking.py.",
+        choices=tuple(stacking.REMAT_POLICIES),
+        changes_result=False,
+    )
+    attention: str = key(
+        "auto",
+        '"auto", or "einsum", "cudnn" (NVIDIA GPUs), "splash" (TPUs).',
+        choices=attending.NAMES,
+        changes_result=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridConfig(ViTConfig, resnet.StemConfig):
+    """Hybrids, as `R50+B/16`"""
+
 
 _position_init = nn.initializers.normal(0.02)
 

@@ -1,5 +1,6 @@
 """The device mesh, and how batches lie on it."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -8,12 +9,33 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 
 # From the least to the most talkative: devices that are neighbours in the last axis
 # are neighbours on the wire. The batch is split over the first two.
 AXES = ("data", "fsdp", "model")
 BATCH_AXES = ("data", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices an axis; -1 is all that are left."""
+
+    data: int = key(-1, "Copies of the parameters.", at_least=None)
+    fsdp: int = key(
+        1,
+        "Parameters and moments are split, and gathered where needed.",
+        at_least=None,
+    )
+    model: int = key(1, "Attention heads and MLPs are split.", at_least=None)
+    dcn_data: int = key(
+        1,
+        "How many of `data` are different slices (TPU, GPU nodes) or, where JAX knows "
+        "of no slices, processes; with dcn_fsdp 1 too: as it fits.",
+        at_least=1,
+    )
+    dcn_fsdp: int = key(1, "The same of `fsdp`.", at_least=1)
 
 
 def create(sizes: Mapping[str, int], devices: Sequence | None = None) -> Mesh:
@@ -85,8 +107,8 @@ def arrange(sizes: Mapping[str, int], devices: Sequence) -> np.ndarray:
             "mesh needs as many in each"
         )
     blocks = np.empty(across, object)
-    for place, key in zip(np.ndindex(*across), sorted(groups), strict=True):
-        blocks[place] = _neighbours(within, groups[key])
+    for place, group in zip(np.ndindex(*across), sorted(groups), strict=True):
+        blocks[place] = _neighbours(within, groups[group])
     return np.block(blocks.tolist())
 
 

@@ -7,6 +7,7 @@ gather a bias costs a message and saves nothing.
 """
 
 import contextlib
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,24 @@ import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.parallel.mesh import AXES, BATCH_AXES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """Which parameters are split, beside what this file does without a rule."""
+
+    rules: tuple[str, ...] = key(
+        (),
+        "Which parameters are split along which axes, ahead of the default rules: "
+        '"head/kernel$ -> -, model"; vit_jax/parallel/sharding.py.',
+    )
+    smallest: int = key(
+        32_768, "Elements (a layer) from which fsdp splits a parameter."
+    )
+
 
 # Heads and hidden units, by the names of models/layers.py. The products between the
 # two kernels of each pair need no exchange, and what comes out is summed once.

@@ -3,8 +3,6 @@
 import sys
 import time
 
-from ml_collections import ConfigDict
-
 from vit_jax.printing import printable
 from vit_jax.report.waiting import advice
 
@@ -137,7 +135,7 @@ class Progress:
         }
         return speed | ({"mfu": each * self._ideal} if self._ideal else {})
 
-    def advise(self, speed: dict[str, float], data: ConfigDict) -> bool:
+    def advise(self, speed: dict[str, float], data) -> bool:
         """Says what to raise if the input is the bottleneck; tells whether it is.
 
         Args:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator
 
 import jax
-from ml_collections import ConfigDict
 
 # A device that waits less is not worth a message.
 BOTTLENECK = 0.1
@@ -70,7 +69,7 @@ class InputWait:
             self._done += 1
 
 
-def advice(fraction: float, images_per_second: float, data: ConfigDict) -> str:
+def advice(fraction: float, images_per_second: float, data) -> str:
     """Says that the input is the bottleneck, and what to raise; "" if it is not.
 
     Args:

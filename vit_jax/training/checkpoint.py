@@ -5,15 +5,15 @@ import shutil
 import time
 
 import jax
-from ml_collections import ConfigDict
 from orbax.checkpoint import v1 as ocp
 
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.data.fingerprint import fingerprint
 from vit_jax.data.sources import Source
 from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.parallel import distributed
 from vit_jax.training import leftovers, resuming, saving
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.state import TrainState
 from vit_jax.weights import workdir as layout
 
@@ -40,7 +40,7 @@ class Checkpointer:
     def __init__(
         self,
         workdir: str | os.PathLike,
-        config: ConfigDict,
+        config: TrainConfig,
         source: Source,
     ):
         self._workdir = workdir
@@ -48,7 +48,7 @@ class Checkpointer:
         self._keep, self._check = config.keep, config.data.check
         self._source, self.data = source, fingerprint(source)
         self._about = {
-            "config": configuration.to_json(config),
+            "config": fields.to_json(config),
             "class_names": list(source.class_names),
             "examples": len(source),
             "data": self.data,

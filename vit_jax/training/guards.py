@@ -10,12 +10,13 @@ import traceback
 
 import jax
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 from vit_jax.data import workers
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import Diverged, Interrupted, Preempted, UserError
 from vit_jax.parallel import distributed
 from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training.config import TrainConfig
 
 _CTRL_C = "Ctrl-C"
 # By importance: where several have come, the first is named.
@@ -89,7 +90,7 @@ class Preemption:
 
 
 def ended(
-    why: str, saved: str, workdir: str | os.PathLike, data: ConfigDict
+    why: str, saved: str, workdir: str | os.PathLike, data: DataConfig
 ) -> Preempted | Interrupted:
     """Returns what ends the run when its state is saved.
 
@@ -134,7 +135,7 @@ def check_finite(
 
 
 @contextlib.contextmanager
-def clear_errors(config: ConfigDict):
+def clear_errors(config: TrainConfig):
     """Turns what the device says into one line that names the remedy.
 
     Raises:

@@ -7,9 +7,8 @@ import os
 import jax
 import numpy as np
 from clu import parameter_overview
-from ml_collections import ConfigDict
 
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.parallel import distributed
 from vit_jax.report import confusion, result
 from vit_jax.report.compilations import Compilations
@@ -19,6 +18,7 @@ from vit_jax.report.startup import Startup
 from vit_jax.report.waiting import InputWait
 from vit_jax.report.writer import MetricWriter
 from vit_jax.training import efficiency
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.program import Program
 
 
@@ -41,7 +41,7 @@ class Logbook:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: TrainConfig,
         workdir: str | os.PathLike,
         program: Program,
         start: int,
@@ -75,7 +75,7 @@ class Logbook:
           examples: size of the training split.
         """
         config, program = self._config, self._program
-        text = json.dumps(configuration.to_json(config), indent=2)
+        text = json.dumps(fields.to_json(config), indent=2)
         self._writer.text("config", text)
         overview = parameter_overview.get_parameter_overview(
             program.disk_shapes.params, include_stats=False

@@ -1,11 +1,11 @@
 """The training run, from config to report, in the order in which things happen."""
 
 import contextlib
+import dataclasses
 import os
 import time
 
 import jax
-from ml_collections import ConfigDict
 
 from vit_jax.data import fingerprint, pipeline, sources
 from vit_jax.evaluation.suite import Suite
@@ -27,12 +27,13 @@ from vit_jax.training import (
 )
 from vit_jax.training import program as programs
 from vit_jax.training.ahead import Ahead
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.logbook import Logbook
 from vit_jax.training.shared import Shared
 
 
 def train(
-    config: ConfigDict,
+    config: TrainConfig,
     workdir: str | os.PathLike,
     startup: Startup | None = None,
     shared: Shared | None = None,
@@ -78,7 +79,7 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
     same_run.check_hosts(config)
 
     # Mesh.
-    mesh = meshes.create(config.mesh.to_dict())
+    mesh = meshes.create(dataclasses.asdict(config.mesh))
     part, parts = meshes.share(mesh)  # Of every batch, to load here ...
     alike = jax.process_count() // parts  # ... and in as many processes.
     same_run.check_workdir(workdir, config)
@@ -96,12 +97,20 @@ def _train(config, workdir, preemption, watch, startup, shared) -> dict:
     program = build(config, mesh, len(source))
     total, epoch = program.total, program.epoch
     tracing.check(config.profile, total)
-    suite = evaluations(program.model, config, mesh, program.shardings.params)
+    suite = evaluations(
+        program.model,
+        config.evals,
+        data,
+        config.batch_size,
+        mesh,
+        program.shardings.params,
+    )
 
     def due(what, step):
         if what == "evaluate":
             return suite.due(step, every, total=total, epoch=epoch)
-        intervals = every[what], round(every[f"{what}_epochs"] * epoch)
+        epochs = getattr(every, f"{what}_epochs")
+        intervals = getattr(every, what), round(epochs * epoch)
         return step == total or any(i and step % i == 0 for i in intervals)
 
     with (

@@ -3,10 +3,28 @@
 Letters: B images, L classes.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Loss of classification."""
+
+    name: str = key(
+        "softmax",
+        '"softmax" or "sigmoid" cross-entropy.',
+        choices=("softmax", "sigmoid"),
+    )
+    label_smoothing: float = key(
+        0.0, "Part of a label's weight that all classes share.", below=1
+    )
 
 
 def softmax(

@@ -22,7 +22,6 @@ import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 from vit_jax.data.fingerprint import fingerprint
 from vit_jax.data.sources import Source
@@ -30,6 +29,7 @@ from vit_jax.errors import UserError
 from vit_jax.parallel import distributed
 from vit_jax.report.writer import replace_text
 from vit_jax.training import parts, resuming, same_run, saving
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.state import TrainState
 
 _KEPT = 2  # Of each process: a kill may come when only some have written a step.
@@ -63,7 +63,7 @@ class Nearby:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: TrainConfig,
         workdir: str | os.PathLike,
         source: Source,
         shapes: TrainState,
@@ -76,7 +76,7 @@ class Nearby:
         self._source, self._workdir = source, workdir
         self._check, self._data = config.data.check, fingerprint(source)
         told = [len(source), list(source.class_names), self._layout.describe()]
-        told += same_run.decisive(config)
+        told.append(same_run.decisive(config))
         self._print = hashlib.sha256(json.dumps(told).encode()).hexdigest()
         folder = os.path.expanduser(os.path.expandvars(config.local.folder))
         if "$" in folder:

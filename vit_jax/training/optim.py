@@ -1,5 +1,6 @@
 """From config to optax: schedule, optimiser, weight decay, clipping, freezing."""
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -8,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
-from vit_jax import config as configuration
+from vit_jax.config.fields import epochs, key
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.training import layer_decay
@@ -19,24 +19,148 @@ Number = jax.Array | float
 Schedule = Callable[[jax.Array | int], Number]
 
 
-def peak_rate(config: ConfigDict) -> float:
-    """Returns the highest learning rate of a run."""
-    return config.optim.rate or config.optim.rate_per_256 * config.batch_size / 256
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """What `config.optim` states of every optimiser."""
+
+    name: str = key("adam", '"adam" or "sgd".')
+    rate: float = key(0.0, "Peak learning rate: this ...", in_step=False)
+    rate_per_256: float = key(
+        0.0, "... or this, times batch_size / 256.", in_step=False
+    )
+    decay: str = key(
+        "cosine",
+        'Of the rate: "cosine", "linear", "rsqrt", "staircase" or "constant".',
+        choices=("linear", "cosine", "rsqrt", "constant", "staircase"),
+    )
+    end_rate: float = key(
+        0.0,
+        "Where the decay ends, one step after the last.",
+        only_if={"decay": ("linear", "cosine")},
+    )
+    timescale: int = key(
+        10_000,
+        "In steps: peak / sqrt(1 + steps after warmup / timescale), at the end linearly "
+        "to 0.",
+        at_least=1,
+        only_if={"decay": ("rsqrt",)},
+    )
+    cooldown_steps: int = key(
+        0,
+        "The way to 0 in steps; 0 in all units is none.",
+        only_if={"decay": ("rsqrt",)},
+    )
+    cooldown_epochs: float = epochs(
+        "The same in epochs, or else ...", only_if={"decay": ("rsqrt",)}
+    )
+    cooldown_fraction: float = key(
+        0.0, "... as a fraction of the run.", only_if={"decay": ("rsqrt",)}
+    )
+    boundaries: tuple[int, ...] = key(
+        (0,),
+        "Steps at which the rate falls ...",
+        only_if={"decay": ("staircase",)},
+    )
+    factor: float = key(
+        0.1, "... to this part of what it was.", only_if={"decay": ("staircase",)}
+    )
+    warmup_steps: int = key(0, "Linear warmup in steps, or else ...")
+    warmup_epochs: float = epochs("... in epochs, or else ...")
+    warmup_fraction: float = key(0.0, "... as a fraction of the run.")
+    weight_decay: float = key(0.0, "Decoupled from the loss, times the scheduled rate.")
+    decay_mask: tuple[str, ...] = key(
+        (r"/kernel$",), "Regular expressions: what weight decay touches."
+    )
+    layer_decay: float = key(
+        0.0, "Rate of a layer by that of the one above it; 0 is off.", at_most=1
+    )
+    clip_norm: float = key(0.0, "Largest global gradient norm; 0 is off.")
+    accumulate: int = key(1, "Microbatches a step.", at_least=1, changes_result=False)
+    moment_dtype: str = key(
+        "float32",
+        "Of Adam's first moment, SGD's momentum; or \"bfloat16\".",
+        choices=("float32", "bfloat16"),
+    )
+    freeze: tuple[str, ...] = key(
+        (), "Regular expressions: parameters that do not move ..."
+    )
+    freeze_steps: int = key(0, "... for so many steps; all three 0: the whole run.")
+    freeze_epochs: float = epochs("The same in epochs, or else ...")
+    freeze_fraction: float = key(0.0, "... as a fraction of the run.")
+
+    def __post_init__(self):
+        if bool(self.rate) == bool(self.rate_per_256):
+            raise UserError(
+                f"config states optim.rate={self.rate} and optim.rate_per_256="
+                f"{self.rate_per_256}: set exactly one of them"
+            )
+
+    def peak_rate(self, batch_size: int) -> float:
+        """Returns the highest learning rate of a run."""
+        return self.rate or self.rate_per_256 * batch_size / 256
+
+    def moments(self) -> list[optax.GradientTransformation]:
+        """Returns what makes a direction of the gradients."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamConfig(OptimConfig):
+    """Adam (arXiv:1412.6980)."""
+
+    b1: float = key(0.9, "Decay of the mean of gradients, a step.", below=1)
+    b2: float = key(0.999, "Decay of the mean of their squares, a step.", below=1)
+    eps: float = key(1e-8, "Added to the root of that, by which steps are divided.")
+
+    def moments(self) -> list[optax.GradientTransformation]:
+        return [
+            optax.scale_by_adam(
+                b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.moment_dtype
+            )
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SgdConfig(OptimConfig):
+    """SGD with momentum."""
+
+    name: str = key("sgd", '"adam" or "sgd".')
+    momentum: float = key(
+        0.9, "Decay of the sum of gradients, a step; 0 is plain SGD.", below=1
+    )
+    nesterov: bool = key(False, "Looks ahead along the momentum.")
+
+    def moments(self) -> list[optax.GradientTransformation]:
+        if not self.momentum:
+            return []
+        return [
+            optax.trace(
+                decay=self.momentum,
+                nesterov=self.nesterov,
+                accumulator_dtype=self.moment_dtype,
+            )
+        ]
+
+
+OPTIMIZERS = {"adam": AdamConfig, "sgd": SgdConfig}
 
 
 def schedule(
-    config: ConfigDict,
+    optim: OptimConfig,
+    peak: Number,
     total_steps: int,
     steps_per_epoch: float,
-    peak: Number | None = None,
+    length_key: str = "total_steps",
 ) -> Schedule:
     """Builds the learning rate as a function of the step.
 
     Args:
-      config: complete config; `config.optim` and `batch_size` are read.
+      optim: `config.optim`.
+      peak: highest rate, see `OptimConfig.peak_rate`; it may be an argument of a jitted
+        function.
       total_steps: length of the run.
       steps_per_epoch: training examples by batch size.
-      peak: in place of `peak_rate(config)`; it may be an argument of a jitted function.
+      length_key: what states the length of the run, for messages.
 
     Returns:
       Function from the steps already taken to the rate of the next one: linear from 0
@@ -46,14 +170,12 @@ def schedule(
       UserError: the warmup, or warmup and cooldown, are longer than the run, or
         `boundaries` are not in order between the warmup and the end.
     """
-    optim = config.optim
-    peak = peak_rate(config) if peak is None else peak
-    warmup = configuration.steps(optim, "warmup", total_steps, steps_per_epoch)
+    warmup = steps(optim, "warmup", total_steps, steps_per_epoch)
     rest = total_steps - warmup
     if rest < 0:
         raise UserError(
             f"the warmup takes {warmup} steps but the run only {total_steps}: lower "
-            f"{_stated(config, 'warmup')}"
+            f"{_stated(optim, 'warmup')} or raise {length_key}"
         )
     if optim.decay == "constant":
         decay = optax.constant_schedule(peak)
@@ -66,11 +188,11 @@ def schedule(
     elif optim.decay == "staircase":
         decay = _staircase(peak, optim.boundaries, optim.factor, warmup, total_steps)
     else:
-        cooldown = configuration.steps(optim, "cooldown", total_steps, steps_per_epoch)
+        cooldown = steps(optim, "cooldown", total_steps, steps_per_epoch)
         if cooldown > rest:
             raise UserError(
                 f"warmup ({warmup} steps) and cooldown ({cooldown}) are longer than the "
-                f"run ({total_steps}): lower {_stated(config, 'cooldown')}"
+                f"run ({total_steps}): lower {_stated(optim, 'cooldown')} or raise {length_key}"
             )
         decay = _rsqrt(peak, optim.timescale, cooldown, rest)
     ramp = optax.linear_schedule(0.0, peak, max(1, warmup))
@@ -96,11 +218,37 @@ def _staircase(
     )
 
 
-def _stated(config: ConfigDict, name: str) -> str:
-    """Names the key that states a part's length, and the one that states the run's."""
-    units = (f"{name}_steps", f"{name}_epochs", f"{name}_fraction")
-    part = next(unit for unit in units if config.optim.get(unit))
-    return f"optim.{part} or raise {'epochs' if config.epochs else 'total_steps'}"
+def _stated(optim: OptimConfig, name: str) -> str:
+    """Names the key that states a part's length."""
+    return "optim." + next(unit for unit in _units(name) if getattr(optim, unit))
+
+
+def _units(name: str) -> tuple[str, str, str]:
+    return f"{name}_steps", f"{name}_epochs", f"{name}_fraction"
+
+
+def steps(
+    optim: OptimConfig, name: str, total_steps: int, steps_per_epoch: float
+) -> int:
+    """Returns a length in steps that is stated as steps, epochs or a fraction.
+
+    Args:
+      optim: `config.optim`, with `{name}_steps`, `{name}_epochs` and `{name}_fraction`.
+      name: which length: "warmup", "cooldown" or "freeze".
+      total_steps: length of the run.
+      steps_per_epoch: training examples by batch size.
+
+    Raises:
+      UserError: more than one of them is set.
+    """
+    factors = dict(zip(_units(name), (1, steps_per_epoch, total_steps), strict=True))
+    given = {unit: getattr(optim, unit) for unit in factors if getattr(optim, unit)}
+    if len(given) > 1:
+        stated = " and ".join(f"{unit}={value}" for unit, value in given.items())
+        raise UserError(
+            f"config states {stated}: keep one of them, set the others to 0"
+        )
+    return sum(max(1, round(value * factors[unit])) for unit, value in given.items())
 
 
 def _rsqrt(peak: Number, timescale: int, cooldown: int, rest: int) -> Schedule:
@@ -115,7 +263,7 @@ def _rsqrt(peak: Number, timescale: int, cooldown: int, rest: int) -> Schedule:
 
 
 def optimizer(
-    config: ConfigDict,
+    optim: OptimConfig,
     params: dict,
     rate: Schedule,
     total_steps: int,
@@ -124,7 +272,7 @@ def optimizer(
     """Builds the optimiser.
 
     Args:
-      config: complete config; `config.optim` is read.
+      optim: `config.optim`.
       params: model parameters, as arrays or shapes, in either layout of the blocks.
       rate: from `schedule`.
       total_steps: length of the run.
@@ -139,21 +287,10 @@ def optimizer(
       UserError: a regular expression of `decay_mask` or `freeze` matches no parameter,
         or `layer_decay` is set for a model without blocks.
     """
-    optim = config.optim
     chain = []
     if optim.clip_norm:
         chain.append(optax.clip_by_global_norm(optim.clip_norm))
-    dtype = optim.moment_dtype
-    if optim.name == "adam":
-        chain.append(
-            optax.scale_by_adam(b1=optim.b1, b2=optim.b2, eps=optim.eps, mu_dtype=dtype)
-        )
-    elif optim.momentum:
-        chain.append(
-            optax.trace(
-                decay=optim.momentum, nesterov=optim.nesterov, accumulator_dtype=dtype
-            )
-        )
+    chain += optim.moments()
     if optim.weight_decay:
         mask = match(params, optim.decay_mask, "optim.decay_mask")
         chain.append(_decay(optim.weight_decay, mask))
@@ -162,7 +299,7 @@ def optimizer(
         chain.append(layer_decay.scale(params, optim.layer_decay))
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
-        until = configuration.steps(optim, "freeze", total_steps, steps_per_epoch)
+        until = steps(optim, "freeze", total_steps, steps_per_epoch)
         # After the rest, so that weight decay does not move them either. What is frozen
         # for good is hidden from clipping and moments too; what will move needs
         # moments that are warm, or Adam's first free steps are several times too long.
@@ -171,7 +308,7 @@ def optimizer(
     return optax.chain(*chain)
 
 
-def hold(params: dict, config: ConfigDict) -> dict:
+def hold(params: dict, optim: OptimConfig) -> dict:
     """Lets no gradient reach what is frozen for the whole run.
 
     So it costs no backward pass either. What is frozen for a part of the run keeps its
@@ -179,14 +316,12 @@ def hold(params: dict, config: ConfigDict) -> dict:
 
     Args:
       params: model parameters.
-      config: complete config; `config.optim` is read.
+      optim: `config.optim`.
 
     Returns:
       The same parameters.
     """
-    optim = config.optim
-    units = ("freeze_steps", "freeze_epochs", "freeze_fraction")
-    if not optim.freeze or any(optim[unit] for unit in units):
+    if not optim.freeze or any(getattr(optim, unit) for unit in _units("freeze")):
         return params
     return jax.tree.map(
         lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p,

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from vit_jax import config as configuration
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.data import ops
 from vit_jax.models import stacking
 from vit_jax.parallel import capacity, sharding
@@ -19,6 +18,7 @@ from vit_jax.parallel import mesh as meshes
 from vit_jax.training import optim
 from vit_jax.training import state as states
 from vit_jax.training import step as steps
+from vit_jax.training.config import TrainConfig
 
 
 class Program(NamedTuple):
@@ -77,7 +77,7 @@ class Program(NamedTuple):
         return create(jax.device_put(params, self.shardings.params))
 
 
-def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
+def build(config: TrainConfig, mesh: Mesh, examples: int) -> Program:
     """Builds the program of a run; computes nothing yet.
 
     Args:
@@ -90,10 +90,10 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
     """
     data = config.data
     meshes.check_batch(config.batch_size, config.optim.accumulate, mesh)
-    total = configuration.total_steps(config, examples)
+    total = config.num_steps(examples)
     epoch = examples / config.batch_size
     model = models.create(
-        **config.model,
+        **fields.to_dict(config.model),
         classes=data.classes,
         image_size=data.image_size,
         channels=data.channels,
@@ -102,9 +102,13 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
     init = functools.partial(states.init_params, model, config.seed)
     params = jax.eval_shape(init)
     capacity.check(params, list(mesh.devices.flat))
-    rate = optim.schedule(config, total, epoch)
-    tx = optim.optimizer(config, params, rate, total, epoch)
-    create = functools.partial(states.create, tx=tx, config=config)
+    peak = config.optim.peak_rate(config.batch_size)
+    stated = "epochs" if config.epochs else "total_steps"
+    rate = optim.schedule(config.optim, peak, total, epoch, stated)
+    tx = optim.optimizer(config.optim, params, rate, total, epoch)
+    create = functools.partial(
+        states.create, tx=tx, seed=config.seed, average=bool(config.average.decay)
+    )
     shapes = jax.eval_shape(create, params)
     disk_shapes = stacking.convert(shapes, stacking.unstack)
     place = functools.partial(_place, config=config, mesh=mesh)
@@ -140,7 +144,7 @@ def build(config: ConfigDict, mesh: Mesh, examples: int) -> Program:
 
 
 def _place(
-    shapes: states.TrainState, config: ConfigDict, mesh: Mesh
+    shapes: states.TrainState, config: TrainConfig, mesh: Mesh
 ) -> states.TrainState:
     rules, smallest = config.sharding.rules, config.sharding.smallest
     params = sharding.parameters(shapes.params, mesh, rules, smallest)
@@ -165,7 +169,7 @@ def _on_hosts(shardings: dict) -> dict:
     return jax.tree.map(move, shardings)
 
 
-def _batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def _batch_shapes(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     data, place = config.data, meshes.batched(mesh)
     rows = config.batch_size
     forms = {

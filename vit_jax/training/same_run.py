@@ -8,57 +8,24 @@ import pathlib
 from collections.abc import Mapping
 
 import jax
-from ml_collections import ConfigDict
 
 import vit_jax
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.data import fingerprint
 from vit_jax.data.sources import Source
 from vit_jax.errors import UserError
 from vit_jax.parallel import agreement
+from vit_jax.printing import masked
 from vit_jax.report import result
+from vit_jax.training import config as training_config
+from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.weights import workdir as layout
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
-# What may differ between the parts of one run: it does not touch the result.
-_MAY_CHANGE = (
-    "every.",
-    "keep.",
-    "mesh.",
-    "sharding.",
-    "evals.",
-    "optim.accumulate",
-    "model.scan",
-    "model.remat",
-    "model.attention",
-    "debug_nans",
-    "profile",
-    "slow_step",
-    "stall_timeout",
-    "compilation_cache",
-    "local.",
-    "init:",
-    "data.data_dir",
-    "data.check",
-    "data.workers",
-    "data.threads",
-    "data.prefetch",
-)
-# What may differ between hosts: where things lie, and how fast they are read. The weights
-# of `init` are compared by what they hold.
-_OF_A_HOST = (
-    "init",
-    "compilation_cache",
-    "data.data_dir",
-    "data.workers",
-    "data.threads",
-    "data.prefetch",
-    "local.folder",
-)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
 
 
-def check_hosts(config: ConfigDict) -> None:
+def check_hosts(config: TrainConfig | EvaluationConfig) -> None:
     """Refuses hosts that were started with other configs, code or devices.
 
     Nothing may be compiled before it: programs that differ would wait for each other.
@@ -69,9 +36,9 @@ def check_hosts(config: ConfigDict) -> None:
     if jax.process_count() > 1:
         agreement.check(
             config={
-                key: value
-                for key, value in configuration.flatten(config).items()
-                if key not in _OF_A_HOST and not key.endswith(".data_dir")
+                ".".join(path): value
+                for path, about, value in fields.walk(config)
+                if not about.of_host
             },
             code={"vit_jax": _hash_of_sources()}
             | {name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -137,7 +104,7 @@ def _hash_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
+def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> None:
     """Refuses a workdir that holds a run of another config.
 
     Raises:
@@ -145,27 +112,26 @@ def check_workdir(workdir: str | os.PathLike, config: ConfigDict) -> None:
     """
     if not layout.has_checkpoint(workdir):
         return
-    stored = _completed(layout.read_config(workdir))
-    if changed := _decisive(stored, configuration.to_json(config)):
+    stored = _decisive_stored(layout.read_config(workdir))
+    if changed := fields.differences(stored, decisive(config)):
         raise UserError(
             f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
             "choose another --workdir, or state the same config"
         )
 
 
-def decisive(config: ConfigDict) -> list[str]:
-    """Returns the keys and values of a config that decide what a run gives."""
-    return _decisive({}, configuration.to_json(config))
+def decisive(config: TrainConfig) -> dict[str, object]:
+    """Returns the keys of a config that decide what a run gives, with their values."""
+    return {
+        ".".join(path): masked(value) if isinstance(value, str) else value
+        for path, about, value in fields.walk(config)
+        if about.changes_result
+    }
 
 
-def _decisive(one: dict, other: dict) -> list[str]:
-    lines = configuration.differences(one, other)
-    return [line for line in lines if not line.startswith(_MAY_CHANGE)]
-
-
-def _completed(stored: dict) -> dict:
+def _decisive_stored(stored: dict) -> dict[str, object]:
     """Adds the keys that came after a run was begun, with what it did without them."""
     try:
-        return configuration.to_json(configuration.complete(stored))
+        return decisive(training_config.complete(stored))
     except UserError:  # A key has gone since then.
-        return stored
+        return fields.flatten(stored)

@@ -11,20 +11,17 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.data import ops
+from vit_jax.data.config import DataConfig
 from vit_jax.evaluation.suite import Suite
 from vit_jax.models import Model
 from vit_jax.parallel import mesh as meshes
 from vit_jax.training import optim
 from vit_jax.training import program as programs
 from vit_jax.training import step as steps
-
-# Not part of what is compiled: an argument, or drawn and read outside of it.
-_OF_A_RUN = ("name", "seed", "init", "init_", "every.", "keep.", "local.", "profile")
-_RATES = ("optim.rate", "optim.rate_per_256")
+from vit_jax.training.config import TrainConfig
 
 
 class Shared:
@@ -37,37 +34,55 @@ class Shared:
         self._step: tuple[str, _Step] | None = None
         self._suite: tuple[str, Suite] | None = None
 
-    def program(self, config: ConfigDict, mesh: Mesh, examples: int):
+    def program(self, config: TrainConfig, mesh: Mesh, examples: int):
         """Does as `program.build`, with a step that may be compiled already."""
         program = programs.build(config, mesh, examples)
         lengths = [program.total]
-        if any(value for key, value in config.optim.items() if key.endswith("_epochs")):
+        stated = fields.to_dict(config.optim)
+        if any(value for key, value in stated.items() if key.endswith("_epochs")):
             lengths.append(program.epoch)
-        # Evaluations and the data's split do not touch the step.
-        key = _key(config, mesh, lengths, ("evals.", "data.split"))
+        decisive = [
+            [path, value] for path, about, value in fields.walk(config) if about.in_step
+        ]
+        key = _key([decisive, lengths], mesh)
         if self._step is None or self._step[0] != key:
             self._step = key, _Step(config, mesh, program)
-        return program._replace(step=self._step[1].at(optim.peak_rate(config)))
+        return program._replace(
+            step=self._step[1].at(config.optim.peak_rate(config.batch_size))
+        )
 
-    def suite(self, model: Model, config: ConfigDict, mesh: Mesh, shardings: dict):
+    def suite(
+        self,
+        model: Model,
+        evals: dict,
+        data: DataConfig,
+        batch_size: int,
+        mesh: Mesh,
+        shardings: dict,
+    ) -> Suite:
         """Does as `Suite`."""
-        key = _key(config, mesh, [], ("optim.", "total_steps", "epochs", "average."))
+        named = {name: fields.to_dict(spec) for name, spec in evals.items()}
+        places = [str(place.spec) for place in jax.tree.leaves(shardings)]
+        decisive = [model.options, named, fields.to_dict(data), batch_size, places]
+        key = _key(decisive, mesh)
         if self._suite is None or self._suite[0] != key:
             self._suite = None  # Its images go before those of the next are read.
-            self._suite = key, Suite(model, config, mesh, shardings)
+            suite = Suite(model, evals, data, batch_size, mesh, shardings)
+            self._suite = key, suite
         return self._suite[1]
 
 
 class _Step:
     """A training step with the peak rate as an argument, compiled at most once."""
 
-    def __init__(self, config: ConfigDict, mesh: Mesh, program: programs.Program):
+    def __init__(self, config: TrainConfig, mesh: Mesh, program: programs.Program):
         device_ops = ops.parse_train(config.data.ops, config.data.image_size).device
         params, shardings = program.shapes.params, program.shardings
 
         def step(state, batch, peak):
-            rate = optim.schedule(config, program.total, program.epoch, peak)
-            tx = optim.optimizer(config, params, rate, program.total, program.epoch)
+            lengths = program.total, program.epoch
+            rate = optim.schedule(config.optim, peak, *lengths)
+            tx = optim.optimizer(config.optim, params, rate, *lengths)
             take = steps.define(
                 program.model, tx, rate, device_ops, config, mesh, shardings
             )
@@ -116,11 +131,7 @@ class _AtRate:
         return self._step(state, batch, self._peak)
 
 
-def _key(config: ConfigDict, mesh: Mesh, lengths: list, ignored: tuple) -> str:
+def _key(decisive: list, mesh: Mesh) -> str:
     """Names all that decides what is computed."""
-    lines = configuration.differences({}, configuration.to_json(config))
-    ignored = (*_OF_A_RUN, *ignored)
-    kept = [line for line in lines if not line.startswith(ignored)]
-    kept = [line for line in kept if line.split(":")[0] not in _RATES]
     places = [[str(d) for d in mesh.devices.flat], list(mesh.shape.items())]
-    return json.dumps([kept, lengths, places])
+    return json.dumps([decisive, places])

@@ -1,11 +1,11 @@
 """The state that a start begins with: where the last one ended, given weights, or new."""
 
 import jax
-from ml_collections import ConfigDict
 
 from vit_jax.parallel import agreement
 from vit_jax.report import result
 from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.nearby import Nearby
 from vit_jax.training.program import Program
 from vit_jax.training.resuming import Restored
@@ -13,7 +13,7 @@ from vit_jax.weights.load import load_initial
 
 
 def begin(
-    config: ConfigDict, program: Program, checkpoints: Checkpointer, near: Nearby
+    config: TrainConfig, program: Program, checkpoints: Checkpointer, near: Nearby
 ) -> Restored:
     """Restores or creates the state, each part on the devices that hold it.
 

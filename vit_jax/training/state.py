@@ -6,7 +6,6 @@ import flax
 import jax
 import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
 
 from vit_jax.models import Model
 
@@ -38,15 +37,22 @@ def init_params(model: Model, seed: int) -> dict:
 
 
 def create(
-    params: dict, tx: optax.GradientTransformation, config: ConfigDict
+    params: dict, tx: optax.GradientTransformation, *, seed: int, average: bool
 ) -> TrainState:
-    """Builds the state before the first step; call it under jit with shardings."""
+    """Builds the state before the first step; call it under jit with shardings.
+
+    Args:
+      params: initial parameters.
+      tx: optimiser.
+      seed: `config.seed`.
+      average: whether the parameters are averaged.
+    """
     return TrainState(
         step=jnp.zeros([], jnp.int32),
         params=params,
         opt_state=tx.init(params),
-        average=jax.tree.map(jnp.copy, params) if config.average.decay else None,
-        key=run_key(config.seed),
+        average=jax.tree.map(jnp.copy, params) if average else None,
+        key=run_key(seed),
     )
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.data import device_ops
 from vit_jax.models import Model
@@ -15,6 +14,7 @@ from vit_jax.parallel import compiler, sharding
 from vit_jax.parallel import mesh as meshes
 from vit_jax.training import losses, optim
 from vit_jax.training import state as states
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.optim import Schedule
 
 Step = Callable[[states.TrainState, dict], tuple[states.TrainState, dict]]
@@ -25,7 +25,7 @@ def define(
     tx: optax.GradientTransformation,
     rate: Schedule,
     ops: tuple,
-    config: ConfigDict,
+    config: TrainConfig,
     mesh: Mesh,
     shardings: states.TrainState,
 ) -> Step:
@@ -83,7 +83,7 @@ def define(
 
 def jitted(
     step: Callable,
-    config: ConfigDict,
+    config: TrainConfig,
     mesh: Mesh,
     shardings: states.TrainState,
     scalars: int = 0,
@@ -112,7 +112,7 @@ def jitted(
 
 
 def prepare(
-    batch: dict, ops: tuple, key: jax.Array, config: ConfigDict
+    batch: dict, ops: tuple, key: jax.Array, config: TrainConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Transforms and normalises a batch on the device.
 
@@ -172,7 +172,7 @@ def accumulate(
 
 
 def _loss(model, config, params, images, labels, key):
-    images, params = images.astype(config.model.dtype), optim.hold(params, config)
+    images, params = images.astype(config.model.dtype), optim.hold(params, config.optim)
     logits = model.apply(params, images, train=True, key=key)["logits"]
     targets = losses.smooth(labels, config.loss.label_smoothing)
     loss = losses.LOSSES[config.loss.name](logits, targets).mean()

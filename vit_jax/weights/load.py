@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 from flax.traverse_util import flatten_dict
-from ml_collections import ConfigDict
 
 from vit_jax import models
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.weights import surgery, workdir
@@ -180,7 +180,7 @@ def load(
 
 
 def load_initial(
-    config: ConfigDict, model: models.Model, init: Callable[[], dict]
+    config, model: models.Model, init: Callable[[], dict]
 ) -> tuple[dict, list[str]]:
     """Loads the checkpoint that `config.init` names, and fits it to the run's model.
 
@@ -235,7 +235,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _compare_normalisation(
-    preprocess: Preprocess | None, data: ConfigDict
+    preprocess: Preprocess | None, data: DataConfig
 ) -> list[str]:
     """Returns a line for each of mean and std that differs from the checkpoint's."""
     lines = []

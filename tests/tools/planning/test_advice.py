@@ -7,11 +7,12 @@ import jax
 import pytest
 
 from vit_jax import cli, compile
-from vit_jax import config as configuration
+from vit_jax.config import loading
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.parallel import mesh as meshes
 from vit_jax.tools.planning import analysis, report, strategies
+from vit_jax.training import config as configuration
 from vit_jax.training import program as programs
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
@@ -32,12 +33,12 @@ class Fake:
 def overrides(words):
     """Reads flags as the command line does."""
     pairs = [word.removeprefix("--config.").partition("=") for word in words.split()]
-    return {key: configuration.parse_override(value) for key, _, value in pairs}
+    return {key: loading.parse_override(value) for key, _, value in pairs}
 
 
 def settings(spec, keys, devices):
     config = configuration.load(spec, keys)
-    shape = meshes.arrange(config.mesh.to_dict(), devices).shape
+    shape = meshes.arrange(dataclasses.asdict(config.mesh), devices).shape
     rows = config.batch_size // (shape[0] * shape[1])
     assert rows % config.optim.accumulate == 0
     return analysis.settings(config, dict(zip(meshes.AXES, shape, strict=True)))
@@ -60,14 +61,14 @@ def ways(found):
 def test_what_is_advised_is_a_program_that_can_be_built(spec, keys, count):
     small = {"sharding.smallest": 512, "data.classes": 16}
     keys = {**keys, **small, "average.decay": 0.5, "batch_size": 8}
-    mesh = meshes.create(configuration.load(spec, keys).mesh.to_dict())
+    mesh = meshes.create(dataclasses.asdict(configuration.load(spec, keys).mesh))
     found = analysis.settings(configuration.load(spec, keys), dict(mesh.shape))
     advised = ways(found)
     assert len(advised) == count
     assert any("mesh.fsdp" in way for way in advised)
     for way in advised:
         config = configuration.load(spec, {**keys, **overrides(way)})
-        mesh = meshes.create(config.mesh.to_dict())
+        mesh = meshes.create(dataclasses.asdict(config.mesh))
         programs.build(config, mesh, EXAMPLES)
         assert analysis.settings(config, dict(mesh.shape)) != found
 
@@ -138,7 +139,7 @@ def test_flags_of_a_row_make_that_row_again(spec, keys, monkeypatch):
     assert len(found) == len(sizes) * 2 * len(strategies.REMAT)
     for row in found:
         config = configuration.load(spec, {**keys, **overrides(strategies.flags(row))})
-        mesh = meshes.create(config.mesh.to_dict())
+        mesh = meshes.create(dataclasses.asdict(config.mesh))
         assert analysis.settings(config, dict(mesh.shape)) == row.settings
         assert len(strategies.line(row)) == len(strategies.line())
     only = "remat" in strategies.flags(found[0])

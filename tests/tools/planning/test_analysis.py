@@ -7,12 +7,12 @@ import re
 import jax
 import pytest
 
-from vit_jax import config as configuration
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.parallel import mesh as meshes
 from vit_jax.tools.planning import analysis, hlo, report, strategies
 from vit_jax.tools.planning.analysis import Roofline
+from vit_jax.training import config as configuration
 from vit_jax.training import program as programs
 
 QUICK = str(pathlib.Path(__file__).parents[3] / "configs/b16_i21k.py") + ":quick"
@@ -23,7 +23,7 @@ def flops(**keys):
     """Counts a step of 3 layers, a device."""
     words = {"model.depth": 3, "data.classes": 7, "average.decay": 0.5, **keys}
     config = configuration.load(QUICK, words)
-    mesh = meshes.create(config.mesh.to_dict())
+    mesh = meshes.create(dataclasses.asdict(config.mesh))
     program = programs.build(config, mesh, 20)
     traced = program.step.trace(program.shapes, program.batch_shapes)
     found = analysis._before(program, traced, config, mesh, 20, None)
@@ -178,7 +178,7 @@ def test_what_a_model_axis_repeats_is_not_hidden():
 def counted(keys):
     """Says how the products of a step are counted before a compiler."""
     config = configuration.load(QUICK, keys)
-    mesh = meshes.create(config.mesh.to_dict())
+    mesh = meshes.create(dataclasses.asdict(config.mesh))
     program = programs.build(config, mesh, 20)
     traced = program.step.trace(program.shapes, program.batch_shapes)
     return analysis._before(program, traced, config, mesh, 20, None).counted
@@ -215,7 +215,7 @@ def test_products_are_those_of_the_compiled_program_where_it_shows_them(
 def test_what_a_model_axis_repeats_counts_on_each_device():
     words = {"model.depth": 2, "data.classes": 7, "mesh.model": 2}
     config = configuration.load(QUICK, words)
-    mesh = meshes.create(config.mesh.to_dict())
+    mesh = meshes.create(dataclasses.asdict(config.mesh))
     found = analysis.analyse(config, mesh, 20, None)
     assert found.counted == analysis.COMPILED
     traced, _ = flops(**words, **{"average.decay": 0.0})

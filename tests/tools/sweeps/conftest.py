@@ -2,8 +2,8 @@
 
 import pytest
 
-from vit_jax import config as configuration
 from vit_jax import weights
+from vit_jax.training import config as configuration
 from vit_jax.training import loop
 
 TINY = {

@@ -4,11 +4,13 @@ import pathlib
 import jax
 import pytest
 
-from vit_jax import config as configuration
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.evaluation.kinds import ClassificationConfig
 from vit_jax.models import variants
 from vit_jax.tools.sweeps import fine_tuning, recipes
+from vit_jax.training import config as configuration
 from vit_jax.training import optim
 from vit_jax.weights.pretrained import Pretrained
 
@@ -35,14 +37,16 @@ def test_runs_have_what_the_recipe_by_hand_has():
     ):
         path = f"{ROOT}/configs/transfer.py:{arg}{extra}"
         theirs = configuration.load(path, {"init": "paper:B/16-i21k"})
-        lines = configuration.differences(theirs, ours)
+        lines = fields.differences(theirs, ours)
         keys = {line.split(":")[0] for line in lines}
         # How often is told and saved, where it is computed, and how it is written.
         free = {"name", "data.ops", "data.eval_ops", "model.dtype", "keep.last"}
         free |= {"evals.dev", "evals.held_out"}
         assert {k for k in keys if not k.startswith("every.")} <= free, lines
-    assert found.trial(0.01).evals.to_dict() == {"held_out": "train[98%:]"}
-    assert found.final(0.01, 7).evals.to_dict() == {"test": "test"}
+    assert found.trial(0.01).evals == {
+        "held_out": ClassificationConfig(split="train[98%:]")
+    }
+    assert found.final(0.01, 7).evals == {"test": ClassificationConfig(split="test")}
     assert found.final(0.01, 7).seed == 7
 
 
@@ -56,7 +60,9 @@ def test_the_checkpoint_says_what_its_network_is():
     # Neither what was drawn in its training nor where that was, nor its head.
     assert (model.dropout, model.stochastic_depth, model.scan) == (0, 0, False)
     assert not model.representation
-    assert "posemb_at" not in model  # Nobody reads it without position embeddings.
+    assert "posemb_at" not in fields.to_dict(
+        model
+    )  # Nobody reads it without position embeddings.
 
 
 def test_resnets_and_hybrids_have_their_own_keys():
@@ -102,7 +108,7 @@ def test_modes_move_what_they_say(pretrained, mode, moves):
         "embedding": {"head": jax.numpy.ones(4)},
     }
     config = found.final(0.1, 0)
-    tx, state = optim.optimizer(config, params, lambda step: 0.1, 10, 1.0), None
+    tx, state = optim.optimizer(config.optim, params, lambda step: 0.1, 10, 1.0), None
     for expected, steps in zip(moves, (2, 1), strict=True):
         state = state or tx.init(params)
         for _ in range(steps):
@@ -196,7 +202,9 @@ def test_the_network_of_every_variant_is_built_again():
     for variant in variants.NAMES:
         model = models.create(variant, classes=7, **size)
         found = task(published(**model.options), resolution=size["image_size"])
-        again = models.create(**found.config.model, classes=7, channels=3, **size)
+        again = models.create(
+            **fields.to_dict(found.config.model), classes=7, channels=3, **size
+        )
         ignored = {"dtype", "platform", "classes"}
         for key in model.options.keys() - ignored:
             assert again.options[key] == model.options[key], key

@@ -9,14 +9,15 @@ import time
 import hosts
 import pytest
 
-from vit_jax import config as configuration
 from vit_jax import models
+from vit_jax.config import fields, loading
 from vit_jax.data import splits
 from vit_jax.data.catalogue import ENTRIES
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tools.report import pages, results
 from vit_jax.tools.sweeps import scaling
+from vit_jax.training import config as configuration
 from vit_jax.training import loop
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -31,7 +32,7 @@ SIZES = {"cifar10": 50_000, "digits": 1_442}
 
 def combinations(path):
     """Yields every choice of the arguments of a study's config, as text."""
-    known = configuration.arguments(str(path))
+    known = loading.arguments(str(path))
     values = [v if isinstance(v, tuple) else (False, True) for v in known.values()]
     for chosen in itertools.product(*values):
         pairs = zip(known, chosen, strict=True)
@@ -73,7 +74,7 @@ def test_parts_are_nested_and_apart_from_what_is_fine_tuned_on(path):
         assert len(part) == data.examples == point.images
         assert len(tuned) == own.examples
         assert not part & tuned
-        assert point.pretrain.evals.fewshot.train == own.split
+        assert point.pretrain.evals["fewshot"].train == own.split
         assert by_size.setdefault(point.images, part) == part
     ordered = [by_size[size] for size in sorted(by_size)]
     assert len(ordered) > 1
@@ -87,10 +88,12 @@ def test_parts_are_nested_and_apart_from_what_is_fine_tuned_on(path):
 def test_hybrid_and_resnet_compute_as_much_as_the_middle_vit(budget):
     path = ROOT / "configs/study/cifar10.py"
     macs = {}
-    for name in configuration.arguments(str(path))["model"]:
+    for name in loading.arguments(str(path))["model"]:
         config = configuration.load(f"{path}:model={name},budget={budget}")
         model = models.create(
-            **config.model, classes=10, image_size=config.data.image_size
+            **fields.to_dict(config.model),
+            classes=10,
+            image_size=config.data.image_size,
         )
         macs[name] = cost.macs_per_image(model)
     assert macs["vit-xs"] < macs["vit-s"] < macs["vit-m"]

@@ -1,16 +1,15 @@
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from vit_jax.data import sources
 from vit_jax.data.arrays import open_arrays
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.schema import COMMON
 from vit_jax.tools.sweeps import runs
 
 
 def digits(**keys):
-    return ConfigDict(COMMON["data"] | {"name": "digits", "channels": 1} | keys)
+    return DataConfig(**{"name": "digits", "channels": 1} | keys)
 
 
 @pytest.mark.parametrize("split", ["test", "test[:3]", "train+test[50%:]"])

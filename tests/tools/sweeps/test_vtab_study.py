@@ -5,14 +5,13 @@ import re
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 from tfds_sets import builder_class, png
 
 from vit_jax.data import sources, vtab
 from vit_jax.data.arrays import ArraySource
+from vit_jax.data.config import DataConfig
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
-from vit_jax.schema import COMMON
 from vit_jax.tools.sweeps import fine_tuning, recipes, transfer
 from vit_jax.tools.sweeps import runs as split_runs
 from vit_jax.tools.sweeps import vtab as benchmarks
@@ -81,7 +80,7 @@ def test_val200_has_no_image_of_the_test_split(name):
         return ArraySource(name, none, np.zeros(0, int), (), numbering)
 
     for role in ("train800", "val200", "train800val200", "test"):
-        keeper(ConfigDict(COMMON["data"] | data), role, lambda role=role: opened(role))
+        keeper(DataConfig(**data), role, lambda role=role: opened(role))
     assert keeper.opened[-1] == "test"
 
 

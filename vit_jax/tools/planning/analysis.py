@@ -8,13 +8,13 @@ import time
 import jax
 import jax.export
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.parallel import chips
 from vit_jax.tools.planning import costs, hlo, topology
 from vit_jax.training import program as programs
+from vit_jax.training.config import TrainConfig
 
 TRACED = "counted in the trace, split evenly over the devices"
 KERNEL = f"{TRACED}, attention as einsums: a floor, the kernel computes more"
@@ -124,7 +124,7 @@ class Analysis:
 
 
 def analyse(
-    config: ConfigDict, mesh: Mesh, examples: int, limit: int | None
+    config: TrainConfig, mesh: Mesh, examples: int, limit: int | None
 ) -> Analysis:
     """Compiles a training step and analyses the compiled program.
 
@@ -175,9 +175,9 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
     try:
         return cost.macs_of(traced.jaxpr.jaxpr), TRACED
     except ValueError:  # A trace does not show the products inside a kernel.
-        twin = config.copy_and_resolve_references().unlock()
-        twin.model.attention = "einsum"
-        program = programs.build(twin.lock(), mesh, examples)
+        model = dataclasses.replace(config.model, attention="einsum")
+        twin = dataclasses.replace(config, model=model)
+        program = programs.build(twin, mesh, examples)
         traced = program.step.trace(program.shapes, program.batch_shapes)
         return cost.macs_of(traced.jaxpr.jaxpr), KERNEL
 
@@ -190,7 +190,7 @@ def _repeated(mesh: Mesh) -> str:
     return f"; a floor: what mesh.model={count} does not split, each of its devices repeats"
 
 
-def settings(config: ConfigDict, sizes: dict[str, int]) -> dict:
+def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
     """Returns the settings that shape the compiled program most.
 
     Args:
@@ -208,11 +208,11 @@ def settings(config: ConfigDict, sizes: dict[str, int]) -> dict:
         "image_size": list(config.data.image_size),
         "classes": config.data.classes,
         "mesh": sizes,
-        "dcn": {key: config.mesh[key] for key in ("dcn_data", "dcn_fsdp")},
+        "dcn": {key: getattr(config.mesh, key) for key in ("dcn_data", "dcn_fsdp")},
         "dtype": model.dtype,
-        "scan": model.get("scan"),
-        "remat": model.get("remat"),
-        "attention": model.get("attention", ""),
+        "scan": getattr(model, "scan", None),
+        "remat": getattr(model, "remat", None),
+        "attention": getattr(model, "attention", ""),
         "moment_dtype": optim.moment_dtype,
         "accumulate": optim.accumulate,
         "average": config.average.decay > 0,
@@ -324,7 +324,7 @@ def bytes_per_device(shapes: object, shardings: object) -> int:
 
 
 def export_stablehlo(
-    config: ConfigDict, mesh: Mesh, examples: int, path: pathlib.Path
+    config: TrainConfig, mesh: Mesh, examples: int, path: pathlib.Path
 ) -> int:
     """Exports a config's training step for the platform of its mesh.
 

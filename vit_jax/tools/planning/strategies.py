@@ -1,20 +1,20 @@
 """Compiles a config with several meshes and remat policies and compares them."""
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from ml_collections import ConfigDict
-
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.models import stacking
 from vit_jax.parallel import mesh as meshes
-from vit_jax.schema import CHOICES
 from vit_jax.tools.planning import analysis
 from vit_jax.tools.planning.analysis import Analysis
+from vit_jax.training.config import TrainConfig, complete
 
 # From most memory to most recomputation.
-REMAT = tuple(CHOICES["model", "remat"])
+REMAT = tuple(stacking.REMAT_POLICIES)
 _DEFAULT = {"data": -1, "fsdp": 1, "model": 1}
 _WIDTHS = (11, 9, 5, 9, 9, 10, 9)
 HEADING = ("mesh", "remat", "scan", "GiB", "TFLOP", "MB sent", "floor ms")
@@ -59,7 +59,7 @@ def parse_meshes(text: str) -> list[dict]:
 
 
 def compare(
-    config: ConfigDict,
+    config: TrainConfig,
     devices: Sequence,
     examples: int,
     limit: int | None,
@@ -87,12 +87,12 @@ def compare(
       UserError: no mesh fits the config, or a policy is unknown.
     """
     refused = []
-    scans = scans or [config.model.get("scan", False)]
+    scans = scans or [getattr(config.model, "scan", False)]
     for stated, scan in itertools.product(sizes, scans):
         for policy in policies:
             trial = variant(config, stated, policy, scan)
             try:
-                mesh = meshes.create(trial.mesh.to_dict(), devices)
+                mesh = meshes.create(dataclasses.asdict(trial.mesh), devices)
                 found = analysis.analyse(trial, mesh, examples, limit)
             except UserError as error:
                 refused.append(stated)
@@ -103,21 +103,18 @@ def compare(
             yield found
 
 
-def variant(config: ConfigDict, sizes: dict, policy: str, scan: bool) -> ConfigDict:
+def variant(config: TrainConfig, sizes: dict, policy: str, scan: bool) -> TrainConfig:
     """Returns a config with another mesh, remat policy and value of scan."""
-    words = {f"mesh.{axis}": size for axis, size in sizes.items()}
-    if "remat" in config.model:
-        words |= {"model.remat": policy, "model.scan": scan}
-    trial = config.to_dict()
-    for name, value in words.items():
-        section, _, key = name.partition(".")
-        trial[section][key] = value
-    return configuration.complete(trial)
+    trial = fields.to_dict(config)
+    trial["mesh"] |= sizes
+    if "remat" in trial["model"]:
+        trial["model"] |= {"remat": policy, "scan": scan}
+    return complete(trial)
 
 
-def unfit(config: ConfigDict, reason: str) -> Analysis:
+def unfit(config: TrainConfig, reason: str) -> Analysis:
     """Returns the row for a mesh that does not fit the config or the devices."""
-    mesh = {axis: config.mesh[axis] for axis in meshes.AXES}
+    mesh = {axis: getattr(config.mesh, axis) for axis in meshes.AXES}
     return Analysis(
         settings=analysis.settings(config, mesh),
         parameters=0,

@@ -3,21 +3,20 @@
 import copy
 import dataclasses
 import pathlib
-import re
 from collections.abc import Mapping
 
 import jax
-from ml_collections import ConfigDict
 
-from vit_jax import config as configuration
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.data import folder, own, sources, splits
+from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.evaluation import network
 from vit_jax.parallel import mesh as meshes
-from vit_jax.schema import CHOICES, COMMON, FORMS
 from vit_jax.tools.sweeps import recipes, runs
 from vit_jax.training import program as programs
+from vit_jax.training.config import TrainConfig, complete
 from vit_jax.weights.pretrained import Pretrained, describe_preprocess
 
 # Frozen parameters of each mode; only the head is new in all of them.
@@ -44,6 +43,11 @@ _FLAGS = {
     "data.data_dir": "--data_dir",
     "data.image_size": "--resolution",
 }
+_SECTIONS = [
+    name
+    for name, (_, about) in fields.fields(TrainConfig).items()
+    if isinstance(about, fields.Section)
+]
 _PARTS = ("data.split", "data.exclude", "data.examples", "evals")
 
 
@@ -61,27 +65,27 @@ class Task:
     """
 
     recipe: recipes.Recipe
-    config: ConfigDict
+    config: TrainConfig
     rates: tuple[float, ...]
     notes: tuple[str, ...] = ()
     mode: str = "full"
     overrides: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
-    def trial(self, rate: float) -> ConfigDict:
+    def trial(self, rate: float) -> TrainConfig:
         """Returns the config of a run that is scored on the held-out part."""
         return self._run(rate, 0, self.recipe.part, held_out=self.recipe.held_out)
 
-    def final(self, rate: float, seed: int) -> ConfigDict:
+    def final(self, rate: float, seed: int) -> TrainConfig:
         """Returns the config of a run that is scored once, on the test split."""
         return self._run(rate, seed, self.recipe.train, test=self.recipe.test)
 
-    def _run(self, rate, seed, split, **evals) -> ConfigDict:
-        raw = configuration.to_json(self.config)
+    def _run(self, rate, seed, split, **evals) -> TrainConfig:
+        raw = fields.to_json(self.config)
         raw["seed"], raw["optim"]["rate"] = seed, rate
         raw["data"]["split"], raw["evals"] = split, evals
         if "test" in evals:
             raw["every"] |= {"evaluate": 0, "evaluate_epochs": 0.0}
-        return configuration.complete(raw)
+        return complete(raw)
 
 
 def task(
@@ -119,9 +123,9 @@ def task(
     raw["optim"]["layer_decay"] = layer_decay
     _apply_overrides(raw, overrides)
     _fill(raw)
-    config = configuration.complete(raw)
+    config = complete(raw)
     models.create(  # Raises early if options do not fit each other.
-        **config.model,
+        **fields.to_dict(config.model),
         classes=config.data.classes,
         image_size=config.data.image_size,
         channels=config.data.channels,
@@ -152,7 +156,7 @@ def _fill(raw: dict) -> None:
     data, timed = raw["data"], raw["total_steps"] or raw.get("epochs")
     if not data["classes"] or not timed:
         # Labels are not checked here, so that one class is enough.
-        opened = ConfigDict(COMMON["data"] | data | {"classes": 1})
+        opened = DataConfig(**data | {"classes": 1})
         source = sources.open_unchecked(opened, opened.split)
         data["classes"] = data["classes"] or _classes(source, data["name"])
         raw["total_steps"] = (
@@ -220,14 +224,15 @@ def _raw(pretrained, recipe, size, mode) -> dict:
 def _inherited(options: Mapping[str, object]) -> dict:
     """Returns the keys of `config.model` for the checkpoint's network."""
     variant = options["variant"]
-    form = next(form for form in FORMS if re.fullmatch(form, variant))
-    known = {"variant": variant} | FORMS[form]
-    for (section, choice), ways in CHOICES.items():
-        if section == "model" and choice in known:
-            # Keys that exist only with the checkpoint's choice.
-            known |= ways[options.get(choice, known[choice])]
+    known = fields.fields(fields.fields(TrainConfig)["model"][1].find(variant, "model"))
     ignored = (*_NOT_INHERITED, *models.EXECUTION)
-    return {k: v for k, v in options.items() if k in known and k not in ignored}
+    return {
+        name: options[name]
+        for name, (_, about) in known.items()
+        if name in options
+        and name not in ignored
+        and fields.is_read(about, options)  # Under the checkpoint's choices.
+    }
 
 
 def check_feasible(task: Task) -> None:
@@ -249,11 +254,15 @@ def check_feasible(task: Task) -> None:
             raise UserError(f"--test={recipe.test}: {error}") from error
     # The number of examples matters only where a length is in epochs.
     lengths = {config.batch_size}
-    stated = [v for key, v in config.optim.items() if key.endswith("_epochs")]
+    optim = fields.to_dict(config.optim).items()
+    stated = [value for key, value in optim if key.endswith("_epochs")]
     if config.epochs or any(stated):
         parts = (recipe.train, recipe.part)[: len(task.rates)]  # One rate, no trial.
         lengths = {_length(task, split, sizes) for split in parts}
-    final, mesh = task.final(task.rates[0], 0), meshes.create(config.mesh.to_dict())
+    final, mesh = (
+        task.final(task.rates[0], 0),
+        meshes.create(dataclasses.asdict(config.mesh)),
+    )
     for examples in sorted(lengths):
         programs.build(final, mesh, examples)
 
@@ -299,7 +308,7 @@ def _refuse_overrides(overrides: Mapping[str, object]) -> None:
                 f"--config.{key}: the recipe says what is trained and scored on; state "
                 "--dataset and --test"
             )
-        if key and key in COMMON:
+        if key in _SECTIONS:
             raise UserError(f"--config.{key}: it is a section; set a key of it")
 
 
@@ -315,7 +324,7 @@ def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
     """
     for key, value in overrides.items():
         section, _, leaf = key.rpartition(".")
-        if section in COMMON:
+        if section in ("", *_SECTIONS):
             (raw.setdefault(section, {}) if section else raw)[leaf] = value
         else:
             raw[key] = value  # Not a key: refused by `complete` below.
@@ -325,4 +334,4 @@ def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
         del raw["optim"]["momentum"]
     tried = copy.deepcopy(raw)
     tried["data"]["classes"] = raw["data"]["classes"] or 1
-    configuration.complete(tried)
+    complete(tried)

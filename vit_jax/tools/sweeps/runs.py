@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from etils import epath
-from ml_collections import ConfigDict
 
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.data import splits
+from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import Source
 from vit_jax.errors import Diverged, UserError
 from vit_jax.parallel import distributed
@@ -24,6 +24,7 @@ from vit_jax.report.events import Events
 from vit_jax.report.tensorboard import summary
 from vit_jax.report.writer import replace_text
 from vit_jax.training import loop, same_run
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.shared import Shared
 from vit_jax.weights import workdir as layout
 
@@ -36,7 +37,7 @@ Records = dict[str, list[range]] | frozenset[str]
 
 
 def train(
-    config: ConfigDict, folder: str | os.PathLike, shared: Shared, *, keep: bool
+    config: TrainConfig, folder: str | os.PathLike, shared: Shared, *, keep: bool
 ) -> dict:
     """Trains in a folder, resumes, or returns the report of a finished run.
 
@@ -79,7 +80,7 @@ def check_command(workdir: str | os.PathLike, command: dict) -> None:
     """
     path = epath.Path(workdir) / _COMMAND
     if path.exists():
-        changed = configuration.differences(json.loads(path.read_text()), command)
+        changed = fields.differences(json.loads(path.read_text()), command)
         if changed:
             moved = ""
             if any(line.startswith("--data_dir:") for line in changed):
@@ -100,10 +101,9 @@ def check_command(workdir: str | os.PathLike, command: dict) -> None:
         ) from error
 
 
-def decisive(config: ConfigDict) -> dict[str, str]:
+def decisive(config: TrainConfig) -> dict[str, str]:
     """Returns the config keys that decide the result of a run, with their values."""
-    lines = (line.split(": absent -> ", 1) for line in same_run.decisive(config))
-    return dict(lines)
+    return {name: str(value) for name, value in same_run.decisive(config).items()}
 
 
 def scores(report: dict, evaluation: str) -> dict[str, float]:
@@ -169,10 +169,10 @@ class SplitCache:
         self._sources: dict[str, Source] = {}
 
     def __call__(
-        self, data: ConfigDict, split: str, open_it: Callable[[], Source]
+        self, data: DataConfig, split: str, open_it: Callable[[], Source]
     ) -> Source:
         """Returns a split's source."""
-        key = json.dumps([configuration.to_json(data), split])
+        key = json.dumps([fields.to_json(data), split])
         if key not in self._sources:
             self._sources[key] = open_it()
         return self._sources[key]
@@ -199,7 +199,7 @@ class TestSplitGuard:
         self.opened: list[str] = []
 
     def __call__(
-        self, data: ConfigDict, split: str, open_it: Callable[[], Source]
+        self, data: DataConfig, split: str, open_it: Callable[[], Source]
     ) -> Source:
         """Returns a split's source.
 

@@ -12,16 +12,16 @@ import os
 import re
 from collections.abc import Mapping
 
-from ml_collections import ConfigDict
-
-from vit_jax import config as configuration
+from vit_jax.config import loading
 from vit_jax.data import sources
 from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.runs import SplitCache, scores
 from vit_jax.tools.sweeps.transfer import say
+from vit_jax.training import config as training_config
 from vit_jax.training import lock
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.shared import Shared
 
 FILE = "study.json"
@@ -45,8 +45,8 @@ class Point:
 
     model: str
     images: int
-    pretrain: ConfigDict
-    finetune: ConfigDict
+    pretrain: TrainConfig
+    finetune: TrainConfig
 
     @property
     def name(self) -> str:
@@ -150,7 +150,7 @@ def plan(
         override is the study's to state.
     """
     path, _, rest = spec.partition(":")
-    known = configuration.arguments(path)
+    known = loading.arguments(path)
     for name in _ARGUMENTS:
         if not isinstance(known.get(name), tuple):
             raise UserError(
@@ -171,7 +171,7 @@ def plan(
     def load(model, size, part, more):
         words = [f"model={model}", f"images={size}", f"part={part}", rest]
         text = ",".join(filter(None, words))
-        return configuration.load(f"{path}:{text}", dict(overrides or {}) | more)
+        return training_config.load(f"{path}:{text}", dict(overrides or {}) | more)
 
     points = []
     # All models on the smallest part first: so a study cut short still compares them.

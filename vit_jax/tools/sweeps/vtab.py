@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from etils import epath
 
-from vit_jax import config as configuration
+from vit_jax.config import fields
 from vit_jax.data import catalogue, tfds_source, vtab
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs
@@ -156,7 +156,7 @@ class Benchmark:
         held = json.loads(path.read_text())
         own = {"model": self.model, **self.settings}
         told = {key: held.get(key, value) for key, value in own.items()}
-        if changed := configuration.differences(told, own):
+        if changed := fields.differences(told, own):
             raise UserError(
                 f"{self.workdir} holds VTAB-1k by another command "
                 f"({'; '.join(changed)}): choose another --workdir, or repeat that "

@@ -1,0 +1,114 @@
+"""Config of the data: which images are read, and how they are prepared."""
+
+import dataclasses
+import math
+
+from vit_jax.config.fields import MAX_PIXELS, key
+from vit_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReaderConfig:
+    """What is read, and how fast; all there is to say where weights tell the rest."""
+
+    name: str = key(
+        "",
+        '"digits", "folder", "made", a TFDS name such as "cifar10", '
+        '"vtab/clevr_count", "objectnet", "parquet", "hf://datasets/owner/name", or '
+        '"my_module:open_source", which runs the code of that module. '
+        "What there is: python -m vit_jax.datasets",
+    )
+    data_dir: str = key(
+        "",
+        'Where it lies; "" is TFDS\'s own, ~/tensorflow_datasets.',
+        changes_result=False,
+        of_host=True,
+    )
+    split: str = key(
+        "train",
+        "Training split; TFDS's slicing syntax, all sources.",
+        in_step=False,
+    )
+    examples: int = key(0, "Size of `split` where the data is not at hand; checked.")
+    image_key: str = key(
+        "image", "TFDS feature or Parquet column of the images, and ..."
+    )
+    label_key: str = key("label", "... of their labels.")
+    workers: int = key(
+        0,
+        "Loader processes; 0 loads in threads of this process.",
+        at_most=1_024,
+        changes_result=False,
+        of_host=True,
+    )
+    threads: int = key(
+        4,
+        "Loader threads a process.",
+        at_most=1_024,
+        changes_result=False,
+        of_host=True,
+    )
+    prefetch: int = key(
+        8,
+        "Batches read ahead, a process.",
+        at_most=1_000_000,
+        changes_result=False,
+        of_host=True,
+    )
+    on_error: str = key(
+        "raise",
+        'A damaged image: "raise", or "skip" (counted).',
+        choices=("raise", "skip"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(ReaderConfig):
+    """`config.data` of a training run."""
+
+    classes: int = key(
+        0,
+        "Number of classes; labels outside [0, classes) are an error.",
+        at_least=1,
+        below=2**31,
+    )
+    exclude: str = key("", "File of record ids, one a line: left out of `split`.")
+    image_size: tuple[int, ...] = key(
+        (224, 224),
+        "Height and width that reach the model, in pixels.",
+        at_least=1,
+    )
+    channels: int = key(3, "1 or 3.")
+    ops: str = key("", "Training transforms; see vit_jax/data/ops.py.")
+    eval_ops: str = key("", "Evaluation transforms.")
+    mean: tuple[float, ...] = key(
+        (0.5,), "Subtracted, one or a channel, as a fraction of 255 ..."
+    )
+    std: tuple[float, ...] = key((0.5,), "... then divided by.")
+    check: bool = key(
+        True, "Resume only on the data that the run was begun on.", changes_result=False
+    )
+
+    def __post_init__(self):
+        if self.channels not in (1, 3):
+            raise UserError(
+                f"data.channels={self.channels} must be 1 (grey) or 3 (RGB)"
+            )
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if len(value) not in (1, self.channels):
+                raise UserError(
+                    f"data.{name}={value} must have one number, or one for each of "
+                    f"data.channels={self.channels}"
+                )
+        if not all(self.std):
+            raise UserError(
+                f"data.std={self.std} must not hold 0: images are divided by it"
+            )
+        if len(self.image_size) != 2:
+            raise UserError(f"data.image_size={self.image_size} is not (height, width)")
+        if math.prod(self.image_size) > MAX_PIXELS:
+            raise UserError(
+                f"data.image_size={self.image_size}: more than {MAX_PIXELS:,} pixels; "
+                "images of so many are not read either"
+            )

@@ -1,0 +1,281 @@
+"""The config of a training run, and of an evaluation of weights."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from vit_jax.config import fields, loading
+from vit_jax.config.fields import Choice, choice, epochs, key, named, section
+from vit_jax.data.config import DataConfig, ReaderConfig
+from vit_jax.errors import UserError
+from vit_jax.evaluation import kinds
+from vit_jax.evaluation.readings import EvalConfig
+from vit_jax.models.registry import CONFIGS
+from vit_jax.parallel.mesh import MeshConfig
+from vit_jax.parallel.sharding import ShardingConfig
+from vit_jax.training.losses import LossConfig
+from vit_jax.training.optim import OPTIMIZERS, OptimConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AverageConfig:
+    """Polyak averaging."""
+
+    decay: float = key(0.9999, "Polyak averaging of the parameters; 0 is off.", below=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EveryConfig:
+    """Intervals in steps, and in epochs beside them; 0 is none."""
+
+    log: int = key(50, "Steps between two lines of metrics.", at_least=1)
+    log_epochs: float = epochs("The same in epochs.")
+    evaluate: int = key(
+        0, "Steps between evaluations; the last step has one in any case."
+    )
+    evaluate_epochs: float = epochs("The same in epochs.")
+    checkpoint: int = key(
+        1_000, "Steps between checkpoints; the last step has one, too.", at_least=1
+    )
+    checkpoint_epochs: float = epochs("The same in epochs.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepConfig:
+    """Which checkpoints stay."""
+
+    last: int = key(2, "This many newest checkpoints stay ...", at_least=1)
+    every: int = key(0, "... and those at multiples of this step; 0 is none.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """Checkpoints on the hosts' own disks, between those in the workdir."""
+
+    folder: str = key(
+        "",
+        'The same words on all hosts; "$VARIABLES" and "~" are resolved.',
+        of_host=True,
+    )
+    every: int = key(0, "Interval in steps; 0 is none.")
+
+    def __post_init__(self):
+        if self.every and not self.folder:
+            raise UserError(
+                f"local.every={self.every} needs local.folder: a folder on each "
+                "host's own disk"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Config:
+    """What is read wherever something is computed."""
+
+    name: str = key(
+        "", "Recipe name; the config file's stem unless stated.", in_step=False
+    )
+    batch_size: int = key(
+        0, "Images a step, over all devices and microbatches.", at_least=1
+    )
+    compilation_cache: str = key(
+        "auto",
+        'Folder; "auto": a user\'s own; "": JAX\'s setting.',
+        changes_result=False,
+        of_host=True,
+    )
+    mesh: MeshConfig = section(MeshConfig, changes_result=False)
+    sharding: ShardingConfig = section(ShardingConfig, changes_result=False)
+    evals: dict[str, EvalConfig] = named(
+        Choice(types=kinds.CONFIGS, default="classification", by="kind"),
+        text="split",
+        reserved=(kinds.SKIPPED,),
+        help="Name of an evaluation: split of the data set to classify, or a kind.",
+        changes_result=False,
+        in_step=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(_Config):
+    """What is read of a config where weights are evaluated alone."""
+
+    data: ReaderConfig = section(ReaderConfig)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(_Config):
+    """What is read of a config where a network is trained."""
+
+    seed: int = key(
+        0,
+        "Of initialisation, data order, augmentation and dropout.",
+        below=2**32,
+        in_step=False,
+    )
+    total_steps: int = key(0, "Length of the run: this ...", below=2**31)
+    epochs: float = epochs("... or this many passes over the training split.")
+    init: str = key(
+        "",
+        'Workdir, weights or their address to start from; "": none.',
+        changes_result=False,
+        of_host=True,
+        in_step=False,
+    )
+    init_average: bool = key(
+        True,
+        "Take a workdir's averaged parameters if it has them.",
+        in_step=False,
+    )
+    init_head: str = key(
+        "replace",
+        '"replace": new zero head, "keep", or "drop".',
+        choices=("replace", "keep", "drop"),
+        in_step=False,
+    )
+    init_posemb: str = key(
+        "linear",
+        'Resizing of position embeddings; or "bicubic".',
+        choices=("linear", "bicubic"),
+        in_step=False,
+    )
+    init_allow: tuple[str, ...] = key(
+        (),
+        "Regular expressions: what may be missing or left over.",
+        in_step=False,
+    )
+    debug_nans: bool = key(
+        False,
+        "Stop at the operation that makes the first NaN (slow).",
+        changes_result=False,
+    )
+    profile: tuple[int, ...] = key(
+        (0, 0),
+        "First and last step of a trace for xprof; zeros: none.",
+        changes_result=False,
+        in_step=False,
+    )
+    slow_step: float = key(
+        3.0,
+        "Name what took so many times its median; 0 is off.",
+        changes_result=False,
+    )
+    stall_timeout: float = key(
+        1_800.0,
+        "Seconds without a finished step, evaluation batch or save after which a run is "
+        "ended, with the stacks of all threads; 3 times as long before the first step. "
+        "0 is off.",
+        below=2**31,
+        changes_result=False,
+    )
+    data: DataConfig = section(DataConfig)
+    model: Any = choice(CONFIGS, "B/16", by="variant", patterns=True)
+    loss: LossConfig = section(LossConfig)
+    optim: OptimConfig = choice(OPTIMIZERS, "adam")
+    average: AverageConfig = section(AverageConfig)
+    every: EveryConfig = section(EveryConfig, changes_result=False, in_step=False)
+    keep: KeepConfig = section(KeepConfig, changes_result=False, in_step=False)
+    local: LocalConfig = section(LocalConfig, changes_result=False, in_step=False)
+
+    def __post_init__(self):
+        first, last = self.profile if len(self.profile) == 2 else (1, 0)
+        if self.profile and (first > last or (first == 0) != (last == 0)):
+            raise UserError(
+                f"profile={self.profile} is not (first step, last step), as (10, 15)"
+            )
+
+    def num_steps(self, examples: int) -> int:
+        """Returns the length of the run in steps.
+
+        Args:
+          examples: size of the training split.
+
+        Raises:
+          UserError: not exactly one of `total_steps` and `epochs` is set.
+        """
+        if bool(self.total_steps) == bool(self.epochs):
+            raise UserError(
+                f"config states total_steps={self.total_steps} and "
+                f"epochs={self.epochs}: set exactly one of them"
+            )
+        total = self.total_steps or max(
+            1, round(self.epochs * examples / self.batch_size)
+        )
+        if total >= 2**31:  # The step is counted in 32 bits.
+            raise UserError(
+                f"epochs={self.epochs}: with {examples:,} images and "
+                f"batch_size={self.batch_size} they are {total:,} steps, of which a run "
+                "has fewer than 2**31: lower epochs"
+            )
+        return total
+
+
+def load(spec: str, overrides: Mapping[str, object] | None = None) -> TrainConfig:
+    """Reads a config file, applies overrides and completes it.
+
+    Args:
+      spec: path of a config file, with its argument after a colon if it takes one:
+        "configs/digits.py", "configs/transfer.py:model=B/16,dataset=cifar100".
+      overrides: dotted key to value, as {"optim.rate": 0.01}.
+
+    Raises:
+      UserError: the file, the argument or a key does not exist, or a value does not
+        fit its key.
+    """
+    return complete(loading.read(TrainConfig, spec, overrides))
+
+
+def complete(raw: Mapping | ConfigDict | TrainConfig) -> TrainConfig:
+    """Adds the defaults to what a recipe states and checks every key and value.
+
+    Args:
+      raw: nested mapping that holds what a recipe states.
+
+    Raises:
+      UserError: unknown key (with the nearest known one), a value of another type or
+        out of its bounds, or values that do not fit each other.
+    """
+    return loading.complete(TrainConfig, raw)
+
+
+def load_evaluation(
+    spec: str, overrides: Mapping[str, object] | None = None
+) -> EvaluationConfig:
+    """Reads a config file for `python -m vit_jax.evaluate`.
+
+    Args:
+      spec, overrides: as of `load`.
+
+    Raises:
+      UserError: as `load`, or a key that only training reads, or no evaluation.
+    """
+    raw = loading.read(TrainConfig, spec, overrides)
+    _refuse_unread(raw)
+    return loading.complete(EvaluationConfig, raw)
+
+
+def _refuse_unread(raw: Mapping) -> None:
+    """Refuses keys that nothing reads where weights are evaluated alone.
+
+    Raises:
+      UserError: naming the key and those that are read, or there is no evaluation.
+    """
+    own = fields.fields(EvaluationConfig)
+    sections = [name for name in own if isinstance(own[name][1], fields.Section)]
+    keys = [name for name in own if name not in sections]
+    for place, value in raw.items():
+        inner = place in sections and isinstance(value, Mapping)
+        if place == "evals" or (not inner and place in own):
+            continue
+        known = list(fields.fields(own[place][0].default_factory)) if inner else keys
+        for name in value if inner else (place,):
+            if name not in known:
+                name = f"{place}.{name}" if inner else name
+                raise UserError(
+                    f"config key {name} is not read where weights are evaluated alone: "
+                    f"here are {', '.join(known)}"
+                    + ("" if inner else f", {', '.join(sections)}")
+                )
+    if not raw.get("evals"):
+        raise UserError("the config names no evaluation: set evals, as {'val': 'val'}")
