@@ -95,6 +95,7 @@ NOTES = (
     r"left out, \d+ damaged:|  .*",
     r".*: \d+/\d+",  # The progress of dedup.
     r"compiled programs are not kept: .*",
+    r"written to .*: .*",
 )
 LEFT = re.compile(r"\.(new|part|tmp|incomplete|lock)$|orbax-checkpoint-tmp")
 WRITING = ("train", "visualize")  # What is whole stays when the rest fails.

@@ -53,7 +53,7 @@ def assert_near(a, b):
 def test_scan_and_rematerialisation_train_to_the_same_parameters(runs):
     unrolled, scanned = runs(False)[0], runs(True)[0]
     for average in (False, True):
-        found, expected = (stored(w, average=average) for w in (scanned, unrolled))
+        found, expected = (stored(w, use_ema=average) for w in (scanned, unrolled))
         assert "encoderblock_2" in found["Transformer"]
         assert_near(found, expected)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
+from vit_jax.config import fields
 from vit_jax.parallel import mesh as meshes
 from vit_jax.training import config as configuration
 from vit_jax.training import program as programs
@@ -47,9 +48,8 @@ def build(sizes, optim=SGD, model=VIT, **data):
         mesh=sizes,
         sharding={"smallest": 100},
         average={"decay": 0.9},
-    ).to_dict()
-    config["model"] = model
-    config = configuration.complete(config)
+    )
+    config = configuration.complete(fields.to_dict(config) | {"model": model})
     mesh = meshes.create(sizes, jax.devices()[: math.prod(sizes.values())])
     return programs.build(config, mesh, examples=37), mesh
 

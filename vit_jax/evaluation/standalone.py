@@ -134,14 +134,14 @@ def _arranged(kind: str, metrics: dict[str, float]) -> object:
 
 def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConfig:
     """Returns the config of the data with what the weights say of classes and images."""
-    return DataConfig(
-        **dataclasses.asdict(data),
-        classes=options["classes"],
-        image_size=tuple(preprocess.image_size),
-        channels=options["channels"],
-        mean=tuple(preprocess.mean),
-        std=tuple(preprocess.std),
-    )
+    told = {
+        "classes": options["classes"],
+        "image_size": tuple(preprocess.image_size),
+        "channels": options["channels"],
+        "mean": tuple(preprocess.mean),
+        "std": tuple(preprocess.std),
+    }
+    return DataConfig(**dataclasses.asdict(data) | told)
 
 
 def _full_batch(batch_size: int, mesh: Mesh) -> int:
