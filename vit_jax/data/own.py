@@ -88,6 +88,19 @@ class OwnSource:
     name: str
     source: object
 
+    # Not by `__getattr__`: since Python 3.12 what it gives does not count for a protocol.
+    @property
+    def class_names(self):
+        return self.source.class_names
+
+    @property
+    def images(self):
+        return self.source.images
+
+    @property
+    def labels(self):
+        return self.source.labels
+
     def __len__(self) -> int:
         with guarded(self.name):
             return len(self.source)
