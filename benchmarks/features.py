@@ -22,11 +22,14 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from vit_jax import models
-from vit_jax.data import device_ops, folder, pipeline
+from vit_jax.data import pipeline
 from vit_jax.data.config import DataConfig
-from vit_jax.evaluation import passes, views
-from vit_jax.parallel import compiler
-from vit_jax.parallel import mesh as meshes
+from vit_jax.data.sources import folder
+from vit_jax.data.transforms import device as transforms
+from vit_jax.distributed import compilation
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed.mesh import MeshConfig
+from vit_jax.evaluators import forward_passes, splits
 from vit_jax.weights.pretrained import Preprocess
 
 MADE = 64  # Files; they are read again and again.
@@ -48,7 +51,7 @@ def make_files(root):
 def open_rows(root, split, count):
     """Returns `count` records of a folder, the same ones again where it has fewer."""
     source = folder.open_folder(str(root), split, split)
-    return views.Part(source, np.arange(count) % len(source))
+    return splits.Subset(source, np.arange(count) % len(source))
 
 
 def main(args):
@@ -59,19 +62,21 @@ def main(args):
     )
     params = jax.jit(model.init)(jax.random.key(0))
     data = DataConfig(image_size=(side, side), classes=2**31 - 1, threads=args.threads)
-    mesh = meshes.create({"data": 1}, jax.devices()[:1])
-    step = passes.build(model, data, mesh, wants=(passes.FEATURES,))
-    ops = views.Travelled(
+    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
+    step = forward_passes.make_eval_step(
+        model, data, mesh, names=(forward_passes.FEATURES,)
+    )
+    ops = splits.CheckpointPreprocess(
         Preprocess((side, side), interpolation="bicubic", crop_fraction=0.875), 3
     )
 
     @jax.jit
     def plain(params, images):
-        images = device_ops.normalize(images, data.mean, data.std)
+        images = transforms.normalize(images, data.mean, data.std)
         return model.apply(params, images.astype(args.dtype))["pre_logits"]
 
     shape = jax.ShapeDtypeStruct((batch, side, side, 3), np.uint8)
-    bare = plain.lower(params, shape).compile(compiler.options())
+    bare = plain.lower(params, shape).compile(compilation.options())
     pixels = np.random.default_rng(1).integers(0, 256, shape.shape, np.uint8)
     pixels = jax.device_put(pixels)
 
@@ -84,8 +89,10 @@ def main(args):
         with pipeline.eval_batches(
             source, data, batch_size=batch, host=(ops,)
         ) as batches:
-            found = passes.collect(step, {"one": params}, batches, mesh)["one"]
-        assert found.values[passes.FEATURES].shape[0] == len(source)
+            found = forward_passes.collect_outputs(
+                step, {"one": params}, batches, mesh
+            )["one"]
+        assert found.values[forward_passes.FEATURES].shape[0] == len(source)
 
     with tempfile.TemporaryDirectory() as made:
         root, split = pathlib.Path(args.data or made), args.split

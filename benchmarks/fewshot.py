@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from vit_jax.evaluation import fewshot
+from vit_jax.evaluators import fewshot
 
 
 class Stage:

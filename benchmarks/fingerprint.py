@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from vit_jax.data.fingerprint import differences, fingerprint
-from vit_jax.data.folder import FolderSource
+from vit_jax.data.sources.folder import FolderSource
 
 FILES = 1_300_000
 REPEATS = 5

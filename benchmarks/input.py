@@ -28,7 +28,7 @@ import numpy as np
 from input_contender import Contender
 from PIL import Image, ImageOps
 
-from vit_jax.data import host_ops
+from vit_jax.data.transforms import host as host_transforms
 
 BATCH, FILES, SIZE = 64, 256, 224
 SMALL_BATCH = 512
@@ -69,7 +69,9 @@ def errors(contenders, paths, folder):
     """Returns each contender's mean absolute error to the float filter."""
     boxes, exact = [], []
     for i, path in enumerate(paths):
-        box = host_ops.InceptionCrop(SIZE).box(375, 500, np.random.default_rng(i))
+        box = host_transforms.InceptionCrop(SIZE).box(
+            375, 500, np.random.default_rng(i)
+        )
         top, left, height, width = box
         pixels = np.array(Image.open(path), np.float32)
         part = pixels[top : top + height, left : left + width]

@@ -7,8 +7,11 @@ import input_serve
 import jax
 import numpy as np
 
-from vit_jax.data import device_ops, ops, order, pipeline, sources
-from vit_jax.data.arrays import ArraySource
+from vit_jax.data import order, pipeline
+from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.open import open_source
+from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import parse
 from vit_jax.training import config
 
 SIZE, SEED = 224, 7
@@ -18,7 +21,7 @@ def data_config(folder, ops, batch, workers, **keys):
     """Returns a complete `config.data`."""
     data = {"name": "folder", "data_dir": folder, "classes": 1, "ops": ops}
     data |= {"workers": workers, "threads": 2, "prefetch": 2, **keys}
-    raw = {"batch_size": batch, "total_steps": 1, "optim": {"rate": 0.1}}
+    raw = {"batch_size": batch, "total_steps": 1, "optim": {"learning_rate": 0.1}}
     return config.complete({**raw, "data": data}).data
 
 
@@ -38,7 +41,7 @@ def device_stage(moves):
 
 def ours(source, data, batch):
     """Iterates over batches of the product, device operations done on this CPU."""
-    stage = device_stage(ops.parse_train(data.ops, data.image_size).device)
+    stage = device_stage(parse.parse_train(data.ops, data.image_size).device)
     with pipeline.train_batches(
         source, data, batch_size=batch, seed=SEED, start=0, stop=10**9 // batch
     ) as stream:
@@ -50,14 +53,14 @@ def from_folder(folder, batch, options, workers):
     """Iterates over JPEG files, cropped as the options of the crop say and flipped."""
     spec = f"inception_crop({SIZE}, {options}) | flip"
     data = data_config(folder, spec, batch, workers)
-    return ours(sources.open_source(data, "train"), data, batch)
+    return ours(open_source(data, "train"), data, batch)
 
 
 def from_memory(folder, batch, augment):
     """Iterates over 50,000 images of 32x32, flipped and cropped if so asked."""
     rng = np.random.default_rng(SEED)
     images = rng.integers(0, 256, (50_000, 32, 32, 3), dtype=np.uint8)
-    source = ArraySource("made", images, np.zeros(50_000, np.int64))
+    source = ArraySource("synthetic", images, np.zeros(50_000, np.int64))
     spec = "flip | pad_crop(4)" if augment else ""
     data = data_config(folder, spec, batch, 0, image_size=(32, 32))
     return ours(source, data, batch)
@@ -65,7 +68,7 @@ def from_memory(folder, batch, augment):
 
 def flips(batch):
     """Iterates over flipped batches, with nothing loaded."""
-    stage = device_stage((device_ops.Flip(),))
+    stage = device_stage((transforms.Flip(),))
     images = np.zeros((batch, SIZE, SIZE, 3), np.uint8)
     for step in range(10**9):
         index = step * batch + np.arange(batch, dtype=np.uint32)
@@ -74,7 +77,7 @@ def flips(batch):
 
 def crops(pairs, options):
     """Returns crops of files; each pair is a path and the box that seed i gives."""
-    op, images = ops.parse_train(f"inception_crop({SIZE}, {options})", ()).host[0], []
+    op, images = parse.parse_train(f"inception_crop({SIZE}, {options})", ()).host[0], []
     for i, (path, box) in enumerate(pairs):
         if list(op.box(375, 500, np.random.default_rng(i))) != box:
             raise ValueError(f"seed {i} does not give box {box}")

@@ -61,30 +61,30 @@ def measure(args, point: Point) -> dict:
     """Times one point in this process."""
     import numpy as np
 
+    from vit_jax.distributed import mesh as meshes
     from vit_jax.models import cost
-    from vit_jax.parallel import mesh as meshes
     from vit_jax.training import config as configuration
-    from vit_jax.training import program as programs
+    from vit_jax.training import train_step
 
     classes = 1000
     raw = {
         "total_steps": 1_000_000,
         "batch_size": point.batch,
         "data": {
-            "name": "made",
+            "name": "synthetic",
             "classes": classes,
             "examples": 1_000_000,
             "image_size": (point.side, point.side),
         },
         "model": {"variant": args.variant, "depth": point.depth, "dtype": args.dtype},
-        "optim": {"name": "adam", "rate": 1e-3},
-        "average": {"decay": 0.0},
+        "optim": {"name": "adam", "learning_rate": 1e-3},
+        "ema": {"decay": 0.0},
     }
     config = configuration.complete(raw)
     devices = jax.devices()[: point.devices]
-    mesh = meshes.create(dataclasses.asdict(config.mesh), devices)
-    program = programs.build(config, mesh, 1_000_000)
-    step = program.step.lower(program.shapes, program.batch_shapes).compile()
+    mesh = meshes.create(config.mesh, devices)
+    program = train_step.build_train_setup(config, mesh, 1_000_000)
+    step = program.train_step.lower(program.shapes, program.batch_shapes).compile()
     rng = np.random.default_rng(0)
     shape = (point.batch, point.side, point.side, 3)
     batch = {
@@ -92,7 +92,7 @@ def measure(args, point: Point) -> dict:
         "label": rng.integers(0, classes, point.batch, dtype=np.int32),
         "index": np.arange(point.batch, dtype=np.uint32),
     }
-    batch, state, seconds = meshes.to_devices(batch, mesh), program.start(), []
+    batch, state, seconds = meshes.to_devices(batch, mesh), program.initial_state(), []
     for _ in range(args.calls + 2):
         began = time.perf_counter()
         state, metrics = step(state, batch)

@@ -53,9 +53,9 @@ def get_config(arg=None):
     c.data.workers, c.data.threads, c.data.prefetch = WORKERS, 1, 2
     c.model = dict(variant="Ti/4", width=48, depth=2, heads=3, mlp_dim=96)
     c.model.dropout = 0.1
-    c.optim = dict(rate=0.01, warmup_steps=5)
+    c.optim = dict(learning_rate=0.01, warmup_steps=5)
     c.evals = dict(val="val")
-    c.every = dict(log=1, evaluate=EVALUATE, checkpoint=7)
+    c.log_every_steps = 1; c.eval_every_steps = EVALUATE; c.checkpoint_every_steps = 7
     return c
 """
 LOST_SECONDS = 8  # Of silence after which a host counts as lost.

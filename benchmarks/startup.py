@@ -24,7 +24,11 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PHASES = ("import", "devices", "data", "trace", "init", "compile", "first step")
-MADE = ("--config.data.name=made", "--config.data.examples=200", "--config.evals={}")
+MADE = (
+    "--config.data.name=synthetic",
+    "--config.data.examples=200",
+    "--config.evals={}",
+)
 SMALL = (*MADE, "--config.data.classes=1000", "--config.model.head_bias=0.0")
 CASES = {
     "digits": ("configs/digits.py",),
@@ -53,7 +57,7 @@ def start(words: tuple[str, ...], cache: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as workdir:
         config, *rest = words
         command = [sys.executable, "-m", "vit_jax.train", f"--config={config}", *rest]
-        command += [f"--workdir={workdir}", "--config.every.log=1"]
+        command += [f"--workdir={workdir}", "--config.log_every_steps=1"]
         with subprocess.Popen(
             command,
             cwd=ROOT,

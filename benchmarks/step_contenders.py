@@ -6,7 +6,6 @@ step: it takes uint8 images, and it gives top-1, gradient norm and parameter nor
 """
 
 import contextlib
-import dataclasses
 
 import baseline_vit
 import jax
@@ -15,11 +14,11 @@ import numpy as np
 import optax
 import plain_linen
 
+from vit_jax.distributed import compilation
+from vit_jax.distributed import mesh as meshes
 from vit_jax.models import variants
-from vit_jax.parallel import compiler
-from vit_jax.parallel import mesh as meshes
 from vit_jax.training import config as configuration
-from vit_jax.training import program as programs
+from vit_jax.training import train_step
 
 CLASSES, RATE, MOMENTUM = 1000, 1e-3, 0.9
 TIMM = {
@@ -182,30 +181,30 @@ class Baseline(_OfJax):
 
 
 class Ours(_OfJax):
-    """The product: `Model.apply` under jit, and the step of `training.program`."""
+    """The product: `Model.apply` under jit, and the step of `training.train_step`."""
 
     def __init__(
         self, variant, images, labels, *, dtype, optimizer, params=None, **options
     ):
-        data = {"name": "made", "classes": CLASSES, "examples": 1_000_000}
+        data = {"name": "synthetic", "classes": CLASSES, "examples": 1_000_000}
         raw = {
             "total_steps": 1_000_000,
             "batch_size": len(images),
             "data": data | {"image_size": images.shape[1:3]},
             "model": {"variant": variant, "dtype": dtype} | options,
-            "optim": {"name": optimizer, "rate": RATE, "decay": "constant"},
-            "average": {"decay": 0.0},
+            "optim": {"name": optimizer, "learning_rate": RATE, "schedule": "constant"},
+            "ema": {"decay": 0.0},
         }
         if optimizer == "sgd":
             raw["optim"]["momentum"] = MOMENTUM
         config = configuration.complete(raw)
-        mesh = meshes.create(dataclasses.asdict(config.mesh))
-        program = programs.build(config, mesh, 1_000_000)
+        mesh = meshes.create(config.mesh)
+        program = train_step.build_train_setup(config, mesh, 1_000_000)
         self.model = program.model
         if params is None:
-            self.state = program.start()
+            self.state = program.initial_state()
         else:
-            self.state = program.start_from(jax.tree.map(np.array, params))
+            self.state = program.state_from(jax.tree.map(np.array, params))
         index = np.arange(len(images), dtype=np.uint32)
         self.batch = meshes.to_devices(
             {"image": images, "label": labels, "index": index}, mesh
@@ -217,9 +216,9 @@ class Ours(_OfJax):
 
         platform = mesh.devices.flat[0].platform
         self._apply = jax.jit(  # As predict and the evaluations.
-            forward, compiler_options=compiler.options(platform)
+            forward, compiler_options=compilation.options(platform)
         )
-        self._step = program.step
+        self._step = program.train_step
 
     def forward(self):
         """Returns logits."""

@@ -24,7 +24,7 @@ _PLAIN = {
     "mesh.fsdp": 1,
     "model.dropout": 0.0,
     "model.remat": "full",
-    "optim.moment_dtype": "bfloat16",
+    "optim.mu_dtype": "bfloat16",
 }
 
 

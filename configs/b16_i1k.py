@@ -26,13 +26,17 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
     c.model = dict(variant="B/16", head="token", representation=True, dropout=0.1)
     c.model.dtype = "bfloat16"
-    c.loss = dict(name="softmax", label_smoothing=0.0)
+    c.task = dict(loss="softmax", label_smoothing=0.0)
 
-    c.optim = dict(name="adam", b1=0.9, b2=0.999, rate=3e-3, warmup_steps=10_000)
-    c.optim.decay = "cosine"
+    c.optim = dict(
+        name="adam", b1=0.9, b2=0.999, learning_rate=3e-3, warmup_steps=10_000
+    )
+    c.optim.schedule = "cosine"
     c.optim.weight_decay = 0.3  # Times the scheduled rate; kernels only.
-    c.optim.clip_norm = 1.0
-    c.average = dict(decay=0.0)
-    c.every = dict(log=50, evaluate=5_000, checkpoint=1_000)  # Steps.
+    c.optim.grad_clip_norm = 1.0
+    c.ema = dict(decay=0.0)
+    c.log_every_steps = 50
+    c.eval_every_steps = 5_000
+    c.checkpoint_every_steps = 1_000
 
     return quick(c) if arg.quick else c

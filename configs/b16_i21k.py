@@ -31,12 +31,17 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model.scan = True  # Compiled in a minute, where blocks one by one take many.
     # Every class starts as absent (the authors, vision_transformer issue 2).
     c.model.head_bias = -10.0
-    c.loss = dict(name="sigmoid", label_smoothing=0.0)
+    c.task = dict(loss="sigmoid", label_smoothing=0.0)
 
-    c.optim = dict(name="adam", b1=0.9, b2=0.999, rate=1e-3, warmup_steps=10_000)
-    c.optim.update(decay="linear", end_rate=1e-5)  # The end: issue 2 as well.
+    c.optim = dict(
+        name="adam", b1=0.9, b2=0.999, learning_rate=1e-3, warmup_steps=10_000
+    )
+    # The end: issue 2 as well.
+    c.optim.schedule = dict(name="linear", end_learning_rate=1e-5)
     c.optim.weight_decay = 0.03  # Times the scheduled rate; kernels only.
-    c.average = dict(decay=0.0)
-    c.every = dict(log=50, evaluate=5_000, checkpoint=1_000)  # Steps.
+    c.ema = dict(decay=0.0)
+    c.log_every_steps = 50
+    c.eval_every_steps = 5_000
+    c.checkpoint_every_steps = 1_000
 
     return quick(c) if arg.quick else c

@@ -53,10 +53,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.eval_ops = "resize"
 
     c.model = dict(variant=arg.model, dtype="bfloat16")
-    c.loss = dict(name="softmax")
-    c.optim = dict(name="sgd", momentum=0.9, rate=3e-3, warmup_steps=warmup)
-    c.optim.update(decay="staircase", boundaries=tuple(drops), factor=0.1)
-    c.average = dict(decay=0.0)
-    c.every = dict(log=50, evaluate=max(100, end // 10), checkpoint=1_000)  # Steps.
+    c.task = dict(loss="softmax")
+    c.optim = dict(name="sgd", momentum=0.9, learning_rate=3e-3, warmup_steps=warmup)
+    c.optim.schedule = dict(name="step", boundaries=tuple(drops), decay_rate=0.1)
+    c.ema = dict(decay=0.0)
+    c.log_every_steps, c.checkpoint_every_steps = 50, 1_000
+    c.eval_every_steps = max(100, end // 10)
 
     return quick(c) if arg.quick else c

@@ -32,9 +32,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.ops = "flip | pad_crop(4)" + (" | mixup(0.8)" if arg.mixup else "")
     c.model = dict(variant="Ti/4", depth=depth, width=width, heads=heads)
     c.model.update(mlp_dim=mlp_dim, head="gap", stochastic_depth=drop)
-    c.optim = dict(name="adam", rate=1e-3, decay="cosine", warmup_fraction=0.05)
-    c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
+    c.optim = dict(
+        name="adam", learning_rate=1e-3, schedule="cosine", warmup_fraction=0.05
+    )
+    c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
 
     c.evals = dict(test="test")
-    c.every = dict(log=50, evaluate_epochs=1, checkpoint_epochs=1)
+    c.log_every_steps = 50
+    c.eval_every_epochs = 1
+    c.checkpoint_every_epochs = 1
     return quick(c) if arg.quick else c

@@ -91,16 +91,23 @@ def quick(config: ConfigDict) -> ConfigDict:
         c.model.update(width=16, depth=2, heads=2, mlp_dim=32)
     if variant.startswith("R"):
         c.model.update(blocks=(1, 1, 1) if token == 16 else (1, 1, 1, 1), stem_width=32)
-    c.data.update(name="made", split="train", examples=20, workers=0)
+    c.data.update(name="synthetic", split="train", examples=20, workers=0)
     c.data.image_size = (2 * token, 2 * token)
     c.evals = {name: "val" for name in c.get("evals", {})}
-    c.every = dict(log=1, evaluate=0, checkpoint=1_000)  # The last two: at the end.
+    # One evaluation and one checkpoint, at the end.
+    c.log_every_steps, c.eval_every_steps, c.checkpoint_every_steps = 1, 0, 1_000
+    for name in ("log_every_epochs", "eval_every_epochs", "checkpoint_every_epochs"):
+        if name in c:
+            del c[name]
 
     optim = c.optim.to_dict()
     warmups = [optim.pop(f"warmup_{u}", 0) for u in ("steps", "epochs", "fraction")]
     optim["warmup_steps"] = int(any(warmups))
-    if "boundaries" in optim:
-        optim["boundaries"] = (2,)
-    most = {"cooldown_steps": 1, "freeze_steps": 1, "accumulate": 2}
+    schedule = optim.get("schedule", {})
+    if "boundaries" in schedule:
+        schedule["boundaries"] = (2,)
+    if "cooldown_steps" in schedule:
+        schedule["cooldown_steps"] = min(1, schedule["cooldown_steps"])
+    most = {"freeze_steps": 1, "grad_accum_steps": 2}
     c.optim = optim | {k: min(n, optim[k]) for k, n in most.items() if k in optim}
     return c

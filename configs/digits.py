@@ -24,9 +24,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.ops = "affine(shift=0.1, rotate=10, scale=(0.9, 1.1))"
     c.model = dict(variant="Ti/2", width=48, depth=4, heads=3, mlp_dim=96)
     c.model.representation = True
-    c.optim = dict(name="adam", rate=2e-3, decay="cosine", warmup_epochs=5)
-    c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
+    c.optim = dict(name="adam", learning_rate=2e-3, schedule="cosine", warmup_epochs=5)
+    c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
 
     c.evals = dict(test="test")
-    c.every = dict(log=200, evaluate=500, checkpoint=500)  # Steps.
+    c.log_every_steps = 200
+    c.eval_every_steps = 500
+    c.checkpoint_every_steps = 500
     return quick(c) if arg.quick else c

@@ -25,6 +25,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.ops = f"resize | {c.data.ops}"
     c.data.eval_ops = "resize"
     c.model.representation = False  # The whole pretraining head is replaced.
-    c.optim = dict(name="sgd", rate=0.03, decay="cosine", momentum=0.9, clip_norm=1.0)
-    c.every = dict(log=50, evaluate=50, checkpoint=200)  # Steps.
+    c.optim = dict(
+        name="sgd",
+        learning_rate=0.03,
+        schedule="cosine",
+        momentum=0.9,
+        grad_clip_norm=1.0,
+    )
+    c.log_every_steps = 50
+    c.eval_every_steps = 50
+    c.checkpoint_every_steps = 200
     return quick(c) if arg.quick else c

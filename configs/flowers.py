@@ -26,9 +26,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.ops = "inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)"
     c.data.eval_ops = "resize_small(72) | central_crop"
     c.model = dict(variant="Ti/8", width=96, depth=6, heads=3, mlp_dim=192, head="gap")
-    c.optim = dict(name="adam", rate=1e-3, decay="cosine", warmup_epochs=3)
-    c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
+    c.optim = dict(name="adam", learning_rate=1e-3, schedule="cosine", warmup_epochs=3)
+    c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
 
     c.evals = dict(val="")  # The folder val, or else validation or test.
-    c.every = dict(log=50, evaluate=250, checkpoint=250)  # Steps.
+    c.log_every_steps = 50
+    c.eval_every_steps = 250
+    c.checkpoint_every_steps = 250
     return quick(c) if arg.quick else c

@@ -30,10 +30,12 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.std = (0.229, 0.224, 0.225)
 
     c.model = dict(variant="Ti/16", head="token", gelu="erf")
-    c.optim = dict(name="sgd", momentum=0.9, rate=0.01, decay="cosine")
-    c.optim.update(warmup_steps=10, clip_norm=1.0)
-    c.average = dict(decay=0.0)
+    c.optim = dict(name="sgd", momentum=0.9, learning_rate=0.01, schedule="cosine")
+    c.optim.update(warmup_steps=10, grad_clip_norm=1.0)
+    c.ema = dict(decay=0.0)
 
     c.evals = dict(val="")  # The folder val, or else validation or test.
-    c.every = dict(log=10, evaluate_epochs=1.0, checkpoint=100)  # Steps.
+    c.log_every_steps = 10
+    c.eval_every_epochs = 1.0
+    c.checkpoint_every_steps = 100
     return quick(c) if arg.quick else c

@@ -57,10 +57,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
     c.model = dict(variant=arg.model, head="token", representation=False, dropout=0.0)
     c.model.dtype = "bfloat16"
-    c.loss = dict(name="softmax")
-    c.optim = dict(name="sgd", momentum=0.9, decay="cosine", weight_decay=0.0)
-    c.optim.update(rate=arg.rate or SWEEP[arg.dataset][2], clip_norm=1.0)
-    c.average = dict(decay=0.9999 if "imagenet" in arg.dataset and size > 384 else 0.0)
-    c.every = dict(log=50, evaluate=max(100, steps // 10), checkpoint=1_000)  # Steps.
+    c.task = dict(loss="softmax")
+    c.optim = dict(name="sgd", momentum=0.9, schedule="cosine", weight_decay=0.0)
+    c.optim.update(learning_rate=arg.rate or SWEEP[arg.dataset][2], grad_clip_norm=1.0)
+    c.ema = dict(decay=0.9999 if "imagenet" in arg.dataset and size > 384 else 0.0)
+    c.log_every_steps, c.checkpoint_every_steps = 50, 1_000
+    c.eval_every_steps = max(100, steps // 10)
 
     return quick(c) if arg.quick else c

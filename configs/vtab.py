@@ -15,7 +15,7 @@ each task's transforms are those of the authors' VTAB code.
 from ml_collections import ConfigDict
 
 from configs.common import parse_arg, quick
-from vit_jax.data.vtab import TASKS
+from vit_jax.data.sources.vtab import TASKS
 from vit_jax.tools.sweeps import recipes
 
 ARGUMENTS = dict(
@@ -41,10 +41,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
     c.model = dict(variant=arg.model, head="token", representation=False, dropout=0.0)
     c.model.dtype = "bfloat16"
-    c.loss = dict(name="softmax")
-    c.optim = dict(name="sgd", momentum=0.9, decay="cosine", weight_decay=0.0)
-    c.optim.update(rate=recipe.rates[0], warmup_steps=recipe.warmup, clip_norm=1.0)
-    c.average = dict(decay=0.0)
-    c.every = dict(log=50, evaluate=0, checkpoint=250)  # Steps.
+    c.task = dict(loss="softmax")
+    c.optim = dict(name="sgd", momentum=0.9, schedule="cosine", weight_decay=0.0)
+    c.optim.update(
+        learning_rate=recipe.rates[0], warmup_steps=recipe.warmup, grad_clip_norm=1.0
+    )
+    c.ema = dict(decay=0.0)
+    c.log_every_steps = 50
+    c.eval_every_steps = 0
+    c.checkpoint_every_steps = 250
 
     return quick(c) if arg.quick else c

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # ---- The two lines to edit: which GPUs, and what to train. ---------------------------
 gpus=all # Or numbers, as gpus=0,1,2,3
-train=(--config=configs/b16_i1k.py --config.data.data_dir=/data/tfds --config.optim.accumulate=8 --workdir=runs/b16_i1k)
+train=(--config=configs/b16_i1k.py --config.data.data_dir=/data/tfds --config.optim.grad_accum_steps=8 --workdir=runs/b16_i1k)
 # --------------------------------------------------------------------------------------
 
 if [[ $gpus != all ]]; then

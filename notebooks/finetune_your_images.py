@@ -47,7 +47,8 @@ import shutil
 
 import vit_jax
 from vit_jax import weights
-from vit_jax.evaluation import inputs, prediction
+from vit_jax.data import inputs
+from vit_jax.evaluators import prediction
 from vit_jax.tools.sweeps import fine_tuning, recipes, transfer
 from vit_jax.weights import export
 

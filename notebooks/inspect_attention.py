@@ -45,7 +45,7 @@ from PIL import Image
 import vit_jax
 from vit_jax.analysis import attention, overlay
 from vit_jax.analysis.loaded_model import LoadedModel
-from vit_jax.evaluation import network, prediction
+from vit_jax.evaluators import forward_passes, prediction
 
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])
 
@@ -60,7 +60,9 @@ photo = "notebooks/chelsea.jpg"  # Chelsea the cat, by Stefan van der Walt, CC0.
 # DeiT's file has no class names: 281, 282 and 285 are kinds of cats.
 
 # %%
-found, preprocess = network.open_weights(source, {}, average=True, heads=0, tell=print)
+found, preprocess = forward_passes.open_weights(
+    source, {}, average=True, heads=0, tell=print
+)
 classifier = prediction.Classifier(found, preprocess=preprocess)
 loaded = LoadedModel.from_pretrained(source, found, preprocess)
 model, params = loaded.model, loaded.params

@@ -41,8 +41,8 @@ from IPython.display import display
 import vit_jax
 from vit_jax import weights
 from vit_jax.analysis import contact_sheet
-from vit_jax.data import sources
-from vit_jax.evaluation import prediction
+from vit_jax.data.sources.open import open_source
+from vit_jax.evaluators import prediction
 from vit_jax.training import config
 from vit_jax.training import loop
 from vit_jax.weights import export
@@ -94,7 +94,7 @@ report["final"]["test"]
 
 # %%
 classifier = prediction.Classifier(weights.open_pretrained(f"{workdir}/finetune"))
-digits = sources.open_source(larger.data, "test")
+digits = open_source(larger.data, "test")
 images = np.stack([classifier.prepare(image) for image in digits.images[:12]])
 ranked = [classifier.rank(row, topk=2) for row in np.asarray(classifier.logits(images))]
 sheet = contact_sheet.draw(

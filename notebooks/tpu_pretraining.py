@@ -48,7 +48,8 @@ os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
 import jax
 
 import vit_jax
-from vit_jax.parallel import mesh as meshes
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.training import config, loop
 
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])
@@ -76,8 +77,9 @@ print(f"{jax.device_count()} devices of kind {jax.devices()[0].device_kind}")
 # A batch is split over `data` x `fsdp`. Of the eight parts of the CPU:
 
 # %%
-for sizes in ({"data": -1}, {"data": -1, "fsdp": 4}, {"fsdp": -1, "model": 2}):
-    print(sizes, "->", dict(meshes.create(sizes, jax.devices("cpu")).shape))
+for sizes in ({"data": -1}, {"fsdp": 4}, {"data": 1, "fsdp": -1, "model": 2}):
+    mesh = meshes.create(MeshConfig(**sizes), jax.devices("cpu"))
+    print(sizes, "->", dict(mesh.shape))
 
 # %% [markdown]
 # ## Three steps

@@ -170,7 +170,7 @@ def test_variant_of_an_impossible_size_is_refused(refused, variant):
     [
         ("total_steps=9223372036854775809", "must be below 2**31"),
         ("total_steps=2147483648", "must be below 2**31"),
-        ("every.log=9223372036854775808", "must be below 2**63"),
+        ("log_every_steps=9223372036854775808", "must be below 2**63"),
         ("data.image_size=(1000000,1000000)", "more than 100,000,000 pixels"),
         ("data.threads=100000", "must be at most 1024"),
         ("stall_timeout=1e300", "must be below 2**31"),
@@ -192,7 +192,7 @@ def test_value_that_no_run_can_have_is_refused_before_the_workdir(
 
 
 def test_length_in_epochs_that_is_too_many_steps_is_refused():
-    optim = SgdConfig(rate=0.1)
+    optim = SgdConfig(learning_rate=0.1)
     config = configuration.TrainConfig(epochs=1e9, batch_size=2, optim=optim)
     with pytest.raises(ValueError, match=r"epochs=1000000000.0: .* fewer than 2\*\*31"):
         config.num_steps(5)
@@ -230,7 +230,9 @@ def test_quick_says_that_it_does_not_read_a_data_folder(process, tmp_path):
     words = [QUICK, "--config.data.data_dir=/photos", f"--out={tmp_path / 'x.png'}"]
     end = process.run("show_batch", words)
     assert (end.code, (tmp_path / "x.png").exists()) == (0, True), end
-    assert end.err.startswith("data.data_dir='/photos' is not read: data.name='made'")
+    assert end.err.startswith(
+        "data.data_dir='/photos' is not read: data.name='synthetic'"
+    )
 
 
 # What is printed.

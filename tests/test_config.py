@@ -12,12 +12,13 @@ from ml_collections import ConfigDict
 import vit_jax
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
-from vit_jax.training import config, optim
+from vit_jax.training import config, schedules
+from vit_jax.training.schedules import RunLength
 
 
 def stated(**sections):
     """Returns the least that a recipe states, with sections updated."""
-    raw = {"batch_size": 8, "data": {"classes": 3}, "optim": {"rate": 0.1}}
+    raw = {"batch_size": 8, "data": {"classes": 3}, "optim": {"learning_rate": 0.1}}
     for name, value in sections.items():
         merge = isinstance(value, dict) and name in raw
         raw[name] = raw[name] | value if merge else value
@@ -37,8 +38,8 @@ def recipe(tmp_path):
             def get_config(arg=None):
                 c = ConfigDict()
                 c.batch_size, c.epochs = 8, 2
-                c.data = dict(name="made", classes=3)
-                c.optim = dict(name="sgd", rate=0.1)
+                c.data = dict(name="synthetic", classes=3)
+                c.optim = dict(name="sgd", learning_rate=0.1)
                 c.evals = dict(val="test")
                 if arg:
                     c.name = arg
@@ -50,8 +51,8 @@ def recipe(tmp_path):
 
 
 def test_text_for_a_tuple_of_numbers_is_refused():
-    data = {"name": "made", "classes": 3, "mean": "a=b"}
-    raw = {"batch_size": 8, "optim": {"rate": 0.1}, "data": data}
+    data = {"name": "synthetic", "classes": 3, "mean": "a=b"}
+    raw = {"batch_size": 8, "optim": {"learning_rate": 0.1}, "data": data}
     with pytest.raises(UserError, match=r"data\.mean\[0\]='a=b' is str, but it takes"):
         config.complete(raw)
 
@@ -60,7 +61,7 @@ def test_complete_adds_every_default_and_freezes():
     c = config.complete(stated(model={"dropout": 0.3}))
     with pytest.raises(dataclasses.FrozenInstanceError):
         c.model.dropout = 0.2
-    assert (c.model.dropout, c.model.variant, c.every.log) == (0.3, "B/16", 50)
+    assert (c.model.dropout, c.model.variant, c.log_every_steps) == (0.3, "B/16", 50)
     assert c.data.image_size == (224, 224)
 
 
@@ -78,7 +79,10 @@ def test_complete_takes_a_config_dict_and_is_idempotent():
             stated(model={"droput": 0.1}),
             "unknown config key model.droput; the nearest known key is model.dropout",
         ),
-        (stated(optimizer={"rate": 1.0}), "unknown config key optimizer; .* is optim"),
+        (
+            stated(optimizer={"rate": 1.0}),
+            "unknown .* optimizer.rate; .* is optim.learning_rate",
+        ),
         (stated(mesh={"dta": 1}), "unknown config key mesh.dta; .* is mesh.data"),
     ],
 )
@@ -92,10 +96,13 @@ def test_unknown_key_is_refused_with_the_nearest(raw, message):
     [
         ({"momentum": 0.9}, "optim.momentum is read only with optim.name=sgd"),
         ({"name": "sgd", "b1": 0.9}, "optim.b1 is read only with optim.name=adam"),
-        ({"timescale": 7}, "optim.timescale is read only with optim.decay=rsqrt"),
         (
-            {"decay": "constant", "end_rate": 1e-5},
-            "optim.end_rate is read only with optim.decay=linear or cosine",
+            {"schedule": {"timescale": 7}},
+            "optim.schedule.timescale .*schedule.name=rsqrt",
+        ),
+        (
+            {"schedule": {"name": "constant", "end_learning_rate": 1e-5}},
+            "end_learning_rate is read only with optim.schedule.name=cosine or linear",
         ),
     ],
 )
@@ -104,9 +111,47 @@ def test_key_of_another_choice_is_refused(optim, message):
         config.complete(stated(optim=optim))
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("optim.rate", "optim.learning_rate"),
+        ("optim.clip_norm", "optim.grad_clip_norm"),
+        ("optim.accumulate", "optim.grad_accum_steps"),
+        ("optim.decay_mask", "optim.weight_decay_mask"),
+        ("average.decay", "ema.decay"),
+        ("every.log", "log_every_steps"),
+        ("every.evaluate_epochs", "eval_every_epochs"),
+        ("every.checkpoint_epochs", "checkpoint_every_epochs"),
+        ("optim.rate_per_256", "optim.base_learning_rate"),
+        ("optim.decay", "optim.schedule"),
+        ("optim.end_rate", "optim.schedule.end_learning_rate"),
+        ("optim.timescale", "optim.schedule.timescale"),
+        ("optim.cooldown_epochs", "optim.schedule.cooldown_epochs"),
+        ("optim.boundaries", "optim.schedule.boundaries"),
+        ("optim.factor", "optim.schedule.decay_rate"),
+        ("loss.name", "task.loss"),
+        ("loss.label_smoothing", "task.label_smoothing"),
+        ("keep.last", "checkpoint.max_to_keep"),
+        ("keep.every", "checkpoint.keep_period"),
+        ("local.folder", "local_checkpoint.dir"),
+        ("local.every", "local_checkpoint.every_steps"),
+        ("sharding.smallest", "sharding.min_size"),
+        ("slow_step", "slow_step_factor"),
+        ("profile", "profile_steps"),
+        ("compilation_cache", "compilation_cache_dir"),
+    ],
+)
+def test_a_key_of_before_is_refused_with_what_it_is_now(before, now):
+    *section, leaf = before.split(".")
+    raw = {section[0]: {leaf: 1}} if section else {leaf: 1}
+    with pytest.raises(UserError) as caught:
+        config.complete(stated(**raw))
+    assert str(caught.value).endswith(f"the nearest known key is {now}")
+
+
 def test_choice_brings_its_keys():
-    c = config.complete(stated(optim={"name": "sgd", "decay": "rsqrt"}))
-    assert (c.optim.momentum, c.optim.timescale) == (0.9, 10_000)
+    c = config.complete(stated(optim={"name": "sgd", "schedule": "rsqrt"}))
+    assert (c.optim.momentum, c.optim.schedule.timescale) == (0.9, 10_000)
     assert not hasattr(c.optim, "b1")
 
 
@@ -124,19 +169,31 @@ def test_choice_brings_its_keys():
             "model.dropout='0' is str, but it takes float",
         ),
         (stated(data={"image_size": 32}), "data.image_size=32 is int, .* tuple"),
-        (stated(evals={"val": 3}), "evals.val=3 is int, but it takes str"),
+        (stated(evals={"val": 3}), "evals.val=3 is a section, .* as evals.val.kind"),
         (stated(optim=3), "optim=3 is a section, .* as optim.name"),
         (stated(evals="test"), "evals='test' is a section, .* as evals.name"),
         (stated(data={"classes": 0}), "data.classes=0 must be at least 1"),
-        (stated(profile=(15, 10)), r"profile=\(15, 10\) is not \(first step, last"),
-        (stated(profile=(0, 10)), r"profile=\(0, 10\) is not \(first step, last"),
-        (stated(profile=(10,)), r"profile=\(10,\) is not \(first step, last"),
-        (stated(profile=(-1, 10)), r"profile=\(-1, 10\) must be at least 0"),
-        (stated(slow_step=-3.0), "slow_step=-3.0 must be at least 0"),
-        (stated(data={"image_size": (8, 8, 3)}), r"\(8, 8, 3\) is not \(height, width"),
-        (stated(optim={"rate": 0.0}), "set exactly one"),
         (
-            stated(optim={"rate_per_256": 1e-3}),
+            stated(profile_steps=(15, 10)),
+            r"profile_steps=\(15, 10\) is not \(first step, last",
+        ),
+        (
+            stated(profile_steps=(0, 10)),
+            r"profile_steps=\(0, 10\) is not \(first step, last",
+        ),
+        (
+            stated(profile_steps=(10,)),
+            r"profile_steps=\(10,\) is not \(first step, last",
+        ),
+        (
+            stated(profile_steps=(-1, 10)),
+            r"profile_steps=\(-1, 10\) must be at least 0",
+        ),
+        (stated(slow_step_factor=-3.0), "slow_step_factor=-3.0 must be at least 0"),
+        (stated(data={"image_size": (8, 8, 3)}), r"\(8, 8, 3\) is not \(height, width"),
+        (stated(optim={"learning_rate": 0.0}), "set exactly one"),
+        (
+            stated(optim={"base_learning_rate": 1e-3}),
             "rate=0.1 and .*=0.001: set exactly one",
         ),
     ],
@@ -147,8 +204,8 @@ def test_wrong_value_is_refused_with_its_key(raw, message):
 
 
 def test_integer_becomes_the_float_that_a_key_takes():
-    c = config.complete(stated(epochs=5, optim={"rate": 1}))
-    assert (type(c.epochs), type(c.optim.rate)) == (float, float)
+    c = config.complete(stated(epochs=5, optim={"learning_rate": 1}))
+    assert (type(c.epochs), type(c.optim.learning_rate)) == (float, float)
 
 
 def test_list_and_string_become_the_tuple_that_a_key_takes():
@@ -167,14 +224,14 @@ def test_list_and_string_become_the_tuple_that_a_key_takes():
 )
 def test_length_is_in_steps_epochs_or_a_fraction(given, expected):
     node = config.complete(stated(optim=given)).optim
-    length = optim.steps(node, "warmup", total_steps=200, steps_per_epoch=10.0)
+    length = schedules.length_in_steps(node, "warmup", RunLength(200, 10.0))
     assert length == expected
 
 
 def test_length_stated_twice_is_refused():
     node = config.complete(stated(optim={"warmup_steps": 7, "warmup_epochs": 1})).optim
     with pytest.raises(UserError, match=r"warmup_steps=7 and warmup_epochs=1.0: keep"):
-        optim.steps(node, "warmup", total_steps=200, steps_per_epoch=10.0)
+        schedules.length_in_steps(node, "warmup", RunLength(200, 10.0))
 
 
 def test_run_is_as_long_as_its_steps_or_its_epochs():
@@ -227,16 +284,33 @@ def test_override_text_becomes_a_value(text, value):
 
 def test_load_reads_file_argument_and_overrides(recipe):
     assert config.load(recipe).name == "tiny"
-    c = config.load(f"{recipe}:a=1,b", {"seed": 7, "optim.rate": 1, "evals.dev": "val"})
-    assert (c.name, c.seed, c.optim.rate) == ("a=1,b", 7, 1.0)
+    c = config.load(
+        f"{recipe}:a=1,b", {"seed": 7, "optim.learning_rate": 1, "evals.dev": "val"}
+    )
+    assert (c.name, c.seed, c.optim.learning_rate) == ("a=1,b", 7, 1.0)
     assert fields.to_dict(c)["evals"] == {"val": "test", "dev": "val"}
+
+
+def test_a_section_is_set_before_its_keys_whatever_the_order(recipe):
+    keys = {"optim.schedule.end_learning_rate": 1e-5, "optim.schedule": "linear"}
+    for order in (keys, dict(reversed(keys.items()))):
+        schedule = config.load(recipe, order).optim.schedule
+        assert (schedule.name, schedule.end_learning_rate) == ("linear", 1e-5)
+    with pytest.raises(UserError, match="evals='val' is a section, not a key"):
+        config.load(recipe, {"evals": "val", "evals.val.every": 3})
 
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("optim.rte", "unknown config key optim.rte; the nearest .* is optim.rate"),
-        ("optm.rate", "unknown config key optm.rate; the nearest .* is optim.rate"),
+        (
+            "optim.learning_rte",
+            "unknown config key optim.learning_rte; the nearest .* is optim.learning_rate",
+        ),
+        (
+            "optm.rate",
+            "unknown config key optm.rate; the nearest .* is optim.learning_rate",
+        ),
         ("seed.value", "unknown config key seed.value"),
         ("model.mlp.dim", "unknown config key model.mlp.dim; .* is model.mlp_dim"),
         ("optim.b1", "optim.b1 is read only with optim.name=adam"),
@@ -266,18 +340,9 @@ def test_every_key_is_read_somewhere():
     texts = [declares.sub("", path.read_text()) for path in root.rglob("*.py")]
     code = "\n".join(texts)
     unread = []
-    for section, (field, about) in fields.fields(config.TrainConfig).items():
-        if isinstance(about, fields.Named):
-            types = about.choice.types.values()
-        elif isinstance(about, fields.Choice):
-            types = about.types.values()
-        elif isinstance(about, fields.Section):
-            types = [field.default_factory]
-        else:
-            types = []
-            if not re.search(rf"\.{section}\b", code):
-                unread.append(section)
-        for key in {key for cls in types for key in fields.fields(cls)}:
+    whole = [("", "", config.TrainConfig)]
+    for section, _, cls in (*whole, *fields.sections(config.TrainConfig)):
+        for key in fields.fields(cls):
             length, _, unit = key.rpartition("_")
             by_unit = unit in ("steps", "epochs", "fraction") and f'"{length}"' in code
             direct = rf"\.{key}\b" if section != "model" else rf"\b{key}\b"

@@ -15,7 +15,7 @@ from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training import config
-from vit_jax.training.optim import steps
+from vit_jax.training.schedules import RunLength, length_in_steps
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "paper_tables.json"
@@ -65,7 +65,7 @@ def test_recipe_builds_with_every_argument(stem):
             **fields.to_dict(c.model), classes=3, image_size=c.data.image_size
         )
         if chosen.get("quick"):
-            assert (c.total_steps, c.data.name, c.init) == (3, "made", ""), chosen
+            assert (c.total_steps, c.data.name, c.init) == (3, "synthetic", ""), chosen
 
 
 @pytest.mark.parametrize("stem", RECIPES)
@@ -112,14 +112,20 @@ def of_table3(c, epochs=None):
     # ResNets have neither a representation layer nor dropout.
     assert getattr(c.model, "representation", True)
     dropout, decay = getattr(c.model, "dropout", 0), c.optim.weight_decay
-    return epochs or c.epochs, c.optim.rate, c.optim.decay, decay, dropout
+    return (
+        epochs or c.epochs,
+        c.optim.learning_rate,
+        c.optim.schedule.name,
+        decay,
+        dropout,
+    )
 
 
 @pytest.mark.parametrize("size", ["16", "32"])
 def test_b_on_imagenet21k_is_the_row_of_table_3(size):
     c = config.load(spec(f"b{size}_i21k"))
     assert of_table3(c) == table3("ViT-B/{16,32}", "I21k")
-    assert (c.model.variant, c.optim.clip_norm) == (f"B/{size}", 0.0)
+    assert (c.model.variant, c.optim.grad_clip_norm) == (f"B/{size}", 0.0)
 
 
 @pytest.mark.parametrize("variant", ["L/16", "L/32", "H/14"])
@@ -131,14 +137,14 @@ def test_l_and_h_on_imagenet21k_are_the_row_of_table_3(variant):
     assert sorted(epochs) == [30, 90]
     for c in epochs.values():
         assert of_table3(c, epochs="30/90") == table3("ViT-L/{16,32}", "I21k")
-        assert (c.model.variant, c.optim.clip_norm) == (variant, 0.0)
+        assert (c.model.variant, c.optim.grad_clip_norm) == (variant, 0.0)
 
 
 @pytest.mark.parametrize("variant", ["B/16", "B/32", "L/16", "L/32", "H/14"])
 def test_imagenet_recipes_are_the_row_of_table_3(variant):
     c = config.load(spec(variant.replace("/", "").lower() + "_i1k"))
     assert of_table3(c) == table3("ViT-*", "ImageNet")
-    assert (c.model.variant, c.optim.clip_norm) == (variant, 1.0)
+    assert (c.model.variant, c.optim.grad_clip_norm) == (variant, 1.0)
     assert c.num_steps(c.data.examples) == round(300 * 1_281_167 / 4096)
 
 
@@ -175,7 +181,7 @@ def test_jft_recipes_are_the_rows_of_table_3(model, row, epochs):
 def test_imagenet21k_ends_and_starts_as_its_authors_add():
     added = PAPER["author_additions"]["I21k pretraining"]
     c = config.load(spec("b16_i21k"))
-    assert c.optim.end_rate == added["linear decay end value"]
+    assert c.optim.schedule.end_learning_rate == added["linear decay end value"]
     assert c.model.head_bias == added["head bias init"]
 
 
@@ -206,10 +212,14 @@ def test_transfer_is_the_row_of_table_4(dataset):
     for rate in (0.0, *rates):
         c = config.load(spec("transfer", model="B/16", dataset=dataset, rate=rate))
         assert (c.total_steps, c.batch_size) == (steps, 512)
-        assert c.optim.rate == (rate or rates[2])
-        assert (c.optim.name, c.optim.momentum, c.optim.decay) == ("sgd", 0.9, "cosine")
-        assert (c.optim.weight_decay, c.optim.clip_norm) == (0.0, 1.0)
-        assert (c.data.image_size, c.average.decay) == ((384, 384), 0.0)
+        assert c.optim.learning_rate == (rate or rates[2])
+        assert (c.optim.name, c.optim.momentum, c.optim.schedule.name) == (
+            "sgd",
+            0.9,
+            "cosine",
+        )
+        assert (c.optim.weight_decay, c.optim.grad_clip_norm) == (0.0, 1.0)
+        assert (c.data.image_size, c.ema.decay) == ((384, 384), 0.0)
         assert c.data.split == "train"
     dev = config.load(spec("transfer", dataset=dataset, dev=True))
     assert dev.data.split == f"train[:{100 - held_out}%]"
@@ -235,7 +245,7 @@ def test_transfer_of_table_2_is_larger_and_averaged(
     chosen = {"model": model, "dataset": dataset, "resolution": resolution}
     c = config.load(spec("transfer", **chosen))
     assert c.data.image_size == (size, size)
-    assert c.average.decay == average
+    assert c.ema.decay == average
 
 
 def test_arguments_take_their_defaults():
@@ -319,7 +329,10 @@ def test_quick_shortens_any_warmup(stated, warmup):
     c = fields.to_dict(config.load(spec("b16_i1k")))
     c["optim"] |= {"warmup_steps": 0, **stated}
     done = config.complete(quick(ConfigDict(fields.to_dict(config.complete(c)))))
-    assert steps(done.optim, "warmup", done.total_steps, 2.5) == warmup
+    assert (
+        length_in_steps(done.optim, "warmup", RunLength(done.total_steps, 2.5))
+        == warmup
+    )
 
 
 @pytest.mark.parametrize("dataset", bit_hyperrule.DATASETS)
@@ -332,8 +345,12 @@ def test_bit_hyperrule_is_the_protocol(dataset):
     else:
         stairs = (500, *((6, 12, 18, 20) if large else (3, 6, 9, 10)))
         stairs = (500, *(1000 * n for n in stairs[1:]))
-    assert (c.optim.warmup_steps, *c.optim.boundaries, c.total_steps) == stairs
-    assert (c.optim.rate, c.optim.factor, c.batch_size) == (0.003, 0.1, 512)
+    assert (c.optim.warmup_steps, *c.optim.schedule.boundaries, c.total_steps) == stairs
+    assert (c.optim.learning_rate, c.optim.schedule.decay_rate, c.batch_size) == (
+        0.003,
+        0.1,
+        512,
+    )
     resized, size = (160, 128) if dataset.startswith("cifar") else (512, 480)
     assert c.data.image_size == (size, size)
     assert c.data.ops.startswith(f"resize({resized}) | random_crop | flip")

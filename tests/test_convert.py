@@ -115,10 +115,15 @@ def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
         "name": "tiny",
         "total_steps": 2,
         "batch_size": 8,
-        "data": {"name": "made", "examples": 16, "classes": 5, "image_size": (12, 12)},
+        "data": {
+            "name": "synthetic",
+            "examples": 16,
+            "classes": 5,
+            "image_size": (12, 12),
+        },
         "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 9},
-        "optim": {"rate": 0.1},
-        "average": {"decay": 0.9},
+        "optim": {"learning_rate": 0.1},
+        "ema": {"decay": 0.9},
         "evals": {"val": "val"},
     }
     loop.train(config.complete(raw), str(workdir))

@@ -7,7 +7,8 @@ import pytest
 from tfds_sets import builder_class
 
 from vit_jax import datasets
-from vit_jax.data import catalogue, objectnet, splits
+from vit_jax.data import catalogue, splits
+from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -154,9 +155,13 @@ def test_the_entries_agree_with_the_recipes():
 
 
 def test_objectnet_has_113_classes_of_125_imagenet_classes():
-    numbers = [n for found in objectnet.CLASSES.values() for n in found]
-    assert (len(objectnet.CLASSES), len(numbers), len(set(numbers))) == (113, 125, 125)
-    assert list(objectnet.CLASSES) == sorted(objectnet.CLASSES)
+    numbers = [n for found in OBJECTNET_CLASSES.values() for n in found]
+    assert (len(OBJECTNET_CLASSES), len(numbers), len(set(numbers))) == (
+        113,
+        125,
+        125,
+    )
+    assert list(OBJECTNET_CLASSES) == sorted(OBJECTNET_CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -174,4 +179,4 @@ def test_objectnet_numbers_are_those_of_the_imagenet_classes(folder, names):
     if not NAMES.exists():
         pytest.skip(f"no {NAMES}")
     known = [line.split("\t")[1] for line in NAMES.read_text().splitlines()]
-    assert {known[n] for n in objectnet.CLASSES[folder]} == names
+    assert {known[n] for n in OBJECTNET_CLASSES[folder]} == names

@@ -13,7 +13,7 @@ from sklearn.datasets import load_sample_images
 
 from vit_jax import cli, dedup
 from vit_jax.config import fields
-from vit_jax.data import sources
+from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.tools.near_duplicates import scan
 from vit_jax.training import config, loop
@@ -146,13 +146,13 @@ def recipe(place, exclude):
             "data": data | {"exclude": exclude},
             "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3}
             | {"mlp_dim": 17},
-            "optim": {"rate": 0.1},
+            "optim": {"learning_rate": 0.1},
         }
     )
 
 
 def config_of(place, exclude):
-    return sources.open_source(recipe(place, exclude).data, "train")
+    return open_source(recipe(place, exclude).data, "train")
 
 
 @pytest.mark.slow  # It compiles a training step.

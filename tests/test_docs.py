@@ -15,7 +15,7 @@ from one_process import run
 from PIL import Image
 
 from vit_jax.config import fields
-from vit_jax.data.folder import EXTENSIONS
+from vit_jax.data.sources.folder import EXTENSIONS
 from vit_jax.training.config import TrainConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -175,29 +175,23 @@ def test_what_is_to_be_installed_is_an_extra_in_one_spelling():
 
 def sections():
     """Yields every section that a config can hold, with a name for it."""
-    own = fields.fields(TrainConfig)
-    yield "", own
-    for name, (field, about) in own.items():
-        if isinstance(about, fields.Named):
-            about = about.choice
-        if isinstance(about, fields.Choice):
-            for kind, cls in about.types.items():
-                yield f"{name} {kind}", fields.fields(cls)
-        elif isinstance(about, fields.Section):
-            yield name, fields.fields(field.default_factory)
+    yield "", TrainConfig
+    for name, _, cls in fields.sections(TrainConfig):
+        yield name, cls
 
 
 def test_the_reference_has_every_key_with_its_default_and_a_meaning():
     text = config_reference.markdown(TrainConfig)
-    for name, known in sections():
-        for key, (field, about) in known.items():
+    for name, cls in sections():
+        defaults = fields.defaults(cls)
+        for key, about in fields.fields(cls).items():
             if isinstance(about, fields.Section) or key in ("kind", "variant"):
                 continue
-            if name.startswith("optim") and key == "name":
+            if name and key == "name":
                 continue
             assert about.help, (name, key)
             meaning = about.help.replace("|", "\\|")
-            line = f"| `{key}` | `{field.default!r}` | {meaning}"
+            line = f"| `{key}` | `{defaults[key]!r}` | {meaning}"
             assert line in text, (name, line)
 
 
@@ -206,7 +200,9 @@ def test_the_reference_is_tables_of_markdown():
     assert "## `optim`, by `name`\n\n| key | default | meaning |\n| --- |" in text
     assert "| `b1` | `0.9` |" in text
     assert '### `kind="fewshot"`' in text
-    assert "Only with `decay=linear or cosine`." in text
+    assert '### `name="rsqrt"`' in text
+    assert "| `folder` | yes | Image files" in text
+    assert "| `pad_crop(pad=4)` | Shifts by up to" in text
     for line in text.splitlines():
         if line.startswith("|"):
             assert len(re.findall(r"(?<!\\)\|", line)) - 1 == 3, line

@@ -21,11 +21,11 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 1_000_000, 12
-    c.data = dict(name="made", classes=5, examples=3000, image_size=(8, 12), workers=2)
+    c.data = dict(name="synthetic", classes=5, examples=3000, image_size=(8, 12), workers=2)
     c.data.ops = "random_crop | flip"
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", rate=0.1)
-    c.every = dict(log=10)
+    c.optim = dict(name="sgd", learning_rate=0.1)
+    c.log_every_steps = 10
     if arg == "stuck":
         c.data.update(name="stuck:Stuck", workers=0)
     return c

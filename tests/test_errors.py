@@ -34,11 +34,11 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.name, c.seed, c.total_steps, c.batch_size = "tiny", 3, 6, 8
-    c.data = dict(name="made", classes=5, image_size=(8, 12))
+    c.data = dict(name="synthetic", classes=5, image_size=(8, 12))
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=1_000)
-    c.optim = dict(rate=0.01)
+    c.optim = dict(learning_rate=0.01)
     c.evals = dict(val="val")
-    c.every = dict(log=2, checkpoint=3)
+    c.log_every_steps = 2; c.checkpoint_every_steps = 3
     return c
 """
 
@@ -106,8 +106,11 @@ def says(line, *parts):
     ("words", "parts"),
     [
         pytest.param(
-            ["--config.optim.rte=1"],
-            ["unknown config key optim.rte", "nearest known key is optim.rate"],
+            ["--config.optim.learning_rte=1"],
+            [
+                "unknown config key optim.learning_rte",
+                "nearest known key is optim.learning_rate",
+            ],
             id="unknown config key",
         ),
         pytest.param(
@@ -116,8 +119,8 @@ def says(line, *parts):
             id="config key of another choice",
         ),
         pytest.param(
-            ["--config.optim.rate=fast"],
-            ["optim.rate='fast'", "is str", "takes float"],
+            ["--config.optim.learning_rate=fast"],
+            ["optim.learning_rate='fast'", "is str", "takes float"],
             id="config value of the wrong type",
         ),
         pytest.param(
@@ -214,10 +217,12 @@ def test_warning_is_no_failure_even_where_python_makes_it_an_error(tmp_path):
 
 
 def test_debug_gives_the_traceback_as_well(start):
-    end = start("--config.optim.rte=1", "--debug")
+    end = start("--config.optim.learning_rte=1", "--debug")
     assert end.returncode == 2
     assert end.stderr.startswith("Traceback (most recent call last):\n")
-    assert end.stderr.splitlines()[-1].startswith("error: unknown config key optim.rte")
+    assert end.stderr.splitlines()[-1].startswith(
+        "error: unknown config key optim.learning_rte"
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,8 +249,16 @@ def test_debug_gives_the_traceback_as_well(start):
             id="transform that cannot be read",
         ),
         pytest.param(
-            ["--config.optim.weight_decay=0.1", "--config.optim.decay_mask=/kernl$"],
-            ["optim.decay_mask", "'/kernl$'", "none of the 24 parameters", "such as"],
+            [
+                "--config.optim.weight_decay=0.1",
+                "--config.optim.weight_decay_mask=/kernl$",
+            ],
+            [
+                "optim.weight_decay_mask",
+                "'/kernl$'",
+                "none of the 24 parameters",
+                "such as",
+            ],
             id="decay mask that matches nothing",
         ),
         pytest.param(
@@ -561,7 +574,14 @@ def test_disk_that_is_too_small_leaves_the_checkpoint_before_it(
     end = start(f"--workdir={where / 'run'}")
     first, *_, last = end.stderr.splitlines()
     assert end.returncode == 2
-    says(first, "not enough disk", "it takes 0.4", where, "step 3 is safe", "keep.la")
+    says(
+        first,
+        "not enough disk",
+        "it takes 0.4",
+        where,
+        "step 3 is safe",
+        "checkpoint.max_to_keep",
+    )
     says(last, "step 6 could not be saved", where, "free space", "start again")
     assert workdirs.load(where / "run").step == 3
 
@@ -640,7 +660,14 @@ def test_lack_of_memory_names_what_to_lower_on_the(refused, tmp_path, words, par
     # The limit of 69 GB is not filled: one array of 0.2 TB or 8 TB is refused.
     limit = ("RLIMIT_AS", 2**36)
     line = refused(f"--workdir={tmp_path}", *words, limit=limit)
-    says(line, "out of memory", "batch_size", "optim.accumulate", "image_size", part)
+    says(
+        line,
+        "out of memory",
+        "batch_size",
+        "optim.grad_accum_steps",
+        "image_size",
+        part,
+    )
 
 
 def test_network_of_more_parameters_than_memory_holds_is_refused(refused, tmp_path):
@@ -653,8 +680,8 @@ def test_network_of_more_parameters_than_memory_holds_is_refused(refused, tmp_pa
 
 DIVERGES = (
     "--config.optim.name=sgd",
-    "--config.optim.rate=1e18",
-    "--config.every.checkpoint=1",
+    "--config.optim.learning_rate=1e18",
+    "--config.checkpoint_every_steps=1",
 )
 
 
@@ -672,7 +699,7 @@ def test_number_that_is_not_finite_ends_the_run_before_it_is_saved(refused, tmp_
 def test_debug_nans_names_the_operation_and_its_line(refused, tmp_path):
     line = refused(f"--workdir={tmp_path}", *DIVERGES, "--config.debug_nans=True")
     assert re.search(r"debug_nans: .*\(inf\) encountered in \w+ at .*\.py:\d+ \(", line)
-    says(line, "lower optim.rate")
+    says(line, "lower optim.learning_rate")
 
 
 def test_a_bucket_without_its_packages_says_what_to_install(refused):

@@ -16,10 +16,9 @@ import pytest
 from PIL import Image
 
 from vit_jax import cli, evaluate, models
+from vit_jax.distributed import start as distributed_start
 from vit_jax.errors import UserError
-from vit_jax.evaluation import standalone
-from vit_jax.parallel import agreement
-from vit_jax.report import evaluations
+from vit_jax.evaluators import result_tables, suite
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
@@ -236,7 +235,8 @@ def test_a_folder_of_class_folders_is_cut_as_stated(run, place, tmp_path):
 def by_prediction(place):
     """Returns the accuracy that `vit_jax.predict` has on the test images."""
     from vit_jax import weights
-    from vit_jax.evaluation import inputs, prediction
+    from vit_jax.data import inputs
+    from vit_jax.evaluators import prediction
 
     found = weights.open_pretrained(place / "tiny.safetensors")
     classifier = prediction.Classifier(found)
@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_one_line(run, recipe, more, data, message):
 
 @pytest.mark.parametrize("out", ["file", "file/out"])
 def test_a_folder_that_cannot_be_written_is_told_first(run, tmp_path, monkeypatch, out):
-    monkeypatch.delattr(standalone, "evaluate")
+    monkeypatch.delattr(suite, "evaluate")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"--out=.*{out} cannot be written"):
         run("classification", f"--out={tmp_path}/{out}")
@@ -287,7 +287,7 @@ def test_a_disk_that_fails_at_the_end_costs_no_result(
     def full(table):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(evaluations.confusions, "draw", full)
+    monkeypatch.setattr(result_tables.classification, "draw_confusion", full)
     with pytest.raises(UserError, match="--out=.* cannot be written .No space left"):
         run("classification", "--json", f"--out={tmp_path}")
     assert json.loads(capsys.readouterr().out)["test"]["examples"] == 23
@@ -381,7 +381,7 @@ def test_what_hosts_compare_is_what_decides_the_scores(
             if "data" in kinds:
                 raise UserError("seen")
 
-        monkeypatch.setattr(agreement, "check", check)
+        monkeypatch.setattr(distributed_start, "check_agreement", check)
         line = words(place, "classification", *more)
         flags = cli.parse(evaluate.parser(), line)
         config = configuration.load_evaluation(flags.config, flags.overrides)
@@ -389,7 +389,7 @@ def test_what_hosts_compare_is_what_decides_the_scores(
             evaluate.run(flags, config)
         return json.loads(json.dumps(seen))
 
-    line = agreement.difference([compared(), compared(word)])
+    line = distributed_start.difference([compared(), compared(word)])
     wanted = f"the hosts differ in {kind}: " if kind else ""
     assert line.startswith(wanted)
     assert key in line
@@ -441,8 +441,8 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     model = {k: OPTIONS[k] for k in ("variant", "width", "depth", "heads", "mlp_dim")}
     data = {"name": "folder", "data_dir": str(place / "photos"), "classes": 3}
     data |= {"image_size": size, "ops": "inception_crop", "eval_ops": ops}
-    sizes = {"total_steps": 3, "batch_size": 8, "optim": {"rate": 1e-2}}
-    more = {"average": {"decay": 0.5}, "evals": {"val": "val"}, "data": data}
+    sizes = {"total_steps": 3, "batch_size": 8, "optim": {"learning_rate": 1e-2}}
+    more = {"ema": {"decay": 0.5}, "evals": {"val": "val"}, "data": data}
     loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)
     trained = json.loads((tmp_path / "report.json").read_text())["final"]["val"]
     capsys.readouterr()

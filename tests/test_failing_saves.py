@@ -28,11 +28,11 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 400, 8
-    c.data = dict(name="made", classes=5, examples=64, image_size=(8, 12))
+    c.data = dict(name="synthetic", classes=5, examples=64, image_size=(8, 12))
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=1_000)
-    c.optim = dict(name="sgd", rate=0.1)
+    c.optim = dict(name="sgd", learning_rate=0.1)
     c.evals = dict(val="val")
-    c.every = dict(log=10, checkpoint=20)
+    c.log_every_steps = 10; c.checkpoint_every_steps = 20
     return c
 """
 BIG = 100_000  # Bytes: room for what is small beside a checkpoint.

@@ -403,15 +403,10 @@ assert sum(count for count, _, _ in COMMANDS.values()) == 250
 
 def keys():
     """Returns every config key, with and without those of a choice."""
-    names = set()
-    for section, (field, about) in fields.fields(TrainConfig).items():
-        names.add(section)
-        types = []
-        if isinstance(about, fields.Choice):
-            types = about.types.values()
-        elif isinstance(about, fields.Section) and not isinstance(about, fields.Named):
-            types = [field.default_factory]
-        names |= {f"{section}.{key}" for cls in types for key in fields.fields(cls)}
+    names = set(fields.fields(TrainConfig))
+    for section, _, cls in fields.sections(TrainConfig):
+        if "NAME" not in section:
+            names |= {f"{section}.{key}" for key in fields.fields(cls)}
     return sorted({*names, "evals.val", "evals.a.b", "x", ""})
 
 

@@ -9,9 +9,9 @@ from PIL import Image
 
 from vit_jax import models
 from vit_jax.config import fields
-from vit_jax.parallel import agreement
+from vit_jax.distributed import start
 from vit_jax.training import config as configuration
-from vit_jax.training import same_run
+from vit_jax.training import resume_check
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -22,7 +22,7 @@ def get_config(arg=None):
     c.data = dict(name="folder", classes=2, image_size=(12, 12), eval_ops="resize")
     c.data.ops = "resize"
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", rate=0.1)
+    c.optim = dict(name="sgd", learning_rate=0.1)
     return c
 """
 
@@ -64,12 +64,16 @@ def assert_names_both(lines, processes):
 @pytest.mark.slow
 def test_another_config_is_named_by_its_keys_before_anything_is_compiled(job):
     # How fast a host reads is its own matter.
-    own = "--config.data.workers=1", "--config.mesh.fsdp=2", "--config.optim.rate=0.2"
+    own = (
+        "--config.data.workers=1",
+        "--config.mesh.fsdp=2",
+        "--config.optim.learning_rate=0.2",
+    )
     lines, processes = job((), own)
     assert_names_both(lines, processes)
     for line in lines:
         assert "the hosts differ in config: mesh.fsdp is 1 on process 0" in line
-        assert "optim.rate is 0.1 on process 0" in line
+        assert "optim.learning_rate is 0.1 on process 0" in line
         assert "data." not in line
 
 
@@ -103,16 +107,20 @@ def test_other_images_and_other_weights_are_named(job, tmp_path):
 def test_what_is_compared_is_what_decides_the_program(tmp_path, monkeypatch):
     (tmp_path / "pair.py").write_text(CONFIG)
     seen = {}
-    monkeypatch.setattr(agreement, "check", seen.update)
+    monkeypatch.setattr(start, "check_agreement", seen.update)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     config = configuration.load(str(tmp_path / "pair.py"), {})
-    same_run.check_hosts(config)
+    resume_check.check_hosts(config)
     keys = set(seen["config"])
-    assert {"mesh.fsdp", "model.scan", "every.evaluate", "debug_nans"} <= keys
-    assert not {"init", "data.data_dir", "data.workers", "compilation_cache"} & keys
+    assert {"mesh.fsdp", "model.scan", "eval_every_steps", "debug_nans"} <= keys
+    assert not {"init", "data.data_dir", "data.workers", "compilation_cache_dir"} & keys
     assert seen["devices"] == {"count": 8, "kind": "cpu"}
     assert seen["code"]["jax"] == jax.__version__
-    own = {"data.data_dir": "/elsewhere", "local.folder": "/d", "data.threads": 9}
+    own = {
+        "data.data_dir": "/elsewhere",
+        "local_checkpoint.dir": "/d",
+        "data.threads": 9,
+    }
     before = dict(seen)
-    same_run.check_hosts(configuration.load(str(tmp_path / "pair.py"), own))
+    resume_check.check_hosts(configuration.load(str(tmp_path / "pair.py"), own))
     assert seen == before

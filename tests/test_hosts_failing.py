@@ -32,16 +32,16 @@ def get_config(arg=None):
     c.data = dict(name="folder", data_dir="pictures", classes=2, image_size=(8, 12))
     c.data.ops, c.data.eval_ops, c.data.prefetch = "inception_crop", "resize", 2
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", rate=0.1)
+    c.optim = dict(name="sgd", learning_rate=0.1)
     c.evals = dict(val="val")
-    c.every = dict(log=1, checkpoint=2)
+    c.log_every_steps = 1; c.checkpoint_every_steps = 2
     return c
 """
 
 # Runs the verb with a folder reader that fails at some moment, on process 0 only.
 BROKEN = """
 import os, runpy, sys
-from vit_jax.data import folder
+from vit_jax.data.sources import folder
 
 read, calls = folder.FolderSource.__getitem__, []
 
@@ -134,7 +134,7 @@ def test_a_damaged_image_on_one_host_ends_all_with_the_reason(job, tmp_path):
     # The first image of the second host that the steps 4 to 6 take.
     seen = order.records_at(np.arange(6 * BATCH), IMAGES - 2, SEED).reshape(6, 2, -1)
     record = next(r for r in seen[3:, 1].flat if r not in seen[:3, 1])
-    from vit_jax.data.folder import open_folder
+    from vit_jax.data.sources.folder import open_folder
 
     train = open_folder(str(tmp_path / "host1" / "pictures"), "train", "train")
     with open(train.describe(int(record)), "r+b") as file:

@@ -15,12 +15,12 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 150, 12
-    c.data = dict(name="made", classes=5, examples=37, image_size=(8, 12))
+    c.data = dict(name="synthetic", classes=5, examples=37, image_size=(8, 12))
     c.data.ops = "random_crop | flip | mixup(0.3)"
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", rate=0.1)
+    c.optim = dict(name="sgd", learning_rate=0.1)
     c.evals = dict(val="val")
-    c.every = dict(log=10, evaluate=0, checkpoint=25)
+    c.log_every_steps = 10; c.eval_every_steps = 0; c.checkpoint_every_steps = 25
     return c
 """
 LIMIT = 6  # Seconds of silence; 40 where users do not say.

@@ -13,11 +13,11 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 4000, 12
-    c.data = dict(name="made", classes=5, examples=20_000, image_size=(8, 12))
+    c.data = dict(name="synthetic", classes=5, examples=20_000, image_size=(8, 12))
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", rate=0.1)
+    c.optim = dict(name="sgd", learning_rate=0.1)
     c.evals = dict(val="val")
-    c.every = dict(log=20, evaluate=100, checkpoint=4000)
+    c.log_every_steps = 20; c.eval_every_steps = 100; c.checkpoint_every_steps = 4000
     return c
 """
 

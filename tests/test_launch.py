@@ -98,7 +98,7 @@ def test_gpu_node_trains_with_all_gpus_and_again_after_75(place):
     assert first == second
     flags, config = parsed(first)
     assert flags.workdir
-    assert config.optim.accumulate == 8
+    assert config.optim.grad_accum_steps == 8
 
 
 @pytest.mark.parametrize(
@@ -207,22 +207,22 @@ def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
     (line,) = re.findall(r"python (-m vit_jax\.train .*) &\n", script)
     parsed(shlex.split(line))
 
-    from vit_jax.parallel import cluster
+    from vit_jax.distributed import start
 
-    for name in cluster.JAX_NAMES:
+    for name in start.JAX_NAMES:
         monkeypatch.delenv(name, raising=False)
     for variable in container["env"]:
         monkeypatch.setenv(variable["name"], variable["value"])
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    place = cluster.find()
-    assert (place.count, place.process) == (job["parallelism"], 1)
+    found = start.find_job()
+    assert (found.count, found.process) == (job["parallelism"], 1)
     assert job["completions"] == job["parallelism"]
     (final,) = job["podFailurePolicy"]["rules"]
     assert final["action"] == "FailJob"
     assert final["onExitCodes"]["values"] == [1, 2, 130, 141]
     # JobSet names pods <jobset>-<job>-<replica>-<index>.<jobset>.
     name = jobset["metadata"]["name"]
-    assert place.address == f"{name}-{hosts['name']}-0-0.{name}:8476"
+    assert found.address == f"{name}-{hosts['name']}-0-0.{name}:8476"
 
 
 @pytest.mark.parametrize("code", [0, 2, 75])

@@ -20,15 +20,15 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 24, 12
-    c.data = dict(name="made", classes=8, examples=37, image_size=(8, 12))
+    c.data = dict(name="synthetic", classes=8, examples=37, image_size=(8, 12))
     c.data.ops = "random_crop | flip | mixup(0.3)"
     c.model = dict(variant="Ti/4", width=24, depth=1, heads=3, mlp_dim=40)
     c.model.dropout = 0.1
-    c.optim = dict(rate=0.01)
-    c.sharding = dict(smallest=1)
+    c.optim = dict(learning_rate=0.01)
+    c.sharding = dict(min_size=1)
     c.evals = dict(val="val")
-    c.every = dict(log=1, checkpoint=12)
-    c.local = dict(folder="$OWN_DISK/checkpoints", every=3)
+    c.log_every_steps = 1; c.checkpoint_every_steps = 12
+    c.local_checkpoint = dict(dir="$OWN_DISK/checkpoints", every_steps=3)
     return c
 """
 MESHES = {"data": ("--config.mesh.fsdp=1",), "fsdp": ("--config.mesh.fsdp=-1",)}

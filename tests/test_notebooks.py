@@ -15,7 +15,8 @@ import pytest
 from hosts import xla_flags
 from PIL import Image
 
-from vit_jax.parallel import mesh as meshes
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed.mesh import MeshConfig
 
 jupytext = pytest.importorskip("jupytext", reason="needs jupytext: the extra `test`")
 
@@ -117,11 +118,11 @@ def test_three_steps_on_two_meshes_fit_any_number_of_devices(count):
     seen = []
 
     def train(changes, workdir):
-        sizes = {"data": -1, "fsdp": changes["mesh.fsdp"]}
+        config = MeshConfig(fsdp=changes["mesh.fsdp"])
         devices = [SimpleNamespace(id=i, process_index=0) for i in range(count)]
         for device in devices:
             device.platform, device.device_kind = "gpu", "fake"
-        seen.append(meshes.arrange(sizes, devices).shape)
+        seen.append(meshes.arrange(config, devices).shape)
         assert changes["batch_size"] % count == 0
         return {"final": {}}
 

@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from vit_jax import cli, models, predict, weights
+from vit_jax.data import inputs
 from vit_jax.errors import UserError
-from vit_jax.evaluation import inputs, prediction
+from vit_jax.evaluators import prediction
 from vit_jax.training import config, loop
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import native, timm
@@ -457,12 +458,12 @@ def test_a_sigmoid_run_gives_every_class_its_own_probability(
         {
             "total_steps": 2,
             "batch_size": 8,
-            "data": {"name": "made", "classes": 3, "image_size": (8, 12)},
+            "data": {"name": "synthetic", "classes": 3, "image_size": (8, 12)},
             "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3}
             | {"mlp_dim": 17, "head_bias": -2.0},
-            "loss": {"name": "sigmoid"},
-            "optim": {"rate": 0.1},
-            "average": {"decay": 0.9},
+            "task": {"loss": "sigmoid"},
+            "optim": {"learning_rate": 0.1},
+            "ema": {"decay": 0.9},
         }
     )
     loop.train(recipe, tmp_path / "run")

@@ -1,11 +1,12 @@
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 from vit_jax import cli, show_batch
-from vit_jax.data import sources
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed.mesh import create as create_mesh
 from vit_jax.errors import UserError
-from vit_jax.parallel.mesh import create as create_mesh
 from vit_jax.training import config
 
 RECIPE = """
@@ -17,7 +18,7 @@ def get_config(arg=None):
     c.data = dict(name="digits", classes=10, image_size=(8, 8), channels=1)
     c.data.ops = "affine(shift=0.1, rotate=10) | mixup(0.5)"
     c.data.mean, c.data.std = (0.3,), (0.2,)
-    c.optim = dict(rate=0.01)
+    c.optim = dict(learning_rate=0.01)
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
     return c
 """
@@ -38,22 +39,24 @@ def run(recipe, *words):
 
 @pytest.mark.slow
 def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypatch):
-    from vit_jax.training import loop, step
+    from vit_jax.tasks.classification import Classification
+    from vit_jax.training import loop
 
-    seen, prepare = [], step.prepare
+    seen, prepare = [], Classification.prepare
 
-    def keep(batch, *rest):
-        out = prepare(batch, *rest)
-        step.jax.debug.callback(lambda *arrays: seen.append(arrays), *out)
+    def keep(self, batch, rng):
+        out = prepare(self, batch, rng)
+        jax.debug.callback(seen.append, out)
         return out
 
     loaded = config.load(str(recipe), {"total_steps": 1, "mesh.data": 1})
-    source = sources.open_source(loaded.data, "train")
+    source = open_source(loaded.data, "train")
     images, labels = show_batch.see(source, loaded, 99)  # A whole batch.
-    monkeypatch.setattr(step, "prepare", keep)
+    monkeypatch.setattr(Classification, "prepare", keep)
     monkeypatch.setattr(loop.meshes, "create", _one_device)
     loop.train(loaded, tmp_path / "run")
-    ((model_images, model_labels),) = seen
+    (batch,) = seen
+    model_images, model_labels = batch["image"], batch["label"]
     pixels = (np.asarray(model_images) * 0.2 + 0.3) * 255
     np.testing.assert_allclose(images, pixels, atol=0.51)
     np.testing.assert_allclose(labels, model_labels, atol=1e-6)
@@ -62,10 +65,10 @@ def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypat
     assert (labels > 0.01).sum(axis=1).max() == 2  # Mixed.
 
 
-def _one_device(sizes):
+def _one_device(config):
     import jax
 
-    return create_mesh(sizes, jax.devices()[:1])
+    return create_mesh(config, jax.devices()[:1])
 
 
 def test_the_sheet_has_the_rows_and_columns_asked_for(recipe, tmp_path, capsys):

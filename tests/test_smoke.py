@@ -16,8 +16,8 @@ from one_process import run
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.training import config as configuration
-from vit_jax.training import optim
-from vit_jax.training import state as states
+from vit_jax.training import optim, train_state
+from vit_jax.training.schedules import RunLength
 
 ROOT = pathlib.Path(__file__).parent.parent
 RECIPES = sorted(
@@ -43,16 +43,19 @@ def test_recipe_initialises(recipe):
 
     # Every mask matches, and the schedule starts and ends where it should.
     examples = config.data.examples or 10_000_000
-    lengths = config.num_steps(examples), examples / config.batch_size
-    peak = config.optim.peak_rate(config.batch_size)
-    rate = optim.schedule(config.optim, peak, *lengths)
-    tx = optim.optimizer(config.optim, params, rate, *lengths)
-    total = lengths[0]
+    run = RunLength(config.num_steps(examples), examples / config.batch_size)
+    peak = config.optim.peak_learning_rate(config.batch_size)
+    rate = optim.learning_rate(config.optim, peak, run)
+    tx = optim.optimizer(config.optim, params, rate, run)
+    total = run.total_steps
     state = jax.eval_shape(
-        lambda p: states.create(p, tx, seed=0, average=config.average.decay > 0), params
+        lambda p: train_state.create_train_state(
+            p, None, tx, seed=0, average=config.ema.decay > 0
+        ),
+        params,
     )
-    assert (state.average is None) == (config.average.decay == 0)
-    assert float(rate(total)) <= 1e-5 < config.optim.rate
+    assert (state.average is None) == (config.ema.decay == 0)
+    assert float(rate(total)) <= 1e-5 < config.optim.learning_rate
 
 
 @pytest.mark.slow

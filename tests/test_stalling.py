@@ -20,7 +20,7 @@ FROM_RECORD = 40  # So many reads go well; one step takes 6.
 SOURCE = f"""
 import ctypes, os, threading, time
 import numpy as np
-from vit_jax.data.arrays import ArraySource
+from vit_jax.data.sources.arrays import ArraySource
 
 class Hanging(ArraySource):
     reads = 0
@@ -48,8 +48,8 @@ def get_config(arg=None):
     c.data = dict(name="hanging:open_source", classes=5, image_size=(8, 12))
     c.data.ops, c.data.prefetch, c.data.threads = "central_crop", 1, 1
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", rate=0.1)
-    c.every = dict(log=1, checkpoint=2)
+    c.optim = dict(name="sgd", learning_rate=0.1)
+    c.log_every_steps = 1; c.checkpoint_every_steps = 2
     return c
 """
 
@@ -159,11 +159,11 @@ def test_without_a_stall_a_run_is_left_alone(monkeypatch):
     from vit_jax.training import watchdog
 
     ended = []
-    monkeypatch.setattr(watchdog.together, "end_all", lambda *what: ended.append(what))
-    with watchdog.Watchdog(0.5) as watch:
+    monkeypatch.setattr(watchdog.failures, "end_job", lambda *what: ended.append(what))
+    with watchdog.Watchdog(0.5) as watch_dog:
         for step in range(8):
             time.sleep(0.1)
-            watch.beat(f"step {step}", step=True)
+            watch_dog.reset(f"step {step}", step=True)
     with watchdog.Watchdog(0.0):
         time.sleep(0.3)
     assert ended == []

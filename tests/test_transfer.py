@@ -126,7 +126,7 @@ def lasting(report):
 def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tmp_path):
     words = [f"--model={digits}", "--dataset=digits", "--resolution=12", "--seeds=2"]
     words += ["--rates=0.03,0.3", "--config.total_steps=40", "--config.batch_size=32"]
-    words += ["--config.every.checkpoint=5", "--config.every.log=5"]
+    words += ["--config.checkpoint_every_steps=5", "--config.log_every_steps=5"]
 
     out = hosts.finish(start(*words, f"--workdir={tmp_path}/undisturbed"))
     expected = json.loads((tmp_path / "undisturbed" / "transfer.json").read_text())

@@ -25,14 +25,14 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 8, 12
-    c.data = dict(name="made", classes=5, examples=37, image_size=(8, 12))
+    c.data = dict(name="synthetic", classes=5, examples=37, image_size=(8, 12))
     c.data.ops = "random_crop | flip | mixup(0.3)"
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
     # Not Adam: it blows up the rounding of gradients that are 0 but for it (the bias
     # of the keys, which the softmax cancels).
-    c.optim = dict(name="sgd", rate=0.1, accumulate=2)
+    c.optim = dict(name="sgd", learning_rate=0.1, grad_accum_steps=2)
     c.evals = dict(val="val")
-    c.every = dict(log=1, evaluate=4, checkpoint=4)
+    c.log_every_steps = 1; c.eval_every_steps = 4; c.checkpoint_every_steps = 4
     return c
 """
 
@@ -120,7 +120,7 @@ def test_two_hosts_train_to_the_parameters_of_one(tmp_path):
 def test_hosts_that_split_parameters_and_layers_train_as_one(tmp_path):
     config = tmp_path / "pair.py"
     config.write_text(CONFIG.replace("mlp_dim=20", "mlp_dim=21"))
-    words = ("--config.sharding.smallest=10", "--config.mesh.data=1")
+    words = ("--config.sharding.min_size=10", "--config.mesh.data=1")
     finish(start(config, tmp_path / "one", 1, 1, *words))
     split = ("--config.mesh.fsdp=2", "--config.mesh.model=3")
     # Every parameter is on both hosts in part, every layer on three devices of each.
@@ -135,8 +135,8 @@ def test_hosts_that_split_parameters_and_layers_train_as_one(tmp_path):
 def test_sigterm_to_one_host_ends_both_at_the_same_step_and_they_resume(tmp_path):
     config = tmp_path / "pair.py"
     config.write_text(CONFIG.replace("3, 8, 12", "3, 20_000, 12"))
-    words = ("--config.every.log=100", "--config.every.evaluate=0")
-    words += ("--config.every.checkpoint=100000",)
+    words = ("--config.log_every_steps=100", "--config.eval_every_steps=0")
+    words += ("--config.checkpoint_every_steps=100000",)
     processes = start(config, tmp_path / "two", 2, 1, *words)
     for line in processes[0].stdout:
         if "step 100/" in line:

@@ -98,8 +98,10 @@ def tell_unread(config) -> None:
     Args:
       config: complete config; `quick` versions of recipes are on made images.
     """
+    from vit_jax.data.sources.open import source_type  # Not before signals are heard.
+
     data = config.data
-    if data.name in ("made", "digits") and data.data_dir:
+    if data.data_dir and not source_type(data.name).needs_files:
         tell(
             f"data.data_dir={data.data_dir!r} is not read: data.name={data.name!r} (as "
             "of :quick) needs no files"
@@ -172,12 +174,12 @@ def open_weights(flags: argparse.Namespace, place: str = ""):
     Raises:
       UserError: the weights or the class names cannot be read.
     """
-    from vit_jax.evaluation import network, prediction
+    from vit_jax.evaluators import forward_passes, prediction
 
     place = place or flags.model
     own = place == flags.model
     names = prediction.read_labels(flags.labels) if own and flags.labels else ()
-    found, preprocess = network.open_weights(
+    found, preprocess = forward_passes.open_weights(
         place,
         image_flags(flags) if own else {},
         average=not flags.raw,
@@ -209,11 +211,11 @@ def size(text: str) -> tuple[int, int]:
     """Reads a flag's height and width: one number of pixels, or HEIGHTxWIDTH."""
     height, _, width = text.partition("x")
     height, width = positive(height), positive(width or height)
-    from vit_jax.config import fields  # Not before signals are heard.
+    from vit_jax.data.config import MAX_PIXELS  # Not before signals are heard.
 
-    if height * width > fields.MAX_PIXELS:
+    if height * width > MAX_PIXELS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than {fields.MAX_PIXELS:,} pixels; images of so many are "
+            f"{text!r} is more than {MAX_PIXELS:,} pixels; images of so many are "
             "not read either"
         )
     return height, width

@@ -10,7 +10,6 @@ vit_jax/training/config.py can be set: --config.mesh.fsdp=16. Exit codes: 0 it f
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 
@@ -83,10 +82,10 @@ def _examples(flags, config) -> tuple[int, str]:
 
 
 def _one(flags, config, devices, examples, limit, heading) -> int:
-    from vit_jax.parallel import mesh as meshes
+    from vit_jax.distributed import mesh as meshes
     from vit_jax.tools.planning import analysis, report
 
-    mesh = meshes.create(dataclasses.asdict(config.mesh), devices)
+    mesh = meshes.create(config.mesh, devices)
     found = analysis.analyse(config, mesh, examples, limit)
     if flags.json:
         print(json.dumps({"heading": heading} | found.to_json()))

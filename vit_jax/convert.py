@@ -63,7 +63,7 @@ def main(flags: argparse.Namespace) -> None:
 def open_weights(flags: argparse.Namespace):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax import weights
-    from vit_jax.evaluation import prediction
+    from vit_jax.evaluators import forward_passes, prediction
     from vit_jax.weights.pretrained import check_preprocess, describe_preprocess
 
     names = prediction.read_labels(flags.labels) if flags.labels else ()
@@ -77,7 +77,7 @@ def open_weights(flags: argparse.Namespace):
             f"{classes} classes: give a name a class"
         )
     given = cli.image_flags(flags)
-    preprocess = dataclasses.replace(prediction.preprocessing_of(found), **given)
+    preprocess = dataclasses.replace(forward_passes.preprocessing_of(found), **given)
     check_preprocess(preprocess, found.options["channels"])
     notes = found.notes
     if not found.preprocess and not {"mean", "std", "crop_fraction"} <= given.keys():
@@ -93,10 +93,10 @@ def open_weights(flags: argparse.Namespace):
 
 def read_scores(source: str) -> dict[str, float]:
     """Returns the accuracies in a workdir's report; none if it is something else."""
-    from vit_jax.report import result
+    from vit_jax.training import run_report
 
-    report = result.read(source) if os.path.isdir(source) else None
-    scores = result.flatten(report["final"]) if report else {}
+    report = run_report.read_report(source) if os.path.isdir(source) else None
+    scores = run_report.flatten_scores(report["final"]) if report else {}
     return {name: value for name, value in scores.items() if name.endswith("/top1")}
 
 

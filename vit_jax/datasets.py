@@ -4,8 +4,8 @@ One line each: whether it is prepared in --data_dir (its version; "tfrecord" is
 prepared, but has to be converted; "-" is no set of TFDS), images to train on, classes,
 and how to get it. With names, also their splits and other config keys. Other sets need
 no entry here: any TFDS set, image folder, Parquet files and a source of your own can be
-read as well, see `name` in vit_jax/data/config.py. Exit codes: 0 done, 2 bad input (one line
-says what).
+read as well, see `SOURCES` in vit_jax/data/sources/base.py. Exit codes: 0 done, 2 bad
+input (one line says what).
 """
 
 import argparse
@@ -21,13 +21,14 @@ def main(flags: argparse.Namespace) -> int:
     """Prints the entries that the flags name; returns the exit code."""
     cli.refuse_overrides(flags, "listing data sets")
     from vit_jax.data import catalogue
+    from vit_jax.data.sources.base import SOURCES
 
     for name in flags.names:
         if name not in catalogue.ENTRIES:
             raise UserError(
                 f"{name!r} is no data set of the paper: "
-                f"{', '.join(catalogue.ENTRIES)}; what is not listed can be read too, "
-                "--help says how"
+                f"{', '.join(catalogue.ENTRIES)}; data.name also takes "
+                f"{', '.join(sorted(SOURCES))} and any set of TFDS"
             )
     names = flags.names or catalogue.ENTRIES
     rows = [_row(catalogue.ENTRIES[name], flags.data_dir) for name in names]
@@ -58,7 +59,7 @@ def _row(entry, data_dir):
 
 def _prepared(entry, data_dir):
     """Returns version, format, size and place of a prepared set; None if it is not."""
-    from vit_jax.data import tfds_source
+    from vit_jax.data.sources import tfds as tfds_source
 
     builder = None
     for name in filter(None, (entry.tfds, entry.newer)):

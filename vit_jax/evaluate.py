@@ -34,12 +34,11 @@ def run(flags: argparse.Namespace, config) -> None:
     """
     import jax
 
-    from vit_jax.evaluation import network, standalone
-    from vit_jax.parallel import compilation_cache
-    from vit_jax.report import evaluations
-    from vit_jax.training import same_run
+    from vit_jax.distributed import compilation
+    from vit_jax.evaluators import forward_passes, result_tables, suite
+    from vit_jax.training import resume_check
 
-    same_run.check_hosts(config)
+    resume_check.check_hosts(config)
     first = jax.process_index() == 0
 
     def tell(line):
@@ -47,18 +46,18 @@ def run(flags: argparse.Namespace, config) -> None:
             cli.tell(line)
 
     if flags.out and first:
-        evaluations.prepare(flags.out)  # Before there is anything to lose.
-    if uncached := compilation_cache.enable(config.compilation_cache):
+        result_tables.prepare(flags.out)  # Before there is anything to lose.
+    if uncached := compilation.enable_cache(config.compilation_cache_dir):
         tell(uncached)
-    found, preprocess = network.open_weights(
+    found, preprocess = forward_passes.open_weights(
         flags.model,
         cli.image_flags(flags),
         average=not flags.raw,
         heads=flags.heads,
         tell=tell,
     )
-    check = functools.partial(same_run.check_evaluation_of_hosts, found, preprocess)
-    results, confusions, described = standalone.evaluate(
+    check = functools.partial(resume_check.check_evaluation_of_hosts, found, preprocess)
+    scores, confusions, described = suite.evaluate(
         found, preprocess, config, tell, check
     )
     if not first:
@@ -70,14 +69,14 @@ def run(flags: argparse.Namespace, config) -> None:
         "config": config.name,
         "preprocess": dataclasses.asdict(preprocess),
         "evals": described,
-        "results": results,
+        "results": scores,
     }
-    shown = evaluations.table(results, confusions)
+    shown = result_tables.table(scores, confusions)
     if flags.json:
-        shown = json.dumps(standalone.summary(config.evals, results))
+        shown = json.dumps(suite.summary(config.evals, scores))
     print(shown, flush=True)
     if flags.out:
-        names = evaluations.write(flags.out, report, confusions)
+        names = result_tables.write(flags.out, report, confusions)
         tell(f"written to {flags.out}: {', '.join(names)}")
 
 

@@ -31,11 +31,11 @@ def main(flags: argparse.Namespace) -> None:
     for name in ("html", "image"):
         files.check(f"--{name}", getattr(flags, name))
     # Imported after the flags are checked, so that their errors come at once.
-    from vit_jax.parallel import compilation_cache
+    from vit_jax.distributed import compilation
     from vit_jax.tools.explorer.images import Folder
 
     folder = Folder(flags.images) if flags.images else None
-    if uncached := compilation_cache.enable():
+    if uncached := compilation.enable_cache():
         cli.tell(uncached)
     data = read(flags.image) if flags.html else b""
     places = [flags.model, flags.compare] if flags.compare else [flags.model]

@@ -1,7 +1,11 @@
-"""Paths that a person gives: which of them can be read as files."""
+"""Checks of paths that a user gives, and writing files that are never half written."""
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
+
+from etils import epath
 
 from vit_jax.errors import UserError
 
@@ -43,3 +47,36 @@ def check(thing: str, path: str | os.PathLike) -> None:
             f"{thing}={path}: is {kind}, not a file; copy its content to a file and "
             "give that"
         )
+
+
+@contextlib.contextmanager
+def writing_out(folder: str | os.PathLike) -> Iterator[None]:
+    """Turns a failure to write what --out asks for into one line.
+
+    Raises:
+      UserError: the line.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--out={folder} cannot be written ({error.strerror or error}): choose "
+            "another folder"
+        ) from error
+
+
+def replace_text(path: epath.Path, text: str) -> None:
+    """Writes a file so that it is the old one or the new one, never half of it."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: epath.Path, content: bytes) -> None:
+    """Does as `replace_text`."""
+    new = path.parent / f".{path.name}.new"
+    try:
+        new.write_bytes(content)
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise

@@ -35,11 +35,12 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
     """
     import jax
 
-    from vit_jax.parallel import together
-    from vit_jax.training import ahead
+    from vit_jax.distributed import failures, start
+    from vit_jax.training import train_step
 
     code = 0
-    with together.Together(workdir, debug=debug):
+    start.start()
+    with failures.FailureBroadcast(workdir, debug=debug):
         try:
             work()
         except Preempted as preempted:
@@ -49,10 +50,10 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
             cli.tell(str(interrupted))
             code = EXIT_INTERRUPTED
         except UserError as error:
-            if jax.process_count() > 1 or not ahead.under_way():
+            if jax.process_count() > 1 or not train_step.is_compiling():
                 raise
             cli.show(error, debug=debug)
-            together.leave(EXIT_USER_ERROR)
-    if jax.process_count() > 1 or ahead.under_way():
-        together.leave(code)
+            failures.exit_process(EXIT_USER_ERROR)
+    if jax.process_count() > 1 or train_step.is_compiling():
+        failures.exit_process(code)
     return code

@@ -20,35 +20,34 @@ def main(flags: argparse.Namespace) -> int:
     """Classifies what the flags name; returns the exit code."""
     cli.refuse_overrides(flags, "predicting")
     # After the flags, so that their errors come at once; JAX after the images.
-    from vit_jax.evaluation import inputs
+    from vit_jax.data import inputs
 
     images = inputs.find_some(flags.images)
 
-    from vit_jax.evaluation import prediction
-    from vit_jax.parallel import compilation_cache
-    from vit_jax.report import predictions as layout
+    from vit_jax.distributed import compilation
+    from vit_jax.evaluators import prediction
 
-    if uncached := compilation_cache.enable():
+    if uncached := compilation.enable_cache():
         cli.tell(uncached)
     results = prediction.predict(
         open_classifier(flags), images, batch_size=flags.batch_size, topk=flags.topk
     )
     piped = inputs.STDIN in flags.images
-    table = layout.Table(() if piped else (name for name, _ in images))
+    table = prediction.PredictionTable(() if piped else (name for name, _ in images))
     code = 0
     for name, result in results:
         if isinstance(result, str):
             cli.tell(f"{name}: {result}")
             code = EXIT_DAMAGED
             continue
-        show = layout.to_json if flags.json else table.rows
+        show = prediction.to_json if flags.json else table.rows
         print(show(name, result), flush=True)
     return code
 
 
 def open_classifier(flags: argparse.Namespace):
     """Opens the checkpoint, with the flags in place of what travelled with it."""
-    from vit_jax.evaluation import prediction
+    from vit_jax.evaluators import prediction
 
     found, preprocess, names = cli.open_weights(flags)
     return prediction.Classifier(found, preprocess=preprocess, class_names=names)

@@ -121,7 +121,8 @@ def _make_of_images(flags, data_dir):
 
 def _name_of_images(flags):
     """Returns the name and version of the new set: stated, or that of the folder."""
-    from vit_jax.data import tfds_source
+    from vit_jax.data.sources import tfds as tfds_source
+    from vit_jax.data.sources.open import source_type
     from vit_jax.tools.preparing import metadata
 
     text = flags.name
@@ -134,7 +135,11 @@ def _name_of_images(flags):
             f"--name={text} has capitals, and TFDS finds no such set: write "
             f"{text.lower()}"
         )
-    if name.dataset in (*tfds_source.SPECIAL, "vtab"):
+    # Nor may a set of several configs, "vtab/one", be read as another source.
+    if any(
+        source_type(n) is not tfds_source.TYPE
+        for n in (name.dataset, f"{name.dataset}/")
+    ):
         raise UserError(f"--name={text} has a meaning of its own here: choose another")
     return metadata.DatasetName(name.dataset, name.config, name.version or _VERSION)
 

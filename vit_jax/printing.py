@@ -1,6 +1,7 @@
 """Text as it may be printed: no control characters, and no passwords."""
 
 import re
+import sys
 import unicodedata
 
 _HIDDEN = "***"
@@ -49,3 +50,8 @@ def _escaped(character: str) -> str:
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     return character.encode("unicode_escape").decode("ascii")
+
+
+def print_error(text: str) -> None:
+    """Prints one line to stderr at once, as `printable` returns it."""
+    print(printable(text), file=sys.stderr, flush=True)

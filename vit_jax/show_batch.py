@@ -32,11 +32,11 @@ def main(flags: argparse.Namespace) -> None:
     files.check("--out", out)
 
     from vit_jax.analysis import contact_sheet
-    from vit_jax.data import sources
+    from vit_jax.data.sources.open import open_source
 
     count = min(flags.rows * flags.columns, config.batch_size)
     contact_sheet.check(count, flags.columns, config.data.image_size)
-    source = sources.open_source(config.data, config.data.split)
+    source = open_source(config.data, config.data.split)
     images, labels = see(source, config, count)
     captions = contact_sheet.captions(labels, source.class_names)
     sheet = contact_sheet.draw(images, captions, flags.columns)
@@ -64,12 +64,20 @@ def see(source, config, count: int) -> tuple:
     import jax
     import numpy as np
 
-    from vit_jax.data import ops, pipeline
-    from vit_jax.training import state, step
+    from vit_jax import models
+    from vit_jax.config import fields
+    from vit_jax.data import pipeline
+    from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
     data = dataclasses.replace(config.data, workers=0)
-    parsed = ops.parse_train(data.ops, data.image_size)
+    model = models.create(
+        **fields.to_dict(config.model),
+        classes=data.classes,
+        image_size=data.image_size,
+        channels=data.channels,
+    )
+    task = config.task.build(model, data)
     with pipeline.train_batches(
         source,
         data,
@@ -79,9 +87,9 @@ def see(source, config, count: int) -> tuple:
         stop=1,
     ) as batches:
         (batch,) = batches
-    key, _ = jax.random.split(state.run_key(config.seed))  # As the step does.
-    prepare = jax.jit(lambda b, k: step.prepare(b, parsed.device, k, config))
-    images, labels = prepare(batch, key)
+    key, _ = jax.random.split(train_state.run_key(config.seed))  # As the step does.
+    prepared = jax.jit(task.prepare)(batch, key)
+    images, labels = prepared["image"], prepared["label"]
     mean, std = (np.asarray(values, np.float32) for values in (data.mean, data.std))
     pixels = (np.asarray(images) * std + mean) * 255
     return pixels.round().clip(0, 255).astype(np.uint8), np.asarray(labels)

@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 
+from vit_jax.distributed import crash_reporter
 from vit_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN
-from vit_jax.parallel import last_words
 
 _interrupted = threading.Event()
 
@@ -87,7 +87,7 @@ def _preempt(number: int, _) -> None:
 
 
 def _end(words: str, code: int) -> None:
-    last_words.forget()
+    crash_reporter.clear()
     # Not through sys.stderr: the main thread may hold its lock.
     try:
         os.write(2, f"{words}\n".encode())

@@ -81,10 +81,10 @@ def _images(config):
     """Returns how many images a run of the config sees."""
     examples = config.data.examples
     if config.epochs and not examples:
-        from vit_jax.data import sources
+        from vit_jax.data.sources.open import open_source
 
         try:
-            examples = len(sources.open_source(config.data, config.data.split))
+            examples = len(open_source(config.data, config.data.split))
         except UserError as error:
             raise UserError(f"{error}; or state --images") from error
     return config.num_steps(examples) * config.batch_size
@@ -140,12 +140,12 @@ def _sides(resolution):
             f"--resolution={resolution} is not a side or height x width in pixels: "
             "state it as 224 or 224x160"
         )
-    from vit_jax.config import fields
+    from vit_jax.data.config import MAX_PIXELS
 
     sides = int(match[1][:9]), int((match[2] or match[1])[:9])
-    if math.prod(sides) > fields.MAX_PIXELS:
+    if math.prod(sides) > MAX_PIXELS:
         raise UserError(
-            f"--resolution={resolution}: more than {fields.MAX_PIXELS:,} pixels; images "
+            f"--resolution={resolution}: more than {MAX_PIXELS:,} pixels; images "
             "of so many are not read either"
         )
     return sides

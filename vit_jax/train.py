@@ -1,6 +1,6 @@
 """Trains a model: python -m vit_jax.train --config=configs/digits.py --workdir=DIR
 
-Any key of vit_jax/training/config.py can be set: --config.optim.rate=0.01. A workdir that holds
+Any key of vit_jax/training/config.py can be set: --config.optim.learning_rate=0.01. A workdir that holds
 a checkpoint is resumed. Exit codes: 0 done; 2 bad input, or the last state could not be
 saved (one line says what); 70 nothing moved for `stall_timeout` seconds; 75 preempted
 (SIGTERM, SIGHUP, a loader process was killed): saved, the same command goes on; 130
@@ -22,11 +22,11 @@ def main(flags: argparse.Namespace) -> int:
     # After the config, so that its errors come at once.
     import jax
 
-    from vit_jax.report.startup import Startup, process_age
     from vit_jax.training import loop
+    from vit_jax.training.timers import StartupTimer, process_age
 
-    startup = Startup(process_age())
-    startup.done("import")
+    startup = StartupTimer(process_age())
+    startup.end_phase("import")
 
     def train():
         if jax.process_count() > 1 and not flags.workdir:

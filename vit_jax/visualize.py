@@ -40,7 +40,7 @@ def main(flags: argparse.Namespace) -> int:
     cli.refuse_overrides(flags, "looking into a model")
     figures = _figures(flags)
     # After the flags, so that their errors come at once; JAX after the images.
-    from vit_jax.evaluation import inputs
+    from vit_jax.data import inputs
 
     images = inputs.find_some(flags.images) if flags.images else []
     count = len(images) if isinstance(images, list) else None
@@ -48,11 +48,11 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.analysis.figures import FigureOptions, available_figures
     from vit_jax.analysis.plots import ImageOptions
     from vit_jax.analysis.representations import check_num_cka_images
-    from vit_jax.parallel import compilation_cache
+    from vit_jax.distributed import compilation
 
     if count is not None and ("cka" in figures or flags.other):
         check_num_cka_images(count)
-    if uncached := compilation_cache.enable():
+    if uncached := compilation.enable_cache():
         cli.tell(uncached)
     loaded = load_model(flags, flags.model)
     options = FigureOptions(

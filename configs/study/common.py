@@ -13,8 +13,10 @@ def pretrain(c: ConfigDict, *, steps: int, batch_size: int, rate: float) -> None
       steps, batch_size, rate: of the run.
     """
     c.total_steps, c.batch_size = steps, batch_size
-    c.optim = dict(name="adam", rate=rate, decay="cosine", warmup_fraction=0.05)
-    c.optim.weight_decay, c.optim.clip_norm = 0.1, 1.0
+    c.optim = dict(
+        name="adam", learning_rate=rate, schedule="cosine", warmup_fraction=0.05
+    )
+    c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
     _common(c, steps)
 
 
@@ -22,16 +24,23 @@ def finetune(c: ConfigDict, *, steps: int, batch_size: int, rate: float) -> None
     """Completes a config of fine-tuning: SGD with one rate for all models."""
     c.total_steps, c.batch_size = steps, batch_size
     c.init, c.init_head = "?", "replace"  # The study states the pretraining.
-    c.optim = dict(name="sgd", momentum=0.9, rate=rate, decay="cosine", clip_norm=1.0)
+    c.optim = dict(
+        name="sgd",
+        momentum=0.9,
+        learning_rate=rate,
+        schedule="cosine",
+        grad_clip_norm=1.0,
+    )
     _common(c, steps)
 
 
 def _common(c: ConfigDict, steps: int) -> None:
-    c.average = dict(decay=0.0)
+    c.ema = dict(decay=0.0)
     c.evals = dict(test="test")
     # Steps; a run that is killed loses a tenth at most.
-    c.every = dict(log=max(1, steps // 50), checkpoint=max(1, steps // 10))
-    c.keep = dict(last=1)
+    c.log_every_steps = max(1, steps // 50)
+    c.checkpoint_every_steps = max(1, steps // 10)
+    c.checkpoint = dict(max_to_keep=1)
 
 
 def fewshot(train: str, *, shots: tuple[int, ...], seeds: int) -> dict:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from vit_jax import fonts
 from vit_jax.analysis import contact_sheet
-from vit_jax.report import lettering
 
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 
@@ -47,8 +47,8 @@ def test_a_long_name_stays_within_its_image():
 @pytest.mark.parametrize("installed", [True, False])
 def test_names_that_are_not_ascii_can_be_told_apart(names, installed, monkeypatch):
     if not installed:
-        monkeypatch.setattr(lettering, "_INSTALLED", ())
-        monkeypatch.setattr(lettering, "_fonts", lettering._fonts.__wrapped__)
+        monkeypatch.setattr(fonts, "_INSTALLED", ())
+        monkeypatch.setattr(fonts, "_fonts", fonts._fonts.__wrapped__)
     image = np.zeros((1, 90, 90, 1), np.uint8)
     draw = lambda text: np.array(contact_sheet.draw(image, [[text]], columns=1))
     sheets = [draw(name) for name in names]
@@ -61,7 +61,7 @@ def test_names_that_are_not_ascii_can_be_told_apart(names, installed, monkeypatc
 
 def test_a_name_of_a_mac_is_composed():
     composed, decomposed = "caf\u00e9", "cafe\u0301"
-    assert lettering.choose(decomposed, 12)[0] == lettering.choose(composed, 12)[0]
+    assert fonts.choose(decomposed, 12)[0] == fonts.choose(composed, 12)[0]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,15 @@ QUIET = """
 import multiprocessing
 import pathlib
 from vit_jax.training import config
-from vit_jax.data import pipeline, sources, workers
+from vit_jax.data import pipeline, workers
+from vit_jax.data.sources.open import open_source
 
 if __name__ == "__main__":
-    raw = {"batch_size": 4, "optim": {"rate": 0.1}}
-    raw["data"] = dict(name="made", classes=3, image_size=(5, 7), workers=2)
+    raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
+    raw["data"] = dict(name="synthetic", classes=3, image_size=(5, 7), workers=2)
     raw["data"]["ops"] = "inception_crop"
     data = config.complete(raw).data
-    source = sources.open_source(data, "train")
+    source = open_source(data, "train")
     options = dict(batch_size=4, seed=0, start=0, stop=10**6)
     with pipeline.train_batches(source, data, **options) as batches:
         kept = [next(batches) for _ in range(5)]

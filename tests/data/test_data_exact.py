@@ -56,8 +56,8 @@ def stream(source, data, start, count, hosts=1):
             seed=SEED,
             start=start,
             stop=start + count,
-            process_index=host,
-            process_count=hosts,
+            data_shard=host,
+            num_data_shards=hosts,
         ) as batches:
             parts.append(list(batches))
     return [
@@ -114,8 +114,8 @@ def test_each_host_reads_its_own_rows_only(data_config, hosts):
             seed=SEED,
             start=7,
             stop=10,
-            process_index=host,
-            process_count=hosts,
+            data_shard=host,
+            num_data_shards=hosts,
         ) as batches:
             assert len(list(batches)) == 3
         assert len(source.reads) == 3 * BATCH // hosts
@@ -131,7 +131,7 @@ def test_each_host_reads_its_own_rows_only(data_config, hosts):
 def test_each_host_evaluates_its_part_and_only_once(
     data_config, examples, hosts, in_memory
 ):
-    from vit_jax.data.arrays import ArraySource
+    from vit_jax.data.sources.arrays import ArraySource
 
     data, source = make(data_config, examples, prefetch=2)
     if in_memory:
@@ -141,7 +141,7 @@ def test_each_host_evaluates_its_part_and_only_once(
     seen, lengths = [], set()
     for host in range(hosts):
         with eval_batches(
-            source, data, batch_size=8, process_index=host, process_count=hosts
+            source, data, batch_size=8, data_shard=host, num_data_shards=hosts
         ) as batches:
             parts = list(batches)
         lengths.add(len(parts))
@@ -161,7 +161,7 @@ def test_each_host_evaluates_its_part_and_only_once(
     ids=str,
 )
 def test_skipping_is_the_same_on_all_hosts_and_workers(data_config, folder, spread):
-    from vit_jax.data.sources import open_source
+    from vit_jax.data.sources.open import open_source
 
     keys, hosts = dict(spread), spread.get("hosts", 1)
     keys.pop("hosts", None)

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.data.pipeline import eval_batches, train_batches
-from vit_jax.data.sources import open_source
+from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 
 OPS = ["inception_crop", "resize_small(15) | random_crop((13, 15))", "resize"]

@@ -7,10 +7,10 @@ import pytest
 from tfds_sets import builder_class, png
 
 from vit_jax.data import fingerprint as fingerprints
-from vit_jax.data.arrays import ArraySource
 from vit_jax.data.fingerprint import differences, fingerprint
-from vit_jax.data.folder import FolderSource
-from vit_jax.data.sources import open_source
+from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.folder import FolderSource
+from vit_jax.data.sources.open import open_source
 from vit_jax.data.splits import Numbering
 
 
@@ -148,7 +148,10 @@ def test_records_in_memory_are_compared_by_their_pixels(data_config):
     ]
     (line,) = differences(stored, source(images[::-1]))
     assert line.startswith("records replaced: 'train/")
-    for keys in ({"name": "made", "examples": 7}, {"name": "digits", "classes": 10}):
+    for keys in (
+        {"name": "synthetic", "examples": 7},
+        {"name": "digits", "classes": 10},
+    ):
         data = data_config(image_size=(8, 8), channels=1, **keys)
         one, same = (fingerprint(open_source(data, "train")) for _ in range(2))
         assert one == same != fingerprint(open_source(data, "test"))
@@ -168,7 +171,7 @@ def test_left_out_records_count(folder, compare, tmp_path):
     listed.write_text("train/4\n")
     found = compare(
         lambda: listed.write_text("train/5\n"),
-        name="made",
+        name="synthetic",
         examples=11,
         exclude=str(listed),
     )

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.data import decode, host_ops, jpeg, ops
+from vit_jax.data import decode
+from vit_jax.data.transforms import host as host_transforms
+from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 
 H, W = 83, 101
@@ -33,11 +35,11 @@ def test_rows_decoded_alone_are_those_of_the_whole_image(
     picture, encode, kind, channels, capfd
 ):
     data = encode(picture, "JPEG", quality=90, **KINDS[kind])
-    header, whole = jpeg.read_header(data), decode.decode(data, channels)
+    header, whole = decode.read_jpeg_header(data), decode.decode(data, channels)
     assert (header.height, header.width) == (H, W)
     assert header.one_scan == (kind not in ("progressive", "restarts"))
     for stop in range(1, H + 1):
-        rows = jpeg.decode(data, header, channels, stop)
+        rows = decode.decode_jpeg(data, header, channels, stop)
         np.testing.assert_array_equal(rows[:stop], whole[:stop])
         if header.one_scan and stop < 62:
             assert len(rows) == stop + 2  # Not the whole image.
@@ -54,42 +56,42 @@ def test_a_damaged_file_shows_nothing_of_the_image_before(picture, encode, damag
         bad[middle:] = b"\xff\xd9"
     else:
         bad[middle : middle + 100] = bytes(100)
-    header, seen = jpeg.read_header(bytes(bad)), []
+    header, seen = decode.read_jpeg_header(bytes(bad)), []
     for before in (np.zeros_like(picture), np.full_like(picture, 255)):
         data = encode(before, "JPEG")
-        jpeg.decode(data, jpeg.read_header(data), 3, H, rough=True)
-        seen.append(jpeg.decode(bytes(bad), header, 3, H, rough=True).copy())
+        decode.decode_jpeg(data, decode.read_jpeg_header(data), 3, H, rough=True)
+        seen.append(decode.decode_jpeg(bytes(bad), header, 3, H, rough=True).copy())
     np.testing.assert_array_equal(*seen)
 
 
-@pytest.mark.parametrize("shrink", jpeg.SHRINKS)
+@pytest.mark.parametrize("shrink", decode.JPEG_SHRINKS)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_shrunk_image_holds_the_means_of_squares(picture, encode, shrink, channels):
     smooth = np.array(Image.fromarray(picture[:80, :96]).resize((384, 320)))
     data = encode(smooth, "JPEG", quality=95)
-    header = jpeg.read_header(data)
-    small = jpeg.decode(data, header, channels, 320, shrink)
+    header = decode.read_jpeg_header(data)
+    small = decode.decode_jpeg(data, header, channels, 320, shrink)
     h, w = 320 // shrink, 384 // shrink
     assert small.shape == (h, w, channels)
     means = decode.decode(data, channels).reshape(h, shrink, w, shrink, channels)
     assert np.abs(small - means.mean((1, 3))).mean() < 1.5
     for stop in (1, 37, 150):
-        rows = jpeg.decode(data, header, channels, stop, shrink)
+        rows = decode.decode_jpeg(data, header, channels, stop, shrink)
         there = -(-stop // shrink)
         np.testing.assert_array_equal(rows[:there], small[:there])
 
 
 def test_grey_files_have_a_header_too(picture, encode):
     data = encode(picture[..., 1], "JPEG")
-    header = jpeg.read_header(data)
+    header = decode.read_jpeg_header(data)
     assert (header.height, header.width, header.strip) == (H, W, 8)
-    rows = jpeg.decode(data, header, 3, 20)
+    rows = decode.decode_jpeg(data, header, 3, 20)
     np.testing.assert_array_equal(rows[:20], decode.decode(data)[:20])
 
 
 def test_a_file_with_something_after_its_end_is_whole(picture, encode):
     data = encode(picture, "JPEG")
-    assert jpeg.read_header(data + b"appended") == jpeg.read_header(data)
+    assert decode.read_jpeg_header(data + b"appended") == decode.read_jpeg_header(data)
     padded = data[:2] + b"\xff\xff" + data[2:]  # Filling before a marker.
     np.testing.assert_array_equal(decode.decode(padded), decode.decode(data))
 
@@ -110,13 +112,13 @@ def test_what_opencv_may_not_have_has_no_header(picture, encode):
     cmyk = encode(Image.fromarray(picture).convert("CMYK"), "JPEG")
     others = [data[:-2], thumbnail[:-2], several, arithmetic, flat, cmyk, b"", b"\xff"]
     for other in [*others, encode(picture, "PNG"), data[: frame + 3]]:
-        assert jpeg.read_header(other) is None
+        assert decode.read_jpeg_header(other) is None
 
 
 def test_no_damage_of_a_header_ends_in_another_error(picture, encode):
     data = encode(picture, "JPEG")
     scan = data.index(b"\xff\xda") + 14
-    rng, crop = np.random.default_rng(0), host_ops.InceptionCrop(19)
+    rng, crop = np.random.default_rng(0), host_transforms.InceptionCrop(19)
     damaged = 0
     for _ in range(300):
         broken = bytearray(data)
@@ -136,7 +138,7 @@ def test_no_damage_of_a_header_ends_in_another_error(picture, encode):
 def test_an_inception_crop_of_a_file_is_that_of_its_pixels(
     picture, encode, format, antialias
 ):
-    crop = host_ops.InceptionCrop((53, 67), antialias=antialias)
+    crop = host_transforms.InceptionCrop((53, 67), antialias=antialias)
     for options, seed in itertools.product(KINDS.values(), range(20)):
         data = encode(picture, format, **(options if format == "JPEG" else {}))
         one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
@@ -155,12 +157,12 @@ def test_a_crop_that_shrinks_while_decoding_is_close_to_the_exact_one(
     pixels = decode.decode(data, channels)
     errors = []
     for seed in range(20):
-        crop = host_ops.InceptionCrop((33, 41), area=(0.3, 1))
+        crop = host_transforms.InceptionCrop((33, 41), area=(0.3, 1))
         one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
         image = crop.from_file(data, channels, one)
         top, left, h, w = crop.box(332, 404, other)
         part = pixels[top : top + h, left : left + w]
-        exact = host_ops.resize_bilinear(part, (33, 41))
+        exact = host_transforms.resize_bilinear(part, (33, 41))
         errors.append(np.abs(image - exact.astype(float)).mean())
     assert image.shape == (33, 41, channels)
     assert np.mean(errors) < 1.6  # Of a very rough image.
@@ -168,7 +170,7 @@ def test_a_crop_that_shrinks_while_decoding_is_close_to_the_exact_one(
 
 def test_a_truncated_file_is_damaged_wherever_the_crop_lies(picture, encode):
     data = encode(picture, "JPEG")
-    crop = host_ops.InceptionCrop(5, area=(0.05, 0.06))
+    crop = host_transforms.InceptionCrop(5, area=(0.05, 0.06))
     for seed in range(20):
         rng = np.random.Generator(np.random.Philox(seed))
         with pytest.raises(decode.DamagedImage, match="cannot be decoded"):
@@ -180,7 +182,9 @@ def test_a_truncated_file_is_damaged_wherever_the_crop_lies(picture, encode):
 def test_a_rough_crop_is_close_to_the_exact_one(picture, encode, kind, channels):
     pytest.importorskip("simplejpeg", reason="needs the extra `fast`")
     data = encode(picture, "JPEG", quality=95, **KINDS[kind])
-    rough, exact = (host_ops.InceptionCrop((53, 67), rough=r) for r in (True, False))
+    rough, exact = (
+        host_transforms.InceptionCrop((53, 67), rough=r) for r in (True, False)
+    )
     for seed in range(10):
         one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
         image = rough.from_file(data, channels, one)
@@ -195,7 +199,7 @@ def test_a_rough_crop_is_close_to_the_exact_one(picture, encode, kind, channels)
 
 def test_a_rough_crop_of_a_truncated_file_is_damaged(picture, encode):
     pytest.importorskip("simplejpeg", reason="needs the extra `fast`")
-    crop, data = host_ops.InceptionCrop(5, rough=True), encode(picture, "JPEG")
+    crop, data = host_transforms.InceptionCrop(5, rough=True), encode(picture, "JPEG")
     for cut in (data[:-20], data[:500], data[:40] + data[-2:]):
         with pytest.raises(decode.DamagedImage, match="cannot be decoded"):
             crop.from_file(cut, 3, np.random.default_rng(0))
@@ -204,6 +208,6 @@ def test_a_rough_crop_of_a_truncated_file_is_damaged(picture, encode):
 def test_without_the_fast_decoder_a_rough_crop_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[fast\]' in the clone"):
-        ops.parse_train("inception_crop(rough=True)", (5, 7))
+        parse.parse_train("inception_crop(rough=True)", (5, 7))
     with pytest.raises(UserError, match="antialias=3 is not True or False"):
-        ops.parse_train("inception_crop(antialias=3)", (5, 7))
+        parse.parse_train("inception_crop(antialias=3)", (5, 7))

@@ -3,9 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from vit_jax.data import host_ops, order
+from vit_jax.data import order
 from vit_jax.data.pipeline import eval_batches, train_batches
-from vit_jax.data.sources import open_source
+from vit_jax.data.sources.open import open_source
+from vit_jax.data.transforms import host as host_transforms
 from vit_jax.errors import UserError
 
 TRAIN = {"batch_size": 12, "seed": 3, "start": 0, "stop": 4}
@@ -70,7 +71,7 @@ def test_processes_share_the_same_global_batch(make, data_config, count, in_memo
         source = open_source(data, "train")
     whole = stream(source, data)
     parts = [
-        stream(source, data, process_index=p, process_count=count) for p in range(count)
+        stream(source, data, data_shard=p, num_data_shards=count) for p in range(count)
     ]
     joined = [
         {key: np.concatenate([part[key] for part in step]) for key in step[0]}
@@ -127,7 +128,7 @@ def test_evaluation_sees_each_example_once(make, data_config, count, in_memory):
     seen, lengths = [], []
     for p in range(count):
         evaluation = eval_batches(
-            source, data, batch_size=8, process_index=p, process_count=count
+            source, data, batch_size=8, data_shard=p, num_data_shards=count
         )
         with evaluation as batches:
             batches = list(batches)
@@ -147,7 +148,9 @@ def test_evaluation_images_are_resized_in_order(make):
         third = next(batches)["image"][3]
     from vit_jax.data import decode
 
-    expected = host_ops.resize_bilinear(decode.decode(source[3]["image"]), (13, 17))
+    expected = host_transforms.resize_bilinear(
+        decode.decode(source[3]["image"]), (13, 17)
+    )
     np.testing.assert_array_equal(third, expected)
 
 
@@ -249,7 +252,7 @@ def test_a_batch_that_does_not_divide_over_the_processes_is_a_user_error(make):
     with pytest.raises(
         UserError, match="batch_size=12 does not divide over 5 processes"
     ):
-        train_batches(source, data, **TRAIN, process_count=5)
+        train_batches(source, data, **TRAIN, num_data_shards=5)
 
 
 def test_grey_images_keep_one_channel(make):

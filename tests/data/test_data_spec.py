@@ -35,7 +35,7 @@ def test_commas_of_a_split_do_not_separate():
     ]
 
 
-@pytest.mark.parametrize("text", ["", "#train", "folder@#val", "@/a#val", "made#"])
+@pytest.mark.parametrize("text", ["", "#train", "folder@#val", "@/a#val", "synthetic#"])
 def test_a_spec_with_an_empty_part_is_refused(text):
     with pytest.raises(UserError, match=r"is not NAME\[@DIR\]\[#SPLIT\]: write as"):
         spec.parse(text, "train")
@@ -47,6 +47,6 @@ def test_a_spec_opens_its_split_whatever_the_classes(folder):
         f"val/{name}/{i}.png" for name in ("ant", "cat") for i in range(2)
     ]
     assert len(spec.parse("digits#test", "train").open()) == 355
-    assert len(spec.parse("made#val[:7]", "train").open()) == 7
+    assert len(spec.parse("synthetic#val[:7]", "train").open()) == 7
     with pytest.raises(UserError, match="split 'best': digits has no split 'best'"):
         spec.parse("digits#best", "train").open()

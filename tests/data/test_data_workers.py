@@ -16,14 +16,15 @@ LOADING = """
 import multiprocessing, os, signal
 import numpy as np
 from vit_jax.training import config
-from vit_jax.data import pipeline, sources
+from vit_jax.data import pipeline
+from vit_jax.data.sources.open import open_source
 
 def load(workers, kill_at):
-    raw = {"batch_size": 4, "optim": {"rate": 0.1}}
-    raw["data"] = dict(name="made", classes=3, image_size=(5, 7), workers=workers)
+    raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
+    raw["data"] = dict(name="synthetic", classes=3, image_size=(5, 7), workers=workers)
     raw["data"]["ops"] = "inception_crop"
     data = config.complete(raw).data
-    source = sources.open_source(data, "train")
+    source = open_source(data, "train")
     loaded = []
     options = dict(batch_size=4, seed=0, start=0, stop=40)
     with pipeline.train_batches(source, data, **options) as batches:
@@ -68,7 +69,8 @@ def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(tmp_path):
 READING = """
 import pathlib, sys, time
 from vit_jax.training import config
-from vit_jax.data import pipeline, sources, workers
+from vit_jax.data import pipeline, workers
+from vit_jax.data.sources.open import open_source
 
 def names():
     files = [path.name for path in pathlib.Path("/dev/shm").glob("*")]
@@ -76,11 +78,11 @@ def names():
     return {part for part in ("", "sem.") for x in files if x.startswith(part + prefix)}
 
 if __name__ == "__main__":
-    raw = {"batch_size": 2, "optim": {"rate": 0.1}}
+    raw = {"batch_size": 2, "optim": {"learning_rate": 0.1}}
     raw["data"] = dict(name="folder", data_dir=sys.argv[1], classes=1, workers=1)
     raw["data"] |= dict(image_size=(64, 64), ops="resize")
     data = config.complete(raw).data
-    source = sources.open_source(data, "train")
+    source = open_source(data, "train")
     options = dict(batch_size=2, seed=0, start=0, stop=100)
     with pipeline.train_batches(source, data, **options) as batches:
         batch = next(batches)

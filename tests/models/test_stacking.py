@@ -67,8 +67,18 @@ def test_moments_of_an_optimiser_are_converted_with_their_parameters():
     state = {"opt": tx.init(params), "params": params, "average": None}
     stacked = stacking.stack(params)
     expected = {"opt": tx.init(stacked), "params": stacked, "average": None}
-    assert_equal_trees(stacking.convert(state, stacking.stack), expected)
-    assert_equal_trees(stacking.convert(expected, stacking.unstack), state)
+    convert = functools.partial(stacking.convert, like=expected, params=stacked)
+    assert_equal_trees(convert(state, stacking.stack), expected)
+    assert_equal_trees(convert(expected, stacking.unstack), state)
+
+
+def test_parameters_of_another_network_stay_as_they_are():
+    params, teacher = params_of(**SMALL), params_of(**SMALL | {"depth": 2})
+    like = {"params": stacking.stack(params), "teacher": teacher}
+    unstacked = {"params": params, "teacher": teacher}
+    convert = functools.partial(stacking.convert, like=like, params=like["params"])
+    assert_equal_trees(convert(unstacked, stacking.stack), like)
+    assert_equal_trees(convert(like, stacking.unstack), unstacked)
 
 
 def test_only_paths_of_stacked_blocks_are_stacked():

@@ -12,28 +12,28 @@ from etils import epath
 from helpers import tiny_config
 from orbax.checkpoint import v1 as ocp
 
-from vit_jax.data.made import open_made
+from vit_jax.data.sources.arrays import open_synthetic
 from vit_jax.errors import UserError
-from vit_jax.training import saving
+from vit_jax.training import checkpoint
 from vit_jax.training.checkpoint import Checkpointer
-from vit_jax.training.state import TrainState
+from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as workdirs
 
 
 @pytest.fixture
 def checkpointer(tmp_path):
     """Returns a function that opens the checkpoints of one workdir."""
-    source = open_made("train", (8, 12), 3, 5, 20)
+    source = open_synthetic("train", (8, 12), 3, 5, 20)
 
     def open_checkpoints(**keep):
-        return Checkpointer(tmp_path, tiny_config(keep=keep), source)
+        return Checkpointer(tmp_path, tiny_config(checkpoint=keep), source)
 
     return open_checkpoints
 
 
 def state_of(step):
     params = {"a": jnp.arange(7.0) * step, "b": {"c": jnp.full((5, 3), step + 0.5)}}
-    return TrainState(jnp.int32(step), params, (), None, jax.random.key(step))
+    return TrainState(jnp.int32(step), params, (), None, None, jax.random.key(step))
 
 
 def restored(checkpoints):
@@ -60,7 +60,7 @@ def test_what_was_saved_is_restored(checkpointer):
 
 
 def test_the_last_ones_and_multiples_are_kept(checkpointer, tmp_path):
-    with checkpointer(last=2, every=4) as checkpoints:
+    with checkpointer(max_to_keep=2, keep_period=4) as checkpoints:
         for step in range(1, 8):
             checkpoints.save(step, state_of(step), 0.0)
     assert workdirs.steps(tmp_path) == [4, 6, 7]
@@ -93,7 +93,7 @@ def test_an_unreachable_bucket_is_loud_each_time_and_the_next_save_succeeds(
     checkpoints.save(1, state_of(1), 0.0)
     assert checkpoints.wait() is None
     bucket = Unreachable(2, later)
-    monkeypatch.setattr(saving.ocp, "save_async", bucket.save_async)
+    monkeypatch.setattr(checkpoint.ocp, "save_async", bucket.save_async)
     for step in (2, 3):
         checkpoints.save(step, state_of(step), 0.0)
         assert "503 Service Unavailable" in checkpoints.wait()
@@ -137,7 +137,7 @@ def test_a_save_that_is_cut_off_before_its_checksums_is_known_as_ours(
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
     # As far as a process comes that is killed while it computes the checksums.
     path = epath.Path(tmp_path / "checkpoints" / "2")
-    saving.leftovers.begin(path)
+    checkpoint.leftovers.begin(path)
     shutil.copytree(tmp_path / "checkpoints" / "1", path)
     (path / "checksums.json").unlink()
     assert checkpointer().latest == 1
@@ -145,7 +145,7 @@ def test_a_save_that_is_cut_off_before_its_checksums_is_known_as_ours(
 
 
 def test_what_is_not_known_as_ours_is_told_and_stays(checkpointer, tmp_path, capsys):
-    with checkpointer(last=1) as checkpoints:
+    with checkpointer(max_to_keep=1) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state_of(step), 0.0)
     folder = tmp_path / "checkpoints"
@@ -156,7 +156,7 @@ def test_what_is_not_known_as_ours_is_told_and_stays(checkpointer, tmp_path, cap
     (folder / "notes.txt").write_text("mine")
     (folder / "old.removed").mkdir()
     capsys.readouterr()
-    checkpoints = checkpointer(last=1)
+    checkpoints = checkpointer(max_to_keep=1)
     unverified, foreign = capsys.readouterr().err.splitlines()
     assert unverified == (
         f"warning: {folder} has 2024, 3 without checksums.json: not used and left "
@@ -181,7 +181,7 @@ def test_what_is_not_known_as_ours_is_told_and_stays(checkpointer, tmp_path, cap
 def test_another_set_of_data_is_refused_unless_that_is_allowed(checkpointer, tmp_path):
     with checkpointer() as checkpoints:
         checkpoints.save(1, state_of(1), 0.0)
-    other = open_made("val", (8, 12), 3, 5, 20)
+    other = open_synthetic("val", (8, 12), 3, 5, 20)
     match = (
         r"the training split has changed since .* was begun: records new.*; records gone.*; restore "
         r"the data, or go on with them as they are: --config.data.check=False"
@@ -242,14 +242,14 @@ def test_one_of_an_older_version_is_accepted_and_said_to_be_unverified(
     assert "older version, without checksums: not verified" in found.notes[0]
     assert "older version, without a fingerprint of its data" in found.notes[2]
     # Nor is it removed with the old ones of this run.
-    with checkpointer(last=1) as checkpoints:
+    with checkpointer(max_to_keep=1) as checkpoints:
         for step in (5, 6):
             checkpoints.save(step, state_of(step), 0.0)
     assert workdirs.steps(tmp_path) == [4, 6]
 
 
 def test_a_write_that_ends_when_its_save_has_given_up_prints_nothing(capfd):
-    saving.silence_orbax()
+    checkpoint.silence_orbax()
     promise, future = tensorstore.Promise.new()
 
     async def save():

@@ -8,7 +8,8 @@ from helpers import tiny_config
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.training import layer_decay, optim
+from vit_jax.training import optim
+from vit_jax.training.schedules import RunLength
 
 DECAY, DEPTH = 0.6, 3
 
@@ -26,7 +27,7 @@ def flat(tree):
 
 
 def test_a_layer_moves_by_the_decay_of_the_one_above_it():
-    found = flat(layer_decay.factors(shapes(representation=True), DECAY))
+    found = flat(optim.layer_factors(shapes(representation=True), DECAY))
     for path, factor in found.items():
         # As MAE counts them: 0 the input, block i is i + 1, the rest is on top.
         layer = DEPTH + 1
@@ -41,9 +42,9 @@ def test_a_layer_moves_by_the_decay_of_the_one_above_it():
 
 
 def test_stacked_blocks_move_as_those_one_by_one():
-    plain = flat(layer_decay.factors(shapes(), DECAY))
+    plain = flat(optim.layer_factors(shapes(), DECAY))
     stacked = shapes(scan=True)
-    factors = layer_decay.factors(stacked, DECAY)
+    factors = optim.layer_factors(stacked, DECAY)
     whole = jax.tree.map(lambda x, f: np.broadcast_to(f, x.shape), stacked, factors)
     assert any(stacking.is_stacked(path) for path in flat(whole))
     for path, values in flat(stacking.unstack(whole)).items():
@@ -52,7 +53,7 @@ def test_stacked_blocks_move_as_those_one_by_one():
 
 @pytest.mark.parametrize("variant", ["R50+B/16", "R50+B/32", "R26+B/32", "R+Ti/16"])
 def test_the_resnet_of_a_hybrid_is_its_input(variant):
-    found = flat(layer_decay.factors(shapes(variant), DECAY))
+    found = flat(optim.layer_factors(shapes(variant), DECAY))
     stem = [f for path, f in found.items() if path.startswith(("block", "conv_root"))]
     assert stem
     assert set(stem) == {found["embedding/kernel"]} == {DECAY ** (DEPTH + 1)}
@@ -69,7 +70,7 @@ def test_the_resnet_of_a_hybrid_is_its_input(variant):
     ],
 )
 def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
-    found = flat(layer_decay.factors(shapes(**options), DECAY))
+    found = flat(optim.layer_factors(shapes(**options), DECAY))
     assert all(0 < factor <= 1 for factor in found.values())
     for name, factor in found.items():
         if name.startswith(("head", "fc_norm", "pre_logits", "MAPHead_0")):
@@ -83,12 +84,12 @@ def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
 def test_a_parameter_of_no_known_layer_is_an_error():
     params = {"Transformer": {"encoderblock_0": {"k": np.zeros(2)}}, "odd": np.ones(3)}
     with pytest.raises(ValueError, match="odd is of no layer"):
-        layer_decay.factors(params, DECAY)
+        optim.layer_factors(params, DECAY)
 
 
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UserError, match=r"optim.layer_decay=0.6 needs the blocks"):
-        layer_decay.factors(shapes("R50x1"), DECAY)
+        optim.layer_factors(shapes("R50x1"), DECAY)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -97,16 +98,23 @@ def test_the_optimiser_scales_steps_and_weight_decay_but_not_the_clipping(scan):
     params = {"embedding": {"k": jnp.full(5, 2.0)}, "Transformer": blocks}
     params = stacking.stack(params) if scan else params
     grads = jax.tree.map(jnp.ones_like, params)
-    options = {"name": "sgd", "momentum": 0.0, "clip_norm": 1.0, "weight_decay": 0.1}
-    options["decay_mask"] = ("k$",)
+    options = {
+        "name": "sgd",
+        "momentum": 0.0,
+        "grad_clip_norm": 1.0,
+        "weight_decay": 0.1,
+    }
+    options["weight_decay_mask"] = ("k$",)
 
     def update(**more):
         config = tiny_config(optim=options | more)
-        tx = optim.optimizer(config.optim, params, lambda step: 0.5, 100, 7.0)
+        tx = optim.optimizer(
+            config.optim, params, lambda step: 0.5, RunLength(100, 7.0)
+        )
         return tx.update(grads, tx.init(params), params)[0]
 
     plain, scaled = update(), update(layer_decay=DECAY)
-    factors = layer_decay.factors(params, DECAY)
+    factors = optim.layer_factors(params, DECAY)
     expected = jax.tree.map(lambda u, f: np.asarray(u) * f, plain, factors)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scaled, expected

@@ -27,10 +27,10 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 100_000, 12
-    c.data = dict(name="made", classes=5, examples=37, image_size=(8, 12))
+    c.data = dict(name="synthetic", classes=5, examples=37, image_size=(8, 12))
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", rate=0.1)
-    c.every = dict(log=1, checkpoint=1_000)
+    c.optim = dict(name="sgd", learning_rate=0.1)
+    c.log_every_steps = 1; c.checkpoint_every_steps = 1_000
     return c
 """
 
@@ -166,7 +166,7 @@ def test_who_stood_still_and_was_taken_over_ends(place, monkeypatch):
     workdir, path, _ = place
     said = []
     monkeypatch.setattr(
-        lock.together, "end_all", lambda code, text: said.append((code, text))
+        lock.failures, "end_job", lambda code, text: said.append((code, text))
     )
     with lock.held(workdir):
         found = json.loads(path.read_text())

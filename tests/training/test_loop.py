@@ -15,7 +15,7 @@ from tensorboardX.proto import event_pb2
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
-from vit_jax.training import loop
+from vit_jax.training import loop, resume_check
 from vit_jax.weights import workdir as workdirs
 
 
@@ -50,7 +50,11 @@ def test_report_holds_what_was_asked(base):
     assert report["wall_seconds"] > 0
     assert report["images_per_second"] > 0
     assert report["variant"] == "Ti/4"
-    assert (report["dataset"], report["examples"], report["init"]) == ("made", 20, "")
+    assert (report["dataset"], report["examples"], report["init"]) == (
+        "synthetic",
+        20,
+        "",
+    )
     assert len(report["params_sha256"]) == 64
     for kind in ("raw", "ema"):
         scores = report["final"]["val"][kind]
@@ -86,7 +90,7 @@ def test_metrics_are_logged_at_their_cadence(base):
     _, workdir, report = base
     train = [x for x in lines(workdir) if "train/loss" in x]
     assert [x["step"] for x in train] == [2, 4, 6]
-    for name in ("loss", "top1", "grad_norm", "param_norm", "rate"):
+    for name in ("loss", "top1", "grad_norm", "param_norm", "learning_rate"):
         assert all(np.isfinite(x[f"train/{name}"]) for x in train)
     last = lines(workdir)[-1]
     assert last["val/ema/top1"] == report["final"]["val"]["ema"]["top1"]
@@ -143,7 +147,9 @@ def test_another_seed_gives_other_parameters(base, tmp_path):
 
 
 def test_the_second_step_compiles_nothing(tmp_path, caplog):
-    config = tiny_config(every={"log": 1, "evaluate": 2, "checkpoint": 2})
+    config = tiny_config(
+        log_every_steps=1, eval_every_steps=2, checkpoint_every_steps=2
+    )
     with caplog.at_level(logging.WARNING), jax.log_compiles():
         loop.train(config, tmp_path)
     text = [r.getMessage() for r in caplog.records]
@@ -156,7 +162,9 @@ def test_the_second_step_compiles_nothing(tmp_path, caplog):
 
 
 def test_keep_last_and_every(tmp_path):
-    config = tiny_config(every={"checkpoint": 1}, keep={"last": 2, "every": 3})
+    config = tiny_config(
+        checkpoint_every_steps=1, checkpoint={"max_to_keep": 2, "keep_period": 3}
+    )
     loop.train(config, tmp_path)
     steps = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
     assert steps == [3, 5, 6]
@@ -184,7 +192,7 @@ def test_fine_tuning_starts_from_the_average_at_another_resolution(
     config = tiny_config(
         init=str(workdir),
         data={"image_size": (16, 20), "classes": 3},
-        optim={"name": "sgd", "rate": 0.01},
+        optim={"name": "sgd", "learning_rate": 0.01},
     )
     report = loop.train(config, tmp_path)
     out = capsys.readouterr().out
@@ -285,7 +293,7 @@ def test_the_loop_stops_transfers_that_nobody_meant(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_slow_source_shows_as_waiting_for_input(tmp_path, monkeypatch, capsys):
-    from vit_jax.data.arrays import ArraySource
+    from vit_jax.data.sources.arrays import ArraySource
 
     def slow(self, i):
         time.sleep(0.02)
@@ -295,7 +303,7 @@ def test_a_slow_source_shows_as_waiting_for_input(tmp_path, monkeypatch, capsys)
     quick = {"ops": "", "prefetch": 1, "threads": 1}
     loads = quick | {"ops": "central_crop"}  # So that nothing is gathered.
     for name, keys in (("quick", quick), ("slow", loads)):
-        config = tiny_config(data=keys, evals={}, every={"log": 6}, total_steps=6)
+        config = tiny_config(data=keys, evals={}, log_every_steps=6, total_steps=6)
         loop.train(config, tmp_path / name)
         out = capsys.readouterr().out
         (line,) = [x for x in lines(tmp_path / name) if "train/loss" in x]
@@ -305,3 +313,12 @@ def test_a_slow_source_shows_as_waiting_for_input(tmp_path, monkeypatch, capsys)
         waited = line["train/input_wait"]
         # Less is not worth a place in the line.
         assert (f"input wait {waited:.0%}" in out) == (waited >= 0.01)
+
+
+def test_a_run_with_a_key_that_has_gone_names_that_key_alone(base, monkeypatch):
+    config, workdir, _ = base
+    stored = fields.to_json(config)
+    stored["optim"]["gone"], stored["log_every_steps"] = 3, 7
+    monkeypatch.setattr(resume_check.layout, "read_config", lambda workdir: stored)
+    with pytest.raises(UserError, match=r"another config \(optim.gone: 3 -> absent\):"):
+        resume_check.check_workdir(workdir, config)

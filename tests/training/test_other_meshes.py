@@ -1,16 +1,19 @@
 """Checkpoints that are restored on another mesh than they were saved on."""
 
+import pathlib
+
 import jax
 import numpy as np
 import pytest
 from helpers import tiny_config
-from test_program import DEEP, SCAN, assert_equal, build
+from test_train_setup import DEEP, SCAN, assert_equal, build
 
 from vit_jax.config import fields
-from vit_jax.data import sources
+from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
-from vit_jax.training import checkpoint, same_run
+from vit_jax.training import checkpoint, resume_check
 
+ROOT = pathlib.Path(__file__).parents[2]
 WAYS = {
     "8-way fsdp": {"fsdp": 8},
     "2 x 4": {"data": 2, "fsdp": 4},
@@ -21,13 +24,12 @@ WAYS = {
 
 
 def program_of(way):
-    return build(**{"model": DEEP} | WAYS[way])
+    task = "center_loss:CenterLossConfig"  # It has state beside the parameters.
+    return build(**{"model": DEEP, "task": task} | WAYS[way])
 
 
 def open_folder(workdir, config):
-    return checkpoint.Checkpointer(
-        workdir, config, sources.open_source(config.data, "train")
-    )
+    return checkpoint.Checkpointer(workdir, config, open_source(config.data, "train"))
 
 
 @pytest.mark.slow
@@ -39,16 +41,18 @@ def open_folder(workdir, config):
         ("2 x 4 stacked", ("1 device", "8-way fsdp")),
     ],
 )
-def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path):
+def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     config, _, program = program_of(saved)
     # Numbers that tell one element from another, also where a start has zeros.
-    state = jax.jit(_distinct, out_shardings=program.shardings)(program.start())
+    state = jax.jit(_distinct, out_shardings=program.shardings)(program.initial_state())
+    assert state.extra["centers"].any()
     disk = jax.device_get(program.to_disk(state))
     with open_folder(tmp_path, config) as checkpoints:
         checkpoints.save(7, program.to_disk(state), seconds=1.5)
     for other in others:
         config, _, program = program_of(other)
-        same_run.check_workdir(tmp_path, config)  # A mesh may change.
+        resume_check.check_workdir(tmp_path, config)  # A mesh may change.
         with open_folder(tmp_path, config) as checkpoints:
             found = checkpoints.restore(program.disk_shapes, program.disk_shardings)
         assert (found.step, found.seconds) == (7, 1.5)
@@ -63,13 +67,13 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path):
 def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
     config = tiny_config()
     stored = fields.to_json(config)
-    del stored["optim"]["moment_dtype"], stored["mesh"], stored["model"]["scan"]
-    monkeypatch.setattr(same_run.layout, "has_checkpoint", lambda workdir: True)
-    monkeypatch.setattr(same_run.layout, "read_config", lambda workdir: stored)
-    same_run.check_workdir(tmp_path, config)
-    other = tiny_config(optim={"moment_dtype": "bfloat16"})
-    with pytest.raises(UserError, match="optim.moment_dtype: float32 -> bfloat16"):
-        same_run.check_workdir(tmp_path, other)
+    del stored["optim"]["mu_dtype"], stored["mesh"], stored["model"]["scan"]
+    monkeypatch.setattr(resume_check.layout, "has_checkpoint", lambda workdir: True)
+    monkeypatch.setattr(resume_check.layout, "read_config", lambda workdir: stored)
+    resume_check.check_workdir(tmp_path, config)
+    other = tiny_config(optim={"mu_dtype": "bfloat16"})
+    with pytest.raises(UserError, match="optim.mu_dtype: float32 -> bfloat16"):
+        resume_check.check_workdir(tmp_path, other)
 
 
 def _distinct(state):

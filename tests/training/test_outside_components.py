@@ -1,73 +1,24 @@
 """Components in a module of the user's: named in a config, trained, resumed, refused."""
 
 import json
+import pathlib
+import shutil
 import sys
 
+import numpy as np
 import pytest
 from helpers import tiny_config
+from orbax.checkpoint import v1 as ocp
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training import loop
 
-# As docs/extending.md has them.
-OPTIMIZER = '''
-"""Lion (arXiv:2302.06675)."""
+ROOT = pathlib.Path(__file__).parents[2]
 
-import dataclasses
-
-import optax
-
-from vit_jax.config.fields import key
-from vit_jax.training.optim import OptimConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lion(OptimConfig):
-    """Signs of an interpolated momentum."""
-
-    b1: float = key(0.9, "Weight of the momentum in a step.", below=1)
-    b2: float = key(0.99, "Decay of the momentum, a step.", below=1)
-
-    def moments(self):
-        return [optax.scale_by_lion(self.b1, self.b2, mu_dtype=self.moment_dtype)]
-'''
-EVALUATOR = '''
-"""How often the class is among the best few."""
-
-import dataclasses
-
-from vit_jax.config.fields import key
-from vit_jax.evaluation.classification import Scored
-from vit_jax.evaluation.kinds import Need
-from vit_jax.evaluation.passes import TOPS
-from vit_jax.evaluation.readings import EvalConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TopConfig(EvalConfig):
-    """Accuracy of the best few classes."""
-
-    split: str = key("val", "To classify.")
-    k: int = key(3, "How many of the best classes.", at_least=1, at_most=5)
-
-    def open(self, name, readings, classes):
-        return Top(self, readings.open(name, self, self.split, of_model=True))
-
-
-class Top:
-    def __init__(self, spec, reading):
-        self._spec, self._reading, self.splits = spec, reading, (reading,)
-
-    def needs(self):
-        return {"all": Need(self._reading, frozenset((TOPS,)))}
-
-    def score(self, outputs, stop):
-        found = outputs["all"]
-        best = found.values[TOPS][:, : self._spec.k]
-        hit = (best == found.labels[:, None]).any(1)
-        return Scored({f"top{self._spec.k}": float(hit.mean())})
-'''
+EXAMPLES = ROOT / "docs/examples"  # As docs/extending.md shows them.
+OPTIMIZER = (EXAMPLES / "lion.py").read_text()
+EVALUATOR = (EXAMPLES / "top_k.py").read_text()
 
 
 @pytest.fixture
@@ -84,17 +35,17 @@ def outside(tmp_path, monkeypatch):
 
 
 def test_an_optimiser_and_an_evaluator_of_ones_own_train_and_resume(outside, tmp_path):
-    outside(my_lion=OPTIMIZER, my_top=EVALUATOR)
+    outside(my_lion=OPTIMIZER, top_k=EVALUATOR)
     sections = {
-        "optim": {"name": "my_lion:Lion", "rate": 1e-3, "b2": 0.95},
-        "evals": {"val": "val", "top": {"kind": "my_top:TopConfig", "k": 5}},
+        "optim": {"name": "my_lion:LionConfig", "learning_rate": 1e-3, "b2": 0.95},
+        "evals": {"val": "val", "top": {"kind": "top_k:TopKConfig", "k": 5}},
     }
     config = tiny_config(total_steps=4, **sections)
-    assert (type(config.optim).__name__, config.optim.b2) == ("Lion", 0.95)
+    assert (type(config.optim).__name__, config.optim.b2) == ("LionConfig", 0.95)
     first = loop.train(config, tmp_path / "run")
     assert first["final"]["top"]["ema"] == {"top5": 1.0}
     stored = fields.to_json(config)
-    assert stored["optim"]["name"] == "my_lion:Lion"
+    assert stored["optim"]["name"] == "my_lion:LionConfig"
     again = loop.train(config, tmp_path / "run")
     assert again["params_sha256"] == first["params_sha256"]
     changed = tiny_config(
@@ -106,27 +57,77 @@ def test_an_optimiser_and_an_evaluator_of_ones_own_train_and_resume(outside, tmp
     assert json.loads(lines[-1])["top/ema/top5"] == 1.0
 
 
+def test_a_schedule_of_ones_own_is_followed_and_resumed(outside, tmp_path):
+    outside(polynomial=(EXAMPLES / "polynomial.py").read_text())
+    schedule = {"name": "polynomial:PolynomialConfig", "power": 2.0}
+    sections = {
+        "optim": {"learning_rate": 0.1, "warmup_steps": 2, "schedule": schedule}
+    }
+    config = tiny_config(total_steps=6, log_every_steps=1, evals={}, **sections)
+    first = loop.train(config, tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    name = "train/learning_rate"
+    rates = [json.loads(line)[name] for line in lines if name in line]
+    wanted = [0, 0.05, *(0.1 * (1 - step / 4) ** 2 for step in range(4))]
+    assert rates == pytest.approx(wanted)
+    again = loop.train(config, tmp_path / "run")
+    assert again["params_sha256"] == first["params_sha256"]
+    schedule["power"] = -1
+    with pytest.raises(UserError, match=r"optim.schedule.power=-1.0 must be above 0"):
+        tiny_config(**sections)
+
+
+def test_a_task_of_ones_own_keeps_its_state_in_checkpoints(outside, tmp_path):
+    outside(center_loss=(EXAMPLES / "center_loss.py").read_text())
+    task = {"name": "center_loss:CenterLossConfig", "weight": 0.1, "decay": 0.5}
+    keys = {
+        "task": task,
+        "evals": {},
+        "optim": {"grad_accum_steps": 2},
+        "batch_size": 16,
+    }
+    whole = loop.train(
+        tiny_config(**keys, checkpoint_every_steps=2), tmp_path / "whole"
+    )
+    workdir = tmp_path / "run"
+    loop.train(tiny_config(**keys, checkpoint_every_steps=2), workdir)
+    folder = workdir / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
+    target = {"extra": {"centers": np.empty((5, 12), np.float32)}}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        centers = ocp.load(folder / "4", target)["extra"]["centers"]
+    assert (np.abs(centers).sum(axis=1) > 0).all()  # Of every class there were images.
+    shutil.rmtree(folder / "6")  # As after a kill in step 5.
+    (workdir / "report.json").unlink()
+    resumed = loop.train(tiny_config(**keys, checkpoint_every_steps=2), workdir)
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    with pytest.raises(UserError, match=r"task.decay: 0.5 -> 0.25"):
+        loop.train(tiny_config(**keys | {"task": task | {"decay": 0.25}}), workdir)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("absent:Lion", "", "optim.name='absent:Lion' cannot be imported: Module"),
-        ("mine:Lion", "", "cannot be imported: AttributeError: .* 'Lion'"),
-        ("mine:Lion", "1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("absent:Lion", "", "optim.name='absent:Lion': no module 'absent'"),
+        ("mine:Lion", "", "optim.name='mine:Lion': .*mine.py has no 'Lion'"),
+        ("mine:Lion", "1 / 0", "runs the code of that module, which raised ZeroDiv"),
         (
             "mine:Lion",
             "Lion = 3",
             "is 3: it must be a frozen dataclass of config field",
         ),
-        ("mine:Lion", OPTIMIZER, "unknown config key optim.b3; .* is optim.b"),
+        ("mine:LionConfig", OPTIMIZER, "unknown config key optim.b3; .* is optim.b"),
     ],
 )
 def test_what_is_no_component_is_refused_with_its_key(outside, name, text, message):
     outside(mine=text)
     with pytest.raises(UserError, match=message):
-        tiny_config(optim={"name": name, "rate": 0.1, "b3": 0.5})
+        tiny_config(optim={"name": name, "learning_rate": 0.1, "b3": 0.5})
 
 
 def test_bounds_of_a_key_of_ones_own_are_checked(outside):
     outside(mine=OPTIMIZER)
     with pytest.raises(UserError, match=r"optim.b1=1.0 must be below 1"):
-        tiny_config(optim={"name": "mine:Lion", "rate": 0.1, "b1": 1})
+        tiny_config(optim={"name": "mine:LionConfig", "learning_rate": 0.1, "b1": 1})

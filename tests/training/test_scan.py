@@ -11,18 +11,18 @@ from helpers import tiny_config
 
 from vit_jax import models, weights
 from vit_jax.config import fields
-from vit_jax.evaluation import prediction
+from vit_jax.evaluators import prediction
 from vit_jax.training import loop
 from vit_jax.weights import workdir as workdirs
 
-SGD = {"name": "sgd", "rate": 0.1, "momentum": 0.9}
+SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}
 
 
 def setting(**model):
     return tiny_config(
         model={"depth": 3, "dropout": 0.1, "stochastic_depth": 0.2} | model,
-        optim=dict(SGD, clip_norm=1.0),
-        average={"decay": 0.9},
+        optim=dict(SGD, grad_clip_norm=1.0),
+        ema={"decay": 0.9},
         evals={},
     )
 

@@ -9,9 +9,10 @@ import pytest
 from helpers import tiny_config
 
 from vit_jax.config import fields
-from vit_jax.parallel import mesh as meshes
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.training import config as configuration
-from vit_jax.training import program as programs
+from vit_jax.training import train_step
 
 STEPS, B = 20, 16
 ONE = {"data": 1}
@@ -23,16 +24,16 @@ MESHES = {
     "data 2 x model 4": {"data": 2, "model": 4},
     "data 2 x fsdp 2 x model 2": {"data": 2, "fsdp": 2, "model": 2},
 }
-SGD = {"name": "sgd", "rate": 0.1, "momentum": 0.9}
+SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}
 ADAM = {
     "name": "adam",
-    "rate": 0.003,
+    "learning_rate": 0.003,
     # With the usual 1e-8 Adam makes whole steps of the gradient of the keys' bias, which
     # is 0 but for rounding, because the softmax cancels it.
     "eps": 1e-4,
     "weight_decay": 0.1,
-    "clip_norm": 0.5,
-    "accumulate": 2,
+    "grad_clip_norm": 0.5,
+    "grad_accum_steps": 2,
 }
 VIT = {"variant": "Ti/4", "width": 24, "depth": 2, "heads": 4, "mlp_dim": 40}
 RANDOM = VIT | {"dropout": 0.1, "stochastic_depth": 0.2}
@@ -46,12 +47,14 @@ def build(sizes, optim=SGD, model=VIT, **data):
         data={"ops": "flip | mixup(0.3)"} | data,
         optim=optim,
         mesh=sizes,
-        sharding={"smallest": 100},
-        average={"decay": 0.9},
+        sharding={"min_size": 100},
+        ema={"decay": 0.9},
     )
     config = configuration.complete(fields.to_dict(config) | {"model": model})
-    mesh = meshes.create(sizes, jax.devices()[: math.prod(sizes.values())])
-    return programs.build(config, mesh, examples=37), mesh
+    mesh = meshes.create(
+        MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())]
+    )
+    return train_step.build_train_setup(config, mesh, num_examples=37), mesh
 
 
 def batch(program, mesh):
@@ -69,9 +72,9 @@ def batch(program, mesh):
 def train(sizes, steps=STEPS, **options):
     """Returns the state after some steps as it is on disk, and the last metrics."""
     program, mesh = build(sizes, **options)
-    state, images = program.start(), batch(program, mesh)
+    state, images = program.initial_state(), batch(program, mesh)
     for _ in range(steps):
-        state, metrics = program.step(state, images)
+        state, metrics = program.train_step(state, images)
     return jax.device_get((program.to_disk(state), metrics))
 
 
@@ -131,7 +134,7 @@ def test_hybrids_and_resnets_split_over_fsdp_train_as_on_one_device(model, side)
     options = {
         "model": model,
         "image_size": (side, side),
-        "optim": SGD | {"rate": 0.01},
+        "optim": SGD | {"learning_rate": 0.01},
     }
     one = train(ONE, steps=5, **options)
     assert_near(one, train({"data": 2, "fsdp": 4}, steps=5, **options), atol=1e-5)

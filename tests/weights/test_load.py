@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from helpers import tiny_config
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
@@ -26,9 +27,9 @@ def complete(size=SIZE, **sections):
         "name": "tiny",
         "total_steps": 6,
         "batch_size": 8,
-        "data": {"name": "made", "classes": 7, "image_size": (12, 12)},
+        "data": {"name": "synthetic", "classes": 7, "image_size": (12, 12)},
         "model": {"variant": "Ti/4", **size},
-        "optim": {"rate": 0.01},
+        "optim": {"learning_rate": 0.01},
     }
     for name, value in sections.items():
         raw[name] = raw.get(name, {}) | value if isinstance(value, dict) else value
@@ -297,3 +298,18 @@ def test_workdir_of_a_resnet_knows_its_blocks(run):
     found = models.create(**weights.open_pretrained(folder).options)
     assert found.options == build(config).options
     assert found.options["blocks"] == STEM["blocks"]
+
+
+def test_a_workdir_of_before_tasks_is_refused_in_one_line(run, tmp_path):
+    folder, _ = run(tiny_config())
+    path = folder / "checkpoints" / "6"
+    stored = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    stored["custom_metadata"]["config"]["loss"] = {"name": "softmax"}
+    del stored["custom_metadata"]["config"]["task"]
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(stored))
+    message = (
+        "6 was saved by an earlier version of vit_jax, before configs had a `task`"
+    )
+    for read in (workdir.load, workdir.read_config):
+        with pytest.raises(UserError, match=message):
+            read(folder)

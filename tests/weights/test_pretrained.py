@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.data import ops
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.weights import workdir
 from vit_jax.weights.pretrained import (
@@ -129,7 +129,7 @@ def test_a_run_evaluates_on_the_pixels_that_travel_with_it(spec, size):
     for shape in ((37, 53), (54, 37), (41, 63), (64, 42), (90, 131)):
         pixels = rng.integers(0, 256, (*shape, 3), dtype=np.uint8)
         expected = pixels
-        for op in ops.parse_eval(spec, size):
+        for op in parse.parse_eval(spec, size):
             expected = op(expected, rng)
         found = prepare_image(pixels, preprocess)
         np.testing.assert_array_equal(found, expected)

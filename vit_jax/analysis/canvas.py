@@ -16,7 +16,7 @@ from PIL import Image
 from vit_jax.analysis import charts
 from vit_jax.analysis.charts import Number
 from vit_jax.errors import UserError
-from vit_jax.report.writer import replace_bytes
+from vit_jax.files import replace_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

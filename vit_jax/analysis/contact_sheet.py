@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from vit_jax.config.fields import MAX_PIXELS
+from vit_jax import fonts
+from vit_jax.data.config import MAX_PIXELS
 from vit_jax.errors import UserError
-from vit_jax.report import lettering
 
 _CELL = 128  # Smaller images are magnified up to about this many pixels.
 _MARGIN, _FONT_SIZE, _LINE = 8, 12, 15  # Pixels.
@@ -78,7 +78,7 @@ def draw(
         sheet.paste(picture, (left, top))
         for number, text in enumerate(caption):
             y = top + H * factor + number * _LINE
-            text, font = lettering.choose(text, _FONT_SIZE)
+            text, font = fonts.choose(text, _FONT_SIZE)
             pen.text((left, y), _cut(text, font, W * factor), _INK, font)
     return sheet
 

@@ -17,8 +17,8 @@ from vit_jax.analysis.canvas import Picture, UniqueStems
 from vit_jax.analysis.loaded_model import Batch, LoadedModel, read_batches
 from vit_jax.analysis.plots import ImageOptions
 from vit_jax.analysis.representations import MIN_CKA_IMAGES
+from vit_jax.data.inputs import Named
 from vit_jax.errors import UserError
-from vit_jax.evaluation.inputs import Named
 from vit_jax.models.intermediates import Layer
 
 
@@ -97,7 +97,7 @@ def write_figures(
 
     Args:
       loaded: the model.
-      images: from `evaluation.inputs.find`; not read for figures of weights alone.
+      images: from `data.inputs.find`; not read for figures of weights alone.
       options: what to draw.
       out: folder; created if missing.
       other: a second model; "cka" compares its layers with those of the first.

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from vit_jax.data import decode, device_ops
+from vit_jax.data import decode, inputs
+from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
-from vit_jax.evaluation import inputs, network, prediction
+from vit_jax.evaluators import forward_passes, prediction
 from vit_jax.models import Model, Params
 from vit_jax.models.intermediates import Layer
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
@@ -64,7 +65,7 @@ class LoadedModel:
         names = pretrained.class_names
         if class_names:
             names = prediction.names_of(pretrained, class_names)
-        model, params = network.fit(pretrained, preprocess)
+        model, params = forward_passes.fit_network(pretrained, preprocess)
         return cls(name, model, jax.device_put(params), preprocess, tuple(names))
 
     @property
@@ -83,7 +84,7 @@ class LoadedModel:
     ) -> Float[Array, "B Y X C"]:
         """Returns prepared images as normalised inputs of the model."""
         preprocess = self.preprocess
-        images = device_ops.normalize(
+        images = transforms.normalize(
             jnp.asarray(pixels), preprocess.mean, preprocess.std
         )
         return images.astype(self.model.options["dtype"])
@@ -223,7 +224,7 @@ def read_batches(
     """Reads images in batches, prefetching in threads; each image is decoded once.
 
     Args:
-      images: from `evaluation.inputs.find`.
+      images: from `data.inputs.find`.
       models: the models that images are prepared for.
       batch_size: images per batch; the last batch may be smaller.
       on_unreadable: called with the name of each unreadable image and the reason.

@@ -7,6 +7,7 @@ user gives. The builder (loading.py), the reference of the docs, the resume chec
 the sweeps read everything else from these fields.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -20,17 +21,17 @@ from vit_jax.printing import masked
 
 T = TypeVar("T")
 
-# Of an image: larger ones are neither decoded nor made.
-MAX_PIXELS = 100_000_000
 _META = "config"
+# Names of TFDS have a colon too, before their version: "eurosat/rgb:2.0.0".
+CUSTOM = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a field says of its key.
+    """Metadata of a field: meaning, allowed values, and what depends on the key.
 
     Attributes:
-      help: what the key does, for the reference.
+      help: meaning of the key, for the reference.
       choices: the texts that are allowed; any if empty.
       only_if: other key of the section to the values of it under which this one is
         read, or to a dict from these values to the default that each brings.
@@ -41,6 +42,7 @@ class Key:
         is not continued with it.
       of_host: whether hosts of one run may state it differently.
       in_step: whether the compiled training step depends on it.
+      formerly: its dotted key in an earlier version, for the message on unknown keys.
     """
 
     help: str
@@ -54,21 +56,29 @@ class Key:
     changes_result: bool = True
     of_host: bool = False
     in_step: bool = True
+    formerly: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section(Key):
-    """Says of a field that it holds a dataclass; what it says holds for all in it."""
+    """Metadata of a field that holds a dataclass; it applies to every key inside.
+
+    Attributes:
+      cls: the dataclass.
+    """
 
     help: str = ""
+    cls: type | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice(Section):
-    """Says of a field that it holds one of several dataclasses.
+    """Metadata of a field that holds one of several dataclasses, chosen by name.
+
+    A text in the place of the section is a short form for a section with that name.
 
     Attributes:
-      types: name to dataclass. "module:Name" is a name, too, of somebody's own.
+      types: name to dataclass. A user's own is named "module:Name".
       by: the key that states the name.
       default: the name if none is stated.
       patterns: whether the names are regular expressions, of which the first that
@@ -81,34 +91,44 @@ class Choice(Section):
     patterns: bool = False
 
     def find(self, name: object, where: str) -> type:
-        """Returns the dataclass that a name stands for.
+        """Returns the dataclass of a name.
 
         Args:
           name: as stated.
-          where: dotted name of the section, for messages.
+          where: dotted key of the section, for messages.
 
         Raises:
-          UserError: there is none of that name.
+          UserError: no dataclass has this name.
         """
         if self.patterns:
             return next(t for p, t in self.types.items() if re.fullmatch(p, str(name)))
         if isinstance(name, str) and name in self.types:
             return self.types[name]
-        if isinstance(name, str) and ":" in name:
-            return _own(name, f"{where}.{self.by}", next(iter(self.types.values())))
+        if is_custom(name):
+            return self._import(name, f"{where}.{self.by}")
         raise UserError(
             f"{where}.{self.by}={name!r} is not one of {', '.join(self.types)}"
+        )
+
+    def _import(self, name: str, where: str) -> type:
+        found = import_custom(name, where)
+        if dataclasses.is_dataclass(found) and isinstance(found, type):
+            return found
+        example = next(iter(self.types.values()))
+        raise UserError(
+            f"{where}={name!r} is {found!r}: it must be a frozen dataclass of config "
+            f"fields, as {example.__module__}:{example.__qualname__}"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Named(Section):
-    """Says of a field that it maps names, which the user gives, to choices.
+    """Metadata of a field that maps names, which the user gives, to choices.
 
     Attributes:
-      choice: what each is.
-      text: the key that a bare text states.
-      reserved: names that none may have.
+      choice: what each name maps to.
+      text: key that a text in the place of such a section states.
+      reserved: names that are not allowed.
     """
 
     choice: Choice
@@ -117,35 +137,35 @@ class Named(Section):
 
 
 def key(default: object, help: str, **rules: Any) -> Any:
-    """Makes a field that holds a value.
+    """Returns a field that holds a value.
 
     Args:
-      default: of the type that the key takes.
-      help: what the key does.
+      default: has the type of the key's values.
+      help: meaning of the key, for the reference.
       **rules: see `Key`.
     """
     return dataclasses.field(default=default, metadata={_META: Key(help=help, **rules)})
 
 
 def epochs(help: str, **rules: Any) -> Any:
-    """Makes a field that holds a length in epochs; 0 is none."""
+    """Returns a field that holds a length in epochs; 0 for none."""
     return key(0.0, help, below=2**31, **rules)
 
 
-def section(default: type, **rules: Any) -> Any:
-    """Makes a field that holds a dataclass.
+def section(cls: type, **rules: Any) -> Any:
+    """Returns a field that holds a dataclass.
 
     Args:
-      default: the dataclass.
-      **rules: see `Key`; they hold for every key in it.
+      cls: the dataclass.
+      **rules: see `Key`; they hold for every key inside.
     """
     return dataclasses.field(
-        default_factory=default, metadata={_META: Section(**rules)}
+        default_factory=cls, metadata={_META: Section(cls=cls, **rules)}
     )
 
 
 def choice(types: Mapping[str, type], default: str, **rules: Any) -> Any:
-    """Makes a field that holds one of several dataclasses.
+    """Returns a field that holds one of several dataclasses.
 
     Args:
       types, default: see `Choice`.
@@ -158,7 +178,7 @@ def choice(types: Mapping[str, type], default: str, **rules: Any) -> Any:
 
 
 def named(about: Choice, text: str, **rules: Any) -> Any:
-    """Makes a field that maps names to choices.
+    """Returns a field that maps names to choices.
 
     Args:
       about, text: see `Named`.
@@ -169,27 +189,60 @@ def named(about: Choice, text: str, **rules: Any) -> Any:
     )
 
 
-def fields(cls: type) -> dict[str, tuple[dataclasses.Field, Key]]:
-    """Returns the fields of a dataclass that configs can state, by name."""
+def fields(cls: type) -> dict[str, Key]:
+    """Returns the metadata of the keys of a config dataclass, by name."""
     return {
-        f.name: (f, f.metadata[_META])
+        f.name: f.metadata[_META]
         for f in dataclasses.fields(cls)
         if _META in f.metadata
     }
 
 
+def defaults(cls: type) -> dict[str, object]:
+    """Returns the defaults of the keys that hold values, by name."""
+    return {
+        f.name: f.default
+        for f in dataclasses.fields(cls)
+        if _META in f.metadata and f.default is not dataclasses.MISSING
+    }
+
+
+def sections(cls: type, where: str = "") -> Iterator[tuple[str, str, type]]:
+    """Yields every section that a config can hold, at any depth.
+
+    Args:
+      cls: dataclass of the config.
+      where: its dotted key with a dot behind; "" for the whole config.
+
+    Yields:
+      Dotted key ("NAME" stands for a name that the user gives), name in its choice (""
+      if there is none to make) and dataclass.
+    """
+    for name, about in fields(cls).items():
+        path = f"{where}{name}"
+        if isinstance(about, Named):
+            path, about = f"{path}.NAME", about.choice
+        if isinstance(about, Choice):
+            for chosen, inner in about.types.items():
+                yield path, chosen, inner
+                yield from sections(inner, f"{path}.")
+        elif isinstance(about, Section):
+            yield path, "", about.cls
+            yield from sections(about.cls, f"{path}.")
+
+
 def is_read(about: Key, values: Mapping[str, object] | object) -> bool:
-    """Tells whether a key is read beside the values of others of its section."""
+    """Returns whether a key is read, given the other values of its section."""
     get = values.get if isinstance(values, Mapping) else lambda k: getattr(values, k)
     return all(get(k) in list(allowed) for k, allowed in (about.only_if or {}).items())
 
 
 def walk(config: object) -> Iterator[tuple[tuple[str, ...], Key, object]]:
-    """Yields path, description and value of every key of a config that is read.
+    """Yields path, metadata and value of every key of a config that is read.
 
-    What a section says of itself is said of each of its keys.
+    The metadata of a section applies to each of its keys.
     """
-    for name, (_, about) in fields(type(config)).items():
+    for name, about in fields(type(config)).items():
         value = getattr(config, name)
         if isinstance(about, Named):
             parts = [((name, k), part) for k, part in value.items()]
@@ -205,7 +258,7 @@ def walk(config: object) -> Iterator[tuple[tuple[str, ...], Key, object]]:
 
 
 def _below(about: Section, inner: Key) -> Key:
-    """Adds what a section says to what a key in it says."""
+    """Applies the metadata of a section to that of a key in it."""
     return dataclasses.replace(
         inner,
         changes_result=inner.changes_result and about.changes_result,
@@ -229,10 +282,10 @@ def flatten(tree: Mapping | object, prefix: str = "") -> dict[str, object]:
 def to_dict(config: object) -> dict:
     """Returns a config, or a section of one, as nested dicts of the keys that are read.
 
-    An evaluation that states no more than a bare text does is that text.
+    A named section that a text could state is that text.
     """
     tree = {}
-    for name, (_, about) in fields(type(config)).items():
+    for name, about in fields(type(config)).items():
         value = getattr(config, name)
         if isinstance(about, Named):
             tree[name] = {k: _short(about, part) for k, part in value.items()}
@@ -293,12 +346,12 @@ def differences(a: Mapping | object, b: Mapping | object) -> list[str]:
 
 
 def is_number(value: object, kind: type) -> bool:
-    """Tells whether a value is a number of a kind; True and False are none."""
+    """Returns whether a value is a number of a type; True and False are none."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def fit(name: str, value: object, default: object) -> object:
-    """Returns a value as the type that a key takes, where it is nearly that.
+    """Returns a value converted to the type that a key takes.
 
     Args:
       name: of the key, for messages.
@@ -326,7 +379,7 @@ def fit(name: str, value: object, default: object) -> object:
 
 
 def check(name: str, about: Key, value: object) -> None:
-    """Refuses a value that no run could use.
+    """Checks that a value is allowed.
 
     Args:
       name: of the key.
@@ -334,7 +387,7 @@ def check(name: str, about: Key, value: object) -> None:
       value: of its type.
 
     Raises:
-      UserError: naming the key, the value and what is allowed.
+      UserError: it is not; the message names the key, the value and what is.
     """
     check_choice(name, about, value)
     numbers_ = value if isinstance(value, tuple) else (value,)
@@ -348,10 +401,10 @@ def check(name: str, about: Key, value: object) -> None:
 
 
 def check_choice(name: str, about: Key, value: object) -> None:
-    """Refuses a text that is none of those that are allowed.
+    """Checks that a text is one of those that are allowed.
 
     Raises:
-      UserError: with those that are.
+      UserError: it is not; the message lists them.
     """
     if about.choices and value not in about.choices:
         raise UserError(f"{name}={value!r} is not one of {', '.join(about.choices)}")
@@ -374,20 +427,63 @@ def _check_number(name: str, about: Key, value: object, number: numbers.Real) ->
         raise UserError(f"{name}={value} must be below {text}")
 
 
-def _own(name: str, where: str, example: type) -> type:
-    """Returns a dataclass of somebody's own, named as "module:Name"."""
-    module, _, attribute = name.partition(":")
+def is_custom(name: object) -> bool:
+    """Returns whether a name is "module:Name", an object of the user's module."""
+    return isinstance(name, str) and re.fullmatch(CUSTOM, name) is not None
+
+
+def import_custom(name: str, where: str) -> object:
+    """Imports an object of the user's module, which runs that module's code.
+
+    Args:
+      name: "module:Name".
+      where: what states it, as the key "data.name"; for messages.
+
+    Raises:
+      UserError: no such module or object, or the module raised.
+    """
+    module_name, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    # It is the user's code: it may raise anything, and call sys.exit.
-    except (Exception, SystemExit) as error:
+        with guarded(f"{where}={name!r}"):
+            module = importlib.import_module(module_name)
+    except UserError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ModuleNotFoundError) or not cause.name:
+            raise
+        if not f"{module_name}.".startswith(f"{cause.name}."):
+            raise  # The module is there, but not what it imports itself.
         raise UserError(
-            f"{where}={name!r} cannot be imported: {type(error).__name__}: {error}; "
-            "--debug shows the line"
-        ) from error
-    if not (dataclasses.is_dataclass(found) and isinstance(found, type)):
+            f"{where}={name!r}: no module {module_name!r}: it must lie in the current "
+            "folder, on PYTHONPATH, or be installed"
+        ) from cause
+    if not hasattr(module, attribute):
         raise UserError(
-            f"{where}={name!r} is {found!r}: it must be a frozen dataclass of config "
-            f"fields, as {example.__module__}:{example.__qualname__}"
+            f"{where}={name!r}: {getattr(module, '__file__', module_name)} has no "
+            f"{attribute!r}"
         )
-    return found
+    return getattr(module, attribute)
+
+
+@contextlib.contextmanager
+def guarded(
+    stated: str, during: str = "", known: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Converts what the code of a user's module raises into one line.
+
+    Args:
+      stated: key and value that name the module, as "data.name='mine:open_source'".
+      during: what the code was called for, as " for record 3".
+      known: exceptions that the caller handles; they pass through.
+
+    Raises:
+      UserError: the line. A UserError of the code itself passes through.
+    """
+    try:
+        yield
+    except (UserError, *known):
+        raise
+    except (Exception, SystemExit) as error:  # Any code: it may raise anything.
+        raise UserError(
+            f"{stated}: runs the code of that module, which raised "
+            f"{type(error).__name__}{during}: {error}; mend it, --debug shows its line"
+        ) from error

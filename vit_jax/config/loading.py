@@ -9,8 +9,9 @@ import difflib
 import importlib.util
 import os
 import pathlib
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TypeVar
 
@@ -30,7 +31,7 @@ def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) ->
       cls: dataclass of the config.
       spec: path of a config file, with its argument after a colon if it takes one:
         "configs/digits.py", "configs/transfer.py:model=B/16,dataset=cifar100".
-      overrides: dotted key to value, as {"optim.rate": 0.01}.
+      overrides: dotted key to value, as {"optim.learning_rate": 0.01}.
 
     Raises:
       UserError: the file or the argument does not exist, or an override is not of a
@@ -41,32 +42,51 @@ def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) ->
         pathlib.Path(path), lambda file: _config_of(file, arg or None)
     ).to_dict()
     raw.setdefault("name", pathlib.Path(path).stem)
-    for name, value in (overrides or {}).items():
-        *sections, leaf = name.split(".")
-        _check_sections(cls, name, sections)
-        node = raw
-        for section in sections:
-            node = node.setdefault(section, {})
-            if not isinstance(node, dict):
-                raise UserError(
-                    f"{name}: {'.'.join(sections)}={node!r} is a split; to state its "
-                    f"keys give all: --config.{'.'.join(sections)}="
-                    f"\"{{'split': {node!r}}}\""
-                )
-        node[leaf] = value
+    override(cls, raw, overrides or {})
     return raw
 
 
-def _check_sections(cls: type, name: str, sections: list[str]) -> None:
-    """Refuses an override of a key in what is no section."""
-    deepest = 1
-    if sections:
-        about = _about(cls, sections[0])
+def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> None:
+    """Sets dotted keys in what a recipe states; sections come before keys in them.
+
+    Args:
+      cls: dataclass of the config.
+      raw: nested dicts, which are changed.
+      overrides: dotted key to value.
+
+    Raises:
+      UserError: what stands before the last dot of a key is not a section.
+    """
+    for name in sorted(overrides, key=lambda name: name.count(".")):
+        _override(cls, raw, name, overrides[name])
+
+
+def _override(cls: type, raw: dict, name: str, value: object) -> None:
+    *sections, leaf = name.split(".")
+    node, at, where = raw, cls, ""
+    while sections:
+        section = sections.pop(0)
+        where = f"{where}.{section}".strip(".")
+        about = fields.fields(at).get(section)
         if not isinstance(about, Section):
-            raise _unknown(cls, name, {})
-        deepest = 2 if isinstance(about, Named) else 1
-    if len(sections) > deepest:
-        raise _unknown(cls, name, {})
+            known = _known_keys(cls, _expand(cls, raw, ""), "")
+            nearest = _nearest(cls, name, known)
+            raise UserError(
+                f"unknown config key {name}; the nearest known key is {nearest}"
+            )
+        text = about.by if isinstance(about, Choice) else None
+        if isinstance(about, Named):
+            if not sections:  # The key is the name itself.
+                node = node.setdefault(section, {})
+                break
+            _check_mapping(about, node.setdefault(section, {}), where)
+            node, section = node[section], sections.pop(0)
+            where, text, about = f"{where}.{section}", about.text, about.choice
+        if section in node:
+            node[section] = _expand_section(about, node[section], where, text)
+        node = node.setdefault(section, {})
+        at = _type_of(about, node, where)
+    node[leaf] = value
 
 
 def parse_override(text: str) -> object:
@@ -92,169 +112,224 @@ def complete(cls: type[T], raw: Mapping | ConfigDict | object) -> T:
         raw = raw.to_dict()
     elif not isinstance(raw, Mapping):
         raw = fields.to_dict(raw)
-    for name, (field, about) in fields.fields(cls).items():
-        is_mapping = isinstance(raw.get(name, {}), (Mapping, ConfigDict))
-        if isinstance(about, Section) and not is_mapping:
-            first = next(iter(_known(field, about, {}, name)), "name")
-            raise UserError(
-                f"{name}={raw[name]!r} is a section, not a key: set a key of it, "
-                f"as {name}.{first}"
-            )
-    _refuse_unknown(cls, raw)
+    raw = _expand(cls, raw, "")
+    _check_choices(cls, raw, "")
+
+    def nearest(key):
+        return _nearest(cls, key, _known_keys(cls, raw, ""))
+
+    _refuse_unread(cls, raw, "", None, nearest)
     return _build(cls, raw, "")
 
 
-def _build(cls: type[T], raw: Mapping, where: str) -> T:
-    """Builds a dataclass from what is stated, where every key is one of its own."""
-    stated = {}
-    for name, (field, about) in fields.fields(cls).items():
+def _expand(cls: type, raw: Mapping, where: str) -> dict:
+    """Returns what is stated of a section, with a dict for every section inside.
+
+    Args:
+      cls: dataclass of the section.
+      raw: what is stated of it.
+      where: its dotted key with a dot behind; "" for the whole config.
+
+    Raises:
+      UserError: a section is no mapping and no text that stands for one, or the name
+        of a choice or of a named section is not allowed.
+    """
+    raw = dict(raw)
+    for name, about in fields.fields(cls).items():
         path = f"{where}{name}"
+        if name not in raw or not isinstance(about, Section):
+            continue
         if isinstance(about, Named):
-            given = raw.get(name, {})
-            _check_names(name, about, given)
-            stated[name] = {
-                k: _build_named(about, v, f"{path}.{k}") for k, v in given.items()
+            _check_mapping(about, raw[name], path)
+            _check_names(path, about, raw[name])
+            raw[name] = {
+                key: _expand_section(about.choice, value, f"{path}.{key}", about.text)
+                for key, value in raw[name].items()
             }
-        elif isinstance(about, Section):
-            given = raw.get(name, {})
-            stated[name] = _build(
-                _type_of(field, about, given, path), given, f"{path}."
-            )
         else:
-            default = _default(field, about, stated)
-            stated[name] = fields.fit(path, raw.get(name, default), default)
-            if fields.is_read(about, stated):
-                fields.check(path, about, stated[name])
-    return cls(**stated)
+            text = about.by if isinstance(about, Choice) else None
+            raw[name] = _expand_section(about, raw[name], path, text)
+    return raw
 
 
-def _build_named(about: Named, value: object, where: str) -> object:
-    if isinstance(value, str):
-        value = {about.text: value}
-    if not isinstance(value, (Mapping, ConfigDict)):
-        raise UserError(
-            f"{where}={value!r} is {type(value).__name__}, but it takes str (a split) "
-            f"or a dict, as {{'{about.choice.by}': 'fewshot'}}"
-        )
-    cls = about.choice.find(value.get(about.choice.by, about.choice.default), where)
-    known = fields.fields(cls)
-    for name in value:
-        if name not in known:
-            raise UserError(_unknown_of(about.choice, where, name, cls, value))
-    return _build(cls, value, f"{where}.")
+def _expand_section(
+    about: Section, value: object, where: str, text: str | None
+) -> dict:
+    """Does as `_expand`, for a section that a text for the key `text` may stand for."""
+    if text and isinstance(value, str):
+        value = {text: value}
+    _check_mapping(about, value, where)
+    return _expand(_type_of(about, value, where), value, f"{where}.")
 
 
-def _unknown_of(choice: Choice, where: str, name: str, cls: type, value) -> str:
-    others = [k for k, other in choice.types.items() if name in fields.fields(other)]
-    if others:
-        return (
-            f"config key {where}.{name} is read only with {where}.{choice.by}="
-            f"{' or '.join(others)}"
-        )
-    known = [k for k in fields.fields(cls) if k != choice.by]
-    nearest = difflib.get_close_matches(name, known, 1, cutoff=0)[0]
-    kind = value.get(choice.by, choice.default)
-    return f"unknown config key {where}.{name}; the nearest of {kind} is {nearest}"
+def _check_mapping(about: Section, value: object, where: str) -> None:
+    if isinstance(value, (Mapping, ConfigDict)):
+        return
+    first = "name"
+    if not isinstance(about, Named):
+        first = next(iter(fields.fields(_type_of(about, {}, where))))
+    raise UserError(
+        f"{where}={value!r} is a section, not a key: set a key of it, as "
+        f"{where}.{first}"
+    )
 
 
 def _check_names(section: str, about: Named, given: Mapping) -> None:
     for name in given:
         if "/" in name or name in ("", *about.reserved):
             raise UserError(
-                f"{section}: {name!r} cannot be the name of an evaluation, of which files "
-                "and metrics are named: choose another, without /"
+                f"{section}: {name!r} cannot be a name here, because files and metrics "
+                "are named after it: choose another, without /"
             )
 
 
-def _default(field, about: Key, values: Mapping) -> object:
+def _type_of(about: Section, given: Mapping, where: str) -> type:
+    """Returns the dataclass of a section under the name that is stated."""
+    if isinstance(about, Choice):
+        return about.find(given.get(about.by, about.default), where)
+    return about.cls
+
+
+def _sections(
+    cls: type, raw: Mapping, where: str
+) -> Iterator[tuple[str, Section, type, Mapping]]:
+    """Yields dotted key, metadata, dataclass and content of each section inside one."""
+    for name, about in fields.fields(cls).items():
+        inside = {f"{where}{name}": (about, raw.get(name, {}))}
+        if isinstance(about, Named):
+            given = raw.get(name, {}).items()
+            inside = {f"{where}{name}.{k}": (about.choice, v) for k, v in given}
+        elif not isinstance(about, Section):
+            continue
+        for path, (one, content) in inside.items():
+            yield path, one, _type_of(one, content, path), content
+
+
+def _check_choices(cls: type, raw: Mapping, where: str) -> None:
+    """Checks every text that has a list of allowed ones.
+
+    It comes before unknown keys are refused, because a wrong text may be the reason
+    why nothing would read a key.
+    """
+    for name, about in fields.fields(cls).items():
+        if name in raw and not isinstance(about, Section):
+            fields.check_choice(f"{where}{name}", about, raw[name])
+    for path, _, inner, given in _sections(cls, raw, where):
+        _check_choices(inner, given, f"{path}.")
+
+
+def _refuse_unread(
+    cls: type,
+    raw: Mapping,
+    where: str,
+    choice: Choice | None,
+    nearest: Callable[[str], str],
+) -> None:
+    """Refuses keys that nothing would read.
+
+    Args:
+      cls: dataclass of a section.
+      raw: what is stated of it.
+      where: its dotted key with a dot behind; "" for the whole config.
+      choice: by which `cls` was chosen, or None.
+      nearest: returns the known key that is most like one.
+
+    Raises:
+      UserError: such a key; the message names the nearest, or what would have it read.
+    """
+    own = fields.fields(cls)
+    for name in raw:
+        if name in own and _is_read(cls, name, raw):
+            continue
+        key = f"{where}{name}"
+        if name in own:
+            ((other, allowed), *_) = own[name].only_if.items()
+            raise UserError(
+                f"config key {key} is read only with {where}{other}={' or '.join(allowed)}"
+            )
+        types = choice.types if choice else {}
+        others = [k for k, other in types.items() if name in fields.fields(other)]
+        if others and choice.patterns:
+            raise UserError(
+                f"config key {key} is not one of this form of {where}{choice.by}"
+            )
+        if others:
+            raise UserError(
+                f"config key {key} is read only with {where}{choice.by}={' or '.join(others)}"
+            )
+        if isinstance(raw[name], Mapping):  # A section: one of its keys says more.
+            key = ".".join([key, *list(raw[name])[:1]])
+        raise UserError(
+            f"unknown config key {key}; the nearest known key is {nearest(key)}"
+        )
+    for path, about, inner, given in _sections(cls, raw, where):
+        chosen_by = about if isinstance(about, Choice) else None
+        _refuse_unread(inner, given, f"{path}.", chosen_by, nearest)
+
+
+def _nearest(cls: type, key: str, known: Iterable[str]) -> str:
+    """Returns what a key is called now, or the known key that is most like it.
+
+    Likeness is counted by words and then by letters.
+    """
+    for where, _, section in (("", "", cls), *fields.sections(cls)):
+        for name, about in fields.fields(section).items():
+            if about.formerly == key:
+                return f"{where}.{name}".strip(".")
+    words = set(re.findall(r"[a-z0-9]+", key.lower()))
+
+    def likeness(other):
+        shared = words & set(re.findall(r"[a-z0-9]+", other))
+        letters = difflib.SequenceMatcher(None, key, other).ratio()
+        return letters + len(shared) / max(1, len(words))
+
+    return max(known, key=likeness)
+
+
+def _known_keys(cls: type, raw: Mapping, where: str) -> Iterator[str]:
+    """Yields the dotted keys that are read, given what is stated."""
+    for name in fields.fields(cls):
+        if _is_read(cls, name, raw):
+            yield f"{where}{name}"
+    for path, _, inner, given in _sections(cls, raw, where):
+        yield from _known_keys(inner, given, f"{path}.")
+
+
+def _is_read(cls: type, name: str, raw: Mapping) -> bool:
+    return fields.is_read(fields.fields(cls)[name], fields.defaults(cls) | raw)
+
+
+def _build(cls: type[T], raw: Mapping, where: str) -> T:
+    """Builds a dataclass from what is stated, where every key is one of its own."""
+    stated = {}
+    defaults = fields.defaults(cls)
+    for name, about in fields.fields(cls).items():
+        path = f"{where}{name}"
+        if isinstance(about, Named):
+            stated[name] = {
+                k: _build_section(about.choice, given, f"{path}.{k}")
+                for k, given in raw.get(name, {}).items()
+            }
+        elif isinstance(about, Section):
+            stated[name] = _build_section(about, raw.get(name, {}), path)
+        else:
+            default = _default(about, defaults[name], stated)
+            stated[name] = fields.fit(path, raw.get(name, default), default)
+            if fields.is_read(about, stated):
+                fields.check(path, about, stated[name])
+    return cls(**stated)
+
+
+def _build_section(about: Section, given: Mapping, where: str) -> object:
+    return _build(_type_of(about, given, where), given, f"{where}.")
+
+
+def _default(about: Key, default: object, values: Mapping) -> object:
     """Returns a key's default, which may depend on another key of its section."""
     for other, allowed in (about.only_if or {}).items():
         if isinstance(allowed, Mapping) and values.get(other) in allowed:
             return allowed[values[other]]
-    return field.default
-
-
-def _about(cls: type, name: str) -> Key | None:
-    found = fields.fields(cls).get(name)
-    return found and found[1]
-
-
-def _type_of(field, about: Section, given: Mapping, where: str) -> type:
-    """Returns the dataclass of a section under the name that is stated."""
-    if isinstance(about, Choice):
-        return about.find(given.get(about.by, about.default), where)
-    return field.default_factory
-
-
-def _known(field, about: Section, given: Mapping, where: str) -> dict:
-    """Returns the fields of a section under the name that is stated; see `fields`."""
-    if isinstance(about, Named):
-        return {}
-    return fields.fields(_type_of(field, about, given, where))
-
-
-def _refuse_unknown(cls: type, raw: Mapping) -> None:
-    """Raises UserError for a choice that does not exist, or a key that nothing reads."""
-    own = fields.fields(cls)
-    sections = {
-        name: _known(field, about, raw.get(name, {}), name)
-        for name, (field, about) in own.items()
-        if isinstance(about, Section)
-    }
-    for section, known in {"": own, **sections}.items():
-        given = raw.get(section, {}) if section else raw
-        for name, (_, about) in known.items():
-            if name in given and not isinstance(about, Section):
-                fields.check_choice(f"{section}.{name}".strip("."), about, given[name])
-    for name in raw:
-        if name not in own:
-            raise _unknown(cls, name, raw)
-    for section, known in sections.items():
-        if isinstance(own[section][1], Named):
-            continue
-        given = raw.get(section, {})
-        for name in given:
-            if name not in known or not _is_read(known, name, given):
-                raise _unknown(cls, f"{section}.{name}", raw)
-
-
-def _is_read(known: dict, name: str, given: Mapping) -> bool:
-    values = {k: given.get(k, field.default) for k, (field, _) in known.items()}
-    return fields.is_read(known[name][1], values)
-
-
-def _unknown(cls: type, name: str, raw: Mapping) -> UserError:
-    """Returns what refuses a key, and names the nearest or what would have it read."""
-    *section, leaf = name.split(".")
-    names = []
-    for part, (field, about) in fields.fields(cls).items():
-        names.append(part)
-        if not isinstance(about, Section):
-            continue
-        given = raw.get(part, {})
-        known = _known(field, about, given, part)
-        names += [f"{part}.{k}" for k in known if _is_read(known, k, given)]
-        if [part] != section:
-            continue
-        if leaf in known:
-            ((other, allowed), *_) = known[leaf][1].only_if.items()
-            return UserError(
-                f"config key {name} is read only with {part}.{other}="
-                f"{' or '.join(allowed)}"
-            )
-        types = about.types if isinstance(about, Choice) else {}
-        under = [k for k, t in types.items() if leaf in fields.fields(t)]
-        if under and about.patterns:
-            return UserError(
-                f"config key {name} is not one of this form of {part}.{about.by}"
-            )
-        if under:
-            return UserError(
-                f"config key {name} is read only with {part}.{about.by}="
-                f"{' or '.join(under)}"
-            )
-    nearest = difflib.get_close_matches(name, names, 1, cutoff=0)[0]
-    return UserError(f"unknown config key {name}; the nearest known key is {nearest}")
+    return default
 
 
 def arguments(path: str) -> dict[str, object]:

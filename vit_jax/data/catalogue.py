@@ -3,14 +3,16 @@
 `python -m vit_jax.datasets` prints it. The roles that splits play follow the paper
 (arXiv:2010.11929, table 4: shares held out for the sweep of the learning rate) and, for
 ImageNet-21k, github.com/google-research/big_vision; image counts are those of the TFDS
-catalogue. The 19 tasks of VTAB-1k stand in vtab.py, ObjectNet's classes in objectnet.py.
+catalogue. The 19 tasks of VTAB-1k stand in sources/vtab.py, ObjectNet's classes in
+sources/folder.py.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-from vit_jax.data import objectnet, vtab
-from vit_jax.data.tfds_source import prepare_command
+from vit_jax.data.sources import vtab
+from vit_jax.data.sources.folder import OBJECTNET_CLASSES
+from vit_jax.data.sources.tfds import prepare_command
 
 _LICENCE = "register at image-net.org, put {files} into a folder MANUAL, then: "
 _VAL = "ILSVRC2012_img_val.tar"
@@ -92,7 +94,7 @@ _PAPER = (
     Entry(
         "objectnet",
         "",
-        len(objectnet.CLASSES),
+        len(OBJECTNET_CLASSES),
         0,
         {"test": "images"},
         steps=(

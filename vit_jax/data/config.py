@@ -3,8 +3,11 @@
 import dataclasses
 import math
 
-from vit_jax.config.fields import MAX_PIXELS, key
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
+
+# Of an image: larger ones are neither decoded nor made.
+MAX_PIXELS = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,10 +16,9 @@ class ReaderConfig:
 
     name: str = key(
         "",
-        '"digits", "folder", "made", a TFDS name such as "cifar10", '
-        '"vtab/clevr_count", "objectnet", "parquet", "hf://datasets/owner/name", or '
-        '"my_module:open_source", which runs the code of that module. '
-        "What there is: python -m vit_jax.datasets",
+        'Data set: a name of TFDS, such as "cifar10"; one of `SOURCES` in '
+        'vit_jax/data/sources/base.py; or "my_module:open_source", which runs the code '
+        "of that module.",
     )
     data_dir: str = key(
         "",
@@ -79,7 +81,7 @@ class DataConfig(ReaderConfig):
         at_least=1,
     )
     channels: int = key(3, "1 or 3.")
-    ops: str = key("", "Training transforms; see vit_jax/data/ops.py.")
+    ops: str = key("", "Training transforms; see vit_jax/data/transforms/parse.py.")
     eval_ops: str = key("", "Evaluation transforms.")
     mean: tuple[float, ...] = key(
         (0.5,), "Subtracted, one or a channel, as a fraction of 255 ..."

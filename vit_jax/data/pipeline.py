@@ -10,11 +10,17 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax.data import decode, ops, order, workers
+from vit_jax.data import decode, order, workers
 from vit_jax.data.config import DataConfig
-from vit_jax.data.records import Batch, Loader
-from vit_jax.data.sources import Source
+from vit_jax.data.sources.base import Source, check_label
+from vit_jax.data.transforms import host as host_transforms
+from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
+
+Batch = dict[str, np.ndarray]
+
+# Keeps augmentation's random bits apart from those of other uses of the same seed.
+_STREAM = 0x617567
 
 
 def train_batches(
@@ -25,21 +31,21 @@ def train_batches(
     seed: int,
     start: int,
     stop: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    data_shard: int = 0,
+    num_data_shards: int = 1,
 ) -> "Batches":
-    """Iterates over this process's part of the batches of steps start..stop-1.
+    """Iterates over this process's rows of the batches of steps start..stop-1.
 
     Args:
       source: training split.
       data: `config.data`.
-      batch_size: images a step over all processes; process p gets the p-th of
-        `process_count` equal blocks of rows.
+      batch_size: images per step, over all shards.
       seed: of the run.
       start: first step.
       stop: step after the last.
-      process_index: this process.
-      process_count: all processes.
+      data_shard: this process loads the rows of shard `data_shard` of
+        `num_data_shards`: the shards are equal blocks of neighbouring rows.
+      num_data_shards: number of shards.
 
     Returns:
       An iterator to be closed, of dicts: image uint8 (b, h, w, c); label int32 (b,);
@@ -49,12 +55,12 @@ def train_batches(
     Raises:
       UserError: a record is damaged or does not fit the config; raised by `next`.
     """
-    local = _local(batch_size, process_count)
-    parsed = ops.parse_train(data.ops, data.image_size)
+    local = _local(batch_size, num_data_shards)
+    parsed = parse.parse_train(data.ops, data.image_size)
     in_memory = None if source.images is None else source.images.shape[1:3]
-    size = ops.loaded_size(parsed, data.image_size, in_memory)
+    size = parse.loaded_size(parsed, data.image_size, in_memory)
     loader = Loader.from_config(source, data, "data.ops", parsed.host, seed, size)
-    load = _TrainBatch(loader, batch_size, process_index * local, local)
+    load = _TrainBatch(loader, batch_size, data_shard * local, local)
     return Batches(load, range(start, stop), data)
 
 
@@ -63,8 +69,8 @@ def eval_batches(
     data: DataConfig,
     *,
     batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    data_shard: int = 0,
+    num_data_shards: int = 1,
     host: tuple | None = None,
 ) -> "Batches":
     """Iterates once over the records, in their order; the last batch is padded.
@@ -72,10 +78,12 @@ def eval_batches(
     Args:
       source: split to evaluate.
       data: `config.data`.
-      batch_size: images a batch over all processes.
-      process_index: this process.
-      process_count: all processes; all of them get the same number of batches.
-      host: operations on each image, as those of host_ops.py; `data.eval_ops` if None.
+      batch_size: images per batch, over all shards.
+      data_shard: this process loads shard `data_shard` of `num_data_shards`, as for
+        training.
+      num_data_shards: number of shards; all of them get the same number of batches.
+      host: transforms of each image, as those of transforms/host.py; `data.eval_ops`
+        if None.
 
     Returns:
       An iterator to be closed, of dicts: image, label and skipped as for training
@@ -85,21 +93,155 @@ def eval_batches(
     Raises:
       UserError: a record is damaged or does not fit the config; raised by `next`.
     """
-    local = _local(batch_size, process_count)
+    local = _local(batch_size, num_data_shards)
     if host is None:
-        host = ops.parse_eval(data.eval_ops, data.image_size)
+        host = parse.parse_eval(data.eval_ops, data.image_size)
     loader = Loader.from_config(source, data, "data.eval_ops", host, seed=0)
-    load = _EvalBatch(loader, batch_size, process_index * local, local)
+    load = _EvalBatch(loader, batch_size, data_shard * local, local)
     return Batches(load, range(-(-len(source) // batch_size)), data)
 
 
-def _local(batch_size: int, process_count: int) -> int:
-    if batch_size % process_count:
+def _local(batch_size: int, num_data_shards: int) -> int:
+    if batch_size % num_data_shards:
         raise UserError(
-            f"batch_size={batch_size} does not divide over {process_count} processes: "
-            f"use a multiple of {process_count}"
+            f"batch_size={batch_size} does not divide over {num_data_shards} processes: "
+            f"use a multiple of {num_data_shards}"
         )
-    return batch_size // process_count
+    return batch_size // num_data_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """Loads records of a source as the config says; travels to loader processes.
+
+    Attributes:
+      source: the data set.
+      ops: host operations in order.
+      key: config key of the operations, for messages.
+      shape: height, width and channels of the images that it makes.
+      classes: number of classes.
+      on_error: "raise" or "skip".
+      seed: of the run.
+    """
+
+    source: Source
+    ops: tuple
+    key: str
+    shape: tuple[int, int, int]
+    classes: int
+    on_error: str
+    seed: int
+
+    @classmethod
+    def from_config(
+        cls,
+        source: Source,
+        data: DataConfig,
+        key: str,
+        ops: tuple,
+        seed: int,
+        size: tuple[int, int] | None = None,
+    ) -> "Loader":
+        """Returns a loader of the values that it needs of `config.data`.
+
+        `size` is of the loaded images, where it is not `data.image_size`.
+        """
+        shape = (*(size or data.image_size), data.channels)
+        return cls(source, ops, key, shape, data.classes, data.on_error, seed)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a batch is one gather from memory."""
+        return self.source.images is not None and not self.ops
+
+    def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
+        """Returns image, label and skipped of records that lie in memory."""
+        self._check_shape(self.source.images.shape[1:], "images")
+        return {
+            "image": self.source.images[records],
+            "label": self.source.labels[records].astype(np.int32),
+            "skipped": np.zeros(len(records), np.int32),
+        }
+
+    def load(self, record: int, position: int) -> tuple[np.ndarray, int]:
+        """Reads and transforms one record.
+
+        Args:
+          record: its number.
+          position: of the row in the run; with the seed it fixes the random choices.
+
+        Returns:
+          Image of `shape`, and label.
+
+        Raises:
+          DamagedImage: the record cannot be read.
+          UserError: the label or the image's size is not as the config says.
+        """
+        try:
+            item = self.source[record]
+        except OSError as error:
+            raise decode.DamagedImage(f"cannot be read ({error})") from error
+        except Exception as error:  # The reader's own fault: it goes on as it is.
+            error.add_note(f"while reading {self._name(record)}")
+            raise
+        name = self._name(record)
+        check_label(item["label"], self.classes, name)
+        bits = np.random.Philox(
+            key=np.array([self.seed % 2**64, _STREAM], np.uint64),
+            counter=np.array([0, 0, 0, position], np.uint64),
+        )
+        rng = np.random.Generator(bits)
+        try:
+            image, ops = self._open(item["image"], rng)
+            for op in ops:
+                image = op(image, rng)
+        except host_transforms.TooLong as error:
+            raise decode.DamagedImage(str(error)) from error
+        except host_transforms.TooSmall as error:
+            raise UserError(f"{self.key}: {name}: {error}") from error
+        except UserError as error:  # Of a transform of the user's.
+            raise UserError(f"{name}: {error}") from error
+        self._check_shape(image.shape, name)
+        return image, item["label"]
+
+    def _open(
+        self, data: bytes | np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, tuple]:
+        """Returns pixels, and the operations that are still to be done on them."""
+        fused = self.ops and hasattr(self.ops[0], "from_file")
+        if fused and isinstance(data, bytes):
+            return self.ops[0].from_file(data, self.shape[-1], rng), self.ops[1:]
+        return decode.decode(data, self.shape[-1]), self.ops
+
+    def refuse(self, record: int, error: decode.DamagedImage) -> None:
+        """Raises UserError for a damaged record, unless the config says to skip it."""
+        if self.on_error == "raise":
+            raise UserError(
+                f"{self._name(record)} {error}: mend or remove it, or go on "
+                "without with --config.data.on_error=skip"
+            ) from error
+
+    def empty(self, rows: int) -> Batch:
+        """Returns a batch of blank rows."""
+        return {
+            "image": np.zeros((rows, *self.shape), np.uint8),
+            "label": np.zeros(rows, np.int32),
+            "skipped": np.zeros(rows, np.int32),
+        }
+
+    def _name(self, record: int) -> str:
+        """Returns the data set, split and number of a record, for a message."""
+        name = self.source.describe(record)  # Of a file its path, which has no number.
+        return name if str(record) in name.split() else f"{name} (record {record})"
+
+    def _check_shape(self, shape: tuple[int, ...], name: str) -> None:
+        if tuple(shape) != self.shape:
+            found, wanted = ("x".join(map(str, s)) for s in (shape, self.shape))
+            raise UserError(
+                f"{self.key} gives {name} of {found} (height, width, channels), but "
+                f"data.image_size and data.channels say {wanted}: end the operations "
+                "with resize or a crop, or change data.image_size"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,9 @@ import dataclasses
 import os
 import re
 
-from vit_jax.data import sources
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.open import open_unchecked
 from vit_jax.errors import UserError
 
 _CLASSES = 10  # For made-up images alone; other sets know their own.
@@ -29,7 +30,7 @@ class Spec:
         where = f"@{self.data_dir}" if self.data_dir else ""
         return f"{self.name}{where}#{self.split}"
 
-    def open(self) -> sources.Source:
+    def open(self) -> Source:
         """Opens the split, whatever its number of classes.
 
         Raises:
@@ -39,7 +40,7 @@ class Spec:
             name=self.name, data_dir=self.data_dir, split=self.split, classes=_CLASSES
         )
         # Nothing is trained, so that the checks against a config's classes do not apply.
-        return sources.open_unchecked(data, self.split)
+        return open_unchecked(data, self.split)
 
 
 def parse(text: str, default_split: str) -> Spec:

@@ -56,25 +56,32 @@ def unstack(params: Mapping) -> dict:
     return {**params, ENCODER: {**others, **blocks}}
 
 
-def convert(tree: object, function: Callable[[Mapping], dict]) -> object:
-    """Applies `stack` or `unstack` to every parameter tree within a larger tree.
+def convert(
+    tree: object, function: Callable[[Mapping], dict], like: object, params: Mapping
+) -> object:
+    """Applies a function to every parameter tree of a network within a larger tree.
 
     Args:
-      tree: such as a training state; subtrees shaped like parameters (moments, an
-        average) are found by their key "Transformer".
+      tree: such as a training state.
       function: `stack` or `unstack`.
+      like: the same tree with the network in the layout that it computes with. What has
+        the structure of `params` there (moments, averages) is converted; parameters of
+        other networks, such as a teacher's, stay.
+      params: parameters of the network, as `like` has them.
 
     Returns:
       The tree with those parts converted.
     """
+    own = jax.tree.structure(params)
 
-    def is_params(node):
-        return isinstance(node, Mapping) and ENCODER in node
+    def is_own(node):
+        return isinstance(node, Mapping) and jax.tree.structure(node) == own
 
     return jax.tree.map(
-        lambda node: function(node) if is_params(node) else node,
+        lambda node, part: function(part) if is_own(node) else part,
+        like,
         tree,
-        is_leaf=is_params,
+        is_leaf=is_own,
     )
 
 

@@ -263,7 +263,9 @@ class VisionTransformer(nn.Module):
                 for i, name in enumerate(("head", "head_dist"))
             )
             if self.classes:
-                outputs["logits"] = (outputs["logits"] + other["logits"]) / 2
+                apart = outputs["logits"], other["logits"]
+                outputs |= zip(("class_logits", "distillation_logits"), apart)
+                outputs["logits"] = sum(apart) / 2
             return outputs
         if self.head == "token":
             x = x[:, 0]

@@ -1,21 +1,36 @@
 """Checkpoints of the whole training state, by Orbax: asynchronous and atomic."""
 
+import concurrent.futures
+import itertools
+import json
+import logging
 import os
+import re
 import shutil
+import sys
+import threading
 import time
+from collections.abc import Callable
 
 import jax
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax.config import fields
 from vit_jax.data.fingerprint import fingerprint
-from vit_jax.data.sources import Source
+from vit_jax.data.sources.base import Source
+from vit_jax.distributed import failures
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Interrupted, Preempted, UserError
-from vit_jax.parallel import distributed
-from vit_jax.training import leftovers, resuming, saving
+from vit_jax.printing import print_error
+from vit_jax.training import leftovers, resume_check
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.state import TrainState
+from vit_jax.training.resume_check import Restored
+from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as layout
+
+_LOOK_SECONDS = 0.2
+_numbers = itertools.count()  # Of saves; the same in all processes.
 
 
 class Checkpointer:
@@ -45,7 +60,7 @@ class Checkpointer:
     ):
         self._workdir = workdir
         self._folder = layout.absolute(workdir) / layout.FOLDER
-        self._keep, self._check = config.keep, config.data.check
+        self._keep, self._check = config.checkpoint, config.data.check
         self._source, self.data = source, fingerprint(source)
         self._about = {
             "config": fields.to_json(config),
@@ -56,11 +71,11 @@ class Checkpointer:
         }
         self.failures = 0
         self._saving = None
-        saving.silence_orbax()
+        silence_orbax()
         if jax.process_index() == 0:
             for line in leftovers.remove_unfinished(self._folder):
-                resuming.say(f"warning: {line}")
-        distributed.gather(removed=True)  # Before the others look.
+                print_error(f"warning: {line}")
+        meshes.process_allgather(removed=True)  # Before the others look.
         self.latest = max(layout.steps(workdir), default=None)
         self._last = self.latest  # Finished or under way.
         self._good = time.monotonic()  # When `latest` was saved, or this start began.
@@ -74,11 +89,11 @@ class Checkpointer:
         Raises:
           UserError: there are checkpoints, and none is intact.
         """
-        self.latest, notes = resuming.newest_intact(self._workdir)
+        self.latest, notes = resume_check.newest_intact(self._workdir)
         self._last = self.latest
         return notes
 
-    def restore(self, shapes: TrainState, shardings: TrainState) -> resuming.Restored:
+    def restore(self, shapes: TrainState, shardings: TrainState) -> Restored:
         """Reads the latest checkpoint; `verify` comes before.
 
         Args:
@@ -94,7 +109,7 @@ class Checkpointer:
         step = self.latest
         path = layout.path_of(self._workdir, step)
         stored = ocp.metadata(path).custom_metadata
-        notes = resuming.check_data(
+        notes = resume_check.check_data(
             stored, self._about, self._source, self._workdir, check=self._check
         )
         like = jax.tree.map(
@@ -103,12 +118,12 @@ class Checkpointer:
             shardings,
         )
         tree = ocp.load(path, _as_tree(like))
-        state = shapes.replace(**({"average": None} | tree))
+        state = shapes.replace(**({"average": None, "extra": None} | tree))
         notes = [f"resume: step {step} of {self._workdir}", *notes]
         seconds = stored["seconds"]
         # Older checkpoints tell the seconds alone.
         devices = stored.get("device_seconds", seconds * jax.device_count())
-        return resuming.Restored(state, step, seconds, devices, notes)
+        return Restored(state, step, seconds, devices, notes)
 
     def save(
         self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0
@@ -129,7 +144,7 @@ class Checkpointer:
         if self.failures and jax.process_index() == 0:
             leftovers.remove_unfinished(self._folder)
         self._last = step
-        self._saving = saving.Save(
+        self._saving = Save(
             layout.path_of(self._workdir, step),
             _as_tree(state),
             self._about | {"seconds": seconds, "device_seconds": device_seconds},
@@ -171,7 +186,7 @@ class Checkpointer:
         if orderly or jax.process_count() == 1:
             self.wait()
         # Else the other processes wait for the reason, and a save may take minutes; this
-        # process is about to end (parallel/together.py).
+        # process is about to end (distributed/failures.py).
 
     def _settle(self, step: int, reason: str | None) -> None:
         """Ends a save, in its background: keeps what is to be kept, or says why not."""
@@ -184,7 +199,7 @@ class Checkpointer:
         self.failures += 1
         if first:
             ago = time.monotonic() - self._good
-            resuming.say(
+            print_error(
                 f"error: the checkpoint of step {step} could not be saved ({reason}); "
                 f"{self._remedy()}; training goes on and the next save tries again; "
                 f"{ago:.0f} s of training are not saved"
@@ -198,13 +213,14 @@ class Checkpointer:
             ]
             # One without checksums may be somebody else's.
             own = [path for path in paths if layout.has_checksums(path)]
-            for path in own[: -self._keep.last]:
-                if not (self._keep.every and int(path.name) % self._keep.every == 0):
+            for path in own[: -self._keep.max_to_keep]:
+                period = self._keep.keep_period
+                if not (period and int(path.name) % period == 0):
                     leftovers.remove(path)
         except OSError as error:  # The next save tries again.
-            resuming.say(
+            print_error(
                 f"warning: old checkpoints under {self._folder} could not be removed "
-                f"({saving.reason(error)})"
+                f"({describe_failure(error)})"
             )
 
     def _lack_of_disk(self, state: TrainState) -> str | None:
@@ -218,13 +234,13 @@ class Checkpointer:
             free = shutil.disk_usage(next(p for p in places if p.exists())).free
         except OSError:
             free = needed  # Let the save say what is the matter.
-        free = int(distributed.gather(free=free)["free"].min())
+        free = int(meshes.process_allgather(free=free)["free"].min())
         if free >= needed:
             return None
         return f"not enough disk: it takes {_readable(needed)}, {_readable(free)} free"
 
     def _remedy(self) -> str:
-        return f"{self.safe()}; free space or lower keep.last"
+        return f"{self.safe()}; free space or lower checkpoint.max_to_keep"
 
     def safe(self) -> str:
         """Says which checkpoint is good, for a message."""
@@ -239,6 +255,7 @@ def _as_tree(state: TrainState) -> dict:
         "params": state.params,
         "opt_state": state.opt_state,
         "average": state.average,
+        "extra": state.extra,
         "key": state.key,
     }
     return {name: value for name, value in tree.items() if value is not None}
@@ -246,3 +263,158 @@ def _as_tree(state: TrainState) -> dict:
 
 def _readable(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+class Save:
+    """Writes a checkpoint in the background, with checksums once all of it is there.
+
+    Several processes write one checkpoint together, and Orbax lets each of them wait
+    for the others. One whose disk fails does not come. So each leaves word how its own
+    part went, process 0 says how the whole went, and a process whose part is waiting
+    in vain is told. Its waiting thread is left behind, for up to 20 minutes.
+
+    Args:
+      path: folder of the checkpoint, which does not exist.
+      tree: arrays to save; they are copied before this returns.
+      about: what goes with them, for JSON.
+      trouble: why nothing should be written, the same on all processes; or None.
+      settled: called at the end in this process's background, with None or the reason.
+    """
+
+    def __init__(
+        self,
+        path: epath.Path,
+        tree: dict,
+        about: dict,
+        trouble: str | None,
+        settled: Callable[[str | None], None],
+    ):
+        self._path = path
+        self._settled = settled
+        self._reason = trouble
+        self._board = f"vit_jax/saves/{next(_numbers)}"
+        self._writing = concurrent.futures.Future()
+        if trouble is None:
+            try:
+                if jax.process_index() == 0:
+                    leftovers.begin(path)
+                # Several processes compare their paths.
+                with _context(), jax.transfer_guard("allow"):
+                    response = ocp.save_async(path, tree, custom_metadata=about)
+                _start(self._write, response)
+            except Exception as error:  # noqa: BLE001 (whatever a disk may say)
+                self._writing.set_exception(error)
+        self._end = _start(self._finish)
+
+    def result(self) -> str | None:
+        """Waits, and returns None or why it failed: the same on all processes."""
+        self._end.join()
+        return self._reason
+
+    def _write(self, response) -> None:
+        try:
+            self._writing.set_result(response.result())
+        except BaseException as error:  # noqa: BLE001
+            self._writing.set_exception(error)
+
+    def _finish(self) -> None:
+        if self._reason is None:
+            if jax.process_count() == 1:
+                self._reason = self._finish_alone()
+            else:
+                self._reason = self._finish_together()
+        self._settled(self._reason)
+
+    def _finish_alone(self) -> str | None:
+        try:
+            self._writing.result()
+            layout.write_checksums(self._path, layout.compute_checksums(self._path))
+            leftovers.end(self._path)
+        except Exception as error:  # noqa: BLE001
+            return describe_failure(error)
+        return None
+
+    def _finish_together(self) -> str | None:
+        me, everyone = jax.process_index(), jax.process_count()
+        failed, done = f"{self._board}/failed", f"{self._board}/done"
+        while not self._writing.done() and not failures.key_value_dir_get(failed):
+            concurrent.futures.wait([self._writing], timeout=_LOOK_SECONDS)
+        try:
+            if self._writing.done():
+                self._writing.result()
+                part = layout.compute_checksums(self._path, me, everyone)
+                failures.key_value_set(f"{done}/{me}", json.dumps(part))
+        except Exception as error:  # noqa: BLE001
+            failures.key_value_set(f"{failed}/{me}", describe_failure(error))
+        if me == 0:
+            while len(
+                parts := failures.key_value_dir_get(done)
+            ) < everyone and not failures.key_value_dir_get(failed):
+                time.sleep(_LOOK_SECONDS)
+            failures.key_value_set(
+                f"{self._board}/end/0", self._declare(parts, everyone)
+            )
+        while not (end := failures.key_value_dir_get(f"{self._board}/end")):
+            time.sleep(_LOOK_SECONDS)
+        return end["0"] or None
+
+    def _declare(self, parts: dict[str, str], everyone: int) -> str:
+        for process, why in failures.key_value_dir_get(f"{self._board}/failed").items():
+            return f"process {process} of {everyone}: {why}"
+        try:
+            files = [json.loads(part) for part in parts.values()]
+            layout.write_checksums(
+                self._path, {k: v for part in files for k, v in part.items()}
+            )
+            leftovers.end(self._path)
+        except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
+            return f"process 0 of {everyone}: {describe_failure(error)}"
+        return ""
+
+
+def _context() -> ocp.Context:
+    context = ocp.Context()
+    # In this thread, where a disk that is read-only shows at once: else threads wait for
+    # the folder, and hold up the end of this process for minutes. Of several processes,
+    # all would wait here for the first; they leave such threads behind.
+    several = jax.process_count() > 1
+    context.asynchronous.create_directories_asynchronously = several
+    # `path` does not exist; looking for it is another place to wait for each other.
+    context.file.skip_sync_file_validations = True
+    return context
+
+
+def silence_orbax() -> None:
+    """Drops the tracebacks that a failed save prints: one line says what went wrong."""
+    logging.getLogger("absl").addFilter(_not_of_a_failed_save)
+    if sys.unraisablehook is not _unraisable:
+        _unraisable.before = sys.unraisablehook
+        sys.unraisablehook = _unraisable
+
+
+def _not_of_a_failed_save(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def _unraisable(found) -> None:
+    # TensorStore's writes go on when Orbax has given up already, and find nobody there.
+    if str(found.exc_value) != "Event loop is closed":
+        _unraisable.before(found)
+
+
+def describe_failure(error: BaseException) -> str:
+    """Returns a short reason why writing failed."""
+    text = " ".join(str(error).split())
+    # TensorStore names long paths before it comes to the point.
+    code = re.search(r"os_error_code='(\d+)'", text)
+    if code:
+        return os.strerror(int(code[1]))
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return text[:300] or type(error).__name__
+
+
+def _start(work: Callable, *args) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args, daemon=True, name="save")
+    thread.start()
+    return thread

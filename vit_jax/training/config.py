@@ -9,64 +9,61 @@ from ml_collections import ConfigDict
 from vit_jax.config import fields, loading
 from vit_jax.config.fields import Choice, choice, epochs, key, named, section
 from vit_jax.data.config import DataConfig, ReaderConfig
+from vit_jax.distributed.mesh import MeshConfig
+from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
-from vit_jax.evaluation import kinds
-from vit_jax.evaluation.readings import EvalConfig
+from vit_jax.evaluators.protocol import EVALUATORS, SKIPPED
+from vit_jax.evaluators.splits import EvalConfig
 from vit_jax.models.registry import CONFIGS
-from vit_jax.parallel.mesh import MeshConfig
-from vit_jax.parallel.sharding import ShardingConfig
-from vit_jax.training.losses import LossConfig
+from vit_jax.tasks import TASKS
+from vit_jax.tasks.task import TaskConfig
 from vit_jax.training.optim import OPTIMIZERS, OptimConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AverageConfig:
-    """Polyak averaging."""
+class EmaConfig:
+    """Moving average of the parameters (Polyak averaging)."""
 
-    decay: float = key(0.9999, "Polyak averaging of the parameters; 0 is off.", below=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EveryConfig:
-    """Intervals in steps, and in epochs beside them; 0 is none."""
-
-    log: int = key(50, "Steps between two lines of metrics.", at_least=1)
-    log_epochs: float = epochs("The same in epochs.")
-    evaluate: int = key(
-        0, "Steps between evaluations; the last step has one in any case."
+    decay: float = key(
+        0.9999,
+        "Weight of the old average; 0 is off.",
+        below=1,
+        formerly="average.decay",
     )
-    evaluate_epochs: float = epochs("The same in epochs.")
-    checkpoint: int = key(
-        1_000, "Steps between checkpoints; the last step has one, too.", at_least=1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Which checkpoints are kept."""
+
+    max_to_keep: int = key(2, "This many newest checkpoints, and ...", at_least=1)
+    keep_period: int = key(
+        0, "... those at multiples of this step; 0 is none.", formerly="keep.every"
     )
-    checkpoint_epochs: float = epochs("The same in epochs.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeepConfig:
-    """Which checkpoints stay."""
-
-    last: int = key(2, "This many newest checkpoints stay ...", at_least=1)
-    every: int = key(0, "... and those at multiples of this step; 0 is none.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalConfig:
+class LocalCheckpointConfig:
     """Checkpoints on the hosts' own disks, between those in the workdir."""
 
-    folder: str = key(
+    dir: str = key(
         "",
-        'The same words on all hosts; "$VARIABLES" and "~" are resolved.',
+        'The same text on all hosts; "$VARIABLES" and "~" are resolved.',
         of_host=True,
+        formerly="local.folder",
     )
-    every: int = key(0, "Interval in steps; 0 is none.")
+    every_steps: int = key(0, "Interval in steps; 0 is none.", formerly="local.every")
 
     def __post_init__(self):
-        if self.every and not self.folder:
+        if self.every_steps and not self.dir:
             raise UserError(
-                f"local.every={self.every} needs local.folder: a folder on each "
-                "host's own disk"
+                f"local_checkpoint.every_steps={self.every_steps} needs "
+                "local_checkpoint.dir: a folder on each host's own disk"
             )
+
+
+def _interval(default: object, help: str, **rules) -> Any:
+    return key(default, help, changes_result=False, in_step=False, **rules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +76,7 @@ class _Config:
     batch_size: int = key(
         0, "Images a step, over all devices and microbatches.", at_least=1
     )
-    compilation_cache: str = key(
+    compilation_cache_dir: str = key(
         "auto",
         'Folder; "auto": a user\'s own; "": JAX\'s setting.',
         changes_result=False,
@@ -88,9 +85,9 @@ class _Config:
     mesh: MeshConfig = section(MeshConfig, changes_result=False)
     sharding: ShardingConfig = section(ShardingConfig, changes_result=False)
     evals: dict[str, EvalConfig] = named(
-        Choice(types=kinds.CONFIGS, default="classification", by="kind"),
+        Choice(types=EVALUATORS, default="classification", by="kind"),
         text="split",
-        reserved=(kinds.SKIPPED,),
+        reserved=(SKIPPED,),
         help="Name of an evaluation: split of the data set to classify, or a kind.",
         changes_result=False,
         in_step=False,
@@ -150,13 +147,13 @@ class TrainConfig(_Config):
         "Stop at the operation that makes the first NaN (slow).",
         changes_result=False,
     )
-    profile: tuple[int, ...] = key(
+    profile_steps: tuple[int, ...] = key(
         (0, 0),
         "First and last step of a trace for xprof; zeros: none.",
         changes_result=False,
         in_step=False,
     )
-    slow_step: float = key(
+    slow_step_factor: float = key(
         3.0,
         "Name what took so many times its median; 0 is off.",
         changes_result=False,
@@ -171,18 +168,50 @@ class TrainConfig(_Config):
     )
     data: DataConfig = section(DataConfig)
     model: Any = choice(CONFIGS, "B/16", by="variant", patterns=True)
-    loss: LossConfig = section(LossConfig)
+    task: TaskConfig = choice(TASKS, "classification")
     optim: OptimConfig = choice(OPTIMIZERS, "adam")
-    average: AverageConfig = section(AverageConfig)
-    every: EveryConfig = section(EveryConfig, changes_result=False, in_step=False)
-    keep: KeepConfig = section(KeepConfig, changes_result=False, in_step=False)
-    local: LocalConfig = section(LocalConfig, changes_result=False, in_step=False)
+    ema: EmaConfig = section(EmaConfig)
+    log_every_steps: int = _interval(
+        50, "Steps between two lines of metrics.", at_least=1, formerly="every.log"
+    )
+    log_every_epochs: float = _interval(
+        0.0, "The same in epochs; 0 is none.", below=2**31, formerly="every.log_epochs"
+    )
+    eval_every_steps: int = _interval(
+        0,
+        "Steps between evaluations; the last step has one in any case.",
+        formerly="every.evaluate",
+    )
+    eval_every_epochs: float = _interval(
+        0.0,
+        "The same in epochs; 0 is none.",
+        below=2**31,
+        formerly="every.evaluate_epochs",
+    )
+    checkpoint_every_steps: int = _interval(
+        1_000,
+        "Steps between checkpoints; the last step has one too.",
+        at_least=1,
+        formerly="every.checkpoint",
+    )
+    checkpoint_every_epochs: float = _interval(
+        0.0,
+        "The same in epochs; 0 is none.",
+        below=2**31,
+        formerly="every.checkpoint_epochs",
+    )
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, changes_result=False, in_step=False
+    )
+    local_checkpoint: LocalCheckpointConfig = section(
+        LocalCheckpointConfig, changes_result=False, in_step=False
+    )
 
     def __post_init__(self):
-        first, last = self.profile if len(self.profile) == 2 else (1, 0)
-        if self.profile and (first > last or (first == 0) != (last == 0)):
+        first, last = self.profile_steps if len(self.profile_steps) == 2 else (1, 0)
+        if self.profile_steps and (first > last or (first == 0) != (last == 0)):
             raise UserError(
-                f"profile={self.profile} is not (first step, last step), as (10, 15)"
+                f"profile_steps={self.profile_steps} is not (first step, last step), as (10, 15)"
             )
 
     def num_steps(self, examples: int) -> int:
@@ -217,7 +246,7 @@ def load(spec: str, overrides: Mapping[str, object] | None = None) -> TrainConfi
     Args:
       spec: path of a config file, with its argument after a colon if it takes one:
         "configs/digits.py", "configs/transfer.py:model=B/16,dataset=cifar100".
-      overrides: dotted key to value, as {"optim.rate": 0.01}.
+      overrides: dotted key to value, as {"optim.learning_rate": 0.01}.
 
     Raises:
       UserError: the file, the argument or a key does not exist, or a value does not
@@ -262,13 +291,13 @@ def _refuse_unread(raw: Mapping) -> None:
       UserError: naming the key and those that are read, or there is no evaluation.
     """
     own = fields.fields(EvaluationConfig)
-    sections = [name for name in own if isinstance(own[name][1], fields.Section)]
+    sections = [name for name in own if isinstance(own[name], fields.Section)]
     keys = [name for name in own if name not in sections]
     for place, value in raw.items():
         inner = place in sections and isinstance(value, Mapping)
         if place == "evals" or (not inner and place in own):
             continue
-        known = list(fields.fields(own[place][0].default_factory)) if inner else keys
+        known = list(fields.fields(own[place].cls)) if inner else keys
         for name in value if inner else (place,):
             if name not in known:
                 name = f"{place}.{name}" if inner else name

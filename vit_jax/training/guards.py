@@ -7,16 +7,20 @@ import os
 import re
 import signal
 import traceback
+from typing import NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
 from vit_jax.data import workers
 from vit_jax.data.config import DataConfig
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Diverged, Interrupted, Preempted, UserError
-from vit_jax.parallel import distributed
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
+from vit_jax.training.timers import RunClock
+from vit_jax.training.train_state import TrainState
+from vit_jax.training.train_step import TrainSetup
 
 _CTRL_C = "Ctrl-C"
 # By importance: where several have come, the first is named.
@@ -24,9 +28,9 @@ _SIGNALS = {signal.SIGINT: _CTRL_C, signal.SIGHUP: "SIGHUP", signal.SIGTERM: "SI
 
 
 class Preemption:
-    """Notices what ends a run early; use as a context manager around the loop.
+    """Notices SIGTERM, SIGHUP, Ctrl-C and killed loader processes; a context manager.
 
-    That is SIGTERM, SIGHUP, Ctrl-C, or the death of a loader process. Several processes
+    Several processes
     agree on the moment through JAX's coordination service, which looks for SIGTERM: it is
     the same one in their common sequence of questions, so all must ask equally often.
     """
@@ -38,7 +42,7 @@ class Preemption:
         self._questions = 0
 
     def reached(self) -> bool:
-        """Tells, the same in all processes, whether to end here."""
+        """Returns whether to end here, the same in all processes."""
         if jax.process_count() == 1:
             return bool(self._signals or self._killed_by)
         # Not the number of the step: evaluations ask between two steps.
@@ -46,9 +50,9 @@ class Preemption:
         return multihost_utils.reached_preemption_sync_point(self._questions)
 
     def why(self) -> str:
-        """Returns what ends the run, the same in all processes; all must ask."""
+        """Returns the reason, the same in all processes; all must call it."""
         own = [number in self._signals for number in _SIGNALS]
-        found = distributed.gather(signals=own, killed_by=self._killed_by)
+        found = meshes.process_allgather(signals=own, killed_by=self._killed_by)
         came = found["signals"].any(axis=0)
         for name, here in zip(_SIGNALS.values(), came, strict=True):
             if here:
@@ -89,36 +93,68 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def ended(
-    why: str, saved: str, workdir: str | os.PathLike, data: DataConfig
-) -> Preempted | Interrupted:
-    """Returns what ends the run when its state is saved.
+class EarlyExit:
+    """Saves the state and ends a run before its last step.
 
     Args:
-      why: from `Preemption.why`.
-      saved: what is saved, as "step 3 of 9 is saved".
-      workdir: of the run.
-      data: `config.data`.
+      preemption: knows the reason.
+      checkpoints: of the run.
+      setup: of the run.
+      clock: time of the run.
+      workdir: for the message.
+      data: section `data`, for the message.
     """
-    remedy = ""
-    if why not in _SIGNALS.values():
-        remedy = (
-            f"lower data.workers (now {data.workers}) or data.prefetch (now "
-            f"{data.prefetch}); "
+
+    def __init__(
+        self,
+        preemption: Preemption,
+        checkpoints: Checkpointer,
+        setup: TrainSetup,
+        clock: RunClock,
+        workdir: str | os.PathLike,
+        data: DataConfig,
+    ):
+        self._preemption, self._checkpoints = preemption, checkpoints
+        self._setup, self._clock = setup, clock
+        self._workdir, self._data = workdir, data
+
+    def save_and_raise(self, step: int, state: TrainState) -> NoReturn:
+        """Saves the state after a step, unless it is saved already.
+
+        Raises:
+          Preempted, Interrupted: the state is saved.
+          UserError: it could not be saved.
+        """
+        why, data = self._preemption.why(), self._data
+        if step and step != self._checkpoints.latest:
+            state = self._setup.to_disk(state)
+            self._checkpoints.save(step, state, *self._clock.elapsed())
+            self._checkpoints.demand(step, why)
+        saved = "nothing to save yet"
+        if step:
+            saved = f"step {step} of {self._setup.total_steps} is saved"
+        remedy = ""
+        if why not in _SIGNALS.values():
+            remedy = (
+                f"lower data.workers (now {data.workers}) or data.prefetch (now "
+                f"{data.prefetch}); "
+            )
+        text = (
+            f"{why}: {saved} in {self._workdir}; {remedy}the same command goes on from "
+            "there"
         )
-    text = f"{why}: {saved} in {workdir}; {remedy}the same command goes on from there"
-    return Interrupted(text) if why == _CTRL_C else Preempted(text)
+        raise Interrupted(text) if why == _CTRL_C else Preempted(text)
 
 
 def check_finite(
     step: int, metrics: dict[str, float], checkpoints: Checkpointer
 ) -> None:
-    """Refuses to go on from numbers that are not finite.
+    """Checks that the metrics of a step are finite.
 
     Args:
-      step: whose metrics these are.
-      metrics: of the step.
-      checkpoints: of the run.
+      step: for the message.
+      metrics: name to value.
+      checkpoints: for the message, which names the last good one.
 
     Raises:
       Diverged: naming the step, the metrics and the last good checkpoint.
@@ -129,14 +165,14 @@ def check_finite(
         what = ", ".join(f"{name}={value}" for name, value in bad.items())
         raise Diverged(
             f"training stopped at step {step}: {what}; {checkpoints.safe()}; lower "
-            "optim.rate or set optim.clip_norm in another --workdir, or set "
+            "optim.learning_rate or set optim.grad_clip_norm in another --workdir, or set "
             "debug_nans=True here to name the operation"
         )
 
 
 @contextlib.contextmanager
 def clear_errors(config: TrainConfig):
-    """Turns what the device says into one line that names the remedy.
+    """Turns errors of devices, memory and disks into one line with the remedy.
 
     Raises:
       UserError: device, host or disk are full, or `debug_nans` found an operation.
@@ -150,7 +186,7 @@ def clear_errors(config: TrainConfig):
         ours = [f for f in frames if "vit_jax" in f.filename] or frames
         raise UserError(
             f"debug_nans: {what} at {ours[-1].filename}:{ours[-1].lineno} "
-            f"({ours[-1].line}): lower optim.rate or set optim.clip_norm"
+            f"({ours[-1].line}): lower optim.learning_rate or set optim.grad_clip_norm"
         ) from error
     except ImportError as error:
         if not re.search("gcsfs|google-cloud-storage|google.cloud", str(error)):
@@ -172,6 +208,6 @@ def clear_errors(config: TrainConfig):
             raise
         raise UserError(
             f"out of memory ({text[:200]}): lower batch_size (now {config.batch_size}), "
-            f"raise optim.accumulate (now {config.optim.accumulate}), set "
+            f"raise optim.grad_accum_steps (now {config.optim.grad_accum_steps}), set "
             "model.dtype='bfloat16', or choose a smaller data.image_size or model"
         ) from error

@@ -23,9 +23,9 @@ import jax
 from etils import epath
 
 from vit_jax import processes
+from vit_jax.distributed import failures
 from vit_jax.errors import EXIT_USER_ERROR, UserError
-from vit_jax.parallel import together
-from vit_jax.training.saving import reason
+from vit_jax.training.checkpoint import describe_failure
 
 NAME = "lock"
 _BEAT_SECONDS = 10.0
@@ -61,7 +61,7 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
         except Exception as error:  # A bucket's errors are no OSErrors.
             raise UserError(
                 f"--workdir={workdir}: {path / NAME} cannot be written "
-                f"({reason(error)}): remove that file, change its permissions, or choose "
+                f"({describe_failure(error)}): remove that file, change its permissions, or choose "
                 "another --workdir"
             ) from error
     try:
@@ -104,7 +104,7 @@ def probe(workdir: str | os.PathLike) -> None:
                     "another --workdir"
                 ) from error
         raise UserError(
-            f"--workdir={workdir}: {there} cannot be written ({reason(error)}): choose "
+            f"--workdir={workdir}: {there} cannot be written ({describe_failure(error)}): choose "
             "another --workdir, free space or change its permissions"
         ) from error
 
@@ -224,7 +224,7 @@ class _Lock:
             with contextlib.suppress(Exception):  # The next beat tries again.
                 found = self._read()
                 if self._is_anothers(found):
-                    together.end_all(
+                    failures.end_job(
                         EXIT_USER_ERROR,
                         f"{_who(found)} has taken {self._workdir} over since "
                         f"{found['start']}, because this one stood still: ended, so "

@@ -1,306 +1,326 @@
 """The training run, from config to report, in the order in which things happen."""
 
 import contextlib
-import dataclasses
 import os
-import time
 
 import jax
 
-from vit_jax.data import fingerprint, pipeline, sources
-from vit_jax.evaluation.suite import Suite
-from vit_jax.parallel import compilation_cache, distributed
-from vit_jax.parallel import mesh as meshes
+from vit_jax.data import fingerprint, pipeline
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import compilation
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import start as hosts
+from vit_jax.evaluators.suite import Suite
+from vit_jax.models import cost
 from vit_jax.printing import masked
-from vit_jax.report import result, tracing
-from vit_jax.report.compilations import Compilations
-from vit_jax.report.startup import Startup
-from vit_jax.training import (
-    checkpoint,
-    efficiency,
-    guards,
-    lock,
-    nearby,
-    same_run,
-    starting,
-    watchdog,
-)
-from vit_jax.training import program as programs
-from vit_jax.training.ahead import Ahead
+from vit_jax.training import guards, lock, resume_check, run_report, timers
+from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.logbook import Logbook
-from vit_jax.training.shared import Shared
+from vit_jax.training.local_checkpoint import LocalCheckpointer
+from vit_jax.training.metric_logger import MetricLogger
+from vit_jax.training.periodic_actions import (
+    Evaluations,
+    Interval,
+    PendingMetrics,
+)
+from vit_jax.training.resume_check import Restored
+from vit_jax.training.sweep import SweepCache
+from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
+from vit_jax.training.train_step import (
+    BackgroundCompilation,
+    TrainSetup,
+    build_train_setup,
+)
+from vit_jax.training.watchdog import Watchdog
+from vit_jax.weights.load import load_initial
 
 
 def train(
     config: TrainConfig,
     workdir: str | os.PathLike,
-    startup: Startup | None = None,
-    shared: Shared | None = None,
+    startup: StartupTimer | None = None,
+    sweep: SweepCache | None = None,
 ) -> dict:
-    """Trains, evaluates and reports; goes on where `workdir` holds a checkpoint.
+    """Trains, evaluates and reports; resumes if `workdir` holds a checkpoint.
 
     Args:
-      config: complete config, from `vit_jax.config.load`.
+      config: complete config, from `vit_jax.training.config.load`.
       workdir: folder for checkpoints, metrics and the report.
-      startup: holds what was done before this call.
-      shared: between the runs of a sweep; the result is the same without it.
+      startup: holds the phases before this call.
+      sweep: shared by the runs of a sweep; the result is the same without it.
 
     Returns:
-      What `report.json` holds: config, commit, devices, steps, wall_seconds, compute,
-      images_per_second, final ({evaluation: {"raw": {"top1": ...}, "ema": ...}}),
-      params_sha256 and more.
+      The content of `report.json`: config, commit, devices, steps, wall_seconds,
+      compute, images_per_second, final ({evaluation: {"raw": {"top1": ...}, "ema":
+      ...}}), params_sha256 and more.
 
     Raises:
-      UserError: something the user can mend; see README, "When it stops".
+      UserError: bad input or full memory or disk; see README, "When it stops".
       Preempted: SIGTERM or SIGHUP came, or a loader process was killed, and the state
         is saved.
       Interrupted: Ctrl-C, or the stop button of a notebook, and the state is saved; a
         second one raises KeyboardInterrupt at once.
     """
-    watch = watchdog.Watchdog(config.stall_timeout)
+    watchdog = Watchdog(config.stall_timeout)
     with (
         guards.clear_errors(config),
         lock.held(workdir),
         guards.Preemption() as preemption,
-        watch,
+        watchdog,
+        contextlib.ExitStack() as stack,
     ):
-        return _train(config, workdir, preemption, watch, startup or Startup(), shared)
+        return _train(
+            config,
+            workdir,
+            preemption,
+            watchdog,
+            startup or StartupTimer(),
+            sweep,
+            stack,
+        )
 
 
-def _train(config, workdir, preemption, watch, startup, shared) -> dict:
-    began, commit = time.perf_counter(), result.commit()  # Of the code that runs.
-    data, every = config.data, config.every
-    first_process = jax.process_index() == 0
+def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict:
+    clock, commit = RunClock(), run_report.commit()  # Of the code that runs.
+    data = config.data
+    is_first = jax.process_index() == 0
     jax.config.update("jax_debug_nans", config.debug_nans)
     jax.config.update("jax_debug_infs", config.debug_nans)
-    uncached = compilation_cache.enable(config.compilation_cache)
-
-    same_run.check_hosts(config)
+    uncached = compilation.enable_cache(config.compilation_cache_dir)
+    resume_check.check_hosts(config)
 
     # Mesh.
-    mesh = meshes.create(dataclasses.asdict(config.mesh))
-    part, parts = meshes.share(mesh)  # Of every batch, to load here ...
-    alike = jax.process_count() // parts  # ... and in as many processes.
-    same_run.check_workdir(workdir, config)
-    startup.done("devices")
+    mesh = meshes.create(config.mesh)
+    data_shard, num_data_shards = meshes.data_shard(mesh)
+    replicas_per_shard = jax.process_count() // num_data_shards
+    resume_check.check_workdir(workdir, config)
+    startup.end_phase("devices")
 
     # Data.
-    source = sources.open_source(data, data.split)
-    startup.done("data")
-    watch.beat("opening the data")
+    source = open_source(data, data.split)
+    startup.end_phase("data")
+    watchdog.reset("opening the data")
 
-    # Model, optimiser, step and evaluations.
-    build, evaluations = programs.build, Suite
-    if shared:
-        build, evaluations = shared.program, shared.suite
-    program = build(config, mesh, len(source))
-    total, epoch = program.total, program.epoch
-    tracing.check(config.profile, total)
-    suite = evaluations(
-        program.model,
+    # Task, optimiser, train step and evaluations.
+    build, make_suite = build_train_setup, Suite
+    if sweep:
+        build, make_suite = sweep.build_train_setup, sweep.suite
+    setup = build(config, mesh, len(source))
+    total = setup.total_steps
+    timers.check_profile_steps(config.profile_steps, total)
+    suite = make_suite(
+        setup.model,
         config.evals,
         data,
         config.batch_size,
         mesh,
-        program.shardings.params,
+        setup.task.backbone(setup.shardings.params, setup.shardings.extra),
+    )
+    log_interval = Interval(config.log_every_steps, config.log_every_epochs, setup)
+    save_interval = Interval(
+        config.checkpoint_every_steps, config.checkpoint_every_epochs, setup
     )
 
-    def due(what, step):
-        if what == "evaluate":
-            return suite.due(step, every, total=total, epoch=epoch)
-        epochs = getattr(every, f"{what}_epochs")
-        intervals = getattr(every, what), round(epochs * epoch)
-        return step == total or any(i and step % i == 0 for i in intervals)
+    # State: restored or initialised on the devices while the step compiles.
+    checkpoints = stack.enter_context(Checkpointer(workdir, config, source))
+    compilations = stack.enter_context(CompilationCounter())
+    resume_check.check_data_of_hosts(
+        {"train": source} | suite.sources(), checkpoints.latest
+    )
+    compiling = BackgroundCompilation(setup, debug_nans=config.debug_nans)
+    startup.end_phase("trace")
+    local = LocalCheckpointer(config, workdir, source, setup.shapes, setup.shardings)
+    state, start, *before, notes = restore_or_init(config, setup, checkpoints, local)
+    clock.add(*before)
 
-    with (
-        checkpoint.Checkpointer(workdir, config, source) as checkpoints,
-        Compilations() as compilations,
-        contextlib.ExitStack() as open_files,
-    ):
-        read = {"train": source} | suite.sources()
-        same_run.check_data_of_hosts(read, checkpoints.latest)
-        compiling = Ahead(program, debug_nans=config.debug_nans)
-        startup.done("trace")
-
-        # State: created or restored in place, each part on the devices that hold it.
-        near = nearby.Nearby(config, workdir, source, program.shapes, program.shardings)
-        state, start, *before, notes = starting.begin(
-            config, program, checkpoints, near
+    # Logging.
+    logger = stack.enter_context(
+        MetricLogger(
+            config,
+            workdir,
+            setup,
+            start,
+            replicas_per_shard=replicas_per_shard,
+            startup=startup,
+            compilations=compilations,
         )
+    )
+    step_timer, stall_timer = logger.step_timer, logger.stall_timer
+    logger.log_header(len(source))
+    trace = timers.Trace(config.profile_steps, workdir, start, active=is_first)
+    unchecked = fingerprint.unchecked(checkpoints.data)
+    for note in filter(None, (*notes, unchecked, uncached, trace.note)):
+        logger.info(note)
+    pending = PendingMetrics(checkpoints, logger, watchdog)
+    evaluations = Evaluations(suite, config, setup, logger, preemption, watchdog)
+    early_exit = guards.EarlyExit(
+        preemption, checkpoints, setup, clock, workdir, config.data
+    )
 
-        # Reports.
-        book = open_files.enter_context(
-            Logbook(
-                config,
-                workdir,
-                program,
-                start,
-                alike=alike,
-                startup=startup,
-                compilations=compilations,
-            )
-        )
-        book.head(len(source))
-        trace = tracing.Trace(config.profile, workdir, start, active=first_process)
-        unchecked = fingerprint.unchecked(checkpoints.data)
-        for note in filter(None, (*notes, unchecked, uncached, trace.note)):
-            book.say(note)
+    # Rerun evaluations that preemption interrupted.
+    final, skipped = {}, 0
+    if evaluations.is_pending(start) and evaluations.run(start, state) is None:
+        early_exit.save_and_raise(start, state)
 
-        def spent():
-            """Returns seconds, and seconds times devices, of this and former starts."""
-            own = time.perf_counter() - began
-            return before[0] + own, before[1] + own * jax.device_count()
+    # Training.
+    batches = pipeline.train_batches(
+        source,
+        data,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        start=start,
+        stop=max(start, total),
+        data_shard=data_shard,
+        num_data_shards=num_data_shards,
+    )
+    if preemption.reached():  # Before the first step, which compiles, begins.
+        early_exit.save_and_raise(start, state)
+    startup.end_phase("init")
+    watchdog.reset("making or restoring the state")
+    train_step = compiling.result() if start < total else None
+    startup.end_phase("compile")
+    watchdog.reset("compilation")
+    # debug_nans runs a failed step again, operation by operation, which transfers.
+    guard = "allow" if config.debug_nans else "disallow"
+    with batches, jax.transfer_guard(guard), stall_timer, trace:
+        for step, batch in enumerate(stall_timer.iterate(batches), start + 1):
+            step_timer.mark("input")
+            skipped += int(batch.pop("skipped").sum())
+            if step == 1:
+                logger.images("train/images", batch["image"], 0)
+            batch = {name: batch[name] for name in setup.batch_shapes}
+            batch = meshes.to_devices(batch, mesh)
+            step_timer.mark("host-to-device")
+            with trace.around(step):
+                state, metrics = train_step(state, batch)
+            stall_timer.step_started(metrics)
+            pending.put(step, metrics)
 
-        def settle(step, metrics):
-            """Waits for a step and looks at its numbers."""
-            values = {k: float(v) for k, v in jax.device_get(metrics).items()}
-            guards.check_finite(step, values, checkpoints)
-            book.done(step)
-            watch.beat(f"step {step}", step=True)
-            return values
+            stop, evaluate = preemption.reached(), evaluations.due(step)
+            log, save = log_interval.is_due(step), save_interval.is_due(step)
+            if stop or log or save or evaluate or local.is_due(step):
+                values = pending.fetch()
+            step_timer.mark("device step")
+            if log:
+                logger.log_metrics(
+                    step,
+                    values,
+                    skipped=skipped,
+                    failed_saves=checkpoints.failures,
+                    read_ahead=batches.read_ahead,
+                )
+                step_timer.mark("logging")
+            if stop:
+                early_exit.save_and_raise(step, state)
+            with logger.pause():
+                if save:
+                    checkpoints.save(step, setup.to_disk(state), *clock.elapsed())
+                    watchdog.reset(f"waiting for a save at step {step}")
+                    step_timer.mark("checkpoint")
+                elif local.is_due(step):
+                    local.save(step, state, *clock.elapsed())
+                    step_timer.mark("checkpoint")
+                if evaluate:
+                    final = evaluations.run(step, state)
+                    if final is None:
+                        early_exit.save_and_raise(step, state)
+                    step_timer.mark("evaluation")
+                for line in trace.after(step, metrics), step_timer.end_step(step):
+                    if line:
+                        logger.info(line)
+    if checkpoints.wait():  # The last save failed: try once more, some time later.
+        checkpoints.save(total, setup.to_disk(state), *clock.elapsed())
+    watchdog.reset("the save of the last step")
 
-        def leave(step):
-            """Saves and ends the run before its time."""
-            why = preemption.why()
-            if step and step != checkpoints.latest:
-                checkpoints.save(step, program.to_disk(state), *spent())
-                checkpoints.demand(step, why)
-            saved = (
-                f"step {step} of {total} is saved" if step else "nothing to save yet"
-            )
-            raise guards.ended(why, saved, workdir, data)
-
-        def evaluate(step):
-            """Scores the raw and the averaged parameters; leaves if asked meanwhile."""
-            params = {"raw": state.params}
-            if state.average is not None:
-                params["ema"] = state.average
-
-            def stop():
-                watch.beat(f"a part of the evaluation of step {step}")
-                return preemption.reached()
-
-            scores = suite.run(params, stop, due("evaluate", step))
-            if scores is None:
-                leave(step)
-            book.scores(step, scores, suite.confusions)
-            return scores
-
-        # A start that was ended in an evaluation owes it still.
-        final, skipped = {}, 0
-        owed = due("evaluate", start) if 0 < start < total else ()
-        if not all(book.has_scores(start, name) for name in owed):
-            evaluate(start)
-
-        # Training.
-        batches = pipeline.train_batches(
-            source,
-            data,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            start=start,
-            stop=max(start, total),
-            process_index=part,
-            process_count=parts,
-        )
-        if preemption.reached():  # Before the first step, which compiles, begins.
-            leave(start)
-        startup.done("init")
-        watch.beat("making or restoring the state")
-        train_step = compiling.step() if start < total else None
-        startup.done("compile")
-        watch.beat("compilation")
-        waiting = None  # The last step and its metrics, while the device is at it.
-        # debug_nans runs a failed step again, operation by operation, which transfers.
-        guard = "allow" if config.debug_nans else "disallow"
-        with batches, jax.transfer_guard(guard), book.wait, trace:
-            for step, batch in enumerate(book.wait.over(batches), start + 1):
-                book.laps.mark("input")
-                skipped += int(batch.pop("skipped").sum())
-                if step == 1:
-                    book.images("train/images", batch["image"], 0)
-                batch = meshes.to_devices(batch, mesh)
-                book.laps.mark("host-to-device")
-                with trace.around(step):
-                    state, metrics = train_step(state, batch)
-                book.wait.began(metrics)
-                if waiting:
-                    settle(*waiting)
-                waiting = (step, metrics)
-
-                ending = preemption.reached()
-                if (
-                    ending
-                    or near.due(step)
-                    or any(map(due, ("log", "evaluate", "checkpoint"), [step] * 3))
-                ):
-                    values, waiting = settle(*waiting), None
-                book.laps.mark("device step")
-                if due("log", step):
-                    book.log(
-                        step,
-                        values,
-                        skipped=skipped,
-                        failed=checkpoints.failures,
-                        read_ahead=batches.read_ahead,
-                    )
-                    book.laps.mark("logging")
-                if ending:
-                    leave(step)
-                with book.pause():
-                    if due("checkpoint", step):
-                        checkpoints.save(step, program.to_disk(state), *spent())
-                        watch.beat(f"waiting for a save at step {step}")
-                        book.laps.mark("checkpoint")
-                    elif near.due(step):
-                        near.save(step, state, *spent())
-                        book.laps.mark("checkpoint")
-                    if due("evaluate", step):
-                        final = evaluate(step)
-                        book.laps.mark("evaluation")
-                    for line in trace.after(step, metrics), book.laps.end(step):
-                        if line:
-                            book.say(line)
-        if checkpoints.wait():
-            # Once more, some time later.
-            checkpoints.save(total, program.to_disk(state), *spent())
-        watch.beat("the save of the last step")
-
-        # Report.
-        skipped = int(distributed.gather(skipped=skipped)["skipped"].sum()) // alike
-        report = {
-            "config": config.name,
-            "commit": commit,
-            "devices": jax.device_count(),
-            "device_kind": jax.devices()[0].device_kind,
-            "steps": total,
-            "variant": config.model.variant,
-            "dataset": data.name,
-            "examples": len(source),
-            "init": masked(config.init),
-            "wall_seconds": round(spent()[0], 3),
-            "compute": efficiency.compute(
-                program.model, total * config.batch_size, spent()[1]
-            ),
-            "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
-            "compile_seconds": round(compilations.seconds, 3),
-            "images_per_second": round(book.images_per_second, 3) or None,
-            "skipped_images": skipped,
-            "class_names": list(source.class_names),
-            "final": final,
-            "params_sha256": result.params_sha256(program.to_disk(state).params),
-        }
-        if start >= total:
-            book.say(f"this run is finished ({total} steps): evaluating only")
-            scores = evaluate(start)
-            report = report | (result.read(workdir) or {})
-            report["final"] = report["final"] | scores
-        if skipped:
-            book.say(f"skipped damaged images {skipped} times (data.on_error=skip)")
-        book.say("\n" + result.table(report))
-        if first_process:
-            result.write(workdir, report)
-        checkpoints.demand(total, "the training is done and reported")
-        near.forget()
+    # Report.
+    skipped = int(meshes.process_allgather(skipped=skipped)["skipped"].sum())
+    skipped //= replicas_per_shard
+    seconds, device_seconds = clock.elapsed()
+    report = {
+        "config": config.name,
+        "commit": commit,
+        "devices": jax.device_count(),
+        "device_kind": jax.devices()[0].device_kind,
+        "steps": total,
+        "variant": config.model.variant,
+        "dataset": data.name,
+        "examples": len(source),
+        "init": masked(config.init),
+        "wall_seconds": round(seconds, 3),
+        "compute": run_report.compute_record(
+            images=total * config.batch_size,
+            exaflops=cost.training_exaflops(setup.model, total * config.batch_size),
+            device_kind=jax.devices()[0].device_kind,
+            devices=jax.device_count(),
+            device_seconds=device_seconds,
+        ),
+        "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
+        "compile_seconds": round(compilations.seconds, 3),
+        "images_per_second": round(logger.images_per_second, 3) or None,
+        "skipped_images": skipped,
+        "class_names": list(source.class_names),
+        "final": final,
+        "params_sha256": run_report.params_sha256(setup.to_disk(state).params),
+    }
+    if start >= total:
+        logger.info(f"this run is finished ({total} steps): evaluating only")
+        scores = evaluations.run(start, state)
+        if scores is None:
+            early_exit.save_and_raise(start, state)
+        report = report | (run_report.read_report(workdir) or {})
+        report["final"] = report["final"] | scores
+    if skipped:
+        logger.info(f"skipped damaged images {skipped} times (data.on_error=skip)")
+    logger.info("\n" + run_report.format_report(report))
+    if is_first:
+        run_report.write_report(workdir, report)
+    checkpoints.demand(total, "the training is done and reported")
+    local.remove()
     return report
+
+
+def restore_or_init(
+    config: TrainConfig,
+    setup: TrainSetup,
+    checkpoints: Checkpointer,
+    local: LocalCheckpointer,
+) -> Restored:
+    """Restores or initialises the state, each part on the devices that hold it.
+
+    Args:
+      config: complete config; its `init` names weights for a run that begins.
+      setup: of the run.
+      checkpoints: in the workdir.
+      local: on the hosts' own disks; the newer of the two is taken.
+
+    Returns:
+      The state, at step 0 for a run that begins.
+
+    Raises:
+      UserError: no checkpoint is intact, it was saved with other data, or `init`
+        cannot be read, does not fit, or differs between hosts.
+    """
+    latest, notes = checkpoints.latest or 0, []
+    found = local.restore(newer_than=latest)
+    if found.state is None and latest:
+        notes = checkpoints.verify()
+        if checkpoints.latest < latest:  # A local checkpoint may be newer now.
+            found = local.restore(newer_than=checkpoints.latest)
+        if found.state is None:
+            notes += found.notes
+            found = checkpoints.restore(setup.disk_shapes, setup.disk_shardings)
+            found = found._replace(state=setup.from_disk(found.state))
+    elif found.state is None and config.init:
+        params, notes = load_initial(config, setup.model, lambda: setup.init()[0])
+        _check_weights_of_hosts(setup, params)
+        found = found._replace(state=setup.state_from(params))
+    elif found.state is None:
+        _check_weights_of_hosts(setup, {})
+        found = found._replace(state=setup.initial_state())
+    return found._replace(notes=[*notes, *found.notes])
+
+
+def _check_weights_of_hosts(setup: TrainSetup, params: dict) -> None:
+    if jax.process_count() > 1:
+        params = {"params": params, "extra": setup.task.load() or {}}
+        hosts.check_agreement(weights={"sha256": run_report.params_sha256(params)})

@@ -1,22 +1,26 @@
-"""From config to optax: schedule, optimiser, weight decay, clipping, freezing."""
+"""Optimisers: Adam or SGD, weight decay, clipping, layer decay, freezing."""
 
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.config.fields import epochs, key
+from vit_jax.config.fields import choice, epochs, key
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.training import layer_decay
-
-Number = jax.Array | float
-Schedule = Callable[[jax.Array | int], Number]
+from vit_jax.training.schedules import (
+    SCHEDULES,
+    Number,
+    RunLength,
+    Schedule,
+    ScheduleConfig,
+    length_in_steps,
+    length_key,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,59 +28,33 @@ class OptimConfig:
     """What `config.optim` states of every optimiser."""
 
     name: str = key("adam", '"adam" or "sgd".')
-    rate: float = key(0.0, "Peak learning rate: this ...", in_step=False)
-    rate_per_256: float = key(
-        0.0, "... or this, times batch_size / 256.", in_step=False
-    )
-    decay: str = key(
-        "cosine",
-        'Of the rate: "cosine", "linear", "rsqrt", "staircase" or "constant".',
-        choices=("linear", "cosine", "rsqrt", "constant", "staircase"),
-    )
-    end_rate: float = key(
+    learning_rate: float = key(0.0, "Peak learning rate: this ...", in_step=False)
+    base_learning_rate: float = key(
         0.0,
-        "Where the decay ends, one step after the last.",
-        only_if={"decay": ("linear", "cosine")},
+        "... or this, times batch_size / 256.",
+        in_step=False,
+        formerly="optim.rate_per_256",
     )
-    timescale: int = key(
-        10_000,
-        "In steps: peak / sqrt(1 + steps after warmup / timescale), at the end linearly "
-        "to 0.",
-        at_least=1,
-        only_if={"decay": ("rsqrt",)},
-    )
-    cooldown_steps: int = key(
-        0,
-        "The way to 0 in steps; 0 in all units is none.",
-        only_if={"decay": ("rsqrt",)},
-    )
-    cooldown_epochs: float = epochs(
-        "The same in epochs, or else ...", only_if={"decay": ("rsqrt",)}
-    )
-    cooldown_fraction: float = key(
-        0.0, "... as a fraction of the run.", only_if={"decay": ("rsqrt",)}
-    )
-    boundaries: tuple[int, ...] = key(
-        (0,),
-        "Steps at which the rate falls ...",
-        only_if={"decay": ("staircase",)},
-    )
-    factor: float = key(
-        0.1, "... to this part of what it was.", only_if={"decay": ("staircase",)}
-    )
+    schedule: ScheduleConfig = choice(SCHEDULES, "cosine", formerly="optim.decay")
     warmup_steps: int = key(0, "Linear warmup in steps, or else ...")
     warmup_epochs: float = epochs("... in epochs, or else ...")
     warmup_fraction: float = key(0.0, "... as a fraction of the run.")
     weight_decay: float = key(0.0, "Decoupled from the loss, times the scheduled rate.")
-    decay_mask: tuple[str, ...] = key(
+    weight_decay_mask: tuple[str, ...] = key(
         (r"/kernel$",), "Regular expressions: what weight decay touches."
     )
     layer_decay: float = key(
         0.0, "Rate of a layer by that of the one above it; 0 is off.", at_most=1
     )
-    clip_norm: float = key(0.0, "Largest global gradient norm; 0 is off.")
-    accumulate: int = key(1, "Microbatches a step.", at_least=1, changes_result=False)
-    moment_dtype: str = key(
+    grad_clip_norm: float = key(0.0, "Largest global gradient norm; 0 is off.")
+    grad_accum_steps: int = key(
+        1,
+        "Microbatches per step.",
+        at_least=1,
+        changes_result=False,
+        formerly="optim.accumulate",
+    )
+    mu_dtype: str = key(
         "float32",
         "Of Adam's first moment, SGD's momentum; or \"bfloat16\".",
         choices=("float32", "bfloat16"),
@@ -89,15 +67,16 @@ class OptimConfig:
     freeze_fraction: float = key(0.0, "... as a fraction of the run.")
 
     def __post_init__(self):
-        if bool(self.rate) == bool(self.rate_per_256):
+        if bool(self.learning_rate) == bool(self.base_learning_rate):
             raise UserError(
-                f"config states optim.rate={self.rate} and optim.rate_per_256="
-                f"{self.rate_per_256}: set exactly one of them"
+                f"config states optim.learning_rate={self.learning_rate} and "
+                f"optim.base_learning_rate={self.base_learning_rate}: set exactly one of "
+                "them"
             )
 
-    def peak_rate(self, batch_size: int) -> float:
+    def peak_learning_rate(self, batch_size: int) -> float:
         """Returns the highest learning rate of a run."""
-        return self.rate or self.rate_per_256 * batch_size / 256
+        return self.learning_rate or self.base_learning_rate * batch_size / 256
 
     def moments(self) -> list[optax.GradientTransformation]:
         """Returns what makes a direction of the gradients."""
@@ -115,7 +94,7 @@ class AdamConfig(OptimConfig):
     def moments(self) -> list[optax.GradientTransformation]:
         return [
             optax.scale_by_adam(
-                b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.moment_dtype
+                b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.mu_dtype
             )
         ]
 
@@ -137,7 +116,7 @@ class SgdConfig(OptimConfig):
             optax.trace(
                 decay=self.momentum,
                 nesterov=self.nesterov,
-                accumulator_dtype=self.moment_dtype,
+                accumulator_dtype=self.mu_dtype,
             )
         ]
 
@@ -145,138 +124,46 @@ class SgdConfig(OptimConfig):
 OPTIMIZERS = {"adam": AdamConfig, "sgd": SgdConfig}
 
 
-def schedule(
-    optim: OptimConfig,
-    peak: Number,
-    total_steps: int,
-    steps_per_epoch: float,
-    length_key: str = "total_steps",
-) -> Schedule:
-    """Builds the learning rate as a function of the step.
+def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
+    """Returns the learning rate as a function of the step.
 
     Args:
-      optim: `config.optim`.
-      peak: highest rate, see `OptimConfig.peak_rate`; it may be an argument of a jitted
+      optim: section `optim`.
+      peak: highest learning rate, see `OptimConfig.peak_learning_rate`; it may be an argument of a jitted
         function.
-      total_steps: length of the run.
-      steps_per_epoch: training examples by batch size.
-      length_key: what states the length of the run, for messages.
+      run: length of the run.
 
     Returns:
       Function from the steps already taken to the rate of the next one: linear from 0
-      over the warmup, then the decay over the rest of the run.
+      over the warmup, then the schedule over the rest of the run.
 
     Raises:
-      UserError: the warmup, or warmup and cooldown, are longer than the run, or
-        `boundaries` are not in order between the warmup and the end.
+      UserError: the warmup is longer than the run, or the schedule does not fit it.
     """
-    warmup = steps(optim, "warmup", total_steps, steps_per_epoch)
-    rest = total_steps - warmup
-    if rest < 0:
+    warmup = length_in_steps(optim, "warmup", run)
+    if warmup > run.total_steps:
         raise UserError(
-            f"the warmup takes {warmup} steps but the run only {total_steps}: lower "
-            f"{_stated(optim, 'warmup')} or raise {length_key}"
+            f"the warmup takes {warmup} steps but the run only {run.total_steps}: lower "
+            f"optim.{length_key(optim, 'warmup')} or raise {run.key}"
         )
-    if optim.decay == "constant":
-        decay = optax.constant_schedule(peak)
-    elif optim.decay == "linear":
-        decay = optax.linear_schedule(peak, optim.end_rate, max(1, rest))
-    elif optim.decay == "cosine":
-        decay = optax.cosine_decay_schedule(
-            peak, max(1, rest), alpha=optim.end_rate / peak
-        )
-    elif optim.decay == "staircase":
-        decay = _staircase(peak, optim.boundaries, optim.factor, warmup, total_steps)
-    else:
-        cooldown = steps(optim, "cooldown", total_steps, steps_per_epoch)
-        if cooldown > rest:
-            raise UserError(
-                f"warmup ({warmup} steps) and cooldown ({cooldown}) are longer than the "
-                f"run ({total_steps}): lower {_stated(optim, 'cooldown')} or raise {length_key}"
-            )
-        decay = _rsqrt(peak, optim.timescale, cooldown, rest)
     ramp = optax.linear_schedule(0.0, peak, max(1, warmup))
-    return optax.join_schedules([ramp, decay], [warmup])
-
-
-def _staircase(
-    peak: Number,
-    boundaries: Sequence[int],
-    factor: float,
-    warmup: int,
-    total_steps: int,
-) -> Schedule:
-    """Constant rate, multiplied by `factor` at each boundary."""
-    stairs = [warmup, *boundaries, total_steps]
-    if any(a >= b for a, b in itertools.pairwise(stairs)):
-        raise UserError(
-            f"optim.boundaries={tuple(boundaries)} must ascend between the end of the "
-            f"warmup ({warmup}) and that of the run ({total_steps})"
-        )
-    return optax.piecewise_constant_schedule(
-        peak, {step - warmup: factor for step in boundaries}
-    )
-
-
-def _stated(optim: OptimConfig, name: str) -> str:
-    """Names the key that states a part's length."""
-    return "optim." + next(unit for unit in _units(name) if getattr(optim, unit))
-
-
-def _units(name: str) -> tuple[str, str, str]:
-    return f"{name}_steps", f"{name}_epochs", f"{name}_fraction"
-
-
-def steps(
-    optim: OptimConfig, name: str, total_steps: int, steps_per_epoch: float
-) -> int:
-    """Returns a length in steps that is stated as steps, epochs or a fraction.
-
-    Args:
-      optim: `config.optim`, with `{name}_steps`, `{name}_epochs` and `{name}_fraction`.
-      name: which length: "warmup", "cooldown" or "freeze".
-      total_steps: length of the run.
-      steps_per_epoch: training examples by batch size.
-
-    Raises:
-      UserError: more than one of them is set.
-    """
-    factors = dict(zip(_units(name), (1, steps_per_epoch, total_steps), strict=True))
-    given = {unit: getattr(optim, unit) for unit in factors if getattr(optim, unit)}
-    if len(given) > 1:
-        stated = " and ".join(f"{unit}={value}" for unit, value in given.items())
-        raise UserError(
-            f"config states {stated}: keep one of them, set the others to 0"
-        )
-    return sum(max(1, round(value * factors[unit])) for unit, value in given.items())
-
-
-def _rsqrt(peak: Number, timescale: int, cooldown: int, rest: int) -> Schedule:
-    """Reciprocal square root with a linear cooldown to 0 (arXiv:2106.04560)."""
-
-    def rate(steps_after_warmup):
-        rate = peak / jnp.sqrt(1 + steps_after_warmup / timescale)
-        left = (rest - steps_after_warmup) / max(1, cooldown)
-        return rate * jnp.clip(left, 0, 1) if cooldown else rate
-
-    return rate
+    rest = optim.schedule.build(peak, warmup, run)
+    return optax.join_schedules([ramp, rest], [warmup])
 
 
 def optimizer(
     optim: OptimConfig,
     params: dict,
     rate: Schedule,
-    total_steps: int,
-    steps_per_epoch: float,
+    run: RunLength,
 ) -> optax.GradientTransformation:
     """Builds the optimiser.
 
     Args:
       optim: `config.optim`.
       params: model parameters, as arrays or shapes, in either layout of the blocks.
-      rate: from `schedule`.
-      total_steps: length of the run.
-      steps_per_epoch: training examples by batch size.
+      rate: from `learning_rate`.
+      run: length of the run.
 
     Returns:
       optax transformation: clipping, Adam or momentum, weight decay that is decoupled
@@ -284,22 +171,22 @@ def optimizer(
       to layer, freezing.
 
     Raises:
-      UserError: a regular expression of `decay_mask` or `freeze` matches no parameter,
+      UserError: a regular expression of `weight_decay_mask` or `freeze` matches no parameter,
         or `layer_decay` is set for a model without blocks.
     """
     chain = []
-    if optim.clip_norm:
-        chain.append(optax.clip_by_global_norm(optim.clip_norm))
+    if optim.grad_clip_norm:
+        chain.append(optax.clip_by_global_norm(optim.grad_clip_norm))
     chain += optim.moments()
     if optim.weight_decay:
-        mask = match(params, optim.decay_mask, "optim.decay_mask")
+        mask = match(params, optim.weight_decay_mask, "optim.weight_decay_mask")
         chain.append(_decay(optim.weight_decay, mask))
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.layer_decay:
-        chain.append(layer_decay.scale(params, optim.layer_decay))
+        chain.append(scale_by_layer(params, optim.layer_decay))
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
-        until = steps(optim, "freeze", total_steps, steps_per_epoch)
+        until = length_in_steps(optim, "freeze", run)
         # After the rest, so that weight decay does not move them either. What is frozen
         # for good is hidden from clipping and moments too; what will move needs
         # moments that are warm, or Adam's first free steps are several times too long.
@@ -308,10 +195,10 @@ def optimizer(
     return optax.chain(*chain)
 
 
-def hold(params: dict, optim: OptimConfig) -> dict:
-    """Lets no gradient reach what is frozen for the whole run.
+def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:
+    """Stops gradients to parameters that are frozen for the whole run.
 
-    So it costs no backward pass either. What is frozen for a part of the run keeps its
+    This saves their backward pass. What is frozen for a part of the run keeps its
     gradients, which warm its moments.
 
     Args:
@@ -321,7 +208,7 @@ def hold(params: dict, optim: OptimConfig) -> dict:
     Returns:
       The same parameters.
     """
-    if not optim.freeze or any(getattr(optim, unit) for unit in _units("freeze")):
+    if not optim.freeze or length_key(optim, "freeze"):
         return params
     return jax.tree.map(
         lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p,
@@ -399,3 +286,80 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
 
     return optax.GradientTransformation(init, update)
+
+
+_INPUT = re.compile(
+    r"(cls|dist)$|(embedding|conv_root|gn_root|block\d+)/"
+    r"|Transformer/(posembed_input|posembed_0)/"
+)
+# What is added before or within a block belongs to it.
+_BLOCK = re.compile(r"Transformer/(?:encoderblock|posembed|relative_embedding)_(\d+)")
+_OUTPUT = re.compile(
+    # One table for the attention of all blocks; BEiT has it at the full rate too.
+    r"Transformer/(encoder_norm/|relative_embedding$)"
+    r"|(MAPHead_0|fc_norm|pre_logits|head|head_dist)/"
+)
+
+
+def scale_by_layer(params: dict, decay: float) -> optax.GradientTransformation:
+    """Multiplies the updates of each parameter by the factor of its layer.
+
+    The learning rate of a layer is `decay` times that of the layer above it, as in BEiT
+    (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). Layers from the bottom: what
+    makes tokens of an image (a whole ResNet included) with its position embeddings; each
+    block; all that comes after the blocks, at the full rate.
+
+    Args:
+      params: model parameters, as arrays or shapes, in either layout of the blocks.
+      decay: factor from a layer to the one below it.
+
+    Returns:
+      Transformation without a state.
+
+    Raises:
+      UserError: the model has no encoder blocks.
+    """
+    by_parameter = layer_factors(params, decay)
+
+    def update(updates, params=None):
+        del params
+        return jax.tree.map(lambda u, f: u * f, updates, by_parameter)
+
+    return optax.stateless(update)
+
+
+def layer_factors(params: dict, decay: float) -> dict:
+    """Returns the factor of each parameter's rate.
+
+    Args and Raises: as `scale_by_layer`.
+
+    Returns:
+      Nested dict of floats; of stacked blocks, arrays that broadcast against them.
+    """
+    depth = 0
+
+    def look(path):
+        nonlocal depth
+        if match := _BLOCK.match(path):
+            depth = max(depth, int(match[1]) + 1)
+
+    stacking.map_paths(params, look)
+    if not depth:
+        raise UserError(
+            f"optim.layer_decay={decay} needs the blocks of a Transformer, which this "
+            "model has not: set it to 0, or choose another model.variant"
+        )
+    return stacking.map_paths(
+        params, lambda path: decay ** (depth + 1 - _layer(path, depth))
+    )
+
+
+def _layer(path: str, depth: int) -> int:
+    """Returns 0 for the input, 1 to `depth` for the blocks, one more for the output."""
+    if _INPUT.match(path):
+        return 0
+    if match := _BLOCK.match(path):
+        return int(match[1]) + 1
+    if _OUTPUT.match(path):
+        return depth + 1
+    raise ValueError(f"{path} is of no layer: add it to a layer in optim.py")

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from vit_jax.parallel import stacks, together
+from vit_jax.distributed import failures
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h.
 # How long this file's thread may be kept from running before C code ends the process.
@@ -35,8 +35,8 @@ class Watchdog:
         self._last, self._when = "the start", time.monotonic()
         self._done = threading.Event()
 
-    def beat(self, what: str, *, step: bool = False) -> None:
-        """Notes that something is finished.
+    def reset(self, what: str, *, step: bool = False) -> None:
+        """Restarts the timeout, because something is finished.
 
         Args:
           what: for the message, as "step 12".
@@ -51,7 +51,7 @@ class Watchdog:
             # Loader processes started from here on print their stacks when told to end.
             self._environment = os.environ.get("PYTHONFAULTHANDLER")
             os.environ["PYTHONFAULTHANDLER"] = "1"
-            self.beat("the start")
+            self.reset("the start")
             self._thread = threading.Thread(
                 target=self._watch, daemon=True, name="watchdog"
             )
@@ -84,11 +84,11 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        stacks.show("watchdog")
+        failures.show_stacks("watchdog")
         leave = threading.Timer(_WORDS_SECONDS, os._exit, [EXIT_STALLED])
         leave.daemon = True
         leave.start()
-        together.end_all(
+        failures.end_job(
             EXIT_STALLED,
             f"watchdog: no step, evaluation batch or save was finished in "
             f"{self._limit:g} s (stall_timeout); the last was {self._last}; the stacks "

@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from vit_jax.data import decode, resizing
+from vit_jax.data import decode
+from vit_jax.data.transforms import host as host_transforms
 from vit_jax.errors import UserError
 
 # Pillow antialiases all of them but nearest when it shrinks an image.
@@ -137,7 +138,7 @@ def resized_size(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, in
     if preprocess.squash:
         return rows, columns
     if rows == columns:
-        return resizing.short_side_size(size, rows)
+        return host_transforms.short_side_size(size, rows)
     height, width = size
     ratio = min(height / rows, width / columns)
     return round(height / ratio), round(width / ratio)
@@ -164,7 +165,7 @@ def crop_box(
 
 def _corner(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
     """Returns the top and left of the crop in a resized image, in pixels."""
-    top, left = map(resizing.centre_crop_start, size, preprocess.image_size)
+    top, left = map(host_transforms.centre_crop_start, size, preprocess.image_size)
     return top, left
 
 

@@ -18,7 +18,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
-from vit_jax.data import host_ops, ops
+from vit_jax.data.transforms import host as host_transforms
+from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.weights.pretrained import Preprocess, Pretrained, per_channel
 
@@ -65,7 +66,8 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
       The checkpoint.
 
     Raises:
-      UserError: there is no finished checkpoint, or the newest one is damaged.
+      UserError: there is no finished checkpoint, or the newest one is damaged or of an
+        earlier version.
     """
     workdir = epath.Path(workdir)
     if not has_checkpoint(workdir):
@@ -76,6 +78,7 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
     path = path_of(workdir, steps(workdir)[-1])
     refuse_damage(path)
     stored = ocp.metadata(path)
+    _check_version(path, stored.custom_metadata["config"])
     kind = "average" if use_ema and "average" in stored.metadata else "params"
     target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), stored.metadata[kind])
     context = ocp.Context()
@@ -125,7 +128,7 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
         source=str(workdir),
         preprocess=preprocess,
         class_names=found.class_names,
-        loss=found.config["loss"]["name"],
+        loss=found.config["task"].get("loss", "softmax"),
         notes=tuple(notes),
     )
 
@@ -137,14 +140,16 @@ def _preprocess(data: dict) -> Preprocess | None:
         tuple(per_channel(data[name], data["channels"])) for name in ("mean", "std")
     )
     common = {"image_size": image_size, "mean": mean, "std": std}
-    match ops.parse_eval(data["eval_ops"], image_size):
+    if parse.names_custom(data["eval_ops"]):  # Weights must not import a module.
+        return None
+    match parse.parse_eval(data["eval_ops"], image_size):
         case ():  # The images already have this size.
             return Preprocess(**common, squash=True)
-        case (host_ops.Resize(size=size),) if _pair(size) == image_size:
+        case (host_transforms.Resize(size=size),) if _pair(size) == image_size:
             return Preprocess(**common, squash=True)
         case (
-            host_ops.ResizeSmall(size=short),
-            host_ops.CentralCrop(size=size),
+            host_transforms.ResizeSmall(size=short),
+            host_transforms.CentralCrop(size=size),
         ) if _pair(size) == image_size:
             return Preprocess(
                 **common,
@@ -152,8 +157,8 @@ def _preprocess(data: dict) -> Preprocess | None:
                 short_side=image_size[0] != image_size[1],
             )
         case (
-            host_ops.Resize(size=resized),
-            host_ops.CentralCrop(size=size),
+            host_transforms.Resize(size=resized),
+            host_transforms.CentralCrop(size=size),
         ) if _pair(size) == image_size and _same_shape(_pair(resized), image_size):
             fraction = image_size[0] / _pair(resized)[0]
             return Preprocess(**common, crop_fraction=fraction, squash=True)
@@ -172,22 +177,39 @@ def read_config(workdir: str | os.PathLike) -> dict:
     """Returns the config of the newest checkpoint that can be read, as plain dicts.
 
     Raises:
-      UserError: there are checkpoints, and none whose metadata is undamaged.
+      UserError: there are checkpoints, and none whose metadata is undamaged, or the
+        newest such is of an earlier version.
     """
     damage = []
     for step in reversed(steps(workdir)):
         path = path_of(workdir, step)
         found = find_damage(path, data=False)
         if not found:
-            with contextlib.suppress(
-                Exception
-            ):  # An old checkpoint, without checksums.
-                return ocp.metadata(path).custom_metadata["config"]
+            config = None
+            with contextlib.suppress(Exception):  # There may be no checksums.
+                config = ocp.metadata(path).custom_metadata["config"]
+            if config is not None:
+                _check_version(path, config)
+                return config
         damage.append(f"{step}: {'; '.join(found) or 'unreadable'}")
     raise UserError(
         f"no checkpoint under {absolute(workdir) / FOLDER} is intact ("
         f"{', '.join(damage)}): move that folder away to begin anew"
     )
+
+
+def _check_version(path: epath.Path, config: dict) -> None:
+    """Refuses checkpoints from before tasks: their config and state have another form.
+
+    Raises:
+      UserError: this is one.
+    """
+    if "task" not in config:
+        raise UserError(
+            f"{path} was saved by an earlier version of vit_jax, before configs had a "
+            "`task`: continue the run, or convert its weights to safetensors, with that "
+            "version"
+        )
 
 
 def steps(workdir: str | os.PathLike) -> list[int]:

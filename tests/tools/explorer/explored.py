@@ -45,10 +45,10 @@ class Made(ExploredModel):
     """A model that is described, and no more."""
 
     def __init__(self, grid, layers, heads):
-        self.name, self.extra = "made", ["CLS"]
+        self.name, self.extra = "synthetic", ["CLS"]
         self._described = {
             "name": self.name,
-            "variant": "made",
+            "variant": "synthetic",
             "grid": grid,
             "layers": layers,
             "heads": heads,

@@ -13,7 +13,7 @@ from PIL import Image
 from vit_jax import models
 from vit_jax.analysis import attention
 from vit_jax.errors import UserError
-from vit_jax.evaluation import network, prediction
+from vit_jax.evaluators import forward_passes, prediction
 from vit_jax.tools.explorer.session import AttentionRows, ExploredModel
 
 
@@ -93,7 +93,7 @@ def test_fewer_steps_of_blocks_are_still_blocks():
 
 def everything(found, pretrained):
     """Returns the attention of all layers by `analysis`, and the network's input."""
-    model, params = network.fit(pretrained, pretrained.preprocess)
+    model, params = forward_passes.fit_network(pretrained, pretrained.preprocess)
     pixels = np.array(Image.open(io.BytesIO(found.picture)))
     pixels = pixels.reshape(1, *model.image_shape)
     images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
@@ -233,5 +233,5 @@ def test_parameters_are_fitted_where_jax_has_no_cpu(second, monkeypatch):
         return devices
 
     monkeypatch.setattr(jax, "devices", no_cpu)
-    _, params = network.fit(second, second.preprocess)
+    _, params = forward_passes.fit_network(second, second.preprocess)
     assert jax.tree.structure(params) == jax.tree.structure(second.params)

@@ -8,12 +8,12 @@ import pytest
 
 from vit_jax import cli, compile
 from vit_jax.config import loading
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.parallel import mesh as meshes
 from vit_jax.tools.planning import analysis, report, strategies
 from vit_jax.training import config as configuration
-from vit_jax.training import program as programs
+from vit_jax.training import train_step
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 QUICK = f"{CONFIGS}/b16_i21k.py:quick"
@@ -38,9 +38,9 @@ def overrides(words):
 
 def settings(spec, keys, devices):
     config = configuration.load(spec, keys)
-    shape = meshes.arrange(dataclasses.asdict(config.mesh), devices).shape
+    shape = meshes.arrange(config.mesh, devices).shape
     rows = config.batch_size // (shape[0] * shape[1])
-    assert rows % config.optim.accumulate == 0
+    assert rows % config.optim.grad_accum_steps == 0
     return analysis.settings(config, dict(zip(meshes.AXES, shape, strict=True)))
 
 
@@ -59,17 +59,17 @@ def ways(found):
     ids=["vit", "hybrid", "resnet"],
 )
 def test_what_is_advised_is_a_program_that_can_be_built(spec, keys, count):
-    small = {"sharding.smallest": 512, "data.classes": 16}
-    keys = {**keys, **small, "average.decay": 0.5, "batch_size": 8}
-    mesh = meshes.create(dataclasses.asdict(configuration.load(spec, keys).mesh))
+    small = {"sharding.min_size": 512, "data.classes": 16}
+    keys = {**keys, **small, "ema.decay": 0.5, "batch_size": 8}
+    mesh = meshes.create(configuration.load(spec, keys).mesh)
     found = analysis.settings(configuration.load(spec, keys), dict(mesh.shape))
     advised = ways(found)
     assert len(advised) == count
     assert any("mesh.fsdp" in way for way in advised)
     for way in advised:
         config = configuration.load(spec, {**keys, **overrides(way)})
-        mesh = meshes.create(dataclasses.asdict(config.mesh))
-        programs.build(config, mesh, EXAMPLES)
+        mesh = meshes.create(config.mesh)
+        train_step.build_train_setup(config, mesh, EXAMPLES)
         assert analysis.settings(config, dict(mesh.shape)) != found
 
 
@@ -88,13 +88,13 @@ def test_what_is_advised_is_a_program_that_can_be_built(spec, keys, count):
 )
 def test_what_is_advised_fits_devices_slices_and_batch(spec, devices, keys):
     fakes = [Fake(n, 4) for n in range(devices)]
-    keys = {"optim.accumulate": 3, "batch_size": 3 * 5 * devices, **keys}
+    keys = {"optim.grad_accum_steps": 3, "batch_size": 3 * 5 * devices, **keys}
     if devices % 4:
         fakes = [Fake(n, devices) for n in range(devices)]
     found = settings(spec, keys, fakes)
     advised = ways(found)
     assert ("mesh.fsdp" in advised[0]) == (found["mesh"]["fsdp"] == 1 and devices > 7)
-    assert "--config.optim.accumulate=15" in advised
+    assert "--config.optim.grad_accum_steps=15" in advised
     for way in advised:
         changed = settings(spec, {**keys, **overrides(way)}, fakes)
         assert changed != found
@@ -103,11 +103,11 @@ def test_what_is_advised_fits_devices_slices_and_batch(spec, devices, keys):
 
 def test_one_image_a_device_is_not_cut_into_microbatches():
     found = settings(QUICK, {"batch_size": 8}, [Fake(n, 8) for n in range(8)])
-    assert "accumulate" not in report.advice(found)
+    assert "grad_accum_steps" not in report.advice(found)
     nothing = found | {
         "mesh": {"data": 1, "fsdp": 8, "model": 1},
         "remat": None,
-        "moment_dtype": "bfloat16",
+        "mu_dtype": "bfloat16",
         "dtype": "bfloat16",
         "average": False,
     }
@@ -139,7 +139,7 @@ def test_flags_of_a_row_make_that_row_again(spec, keys, monkeypatch):
     assert len(found) == len(sizes) * 2 * len(strategies.REMAT)
     for row in found:
         config = configuration.load(spec, {**keys, **overrides(strategies.flags(row))})
-        mesh = meshes.create(dataclasses.asdict(config.mesh))
+        mesh = meshes.create(config.mesh)
         assert analysis.settings(config, dict(mesh.shape)) == row.settings
         assert len(strategies.line(row)) == len(strategies.line())
     only = "remat" in strategies.flags(found[0])

@@ -7,13 +7,13 @@ import re
 import jax
 import pytest
 
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import cost
-from vit_jax.parallel import mesh as meshes
 from vit_jax.tools.planning import analysis, hlo, report, strategies
 from vit_jax.tools.planning.analysis import Roofline
 from vit_jax.training import config as configuration
-from vit_jax.training import program as programs
+from vit_jax.training import train_step
 
 QUICK = str(pathlib.Path(__file__).parents[3] / "configs/b16_i21k.py") + ":quick"
 GIB = 2**30
@@ -21,11 +21,11 @@ GIB = 2**30
 
 def flops(**keys):
     """Counts a step of 3 layers, a device."""
-    words = {"model.depth": 3, "data.classes": 7, "average.decay": 0.5, **keys}
+    words = {"model.depth": 3, "data.classes": 7, "ema.decay": 0.5, **keys}
     config = configuration.load(QUICK, words)
-    mesh = meshes.create(dataclasses.asdict(config.mesh))
-    program = programs.build(config, mesh, 20)
-    traced = program.step.trace(program.shapes, program.batch_shapes)
+    mesh = meshes.create(config.mesh)
+    program = train_step.build_train_setup(config, mesh, 20)
+    traced = program.train_step.trace(program.shapes, program.batch_shapes)
     found = analysis._before(program, traced, config, mesh, 20, None)
     return found.flops, found.model_flops
 
@@ -60,8 +60,8 @@ SETTINGS = {
     "scan": False,
     "remat": "none",
     "attention": "auto",
-    "moment_dtype": "float32",
-    "accumulate": 1,
+    "mu_dtype": "float32",
+    "grad_accum_steps": 1,
     "average": False,
 }
 FOUND = analysis.Analysis(
@@ -100,7 +100,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change():
     assert line == (
         "does not fit: it wants 20.00 GiB of a chip's 16.00, 4.00 too much; try "
         "--config.mesh.data=16 --config.mesh.fsdp=16, --config.model.remat=full, "
-        "--config.optim.moment_dtype=bfloat16 or --config.optim.accumulate=2"
+        "--config.optim.mu_dtype=bfloat16 or --config.optim.grad_accum_steps=2"
     )
     assert "Collectives" not in report.text(large, "heading")
 
@@ -178,9 +178,9 @@ def test_what_a_model_axis_repeats_is_not_hidden():
 def counted(keys):
     """Says how the products of a step are counted before a compiler."""
     config = configuration.load(QUICK, keys)
-    mesh = meshes.create(dataclasses.asdict(config.mesh))
-    program = programs.build(config, mesh, 20)
-    traced = program.step.trace(program.shapes, program.batch_shapes)
+    mesh = meshes.create(config.mesh)
+    program = train_step.build_train_setup(config, mesh, 20)
+    traced = program.train_step.trace(program.shapes, program.batch_shapes)
     return analysis._before(program, traced, config, mesh, 20, None).counted
 
 
@@ -215,10 +215,10 @@ def test_products_are_those_of_the_compiled_program_where_it_shows_them(
 def test_what_a_model_axis_repeats_counts_on_each_device():
     words = {"model.depth": 2, "data.classes": 7, "mesh.model": 2}
     config = configuration.load(QUICK, words)
-    mesh = meshes.create(dataclasses.asdict(config.mesh))
+    mesh = meshes.create(config.mesh)
     found = analysis.analyse(config, mesh, 20, None)
     assert found.counted == analysis.COMPILED
-    traced, _ = flops(**words, **{"average.decay": 0.0})
+    traced, _ = flops(**words, **{"ema.decay": 0.0})
     # Two images a device: patches and, thrice, the representation and the classifier.
     whole = 2 * 2 * (2 * 4 * (16 * 16 * 3) * 16 + 3 * 16 * 16 + 3 * 16 * 7)
     assert found.flops == traced + whole / 2

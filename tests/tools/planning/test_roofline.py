@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_jax.parallel.chips import Chip
+from vit_jax.distributed.chips import Chip
 from vit_jax.tools.planning import analysis
 
 CHIP = Chip(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from vit_jax.distributed import chips
 from vit_jax.errors import UserError
-from vit_jax.parallel import chips
 from vit_jax.tools.planning import analysis, topology
 
 

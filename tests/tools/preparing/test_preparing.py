@@ -11,8 +11,8 @@ import tfds_sets
 import tfrecord_files
 from array_record.python import array_record_module
 
-from vit_jax.data import folder as image_folders
-from vit_jax.data.tfds_source import open_tfds
+from vit_jax.data.sources import folder as image_folders
+from vit_jax.data.sources.tfds import open_tfds
 from vit_jax.errors import UserError
 from vit_jax.tools.preparing import (
     build,

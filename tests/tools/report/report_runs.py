@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from vit_jax.data import vtab as vtab_tasks
-from vit_jax.report import confusion
+from vit_jax.data.sources import vtab as vtab_tasks
+from vit_jax.evaluators import classification
 from vit_jax.tools.report.blocks import Table
 
 CLASSES = ("cat", "dog", "a_<very> long & odd name of a class")
@@ -139,7 +139,9 @@ def evaluation(folder, *, model, variant, results, counts=None, evals=None):
     if evals:
         content["evals"] = evals
     if counts:
-        table = confusion.to_csv(confusion.Confusion(np.array(counts), CLASSES))
+        table = classification.confusion_to_csv(
+            classification.Confusion(np.array(counts), CLASSES)
+        )
         folder.mkdir(parents=True)
         (folder / "confusion_val_weights.csv").write_text(table)
         (folder / "other.csv").write_text("a,b\n1,2\n")

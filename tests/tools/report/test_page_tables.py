@@ -5,8 +5,8 @@ import json
 import pytest
 import report_runs
 
-from vit_jax.report import published
 from vit_jax.tools.report import paper_tables, results
+from vit_jax.training import run_report
 
 
 def test_table_2_has_ours_beside_the_published_column_and_the_difference(found, read):
@@ -99,7 +99,7 @@ def test_without_runs_that_match_ours_is_empty(tmp_path):
 
 
 def test_published_numbers_are_in_the_tables_as_they_are(found, read):
-    told = published.tables()
+    told = run_report.published_tables()
     two, five, six, nine = paper_tables.paper_tables(found, read)
     for name, row in told["table5"]["JFT-300M"].items():
         for column, value in zip(told["table5"]["cols"], row, strict=True):

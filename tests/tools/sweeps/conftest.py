@@ -10,9 +10,9 @@ TINY = {
     "name": "tiny",
     "total_steps": 2,
     "batch_size": 8,
-    "data": {"name": "made", "classes": 3, "examples": 16, "image_size": (8, 8)},
+    "data": {"name": "synthetic", "classes": 3, "examples": 16, "image_size": (8, 8)},
     "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 20},
-    "optim": {"rate": 0.01},
+    "optim": {"learning_rate": 0.01},
 }
 TINY["model"] |= {"representation": True, "dropout": 0.1}
 

@@ -8,7 +8,7 @@ from vit_jax.errors import Diverged, UserError
 from vit_jax.tools.sweeps import runs
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.optim import SgdConfig
-from vit_jax.training.shared import Shared
+from vit_jax.training.sweep import SweepCache
 
 ROWS = [{"rate": 0.5, "score": None}]
 
@@ -34,7 +34,7 @@ def test_a_broken_disk_is_one_line_with_the_remedy(tmp_path, write, name):
 
 
 def test_that_a_run_diverged_may_not_fit_the_disk(tmp_path, monkeypatch):
-    config = TrainConfig(optim=SgdConfig(rate=0.1))
+    config = TrainConfig(optim=SgdConfig(learning_rate=0.1))
 
     def train(*_, **__):
         raise Diverged("the loss is NaN")
@@ -45,4 +45,4 @@ def test_that_a_run_diverged_may_not_fit_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(runs.loop, "train", train)
     monkeypatch.setattr(runs, "replace_text", replace_text)
     with pytest.raises(UserError, match=r"diverged.json cannot be .*\(No space left"):
-        runs.train(config, tmp_path, Shared(), keep=True)
+        runs.train(config, tmp_path, SweepCache(), keep=True)

@@ -7,7 +7,7 @@ import pytest
 import watched
 from PIL import Image
 
-from vit_jax.data import sources
+from vit_jax.data.sources import open as opening
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import fine_tuning, recipes
@@ -22,13 +22,13 @@ def task(pretrained, recipe, rates=(0.1, 0.2), **overrides):
 @pytest.fixture
 def opened(monkeypatch):
     """Splits that are opened, in their order."""
-    found, real = [], sources._open
+    found, real = [], opening._open
 
     def watch(data, split):
         found.append(split)
         return real(data, split)
 
-    monkeypatch.setattr(sources, "_open", watch)
+    monkeypatch.setattr(opening, "_open", watch)
     return found
 
 
@@ -92,7 +92,7 @@ def test_a_long_warmup_fits_a_large_set(pretrained, monkeypatch):
     """Eight epochs of ImageNet are 20,000 steps."""
     sizes = {"train": 1_281_167, "validation": 50_000}
     source = types.SimpleNamespace(numbering=Numbering(sizes, ()))
-    monkeypatch.setattr(sources, "open_unchecked", lambda data, split: source)
+    monkeypatch.setattr(fine_tuning, "open_unchecked", lambda data, split: source)
     stated = {"epochs": 8, "optim.warmup_steps": 500}
     fine_tuning.check_feasible(task(pretrained, recipes.find("imagenet2012"), **stated))
     with pytest.raises(UserError, match="imagenet2012 has no split 'test'"):

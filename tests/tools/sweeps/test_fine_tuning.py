@@ -7,11 +7,12 @@ import pytest
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.evaluation.kinds import ClassificationConfig
+from vit_jax.evaluators.classification import ClassificationConfig
 from vit_jax.models import variants
 from vit_jax.tools.sweeps import fine_tuning, recipes
 from vit_jax.training import config as configuration
 from vit_jax.training import optim
+from vit_jax.training.schedules import RunLength
 from vit_jax.weights.pretrained import Pretrained
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -40,14 +41,26 @@ def test_runs_have_what_the_recipe_by_hand_has():
         lines = fields.differences(theirs, ours)
         keys = {line.split(":")[0] for line in lines}
         # How often is told and saved, where it is computed, and how it is written.
-        free = {"name", "data.ops", "data.eval_ops", "model.dtype", "keep.last"}
+        free = {
+            "name",
+            "data.ops",
+            "data.eval_ops",
+            "model.dtype",
+            "checkpoint.max_to_keep",
+        }
         free |= {"evals.dev", "evals.held_out"}
-        assert {k for k in keys if not k.startswith("every.")} <= free, lines
+        assert {k for k in keys if "_every_" not in k} <= free, lines
     assert found.trial(0.01).evals == {
         "held_out": ClassificationConfig(split="train[98%:]")
     }
     assert found.final(0.01, 7).evals == {"test": ClassificationConfig(split="test")}
     assert found.final(0.01, 7).seed == 7
+
+
+def test_keys_at_any_depth_are_set():
+    keys = {"optim.schedule.name": "linear", "optim.schedule.end_learning_rate": 1e-4}
+    schedule = task(published(), overrides=keys).config.optim.schedule
+    assert (schedule.name, schedule.end_learning_rate) == ("linear", 1e-4)
 
 
 def test_the_checkpoint_says_what_its_network_is():
@@ -108,7 +121,10 @@ def test_modes_move_what_they_say(pretrained, mode, moves):
         "embedding": {"head": jax.numpy.ones(4)},
     }
     config = found.final(0.1, 0)
-    tx, state = optim.optimizer(config.optim, params, lambda step: 0.1, 10, 1.0), None
+    tx, state = (
+        optim.optimizer(config.optim, params, lambda step: 0.1, RunLength(10, 1.0)),
+        None,
+    )
     for expected, steps in zip(moves, (2, 1), strict=True):
         state = state or tx.init(params)
         for _ in range(steps):
@@ -118,19 +134,19 @@ def test_modes_move_what_they_say(pretrained, mode, moves):
 
 
 def test_layer_decay_and_other_keys_reach_every_run():
-    overrides = {"batch_size": 64, "optim.clip_norm": 0.0, "model.scan": True}
+    overrides = {"batch_size": 64, "optim.grad_clip_norm": 0.0, "model.scan": True}
     found = task(published(), layer_decay=0.75, rates=(0.1, 0.02), overrides=overrides)
     assert found.rates == (0.02, 0.1)
     for config in (found.trial(0.02), found.final(0.02, 1)):
-        assert (config.batch_size, config.optim.clip_norm) == (64, 0.0)
+        assert (config.batch_size, config.optim.grad_clip_norm) == (64, 0.0)
         assert config.model.scan
-        assert (config.optim.layer_decay, config.optim.rate) == (0.75, 0.02)
+        assert (config.optim.layer_decay, config.optim.learning_rate) == (0.75, 0.02)
 
 
 def test_the_test_split_is_scored_once_whatever_the_cadence():
-    found = task(published(), overrides={"every.evaluate": 5})
-    assert found.trial(0.1).every.evaluate == 5
-    assert found.final(0.1, 0).every.evaluate == 0
+    found = task(published(), overrides={"eval_every_steps": 5})
+    assert found.trial(0.1).eval_every_steps == 5
+    assert found.final(0.1, 0).eval_every_steps == 0
 
 
 def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
@@ -143,7 +159,10 @@ def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"optim.rate": 0.1}, "--config.optim.rate: it is set by --rates here"),
+        (
+            {"optim.learning_rate": 0.1},
+            "--config.optim.learning_rate: it is set by --rates here",
+        ),
         ({"init": "x"}, "--config.init: it is set by --model here"),
         ({"seed": 3}, "--config.seed: it is set by --seeds here"),
         ({"data.split": "test"}, "the recipe says what is trained and scored on"),
@@ -191,10 +210,12 @@ def test_weights_that_do_not_tell_their_normalisation_are_named():
 
 def test_long_runs_save_ten_times_and_short_ones_seldom():
     saved = lambda steps: task(published(), overrides={"total_steps": steps})
-    every = {steps: saved(steps).config.every.checkpoint for steps in (20, 500, 7000)}
+    every = {
+        steps: saved(steps).config.checkpoint_every_steps for steps in (20, 500, 7000)
+    }
     assert every == {20: 50, 500: 50, 7000: 700}
-    stated = {"every.checkpoint": 3}
-    assert task(published(), overrides=stated).config.every.checkpoint == 3
+    stated = {"checkpoint_every_steps": 3}
+    assert task(published(), overrides=stated).config.checkpoint_every_steps == 3
 
 
 def test_the_network_of_every_variant_is_built_again():

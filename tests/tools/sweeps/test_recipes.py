@@ -3,7 +3,7 @@ import pathlib
 
 import pytest
 
-from vit_jax.data import vtab
+from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import recipes
 

@@ -60,7 +60,7 @@ def test_every_run_of_a_study_is_a_complete_config(path):
         assert set(config.evals) == (
             {"test"} if "part=finetune" in text else {"test", "fewshot"}
         )
-        assert config.every.evaluate == 0  # Test is scored once, at the end.
+        assert config.eval_every_steps == 0  # Test is scored once, at the end.
     assert len(names) >= len(texts) / 2
 
 
@@ -236,7 +236,7 @@ def test_a_workdir_is_of_one_study(done):
         workdir,
         models=("vit",),
         images=(300,),
-        overrides={"optim.rate": 0.5},
+        overrides={"optim.learning_rate": 0.5},
     )
     with pytest.raises(UserError, match="holds a study by another command"):
         other.run()

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from vit_jax.data import sources
-from vit_jax.data.arrays import open_arrays
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.arrays import open_arrays
+from vit_jax.data.sources.open import open_source, open_unchecked, opened_by
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs
 
@@ -15,31 +15,31 @@ def digits(**keys):
 @pytest.mark.parametrize("split", ["test", "test[:3]", "train+test[50%:]"])
 def test_the_test_split_stays_shut_until_it_is_released(split):
     keeper = runs.TestSplitGuard("test")
-    with sources.opened_by(keeper):
+    with opened_by(keeper):
         with pytest.raises(UserError, match="sealed: it has images of the test split"):
-            sources.open_unchecked(digits(), split)
+            open_unchecked(digits(), split)
         assert keeper.opened == []
         keeper.release()
-        assert len(sources.open_unchecked(digits(), split))
+        assert len(open_unchecked(digits(), split))
 
 
 def test_it_stays_shut_by_every_door():
     data = digits(classes=10, split="test")
     with (
-        sources.opened_by(runs.TestSplitGuard("test")),
+        opened_by(runs.TestSplitGuard("test")),
         pytest.raises(UserError, match="stays shut until the rate is chosen"),
     ):
-        sources.open_source(data, data.split)
+        open_source(data, data.split)
 
 
 def test_a_split_is_opened_once_and_forgotten_with_the_choice():
     keeper = runs.TestSplitGuard("test")
-    with sources.opened_by(keeper):
-        first = sources.open_unchecked(digits(), "train[:90%]")
-        assert sources.open_unchecked(digits(), "train[:90%]") is first
-        assert sources.open_unchecked(digits(channels=3), "train[:90%]") is not first
+    with opened_by(keeper):
+        first = open_unchecked(digits(), "train[:90%]")
+        assert open_unchecked(digits(), "train[:90%]") is first
+        assert open_unchecked(digits(channels=3), "train[:90%]") is not first
         keeper.release()
-        assert sources.open_unchecked(digits(), "train[:90%]") is not first
+        assert open_unchecked(digits(), "train[:90%]") is not first
     assert keeper.opened == ["train[:90%]"] * 3
 
 

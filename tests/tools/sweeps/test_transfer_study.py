@@ -13,7 +13,7 @@ from vit_jax.tools.sweeps import fine_tuning, recipes, transfer
 from vit_jax.training import loop
 
 RATES = (0.02, 0.3, 1e30)  # The last diverges.
-OVERRIDES = {"batch_size": 8, "total_steps": 3, "every.log": 2}
+OVERRIDES = {"batch_size": 8, "total_steps": 3, "log_every_steps": 2}
 
 
 def study(

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from tfds_sets import builder_class, png
 
-from vit_jax.data import sources, vtab
-from vit_jax.data.arrays import ArraySource
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources import open as opening
+from vit_jax.data.sources import vtab
+from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import fine_tuning, recipes, transfer
@@ -130,13 +131,13 @@ def benchmark(checkpoint, pretrained, prepared, tmp_path):
 def test_tasks_that_are_there_run_and_the_others_say_how(
     benchmark, monkeypatch, capsys
 ):
-    opened, real = [], sources._open
+    opened, real = [], opening._open
 
     def watch(data, split):
         opened.append((data.name, split))
         return real(data, split)
 
-    monkeypatch.setattr(sources, "_open", watch)
+    monkeypatch.setattr(opening, "_open", watch)
     report = benchmark.run()
     for name in ("vtab/dtd", "vtab/dmlab"):
         own = [split for asked, split in opened if asked == name]

@@ -3,7 +3,8 @@
 As `data.name` it is "watched:open_source".
 """
 
-from vit_jax.data import made, splits
+from vit_jax.data import splits
+from vit_jax.data.sources import arrays
 
 CLASSES = 5
 SIZES = {"train": 40, "test": 13, "whole": 20}
@@ -30,7 +31,7 @@ class Watched:
         record = self._parts[i]
         events.append(("read", record))
         split, number = record.split("/")
-        image = made.made_image(split, int(number), CLASSES, (8, 12, 3))
+        image = arrays.synthetic_image(split, int(number), CLASSES, (8, 12, 3))
         return {"image": image, "label": int(number) % CLASSES}
 
     def describe(self, i):

@@ -22,11 +22,11 @@ def same(tensors, expected):
 def test_kind_is_told_by_content_not_by_name(tmp_path, suffix):
     np.savez(tmp_path / "a.npz", a=A)
     (tmp_path / "a.npz").rename(tmp_path / f"zipped{suffix}")
-    save_file({"a": A}, tmp_path / f"safe{suffix}", {"made": "here"})
+    save_file({"a": A}, tmp_path / f"safe{suffix}", {"synthetic": "here"})
     same(files.read(tmp_path / f"zipped{suffix}"), {"a": A})
     safe = files.read(tmp_path / f"safe{suffix}")
     same(safe, {"a": A})
-    assert safe.metadata == {"made": "here"}
+    assert safe.metadata == {"synthetic": "here"}
 
 
 @pytest.mark.parametrize("container", ["zip", "pickle"])

@@ -208,7 +208,7 @@ def malicious(marker):
 
 @pytest.mark.parametrize("name", malicious(""))
 def test_what_is_no_tensor_is_refused_by_name_and_not_run(tmp_path, write, name):
-    marker = tmp_path / "made"
+    marker = tmp_path / "synthetic"
     attack = malicious(marker)[name]
     if name in ("os.system", "builtins.exec"):  # The attack works where it is trusted.
         pickle.loads(pickled(attack))
@@ -224,10 +224,10 @@ def test_what_is_no_tensor_is_refused_by_name_and_not_run(tmp_path, write, name)
 
 def test_a_file_of_one_bare_malicious_pickle_is_refused(tmp_path):
     path = tmp_path / "a.pth"
-    path.write_bytes(pickle.dumps(Evil(tmp_path / "made")))
+    path.write_bytes(pickle.dumps(Evil(tmp_path / "synthetic")))
     with pytest.raises(UserError, match=rf"asks for {os.name}.system"):
         torch_file.read(path)
-    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "synthetic").exists()
 
 
 @dataclasses.dataclass(frozen=True)

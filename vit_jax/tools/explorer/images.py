@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 from PIL import Image, ImageDraw, UnidentifiedImageError
 
-from vit_jax.data import decode
+from vit_jax.data import decode, inputs
 from vit_jax.errors import UserError
-from vit_jax.evaluation import inputs
 
 MAX_BYTES = 32 << 20
 MAX_PIXELS = 50_000_000

@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.report.writer import replace_bytes
+from vit_jax.files import replace_bytes
 from vit_jax.tools.explorer.session import (
     LEVELS,
     AttentionRows,

@@ -18,7 +18,7 @@ from PIL import Image
 from vit_jax.analysis.attention import rollout_step
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.data import decode
-from vit_jax.evaluation import prediction
+from vit_jax.evaluators import prediction
 from vit_jax.printing import address
 from vit_jax.tools.explorer.images import (
     MAX_BYTES,

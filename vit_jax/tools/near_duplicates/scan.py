@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from PIL import Image, ImageDraw
 
-from vit_jax.data import decode, sources
+from vit_jax.data import decode
+from vit_jax.data.sources.base import Source
 from vit_jax.data.spec import Spec
 from vit_jax.errors import UserError
 from vit_jax.tools.near_duplicates import matching
@@ -188,7 +189,7 @@ def _chunks(spec, source, work, pool, progress) -> Iterator[tuple]:
             progress(str(spec), before, now, len(source))
 
 
-def _small(source: sources.Source, i: int) -> np.ndarray | str:
+def _small(source: Source, i: int) -> np.ndarray | str:
     try:
         return matching.make_thumbnail(source[i]["image"])
     except decode.DamagedImage as error:

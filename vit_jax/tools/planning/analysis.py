@@ -9,11 +9,12 @@ import jax
 import jax.export
 from jax.sharding import Mesh
 
+from vit_jax.config import fields
+from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 from vit_jax.models import cost
-from vit_jax.parallel import chips
 from vit_jax.tools.planning import costs, hlo, topology
-from vit_jax.training import program as programs
+from vit_jax.training import train_step
 from vit_jax.training.config import TrainConfig
 
 TRACED = "counted in the trace, split evenly over the devices"
@@ -137,8 +138,8 @@ def analyse(
     Raises:
       UserError: the config does not fit the mesh.
     """
-    program = programs.build(config, mesh, examples)
-    traced = program.step.trace(program.shapes, program.batch_shapes)
+    program = train_step.build_train_setup(config, mesh, examples)
+    traced = program.train_step.trace(program.shapes, program.batch_shapes)
     found = _before(program, traced, config, mesh, examples, limit)
     lowered = traced.lower(lowering_platforms=(mesh.devices.flat[0].platform,))
     began = time.perf_counter()
@@ -175,10 +176,9 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
     try:
         return cost.macs_of(traced.jaxpr.jaxpr), TRACED
     except ValueError:  # A trace does not show the products inside a kernel.
-        model = dataclasses.replace(config.model, attention="einsum")
-        twin = dataclasses.replace(config, model=model)
-        program = programs.build(twin, mesh, examples)
-        traced = program.step.trace(program.shapes, program.batch_shapes)
+        twin = fields.replace(config, {"model.attention": "einsum"})
+        program = train_step.build_train_setup(twin, mesh, examples)
+        traced = program.train_step.trace(program.shapes, program.batch_shapes)
         return cost.macs_of(traced.jaxpr.jaxpr), KERNEL
 
 
@@ -213,9 +213,9 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
         "scan": getattr(model, "scan", None),
         "remat": getattr(model, "remat", None),
         "attention": getattr(model, "attention", ""),
-        "moment_dtype": optim.moment_dtype,
-        "accumulate": optim.accumulate,
-        "average": config.average.decay > 0,
+        "mu_dtype": optim.mu_dtype,
+        "grad_accum_steps": optim.grad_accum_steps,
+        "average": config.ema.decay > 0,
     }
 
 
@@ -344,9 +344,9 @@ def export_stablehlo(
     Raises:
       UserError: the file cannot be written.
     """
-    program = programs.build(config, mesh, examples)
+    program = train_step.build_train_setup(config, mesh, examples)
     platform = mesh.devices.flat[0].platform
-    exported = jax.export.export(program.step, platforms=[platform])(
+    exported = jax.export.export(program.train_step, platforms=[platform])(
         program.shapes, program.batch_shapes
     )
     try:

@@ -2,7 +2,7 @@
 
 import math
 
-from vit_jax.parallel.mesh import BATCH_AXES
+from vit_jax.distributed.mesh import BATCH_AXES
 from vit_jax.tools.planning.analysis import ASSUMPTIONS, Analysis
 
 _COMPILER = "the compiler's own word"
@@ -47,12 +47,12 @@ def advice(settings: dict) -> str:
     ways = _sharding(settings["mesh"], settings["dcn"])
     if settings["remat"] not in (None, "full"):
         ways.append("--config.model.remat=full")
-    if settings["moment_dtype"] != "bfloat16":
-        ways.append("--config.optim.moment_dtype=bfloat16")
+    if settings["mu_dtype"] != "bfloat16":
+        ways.append("--config.optim.mu_dtype=bfloat16")
     if settings["dtype"] != "bfloat16":
         ways.append("--config.model.dtype=bfloat16")
     if settings["average"]:
-        ways.append("--config.average.decay=0")
+        ways.append("--config.ema.decay=0")
     ways += _accumulation(settings)
     if not ways:
         return "try a larger slice or a smaller batch"
@@ -74,16 +74,16 @@ def _sharding(mesh, dcn):
 def _accumulation(settings):
     """Returns the next larger number of microbatches that divides the batch, if any."""
     split = math.prod(settings["mesh"][axis] for axis in BATCH_AXES)
-    rows, now = settings["batch_size"] // split, settings["accumulate"]
+    rows, now = settings["batch_size"] // split, settings["grad_accum_steps"]
     more = (n for n in range(now + 1, rows + 1) if rows % n == 0 and n % now == 0)
-    return [f"--config.optim.accumulate={n}" for n in more][:1]
+    return [f"--config.optim.grad_accum_steps={n}" for n in more][:1]
 
 
 def _setting(settings):
     mesh = " x ".join(f"{axis} {size}" for axis, size in settings["mesh"].items())
     words = [
         f"{name} {settings[name]}"
-        for name in ("dtype", "moment_dtype", "remat", "attention", "accumulate")
+        for name in ("dtype", "mu_dtype", "remat", "attention", "grad_accum_steps")
         if settings[name]
     ]
     if settings["scan"] is not None:

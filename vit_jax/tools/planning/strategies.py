@@ -1,14 +1,13 @@
 """Compiles a config with several meshes and remat policies and compares them."""
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 
 from vit_jax.config import fields
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.parallel import mesh as meshes
 from vit_jax.tools.planning import analysis
 from vit_jax.tools.planning.analysis import Analysis
 from vit_jax.training.config import TrainConfig, complete
@@ -92,7 +91,7 @@ def compare(
         for policy in policies:
             trial = variant(config, stated, policy, scan)
             try:
-                mesh = meshes.create(dataclasses.asdict(trial.mesh), devices)
+                mesh = meshes.create(trial.mesh, devices)
                 found = analysis.analyse(trial, mesh, examples, limit)
             except UserError as error:
                 refused.append(stated)

@@ -6,7 +6,8 @@ import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from vit_jax.data import decode, folder
+from vit_jax.data import decode
+from vit_jax.data.sources import folder
 from vit_jax.errors import UserError
 from vit_jax.tools.preparing import build, metadata
 from vit_jax.tools.preparing.metadata import DatasetName

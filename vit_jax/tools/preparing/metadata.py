@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 
-from vit_jax.data import tfds_source
+from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.errors import UserError
 from vit_jax.tools.preparing import shards
 from vit_jax.tools.preparing.shards import WrittenShard

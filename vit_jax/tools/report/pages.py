@@ -12,7 +12,7 @@ from etils import epath
 from vit_jax.analysis import charts
 from vit_jax.analysis.charts import Chart, Matrix
 from vit_jax.errors import UserError
-from vit_jax.report.writer import replace_bytes, replace_text, writing_out
+from vit_jax.files import replace_bytes, replace_text, writing_out
 from vit_jax.tools.report import paper_tables, results, run_charts, run_tables
 from vit_jax.tools.report.blocks import NONE, Block, Section, Table, Text
 from vit_jax.tools.report.results import Run

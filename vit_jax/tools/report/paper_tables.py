@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from vit_jax.analysis.charts import Number
-from vit_jax.report import published
 from vit_jax.tools.report import results
 from vit_jax.tools.report.blocks import (
     DIFFERENCE,
@@ -17,6 +16,7 @@ from vit_jax.tools.report.blocks import (
     with_spread,
 )
 from vit_jax.tools.report.results import I1K, I21K, JFT, Model, Result, Run
+from vit_jax.training import run_report
 
 Row = tuple[str, ...]  # The labels of a row.
 # Mean and standard deviation; a published mean may be text.
@@ -48,7 +48,7 @@ def paper_tables(found: Sequence[Result], runs: Sequence[Run]) -> tuple[Table, .
 
 def table_2(found: Sequence[Result], runs: Sequence[Run]) -> Table:
     """Returns table 2: accuracy after fine-tuning, and compute of the pretraining."""
-    told = published.tables()["table2"]
+    told = run_report.published_tables()["table2"]
     names = [key for key in told if key not in ("cols", "note")]
     papers = {
         column: {(name,): _published(told[name][i]) for name in names}
@@ -83,7 +83,7 @@ def table_2(found: Sequence[Result], runs: Sequence[Run]) -> Table:
 
 def table_5(found: Sequence[Result]) -> Table:
     """Returns table 5: accuracy by pretraining data set and size of model."""
-    told = published.tables()["table5"]
+    told = run_report.published_tables()["table5"]
     rows = [(data, name) for data in (I1K, I21K, JFT) for name in told[data]]
     papers = {
         column: {row: _published(told[row[0]][row[1]][i]) for row in rows}
@@ -108,7 +108,7 @@ def table_5(found: Sequence[Result]) -> Table:
 
 def table_6(found: Sequence[Result]) -> Table:
     """Returns table 6: accuracy and compute, with ours in rows below the published."""
-    told = published.tables()["table6"]
+    told = run_report.published_tables()["table6"]
     names = [_SAME.get(column, column) for column in told["cols"][2:]]
     ours = {}
     for model in results.models(found):
@@ -143,7 +143,7 @@ def table_6(found: Sequence[Result]) -> Table:
 
 def table_9(runs: Sequence[Run]) -> Table:
     """Returns table 9: the tasks of VTAB-1k."""
-    told = published.tables()["table9"]
+    told = run_report.published_tables()["table9"]
     groups = [group for group, count in _GROUPS for _ in range(count)]
     rows = list(zip(groups, told["cols"], strict=True))
     papers = {

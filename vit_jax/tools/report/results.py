@@ -11,7 +11,8 @@ from etils import epath
 
 from vit_jax.analysis.charts import Number
 from vit_jax.errors import UserError
-from vit_jax.report import result
+from vit_jax.evaluators.result_tables import fewer_images
+from vit_jax.training import run_report
 
 _CONFUSION = ["class", "examples", "accuracy"]  # First columns of the CSV file.
 _METRICS, _REPORT = "metrics.jsonl", "report.json"
@@ -92,7 +93,7 @@ class Run:
       metrics: lines of `metrics.jsonl`.
       evaluate, transfer, vtab, study: the JSON file of that name.
       confusions: file name without suffix -> rows of a confusion matrix, as written by
-        `confusion.to_csv`: the head, and a row per true class.
+        `classification.confusion_to_csv`: the head, and a row per true class.
       inner: title -> training runs in subfolders, with name, report and metrics only.
     """
 
@@ -377,7 +378,7 @@ def shots(scores: dict) -> dict[str, tuple[Number, Number | None]]:
         if match := re.fullmatch(r"(\d+)shot", name):
             spread = scores.get(f"{name}_std")
             spread = None if spread is None else 100 * spread
-            what = f"{match[1]}-shot{result.fewer_images(name, scores)}"
+            what = f"{match[1]}-shot{fewer_images(name, scores)}"
             found[what] = 100 * value, spread
     return found
 
@@ -406,7 +407,7 @@ def _evaluated(run: Run) -> list[Result]:
         return []
     model = model_of(told["model"], told["variant"])
     for name, kinds in told["results"].items():
-        kind, scores = result.quoted_scores(kinds)
+        kind, scores = run_report.quoted_scores(kinds)
         about = told.get("evals", {}).get(name, {})
         data = dataset_name(about.get("dataset", name))
         if about.get("kind") == "real":
@@ -437,7 +438,7 @@ def _trained(run: Run) -> list[Result]:
     begun = told.get("init", "")
     model = model_of(begun or str(run.path), told.get("variant", ""))
     for name, kinds in told["final"].items():
-        kind, scores = result.quoted_scores(kinds)
+        kind, scores = run_report.quoted_scores(kinds)
         data = dataset_name(told.get("dataset", ""))
         if begun and name in DATASETS:
             data = DATASETS[name]

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
-from vit_jax.report import published
 from vit_jax.tools.report import results
 from vit_jax.tools.report.blocks import (
     NONE,
@@ -20,6 +19,7 @@ from vit_jax.tools.report.blocks import (
     stem,
 )
 from vit_jax.tools.report.results import Result, Run
+from vit_jax.training import run_report
 
 # Family -> index of its colour and marker in all charts.
 FAMILIES = {"vit": 0, "hybrid": 2, "resnet": 1}
@@ -54,7 +54,7 @@ def paper_figures(found: Sequence[Result]) -> tuple[Chart, ...]:
 
 
 def _figure_5(found, datasets: Sequence[str], name: str, what: str) -> Chart:
-    told = published.tables()["table6"]
+    told = run_report.published_tables()["table6"]
     places = [told["cols"].index(_COLUMNS.get(data, data)) for data in datasets]
     paper = {
         kind: [
@@ -97,7 +97,7 @@ def _figure_5(found, datasets: Sequence[str], name: str, what: str) -> Chart:
 
 
 def _figure_3(found) -> Chart:
-    told = published.tables()["table5"]
+    told = run_report.published_tables()["table5"]
     sizes = results.IMAGES
     series = []
     for i, column in enumerate(told["cols"]):

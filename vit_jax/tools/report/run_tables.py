@@ -4,8 +4,7 @@ import os
 from collections.abc import Sequence
 
 from vit_jax.analysis.charts import Matrix, Number
-from vit_jax.report import compute
-from vit_jax.report import evaluations as formats
+from vit_jax.evaluators import result_tables
 from vit_jax.tools.report import results
 from vit_jax.tools.report.blocks import (
     NONE,
@@ -20,6 +19,7 @@ from vit_jax.tools.report.blocks import (
     with_spread,
 )
 from vit_jax.tools.report.results import Result, Run
+from vit_jax.training import run_report
 
 _WORST = 20  # Classes in the table of accuracies per class.
 _SUMS = ("images_seen", "exaflops", "device_days", "tpuv3_core_days")
@@ -137,7 +137,7 @@ def evaluations(runs: Sequence[Run]) -> tuple[Block, ...]:
 def _metrics(title: str, scores: dict) -> Table:
     """Returns a table with a row per evaluation, parameters and metric."""
     rows = tuple(
-        (name, kind, metric, formats.text(metric, value))
+        (name, kind, metric, result_tables.text(metric, value))
         for name, kinds in scores.items()
         for kind, values in kinds.items()
         for metric, value in values.items()
@@ -200,7 +200,7 @@ def compute_blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
             "over all starts; what a killed start did after its last checkpoint is not "
             "in it, nor what a run did that diverged. A row of several runs has their "
             "sums. The equivalent in TPUv3-core-days is the exaFLOPs divided by "
-            f"{compute.exaflops_a_core_day():.2f}, what a core of the paper's own runs "
+            f"{run_report.exaflops_a_core_day():.2f}, what a core of the paper's own runs "
             "did in a day: 1567 + 4262 exaFLOPs in 680 + 2500 core-days (L/16 and "
             "H/14, 14 epochs of JFT-300M; tables 6 and 2). One of the two alone would "
             "give 2.30 or 1.70, so it is good to about a quarter; it says what the "

@@ -8,15 +8,19 @@ from collections.abc import Mapping
 import jax
 
 from vit_jax import models
-from vit_jax.config import fields
-from vit_jax.data import folder, own, sources, splits
+from vit_jax.config import fields, loading
+from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources import folder
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.open import open_unchecked, source_type
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.evaluation import network
-from vit_jax.parallel import mesh as meshes
+from vit_jax.evaluators import forward_passes
 from vit_jax.tools.sweeps import recipes, runs
-from vit_jax.training import program as programs
+from vit_jax.training import train_step
 from vit_jax.training.config import TrainConfig, complete
+from vit_jax.training.schedules import depends_on_epochs
 from vit_jax.weights.pretrained import Pretrained, describe_preprocess
 
 # Frozen parameters of each mode; only the head is new in all of them.
@@ -36,8 +40,8 @@ _NOT_INHERITED = (
 _FLAGS = {
     "init": "--model",
     "seed": "--seeds",
-    "optim.rate": "--rates",
-    "optim.rate_per_256": "--rates",
+    "optim.learning_rate": "--rates",
+    "optim.base_learning_rate": "--rates",
     "optim.layer_decay": "--layer_decay",
     "data.name": "--dataset",
     "data.data_dir": "--data_dir",
@@ -45,7 +49,7 @@ _FLAGS = {
 }
 _SECTIONS = [
     name
-    for name, (_, about) in fields.fields(TrainConfig).items()
+    for name, about in fields.fields(TrainConfig).items()
     if isinstance(about, fields.Section)
 ]
 _PARTS = ("data.split", "data.exclude", "data.examples", "evals")
@@ -81,10 +85,10 @@ class Task:
 
     def _run(self, rate, seed, split, **evals) -> TrainConfig:
         raw = fields.to_json(self.config)
-        raw["seed"], raw["optim"]["rate"] = seed, rate
+        raw["seed"], raw["optim"]["learning_rate"] = seed, rate
         raw["data"]["split"], raw["evals"] = split, evals
         if "test" in evals:
-            raw["every"] |= {"evaluate": 0, "evaluate_epochs": 0.0}
+            raw |= {"eval_every_steps": 0, "eval_every_epochs": 0.0}
         return complete(raw)
 
 
@@ -134,7 +138,7 @@ def task(
     if pretrained.preprocess is None and not {"data.mean", "data.std"} <= set(
         overrides
     ):
-        described = describe_preprocess(network.preprocessing_of(pretrained))
+        described = describe_preprocess(forward_passes.preprocessing_of(pretrained))
         notes.append(
             f"{pretrained.source} does not tell how its images are normalised; assumed "
             f"as of {described}: else set --config.data.mean and --config.data.std"
@@ -157,17 +161,17 @@ def _fill(raw: dict) -> None:
     if not data["classes"] or not timed:
         # Labels are not checked here, so that one class is enough.
         opened = DataConfig(**data | {"classes": 1})
-        source = sources.open_unchecked(opened, opened.split)
+        source = open_unchecked(opened, opened.split)
         data["classes"] = data["classes"] or _classes(source, data["name"])
         raw["total_steps"] = (
             raw["total_steps"] if timed else recipes.steps_for(len(source))
         )
     if raw["total_steps"]:
         often = max(_LEAST, raw["total_steps"] // _SAVES)
-        raw["every"] = {"checkpoint": often} | raw["every"]
+        raw.setdefault("checkpoint_every_steps", often)
 
 
-def _classes(source: sources.Source, name: str) -> int:
+def _classes(source: Source, name: str) -> int:
     if source.class_names:
         return len(source.class_names)
     if source.labels is not None:
@@ -180,9 +184,9 @@ def _classes(source: sources.Source, name: str) -> int:
 
 def _raw(pretrained, recipe, size, mode) -> dict:
     """Returns the config that the recipe and the checkpoint determine."""
-    preprocess = network.preprocessing_of(pretrained)
+    preprocess = forward_passes.preprocessing_of(pretrained)
     on_cpu = jax.default_backend() == "cpu"
-    optim = {"name": "sgd", "momentum": 0.9, "decay": "cosine", "weight_decay": 0.0}
+    optim = {"name": "sgd", "momentum": 0.9, "schedule": "cosine", "weight_decay": 0.0}
     return {
         "name": f"transfer_{recipe.title.replace('/', '_')}",
         "total_steps": recipe.steps,
@@ -206,17 +210,18 @@ def _raw(pretrained, recipe, size, mode) -> dict:
             # CPUs are slow at bfloat16.
             "dtype": "float32" if on_cpu else "bfloat16",
         },
-        "loss": {"name": "softmax"},
+        "task": {"loss": "softmax"},
         "optim": {
             **optim,
-            "clip_norm": 1.0,
+            "grad_clip_norm": 1.0,
             "warmup_steps": recipe.warmup,
-            "rate": 1.0,  # Set per run.
+            "learning_rate": 1.0,  # Set per run.
             **MODES[mode],
         },
-        "average": {"decay": recipe.average(size)},
-        "every": {"log": 50, "evaluate": 0},
-        "keep": {"last": 1},
+        "ema": {"decay": recipe.average(size)},
+        "log_every_steps": 50,
+        "eval_every_steps": 0,
+        "checkpoint": {"max_to_keep": 1},
         "evals": {},
     }
 
@@ -224,11 +229,11 @@ def _raw(pretrained, recipe, size, mode) -> dict:
 def _inherited(options: Mapping[str, object]) -> dict:
     """Returns the keys of `config.model` for the checkpoint's network."""
     variant = options["variant"]
-    known = fields.fields(fields.fields(TrainConfig)["model"][1].find(variant, "model"))
+    known = fields.fields(fields.fields(TrainConfig)["model"].find(variant, "model"))
     ignored = (*_NOT_INHERITED, *models.EXECUTION)
     return {
         name: options[name]
-        for name, (_, about) in known.items()
+        for name, about in known.items()
         if name in options
         and name not in ignored
         and fields.is_read(about, options)  # Under the checkpoint's choices.
@@ -254,28 +259,25 @@ def check_feasible(task: Task) -> None:
             raise UserError(f"--test={recipe.test}: {error}") from error
     # The number of examples matters only where a length is in epochs.
     lengths = {config.batch_size}
-    optim = fields.to_dict(config.optim).items()
-    stated = [value for key, value in optim if key.endswith("_epochs")]
-    if config.epochs or any(stated):
+    if config.epochs or depends_on_epochs(config.optim):
         parts = (recipe.train, recipe.part)[: len(task.rates)]  # One rate, no trial.
         lengths = {_length(task, split, sizes) for split in parts}
     final, mesh = (
         task.final(task.rates[0], 0),
-        meshes.create(dataclasses.asdict(config.mesh)),
+        meshes.create(config.mesh),
     )
     for examples in sorted(lengths):
-        programs.build(final, mesh, examples)
+        train_step.build_train_setup(final, mesh, examples)
 
 
 def _sizes(task: Task) -> Mapping[str, int]:
     """Returns split name -> number of records, {} if unknown."""
     recipe, name = task.recipe, task.recipe.dataset
-    # VTAB-1k tasks have roles instead of splits; own sources may do anything.
-    if name == "folder" or name.startswith("vtab/") or own.is_own(name):
+    if not source_type(name).numbered:
         return {}
     # The sizes are of all splits, even if one record is opened.
     first = f"{splits.names(recipe.train)[0]}[:1]"
-    source = sources.open_unchecked(task.config.data, first)
+    source = open_unchecked(task.config.data, first)
     numbering = getattr(source, "numbering", None)
     return {} if numbering is None else numbering.sizes
 
@@ -284,7 +286,7 @@ def _length(task: Task, split: str, sizes: Mapping[str, int]) -> int:
     if sizes:
         parts = splits.select(split, sizes, task.recipe.title)
         return sum(len(numbers) for _, numbers in parts)
-    return len(sources.open_unchecked(task.config.data, split))
+    return len(open_unchecked(task.config.data, split))
 
 
 def _check_folders(test: str, data_dir: str) -> None:
@@ -322,12 +324,7 @@ def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
     Raises:
       UserError: unknown key, or a value of the wrong type.
     """
-    for key, value in overrides.items():
-        section, _, leaf = key.rpartition(".")
-        if section in ("", *_SECTIONS):
-            (raw.setdefault(section, {}) if section else raw)[leaf] = value
-        else:
-            raw[key] = value  # Not a key: refused by `complete` below.
+    loading.override(TrainConfig, raw, overrides)
     if raw.get("epochs") and "total_steps" not in overrides:
         raw["total_steps"] = 0
     if raw["optim"]["name"] != "sgd" and "optim.momentum" not in overrides:

@@ -9,9 +9,10 @@ and cropped at the ratio of 448 to 384, as there, and mirrored.
 import dataclasses
 import os
 
-from vit_jax.data import catalogue, vtab
+from vit_jax.data import catalogue
+from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
-from vit_jax.evaluation import opening
+from vit_jax.evaluators import splits
 
 # Peak rates to try on the held-out part, and steps.
 SWEEP = {
@@ -85,7 +86,7 @@ class Recipe:
         return " | ".join(ops + ["flip"] * self.flip)
 
     def average(self, image_size: tuple[int, int]) -> float:
-        """Returns `average.decay`: table 2 averages on ImageNet above 384 pixels."""
+        """Returns `ema.decay`: table 2 averages on ImageNet above 384 pixels."""
         large = max(image_size) > 384
         return 0.9999 if self.dataset == "imagenet2012" and large else 0.0
 
@@ -169,8 +170,8 @@ def _of_task(dataset: str, data_dir: str, test: str) -> Recipe:
 
 
 def _test_folder(data_dir: str) -> str:
-    train = opening.first_in_folder(data_dir, ("train",))
-    test = opening.first_in_folder(data_dir)
+    train = splits.first_in_folder(data_dir, ("train",))
+    test = splits.first_in_folder(data_dir)
     if not train or not test:
         raise UserError(
             f"--dataset={data_dir} has {train or test or 'neither'} of the folders "

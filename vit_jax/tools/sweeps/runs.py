@@ -16,16 +16,14 @@ from etils import epath
 from vit_jax.config import fields
 from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources import Source
+from vit_jax.data.sources.base import Source
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Diverged, UserError
-from vit_jax.parallel import distributed
-from vit_jax.report import result
-from vit_jax.report.events import Events
-from vit_jax.report.tensorboard import summary
-from vit_jax.report.writer import replace_text
-from vit_jax.training import loop, same_run
+from vit_jax.files import replace_text
+from vit_jax.training import loop, resume_check, run_report
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.shared import Shared
+from vit_jax.training.metric_writer import Events, summary
+from vit_jax.training.sweep import SweepCache
 from vit_jax.weights import workdir as layout
 
 _COMMAND = "command.json"
@@ -37,7 +35,7 @@ Records = dict[str, list[range]] | frozenset[str]
 
 
 def train(
-    config: TrainConfig, folder: str | os.PathLike, shared: Shared, *, keep: bool
+    config: TrainConfig, folder: str | os.PathLike, shared: SweepCache, *, keep: bool
 ) -> dict:
     """Trains in a folder, resumes, or returns the report of a finished run.
 
@@ -56,7 +54,7 @@ def train(
     done = _outcome(folder)
     if not done:
         try:
-            done = loop.train(config, folder, shared=shared)
+            done = loop.train(config, folder, sweep=shared)
         except Diverged as error:
             done, path = {"diverged": str(error)}, epath.Path(folder) / _DIVERGED
             with writing(path, "only this run"):
@@ -103,12 +101,12 @@ def check_command(workdir: str | os.PathLike, command: dict) -> None:
 
 def decisive(config: TrainConfig) -> dict[str, str]:
     """Returns the config keys that decide the result of a run, with their values."""
-    return {name: str(value) for name, value in same_run.decisive(config).items()}
+    return {name: str(value) for name, value in resume_check.decisive(config).items()}
 
 
 def scores(report: dict, evaluation: str) -> dict[str, float]:
     """Returns the scores of a run, of its averaged parameters if there are any."""
-    return result.quoted_scores(report["final"][evaluation])[1]
+    return run_report.quoted_scores(report["final"][evaluation])[1]
 
 
 def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:
@@ -125,10 +123,10 @@ def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:
 def _outcome(folder: str | os.PathLike) -> dict | None:
     """Returns the outcome of a finished run, or None; the same in all processes."""
     diverged = epath.Path(folder) / _DIVERGED
-    found = result.read(folder)
+    found = run_report.read_report(folder)
     if not found and diverged.exists():
         found = json.loads(diverged.read_text())
-    seen = distributed.gather(found=bool(found))["found"]
+    seen = meshes.process_allgather(found=bool(found))["found"]
     if seen.any() != seen.all():
         raise UserError(
             f"{folder} is not the same on all hosts: --workdir must be a folder that "
@@ -163,7 +161,7 @@ def writing(path: str | os.PathLike, repeated: str = "no run") -> Iterator[None]
 
 
 class SplitCache:
-    """Opens each split once; pass it to `sources.opened_by`."""
+    """Opens each split once; pass it to `opened_by`."""
 
     def __init__(self):
         self._sources: dict[str, Source] = {}
@@ -179,7 +177,7 @@ class SplitCache:
 
 
 class TestSplitGuard:
-    """Opens splits for all runs of a sweep; pass it to `sources.opened_by`.
+    """Opens splits for all runs of a sweep; pass it to `opened_by`.
 
     Until `release` is called, it refuses every split that overlaps the test split, so
     that no choice can depend on a test image. When the test split is opened, its records

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from vit_jax.config import loading
-from vit_jax.data import sources
+from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.tools.sweeps import runs
@@ -22,7 +22,7 @@ from vit_jax.tools.sweeps.transfer import say
 from vit_jax.training import config as training_config
 from vit_jax.training import lock
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.shared import Shared
+from vit_jax.training.sweep import SweepCache
 
 FILE = "study.json"
 PARTS = ("pretrain", "finetune")
@@ -93,7 +93,7 @@ class Study:
     def _run(self) -> dict:
         runs.check_command(self.workdir, self._command())
         rows = []
-        with sources.opened_by(SplitCache()):
+        with opened_by(SplitCache()):
             for number, point in enumerate(self.points, 1):
                 say(f"point {number} of {len(self.points)}: {point.name}")
                 rows.append(_row(point))
@@ -112,7 +112,7 @@ class Study:
         folder = os.path.join(self.workdir, point.name, part)
         config = point.pretrain if part == PARTS[0] else point.finetune
         # What was pretrained stays, for other uses.
-        return runs.train(config, folder, Shared(), keep=part == PARTS[0])
+        return runs.train(config, folder, SweepCache(), keep=part == PARTS[0])
 
     def _write(self, rows: list[dict]) -> None:
         runs.write_json(self.workdir, FILE, _report(rows))

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import jax
 from etils import epath
 
-from vit_jax.data import sources
+from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
 from vit_jax.printing import printable
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.fine_tuning import Task, check_feasible
 from vit_jax.tools.sweeps.runs import TestSplitGuard
 from vit_jax.training import lock
-from vit_jax.training.shared import Shared
+from vit_jax.training.sweep import SweepCache
 
 FILE = "transfer.json"
 _TRIALS = {"rate": "g", "steps": "d", "score": ".2%"}
@@ -44,7 +44,7 @@ class Study:
     workdir: str | os.PathLike
     seeds: int = 3
 
-    def run(self, shared: Shared | None = None) -> dict:
+    def run(self, shared: SweepCache | None = None) -> dict:
         """Runs all that is not done yet, and writes `transfer.json`.
 
         Args:
@@ -58,16 +58,16 @@ class Study:
           Preempted: SIGTERM came; the same command goes on.
         """
         with lock.held(self.workdir):
-            return self._run(shared or Shared())
+            return self._run(shared or SweepCache())
 
-    def _run(self, shared: Shared) -> dict:
+    def _run(self, shared: SweepCache) -> dict:
         task = self.task
         check_feasible(task)
         runs.check_command(self.workdir, self._command())
         for note in task.notes:
             say(note)
         guard = TestSplitGuard(task.recipe.test)
-        with sources.opened_by(guard):
+        with opened_by(guard):
             trials = self._choose(shared) if len(task.rates) > 1 else []
             best = choose(trials) if trials else {"rate": task.rates[0]}
             say(on_choice(best, trials, task))
@@ -110,7 +110,7 @@ class Study:
             "config": runs.decisive(self.task.config),
         }
 
-    def _choose(self, shared: Shared) -> list[dict]:
+    def _choose(self, shared: SweepCache) -> list[dict]:
         """Scores every rate on the held-out part."""
         trials, together = [], True
         for number, rate in enumerate(self.task.rates, 1):
@@ -137,7 +137,7 @@ class Study:
             say(sharing(trials))
         return trials
 
-    def _test(self, rate: float, shared: Shared) -> list[dict]:
+    def _test(self, rate: float, shared: SweepCache) -> list[dict]:
         """Trains on the whole split and scores on test, once with each seed."""
         finals = []
         for seed in range(self.seeds):

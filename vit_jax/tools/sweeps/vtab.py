@@ -11,12 +11,14 @@ import jax
 from etils import epath
 
 from vit_jax.config import fields
-from vit_jax.data import catalogue, tfds_source, vtab
+from vit_jax.data import catalogue
+from vit_jax.data.sources import tfds as tfds_source
+from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.transfer import Study, say
 from vit_jax.training import lock
-from vit_jax.training.shared import Shared
+from vit_jax.training.sweep import SweepCache
 
 FILE = "vtab.json"
 _COLUMNS = {"task": "", "group": "", "rate": "g", "mean": ".2%", "std": ".2%"}
@@ -122,7 +124,7 @@ class Benchmark:
         if not there:
             _refuse_all(absent_now)
         _add(found, absent_now)
-        shared, report, failed = Shared(), {}, {}
+        shared, report, failed = SweepCache(), {}, {}
         for number, name in enumerate(there, 1):
             say(f"task {number} of {len(there)}: vtab/{name}")
             try:

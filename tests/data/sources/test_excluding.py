@@ -1,0 +1,154 @@
+import dataclasses
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+from vit_jax.data import splits
+from vit_jax.data.sources import open as opening
+from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.open import open_source
+from vit_jax.errors import UserError
+
+
+@pytest.fixture
+def listed(tmp_path):
+    def write(*lines):
+        path = tmp_path / "listed.txt"
+        path.write_text("\n".join(lines) + "\n")
+        return str(path)
+
+    return write
+
+
+def test_a_record_keeps_its_name_under_any_sub_split(data_config, folder):
+    for keys in (
+        {"name": "folder", "data_dir": str(folder)},
+        {"name": "synthetic", "examples": 19},
+    ):
+        data = data_config(**keys)
+        whole, part = open_source(data, "train"), open_source(data, "val+train[7:]")
+        assert part.record_id(len(part) - 2) == whole.record_id(17)
+        assert part.record_id(1).startswith("val/")
+    assert whole.record_id(17) == "train/17"
+
+
+def test_excluded_records_are_left_out_of_the_training_split_alone(
+    data_config, folder, listed
+):
+    data = data_config(name="folder", data_dir=str(folder))
+    full = open_source(data, "train")
+    names = [full.record_id(i) for i in range(len(full))]
+    out = {names[0], names[1], names[7], names[18]}
+    data = dataclasses.replace(
+        data, exclude=listed("# near-duplicates", "", *out, "val/ant/0.png")
+    )
+
+    source = open_source(data, "train")
+    kept = [source.record_id(i) for i in range(len(source))]
+    assert kept == [name for name in names if name not in out]
+    for i in range(len(source)):
+        where = names.index(kept[i])
+        assert source.describe(i) == full.describe(where)
+        assert source[i] == full[where]
+    assert len(open_source(data, "val")) == 4
+    with pytest.raises(IndexError, match="15"):
+        source[15]
+
+
+def test_a_set_in_memory_is_still_gathered_without_the_excluded(data_config, listed):
+    data = data_config(name="synthetic", examples=11)
+    full = open_source(data, "train")
+    data = dataclasses.replace(data, exclude=listed("train/0", "train/5", "train/6"))
+    source = pickle.loads(pickle.dumps(open_source(data, "train")))
+    kept = [1, 2, 3, 4, 7, 8, 9, 10]
+    np.testing.assert_array_equal(source.images, full.images[kept])
+    np.testing.assert_array_equal(source.labels, full.labels[kept])
+    np.testing.assert_array_equal(source[5]["image"], full.images[8])
+    assert source.record_id(5) == "train/8"
+    assert source.describe(5) == "made train record 8"
+
+
+@pytest.mark.parametrize("wrong", ["train/11", "val/x", "trian/3", "train/03", "3"])
+def test_an_unknown_record_is_named_with_its_line(data_config, listed, wrong):
+    path = listed("# list", "train/4", wrong)
+    data = data_config(name="synthetic", examples=11, exclude=path)
+    with pytest.raises(UserError, match=f"line 3 names record '{wrong}'.*'train/0'"):
+        open_source(data, "train")
+
+
+def test_an_unknown_file_of_a_folder_is_named(data_config, folder, listed):
+    path = listed("train/ant/0.png", "train/ant/99.png")
+    data = data_config(name="folder", data_dir=str(folder), exclude=path)
+    with pytest.raises(UserError, match=r"line 2 names record 'train/ant/99\.png'"):
+        open_source(data, "train")
+
+
+def test_nothing_left_and_no_file_are_user_errors(data_config, listed, tmp_path):
+    data = data_config(examples=3)
+    data = dataclasses.replace(data, exclude=listed("train/2", "train/0", "train/1"))
+    with pytest.raises(UserError, match="names all 3 records"):
+        open_source(data, "train")
+    data = dataclasses.replace(data, exclude=str(tmp_path / "absent.txt"))
+    with pytest.raises(UserError, match=r"absent\.txt' cannot be read"):
+        open_source(data, "train")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    data = dataclasses.replace(data, exclude=str(tmp_path / "binary.txt"))
+    with pytest.raises(UserError, match=r"binary\.txt' cannot be read"):
+        open_source(data, "train")
+
+
+def test_ids_outside_a_sub_split_change_nothing(data_config, listed):
+    data = data_config(
+        examples=11, split="train[3:9]", exclude=listed("train/4", "val/2")
+    )
+    source = open_source(data, "train[3:9]")
+    assert [source.record_id(i) for i in range(5)] == [
+        f"train/{i}" for i in (3, 5, 6, 7, 8)
+    ]
+
+
+def test_a_record_that_a_split_repeats_is_left_out_each_time(data_config, listed):
+    split = "train[:4]+train[2:6]"
+    data = data_config(examples=11, split=split, exclude=listed("train/3"))
+    source = open_source(data, split)
+    assert [source.record_id(i)[6:] for i in range(6)] == list("012245")
+
+
+def test_a_source_that_cannot_find_by_name_is_searched(listed):
+    class Own:
+        class_names, images, labels = (), None, None
+        __len__ = lambda self: 5
+        __getitem__ = lambda self, i: {"image": b"", "label": i}
+        describe = record_id = lambda self, i: f"page-{i}"
+
+    source = opening.exclude(Own(), listed("page-3", "page-0"))
+    assert [source[i]["label"] for i in range(len(source))] == [1, 2, 4]
+    with pytest.raises(UserError, match="'page-9'"):
+        opening.exclude(Own(), listed("page-3", "page-9"))
+
+
+def test_arrays_without_a_split_number_their_own_records():
+    source = ArraySource("mine", np.zeros((2, 3, 5, 1), np.uint8), np.arange(2))
+    assert source.record_id(1) == "mine/1"
+    assert list(source.locate(["mine/1"])) == [1]
+
+
+def test_fourteen_million_records_cost_neither_time_nor_memory(listed):
+    class Huge:
+        class_names, images, labels = (), None, None
+        numbering = splits.Numbering.of("full[51200:]", {"full": 14_197_122}, "x")
+        __len__ = lambda self: len(self.numbering)
+        __getitem__ = lambda self, i: {"label": i}
+        record_id = lambda self, i: self.numbering.record_id(i)
+        locate = lambda self, ids: self.numbering.locate(ids)
+
+    left_out = range(51_200, 14_000_000, 1_000)
+    start = time.process_time()
+    source = opening.exclude(Huge(), listed(*(f"full/{i}" for i in left_out)))
+    assert time.process_time() - start < 2
+    assert len(source) == 14_197_122 - 51_200 - len(left_out)
+    assert source[0]["label"] == 1
+    assert source.record_id(999) == "full/52201"
+    assert source.gaps.nbytes < 200_000

@@ -1,0 +1,296 @@
+import dataclasses
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from vit_jax.data import decode, inputs, pipeline
+from vit_jax.data.sources import folder as folder_reader
+from vit_jax.data.sources.folder import OBJECTNET_CLASSES
+from vit_jax.data.sources.open import open_source
+from vit_jax.errors import UserError
+from vit_jax.tools.preparing import images, metadata
+
+
+@pytest.fixture
+def data(data_config, folder):
+    return data_config(name="folder", data_dir=str(folder))
+
+
+def test_a_folder_gives_each_file_once_with_the_label_of_its_class(data, folder):
+    source = open_source(data, "train")
+    assert source.class_names == ("ant", "bee", "cat")
+    described = [source.describe(i) for i in range(len(source))]
+    assert sorted(described) == sorted(map(str, (folder / "train").rglob("*.png")))
+    for i, path in enumerate(described):
+        assert f"/{source.class_names[source[i]['label']]}/" in path
+
+
+def test_every_format_and_letter_case_counts_and_nothing_else(
+    data, folder, photograph, encode
+):
+    where = folder / "train" / "bee" / "deeper" / "still"
+    where.mkdir(parents=True)
+    formats = {"a.JPG": "JPEG", "b.JpEg": "JPEG", "c.WEBP": "WEBP", "d.Gif": "GIF"}
+    formats |= {"e.BMP": "BMP", "f.PNG": "PNG", "wrong.png": "JPEG"}
+    for name, format in formats.items():
+        (where / name).write_bytes(encode(photograph, format))
+    for name in (".hidden.png", "notes.txt", "._a.jpg"):
+        (where / name).write_bytes(b"x")
+    hidden = folder / "train" / ".git"
+    hidden.mkdir()
+    (hidden / "a.png").write_bytes(b"x")
+
+    source = open_source(data, "train")
+    assert len(source) == 19 + len(formats)
+    for i in range(len(source)):
+        assert decode.decode(source[i]["image"]).shape == (37, 53, 3)
+
+
+def test_a_slice_holds_every_class_and_slices_partition(data):
+    first, second = (open_source(data, f"train[{s}]") for s in (":60%", "60%:"))
+    assert {first[i]["label"] for i in range(len(first))} == {0, 1, 2}
+    both = first.paths + second.paths
+    assert both == open_source(data, "train").paths
+    assert len(open_source(data, "train+val")) == 23
+
+
+def test_labels_of_another_split_are_those_of_training(data):
+    source = open_source(data, "val")  # It lacks the class in the middle.
+    assert {source[i]["label"] for i in range(len(source))} == {0, 2}
+
+
+def test_a_class_that_training_lacks_is_a_user_error(data, folder):
+    (folder / "val" / "dog").mkdir()
+    with pytest.raises(UserError, match=r"has class 'dog'.*ant, bee, cat"):
+        open_source(data, "val")
+
+
+def test_an_empty_class_folder_is_a_user_error(data, folder):
+    (folder / "train" / "beetle").mkdir()
+    with pytest.raises(UserError, match="train/beetle has no images"):
+        open_source(data, "train")
+
+
+def test_a_missing_split_lists_the_folders(data):
+    with pytest.raises(UserError, match=r"split 'test'.*has train, val"):
+        open_source(data, "test")
+
+
+def test_a_missing_folder_says_how_it_must_look(data_config, tmp_path):
+    for data_dir in ("", str(tmp_path / "absent")):
+        data = data_config(name="folder", data_dir=data_dir)
+        with pytest.raises(UserError, match=rf"'{data_dir}'.*data_dir/<split>/<class>"):
+            open_source(data, "train")
+
+
+def test_a_split_without_classes_is_a_user_error(data, folder):
+    (folder / "empty").mkdir()
+    with pytest.raises(UserError, match="empty has no class folders"):
+        open_source(data, "empty")
+
+
+def test_another_number_of_classes_than_folders_is_a_user_error(data_config, folder):
+    data = data_config(name="folder", data_dir=str(folder), classes=5)
+    with pytest.raises(UserError, match=r"data\.classes=5.*config\.data\.classes=3"):
+        open_source(data, "train")
+
+
+def test_the_flowers_are_read(data_config, flowers):
+    data = data_config(name="folder", data_dir=str(flowers), classes=5)
+    train, val = open_source(data, "train"), open_source(data, "val")
+    assert len(train) + len(val) == 3670
+    image = decode.decode(train[17]["image"])
+    assert image.dtype == np.uint8
+    assert min(image.shape[:2]) == 160
+
+
+def test_a_folder_without_splits_is_one_split_named_all(data_config, folder):
+    data = data_config(name="folder", data_dir=str(folder / "train"), split="all[:70%]")
+    train, rest = open_source(data, "all[:70%]"), open_source(data, "all[70%:]")
+    assert (len(train), len(rest)) == (13, 6)
+    assert train.class_names == ("ant", "bee", "cat")
+    assert {train[i]["label"] for i in range(13)} == {0, 1, 2}
+    assert train.record_id(0).split("/")[0] in train.class_names
+    assert train.describe(0) == str(folder / "train" / train.record_id(0))
+    assert not set(train.paths) & set(rest.paths)
+    match = r"no folder .*has ant, bee, cat; if those are classes.*split=all\[:90%\]"
+    with pytest.raises(UserError, match=match):
+        open_source(data_config(name="folder", data_dir=data.data_dir), "train")
+
+
+def test_a_split_may_be_named_all(data_config, folder):
+    (folder / "train").rename(folder / "all")
+    data = data_config(name="folder", data_dir=str(folder), split="all")
+    assert open_source(data, "all").record_id(3).startswith("all/")
+
+
+@pytest.fixture
+def elsewhere(tmp_path_factory, photograph, encode):
+    """A folder with 3 images outside of the data set."""
+    where = tmp_path_factory.mktemp("elsewhere")
+    (where / "deep").mkdir()
+    for name in ("x.png", "y.png", "deep/z.png"):
+        (where / name).write_bytes(encode(photograph, "PNG"))
+    return where
+
+
+def test_links_out_of_the_folder_are_followed(data, folder, elsewhere):
+    (folder / "train" / "bee" / "linked").symlink_to(elsewhere)
+    (folder / "train" / "cat" / "one.png").symlink_to(elsewhere / "x.png")
+    (folder / "train" / "ant").rename(elsewhere / "ants")
+    (folder / "train" / "ant").symlink_to(elsewhere / "ants")
+    source = open_source(data, "train")
+    # What the first link leads to holds the ants as well: twelve, and one file.
+    assert len(source) == 19 + 3 + 9 + 1
+    names = {source.record_id(i) for i in range(len(source))}
+    assert {"train/bee/linked/deep/z.png", "train/cat/one.png"} < names
+    for i in range(len(source)):
+        assert decode.decode(source[i]["image"]).shape == (37, 53, 3)
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("train/bee/up", "train"),  # A circle.
+        ("train/bee/all", "."),
+        ("train/bee/root", "/"),
+        ("train/bee/twin", "train/ant"),  # The same images under two labels.
+        ("val/ant/leak", "train/ant"),  # Training images in validation.
+        ("train/bee/a.png", "train/ant/0.png"),
+        ("train/dog", "train/ant"),
+        ("again", "train"),  # A split that is another one.
+    ],
+)
+def test_links_back_into_the_data_set_are_an_error(data, folder, link, target):
+    (folder / link).symlink_to(os.path.normpath(folder / target))
+    data = dataclasses.replace(data, split="train")
+    with pytest.raises(UserError, match=rf"{link} is a link"):
+        open_source(data, link.split("/")[0])
+
+
+def test_links_to_themselves_are_no_classes_and_no_images(data, folder):
+    (folder / "train" / "loop").symlink_to("loop")
+    assert len(open_source(data, "train")) == 19
+    (folder / "train" / "ant" / "loop.png").symlink_to("loop.png")
+    with pytest.raises(UserError, match=r"ant/loop\.png is a link"):
+        open_source(data, "train")
+
+
+def test_a_circle_of_links_outside_ends(data, folder, elsewhere):
+    (elsewhere / "deep" / "again").symlink_to(elsewhere)
+    (folder / "train" / "bee" / "linked").symlink_to(elsewhere)
+    with pytest.raises(UserError, match=r"deep/again is a link to .*, in a circle"):
+        open_source(data, "train")
+
+
+def test_a_linked_data_set_is_read_as_if_it_lay_there(data_config, folder, tmp_path):
+    (tmp_path / "linked").symlink_to(folder)
+    data = data_config(name="folder", data_dir=str(tmp_path / "linked"))
+    assert len(open_source(data, "train")) == 19
+
+
+def test_what_cannot_be_read_names_the_file_and_can_be_skipped(data, folder):
+    bad = folder / "val" / "ant"
+    (bad / "gone.png").symlink_to(folder.parent / "nowhere.png")
+    (bad / "empty.png").write_bytes(b"")
+    (bad / "text.jpg").write_text("no image")
+    whole = (bad / "0.png").read_bytes()
+    (bad / "cut.png").write_bytes(whole[: len(whole) // 2])
+    data = dataclasses.replace(data, image_size=(37, 53), eval_ops="", on_error="skip")
+    source = open_source(data, "val")
+    assert len(source) == 8
+    with pipeline.eval_batches(source, data, batch_size=3) as batches:
+        counted = [(b["skipped"].sum(), b["mask"].sum()) for b in batches]
+    assert np.sum(counted, axis=0).tolist() == [4, 4]
+    data = dataclasses.replace(data, on_error="raise")
+    match = r"val/ant/\w+\.(png|jpg) .*(cannot be|is empty)"
+    batches = pipeline.eval_batches(source, data, batch_size=8)
+    with batches, pytest.raises(UserError, match=match):
+        list(batches)
+
+
+def test_a_pipe_that_would_hang_is_an_error(data, folder):
+    os.mkfifo(folder / "train" / "ant" / "pipe.jpg")
+    with pytest.raises(UserError, match=r"pipe\.jpg is no file but a pipe or device"):
+        open_source(data, "train")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(data, folder, monkeypatch):
+    (folder / "train" / "ant" / "closed").mkdir()
+    original = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"ant/closed cannot be listed \(Permission"):
+        open_source(data, "train")
+
+
+def test_of_objectnet_the_overlapping_classes_are_read(data_config, tmp_path):
+    for name in (*OBJECTNET_CLASSES, "air_freshener", "zipper"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / f"{name}.png").write_bytes(b"x")
+    data = data_config(name="objectnet", data_dir=str(tmp_path), classes=113)
+    source = open_source(data, "images")
+    assert len(source) == 113
+    for i in range(113):
+        assert source.class_names[source[i]["label"]] in source.record_id(i)
+    assert source.class_names[8:10] == ("binder_closed", "bottle_cap")
+    (tmp_path / "images" / "wok" / "wok.png").unlink()
+    (tmp_path / "images" / "wok").rmdir()
+    with pytest.raises(UserError, match="images lacks class 'wok'"):
+        open_source(data, "images")
+
+
+def test_stray_folders_are_passed_over_by_training_and_prepare_alike(
+    data, folder, caplog
+):
+    for stray in ("__pycache__", "train/__pycache__", "val/__MACOSX", "notes", ".git"):
+        (folder / stray).mkdir()
+        (folder / stray / "cache.pyc").write_bytes(b"0")
+    (folder / "notes/plot.png").write_bytes(b"0")
+    (folder / "train/__MACOSX").mkdir()
+    (folder / "train/__MACOSX/a.jpg").write_bytes(b"0")
+
+    def prepared():
+        name = metadata.DatasetName("ours", "", "1.0.0")
+        return images.open_images(
+            folder, name, (), 10**6, "raise", decode=False
+        ).sources
+
+    assert list(prepared()) == ["train", "val"]
+    assert caplog.messages == [
+        f"{folder}: folder 'notes' has no class folder with images; it is skipped"
+    ]
+    folder_reader._name_other_folders.cache_clear()
+    open_source(data, "train")
+    assert caplog.messages[1:] == caplog.messages[:1]
+    for split, source in prepared().items():
+        trained = open_source(data, split)
+        assert source.class_names == trained.class_names == ("ant", "bee", "cat")
+        assert source.paths == trained.paths
+    # A class without images may be a mistake: both say so.
+    (folder / "train/dog").mkdir()
+    for read in (prepared, lambda: open_source(data, "train")):
+        with pytest.raises(UserError, match="class folder .*dog has no images"):
+            read()
+
+
+def test_names_with_underscores_are_classes_and_images(data, folder, tmp_path):
+    where = folder / "train"
+    (where / "ant").rename(where / "__background__")
+    shutil.rmtree(folder / "val")
+    (where / "bee/0.png").rename(where / "bee/__x.png")
+    shutil.copytree(where / "bee", where / "bee/__pycache__")
+    source = open_source(data, "train")
+    assert source.class_names == ("__background__", "bee", "cat")
+    assert "train/bee/__x.png" in source.paths
+    assert len(source) == 19
+    # Predict reads the same files.
+    found = [path for path, _ in inputs.find([str(where)])]
+    assert sorted(found) == sorted(str(folder / path) for path in source.paths)

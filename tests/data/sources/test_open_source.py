@@ -1,0 +1,90 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from vit_jax.data.sources import arrays
+from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.base import check_label
+from vit_jax.data.sources.open import open_source
+from vit_jax.errors import UserError
+
+
+def test_digits_are_all_there_once_and_stratified(data_config):
+    data = data_config(name="digits", classes=10, image_size=(8, 8), channels=1)
+    train, test = open_source(data, "train"), open_source(data, "test")
+    assert len(train) + len(test) == 1797
+    assert train.images.shape[1:] == (8, 8, 1)
+    assert (train.images.dtype, train.images.max()) == (np.uint8, 255)
+    share = np.bincount(test.labels) / np.bincount([*train.labels, *test.labels])
+    np.testing.assert_allclose(share, 0.2, atol=0.006)
+
+    from sklearn.datasets import load_digits
+
+    ours = np.concatenate([train.images, test.images])[..., 0] * (16 / 255)
+    key = lambda images: sorted(map(tuple, np.round(images).reshape(1797, 64)))
+    assert key(ours) == key(load_digits().images)
+
+
+def test_digits_repeat_the_grey_value_for_three_channels(data_config):
+    data = data_config(name="digits", classes=10)
+    images = open_source(data, "train[:7]+test[3:5]").images
+    assert images.shape == (9, 8, 8, 3)
+    np.testing.assert_array_equal(images[..., 0], images[..., 2])
+
+
+def test_made_images_depend_on_split_and_number_only(data_config):
+    data = data_config(examples=11)
+    source = open_source(data, "train")
+    assert source.images.shape == (11, 13, 17, 3)
+    np.testing.assert_array_equal(source.labels, np.arange(11) % 3)
+    np.testing.assert_array_equal(
+        open_source(data, "train[4:6]").images[1], source.images[5]
+    )
+    assert (arrays.synthetic_image("val", 5, 3, (13, 17, 3)) != source.images[5]).any()
+    assert len(open_source(data_config(), "anything")) == arrays.DEFAULT_EXAMPLES
+
+
+def test_made_classes_can_be_told_apart(data_config):
+    source = open_source(data_config(examples=60), "train")
+    images = source.images.reshape(60, -1).astype(float)
+    means = np.stack([images[source.labels == k].mean(0) for k in range(3)])
+    distances = np.square(images[:, None] - means[None]).sum(-1)
+    np.testing.assert_array_equal(distances.argmin(1), source.labels)
+
+
+def test_another_number_of_classes_than_the_set_has_is_a_user_error(data_config):
+    with pytest.raises(UserError, match=r"data\.classes=7, but digits has 10 classes"):
+        open_source(data_config(name="digits", classes=7), "train")
+
+
+def test_another_size_than_the_config_states_is_a_user_error(data_config):
+    data = data_config(name="digits", classes=10, examples=1500)
+    with pytest.raises(UserError, match=r"data\.examples=1500.* has 1442"):
+        open_source(data, "train")
+    assert len(open_source(data, "test")) == 355  # It states data.split alone.
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_out_of_range_names_the_record(label):
+    with pytest.raises(UserError, match=rf"x record 5 has label {label}.*classes=3"):
+        check_label(label, 3, "x record 5")
+
+
+def test_an_array_source_names_its_records():
+    source = ArraySource("made train", np.zeros((2, 3, 5, 1), np.uint8), np.arange(2))
+    assert source.describe(1) == "made train record 1"
+    assert source[1]["label"] == 1
+
+
+def test_importing_the_package_loads_neither_jax_nor_tfds():
+    code = (
+        "import sys, vit_jax.data.pipeline as p;"
+        "heavy = {'jax', 'tensorflow_datasets', 'sklearn', 'grain', 'tensorflow'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert out.stdout == "[]\n", out.stderr

@@ -1,0 +1,307 @@
+import dataclasses
+import json
+import os
+import pathlib
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from vit_jax.data import decode, pipeline
+from vit_jax.data.sources import arrays, parquet
+from vit_jax.data.sources.open import open_source
+from vit_jax.errors import UserError
+
+pq = pytest.importorskip("pyarrow.parquet")
+pa = pytest.importorskip("pyarrow")
+
+# Rows of the files of each split; row groups hold 4.
+FILES = {"train": (11, 3, 9), "test": (5,)}
+NAMES = ("ant", "bee", "cat")
+
+
+def write(path, cells, labels, *, names=NAMES, group=4, columns=("image", "label")):
+    """Writes a file as the hub's own library does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    info = {columns[1]: {"names": list(names), "_type": "ClassLabel"}}
+    info |= {columns[0]: {"_type": "Image"}}
+    schema = pa.schema(
+        [(columns[0], image), (columns[1], pa.int64()), ("note", pa.string())],
+        metadata={"huggingface": json.dumps({"info": {"features": info}})},
+    )
+    cells = [{"bytes": data, "path": None} for data in cells]
+    table = pa.table([cells, labels, ["x"] * len(labels)], schema=schema)
+    pq.write_table(table, path, row_group_size=group)
+
+
+@pytest.fixture
+def images(photograph, encode):
+    """Makes the file of record n: a photograph with n in its corner."""
+
+    def make(n):
+        pixels = photograph.copy()
+        pixels[0, 0] = n
+        return encode(pixels, "PNG")
+
+    return make
+
+
+@pytest.fixture
+def shards(tmp_path, images):
+    """A set of 23 + 5 records in data/, as the hub lays it out."""
+    for split, counts in FILES.items():
+        first = 0 if split == "train" else 100
+        for i, count in enumerate(counts):
+            numbers = range(first, first + count)
+            first += count
+            write(
+                tmp_path / "data" / f"{split}-{i:05}-of-{len(counts):05}.parquet",
+                [images(n) for n in numbers],
+                [n % 3 for n in numbers],
+            )
+    return tmp_path
+
+
+@pytest.fixture
+def data(data_config, shards, monkeypatch):
+    monkeypatch.setattr(arrays, "_MEMORY", 0)  # As if it were a large set.
+    return data_config(name="parquet", data_dir=str(shards), image_size=(37, 53))
+
+
+def corner(item):
+    return int(decode.decode(item["image"])[0, 0, 0])
+
+
+def test_each_row_is_read_with_its_label(data):
+    source = open_source(data, "train")
+    assert (len(source), source.images, source.class_names) == (23, None, NAMES)
+    for i in np.random.default_rng(0).permutation(23):
+        item = source[int(i)]
+        assert (corner(item), item["label"]) == (i, i % 3)
+    assert source.describe(20) == "parquet train record 20"
+    assert source.record_id(20) == "train/20"
+
+
+def test_other_columns_of_a_file_are_not_those_read_before(
+    data_config, tmp_path, images
+):
+    path = tmp_path / "data" / "train-00000-of-00001.parquet"
+    path.parent.mkdir()
+    rows = [{"bytes": images(0), "path": None}]
+    table = pa.table({"image": rows, "fine": [7], "coarse": [1]})
+    pq.write_table(table, path)
+    common = {"name": "parquet", "data_dir": str(tmp_path), "classes": 9}
+    for key, label in (("fine", 7), ("coarse", 1)):
+        data = data_config(**common, label_key=key, image_size=(37, 53))
+        assert open_source(data, "train")[0]["label"] == label
+
+
+def test_slices_and_sums_select_rows_across_files(data):
+    source = pickle.loads(pickle.dumps(open_source(data, "test[1:3]+train[10:15]")))
+    assert [corner(source[i]) for i in range(7)] == [101, 102, 10, 11, 12, 13, 14]
+    assert [source.record_id(i) for i in (1, 2)] == ["test/2", "train/10"]
+
+
+def test_records_can_be_excluded_by_name(data, tmp_path):
+    (tmp_path / "list.txt").write_text("train/3\ntest/4\ntrain/22\n")
+    data = dataclasses.replace(data, exclude=str(tmp_path / "list.txt"))
+    source = open_source(data, "train")
+    assert [corner(source[i]) for i in range(21)] == [*range(3), *range(4, 22)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_come_from_threads_and_processes(data, workers):
+    data = dataclasses.replace(data, threads=3, workers=workers, ops="")
+    source = open_source(data, "train")
+    with pipeline.eval_batches(source, data, batch_size=5) as batches:
+        rows = [
+            (b["image"][b["mask"], 0, 0, 0], b["label"][b["mask"]]) for b in batches
+        ]
+    found, labels = (np.concatenate(parts) for parts in zip(*rows, strict=True))
+    np.testing.assert_array_equal(found, np.arange(23))
+    np.testing.assert_array_equal(labels, np.arange(23) % 3)
+
+
+def test_threads_do_not_share_a_row_group(data):
+    source, wrong = open_source(data, "train"), []
+
+    def read(seed):
+        for i in np.random.default_rng(seed).integers(0, 23, 40):
+            if corner(source[int(i)]) != i:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_small_images_lie_in_memory(data_config, tmp_path, encode):
+    cells = [encode(np.full((8, 8, 3), n, np.uint8), "PNG") for n in range(9)]
+    write(tmp_path / "train.parquet", cells, [0, 1, 2] * 3)
+    source = open_source(data_config(name="parquet", data_dir=str(tmp_path)), "train")
+    np.testing.assert_array_equal(source.images[:, 3, 3, 1], range(9))
+    assert source.record_id(7) == "train/7"
+
+
+@pytest.mark.parametrize(
+    "path", ["train-00000-of-00001-8a3f0c2b1d4e5f67", "c/train/0000", "plain/train"]
+)
+def test_every_layout_of_the_hub_names_the_split(data_config, tmp_path, images, path):
+    write(tmp_path / f"{path}.parquet", [images(7)], [2])
+    data = data_config(name="parquet", data_dir=str(tmp_path))
+    assert open_source(data, "train")[0]["label"] == 2
+
+
+def test_plain_bytes_and_other_column_names_are_read(data_config, tmp_path, images):
+    table = pa.table({"img": [images(7)], "fine": pa.array([2], pa.uint8())})
+    pq.write_table(table, tmp_path / "train.parquet")
+    keys = {"image_key": "img", "label_key": "fine"}
+    data = data_config(name="parquet", data_dir=str(tmp_path), **keys)
+    assert corner(open_source(data, "train")[0]) == 7
+
+
+def test_a_missing_file_of_a_split_is_found(data, shards):
+    (shards / "data" / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(UserError, match="'train' has 2 of 3 files"):
+        open_source(data, "train")
+
+
+def test_the_same_split_in_two_folders_must_be_chosen(data, shards, images):
+    write(shards / "other" / "train.parquet", [images(1)], [0])
+    with pytest.raises(UserError, match=r"'train' in several folders .*data.*other"):
+        open_source(data, "train")
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"image_key": "img"}, r"data\.image_key='img'.*image, label, note"),
+        ({"label_key": "kind"}, r"data\.label_key='kind'.*image, label, note"),
+        ({"label_key": "note"}, r"'note'.*holds string, not class numbers"),
+        ({"data_dir": "/nowhere/at/all"}, "'/nowhere/at/all' is not a folder"),
+    ],
+)
+def test_wrong_keys_are_user_errors(data, keys, match):
+    data = dataclasses.replace(data, **keys)
+    with pytest.raises(UserError, match=match):
+        open_source(data, "train")
+
+
+def test_wrong_splits_and_empty_folders_are_user_errors(data, data_config, tmp_path):
+    with pytest.raises(
+        UserError, match=r"parquet has no split 'val'; it has test, train"
+    ):
+        open_source(data, "val")
+    (tmp_path / "empty").mkdir()
+    data = data_config(name="parquet", data_dir=str(tmp_path / "empty"))
+    with pytest.raises(UserError, match=r"no \*\.parquet files below"):
+        open_source(data, "train")
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "text"])
+def test_a_damaged_file_is_named(data, shards, damage):
+    path = shards / "data" / "train-00001-of-00003.parquet"
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "cut": whole[:-9], "text": b"<html>" * 99}[damage])
+    with pytest.raises(UserError, match="train-00001-of-00003.parquet is no whole"):
+        open_source(data, "train")
+
+
+def test_damage_inside_a_file_names_set_split_and_record(data, shards):
+    path = shards / "data" / "train-00000-of-00003.parquet"
+    content = bytearray(path.read_bytes())
+    column = pq.read_metadata(path).row_group(1).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    content[start : start + 40] = b"\xff" * 40
+    path.write_bytes(content)
+    data = dataclasses.replace(data, ops="", eval_ops="")
+    source = open_source(data, "train")
+    assert corner(source[3]) == 3  # The group before.
+    assert corner(source[8]) == 8  # And after.
+    match = r"parquet train record 4 cannot be read \(row"
+    batches = pipeline.eval_batches(source, data, batch_size=6)
+    with batches, pytest.raises(UserError, match=match):
+        list(batches)
+    data = dataclasses.replace(data, on_error="skip")
+    with pipeline.eval_batches(source, data, batch_size=6) as batches:
+        assert sum(batch["skipped"].sum() for batch in batches) == 4
+
+
+def test_a_row_without_image_or_label_is_a_damaged_record(
+    data_config, tmp_path, images
+):
+    write(tmp_path / "train.parquet", [None, images(1), b""], [0, None, 1])
+    data = data_config(name="parquet", data_dir=str(tmp_path))
+    source = open_source(data, "train")
+    with pytest.raises(decode.DamagedImage, match="has no bytes"):
+        source[0]
+    with pytest.raises(decode.DamagedImage, match="has no label in column 'label'"):
+        source[1]
+    with pytest.raises(decode.DamagedImage, match=r"is empty \(0 bytes\)"):
+        decode.decode(source[2]["image"])
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch, images):
+    """The hub's cache with one data set, and no network."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    cache = tmp_path / "hub"
+    folder = cache / "datasets--some--flowers"
+    (folder / "refs").mkdir(parents=True)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (folder / "refs" / "main").write_text(commit)
+    snapshot = folder / "snapshots" / commit
+    write(snapshot / "plain" / "train-00000-of-00001.parquet", [images(5)], [1])
+    write(snapshot / "large" / "train-00000-of-00001.parquet", [images(6)], [2])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    original = huggingface_hub.snapshot_download
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda *args, **more: original(*args, cache_dir=str(cache), **more),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("some/flowers/plain", 5), ("some/flowers@main/large", 6)],
+)
+def test_a_set_of_the_hub_is_read_from_the_cache(data_config, cached, name, number):
+    source = open_source(data_config(name=f"hf://datasets/{name}"), "train")
+    assert corner(source[0]) == number
+    assert source.describe(0) == f"hf://datasets/{name} train record 0"
+
+
+def test_what_the_hub_lacks_is_a_user_error(data_config, cached):
+    match = r"'hf://datasets/some/thing' cannot be downloaded \(.*check the name"
+    with pytest.raises(UserError, match=match):
+        open_source(data_config(name="hf://datasets/some/thing"), "train")
+    with pytest.raises(UserError, match="write hf://datasets/OWNER/NAME"):
+        open_source(data_config(name="hf://datasets/thing"), "train")
+
+
+def test_only_the_files_asked_for_are_downloaded(tmp_path, monkeypatch):
+    import fnmatch
+
+    import huggingface_hub
+
+    asked = {}
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda repo, **more: asked.update(more, repo=repo) or str(tmp_path),
+    )
+    assert parquet.download("hf://datasets/o/n@v1/a/b") == os.path.join(tmp_path, "a/b")
+    assert (asked["repo"], asked["revision"]) == ("o/n", "v1")
+    there = ["a/b/train.parquet", "a/c/train.parquet", "a/b/x.bin", "README.md"]
+    assert fnmatch.filter(there, asked["allow_patterns"]) == ["a/b/train.parquet"]
+    assert pathlib.Path(parquet.download("hf://datasets/o/n")) == tmp_path
+    assert len(fnmatch.filter(there, asked["allow_patterns"])) == 2

@@ -1,0 +1,199 @@
+import json
+
+import numpy as np
+import pytest
+from tfds_sets import builder_class, png
+
+from vit_jax.data import pipeline
+from vit_jax.data.sources import arrays
+from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.open import open_source
+from vit_jax.errors import UserError
+from vit_jax.tools.preparing import metadata
+
+SIZES = {"train": 23, "test": 7}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Prepares a small data set, `tiny_set/red:1.2.0`, as any user would."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    features = {
+        "picture": tfds.features.Image(shape=(5, 9, 3), encoding_format="png"),
+        "kind": tfds.features.ClassLabel(names=["a", "b", "c"]),
+    }
+    splits = {
+        name: lambda size=size: (
+            {"picture": png(pixels(i)), "kind": i % 3} for i in range(size)
+        )
+        for name, size in SIZES.items()
+    }
+    code = tmp_path_factory.mktemp("code")
+    builder = builder_class("tiny_set", "1.2.0", features, splits, code, config="red")
+    where = tmp_path_factory.mktemp("tfds")
+    builder(
+        data_dir=where, config="red", file_format="array_record"
+    ).download_and_prepare()
+    return where
+
+
+def pixels(i):
+    return np.full((5, 9, 3), (i, 100, 200), np.uint8)
+
+
+@pytest.fixture
+def make(data_config, prepared):
+    keys = {"image_key": "picture", "label_key": "kind", "data_dir": str(prepared)}
+    return lambda **more: data_config(**{"name": "tiny_set/red", **keys, **more})
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny_set/red", "tiny_set/red:1.2.0", "tiny_set/red:1.*.*"]
+)
+def test_a_small_tfds_set_lies_in_memory(make, name):
+    source = open_source(make(name=name), "train")
+    assert isinstance(source, ArraySource)
+    assert source.class_names == ("a", "b", "c")
+    assert sorted(source.images[:, 0, 0, 0]) == list(range(23))  # TFDS shuffles them.
+    for i in range(23):
+        number = source.images[i, 0, 0, 0]
+        np.testing.assert_array_equal(source.images[i], pixels(number))
+        assert source.labels[i] == number % 3
+    assert source.describe(4) == f"{name} train record 4"
+
+
+def test_a_large_tfds_set_stays_encoded(make, monkeypatch):
+    monkeypatch.setattr(arrays, "_MEMORY", 1000)
+    source = open_source(make(), "train[5:9]+test")
+    assert (len(source), source.images) == (4 + 7, None)
+    assert source[2]["image"].startswith(b"\x89PNG")
+    assert source.describe(2) == "tiny_set/red train[5:9]+test record 2"
+
+
+def test_a_set_that_is_not_prepared_says_how_to_prepare_it(make, prepared):
+    for name in ("tiny_set/blue", "no_such_set", "tiny_set/red:9.9.9"):
+        match = rf"'{name}'.*{prepared}.*vit_jax.prepare --dataset={name} --data_dir={prepared}"
+        with pytest.raises(UserError, match=match):
+            open_source(make(name=name), "train")
+
+
+def test_a_missing_split_lists_those_that_exist(make):
+    with pytest.raises(UserError, match=r"no split 'val'; it has test, train"):
+        open_source(make(), "val")
+
+
+@pytest.mark.parametrize("key", ["image_key", "label_key"])
+def test_a_missing_feature_lists_those_that_exist(make, key):
+    with pytest.raises(UserError, match=rf"data\.{key}='x'.*it has kind, picture"):
+        open_source(make(**{key: "x"}), "train")
+
+
+def test_a_set_prepared_as_tfrecord_is_a_user_error(make, prepared, tmp_path):
+    there = prepared / "tiny_set" / "red" / "1.2.0"
+    copy = tmp_path / "tiny_set" / "red" / "1.2.0"
+    copy.mkdir(parents=True)
+    for path in there.glob("*.json"):
+        (copy / path.name).write_bytes(path.read_bytes())
+    info = json.loads((copy / "dataset_info.json").read_text())
+    (copy / "dataset_info.json").write_text(
+        json.dumps(info | {"fileFormat": "tfrecord"})
+    )
+    with pytest.raises(
+        UserError, match="is prepared as tfrecord, but only array_record"
+    ):
+        open_source(make(data_dir=str(tmp_path)), "train")
+
+
+SUB_SPLITS = ("train[:80%]", "train[5:9]+test[:3]", "train[-4:]", "test[50%:]+train")
+
+
+@pytest.mark.parametrize("split", SUB_SPLITS)
+def test_sub_splits_are_those_of_tfds(make, prepared, split):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    builder = tfds.core.read_only_builder.builder_from_files(
+        "tiny_set/red", data_dir=prepared
+    )
+    decoders = {"picture": tfds.decode.SkipDecoding()}
+    expected = [r["kind"] for r in builder.as_data_source(split, decoders=decoders)]
+    assert open_source(make(), split).labels.tolist() == expected
+    for i, part in enumerate(tfds.even_splits(split, 2)):
+        expected = [r["kind"] for r in builder.as_data_source(part, decoders=decoders)]
+        ours = open_source(make(), f"even_splits({split}, 2)[{i}]")
+        assert ours.labels.tolist() == expected
+
+
+def test_records_keep_their_names_in_sub_splits(make, tmp_path):
+    whole = open_source(make(), "train")
+    part = open_source(make(), "test[2:]+train[6:11]")
+    assert part.record_id(1) == "test/3"
+    at = int(part.record_id(7).removeprefix("train/"))
+    np.testing.assert_array_equal(part.images[7], whole.images[at])
+
+
+def test_a_feature_that_is_no_class_number_is_a_user_error(make):
+    with pytest.raises(UserError, match=r"'picture'.*holds no single class number"):
+        open_source(make(label_key="picture"), "train")
+
+
+@pytest.fixture
+def copied(prepared, tmp_path):
+    import shutil
+
+    shutil.copytree(prepared / "tiny_set", tmp_path / "tiny_set")
+    (shard,) = (tmp_path / "tiny_set/red/1.2.0").glob("*train.array_record*")
+    return tmp_path, shard
+
+
+def test_no_module_that_a_set_names_is_imported(make, copied, tmp_path, monkeypatch):
+    (tmp_path / "foreign_features.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "tiny_set/red/1.2.0/features.json"
+    text = path.read_text()
+    named = "tensorflow_datasets.core.features.class_label_feature.ClassLabel"
+    assert named in text
+    path.write_text(text.replace(named, "foreign_features.Label"))
+    for read in (
+        lambda: open_source(make(data_dir=str(tmp_path)), "train"),
+        lambda: metadata.read_info(path.parent),
+    ):
+        with pytest.raises(
+            UserError, match=r"names 'foreign_features\.Label', a class"
+        ):
+            read()
+
+
+def test_a_missing_shard_is_a_user_error(make, copied):
+    data_dir, shard = copied
+    shard.unlink()
+    with pytest.raises(UserError, match=f"lacks {shard}: prepare it again"):
+        open_source(make(data_dir=str(data_dir)), "train")
+
+
+def test_a_damaged_shard_names_set_split_and_record(make, copied, monkeypatch):
+    monkeypatch.setattr(arrays, "_MEMORY", 0)
+    data_dir, shard = copied
+    content = bytearray(shard.read_bytes())
+    last = content.rfind(b"PNG")
+    content[last - 20 : last + 40] = b"\xff" * 60
+    shard.write_bytes(content)
+    data = make(data_dir=str(data_dir), image_size=(5, 9), eval_ops="")
+    source = open_source(data, "train[2:]")
+    batches = pipeline.eval_batches(source, data, batch_size=4)
+    match = r"tiny_set/red train\[2:\] record \d+ .*cannot be"
+    with batches, pytest.raises(UserError, match=match):
+        list(batches)
+    with pytest.raises(IndexError, match="21"):
+        source[21]
+
+
+def test_a_bucket_without_its_packages_says_what_to_install(make, monkeypatch):
+    import tensorflow_datasets as tfds
+
+    def without_gcsfs(name, data_dir):
+        assert data_dir == "gs://bucket/~sets"  # As it was given.
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    reader = tfds.core.read_only_builder
+    monkeypatch.setattr(reader, "builder_from_files", without_gcsfs)
+    with pytest.raises(UserError, match=r"'gs://bucket/~sets'.*-e '\.\[gcs\]'"):
+        open_source(make(data_dir="gs://bucket/~sets"), "train")

@@ -1,0 +1,250 @@
+"""Transforms in a module of the user's: found, checked, run, resumed, refused."""
+
+import pathlib
+import re
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax.data import pipeline
+from vit_jax.data.sources.open import open_source
+from vit_jax.data.transforms import device as device_transforms
+from vit_jax.data.transforms import parse
+from vit_jax.errors import UserError
+from vit_jax.training import config as configuration
+from vit_jax.training import loop
+from vit_jax.weights import workdir
+
+SIZE = (13, 17)
+ROOT = pathlib.Path(__file__).parents[3]
+# The example there: one transform on the host and one on the device.
+(EXAMPLE,) = re.findall(
+    r"^```python\n# noise\.py\n(.*?)^```$",
+    (ROOT / "docs" / "extending.md").read_text(),
+    re.DOTALL | re.MULTILINE,
+)
+# Each makes a mistake of its own.
+WRONG = '''
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    runs_on = "host"
+    what: str = ""
+
+    def __call__(self, image, rng):
+        if self.what == "write":
+            image[0] = 0
+        return {"float": image / 255, "grey": image[..., 0], "none": None}[self.what]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    runs_on = "device"
+    what: str = ""
+
+    def __call__(self, images, labels, index, key):
+        if self.what == "raise":
+            raise KeyError("of mine")
+        return {"flat": (images[..., 0], labels), "labels": (images, labels[:1])}[
+            self.what
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    share: float = 0.5
+
+
+class Unfrozen:
+    runs_on = "host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """Keeps every second row and column."""
+
+    runs_on = "host"
+    in_eval = True
+
+    def __call__(self, image, rng):
+        return np.ascontiguousarray(image[::2, ::2])
+
+    def output_size(self, before):
+        return before and tuple(-(-side // 2) for side in before)
+'''
+
+
+@pytest.fixture(autouse=True)
+def outside(tmp_path, monkeypatch):
+    """Makes the modules importable."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in (("noise", EXAMPLE), ("wrong", WRONG)):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def run_config(total_steps, ops):
+    """Returns the config of a small model on synthetic images."""
+    shape = {"classes": 3, "examples": 20, "image_size": (8, 12)}
+    model = {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 20}
+    return configuration.complete(
+        {
+            "seed": 3,
+            "total_steps": total_steps,
+            "batch_size": 8,
+            "data": {"name": "synthetic", "ops": ops, **shape},
+            "model": model,
+            "optim": {"learning_rate": 0.01},
+            "evals": {"val": "val"},
+            "checkpoint_every_steps": 2,
+        }
+    )
+
+
+def rows(data, **more):
+    """Returns the images of the first batch."""
+    source = open_source(data, "train")
+    with pipeline.train_batches(
+        source, data, batch_size=8, seed=3, start=0, stop=1, **more
+    ) as batches:
+        return next(batches)["image"]
+
+
+def test_a_host_transform_runs_in_the_loader(data_config):
+    plain = rows(data_config(ops=""))
+    speckled = rows(data_config(ops="noise:Speckle(share=0.25)"))
+    changed = (speckled != plain).any(-1)
+    assert (speckled[changed] == 255).all()
+    assert 0.2 < changed.mean() < 0.3
+    np.testing.assert_array_equal(rows(data_config(ops="noise:Speckle(0)")), plain)
+
+
+def test_loader_processes_find_it_too(data_config):
+    ops = "noise:Speckle(share=0.25)"
+    expected = rows(data_config(ops=ops))
+    found = rows(data_config(ops=ops, workers=1))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_set_in_memory_is_not_changed(data_config):
+    with pytest.raises(
+        UserError, match=r"wrong:Host: runs .* ValueError: assignment destination is"
+    ):
+        rows(data_config(ops="wrong:Host('write')"))
+
+
+def test_a_device_transform_draws_by_the_place_in_the_run():
+    ops = parse.parse_train("noise:Speckle | flip | noise:Noise(std=4)", SIZE)
+    assert [len(part) for part in ops] == [1, 2]
+    images, labels = jnp.full((6, *SIZE, 3), 128, jnp.uint8), jnp.eye(6)
+    index, key = jnp.arange(6, dtype=jnp.uint32), jax.random.key(0)
+    run = jax.jit(lambda *batch: device_transforms.apply(ops.device, *batch, key)[0])
+    whole = run(images, labels, index)
+    np.testing.assert_allclose(whole.std(), 4, rtol=0.1)
+    part = run(images[2:5], labels[2:5], index[2:5])
+    np.testing.assert_array_equal(part, whole[2:5])
+
+
+def test_its_size_counts_for_an_enlargement():
+    ops = parse.parse_train("resize((8, 5)) | wrong:Half | upsample", SIZE)
+    assert parse.loaded_size(ops, SIZE) == (4, 3)
+    (half,) = parse.parse_eval("wrong:Half()", SIZE)
+    image = half(np.zeros((7, 9, 3), np.uint8), None)
+    assert image.shape == (4, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "absent:Speckle",
+            "data.ops='absent:Speckle': no module 'absent': it must lie",
+        ),
+        ("noise:Speckel", r"data.ops='noise:Speckel': .*noise.py has no 'Speckel'"),
+        ("noise:Speckle(share=2)", r"share=2 must be at most 1; it is noise:Speckle\("),
+        ("noise:Speckle('a')", "share='a' is not a number; it is noise:Speckle"),
+        ("noise:Speckle(True)", "share=True is not a number"),
+        ("noise:Speckle(shares=1)", r"argument 'shares'; it is .*Speckle\(share=0.1\)"),
+        ("noise:Speckle(open('x'))", "cannot read"),
+        ("noise:Noise | noise:Speckle", "noise:Speckle runs in the loader, so it must"),
+        (
+            "noise:np",
+            "is <module .*: it must be a frozen dataclass that states runs_on",
+        ),
+        ("wrong:Plain", "must be a frozen dataclass that states runs_on"),
+        ("wrong:Unfrozen", "must be a frozen dataclass that states runs_on"),
+        ("noyse.Speckle", "cannot read"),
+    ],
+)
+def test_a_mistake_in_the_line_is_told_in_one_line(line, message):
+    with pytest.raises(UserError, match=message) as found:
+        parse.parse_train(line, SIZE)
+    assert "\n" not in str(found.value)
+
+
+def test_evaluation_takes_one_that_says_it_may():
+    for line in ("noise:Speckle", "noise:Noise"):
+        with pytest.raises(
+            UserError, match=rf"data\.eval_ops='{line}': .* is for trai"
+        ):
+            parse.parse_eval(line, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("float", r"returned float64 \(13, 17, 3\), not uint8 \(H, W, C\)"),
+        ("grey", r"returned uint8 \(13, 17\), not uint8 \(H, W, C\)"),
+        ("none", "returned <class 'NoneType'> , not uint8"),
+        ("else", "runs the code of that module, which raised KeyError: 'else'"),
+    ],
+)
+def test_what_it_returns_on_the_host_is_checked(what, message, data_config):
+    match = rf"made train record \d+: data\.ops=.*wrong:Host:? {message}"
+    with pytest.raises(UserError, match=match):
+        rows(data_config(ops=f"wrong:Host({what!r})"))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raise", "runs the code of that module, which raised KeyError: 'of mine'"),
+        (
+            "flat",
+            r"returned arrays of the shapes \[\(6, 13, 17\), \(6, 6\)\], not image",
+        ),
+        ("labels", r"\(1, 6\)\], not images \(B, H, W, C\) and labels \(6, 6\)"),
+    ],
+)
+def test_what_it_returns_on_the_device_is_checked(what, message):
+    ops = parse.parse_train(f"wrong:Device({what!r})", SIZE).device
+    images, labels = jnp.zeros((6, *SIZE, 3), jnp.uint8), jnp.eye(6)
+    index = jnp.arange(6, dtype=jnp.uint32)
+    with pytest.raises(UserError, match=rf"wrong:Device:? .*{message}"):
+        device_transforms.apply(ops, images, labels, index, jax.random.key(0))
+
+
+def test_weights_import_no_module():
+    config = {"image_size": [8, 8], "mean": [0.5], "std": [0.5], "channels": 3}
+    assert workdir._preprocess({**config, "eval_ops": "resize"}) is not None
+    assert workdir._preprocess({**config, "eval_ops": "resize | wrong:Half"}) is None
+    assert "wrong" not in sys.modules
+
+
+def test_a_run_with_them_resumes_exactly(tmp_path):
+    ops = "noise:Speckle(0.2) | flip | noise:Noise(std=4)"
+    config, run = run_config(4, ops), tmp_path / "run"
+    whole = loop.train(config, run)
+    shutil.rmtree(run / "checkpoints" / "4")  # As if it had been killed before.
+    assert loop.train(config, run)["params_sha256"] == whole["params_sha256"]
+    other = "noise:Speckle(0.3) | flip | noise:Noise(std=4)"
+    with pytest.raises(UserError, match=r"another config \(data.ops: noise:Speckle"):
+        loop.train(run_config(4, other), run)

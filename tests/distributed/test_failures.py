@@ -1,0 +1,203 @@
+"""Failing, lost and aborted processes of a job, each alone with a stand-in of the rest."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from vit_jax.distributed import failures
+from vit_jax.distributed.failures import LEFT, FailureBroadcast, Heartbeats
+from vit_jax.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# The abort comes from another thread than Python's, as JAX's does.
+PROGRAM = """
+import ctypes, faulthandler, os, threading, time
+from vit_jax.distributed import failures
+
+faulthandler.enable()
+failures.set_abort_handler(lambda: (3, "not this"))
+failures.set_abort_handler(lambda: {answer})
+abort = ctypes.CDLL(None).abort
+threading.Thread(target=abort).start()
+time.sleep(20)
+"""
+
+
+def test_alone_an_exception_goes_its_way_and_no_thread_is_started():
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="by hand"), FailureBroadcast("runs"):
+        assert threading.active_count() == before
+        raise ZeroDivisionError("by hand")
+
+
+class Service:
+    """What JAX's coordination service remembers, and a second process that beats."""
+
+    def __init__(self):
+        self.kept, self.beating = {"vit_jax/hosts/1": "far, pid 7"}, True
+
+    def ask(self, method, key, *words):
+        if method == "key_value_set":
+            if key.startswith("vit_jax/failure/") and key in self.kept:
+                return None  # A second failure is refused.
+            self.kept[key] = words[0]
+        if self.beating:
+            self.kept["vit_jax/beats/1"] = str(time.monotonic())
+        return [(k, v) for k, v in self.kept.items() if k.startswith(key)]
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """Makes this process the first of two."""
+    made = Service()
+
+    def ended(code):
+        raise SystemExit(code)
+
+    state = SimpleNamespace(process_id=0, num_processes=2, coordinator_address="h:1")
+    monkeypatch.setattr(failures, "service", SimpleNamespace(global_state=state))
+    monkeypatch.setattr(failures, "_call_service", made.ask)
+    monkeypatch.setattr(failures, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(failures, "_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(failures, "set_abort_handler", lambda handler: None)
+    monkeypatch.setattr(failures.crash_reporter, "set_message", lambda message: None)
+    monkeypatch.setattr(failures, "lost_seconds", lambda: 1)
+    monkeypatch.setattr(os, "_exit", ended)
+    return made
+
+
+def seconds_until_ended(error, code=1):
+    began = time.monotonic()
+    with pytest.raises(SystemExit, match=str(code)), FailureBroadcast("runs"):
+        time.sleep(0.05)  # The watcher has begun.
+        raise error
+    return time.monotonic() - began
+
+
+def test_the_first_to_fail_does_not_wait_for_those_that_left_in_order(service):
+    service.beating = False
+    service.kept["vit_jax/beats/1"] = "left"
+    assert seconds_until_ended(ZeroDivisionError("by hand")) < 2
+    # It did not leave in order itself.
+    assert service.kept["vit_jax/beats/0"] != "left"
+
+
+def test_the_first_to_fail_waits_for_those_that_have_still_to_read_why(
+    service, monkeypatch
+):
+    monkeypatch.setattr(failures, "_PATIENCE_SECONDS", 0.7)
+    assert seconds_until_ended(ZeroDivisionError("by hand")) >= 0.7
+
+
+def test_an_error_is_its_own_where_the_others_are_alive(service, capsys):
+    service.kept["vit_jax/leaving/1"] = ""
+    words = "RESOURCE_EXHAUSTED: 9 bytes"
+    assert seconds_until_ended(jax.errors.JaxRuntimeError(words)) < 3
+    assert f"error: JaxRuntimeError: {words}\n" in capsys.readouterr().err
+
+
+# The stand-in of os._exit ends the watcher by an exception.
+@pytest.mark.filterwarnings("ignore:Exception in thread")
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [::1]:9"),
+        jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out"),
+        RuntimeError("Orbax: the barrier failed"),
+        OSError("stale file handle"),
+        UserError("step 7 could not be saved (Connection reset by peer)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_any_exception_after_a_host_was_lost_names_that_host(service, error, capfd):
+    service.beating = False
+    service.kept["vit_jax/beats/1"] = "7"
+    seconds_until_ended(error, code=75)
+    lines = capfd.readouterr().err.splitlines()
+    assert (
+        "error: process 1 of 2 (far, pid 7) died or was lost: no sign of" in lines[-1]
+    )
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_the_first_process_is_done_when_the_others_are(service):
+    service.beating, kept = False, service.kept
+    kept["vit_jax/beats/1"] = "7"
+    began = time.monotonic()
+    threading.Timer(0.3, lambda: kept.update({"vit_jax/beats/1": "left"})).start()
+    with FailureBroadcast("runs"):
+        time.sleep(0.05)
+    assert time.monotonic() - began >= 0.3
+    assert kept["vit_jax/beats/0"] == "left"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ("(75, 'process 0 is lost')", 75, "error: process 0 is lost\n"),
+        ("None", -signal.SIGABRT, "Fatal Python error: Aborted"),
+        ("1 / 0", -signal.SIGABRT, "Fatal Python error: Aborted"),
+    ],
+)
+def test_an_abort_gets_the_exit_code_that_it_means(answer, code, said):
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(answer=answer)],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == code, process.stderr
+    assert process.stderr.startswith(said)
+
+
+def silent_at(times_and_beats, processes=3, limit=10):
+    now = 0
+    beats = Heartbeats(processes, limit, clock=lambda: now)
+    found = []
+    for now, seen in times_and_beats:
+        found.append(beats.silent(seen))
+    return found
+
+
+def test_a_beat_that_changes_keeps_a_process_and_one_that_does_not_loses_it():
+    looks = [
+        (9, {0: "1", 1: "1", 2: "1"}),
+        (15, {0: "2", 1: "2", 2: "1"}),
+        (19, {0: "3", 1: "3", 2: "1"}),
+        (20, {0: "4", 1: "4", 2: "1"}),
+    ]
+    assert silent_at(looks) == [None, None, None, 2]
+
+
+def test_one_that_never_began_is_lost_after_the_limit():
+    assert silent_at([(10, {0: "1", 2: "1"}), (11, {0: "1", 2: "1"})]) == [None, 1]
+
+
+def test_one_that_left_in_order_is_not_lost():
+    looks = [(5, {0: "1", 1: LEFT, 2: "1"}), (14, {0: "2", 1: LEFT, 2: "2"})]
+    assert silent_at([*looks, (99, {0: "3", 1: LEFT, 2: "3"})]) == [None] * 3
+
+
+def test_after_a_pause_of_this_process_the_others_count_as_alive():
+    looks = [(5, {0: "1", 1: "1", 2: "1"}), (500, {0: "2", 1: "90", 2: "91"})]
+    assert silent_at(looks) == [None, None]
+
+
+@pytest.mark.parametrize("value", ["4", "-1", "1.5", ""])
+def test_too_short_a_silence_is_refused(monkeypatch, value):
+    monkeypatch.setenv("VIT_JAX_LOST_SECONDS", value)
+    with pytest.raises(
+        UserError, match=rf"VIT_JAX_LOST_SECONDS='{value}': .* from 5 on"
+    ):
+        failures.lost_seconds()

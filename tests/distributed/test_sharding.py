@@ -1,0 +1,226 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from vit_jax import models
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import sharding
+from vit_jax.errors import UserError
+from vit_jax.models import stacking, variants
+
+SMALLEST = 32_768
+
+
+def mesh_of(data=1, fsdp=1, model=1):
+    return AbstractMesh((data, fsdp, model), meshes.AXES, (AxisType.Auto,) * 3)
+
+
+@functools.cache
+def shapes_of(variant="S/16", classes=21_843, image_size=(224, 224), **options):
+    options = {"depth": 3} | options if "x" not in variant else options
+    model = models.create(variant, classes=classes, image_size=image_size, **options)
+    return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def specs_of(shapes, mesh, *rules, smallest=SMALLEST):
+    shardings = sharding.parameters(shapes, mesh, rules, smallest)
+    return {
+        "/".join(k.key for k in path): tuple(leaf.spec)
+        for path, leaf in jax.tree.leaves_with_path(shardings)
+    }
+
+
+def sizes(shapes, shardings):
+    """Returns elements in all, and on one device."""
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    parts = [(x.size, math.prod(s.shard_shape(x.shape))) for x, s in pairs]
+    return tuple(map(sum, zip(*parts, strict=True)))
+
+
+@functools.cache
+def fast_shapes(variant, **options):
+    """Shapes of every kind of layer that a variant has, of few layers."""
+    parsed = variants.parse(variant)
+    if parsed.size:
+        options["depth"] = 1
+    if parsed.resnet:
+        options["blocks"] = (2,) * len(parsed.resnet.blocks)
+    image_size = (224, 224) if parsed.resnet else (parsed.patch * 8,) * 2
+    return shapes_of(variant, image_size=image_size, **options)
+
+
+FAST = ("Ti/16", "So400m/14", "H/14", "R50+B/16", "R152x2")
+EVERY = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    for name in variants.NAMES
+]
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_the_default_splits_every_variant_over_any_usual_number(variant):
+    shapes = fast_shapes(variant)
+    for fsdp in (2, 4, 8, 16, 32, 64):
+        mesh = mesh_of(2, fsdp)
+        shardings = sharding.parameters(shapes, mesh, (), SMALLEST)
+        whole, part = sizes(shapes, shardings)
+        small = sum(x.size for x in jax.tree.leaves(shapes) if x.size < SMALLEST)
+        assert part == small + (whole - small) / fsdp
+        assert small < 0.02 * whole  # Biases, LayerNorms and the like.
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_heads_and_hidden_units_are_split_in_every_encoder(variant):
+    if variants.parse(variant).size is None:
+        pytest.skip("a ResNet has none")
+    shapes = fast_shapes(variant)
+    heads = variants.parse(variant).size.heads
+    for model in (2, 3, 4, 8, 16):
+        if heads % model:
+            with pytest.raises(
+                UserError, match=rf"mesh.model={model}: {model} devices do not divide"
+            ):
+                sharding.parameters(shapes, mesh_of(1, 1, model), (), SMALLEST)
+            continue
+        specs = specs_of(shapes, mesh_of(1, 1, model))
+        block = "Transformer/encoderblock_0"
+        attention = f"{block}/MultiHeadDotProductAttention_1"
+        for name in ("query", "key", "value"):
+            assert specs[f"{attention}/{name}/kernel"] == (None, "model", None)
+            assert specs[f"{attention}/{name}/bias"] == ("model", None)
+        assert specs[f"{attention}/out/kernel"] == ("model", None, None)
+        assert specs[f"{attention}/out/bias"] == (None,)
+        assert specs[f"{block}/MlpBlock_3/Dense_0/kernel"] == (None, "model")
+        assert specs[f"{block}/MlpBlock_3/Dense_1/kernel"] == ("model", None)
+        assert specs["head/kernel"] == (None, None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head": "gap"},
+        {"head": "map"},
+        {"head": "gap", "class_token": True, "pooled_norm": True},
+        {"distillation": True},
+        {"representation": True},
+        {"posemb": "none"},
+        {"posemb": "learned2d", "posemb_at": "every"},
+        {"posemb": "sincos2d"},
+        {"posemb": "relative", "posemb_at": "every"},
+        {"posemb": "relative", "posemb_at": "shared"},
+        {"scan": True},
+        {"variant": "R50+B/16", "head": "map"},
+    ],
+)
+def test_the_default_splits_every_head_and_position_embedding(options):
+    shapes = fast_shapes(**{"variant": "S/16"} | options)
+    mesh = mesh_of(1, 8, 2)
+    whole, part = sizes(shapes, sharding.parameters(shapes, mesh, (), SMALLEST))
+    assert part < 1.05 * whole / 8
+    specs = specs_of(shapes, mesh)
+    if options.get("head") == "map":
+        assert specs["MAPHead_0/MlpBlock_0/Dense_1/kernel"] == ("model", "fsdp")
+        query = specs["MAPHead_0/MultiHeadDotProductAttention_0/query/kernel"]
+        assert query == ("fsdp", "model", None)
+    if options.get("posemb") == "relative":
+        relative = [spec for path, spec in specs.items() if "relative" in path]
+        assert relative
+        assert {spec[0] for spec in relative} == {"model"}
+
+
+def test_the_depth_of_stacked_blocks_is_never_split():
+    shapes = shapes_of("S/16", depth=8, mlp_dim=1500)  # 8 would fit 8 devices best.
+    flat = specs_of(shapes, mesh_of(1, 4, 2))
+    stacked = specs_of(stacking.stack(shapes), mesh_of(1, 4, 2))
+    for path, spec in stacked.items():
+        one = path.replace("/encoderblock/", "/encoderblock_0/")
+        assert spec == ((None,) if one != path else ()) + flat[one]
+    with pytest.raises(UserError, match=r"mesh.fsdp=5 divides no .*key/kernel 384x6"):
+        sharding.parameters(stacking.stack(shapes), mesh_of(1, 5), (), SMALLEST)
+
+
+def test_small_parameters_stay_whole_and_large_ones_lose_their_largest_axis():
+    specs = specs_of(shapes_of("S/16"), mesh_of(2, 4))
+    block = "Transformer/encoderblock_0"
+    assert specs[f"{block}/MlpBlock_3/Dense_0/kernel"] == (None, "fsdp")
+    assert specs[f"{block}/MlpBlock_3/Dense_1/kernel"] == ("fsdp", None)
+    assert specs["head/kernel"] == ("fsdp", None)  # 4 does not divide 21,843.
+    assert specs["head/bias"] == (None,)
+    assert specs[f"{block}/LayerNorm_0/scale"] == (None,)
+    assert specs["embedding/kernel"] == (None, None, None, "fsdp")
+
+
+def test_a_rule_of_the_user_goes_ahead():
+    rules = ("Dense_0/kernel$ -> fsdp+data", r"(query|key)/kernel -> -, -, model")
+    specs = specs_of(shapes_of("S/16"), mesh_of(2, 2, 2), *rules)
+    block = "Transformer/encoderblock_2"
+    attention = f"{block}/MultiHeadDotProductAttention_1"
+    assert specs[f"{block}/MlpBlock_3/Dense_0/kernel"] == (("fsdp", "data"),)
+    assert specs[f"{block}/MlpBlock_3/Dense_1/kernel"] == ("model", "fsdp")
+    assert specs[f"{attention}/key/kernel"] == (None, None, "model")
+    assert specs[f"{attention}/value/kernel"] == ("fsdp", "model", None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("haed/kernel -> fsdp", r"'haed/kernel -> fsdp' matches none of the 56 param"),
+        ("encoderblock_99/ -> fsdp", "matches none of the 56 parameters, such as"),
+        ("head/kernel -> -, fsdp", "2 devices do not divide 21843 of head/kernel 384x"),
+        ("head/bias -> -, fsdp", "states 2 axes, but head/bias 21843 has 1"),
+        ("head/kernel", "is not 'REGEX -> AXIS, AXIS' with axes out of data, fsdp, mo"),
+        ("head/kernel -> fsdb", "there is no axis 'fsdb'"),
+        ("head/kernel -> fsdp, fsdp", "names an axis of the mesh twice"),
+        ("head/(kernel -> fsdp", r"'head/\(kernel' is not a regular expression"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_refused(rule, message):
+    with pytest.raises(UserError, match=f"sharding.rules: .*{message}"):
+        sharding.parameters(shapes_of("S/16"), mesh_of(1, 2, 2), (rule,), SMALLEST)
+
+
+def test_a_rule_for_some_of_the_stacked_layers_is_refused():
+    shapes = stacking.stack(shapes_of("Ti/16"))
+    rule = "encoderblock_[12]/.*Dense_0/kernel -> fsdp"
+    with pytest.raises(UserError, match=r"only 2 of the 3 layers .* model.scan=False"):
+        sharding.parameters(shapes, mesh_of(1, 2), (rule,), SMALLEST)
+
+
+@pytest.mark.parametrize(
+    ("variant", "mesh", "message"),
+    [
+        ("R50x1", mesh_of(1, 1, 2), "mesh.model=2 splits attention heads and MLPs, of"),
+        ("Ti/16", mesh_of(1, 7), "mesh.fsdp=7 divides no axis of .* set mesh.fsdp to"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_network_is_refused(variant, mesh, message):
+    with pytest.raises(UserError, match=message):
+        sharding.parameters(fast_shapes(variant), mesh, (), SMALLEST)
+
+
+def test_a_mesh_that_splits_nothing_is_refused():
+    shapes = shapes_of("Ti/16", width=12, heads=3, mlp_dim=20, classes=5)
+    with pytest.raises(
+        UserError, match=r"mesh.fsdp=2 splits param.*min_size=32768 elem"
+    ):
+        sharding.parameters(shapes, mesh_of(4, 2), (), SMALLEST)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_what_belongs_to_a_parameter_lies_as_it_does(scan):
+    shapes = shapes_of("Ti/16", scan=scan)
+    mesh = mesh_of(2, 4)
+    params = sharding.parameters(shapes, mesh, (), SMALLEST)
+    tx = optax.chain(optax.scale_by_adam(), optax.trace(0.9))
+    moments = jax.eval_shape(tx.init, shapes)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    placed = sharding.like({"key": key, "step": jnp.zeros([]), "opt": moments}, params)
+    adam, momentum = placed["opt"]
+    assert adam.mu == adam.nu == momentum.trace == params
+    assert {placed["key"].spec, placed["step"].spec, adam.count.spec} == {
+        jax.sharding.PartitionSpec()
+    }

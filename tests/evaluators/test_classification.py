@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+
+from vit_jax.evaluators import classification
+from vit_jax.evaluators.forward_passes import Outputs
+
+
+def outputs(labels, tops, confidence=None, loss=None):
+    labels = np.asarray(labels, np.int32)
+    N = len(labels)
+    values = {
+        "tops": np.asarray(tops, np.int32),
+        "confidence": np.asarray(confidence or [0.5] * N, np.float32),
+        "loss": np.asarray(loss or [1.0] * N, np.float32),
+    }
+    return Outputs(np.arange(N), labels, values)
+
+
+def test_scores_of_seven_predictions():
+    labels = [0, 0, 0, 2, 2, 5, 5]
+    tops = [
+        [0, 1, 2, 3, 4],
+        [1, 0, 2, 3, 4],
+        [0, 5, 2, 3, 4],
+        [2, 1, 0, 3, 4],
+        [5, 1, 0, 3, 4],  # Not among the five.
+        [2, 5, 0, 3, 4],
+        [0, 1, 2, 3, 4],
+    ]
+    loss = [0.5, 1.5, 0.25, 1.0, 4.0, 2.0, 3.0]
+    metrics, confusion = classification.score(outputs(labels, tops, loss=loss), 6)
+    assert metrics["top1"] == pytest.approx(3 / 7)
+    assert metrics["top5"] == pytest.approx(5 / 7)
+    assert metrics["loss"] == pytest.approx(sum(loss) / 7)
+    # Of classes 0, 2 and 5; the others have no example.
+    assert metrics["class_mean"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
+    assert metrics["examples"] == 7
+    expected = np.zeros((6, 6), int)
+    for true, (first, *_) in zip(labels, tops, strict=True):
+        expected[true, first] += 1
+    np.testing.assert_array_equal(confusion, expected)
+    assert confusion[0, 1] == 1 != confusion[1, 0]
+
+
+def test_of_five_classes_there_is_no_top_5():
+    found = classification.score(outputs([1], [[1, 0, 2, 3, 4]]), 5)
+    assert "top5" not in found.metrics
+    assert found.confusion.shape == (5, 5)
+
+
+def test_many_classes_have_no_confusion_matrix():
+    found = classification.score(outputs([1], [[1, 0, 2, 3, 4]]), 21_843)
+    assert found.confusion is None
+    assert found.metrics["top1"] == 1
+
+
+def test_calibration_error_of_two_bins():
+    # Three of four are right at a confidence of 0.9 (and 0.87 in the same bin), one of
+    # two at 0.3.
+    confidence = np.array([0.9, 0.9, 0.87, 0.9, 0.3, 0.3], np.float32)
+    right = np.array([1, 1, 1, 0, 1, 0], bool)
+    expected = (abs(3 - 3.57) + abs(1 - 0.6)) / 6
+    assert classification.calibration_error(confidence, right) == pytest.approx(
+        expected, abs=1e-6
+    )
+
+
+def test_bins_are_open_below_and_closed_above():
+    # 1/15 ends the first bin; 0 and 1 have bins too. In one bin the errors would
+    # cancel each other.
+    edge = np.array([1 / 15, np.nextafter(1 / 15, 1)])
+    right = np.array([True, False])
+    expected = (14 / 15 + 1 / 15) / 2
+    assert classification.calibration_error(edge, right) == pytest.approx(expected)
+    both = np.array([0.0, 1.0])
+    assert classification.calibration_error(both, right) == 1.0
+
+
+def test_a_calibrated_network_has_no_error_and_a_boaster_its_excess():
+    rng = np.random.default_rng(0)
+    confidence = rng.uniform(0.2, 1, 200_000).astype(np.float32)
+    right = rng.random(200_000) < confidence
+    assert classification.calibration_error(confidence, right) < 0.006
+    boast = np.minimum(confidence + 0.15, 1).astype(np.float32)
+    excess = (boast - confidence).mean()
+    assert classification.calibration_error(boast, right) == pytest.approx(
+        excess, abs=0.006
+    )
+
+
+def test_names_of_classes_give_their_order():
+    theirs = ("pink_primrose", "Rose", "tiger-lily")
+    ours = ("rose", "tiger lily", "pink primrose")
+    assert classification.match_class_names(theirs, ours).tolist() == [2, 0, 1]
+    assert classification.match_class_names(ours, theirs).tolist() == [1, 2, 0]
+    for same in (ours, (), ("rose", "tiger lily", "dandelion"), ("rose",) * 3):
+        assert classification.match_class_names(same, ours) is None
+    assert classification.match_class_names(("a", "b"), ("a", "a")) is None
+
+
+def test_names_that_need_not_agree_are_not_told():
+    wordnet, readable = ("n01440764", "n01443537"), ("tench", "goldfish")
+    assert not classification.describe_name_difference(wordnet, readable)
+    assert not classification.describe_name_difference(readable, wordnet)
+    assert not classification.describe_name_difference((), readable)
+    assert not classification.describe_name_difference(readable, ("Tench", "Goldfish"))
+    told = classification.describe_name_difference(readable, ("tench", "shark"))
+    assert "1 of 2 classes are not called what the model" in told
+    assert "class 1 is 'goldfish', the model's 'shark'" in told
+    assert classification.describe_name_difference(wordnet[::-1], readable)

@@ -1,0 +1,168 @@
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from vit_jax.errors import UserError
+from vit_jax.evaluators import fewshot
+
+
+def made(shots, features, classes, seed=0, test=50):
+    """Features of another offset and scale each, with classes that can be told."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(classes, features))
+    scale, offset = rng.uniform(0.1, 5, features), rng.normal(size=features) * 3
+
+    def of(labels):
+        noise = rng.normal(size=(len(labels), features))
+        return ((centres[labels] + noise) * scale + offset).astype(np.float32)
+
+    train = np.repeat(np.arange(classes), shots)
+    other = rng.integers(0, classes, test)
+    return (of(train), train), (of(other), other)
+
+
+def padded(features, mean, scale):
+    whitened = (features - mean) / scale
+    return np.pad(whitened, ((0, 0), (0, 1)), constant_values=100.0)
+
+
+@pytest.mark.parametrize(
+    ("shots", "features", "classes"),
+    # Primal, dual, and the three sizes around where they meet.
+    [(25, 17, 5), (3, 41, 7), (4, 29, 7), (4, 28, 7), (4, 27, 7), (1, 13, 3)],
+)
+@pytest.mark.parametrize("l2", [2.0**10, 2.0**-3])
+def test_the_solution_is_that_of_ridge_regression(shots, features, classes, l2):
+    from sklearn.linear_model import Ridge
+
+    (x, labels), (test, _) = made(shots, features, classes)
+    solution = fewshot.solve(x, labels, classes)
+    wide = x.astype(np.float64)
+    mean, scale = wide.mean(0), wide.std(0) + 1e-5
+    targets = 2.0 * (labels[:, None] == np.arange(classes)) - 1
+    ridge = Ridge(alpha=l2, fit_intercept=False, solver="svd")
+    ridge.fit(padded(wide, mean, scale), targets)
+    np.testing.assert_allclose(
+        solution.weights(l2), ridge.coef_.T, rtol=1e-4, atol=1e-9
+    )
+    expected = ridge.predict(padded(test, mean, scale)).argmax(1)
+    np.testing.assert_array_equal(solution.predict(test, l2), expected)
+
+
+def test_one_decomposition_serves_every_strength(monkeypatch):
+    calls = []
+    eigh = np.linalg.eigh
+    monkeypatch.setattr(np.linalg, "eigh", lambda a: calls.append(a.shape) or eigh(a))
+    train, test = made(6, 19, 5)
+    strengths = [2.0**n for n in range(-3, 14, 2)]
+    together = fewshot.accuracies(train, test, 5, strengths)
+    assert calls == [(20, 20)]
+    alone = [fewshot.accuracies(train, test, 5, [l2])[0] for l2 in strengths]
+    np.testing.assert_array_equal(together, alone)
+    assert len(set(together)) > 1
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch):
+    train, test = made(6, 19, 5)
+    whole = fewshot.solve(*train, 5)
+    monkeypatch.setattr(fewshot, "_BLOCK", 70)  # Three rows.
+    cut = fewshot.solve(*train, 5)
+    np.testing.assert_allclose(cut.weights(8.0), whole.weights(8.0), rtol=1e-9)
+    np.testing.assert_array_equal(
+        cut.predict(test[0], 8.0), whole.predict(test[0], 8.0)
+    )
+
+
+def test_a_class_without_examples_is_never_predicted():
+    (x, labels), (test, _) = made(9, 11, 4)
+    kept = labels != 2
+    found = fewshot.solve(x[kept], labels[kept], 5).predict(test, 1024.0)
+    assert set(found) == {0, 1, 3}
+
+
+def test_features_that_are_not_finite_are_refused():
+    (x, labels), _ = made(2, 5, 3)
+    x[3, 1] = np.nan
+    with pytest.raises(UserError, match="features are not finite"):
+        fewshot.solve(x, labels, 3)
+
+
+FIRST = [7, 144, 26, 103, 143]  # Of class 0, by seed 0.
+LABELS = np.random.default_rng(4).integers(0, 6, 200)
+
+
+@pytest.mark.parametrize("shots", [1, 5, 11])
+def test_a_draw_has_so_many_of_each_class_and_none_twice(shots):
+    rows = fewshot.draw(LABELS, shots, seed=3, classes=6)
+    assert np.bincount(LABELS[rows]).tolist() == [shots] * 6
+    assert len(set(rows)) == len(rows)
+
+
+def test_a_draw_depends_on_its_seed_and_on_nothing_of_other_classes():
+    draws = [fewshot.draw(LABELS, 5, seed, 6) for seed in range(9)]
+    assert len({tuple(rows) for rows in draws}) == 9
+    np.testing.assert_array_equal(draws[3], fewshot.draw(LABELS, 5, 3, 6))
+    others = np.where(LABELS < 3, 0, LABELS)  # Classes 1 and 2 join the first.
+    both = fewshot.draw(others, 5, 3, 6)
+    np.testing.assert_array_equal(both[-15:], draws[3][-15:])
+    fewer = fewshot.draw(LABELS, 2, 3, 6).reshape(6, 2)
+    np.testing.assert_array_equal(fewer, draws[3].reshape(6, 5)[:, :2])
+    # A stream of numpy's that a new release might change is not used.
+    assert draws[0][:5].tolist() == FIRST
+
+
+def test_every_example_is_as_likely_to_be_drawn():
+    labels = np.zeros(10, int)
+    drawn = np.concatenate([fewshot.draw(labels, 3, seed, 1) for seed in range(1000)])
+    # 300 each is expected; 4 deviations of a binomial are 58.
+    assert np.abs(np.bincount(drawn) - 300).max() < 58
+
+
+def test_a_small_class_gives_all_that_it_has():
+    labels = np.array([0] * 9 + [1] * 2 + [3])
+    rows = fewshot.draw(labels, 5, seed=0, classes=4)
+    assert np.bincount(labels[rows], minlength=4).tolist() == [5, 2, 0, 1]
+
+
+def test_memory_is_what_the_solution_says(monkeypatch):
+    # A quarter of 21,843 classes and of 1,280 features, so a 16th of what a block holds.
+    K, D, block = 5_461, 320, 2**18
+    monkeypatch.setattr(fewshot, "_BLOCK", block)
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((K, D), np.float32), np.arange(K)
+    tracemalloc.start()
+    try:
+        solution = fewshot.solve(x, labels, K)
+        peaks = [tracemalloc.get_traced_memory()[1]]
+        tracemalloc.reset_peak()
+        solution.predict(x[:50], 1024.0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+    stated = 2 * (D + 1) * K + 4 * (D + 1) ** 2 + block
+    assert 0.8 < max(peaks) / (8 * stated) < 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shots", [1, 2])
+def test_imagenet_21k_by_the_features_of_h14_is_solved_exactly(shots):
+    K, D, l2 = 21_843, 1_280, 1024.0
+    rng = np.random.default_rng(shots)
+    x = rng.standard_normal((shots * K, D), np.float32)
+    x += rng.standard_normal(D).astype(np.float32)
+    labels = np.tile(np.arange(K), shots)
+    solution = fewshot.solve(x, labels, K)
+    whitened = np.empty((len(x), D + 1))
+    whitened[:, :-1] = (x - solution.mean) / solution.scale
+    whitened[:, -1] = 100.0
+    some = [0, 7, K // 2, K - 1]
+    targets = 2.0 * (labels[:, None] == np.array(some)) - 1
+    # The normal equations, of four classes.
+    gram = whitened.T @ whitened + l2 * np.eye(D + 1)
+    expected = np.linalg.solve(gram, whitened.T @ targets)
+    weights = solution.weights(l2)
+    np.testing.assert_allclose(weights[:, some], expected, rtol=1e-6, atol=1e-12)
+    found = solution.predict(x[:100], l2)
+    scores = whitened[:100] @ weights
+    np.testing.assert_array_equal(found, scores.argmax(1))

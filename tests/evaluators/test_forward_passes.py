@@ -1,0 +1,194 @@
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax import models
+from vit_jax.config import fields
+from vit_jax.data import pipeline
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import sharding
+from vit_jax.distributed.mesh import MeshConfig
+from vit_jax.errors import UserError
+from vit_jax.evaluators import classification, forward_passes
+from vit_jax.training import config as configuration
+
+EXAMPLES = 37  # Not a multiple of the batch, nor of the devices.
+ALL = (
+    forward_passes.FEATURES,
+    forward_passes.TOPS,
+    forward_passes.LOSS,
+    forward_passes.RESTRICTED,
+)
+ALLOWED = (1, 2, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    config = configuration.complete(
+        {
+            "batch_size": 8,
+            "optim": {"learning_rate": 1.0},
+            "data": {
+                "name": "synthetic",
+                "classes": 7,
+                "examples": EXAMPLES,
+                "image_size": (8, 12),
+            },
+            "model": {
+                "variant": "Ti/4",
+                "width": 12,
+                "depth": 1,
+                "heads": 3,
+                "mlp_dim": 24,
+            },
+        }
+    )
+    model = models.create(**fields.to_dict(config.model), classes=7, image_size=(8, 12))
+    params = model.init(jax.random.key(0))
+    params["head"]["kernel"] = jax.random.normal(jax.random.key(1), (12, 7))
+    return config, model, params, open_source(config.data, "val")
+
+
+def collect(setting, params=None, wants=ALL, source=None, **sizes):
+    config, model, own, default = setting
+    mesh = meshes.create(
+        MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())]
+    )
+    shardings = sharding.parameters(own, mesh, min_size=60)
+    params = params or {"raw": own}
+    step = forward_passes.make_eval_step(
+        model, config.data, mesh, shardings, wants, ALLOWED
+    )
+    with pipeline.eval_batches(source or default, config.data, batch_size=8) as batches:
+        placed = {name: jax.device_put(x, shardings) for name, x in params.items()}
+        return forward_passes.collect_outputs(step, placed, batches, mesh)
+
+
+def direct(setting):
+    """Returns features and logits of all images, of one plain call."""
+    _, model, params, source = setting
+    images = jnp.asarray(source.images.astype(np.float32) / 127.5 - 1)
+    outputs = model.apply(params, images)
+    return np.asarray(outputs["pre_logits"]), np.asarray(outputs["logits"], np.float64)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 1},
+        {"data": 2, "model": 3},
+        pytest.param({"data": 8}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_each_example_counts_once_on_any_mesh(setting, sizes):
+    features, logits = direct(setting)
+    labels = setting[-1].labels
+    found = collect(setting, **sizes)["raw"]
+    np.testing.assert_array_equal(found.records, np.arange(EXAMPLES))
+    np.testing.assert_array_equal(found.labels, labels)
+    assert found.values["features"].dtype == np.float32
+    np.testing.assert_allclose(found.values["features"], features, atol=1e-5)
+    order = np.argsort(-logits, axis=1)
+    np.testing.assert_array_equal(found.values["tops"], order[:, :5])
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(found.values["confidence"], chances.max(1), rtol=1e-5)
+    loss = -np.log(chances[np.arange(EXAMPLES), labels])
+    np.testing.assert_allclose(found.values["loss"], loss, rtol=1e-5)
+    restricted = np.array(ALLOWED)[logits[:, ALLOWED].argmax(1)]
+    np.testing.assert_array_equal(found.values["restricted"], restricted)
+
+    scores = classification.score(found, 7).metrics
+    assert scores["examples"] == EXAMPLES
+    assert scores["top1"] == pytest.approx((order[:, 0] == labels).mean(), abs=1e-9)
+    top5 = (order[:, :5] == labels[:, None]).any(1).mean()
+    assert scores["top5"] == pytest.approx(top5, abs=1e-9)
+    assert scores["loss"] == pytest.approx(loss.mean(), rel=1e-5)
+
+
+def test_sets_of_parameters_are_taken_side_by_side(setting):
+    _, _, params, _ = setting
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    found = collect(setting, {"raw": params, "ema": zeros}, data=1)
+    np.testing.assert_allclose(found["ema"].values["loss"], np.log(7), rtol=1e-6)
+    assert (found["raw"].values["loss"] != found["ema"].values["loss"]).all()
+    assert not found["ema"].values["features"].any()
+
+
+def test_only_what_is_wanted_is_computed(setting):
+    found = collect(setting, wants=("features",), data=1)["raw"]
+    assert set(found.values) == {"features"}
+    found = collect(setting, wants=("tops",), data=1)["raw"]
+    assert set(found.values) == {"tops", "confidence"}
+
+
+def test_a_model_without_a_head_gives_features(setting):
+    config, _, params, source = setting
+    model = models.create(**fields.to_dict(config.model), classes=0, image_size=(8, 12))
+    bare = {name: value for name, value in params.items() if name != "head"}
+    found = collect((config, model, bare, source), wants=("features",), data=1)
+    expected = collect(setting, wants=("features",), data=1)
+    np.testing.assert_array_equal(
+        found["raw"].values["features"], expected["raw"].values["features"]
+    )
+
+
+def test_a_damaged_image_is_left_out(setting):
+    config, *rest, source = setting
+
+    class Torn:
+        class_names, images, labels = (), None, None
+
+        def __len__(self):
+            return EXAMPLES
+
+        def __getitem__(self, i):
+            image = b"torn" if i in (0, 30) else source.images[i]
+            return {"image": image, "label": int(source.labels[i])}
+
+        def describe(self, i):
+            return f"record {i}"
+
+        record_id = describe
+
+    skipping = fields.replace(config, {"data.on_error": "skip"})
+    found = collect((skipping, *rest, source), source=Torn(), data=1)["raw"]
+    whole = collect(setting, data=1)["raw"]
+    kept = np.delete(np.arange(EXAMPLES), (0, 30))
+    np.testing.assert_array_equal(found.records, kept)
+    for name, values in found.values.items():
+        np.testing.assert_array_equal(values, whole.values[name][kept])
+
+
+def test_a_pass_can_be_abandoned(setting):
+    config, model, params, source = setting
+    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
+    asked = iter([False, False, True])
+    with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
+        found = forward_passes.collect_outputs(
+            forward_passes.make_eval_step(model, config.data, mesh),
+            {"raw": params},
+            batches,
+            mesh,
+            stop=lambda: next(asked),
+        )
+    assert found is None
+
+
+def test_an_empty_evaluation_is_refused(setting):
+    config, model, params, _ = setting
+    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
+    step = forward_passes.make_eval_step(model, config.data, mesh)
+    with pytest.raises(UserError, match="no example"):
+        forward_passes.collect_outputs(step, {"raw": params}, [], mesh)
+
+
+def test_outputs_are_plain_arrays(setting):
+    found = collect(setting, data=8)["raw"]
+    for value in dataclasses.asdict(found)["values"].values():
+        assert type(value) is np.ndarray

@@ -1,0 +1,250 @@
+import io
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from tfds_sets import builder_class
+
+from vit_jax import models
+from vit_jax.data.sources import folder
+from vit_jax.data.sources import tfds as tfds_source
+from vit_jax.data.sources.folder import OBJECTNET_CLASSES
+from vit_jax.errors import UserError
+from vit_jax.evaluators import label_sets, splits, suite
+from vit_jax.evaluators.forward_passes import Outputs
+from vit_jax.training import config as configuration
+from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+
+ROOT = pathlib.Path(__file__).parents[2]
+SETS = [[3], [], [7, 9], [1, 2, 3], [], [999]]
+OPTIONS = {
+    "variant": "Ti/4",
+    "width": 12,
+    "depth": 1,
+    "heads": 3,
+    "mlp_dim": 17,
+    "classes": 1000,
+    "image_size": (8, 12),
+}
+SEED = 54  # With which some images of all three sets are right.
+
+
+def outputs(tops, labels=None, records=None, **values):
+    tops = np.asarray(tops, np.int32)
+    labels = np.zeros(len(tops), np.int32) if labels is None else np.asarray(labels)
+    records = np.arange(len(tops)) if records is None else np.asarray(records)
+    return Outputs(records, labels, {"tops": tops} | values)
+
+
+def test_real_counts_what_is_in_the_set_and_skips_empty_sets():
+    tops = [
+        [3, 0, 4, 5, 6],
+        [3, 0, 4, 5, 6],  # Empty: not scored.
+        [8, 6, 5, 4, 9],
+        [5, 0, 4, 6, 7],
+        [0, 1, 2, 3, 4],
+        [999, 0, 1, 2, 3],
+    ]
+    sets = list(map(frozenset, SETS))
+    found = label_sets.score_real(outputs(tops), sets).metrics
+    assert found == {"top1": 2 / 4, "top5": 3 / 4, "examples": 4}
+    # Record 0 was damaged: sets go with records, not with rows.
+    found = label_sets.score_real(outputs(tops[1:], records=range(1, 6)), sets).metrics
+    assert found == {"top1": 1 / 3, "top5": 2 / 3, "examples": 3}
+    with pytest.raises(UserError, match="no image of this split has a label in ReaL"):
+        label_sets.score_real(outputs(tops[:2], records=[1, 4]), sets)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A set with the features of TFDS's imagenet2012_real, of six large images."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    features = {
+        "image": tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg"),
+        "original_label": tfds.features.ClassLabel(num_classes=1000),
+        "real_label": tfds.features.Sequence(
+            tfds.features.ClassLabel(num_classes=1000)
+        ),
+        "file_name": tfds.features.Text(),
+    }
+
+    def examples():
+        for i, labels in enumerate(SETS):
+            stream = io.BytesIO()
+            Image.new("RGB", (70, 80), (40 * i, 0, 0)).save(stream, "JPEG")
+            stream.seek(0)
+            yield {
+                "image": stream,
+                "original_label": i,
+                "real_label": labels,
+                "file_name": f"ILSVRC2012_val_{i + 1:08}.JPEG",
+            }
+
+    code, where = (tmp_path_factory.mktemp(name) for name in ("code", "tfds"))
+    builder = builder_class(
+        "imagenet2012_real", "1.0.0", features, {"validation": examples}, code
+    )
+    builder(data_dir=where, file_format="array_record").download_and_prepare()
+    return str(where)
+
+
+def test_labels_are_read_from_the_set_or_from_the_authors_file(prepared, tmp_path):
+    source = tfds_source.open_tfds(
+        "imagenet2012_real", prepared, "validation", "image", "original_label"
+    )
+    order = [record["label"] for record in source]  # TFDS shuffles them.
+    assert sorted(order) == list(range(6))
+    expected = [frozenset(SETS[i]) for i in order]
+    assert label_sets.read_real(source, "", "title") == expected
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps([*SETS, [5]]))
+    assert label_sets.read_real(source, str(file), "title") == expected
+    part = tfds_source.open_tfds(
+        "imagenet2012_real", prepared, "validation[2:4]", "image", "original_label"
+    )
+    assert label_sets.read_real(part, "", "title") == expected[2:4]
+
+
+def files(*names):
+    """A folder's records; the files need not be there."""
+    labels = [0] * len(names)
+    sizes = np.zeros(len(names), np.int64)
+    return folder.FolderSource("root", list(names), labels, ("n01440764",), sizes)
+
+
+def test_a_folder_tells_its_images_by_their_names(tmp_path):
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps(SETS))
+    name = "val/n01440764/ILSVRC2012_val_0000000{}.JPEG"
+    source = files(name.format(4), name.format(1))
+    found = label_sets.read_real(source, str(file), "folder val")
+    assert found == [frozenset(SETS[3]), frozenset(SETS[0])]
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "message"),
+    [
+        (["a.JPEG"], None, "'a.JPEG' does not name an image of ImageNet's validation"),
+        (["ILSVRC2012_val_00000007.JPEG"], None, "00000007.JPEG' does not name"),
+        (["ILSVRC2012_val_00000000.JPEG"], None, "00000000.JPEG' does not name"),
+        (["x"], "{}", "is not a list of lists of class numbers"),
+        (["x"], '[["a"]]', "is not a list of lists of class numbers"),
+        (["x"], "[3]", "is not a list of lists of class numbers"),
+        (["x"], "no", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(tmp_path, names, text, message):
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps(SETS) if text is None else text)
+    with pytest.raises(UserError, match=message):
+        label_sets.read_real(files(*names), str(file), "folder val")
+
+
+def test_a_set_without_labels_needs_the_file():
+    with pytest.raises(UserError, match="no feature 'real_label' .* set labels="):
+        label_sets.read_real(files("a"), "", "folder val")
+
+
+def test_objectnet_takes_any_of_the_objects_imagenet_classes():
+    place = {name: i for i, name in enumerate(OBJECTNET_CLASSES)}
+    labels = [place["bicycle"], place["backpack"], place["chair"], place["tie"]]
+    tops = [
+        [671, 0, 1, 2, 3],  # The second of the two.
+        [1, 0, 414, 2, 3],
+        [1, 0, 2, 3, 4],
+        [0, 906, 2, 3, 4],
+    ]
+    restricted = np.array([671, 414, 765, 412], np.int32)
+    found = label_sets.score_objectnet(outputs(tops, labels, restricted=restricted))
+    assert found.metrics == {
+        "top1": 1 / 4,
+        "top5": 3 / 4,
+        "top1_overlap": 3 / 4,
+        "examples": 4,
+    }
+
+
+def test_the_overlap_has_each_imagenet_class_once():
+    assert len(OBJECTNET_CLASSES) == 113
+    assert len(label_sets.OVERLAP) == len(set(label_sets.OVERLAP)) == 125
+    assert {414, 444, 671} <= set(label_sets.OVERLAP) <= set(range(1000))
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A photograph of each of ObjectNet's 113 classes."""
+    rng = np.random.default_rng(3)
+    for name in OBJECTNET_CLASSES:
+        place = tmp_path / "images" / name
+        place.mkdir(parents=True)
+        pixels = rng.integers(0, 256, (9, 11, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / "1.png")
+    return str(tmp_path)
+
+
+def test_labels_share_a_pass_over_the_same_images(prepared, photos, monkeypatch):
+    sizes, batches = [], splits.pipeline.eval_batches
+
+    def noting(source, *args, **keys):
+        sizes.append(len(source))
+        return batches(source, *args, **keys)
+
+    monkeypatch.setattr(splits.pipeline, "eval_batches", noting)
+    where = f"data_dir={prepared},objectnet={photos},v2=False"
+    config = configuration.load_evaluation(f"{ROOT}/configs/eval/imagenet.py:{where}")
+    model = models.create(**OPTIONS)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
+    rng = np.random.default_rng(SEED)
+    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    params = jax.tree.unflatten(tree, leaves)
+    # So that more of the images are right.
+    some = {n for numbers in list(OBJECTNET_CLASSES.values())[::5] for n in numbers}
+    params["head"]["bias"][[*range(10), *some]] += 8
+    preprocess = Preprocess((8, 12), squash=True)
+    pretrained = Pretrained(params, OPTIONS, "vit_jax", "tiny", preprocess)
+    found = suite.evaluate(pretrained, preprocess, config)
+    # Once for both kinds of labels of the six.
+    assert sorted(sizes) == [6, 113]
+
+    def order(source):
+        """Returns the classes of each image, best first, as the network has it."""
+        images = [
+            prepare_image(source[i]["image"], preprocess) for i in range(len(source))
+        ]
+        images = np.stack(images).astype(np.float32) / 127.5 - 1
+        logits = np.asarray(model.apply(params, jax.numpy.asarray(images))["logits"])
+        return np.argsort(-logits, 1).tolist()
+
+    source = tfds_source.open_tfds(
+        "imagenet2012_real", prepared, "validation", "image", "original_label"
+    )
+    pairs = [(source[i]["label"], best) for i, best in enumerate(order(source))]
+    imagenet, real, other = (
+        found.scores[name]["weights"] for name in ("imagenet", "real", "objectnet")
+    )
+    assert imagenet["examples"] == 6
+    assert imagenet["top1"] == pytest.approx(mean(i == b[0] for i, b in pairs))
+    assert imagenet["top5"] == pytest.approx(mean(i in b[:5] for i, b in pairs))
+    pairs = [(SETS[i], best) for i, best in pairs if SETS[i]]
+    assert real["examples"] == len(pairs) == 4
+    assert real["top1"] == pytest.approx(mean(b[0] in x for x, b in pairs))
+    assert real["top5"] == pytest.approx(mean({*x} & {*b[:5]} for x, b in pairs))
+    source = folder.open_folder(photos, "images", "images", tuple(OBJECTNET_CLASSES))
+    sets = list(OBJECTNET_CLASSES.values())
+    known = set(label_sets.OVERLAP)
+    pairs = [(sets[source[i]["label"]], b) for i, b in enumerate(order(source))]
+    assert other["examples"] == len(pairs) == 113
+    assert other["top1"] == pytest.approx(mean(b[0] in x for x, b in pairs))
+    assert other["top5"] == pytest.approx(mean({*x} & {*b[:5]} for x, b in pairs))
+    firsts = [(x, next(k for k in b if k in known)) for x, b in pairs]
+    assert other["top1_overlap"] == pytest.approx(mean(k in x for x, k in firsts))
+    assert 0 < imagenet["top5"] != real["top5"] > 0
+    assert 0 < other["top1"] < other["top1_overlap"]
+    assert other["top1"] < other["top5"]
+
+
+def mean(right):
+    return np.mean(list(map(bool, right)))

@@ -1,0 +1,130 @@
+"""Which split an evaluation reads, and what its classes are."""
+
+import dataclasses
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.open import open_unchecked
+from vit_jax.errors import NoSplit, UserError
+from vit_jax.evaluators import splits
+from vit_jax.evaluators.knn import NeighboursConfig
+from vit_jax.tools.sweeps import recipes
+from vit_jax.training import config as configuration
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def opened(**spec):
+    data = DataConfig(name="x", classes=10)
+    spec = NeighboursConfig(**{"name": "digits"} | spec)
+    return splits.EvalSplits(data).open("one", spec, "", model_classes=False)
+
+
+@pytest.mark.parametrize("lacking", [(), ("test",), ("test", "val")])
+def test_the_next_split_is_tested_on_only_where_one_is_absent(lacking, monkeypatch):
+    asked, open_it = [], open_unchecked
+
+    def there(data, split):
+        asked.append(split)
+        if split in lacking:
+            raise NoSplit(f"no split {split!r}")
+        return open_it(data, "test")
+
+    monkeypatch.setattr(splits, "open_unchecked", there)
+    found = opened()
+    expected = next(name for name in splits.TESTS if name not in lacking)
+    assert asked == [*lacking, expected]
+    assert (found.split, found.title) == (expected, f"digits {expected}")
+
+
+def test_a_split_that_cannot_be_opened_is_not_replaced(monkeypatch):
+    def damaged(data, split):
+        raise UserError(f"{split} lacks a file: prepare it again")
+
+    monkeypatch.setattr(splits, "open_unchecked", damaged)
+    with pytest.raises(UserError, match="test lacks a file"):
+        opened()
+
+
+@pytest.mark.parametrize("name", ["digits", "vtab/dtd"])
+def test_an_absent_split_is_told_apart_from_other_errors(name):
+    data = configuration.complete(
+        {
+            "batch_size": 4,
+            "optim": {"learning_rate": 1.0},
+            "data": {"name": name, "classes": 10},
+        }
+    ).data
+    with pytest.raises(NoSplit, match="has"):
+        open_unchecked(data, "dev")
+
+
+def test_records_in_another_order_of_classes_keep_everything_else():
+    data = configuration.complete(
+        {
+            "batch_size": 4,
+            "optim": {"learning_rate": 1.0},
+            "data": {"name": "digits", "classes": 10},
+        }
+    ).data
+    source = open_unchecked(data, "test[:40]")
+    numbers = np.random.default_rng(0).permutation(10)
+    names = tuple(np.array(source.class_names)[np.argsort(numbers)])
+    found = splits.Relabeled(source, names, numbers)
+    assert len(found) == 40
+    assert found.images is source.images
+    assert found.labels.dtype == source.labels.dtype
+    for i in (0, 17):
+        assert found[i]["label"] == found.labels[i] == numbers[source.labels[i]]
+        assert names[found.labels[i]] == source.class_names[source.labels[i]]
+        assert (found[i]["image"] == source[i]["image"]).all()
+        assert found.describe(i) == source.describe(i)
+        assert found.record_id(i) == source.record_id(i)
+
+
+@pytest.mark.parametrize("test", ["test", "val", "validation"])
+@pytest.mark.parametrize("recipe", ["flowers", "flowers_finetune"])
+def test_train_and_test_folders_are_taken_alike_by_every_verb(recipe, test, tmp_path):
+    for split, count in (("train", 3), (test, 2)):
+        for name in ("ant", "bee", "cat", "dog", "elk"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                image = Image.new("L", (9, 7), 20 * i)
+                image.save(tmp_path / split / name / f"{i}.png")
+    config = configuration.load(
+        f"{ROOT}/configs/{recipe}.py", {"data.data_dir": str(tmp_path)}
+    )
+    alone = configuration.load_evaluation(
+        f"{ROOT}/configs/eval/classification.py:data={tmp_path}", {}
+    )
+    own = DataConfig(**dataclasses.asdict(alone.data), classes=config.data.classes)
+
+    def check(expected, evaluated):
+        # Training's evaluation, and evaluate.
+        for one, data, order, split in (
+            (config, config.data, splits.VALIDATIONS, expected),
+            (alone, own, splits.TESTS, evaluated),
+        ):
+            (name,) = one.evals
+            spec = one.evals[name]
+            reads = splits.EvalSplits(data, order=order)
+            found = reads.open(name, spec, spec.split, model_classes=True)
+            assert (found.split, len(found.source)) == (split, 10)
+        assert recipes.find(str(tmp_path)).test == evaluated
+
+    check(test, test)
+    # A flat folder of unlabelled images is no split.
+    for other in ("test", "val"):
+        if other != test:
+            (tmp_path / other).mkdir()
+            shutil.copy(tmp_path / "train/ant/0.png", tmp_path / other)
+    check(test, test)
+    if test != "test":  # Training looks at val, and reports are on test.
+        shutil.rmtree(tmp_path / "test")
+        shutil.copytree(tmp_path / test, tmp_path / "test")
+        check(test, "test")

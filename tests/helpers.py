@@ -1,0 +1,37 @@
+"""A complete config for tests, with what a test wants to differ."""
+
+from vit_jax.training import config as configuration
+
+
+def tiny_config(**sections):
+    """Returns the config of a small model on made data; sections update theirs."""
+    raw = {
+        "name": "tiny",
+        "seed": 3,
+        "total_steps": 6,
+        "batch_size": 8,
+        "data": {
+            "name": "synthetic",
+            "classes": 5,
+            "examples": 20,
+            "image_size": (8, 12),
+            "channels": 3,
+        },
+        "model": {
+            "variant": "Ti/4",
+            "width": 12,
+            "depth": 1,
+            "heads": 3,
+            "mlp_dim": 20,
+        },
+        "optim": {"learning_rate": 0.01},
+        "evals": {"val": "val"},
+        "log_every_steps": 2,
+        "checkpoint_every_steps": 3,
+    }
+    for name, value in sections.items():
+        if isinstance(value, dict) and name != "evals":
+            raw[name] = raw.get(name, {}) | value
+        else:
+            raw[name] = value
+    return configuration.complete(raw)

@@ -1,0 +1,206 @@
+"""Images of a command line: files, folders, and standard input.
+
+Importing it does not import JAX, so that a wrong path is an error at once.
+"""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.sources import folder
+from vit_jax.errors import UserError
+from vit_jax.files import not_a_file
+
+SUFFIXES = (
+    *folder.EXTENSIONS,
+    *(".tif", ".tiff", ".jp2", ".avif", ".ppm", ".pgm", ".pbm", ".pnm"),
+)
+STDIN = "-"
+
+_CHUNK = 1 << 16
+# No path begins like these: they have bytes that are not text.
+_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*")
+_TEXT_SIGNATURES = (b"GIF87a", b"GIF89a", b"RIFF", b"BM")  # Images if a 0 follows.
+
+Named = tuple[str, str | bytes]  # Name for messages, and path or content.
+T = TypeVar("T")
+
+
+def find(words: Iterable[str], stdin: int = 0) -> Iterator[Named]:
+    """Yields the images that arguments of a command line name.
+
+    Args:
+      words: files, taken as they are; folders, searched recursively for SUFFIXES in the
+        order of their names, without those of `folder.is_ignored`; "-" for standard
+        input, which has either paths, one per line, or the content of one image.
+      stdin: file descriptor of standard input.
+
+    Yields:
+      A name, and a path or the image's content. Files are not checked for existence.
+    """
+    for word in words:
+        if word == STDIN:
+            yield from _read_stdin(stdin)
+        else:
+            yield from _below(word)
+
+
+def find_some(words: Sequence[str], stdin: int = 0) -> Iterable[Named]:
+    """Returns the images of `find`, after one of them is known to exist.
+
+    Returns:
+      A list; an iterator if standard input is among the words.
+
+    Raises:
+      UserError: no image exists.
+    """
+    images, first = find(words, stdin), []
+    for name, source in images:
+        first.append((name, source))
+        if isinstance(source, bytes) or os.path.isfile(source):
+            break
+    else:
+        raise UserError(
+            f"no image: {first[0][0]!r} {_missing(first[0][1])}"
+            if first
+            else f"no image in {', '.join(words)}: their names end in "
+            f"{' '.join(SUFFIXES)}"
+        )
+    images = itertools.chain(first, images)
+    return images if STDIN in words else list(images)
+
+
+def _missing(path: str) -> str:
+    """Returns why there is no image at a path."""
+    if kind := not_a_file(path):
+        return f"is {kind}, not a file: send its content to {STDIN} instead"
+    if os.path.isdir(path):
+        return "is a folder that cannot be listed"
+    if os.path.islink(path):
+        return "is a link that leads nowhere"
+    return "does not exist"
+
+
+def load(source: str | bytes) -> bytes:
+    """Returns an image file's content.
+
+    Raises:
+      OSError: it cannot be read, or is a pipe or a device.
+    """
+    if isinstance(source, bytes):
+        return source
+    if kind := not_a_file(source):
+        raise OSError(f"it is {kind}, not a file")
+    with open(source, "rb") as file:
+        return file.read()
+
+
+def attempt(source: str | bytes, work: Callable[[bytes], T]) -> T | str:
+    """Returns the result of `work` on an image file's content, or why there is none.
+
+    Args:
+      source: as in `load`.
+      work: may raise DamagedImage; does not return a string.
+    """
+    try:
+        return work(load(source))
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except DamagedImage as error:
+        return str(error)
+
+
+def ahead(
+    items: Iterable, work: Callable[..., T], *, threads: int, limit: int
+) -> Iterator[T]:
+    """Maps `work` over items in threads, in order, some items ahead of the caller.
+
+    The items are read in a thread too, so that a result is yielded as soon as its own
+    item is read, even if a slow pipe yields no further ones yet.
+
+    Args:
+      items: of any length.
+      work: must not raise.
+      threads: number of threads that run `work`.
+      limit: maximum number of results that wait for the caller, 2 or more.
+    """
+    results = queue.Queue(limit)
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+
+    def feed():
+        end = None
+        try:
+            for item in items:
+                results.put(pool.submit(work, item))
+        except (OSError, RuntimeError, ValueError) as error:
+            end = error  # Or the pool was shut down, because the caller is gone.
+        finally:
+            results.put(end)
+
+    # A daemon, because a thread that waits for a pipe cannot be woken.
+    threading.Thread(target=feed, daemon=True).start()
+    try:
+        while (result := results.get()) is not None:
+            if isinstance(result, Exception):
+                raise result
+            yield result.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                results.get_nowait()
+
+
+def _below(path: str) -> Iterator[Named]:
+    """Yields a file, or the images of a folder and of those in it."""
+    if not os.path.isdir(path):
+        yield path, path
+        return
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except OSError:  # Opening it raises an error later.
+        yield path, path
+        return
+    for entry in entries:
+        if folder.is_ignored(entry):
+            continue
+        if folder.is_folder(entry):
+            yield from _below(entry.path)
+        elif entry.name.lower().endswith(SUFFIXES):
+            yield entry.path, entry.path
+
+
+def _read_stdin(stdin: int) -> Iterator[Named]:
+    # Not through `sys.stdin`, whose lock a waiting thread would keep at exit.
+    try:
+        chunk = os.read(stdin, _CHUNK)
+    except OSError as error:
+        raise UserError(f"standard input cannot be read: {error}") from error
+    if _is_image(chunk):
+        rest = list(iter(lambda: os.read(stdin, _CHUNK), b""))
+        yield STDIN, b"".join([chunk, *rest])
+        return
+    line = b""
+    while chunk:
+        *lines, line = (line + chunk).split(b"\n")
+        yield from _paths(lines)
+        chunk = os.read(stdin, _CHUNK)
+    yield from _paths([line])
+
+
+def _paths(lines: list[bytes]) -> Iterator[Named]:
+    for line in lines:
+        if path := os.fsdecode(line.rstrip(b"\r")):
+            yield from _below(path)
+
+
+def _is_image(start: bytes) -> bool:
+    return start.startswith(_SIGNATURES) or (
+        start.startswith(_TEXT_SIGNATURES) and b"\0" in start[:64]
+    )

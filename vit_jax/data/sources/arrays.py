@@ -1,0 +1,321 @@
+"""Data sets that lie in memory as one array, so that a batch is one gather.
+
+Three of them: arrays of the user's; the 1,797 handwritten digits inside scikit-learn,
+real images without a download (https://archive.ics.uci.edu/dataset/80, test part, 8x8
+pixels of 0..16); and synthetic images, for runs on a machine without the data set.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Integer, UInt8
+
+from vit_jax.data import decode, splits
+from vit_jax.data.config import DataConfig
+from vit_jax.data.fingerprint import Entries, in_memory
+from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.data.splits import Numbered, Numbering
+from vit_jax.errors import UserError
+
+DEFAULT_EXAMPLES = 64  # Of each split of the synthetic set.
+DIGIT_NAMES = tuple("0123456789")
+_CHANNELS = (1, 3)
+_SHAPE = "not (N, H, W), (N, H, W, 1) or (N, H, W, 3); change the shape"
+_SYNTHETIC_SPLITS = ("train", "val", "validation", "test")
+_CELLS = 8  # The class pattern is a grid of this many cells a side.
+# Sets of small images up to this size are decoded once, when opened.
+_MEMORY = 2**29  # Bytes.
+_SMALL_IMAGE = 64  # Pixels a side.
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySource(Numbered):
+    """Images and labels in memory.
+
+    Attributes:
+      name: data set and split, for messages.
+      images: uint8, records by height by width by channels.
+      labels: class numbers, one a record.
+      class_names: may be empty.
+      numbering: which records of the data set these are; else each is its own number.
+    """
+
+    name: str
+    images: UInt8[np.ndarray, "N H W C"]
+    labels: Integer[np.ndarray, " N"]
+    class_names: tuple[str, ...] = ()
+    numbering: Numbering | None = None
+
+    def __post_init__(self):
+        if self.numbering is None:
+            whole = Numbering(
+                {self.name: len(self.labels)}, [(self.name, range(len(self.labels)))]
+            )
+            object.__setattr__(self, "numbering", whole)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict:
+        return {"image": self.images[i], "label": int(self.labels[i])}
+
+    def entries(self) -> Entries:
+        parts = self.numbering.parts
+        names = [f"{name}/{number}" for name, part in parts for number in part]
+        return in_memory(names, self.labels, self.images)
+
+
+def open_arrays(
+    arrays: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    split: str,
+    name: str,
+    class_names: Sequence[str] = (),
+) -> ArraySource:
+    """Returns a source of arrays, for a source of your own (see custom.py).
+
+    Args:
+      arrays: split name -> images, (N, H, W, C) or grey (N, H, W), and labels,
+        integers (N,). Images are uint8, or other integers from 0 to 255, which are
+        converted. Of a split that is not selected only the length is checked: its
+        labels may be None or placeholders.
+      split: split expression.
+      name: of the data set, for messages.
+      class_names: in label order; may be empty.
+
+    Raises:
+      UserError: no such split, or it selects no record; or the dtype, the shape, the
+        length or the values of an array are not as above.
+    """
+    sizes = {}
+    for key, (images, labels) in arrays.items():
+        images = np.asarray(images)
+        if not images.ndim:
+            raise UserError(f"{name} {key}: images={describe(images)}: {_SHAPE}")
+        sizes[key] = len(images)
+        if np.ndim(labels) and len(labels) != len(images):
+            raise UserError(
+                f"{name} {key}: {len(images)} images, but {len(labels)} labels; give "
+                "one label per image"
+            )
+    numbering = Numbering.of(split, sizes, name)
+    for key in dict(numbering.parts):
+        images, labels = map(np.asarray, arrays[key])
+        if problem := _problem(images):
+            raise UserError(f"{name} {key}: images={describe(images)}: {problem}")
+        check_labels(f"{name} {key}: ", labels, class_names)
+
+    image_parts, label_parts = [], []
+    for key, part in numbering.parts:
+        images, labels = (np.asarray(a)[part.start : part.stop] for a in arrays[key])
+        images = images if images.ndim == 4 else images[..., None]
+        image_parts.append(images.astype(np.uint8, copy=False))
+        label_parts.append(labels)
+    shapes = sorted({images.shape[1:] for images in image_parts})
+    if len(shapes) > 1:
+        raise UserError(
+            f"{name} {split}: images of the shapes {' and '.join(map(str, shapes))}; "
+            "make them equal, or open the splits one by one"
+        )
+    return ArraySource(
+        f"{name} {split}",
+        np.concatenate(image_parts),
+        np.concatenate(label_parts),
+        tuple(class_names),
+        numbering,
+    )
+
+
+def open_digits(split: str, channels: int) -> ArraySource:
+    """Reads the digits into memory.
+
+    Args:
+      split: expression over "train" and "test"; every fifth image of each class is
+        test, so that the split depends on no random stream.
+      channels: 1, or 3 to repeat the grey value.
+
+    Returns:
+      8x8 images, grey values 0..16 scaled to 0..255.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    test = np.zeros(len(digits.target), bool)
+    for label in range(10):
+        test[np.flatnonzero(digits.target == label)[4::5]] = True
+    members = {"train": np.flatnonzero(~test), "test": np.flatnonzero(test)}
+
+    sizes = {name: len(records) for name, records in members.items()}
+    numbering = splits.Numbering.of(split, sizes, "digits")
+    records = np.concatenate(
+        [members[name][list(numbers)] for name, numbers in numbering.parts]
+    )
+    images = np.round(digits.images[records] * (255 / 16)).astype(np.uint8)
+    return ArraySource(
+        name=f"digits {split}",
+        images=np.repeat(images[..., None], channels, axis=-1),
+        labels=digits.target[records].astype(np.int32),
+        class_names=DIGIT_NAMES,
+        numbering=numbering,
+    )
+
+
+def open_synthetic(
+    split: str, image_size: Sequence[int], channels: int, classes: int, examples: int
+) -> ArraySource:
+    """Generates labelled images that can be learnt: noise plus a class pattern.
+
+    Args:
+      split: expression over train, val, validation and test.
+      image_size: height and width in pixels.
+      channels: 1 or 3.
+      classes: number of classes; record i has label i modulo it.
+      examples: size of every split; 0 is 64.
+
+    Returns:
+      Images that depend on the split name, the record number and their shape only.
+    """
+    sizes = dict.fromkeys(_SYNTHETIC_SPLITS, examples or DEFAULT_EXAMPLES)
+    for name in splits.names(split):  # Recipes name splits that only their set has.
+        sizes.setdefault(name, examples or DEFAULT_EXAMPLES)
+    numbering = splits.Numbering.of(split, sizes, "synthetic")
+    records = [(name, number) for name, part in numbering.parts for number in part]
+    shape = (*image_size, channels)
+    images = np.stack([synthetic_image(*record, classes, shape) for record in records])
+    labels = np.array([number % classes for _, number in records], np.int32)
+    return ArraySource(f"made {split}", images, labels, numbering=numbering)
+
+
+def synthetic_image(
+    split: str, number: int, classes: int, shape: tuple[int, int, int]
+) -> UInt8[np.ndarray, "H W C"]:
+    """Returns one image as a pure function of its arguments.
+
+    Args:
+      split: plain split name.
+      number: record number.
+      classes: number of classes.
+      shape: height, width and channels.
+    """
+    height, width, channels = shape
+    noise = _random_bytes(zlib.crc32(split.encode()), number, height * width * channels)
+    cells = _random_bytes(0, number % classes, _CELLS * _CELLS * channels)
+    cells = cells.reshape(_CELLS, _CELLS, channels)
+    rows, columns = (np.arange(size) * _CELLS // size for size in (height, width))
+    # Halved, so that the sum stays within a byte.
+    return noise.reshape(shape) // 2 + cells[rows][:, columns] // 2
+
+
+def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
+    bits = np.random.Philox(key=key, counter=[0, 0, 0, counter])
+    return bits.random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count]
+
+
+def small_in_memory(source, channels: int):
+    """Decodes a set such as CIFAR once, so that a batch becomes one gather.
+
+    Args:
+      source: data set.
+      channels: 1 or 3.
+
+    Returns:
+      The set in memory; `source` itself if it is too large, its images differ in
+      size, or one is damaged, which is for `data.on_error` to settle.
+    """
+    try:
+        shape = decode.decode(source[0]["image"], channels).shape
+        if max(shape[:2]) > _SMALL_IMAGE or math.prod(shape) * len(source) > _MEMORY:
+            return source
+        images = np.empty((len(source), *shape), np.uint8)
+        labels = np.empty(len(source), np.int64)
+        for start in range(0, len(source), 1000):
+            numbers = range(start, min(start + 1000, len(source)))
+            for i, record in zip(numbers, source.read(numbers), strict=True):
+                image = decode.decode(record["image"], channels)
+                if image.shape != shape:
+                    return source
+                images[i], labels[i] = image, record["label"]
+    except decode.DamagedImage:
+        return source
+    return ArraySource(
+        source.name, images, labels, source.class_names, source.numbering
+    )
+
+
+def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> None:
+    """Raises UserError unless labels are one class number per image.
+
+    Args:
+      where: start of the message.
+      labels: to check.
+      class_names: in label order; empty if unknown.
+    """
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise UserError(
+            f"{where}labels={describe(labels)}: not one whole number per image; "
+            "take labels.argmax(1) of one-hot rows, labels.astype(int) of other numbers"
+        )
+    most = len(class_names) - 1 if class_names else np.inf
+    for i in np.flatnonzero((labels < 0) | (labels > most))[:1]:
+        allowed = f"0 to {most}, the number of class_names less 1"
+        raise UserError(
+            f"{where}record {i} has label {labels[i]}; give labels from "
+            f"{allowed if class_names else '0'}"
+        )
+
+
+def _problem(images: np.ndarray) -> str:
+    """Returns what is wrong with images, and the remedy; "" if they can be taken."""
+    shape, kind = images.shape, images.dtype.kind
+    if len(shape) not in (3, 4) or (len(shape) == 4 and shape[-1] not in _CHANNELS):
+        if len(shape) == 4 and shape[1] in _CHANNELS:
+            return "channels do not stand last; take np.moveaxis(images, 1, -1)"
+        return _SHAPE
+    if images.dtype == np.uint8:  # The range cannot be wrong: no need to read a memmap.
+        return ""
+    if kind not in "buif":
+        return "not whole numbers from 0 to 255; make them one array of uint8"
+    whole = kind in "ui"
+    low, high = (images.min(), images.max()) if images.size else (0, 0)
+    if whole and 0 <= low <= high <= 255:
+        return ""
+    # Of floats nobody but the user knows what white is: 1 or 255.
+    if not whole and 0 <= low <= high <= 1:
+        remedy = "take (images * 255).round().astype('uint8')"
+    else:
+        remedy = "scale them to 0..255 and take .round().astype('uint8')"
+    return f"not whole numbers from 0 to 255; {remedy}"
+
+
+def describe(values: np.ndarray) -> str:
+    """Returns the dtype, the shape and the range of an array, for a message."""
+    text = f"{values.dtype} {values.shape}"
+    if values.size and np.issubdtype(values.dtype, np.number):
+        text += f" from {values.min():g} to {values.max():g}"
+    return text
+
+
+def _digits(data: DataConfig, split: str) -> ArraySource:
+    return open_digits(split, data.channels)
+
+
+def _synthetic(data: DataConfig, split: str) -> ArraySource:
+    size, number = data.image_size, data.examples
+    return open_synthetic(split, size, data.channels, data.classes, number)
+
+
+SOURCES["digits"] = SourceType(
+    open=_digits,
+    pattern="digits",
+    help="8x8 handwritten digits, which come with scikit-learn.",
+    needs_files=False,
+)
+SOURCES["synthetic"] = SourceType(
+    open=_synthetic,
+    pattern="synthetic",
+    help="Synthetic images of `data.image_size`.",
+    needs_files=False,
+    generated=True,
+)

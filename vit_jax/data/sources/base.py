@@ -1,0 +1,81 @@
+"""The protocol of a data set, and the registry of the kinds of data sets."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Labelled images that can be read in any order.
+
+    Attributes:
+      class_names: names in label order; may be empty.
+      images: uint8 array (N, H, W, C) if the set lies in memory, else None.
+      labels: integer array (N,) if the set lies in memory, else None.
+    """
+
+    class_names: tuple[str, ...]
+    images: np.ndarray | None
+    labels: np.ndarray | None
+
+    def __len__(self) -> int:
+        """Returns the number of records."""
+
+    def __getitem__(self, i: int) -> dict:
+        """Returns {"image": encoded bytes or uint8 HWC array, "label": int}."""
+
+    def describe(self, i: int) -> str:
+        """Returns the name of record i for a message: a path, "cifar10 record 17"."""
+
+    def record_id(self, i: int) -> str:
+        """Returns the stable name of record i within its data set.
+
+        It is the same under any sub-split: a folder's path below data_dir, as
+        "train/roses/a.jpg"; else "<split>/<number in the whole split>". A source may
+        also have `locate(record_ids)`, which returns their numbers here, leaves out
+        those of other splits, and raises KeyError for one that the set lacks; and
+        `entries()`, which returns what a resumed run recognises its data by, see
+        fingerprint.py.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceType:
+    """A kind of data set: all that opening one needs to know of it.
+
+    Attributes:
+      open: returns the source for `config.data` and a split expression.
+      pattern: regular expression that matches the whole of its values of `data.name`.
+      help: what it reads, for lists.
+      needs_files: whether it reads files; else `data.data_dir` is not read.
+      generated: whether it makes as many examples as `data.examples` states, so that
+        the number need not be checked.
+      numbered: whether any opened split knows the sizes of all splits, by the names
+        that a split expression takes (`source.numbering.sizes`).
+    """
+
+    open: Callable[[DataConfig, str], Source]
+    pattern: str
+    help: str
+    needs_files: bool = True
+    generated: bool = False
+    numbered: bool = True
+
+
+# By the name that messages list. A name that none matches is one of TFDS.
+SOURCES: dict[str, SourceType] = {}
+
+
+def check_label(label: int, classes: int, record: str) -> None:
+    """Raises UserError unless 0 <= label < classes, naming the record."""
+    if not 0 <= label < classes:
+        raise UserError(
+            f"{record} has label {label}, but data.classes={classes} allows 0 to "
+            f"{classes - 1}: set --config.data.classes to the number of classes"
+        )

@@ -1,0 +1,173 @@
+"""A user's own data set: data.name="my_module:open_source".
+
+The name runs code: the module is imported and the function called, with the rights of
+whoever started the command. What that code raises ends the command with one line.
+"""
+
+import dataclasses
+import operator
+
+import numpy as np
+
+from vit_jax.config import fields
+from vit_jax.data.config import DataConfig
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.sources import arrays
+from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.errors import UserError
+
+_MEMBERS = ("class_names", "images", "labels", "describe", "record_id")
+
+
+def open_custom(data: DataConfig, split: str):
+    """Calls the user's function with `config.data` and the split expression.
+
+    Returns:
+      The `Source` that it returns.
+
+    Raises:
+      UserError: no such module or function, what it returns is no source, its images in
+        memory are not uint8 (N, H, W, C), each with a label, or it raised.
+    """
+    open_source = fields.import_custom(data.name, "data.name")
+    if not callable(open_source):
+        raise UserError(
+            f"data.name={data.name!r} is {open_source!r}: it must be a function of "
+            "`config.data` and a split expression"
+        )
+    with guarded(data.name):
+        source = open_source(data, split)
+        missing = [name for name in _MEMBERS if not hasattr(source, name)]
+    missing += [
+        name for name in ("__len__", "__getitem__") if not hasattr(type(source), name)
+    ]
+    if missing:
+        raise UserError(
+            f"data.name={data.name!r} returned {type(source).__name__}, which lacks "
+            f"{', '.join(missing)}: see Source in vit_jax/data/sources/base.py"
+        )
+    with guarded(data.name):
+        _check_arrays(data.name, source)
+    if isinstance(source, arrays.ArraySource):  # It runs no more code of theirs.
+        return source
+    return CustomSource(data.name, source)
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomSource:
+    """A user's own source, whose errors name it; other members are those of the source.
+
+    Attributes:
+      name: `data.name`.
+      source: what the user's function returned.
+    """
+
+    name: str
+    source: object
+
+    # Not by `__getattr__`: since Python 3.12 what it gives does not count for a protocol.
+    @property
+    def class_names(self):
+        return self.source.class_names
+
+    @property
+    def images(self):
+        return self.source.images
+
+    @property
+    def labels(self):
+        return self.source.labels
+
+    def __len__(self) -> int:
+        with guarded(self.name):
+            return len(self.source)
+
+    def __getitem__(self, i: int) -> dict:
+        with guarded(self.name, f" for record {i}"):
+            item = self.source[i]
+            image, label = item["image"], _whole(item["label"])
+            if not isinstance(image, bytes | np.ndarray):
+                raise TypeError('"image" is neither bytes nor an array')
+            return {"image": image, "label": label}
+
+    def describe(self, i: int) -> str:
+        with guarded(self.name, f" for record {i}"):
+            return str(self.source.describe(i))
+
+    def record_id(self, i: int) -> str:
+        with guarded(self.name, f" for record {i}"):
+            return str(self.source.record_id(i))
+
+    def __getattr__(self, name: str):
+        # A copy that is being unpickled has no `source` yet.
+        if name in ("source", "name") or name.startswith("__"):
+            raise AttributeError(name)
+        member = getattr(self.source, name)
+        if name == "entries":
+            return guarded(self.name)(member)
+        if name == "locate":  # Whose KeyError names a record that the set lacks.
+            return guarded(self.name, known=(KeyError,))(member)
+        return member
+
+
+def _whole(label) -> int:
+    """Returns a label as an int: an integer, a bool, a float or an array of one.
+
+    Raises:
+      TypeError: it is not one whole number.
+    """
+    try:
+        return operator.index(label)
+    except TypeError:
+        value = np.asarray(label)
+        if value.size != 1 or value.dtype.kind not in "buif" or value.item() % 1:
+            raise
+        return int(value.item())
+
+
+def _check_arrays(name: str, source) -> None:
+    """Raises UserError for images or labels in memory that cannot be taken as they are."""
+    images, labels = source.images, source.labels
+    if labels is not None or images is not None:
+        if not hasattr(labels, "dtype"):
+            raise UserError(
+                f"data.name={name!r} returned labels of type {type(labels).__name__}; "
+                "make them a NumPy array of integers"
+            )
+        arrays.check_labels(
+            f"data.name={name!r} returned ", np.asarray(labels), source.class_names
+        )
+    if images is None:
+        return
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise UserError(
+            f"data.name={name!r} returned images={arrays.describe(images)}: not uint8 "
+            "(N, H, W, C); convert them, or let open_arrays of "
+            "vit_jax.data.sources.arrays do it"
+        )
+    if not len(images) == len(labels) == len(source):
+        raise UserError(
+            f"data.name={name!r} returned {len(images)} images, {len(labels)} labels "
+            f"and a length of {len(source)}; make them equal"
+        )
+
+
+def guarded(name: str, during: str = "", known: tuple[type[Exception], ...] = ()):
+    """Returns a context that converts what the user's source raises into one line.
+
+    Args:
+      name: `data.name`.
+      during: for which record, for the message. A damaged image of a record, OSError or
+        DamagedImage, passes through.
+      known: other exceptions that pass through.
+    """
+    damaged = (OSError, DamagedImage) if during else ()
+    return fields.guarded(f"data.name={name!r}", during, (*known, *damaged))
+
+
+SOURCES["my_module:open_source"] = SourceType(
+    open=open_custom,
+    pattern=fields.CUSTOM,
+    help="The source that a function of your own returns.",
+    numbered=False,  # It may be, but its code may do anything.
+)

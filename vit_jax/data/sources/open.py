@@ -1,0 +1,238 @@
+"""Opens the data set that a config names, checks it, and leaves records out of it.
+
+Training without some records, such as near-duplicates of test images, is a source that
+skips them, see `exclude`.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Integer
+
+from vit_jax import files
+from vit_jax.data.config import DataConfig
+from vit_jax.data.fingerprint import Entries, entries, in_memory
+from vit_jax.data.sources import tfds
+from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.base import SOURCES, Source, SourceType, check_label
+from vit_jax.errors import UserError
+
+# Of a config, a split and what opens it, the innermost last.
+Opener = Callable[[DataConfig, str, Callable[[], Source]], Source]
+_openers: list[Opener] = []
+
+
+@contextlib.contextmanager
+def opened_by(opener: Opener):
+    """Calls a function for every split that this process opens inside the context.
+
+    Args:
+      opener: function of `config.data`, a split expression and a function that opens
+        it; returns the source, or raises.
+    """
+    _openers.append(opener)
+    try:
+        yield
+    finally:
+        _openers.remove(opener)
+
+
+def open_source(data: DataConfig, split: str) -> Source:
+    """Opens a split of the configured data set and checks it against the config.
+
+    Args:
+      data: `config.data`.
+      split: split expression, see `splits.py`; `data.split` for training.
+
+    Raises:
+      UserError: the set, the split, a size, or a label is not as the config says.
+    """
+    source = open_unchecked(data, split)
+    _check(source, data, split)
+    if data.exclude and split == data.split:
+        source = exclude(source, data.exclude)
+    return source
+
+
+def open_unchecked(data: DataConfig, split: str) -> Source:
+    """Opens a split as `open_source` does, whatever classes and size it has."""
+    if _openers:
+        return _openers[-1](data, split, lambda: _open(data, split))
+    return _open(data, split)
+
+
+def source_type(name: str) -> SourceType:
+    """Returns the kind of data set that a name is of.
+
+    Args:
+      name: `data.name`.
+    """
+    found = (kind for kind in SOURCES.values() if re.fullmatch(kind.pattern, name))
+    return next(found, tfds.TYPE)
+
+
+def _open(data: DataConfig, split: str) -> Source:
+    return source_type(data.name).open(data, split)
+
+
+def _check(source: Source, data: DataConfig, split: str) -> None:
+    known = len(source.class_names)
+    if known and known != data.classes:
+        raise UserError(
+            f"data.classes={data.classes}, but {data.name} has {known} classes: "
+            f"set --config.data.classes={known}"
+        )
+    if source.labels is not None:
+        bad = (source.labels < 0) | (source.labels >= data.classes)
+        for i in np.flatnonzero(bad)[:1].tolist():
+            check_label(int(source.labels[i]), data.classes, source.describe(i))
+    stated = split == data.split and data.examples
+    generated = source_type(data.name).generated
+    if stated and not generated and data.examples != len(source):
+        raise UserError(
+            f"data.examples={data.examples}, but split {split!r} of {data.name} has "
+            f"{len(source)}: set --config.data.examples={len(source)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Excluding:
+    """A source less some of its records.
+
+    Attributes:
+      source: all records; without its images if those lie in memory.
+      gaps: sorted; where each left-out record stood among those that stay. Costs
+        memory for the records left out, not for the millions that stay.
+      images: of the records that stay, or None.
+      labels: of the records that stay, or None.
+    """
+
+    source: object
+    gaps: Integer[np.ndarray, " M"]
+    images: np.ndarray | None = None
+    labels: np.ndarray | None = None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.source.class_names
+
+    def __len__(self) -> int:
+        return len(self.source) - len(self.gaps)
+
+    def __getitem__(self, i: int) -> dict:
+        if self.images is not None:
+            return {"image": self.images[i], "label": int(self.labels[i])}
+        return self.source[self._inner(i)]
+
+    def describe(self, i: int) -> str:
+        return self.source.describe(self._inner(i))
+
+    def record_id(self, i: int) -> str:
+        return self.source.record_id(self._inner(i))
+
+    def entries(self) -> Entries:
+        every = entries(self.source)
+        found = self.gaps + np.arange(len(self.gaps))  # What is left out.
+        if every.what == "shards" or len(every.names) < len(self.source):
+            # Records cannot be taken off a shard: one more entry stands for them.
+            sums = zlib.crc32(found.astype("<i8").tobytes())
+            name = f"{len(found)} records left out ({sums:08x})"
+            labels, sizes = (
+                None if values is None else np.append(values, 0)
+                for values in (every.labels, every.sizes)
+            )
+            return Entries(every.what, [*every.names, name], labels, sizes)
+        names = np.delete(np.array(every.names, object), found).tolist()
+        if self.images is not None:
+            return in_memory(names, self.labels, self.images)
+        labels, sizes = (
+            None if values is None else np.delete(values, found)
+            for values in (every.labels, every.sizes)
+        )
+        return Entries(every.what, names, labels, sizes)
+
+    def _inner(self, i: int) -> int:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return int(i + np.searchsorted(self.gaps, i, side="right"))
+
+
+def exclude(source, path: str) -> Excluding:
+    """Leaves the records named in a file out of a source.
+
+    Args:
+      source: data set.
+      path: text file of record ids, one a line; a line of "# ..." is a comment. Ids of the
+        data set that the source's split does not select change nothing, if the source
+        has a method `locate`; without one they are an error.
+
+    Raises:
+      UserError: no such file, the data set lacks a record, or none stays.
+    """
+    record_ids = read_ids(path)
+    try:
+        # A user's own source need not be able to find records by name.
+        find = getattr(source, "locate", None) or (lambda ids: _locate(source, ids))
+        found = np.unique(np.asarray(find(record_ids), np.int64))
+    except KeyError as error:
+        raise UserError(
+            f"data.exclude={path!r}: line {_line(path, error.args[0])} names record "
+            f"{error.args[0]!r}, which the data set lacks; its records are named as "
+            f"{source.record_id(0)!r}"
+        ) from error
+    if len(found) == len(source):
+        raise UserError(
+            f"data.exclude={path!r} names all {len(source)} records of the training "
+            "split: nothing is left to train on"
+        )
+    gaps = found - np.arange(len(found))
+    if source.images is None:
+        return Excluding(source, gaps)
+    images, labels = (np.delete(a, found, 0) for a in (source.images, source.labels))
+    if isinstance(source, ArraySource):  # Else all images would stay in memory twice.
+        blank = np.broadcast_to(np.uint8(0), source.images.shape)
+        source = dataclasses.replace(source, images=blank)
+    return Excluding(source, gaps, images, labels)
+
+
+def read_ids(path: str) -> list[str]:
+    """Reads a file of record ids, one a line.
+
+    Blank lines do not count, nor do comments: "#" alone, or before a space. An id may
+    begin with one, as "#1/a.jpg".
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    files.check("data.exclude", pathlib.Path(path).expanduser())
+    try:
+        text = pathlib.Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.exclude={path!r} cannot be read ({error}): name a text file of "
+            "record ids, one a line"
+        ) from error
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not f"{line} ".startswith("# ")]
+
+
+def _locate(source, record_ids: Sequence[str]) -> list[int]:
+    wanted, seen, found = set(record_ids), set(), []
+    for i in range(len(source)):
+        record_id = source.record_id(i)
+        if record_id in wanted:
+            found.append(i)
+            seen.add(record_id)
+    for missing in sorted(wanted - seen):
+        raise KeyError(missing)
+    return found
+
+
+def _line(path: str, record_id: str) -> int:
+    text = pathlib.Path(path).expanduser().read_text("utf-8")
+    return [line.strip() for line in text.splitlines()].index(record_id) + 1

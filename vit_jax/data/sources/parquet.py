@@ -1,0 +1,357 @@
+"""Image data sets in Parquet files, laid out as on the Hugging Face hub.
+
+Sets on the hub are named hf://datasets/OWNER/NAME, then @REVISION and /FOLDER where
+needed. Their files are downloaded once, into the hub's own cache; without a network
+that cache is read.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Integer
+
+from vit_jax.data import splits
+from vit_jax.data.config import DataConfig
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.fingerprint import Entries
+from vit_jax.data.sources.arrays import ArraySource, small_in_memory
+from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.errors import UserError
+
+_PREFIX = "hf://datasets/"
+_NAME = re.compile(
+    r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/@]+))?(/(?P<folder>.+?))?/?"
+)
+# How the hub names the files of a split: data/train-00000-of-00005.parquet, with a
+# hash behind it in older sets; train/0000.parquet in converted ones; train.parquet.
+_SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{8,})?")
+# Open files and the row group last read, of each thread: a reader is used by one.
+_local = threading.local()
+_OPEN_FILES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetSource(splits.Numbered):
+    """Rows of Parquet files; images stay encoded.
+
+    A row group is the smallest piece that can be read. One record therefore costs the
+    reading of its group, unless the same thread read another of it just before.
+
+    Attributes:
+      name: data set and split, for messages.
+      root: folder that holds the files.
+      files: of all splits that are used, in order.
+      groups: first row of each row group, over the files; one more at the end.
+      group_files: the file of each group.
+      first_groups: first group of each file.
+      starts: split -> its first row over the files.
+      image_key: column of the images.
+      label_key: column of the class numbers.
+      class_names: may be empty.
+      numbering: which records of the data set these are.
+    """
+
+    name: str
+    root: str
+    files: tuple[str, ...]
+    groups: Integer[np.ndarray, " G1"]
+    group_files: Integer[np.ndarray, " G"]
+    first_groups: Integer[np.ndarray, " F"]
+    starts: Mapping[str, int]
+    image_key: str
+    label_key: str
+    class_names: tuple[str, ...]
+    numbering: splits.Numbering
+    images = labels = None  # Not in memory.
+
+    def __len__(self) -> int:
+        return len(self.numbering)
+
+    def __getitem__(self, i: int) -> dict:
+        split, _, number = self.record_id(i).rpartition("/")
+        row = self.starts[split] + int(number)
+        group = int(np.searchsorted(self.groups, row, side="right")) - 1
+        images, labels = self._group(group)
+        at = row - int(self.groups[group])
+        label = labels[at].as_py()
+        if label is None:
+            raise DamagedImage(f"has no label in column {self.label_key!r}")
+        return {"image": _bytes(images[at].as_py()), "label": label}
+
+    def read(self, numbers: range) -> list[dict]:
+        """Reads neighbouring records, each row group once."""
+        return [self[i] for i in numbers]
+
+    def entries(self) -> Entries:
+        found = [_sums(path, self.label_key) for path in self.files]
+        names = [os.path.relpath(path, self.root) for path in self.files]
+        labels, sizes = np.array(found, np.int64).T
+        return Entries("shards", names, labels, sizes)
+
+    def _group(self, group: int) -> list:
+        """Returns the image and the label column of a row group."""
+        file = int(self.group_files[group])
+        path, at = self.files[file], group - int(self.first_groups[file])
+        columns = [self.image_key, self.label_key]
+        if getattr(_local, "group", None) != (path, at, columns):
+            try:
+                table = _open(path).read_row_group(at, columns=columns)
+            except Exception as error:  # Arrow's errors and OSError.
+                _local.files.pop(path, None)
+                raise DamagedImage(
+                    f"cannot be read (row group {at} of {path}: "
+                    f"{str(error).splitlines()[0]})"
+                ) from error
+            _local.columns = [table.column(name) for name in columns]
+            _local.group = (path, at, columns)
+        return _local.columns
+
+
+def open_parquet(
+    name: str, data_dir: str, split: str, image_key: str, label_key: str
+) -> ParquetSource:
+    """Opens a split of Parquet files.
+
+    Args:
+      name: "parquet", or hf://datasets/OWNER/NAME.
+      data_dir: for "parquet", the folder that holds the files of all splits.
+      split: split expression.
+      image_key: column with the images: bytes, or the hub's {bytes, path}.
+      label_key: column with the class numbers.
+
+    Raises:
+      UserError: no such set, split or column, or a file is damaged.
+    """
+    if is_hub(name):
+        root = download(name)
+    else:
+        root = os.path.expanduser(data_dir)
+    files = files_of_splits(root, name) if os.path.isdir(root) else {}
+    if not files:
+        raise UserError(
+            f"data.data_dir={data_dir!r} is not a folder: data.name='parquet' reads "
+            "data_dir/**/train-00000-of-00005.parquet"
+        )
+    wanted = dict.fromkeys(splits.names(split))
+    lengths = {
+        key: [_group_lengths(path, name) for path in group]
+        for key, group in files.items()
+        if key in wanted
+    }
+    # The other splits count for the names of records alone, but cost their footers.
+    sizes = {key: sum(map(sum, groups)) for key, groups in lengths.items()}
+    for key in files.keys() - sizes.keys():
+        sizes[key] = sum(sum(_group_lengths(path, name)) for path in files[key])
+    numbering = splits.Numbering.of(split, sizes, name)
+
+    by_file = [groups for key in lengths for groups in lengths[key]]
+    used = tuple(path for key in lengths for path in files[key])
+    class_names = _class_names(used[0], name, image_key, label_key)
+    rows = [length for groups in by_file for length in groups]
+    counts = [len(groups) for groups in by_file]
+    first_rows = np.cumsum([0, *(sizes[key] for key in lengths)])
+    return ParquetSource(
+        name=f"{name} {split}",
+        root=root,
+        files=used,
+        groups=np.cumsum([0, *rows]),
+        group_files=np.repeat(np.arange(len(used)), counts),
+        first_groups=np.cumsum([0, *counts])[:-1],
+        starts=dict(zip(lengths, first_rows.tolist(), strict=False)),
+        image_key=image_key,
+        label_key=label_key,
+        class_names=class_names,
+        numbering=numbering,
+    )
+
+
+def is_hub(name: str) -> bool:
+    """Returns whether data.name is a data set of the hub."""
+    return name.startswith(_PREFIX)
+
+
+def download(name: str) -> str:
+    """Downloads a data set's Parquet files, as far as they are not there yet.
+
+    Args:
+      name: as "hf://datasets/ylecun/mnist" or "hf://datasets/o/n@main/folder".
+
+    Returns:
+      The local folder that holds them.
+
+    Raises:
+      UserError: a bad name, no such set, or neither network nor a copy.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    match = _NAME.fullmatch(name)
+    if not match:
+        raise UserError(
+            f"data.name={name!r}: write hf://datasets/OWNER/NAME, with @REVISION and "
+            "/FOLDER where needed"
+        )
+    folder = match["folder"] or ""
+    try:
+        root = huggingface_hub.snapshot_download(
+            match["repo"],
+            repo_type="dataset",
+            revision=match["revision"],
+            allow_patterns=f"{folder}/**.parquet" if folder else "**.parquet",
+        )
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"data.name={name!r} cannot be downloaded "
+            f"({str(error).strip().splitlines()[0]}): check the name and the network, "
+            "and for a gated set accept its terms and run `hf auth login`"
+        ) from error
+    return str(pathlib.Path(root, folder))
+
+
+def files_of_splits(root: str, name: str) -> dict[str, list[str]]:
+    """Finds the Parquet files of each split, in the order of their numbers.
+
+    Args:
+      root: local folder.
+      name: of the data set, for messages.
+
+    Raises:
+      UserError: no files, a file of a split is missing, or several folders hold files
+        of the same split.
+    """
+    paths = sorted(pathlib.Path(root).rglob("*.parquet"))
+    if not paths:
+        raise UserError(
+            f"data.name={name!r}: no *.parquet files below {root!r}: set data.data_dir "
+            "to a folder with files such as train-00000-of-00005.parquet"
+        )
+    found: dict[str, list[pathlib.Path]] = {}
+    for path in paths:
+        found.setdefault(_split_of(path), []).append(path)
+    return {split: _ordered(split, group, name) for split, group in found.items()}
+
+
+def _open(path: str):
+    """Returns this thread's reader of a file."""
+    import pyarrow.parquet as pq
+
+    if not hasattr(_local, "files"):
+        _local.files = {}
+    if path not in _local.files:
+        while len(_local.files) >= _OPEN_FILES:
+            _local.files.pop(next(iter(_local.files))).close()
+        _local.files[path] = pq.ParquetFile(path, memory_map=True)
+    return _local.files[path]
+
+
+def _sums(path: str, label_key: str) -> tuple[int, int]:
+    """Returns checksums of a file's labels, and of its size and metadata.
+
+    The metadata has the place, size and statistics of every piece of a column.
+    """
+    import pyarrow.parquet as pq
+
+    # Its own threads, as of `read_table`, cost six times as much here.
+    with pq.ParquetFile(path, memory_map=True) as reader:
+        labels = reader.read(columns=[label_key], use_threads=False).column(0)
+    values = labels.to_numpy().astype(np.float64)  # Whole numbers, or none (NaN).
+    with open(path, "rb") as file:
+        size = file.seek(-8, os.SEEK_END) + 8
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - length, os.SEEK_END)
+        return zlib.crc32(values.tobytes()), zlib.crc32(file.read(length), size)
+
+
+def _group_lengths(path: str, name: str) -> list[int]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(path)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"data.name={name!r}: {path} is no whole Parquet file "
+            f"({str(error).splitlines()[0]}): download or write it again"
+        ) from error
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+def _class_names(
+    path: str, name: str, image_key: str, label_key: str
+) -> tuple[str, ...]:
+    """Checks the two columns; returns the class names that the hub stores with them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(path)
+    for config_key, column in (("image_key", image_key), ("label_key", label_key)):
+        if column not in schema.names:
+            raise UserError(
+                f"data.{config_key}={column!r}: {name} has no such column; "
+                f"it has {', '.join(schema.names)}"
+            )
+    if not pa.types.is_integer(schema.field(label_key).type):
+        raise UserError(
+            f"data.label_key={label_key!r}: this column of {name} holds "
+            f"{schema.field(label_key).type}, not class numbers"
+        )
+    stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    feature = stored.get("info", {}).get("features", {}).get(label_key, {})
+    return tuple(feature.get("names") or ())
+
+
+def _bytes(cell: bytes | Mapping | None) -> bytes:
+    data = cell.get("bytes") if isinstance(cell, Mapping) else cell
+    if not isinstance(data, bytes):
+        raise DamagedImage("has no bytes (the file may only name an image elsewhere)")
+    return data
+
+
+def _split_of(path: pathlib.Path) -> str:
+    match = _SHARD.fullmatch(path.stem)
+    if match:
+        return match["split"]
+    return path.parent.name if path.stem.isdecimal() else path.stem
+
+
+def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
+    folders = sorted({str(path.parent) for path in paths})
+    if len(folders) > 1:
+        raise UserError(
+            f"data.name={name!r} has split {split!r} in several folders "
+            f"({', '.join(folders)}): choose one, as a further part of "
+            "hf://datasets/OWNER/NAME/FOLDER or of data.data_dir"
+        )
+    matches = [_SHARD.fullmatch(path.stem) for path in paths]
+    counts = {int(match["count"]) for match in matches if match}
+    if counts and counts != {len(paths)}:
+        raise UserError(
+            f"data.name={name!r}: split {split!r} has {len(paths)} of "
+            f"{max(counts)} files in {folders[0]}: download it again"
+        )
+    return [str(path) for path in paths]
+
+
+def _of_config(data: DataConfig, split: str) -> ParquetSource | ArraySource:
+    keys = data.image_key, data.label_key
+    source = open_parquet(data.name, data.data_dir, split, *keys)
+    return small_in_memory(source, data.channels)
+
+
+SOURCES["parquet"] = SourceType(
+    open=_of_config,
+    pattern="parquet",
+    help="Parquet files below `data.data_dir`.",
+)
+SOURCES["hf://datasets/owner/name"] = SourceType(
+    open=_of_config,
+    pattern=f"{_PREFIX}.*",
+    help="Parquet files of a data set on the Hugging Face hub.",
+)

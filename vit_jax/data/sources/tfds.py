@@ -1,0 +1,304 @@
+"""TFDS data sets prepared as ArrayRecord, read without TensorFlow."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import operator
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from vit_jax.data import decode, splits
+from vit_jax.data.config import DataConfig
+from vit_jax.data.fingerprint import Entries
+from vit_jax.data.sources.arrays import ArraySource, small_in_memory
+from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """Returns one feature of a record unchanged."""
+
+    key: str
+
+    def __call__(self, record: Mapping) -> object:
+        return record[self.key]
+
+
+@dataclasses.dataclass(frozen=True)
+class TfdsSource(splits.Numbered):
+    """Records of a TFDS data set; images stay encoded.
+
+    Attributes:
+      name: data set and split, for messages.
+      records: what TFDS stores of each, images encoded.
+      image: record -> encoded bytes or uint8 HWC array.
+      label: record -> class number.
+      class_names: may be empty.
+      numbering: which records of the data set these are.
+      shards: the files that they lie in; of each the number of records, and the bytes
+        of its whole split.
+      version: name and version of the set.
+    """
+
+    name: str
+    records: Sequence
+    image: Callable[[Mapping], object]
+    label: Callable[[Mapping], int]
+    class_names: tuple[str, ...]
+    numbering: splits.Numbering
+    shards: Mapping[os.PathLike, tuple[int, int]]
+    version: str
+    images = labels = None  # Not in memory.
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, i: int) -> dict:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        try:
+            record = self.records[i]
+        except Exception as error:  # The reader's C++ has no error class of its own.
+            raise decode.DamagedImage(f"cannot be read ({error})") from error
+        return self._named(record)
+
+    def read(self, numbers: range) -> list[dict]:
+        """Reads neighbouring records, each four times cheaper than alone."""
+        try:
+            records = self.records.__getitems__(numbers)
+        except Exception as error:
+            raise decode.DamagedImage(f"cannot be read ({error})") from error
+        return [self._named(record) for record in records]
+
+    def entries(self) -> Entries:
+        # Only what the metadata states, which is the same on a disk and in a bucket.
+        checksums = _checksums(next(iter(self.shards)).parent)
+        sums = [
+            zlib.crc32(f"{length} {checksums.get(path.name)} {size}".encode())
+            for path, (length, size) in self.shards.items()
+        ]
+        names = [f"{self.version}/{path.name}" for path in self.shards]
+        return Entries("shards", names, None, np.array(sums, np.int64))
+
+    def _named(self, record: dict) -> dict:
+        return {"image": self.image(record), "label": int(self.label(record))}
+
+
+def open_tfds(
+    name: str,
+    data_dir: str,
+    split: str,
+    image: str | Callable[[Mapping], object],
+    label: str | Callable[[Mapping], int],
+    *,
+    title: str = "",
+) -> TfdsSource:
+    """Opens a prepared data set from its files alone.
+
+    Args:
+      name: TFDS name, as "cifar10", "eurosat/rgb", "eurosat/rgb:2.0.0" or
+        "caltech101:3.*.*" for the newest of version 3.
+      data_dir: where it was prepared, a folder or gs://...; "" is TFDS's default.
+      split: split expression.
+      image: feature that holds the image, or what makes it of a record.
+      label: feature that holds the class number, or what makes it of a record.
+      title: the set's name in messages, if not `name`.
+
+    Raises:
+      UserError: not prepared, not as ArrayRecord, or no such split or feature.
+    """
+    import tensorflow_datasets as tfds
+
+    builder = _builder(name, data_dir)
+    features = builder.info.features
+    image = _feature("image_key", image, name, features)
+    label = _feature("label_key", label, name, features)
+    sizes = {key: info.num_examples for key, info in builder.info.splits.items()}
+    numbering = splits.Numbering.of(split, sizes, title or name)
+
+    instructions = [
+        tfds.core.ReadInstruction(key, from_=part.start, to=part.stop, unit="abs")
+        for key, part in numbering.parts
+        if len(part)
+    ]
+    # Every image, also one that is not used: TFDS would decode it with TensorFlow.
+    decoders = {
+        key: tfds.decode.SkipDecoding()
+        for key, feature in features.items()
+        if isinstance(feature, tfds.features.Image)
+    }
+    used = [builder.info.splits[key] for key in dict(numbering.parts)]
+    shards = {
+        path: (length, info.num_bytes)
+        for info in used
+        for path, length in zip(info.filepaths, info.shard_lengths, strict=True)
+    }
+    for path in shards:
+        # The reader opens files when it comes to them, perhaps hours later. Of a
+        # bucket it would cost a request each.
+        if "://" not in os.fspath(path) and not os.path.exists(path):
+            raise UserError(f"data.name={name!r} lacks {path}: prepare it again")
+    records = builder.as_data_source(
+        functools.reduce(operator.add, instructions), decoders=decoders
+    )
+    names = ()
+    if isinstance(label, Feature):
+        names = getattr(features[label.key], "names", None) or ()
+    return TfdsSource(
+        f"{title or name} {split}",
+        records,
+        image,
+        label,
+        tuple(names),
+        numbering,
+        shards,
+        builder.info.full_name,
+    )
+
+
+def _feature(key, feature, name, features):
+    """Returns what takes a feature of a record, once it is known to be there."""
+    if callable(feature):
+        return feature
+    if feature not in features:
+        raise UserError(
+            f"data.{key}={feature!r}: {name} has no such feature; "
+            f"it has {', '.join(sorted(features))}"
+        )
+    # ClassLabel is a scalar too. A plain array may hold an image.
+    if key == "label_key" and features[feature].shape != ():
+        raise UserError(
+            f"data.{key}={feature!r}: this feature of {name} holds no single class "
+            f"number but {type(features[feature]).__name__}; choose another of "
+            f"{', '.join(sorted(features))}"
+        )
+    return Feature(feature)
+
+
+def _checksums(folder) -> dict[str, str]:
+    """Returns the checksum of each file of a set that vit_jax.prepare made, else {}."""
+    try:
+        parts = json.loads((folder / "manifest.json").read_text())["splits"].values()
+        return {s["file"]: s["sha256"] for part in parts for s in part["shards"]}
+    except (OSError, ValueError, KeyError, TypeError):  # There is none, or another's.
+        return {}
+
+
+def find_prepared(name: str, data_dir: str):
+    """Returns TFDS's builder of a set that lies in a folder; None if it does not.
+
+    Args:
+      name: TFDS name, see `open_tfds`.
+      data_dir: a folder or gs://...; "" is TFDS's default.
+
+    Raises:
+      UserError: the folder is in a bucket and the packages for that are missing.
+    """
+    import tensorflow_datasets as tfds
+    from google.protobuf import json_format
+
+    find = tfds.core.read_only_builder.builder_from_files
+    try:
+        with no_foreign_features(name):
+            return find(name, data_dir=os.path.expanduser(data_dir) or None)
+    except UserError:
+        raise
+    except ImportError as error:  # Of gcsfs, which reads buckets.
+        raise UserError(
+            f"data.data_dir={data_dir!r}: paths in a bucket need more packages: "
+            "pip install -e '.[gcs]' in the clone"
+        ) from error
+    except (tfds.core.DatasetNotFoundError, ValueError):
+        return None
+    except json_format.ParseError as error:
+        raise UserError(
+            f"{name} in {data_dir or 'the default folder'} is damaged: its "
+            f"dataset_info.json cannot be read ({str(error).splitlines()[0]}); copy or "
+            "prepare it again"
+        ) from error
+
+
+@contextlib.contextmanager
+def no_foreign_features(name: str) -> Iterator[None]:
+    """Keeps TFDS from importing modules that a data set names in its features.json.
+
+    Feature classes of TFDS, and those that are imported already, stay available.
+
+    Args:
+      name: of the data set, for the message.
+
+    Raises:
+      UserError: the data set names another class.
+    """
+    from tensorflow_datasets.core.features.feature import FeatureConnector
+
+    resolve = FeatureConnector.cls_from_name
+
+    def resolve_known(python_class_name):
+        known = python_class_name in FeatureConnector._registered_features
+        if not known and not python_class_name.startswith("tensorflow_datasets."):
+            raise UserError(
+                f"{name}: its features.json names {python_class_name!r}, a class that is "
+                "not of TFDS: only import code that you trust, before the set is opened, "
+                "or prepare the set without that feature"
+            )
+        return resolve(python_class_name)
+
+    FeatureConnector.cls_from_name = resolve_known
+    try:
+        yield
+    finally:
+        FeatureConnector.cls_from_name = resolve
+
+
+def prepare_command(name: str, data_dir: str) -> str:
+    """Returns the command that prepares a set; TFDS itself picks "*" in a version."""
+    name = name.split(":")[0] if "*" in name else name
+    return f"python -m vit_jax.prepare --dataset={name} --data_dir={data_dir}"
+
+
+def is_readable(builder) -> bool:
+    """Returns whether a set was prepared in the one format that has random access."""
+    formats = {found.value for found in builder.info.available_file_formats()}
+    return "array_record" in formats
+
+
+def _builder(name: str, data_dir: str):
+    import tensorflow_datasets as tfds
+
+    where = os.path.expanduser(data_dir) or tfds.core.constants.DATA_DIR
+    build = prepare_command(name, where)
+    builder = find_prepared(name, data_dir)
+    if builder is None:
+        others = ", ".join(map(repr, sorted(SOURCES)))
+        raise UserError(
+            f"data.name={name!r}: no such prepared TFDS data set in {where} "
+            f"(the other names are {others}). To prepare: {build}"
+        )
+    if not is_readable(builder):
+        formats = builder.info.available_file_formats()
+        found = ", ".join(sorted(f.value for f in formats)) or "an unknown format"
+        raise UserError(
+            f"data.name={name!r} in {builder.data_dir} is prepared as {found}, but "
+            f"only array_record can be read in any order. To prepare: {build}"
+        )
+    return builder
+
+
+def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
+    keys = data.image_key, data.label_key
+    source = open_tfds(data.name, data.data_dir, split, *keys)
+    return small_in_memory(source, data.channels)
+
+
+# Not in SOURCES: it opens every name that no other source claims.
+TYPE = SourceType(
+    open=_of_config,
+    pattern=".*",
+    help="A prepared TFDS data set, as cifar10 or eurosat/rgb:2.0.0.",
+)

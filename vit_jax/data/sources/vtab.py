@@ -1,0 +1,223 @@
+"""The 19 tasks of VTAB-1k: which TFDS set, which records, which label.
+
+Splits, classes and training transforms are those of scenic's plainvit baseline
+(github.com/google-research/scenic, vtab_plainvit_config.py); labels those of
+github.com/google-research/task_adaptation. The two disagree on the training split of
+Clevr-Count; here it is train[:800], as for every other task (arXiv:1910.04867).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from jaxtyping import UInt8
+
+from vit_jax.data import decode
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.arrays import ArraySource, small_in_memory
+from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.data.sources.tfds import Feature, TfdsSource, find_prepared, open_tfds
+from vit_jax.errors import NoSplit, UserError
+
+_VEHICLES = 3  # Kitti's first object types: car, van, truck.
+_NO_VEHICLE = 1000.0  # Metres; beyond the last bound, so a class of its own.
+_IMAGE, _LABEL = Feature("image"), Feature("label")
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Groups the neighbouring values of a class number into fewer classes."""
+
+    key: str
+    values: int
+    classes: int
+
+    def __call__(self, record: Mapping) -> int:
+        return int(record[self.key] // (self.values / self.classes))
+
+
+def clevr_count(record: Mapping) -> int:
+    """Returns the number of objects less 3, the smallest that there is."""
+    return len(record["objects"]["size"]) - 3
+
+
+def clevr_distance(record: Mapping) -> int:
+    """Returns the class of the distance to the closest object."""
+    distances = np.reshape(record["objects"]["pixel_coords"], (-1, 3))[:, 2]
+    return _interval(float(distances.min()), (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0))
+
+
+def kitti_distance(record: Mapping) -> int:
+    """Returns the class of the distance to the closest vehicle; the last is none."""
+    objects = record["objects"]
+    distances = np.reshape(objects["location"], (-1, 3))[:, 2]
+    vehicles = distances[np.asarray(objects["type"], int) < _VEHICLES]
+    closest = min([*vehicles.tolist(), _NO_VEHICLE])
+    return _interval(closest, (-100.0, 8.0, 20.0, 999.0))
+
+
+def _interval(value: float, bounds: tuple[float, ...]) -> int:
+    """Returns the last bound that lies below the value."""
+    return int(np.searchsorted(np.float32(bounds), np.float32(value))) - 1
+
+
+def zero_one_pixels(record: Mapping) -> UInt8[np.ndarray, "H W C"]:
+    """Returns an image that is stored with the values 0 and 1, as 0 and 255."""
+    return decode.decode(record["image"], 1) * np.uint8(255)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task of VTAB-1k.
+
+    Attributes:
+      tfds: name and version of the TFDS set.
+      group: "natural", "specialised" or "structured".
+      classes: number of classes.
+      val200: the 200 images on which hyper-parameters are chosen; the 800 to train on
+        are always train[:800].
+      test: the images on which results are reported.
+      ops: the baseline's training transforms, by name: "crop" is
+        resize(448) | random_crop(384).
+      label: record -> class number.
+      image: record -> image.
+      newer: a later version with the same images, for who cannot prepare `tfds`.
+    """
+
+    tfds: str
+    group: str
+    classes: int
+    val200: str
+    test: str
+    ops: tuple[str, ...]
+    label: Callable[[Mapping], int] = _LABEL
+    image: Callable[[Mapping], object] = _IMAGE
+    newer: str = ""
+
+    @property
+    def splits(self) -> dict[str, str]:
+        """Returns the benchmark's name of each split and its expression in TFDS."""
+        return {
+            "train800": "train[:800]",
+            "val200": self.val200,
+            "train800val200": f"train[:800]+{self.val200}",
+            "test": self.test,
+        }
+
+    def resolve(self, split: str, name: str) -> str:
+        """Returns the expression of a split in TFDS.
+
+        Raises:
+          NoSplit: it is not one of the four; TFDS's own splits may hold test images.
+        """
+        if split not in self.splits:
+            raise NoSplit(
+                f"split {split!r}: {name} has {', '.join(self.splits)} and no slices "
+                "of them"
+            )
+        return self.splits[split]
+
+
+_CROP_FLIP, _FLIP, _CROP, _PLAIN = ("crop", "flip"), ("flip",), ("crop",), ()
+_VALIDATION = "validation[:200]"
+_N, _S, _T = "natural", "specialised", "structured"
+
+# fmt: off
+TASKS = {
+    "caltech101": Task(
+        "caltech101:3.*.*", _N, 102, "train[2754:2954]", "test", _CROP_FLIP),
+    "cifar100": Task(
+        "cifar100:3.*.*", _N, 100, "train[45000:45200]", "test", _CROP_FLIP),
+    "dtd": Task("dtd:3.*.*", _N, 47, _VALIDATION, "test", _CROP_FLIP),
+    "flowers102": Task(
+        "oxford_flowers102:2.*.*", _N, 102, _VALIDATION, "test", _CROP_FLIP),
+    "pets": Task(
+        "oxford_iiit_pet:3.*.*", _N, 37, "train[2944:3144]", "test", _CROP_FLIP,
+        newer="oxford_iiit_pet:4.*.*"),  # Mends broken files, adds boxes.
+    "sun397": Task("sun397/tfds:4.*.*", _N, 397, _VALIDATION, "test", _CROP_FLIP),
+    "svhn": Task(
+        "svhn_cropped:3.*.*", _N, 10, "train[65931:66131]", "test", _CROP_FLIP),
+    "camelyon": Task("patch_camelyon:2.*.*", _S, 2, _VALIDATION, "test", _CROP_FLIP),
+    "eurosat": Task(
+        "eurosat/rgb:2.*.*", _S, 10, "train[16200:16400]", "train[21600:]", _CROP_FLIP),
+    "resisc45": Task(
+        "resisc45:3.*.*", _S, 45, "train[18900:19100]", "train[25200:]", _CROP_FLIP),
+    "retinopathy": Task(
+        "diabetic_retinopathy_detection/btgraham-300:3.*.*", _S, 5, _VALIDATION, "test",
+        _CROP_FLIP),
+    "clevr_count": Task(
+        "clevr:3.*.*", _T, 8, "train[63000:63200]", "validation", _FLIP, clevr_count),
+    "clevr_distance": Task(
+        "clevr:3.*.*", _T, 6, "train[63000:63200]", "validation", _FLIP,
+        clevr_distance),
+    "dmlab": Task("dmlab:2.0.1", _T, 6, _VALIDATION, "test", _FLIP),
+    "dsprites_position": Task(
+        "dsprites:2.*.*", _T, 16, "train[589824:590024]", "train[663552:]", _PLAIN,
+        Grouped("label_x_position", 32, 16), zero_one_pixels),
+    "dsprites_orientation": Task(
+        "dsprites:2.*.*", _T, 16, "train[589824:590024]", "train[663552:]", _CROP,
+        Grouped("label_orientation", 40, 16), zero_one_pixels),
+    "kitti_distance": Task(
+        "kitti:3.1.0", _T, 4, _VALIDATION, "test", _FLIP, kitti_distance),
+    "norb_azimuth": Task(
+        "smallnorb:2.*.*", _T, 18, "test[:200]", "test[50%:]", _CROP,
+        Feature("label_azimuth")),
+    "norb_elevation": Task(
+        "smallnorb:2.*.*", _T, 9, "test[:200]", "test[50%:]", _CROP_FLIP,
+        Feature("label_elevation")),
+}
+# fmt: on
+
+
+def task(name: str) -> Task:
+    """Returns the task that data.name asks for, as "vtab/clevr_count".
+
+    Raises:
+      UserError: there is no such task.
+    """
+    known = name.removeprefix("vtab/")
+    if known not in TASKS:
+        raise UserError(
+            f"data.name={name!r}: VTAB-1k has no such task; it has vtab/ and one of "
+            f"{', '.join(TASKS)}"
+        )
+    return TASKS[known]
+
+
+def open_task(name: str, data_dir: str, split: str) -> TfdsSource:
+    """Opens a split of a task from its prepared TFDS set.
+
+    Args:
+      name: as "vtab/clevr_count".
+      data_dir: where the set was prepared; "" is TFDS's default.
+      split: "train800", "val200", "train800val200" or "test".
+
+    Raises:
+      UserError: no such task or split, or the TFDS set is not prepared.
+    """
+    found = task(name)
+    expression = found.resolve(split, name)
+    tfds_name = found.tfds
+    if found.newer and find_prepared(tfds_name, data_dir) is None:
+        tfds_name = found.newer
+    return open_tfds(
+        tfds_name,
+        data_dir,
+        expression,
+        found.image,
+        found.label,
+        title=f"{name} ({tfds_name})",
+    )
+
+
+def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
+    source = open_task(data.name, data.data_dir, split)
+    return small_in_memory(source, data.channels)
+
+
+SOURCES["vtab/..."] = SourceType(
+    open=_of_config,
+    pattern="vtab/.*",
+    help="A task of VTAB-1k, as vtab/clevr_count.",
+    numbered=False,  # By TFDS's splits, not by those of the benchmark.
+)

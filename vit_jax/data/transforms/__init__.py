@@ -1,0 +1,1 @@
+"""Image transforms: `data.ops` and `data.eval_ops`, see parse.py."""

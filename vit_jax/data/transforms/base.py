@@ -1,0 +1,142 @@
+"""The protocol of a transform, and the checks of its arguments.
+
+A transform is a frozen dataclass. Its fields are the arguments that the transform line
+can state; a field made by `key` (vit_jax/config/fields.py) has a meaning and bounds.
+Class attributes say where the transform may stand; all but the first may be left out:
+
+  runs_on: "host", in the loader on one image, or "device", in the training step on the
+    whole batch.
+  in_eval: True for a host transform without random choices, which may also prepare
+    images for evaluation.
+  mixes_examples: True for a device transform that blends examples and labels; a line
+    has at most one.
+
+Letters: B examples, H and W height and width before, h and w after, C channels, K
+classes.
+"""
+
+import numbers
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from jaxtyping import UInt8
+
+from vit_jax.config import fields
+from vit_jax.errors import UserError
+
+Given = Any  # An argument of several types; `__post_init__` checks it.
+Size = tuple[int, int]
+
+_KINDS = {
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    bool: (bool, "True or False"),
+    str: (str, "a text"),
+}
+
+
+class HostTransform(Protocol):
+    """A transform of one image, run by the loader before images are batched.
+
+    It may also have `output_size(before)`: the height and width of its result for
+    images of a height and width, or None if they differ from image to image. Without
+    it the size stays. A field named `size` that the line leaves out is
+    `data.image_size`. `expand()` makes it stand for others: it returns the transforms
+    to put in its place and those to put at the end of the line, as text.
+    """
+
+    runs_on: ClassVar[str]
+
+    def __call__(
+        self, image: UInt8[np.ndarray, "H W C"], rng: np.random.Generator
+    ) -> UInt8[np.ndarray, "h w C"]:
+        """Returns the transformed image.
+
+        Args:
+          image: pixels; not to be written to.
+          rng: the only source of random choices, seeded with the run's seed and the
+            example's position in the run.
+        """
+
+
+class DeviceTransform(Protocol):
+    """A transform of a whole batch, run inside the training step.
+
+    It may also have `output_size(before)`, as a host transform.
+    """
+
+    runs_on: ClassVar[str]
+
+    def __call__(self, images, labels, index, key):
+        """Returns the transformed images and labels; JAX traces it.
+
+        Args:
+          images: (B, H, W, C), values in [0, 255], uint8 or float32.
+          labels: (B, K), one-hot or soft.
+          index: (B,) uint32, position of each example in the run.
+          key: of this transform, the same at every step. With `index` it is the only
+            source of random choices, see `example_uniform` in device.py.
+        """
+
+
+def check_arguments(transform: object) -> None:
+    """Checks the type and bounds of each argument that is a field made by `key`.
+
+    The type is that of the field's default; without one it is a number, or a text where
+    the field has choices.
+
+    Args:
+      transform: the dataclass; call this in its `__post_init__`, or leave it to the
+        parser.
+
+    Raises:
+      UserError: an argument is of another type or outside of its bounds.
+    """
+    defaults = fields.defaults(type(transform))
+    for name, about in fields.fields(type(transform)).items():
+        without = "" if about.choices else 0.0
+        value, default = getattr(transform, name), type(defaults.get(name, without))
+        kind, called = _KINDS.get(default, (object, ""))
+        if isinstance(value, bool) and default in (int, float):
+            kind = ()
+        if not isinstance(value, kind):
+            raise UserError(f"{name}={value!r} is not {called}")
+        fields.check(name, about, value)
+
+
+def size_after(transform: object, before: Size | None) -> Size | None:
+    """Returns height and width of a transform's result; None if they are not fixed.
+
+    Args:
+      transform: on the host or on the device.
+      before: height and width of its images; None if they are not fixed.
+    """
+    find = getattr(transform, "output_size", None)
+    return find(before) if find else before
+
+
+def pair(size: Given) -> Size:
+    """Returns height and width of a size that may be one number for both."""
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def check_size(size: Given) -> None:
+    """Raises ValueError for a size that is neither a number nor a pair."""
+    if size is None:  # The parser fills in data.image_size.
+        return
+    sides = pair(size) if isinstance(size, (int, tuple, list)) else ()
+    if len(sides) != 2 or any(type(n) is not int or n < 1 for n in sides):
+        raise ValueError(f"size={size!r} is not a whole number or (height, width)")
+
+
+def check_part(area: Given, ratio: Given) -> None:
+    """Raises ValueError for bounds that no random part of an image can satisfy.
+
+    Args:
+      area: least and most, as fractions of the image's area.
+      ratio: least and most, of one side to the other.
+    """
+    if not 0 < area[0] <= area[1] <= 1:
+        raise ValueError(f"area={area} is not 0 < least <= most <= 1")
+    if not 0 < ratio[0] <= ratio[1]:
+        raise ValueError(f"ratio={ratio} is not 0 < least <= most")

@@ -1,0 +1,335 @@
+"""Transforms of one uint8 image, run by the loader before images are batched.
+
+Below them stand the resizing functions that they share: sizes, Pillow's filter, and a
+faster one close to it. Letters: H and W height and width before, h and w after, C
+channels.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import cv2
+import numpy as np
+from jaxtyping import Float32, UInt8
+from PIL import Image
+
+from vit_jax.config.fields import key
+from vit_jax.data import decode
+from vit_jax.data.transforms.base import (
+    Given,
+    Size,
+    check_arguments,
+    check_part,
+    check_size,
+    pair,
+)
+
+Before = UInt8[np.ndarray, "H W C"]
+After = UInt8[np.ndarray, "h w C"]
+Box = tuple[float | int, float | int, float | int, float | int]
+
+# A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
+MAX_RESIZED = 25_000_000
+_FAST_UP_TO = 3  # Times smaller; beyond, three taps antialias too little.
+
+
+@dataclasses.dataclass(frozen=True)
+class InceptionCrop:
+    """Crops a random part of random shape and resizes it (Szegedy et al., 2015).
+
+    Args:
+      size: height and width of the result in pixels, or one number for both.
+      area: smallest and largest part of the image's area.
+      ratio: smallest and largest width by height of the part.
+      antialias: whether detail that is too fine for the result is averaged.
+      rough: whether chroma of JPEG files is repeated, not interpolated, which is
+        faster; needs the extra `fast`.
+    """
+
+    runs_on: ClassVar[str] = "host"
+
+    size: Given = None
+    area: Given = (0.05, 1.0)
+    ratio: Given = (3 / 4, 4 / 3)
+    antialias: Given = key(True, "Average detail that is too fine for the result.")
+    rough: Given = key(
+        False, "Repeat the chroma of JPEG files; needs the extra `fast`."
+    )
+
+    def __post_init__(self):
+        check_arguments(self)
+        check_size(self.size)
+        check_part(self.area, self.ratio)
+        if self.rough:
+            try:
+                decode.import_simplejpeg()
+            except ImportError as error:
+                raise ValueError(f"rough=True {error}") from error
+
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
+        return self._cut(image, self.box(*image.shape[:2], rng))
+
+    def from_file(self, data: bytes, channels: int, rng: np.random.Generator) -> After:
+        """Decodes, crops and resizes, and decodes only what the part needs.
+
+        Args:
+          data: content of an image file.
+          channels: 3 for RGB, 1 for grey.
+          rng: what `__call__` would get; the part is the same.
+
+        Returns:
+          The same as of the decoded image, to the bit, unless it is `rough`. But if
+          the part is twice the result's size or more, a JPEG is shrunk while it is
+          decoded, which is faster and comes closer to the exact filter.
+
+        Raises:
+          DamagedImage: as `decode.decode`.
+        """
+        header = decode.plain_header(data)
+        if header is None:
+            return self(decode.decode(data, channels), rng)
+        box = self.box(header.height, header.width, rng)
+        top, _, height, width = box
+        target = pair(self.size)
+        times = min(height / target[0], width / target[1])
+        shrink = next((n for n in decode.JPEG_SHRINKS if n <= times), 1)
+        stop = top + height
+        pixels = decode.decode_jpeg(data, header, channels, stop, shrink, self.rough)
+        if pixels is None:  # Damaged, or for Pillow alone.
+            return self._cut(decode.decode(data, channels), box)
+        if shrink == 1:
+            return self._cut(pixels, box)
+        return resize_box(pixels, tuple(x / shrink for x in box), target)
+
+    def output_size(self, before: Size | None) -> Size:
+        return pair(self.size)
+
+    def _cut(self, image: Before, box: tuple[int, int, int, int]) -> After:
+        top, left, height, width = box
+        part = image[top : top + height, left : left + width]
+        return resize_fast(part, pair(self.size), self.antialias)
+
+    def box(
+        self, height: int, width: int, rng: np.random.Generator
+    ) -> tuple[int, int, int, int]:
+        """Draws a part: top, left, height and width, in pixels."""
+        low, high = map(math.log, self.ratio)
+        span = self.area[1] - self.area[0]
+        for _ in range(10):
+            area = height * width * (self.area[0] + rng.random() * span)
+            ratio = math.exp(low + rng.random() * (high - low))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                return _below(height - h + 1, rng), _below(width - w + 1, rng), h, w
+        # An extreme shape: the largest central part whose ratio is allowed.
+        w = max(1, min(width, round(height * self.ratio[1])))
+        h = max(1, min(height, round(width / self.ratio[0])))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+
+@dataclasses.dataclass(frozen=True)
+class Resize:
+    """Resizes to exactly `size` pixels, bilinear and antialiased."""
+
+    runs_on: ClassVar[str] = "host"
+    in_eval: ClassVar[bool] = True
+
+    size: Given = None
+
+    def __post_init__(self):
+        check_size(self.size)
+
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
+        return resize_bilinear(image, pair(self.size))
+
+    def output_size(self, before: Size | None) -> Size:
+        return pair(self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeSmall:
+    """Resizes the short side to `size` pixels and keeps the aspect ratio."""
+
+    runs_on: ClassVar[str] = "host"
+    in_eval: ClassVar[bool] = True
+
+    size: Given
+
+    def __post_init__(self):
+        if type(self.size) is not int or self.size < 1:
+            raise ValueError(f"size={self.size!r} is not a positive whole number")
+
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
+        height, width = image.shape[:2]
+        target = short_side_size((height, width), self.size)
+        if math.prod(target) > MAX_RESIZED:
+            raise TooLong(f"is {height}x{width}, too long to resize to {self.size}")
+        return resize_bilinear(image, target)
+
+    def output_size(self, before: Size | None) -> None:
+        return None  # The long side differs from image to image.
+
+
+@dataclasses.dataclass(frozen=True)
+class CentralCrop:
+    """Cuts `size` pixels out of the middle."""
+
+    runs_on: ClassVar[str] = "host"
+    in_eval: ClassVar[bool] = True
+
+    size: Given = None
+
+    def __post_init__(self):
+        check_size(self.size)
+
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
+        _room(image, self.size)
+        height, width = pair(self.size)
+        top = centre_crop_start(image.shape[0], height)
+        left = centre_crop_start(image.shape[1], width)
+        return image[top : top + height, left : left + width]
+
+    def output_size(self, before: Size | None) -> Size:
+        return pair(self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCrop:
+    """Cuts `size` pixels out of a random place."""
+
+    runs_on: ClassVar[str] = "host"
+
+    size: Given = None
+
+    def __post_init__(self):
+        check_size(self.size)
+
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
+        (top, left), (height, width) = _room(image, self.size), pair(self.size)
+        top, left = _below(top + 1, rng), _below(left + 1, rng)
+        return image[top : top + height, left : left + width]
+
+    def output_size(self, before: Size | None) -> Size:
+        return pair(self.size)
+
+
+class TooLong(ValueError):
+    """A resize by the short side would give more than `MAX_RESIZED` pixels."""
+
+
+class TooSmall(ValueError):
+    """A crop is larger than the image."""
+
+
+def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
+    """Returns by how many rows and columns the image is larger than the crop.
+
+    Raises:
+      TooSmall: it is smaller.
+    """
+    height, width = pair(size)
+    room = image.shape[0] - height, image.shape[1] - width
+    if min(room) < 0:
+        raise TooSmall(
+            f"crop of {height}x{width} from an image of "
+            f"{image.shape[0]}x{image.shape[1]}: put resize_small before it"
+        )
+    return room
+
+
+def _below(stop: int, rng: np.random.Generator) -> int:
+    # From `random`, whose stream numpy keeps, unlike that of `integers`.
+    return int(rng.random() * stop)
+
+
+def short_side_size(size: tuple[int, int], short: int) -> tuple[int, int]:
+    """Returns the height and width of an image whose short side is made `short` pixels.
+
+    The long side is rounded down, as by torchvision's Resize and so by timm.
+
+    Args:
+      size: height and width of the image, in pixels.
+      short: short side of the result, in pixels.
+    """
+    least = min(size)
+    return int(short * size[0] / least), int(short * size[1] / least)
+
+
+def centre_crop_start(length: int, crop: int) -> int:
+    """Returns the first row (or column) of the central `crop` of `length` pixels.
+
+    Half a pixel rounds to even, as in torchvision's CenterCrop. Negative where the crop
+    is larger.
+    """
+    return round((length - crop) / 2)
+
+
+def resize_bilinear(image: Before, size: tuple[int, int]) -> After:
+    """Resizes to (height, width) with Pillow's antialiased bilinear filter."""
+    if image.shape[:2] == size:
+        return image
+    return resize_box(image, (0, 0, *image.shape[:2]), size)
+
+
+def resize_box(image: Before, box: Box, size: tuple[int, int]) -> After:
+    """Resizes a part with Pillow's antialiased bilinear filter.
+
+    Args:
+      image: to cut the part from.
+      box: top, left, height and width in pixels, which may be fractions.
+      size: height and width of the result.
+    """
+    top, left, height, width = box
+    # Rounding may carry a fraction past the border by less than it matters.
+    bottom, right = np.minimum((top + height, left + width), image.shape[:2]).tolist()
+    grey = image.shape[-1] == 1
+    # Pillow knows one or three channels, and one has no axis of its own.
+    picture = Image.fromarray(image[..., 0] if grey else np.ascontiguousarray(image))
+    picture = picture.resize(
+        size[::-1], Image.Resampling.BILINEAR, box=(left, top, right, bottom)
+    )
+    out = np.array(picture)
+    return out[..., None] if grey else out
+
+
+def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) -> After:
+    """Resizes about as `resize_bilinear` does, in a third of the time.
+
+    Args:
+      image: to resize.
+      size: height and width of the result.
+      antialias: false leaves out the low pass: faster still, and fine detail of an
+        image that shrinks turns into noise.
+    """
+    if antialias:
+        times = image.shape[0] / size[0], image.shape[1] / size[1]
+        if max(times) > _FAST_UP_TO:
+            return resize_bilinear(image, size)
+        if max(times) > 1:
+            down, across = map(_low_pass, times)
+            border = cv2.BORDER_REPLICATE
+            image = cv2.sepFilter2D(image, -1, across, down, borderType=border)
+    out = cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
+    return out.reshape(*size, -1)  # OpenCV drops an axis of one channel.
+
+
+def _low_pass(times: float) -> Float32[np.ndarray, " taps"]:
+    """Returns what, with the interpolation that follows, comes near the tent filter.
+
+    Exact when the image keeps its size and when it is halved: there the two together
+    weigh four pixels by 1, 3, 3, 1.
+    """
+    if times <= 1:
+        return np.ones(1, np.float32)
+    side = min((times - 1) / 4, 1 / 3)
+    return np.array([side, 1 - 2 * side, side], np.float32)
+
+
+TRANSFORMS = {
+    "inception_crop": InceptionCrop,
+    "resize": Resize,
+    "resize_small": ResizeSmall,
+    "central_crop": CentralCrop,
+    "random_crop": RandomCrop,
+}

@@ -1,0 +1,281 @@
+"""Image transforms as a readable line: "inception_crop(224) | flip | mixup(0.2)".
+
+Transforms stand between bars and take Python literals, by position or by name. Host
+transforms (host.py, randaugment.py) run in the loader, image by image; device
+transforms (device.py) run in the training step, on the batch, and come last. The size
+of a crop or resize is `data.image_size` unless given, as 224 or as (160, 224).
+
+A transform of the user's is named with its module: "my_module:MyTransform(0.5) | flip".
+base.py says what it has to have.
+
+A level of AugReg, "inception_crop | augreg('medium2') | flip", is RandAugment where it
+stands and mixup after the last transform: "... | randaugment(2, 15) | flip |
+mixup(0.5)".
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vit_jax.config import fields
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.transforms import host, randaugment
+from vit_jax.data.transforms.base import Size, check_arguments, size_after
+from vit_jax.errors import UserError
+
+# Each transform by its name; those of the device import JAX, see `all_transforms`.
+HOST_TRANSFORMS = {**host.TRANSFORMS, **randaugment.TRANSFORMS}
+_CUSTOM = re.compile(
+    r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
+)
+
+
+class Transforms(NamedTuple):
+    """Transforms to apply in order: first host, then device."""
+
+    host: tuple
+    device: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomTransform:
+    """A transform of the user's module, whose errors name it.
+
+    Attributes:
+      stated: the key, its value and the transform's name, for messages.
+      transform: the user's dataclass.
+    """
+
+    stated: str
+    transform: object
+
+    def __call__(self, image, *args):
+        known = (DamagedImage, host.TooLong, host.TooSmall)
+        if self.runs_on == "device":
+            with fields.guarded(self.stated, known=known):
+                return self._checked_batch(self.transform(image, *args), *args)
+        image = image.view()  # A set in memory would be changed for good.
+        image.flags.writeable = False
+        with fields.guarded(self.stated, known=known):
+            return self._checked_image(self.transform(image, *args))
+
+    def __getattr__(self, name: str):
+        if name in ("runs_on", "in_eval", "mixes_examples", "output_size", "expand"):
+            return getattr(self.transform, name)
+        raise AttributeError(name)
+
+    def _checked_image(self, image) -> np.ndarray:
+        found = f"{getattr(image, 'dtype', type(image))} {getattr(image, 'shape', '')}"
+        array = isinstance(image, np.ndarray)
+        if not array or image.dtype != np.uint8 or image.ndim != 3:
+            raise UserError(f"{self.stated} returned {found}, not uint8 (H, W, C)")
+        return image
+
+    def _checked_batch(self, result, labels, *_) -> tuple:
+        shapes = [getattr(array, "shape", ()) for array in result]
+        if [len(shape) for shape in shapes] != [4, 2] or shapes[1] != labels.shape:
+            raise UserError(
+                f"{self.stated} returned arrays of the shapes {shapes}, not images "
+                f"(B, H, W, C) and labels {labels.shape}"
+            )
+        return tuple(result)
+
+
+def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
+    """Parses `data.ops`.
+
+    Args:
+      spec: transforms between bars; "" is none.
+      image_size: default height and width in pixels.
+
+    Raises:
+      UserError: unknown transform or argument, a host after a device transform, two
+        that mix examples, or an enlargement to another size than the image's.
+    """
+    known = all_transforms()
+    parse = lambda text: _parse("data.ops", text, known, image_size)
+    before, device, last = [], [], []
+    for name, transform in parse(spec):
+        if transform.runs_on == "device":
+            device.append(transform)
+        elif device:
+            others = (key for key, cls in known.items() if cls.runs_on == "device")
+            raise UserError(
+                f"data.ops={spec!r}: {name} runs in the loader, so it must stand "
+                f"before {', '.join(others)}, which run on the device"
+            )
+        elif hasattr(transform, "expand"):
+            here, at_end = map(parse, transform.expand())
+            before += [found for _, found in here]
+            last += [found for _, found in at_end]
+        else:
+            before.append(transform)
+    device += last
+    _check_device(spec, device, image_size)
+    return Transforms(tuple(before), tuple(device))
+
+
+def loaded_size(
+    transforms: Transforms, image_size: Sequence[int], in_memory: Size | None = None
+) -> Size:
+    """Returns the height and width that the loader makes of the training images.
+
+    It is `image_size` unless the device enlarges them.
+
+    Args:
+      transforms: `parse_train(...)`.
+      image_size: `data.image_size`.
+      in_memory: height and width of the images of a source that holds them.
+
+    Raises:
+      UserError: images are enlarged, but nothing says from which size.
+    """
+    resizing = [op for op in transforms.device if hasattr(op, "output_size")]
+    if not resizing:
+        return tuple(image_size)
+    size = None if in_memory is None else tuple(in_memory)
+    for transform in transforms.host:
+        size = size_after(transform, size)
+    if size is None:
+        raise UserError(
+            f"data.ops: {_name(resizing[0])} needs images of one size: put before it, "
+            "and before the other operations on the device, resize or a crop, as "
+            "resize(32)"
+        )
+    return size
+
+
+def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
+    """Parses `data.eval_ops`, which holds host transforms without randomness.
+
+    Args and Raises: as `parse_train`.
+    """
+    known = {k: cls for k, cls in HOST_TRANSFORMS.items() if _in_eval(cls)}
+    parsed = _parse("data.eval_ops", spec, known, image_size)
+    for name, transform in parsed:
+        if not _in_eval(transform):
+            raise UserError(
+                f"data.eval_ops={spec!r}: {name} is for training alone: evaluation takes "
+                "host transforms without random choices, which state in_eval = True"
+            )
+    return tuple(transform for _, transform in parsed)
+
+
+def names_custom(spec: str) -> bool:
+    """Returns whether a line names a transform of the user's; imports nothing."""
+    return any(_CUSTOM.fullmatch(part.strip()) for part in spec.split("|"))
+
+
+def _in_eval(transform: object) -> bool:
+    return transform.runs_on == "host" and getattr(transform, "in_eval", False)
+
+
+def all_transforms() -> dict[str, type]:
+    """Returns every transform of ours by its name."""
+    # Only here, so that loader processes start without JAX.
+    from vit_jax.data.transforms import device
+
+    return {**HOST_TRANSFORMS, **device.TRANSFORMS}
+
+
+def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:
+    if sum(getattr(op, "mixes_examples", False) for op in device) > 1:
+        raise UserError(
+            f"data.ops={spec!r} mixes examples twice: keep one of mixup, cutmix, "
+            "mixup_or_cutmix and a level of augreg that has mixup"
+        )
+    if any(hasattr(op, "output_size") for op in device):
+        size = None
+        for op in device:
+            size = size_after(op, size)
+        if size is not None and size != tuple(image_size):
+            raise UserError(
+                f"data.ops={spec!r} enlarges images to {size}, but data.image_size "
+                f"is {tuple(image_size)}: make them equal"
+            )
+
+
+def _name(transform: object) -> str:
+    inner = getattr(transform, "transform", transform)
+    return type(inner).__name__.lower()
+
+
+def _parse(
+    key: str, spec: str, known: Mapping[str, type], image_size: Sequence[int]
+) -> list[tuple[str, object]]:
+    parts = [part.strip() for part in spec.split("|")] if spec.strip() else []
+    return [_parse_one(key, spec, part, known, image_size) for part in parts]
+
+
+def _parse_one(
+    key: str, spec: str, part: str, known: Mapping[str, type], image_size: Sequence[int]
+) -> tuple[str, object]:
+    where, custom = f"{key}={spec!r}", _CUSTOM.fullmatch(part)
+    try:
+        # A module's name is no Python expression, so "called" stands for it.
+        text = f"called{custom['call'] or ''}" if custom else part
+        node = ast.parse(text, mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        name = custom["name"] if custom else call.func.id
+        args = [ast.literal_eval(arg) for arg in call.args]
+        named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{where}: cannot read {part!r}; write as 'inception_crop(224) | flip'"
+        ) from error
+    if custom:
+        cls = _import(name, key)
+        with fields.guarded(f"{where}: {name}"):
+            made = _make(where, name, cls, args, named, image_size)
+        return name, CustomTransform(f"{where}: {name}", made)
+    if name not in known:
+        raise UserError(
+            f"{where}: unknown operation {name!r}; known here are {', '.join(known)}, "
+            "and my_module:MyTransform"
+        )
+    return name, _make(where, name, known[name], args, named, image_size)
+
+
+def _import(name: str, key: str) -> type:
+    cls = fields.import_custom(name, key)
+    is_class = isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    if not is_class or getattr(cls, "runs_on", None) not in ("host", "device"):
+        raise UserError(
+            f"{key}={name!r} is {cls!r}: it must be a frozen dataclass that states "
+            'runs_on = "host" or "device", see vit_jax/data/transforms/base.py'
+        )
+    return cls
+
+
+def _make(
+    where: str,
+    name: str,
+    cls: type,
+    args: list,
+    named: Mapping[str, object],
+    image_size: Sequence[int],
+) -> object:
+    """Makes a transform of its arguments; their bounds are checked."""
+    try:
+        given = inspect.signature(cls).bind(*args, **named).arguments
+        names = [field.name for field in dataclasses.fields(cls)]
+        if "size" in names and given.get("size") is None:
+            given["size"] = tuple(image_size)
+        made = cls(**given)
+        check_arguments(made)
+    except (TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{where}: {error}; it is {usage(name, cls)}") from error
+    return made
+
+
+def usage(name: str, cls: type) -> str:
+    """Returns how a transform is written, with its defaults: "flip()"."""
+    empty = inspect.Parameter.empty
+    parameters = inspect.signature(cls).parameters.values()
+    texts = [str(parameter.replace(annotation=empty)) for parameter in parameters]
+    return f"{name}({', '.join(texts)})"

@@ -1,0 +1,59 @@
+"""Prints a message for this process if it ends without a chance to print one.
+
+The kernel kills a process that is out of memory, and C++ code may crash it. A small
+second process holds the other end of a pipe, and prints the message that it was sent
+last when the pipe closes. It runs this file as a script, so that the file imports the
+standard library only.
+"""
+
+import atexit
+import contextlib
+import signal
+import subprocess
+import sys
+
+_reporters: list[subprocess.Popen] = []
+
+
+def set_message(message: str) -> None:
+    """Sets what is printed if this process ends suddenly, in place of what was set.
+
+    Args:
+      message: one line.
+    """
+    if not _reporters:
+        with contextlib.suppress(OSError):  # Training goes on without a reporter.
+            command = [sys.executable, "-I", "-S", __file__]
+            _reporters.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+            atexit.register(clear)
+    _send(message)
+
+
+def clear() -> None:
+    """Removes the message: this process has printed, or will print, why it ends."""
+    _send("")
+
+
+def _send(line: str) -> None:
+    for reporter in _reporters:
+        with contextlib.suppress(OSError):  # The reporter may have been killed.
+            reporter.stdin.write(line.encode() + b"\n")
+            reporter.stdin.flush()
+
+
+def main() -> None:
+    """Waits for the end of stdin, which is that of the process; prints its message.
+
+    Each line on stdin replaces the one before it; after an empty one nothing is printed.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # Meant for the process; we end after it.
+    last = ""
+    for line in sys.stdin:
+        last = line.strip()
+    if last:
+        print(f"error: {last}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

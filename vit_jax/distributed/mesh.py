@@ -1,0 +1,247 @@
+"""The device mesh, how batches are split over it, and values of all processes."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
+
+# In the order of their traffic, least first: devices that are neighbours along the last
+# axis are neighbours in the network. The batch is split over the first two.
+AXES = ("data", "fsdp", "model")
+BATCH_AXES = ("data", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices an axis; -1 is all that are left."""
+
+    data: int = key(-1, "Copies of the parameters.", at_least=None)
+    fsdp: int = key(
+        1,
+        "Parameters and moments are split, and gathered where needed.",
+        at_least=None,
+    )
+    model: int = key(1, "Attention heads and MLPs are split.", at_least=None)
+    dcn_data: int = key(
+        1,
+        "How many of `data` are different slices (TPU, GPU nodes) or, where JAX knows "
+        "of no slices, processes; with dcn_fsdp 1 too: as it fits.",
+        at_least=1,
+    )
+    dcn_fsdp: int = key(1, "The same of `fsdp`.", at_least=1)
+
+
+def create(config: MeshConfig, devices: Sequence | None = None) -> Mesh:
+    """Arranges devices in a mesh.
+
+    Slices are told apart by the `slice_index` of the devices, which JAX may give GPU
+    nodes too. If it does not differ, each process counts as one, not each node. If
+    `dcn_data` and `dcn_fsdp` are both 1, slices lie along "data" as far as they divide
+    it, then along "fsdp"; GPUs without slices keep their order.
+
+    Args:
+      config: devices along each axis.
+      devices: to arrange, also those of a topology that is not here; all devices of all
+        processes if None.
+
+    Returns:
+      The mesh, always of the three axes "data", "fsdp" and "model".
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices or of slices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    axis_types = (AxisType.Auto,) * len(AXES)
+    return Mesh(arrange(config, devices), AXES, axis_types=axis_types)
+
+
+def arrange(config: MeshConfig, devices: Sequence) -> np.ndarray:
+    """Arranges devices as `create` does; reads only their attributes.
+
+    Returns:
+      Array of the devices, (data, fsdp, model).
+    """
+    shape = _shape(config, len(devices))
+    granule = _granule(devices)
+    count = len({getattr(device, granule) for device in devices})
+    across = [config.dcn_data, config.dcn_fsdp, 1]
+    asked = math.prod(across)
+    kind = "slices" if granule == "slice_index" else "processes"
+    if asked == 1 and granule == "slice_index" and count > 1:
+        across[0] = math.gcd(shape[0], count)
+        across[1] = count // across[0]
+    elif asked == 1:
+        return _neighbours(shape, devices)
+    if math.prod(across) != count:
+        remedy = f"set their product to {count}, or both to 1"
+        if granule == "process_index":
+            remedy += (
+                " (no slices are known here, so each process counts, not each node)"
+            )
+        raise UserError(
+            f"mesh.dcn_data={across[0]} x mesh.dcn_fsdp={across[1]} does not make "
+            f"{count} {kind}: {remedy}"
+        )
+    for axis, size, parts in zip(AXES, shape, across, strict=True):
+        if size % parts:
+            raise UserError(
+                f"mesh.{axis}={size} does not divide over {parts} {kind}: set it to a "
+                f"multiple of {parts}, or mesh.dcn_data and mesh.dcn_fsdp to numbers "
+                "that divide mesh.data and mesh.fsdp"
+            )
+    within = [size // parts for size, parts in zip(shape, across, strict=True)]
+    groups = {}
+    for device in devices:
+        groups.setdefault(getattr(device, granule), []).append(device)
+    if len({len(group) for group in groups.values()}) > 1:
+        raise UserError(
+            f"the {count} {kind} have {sorted(map(len, groups.values()))} devices: a "
+            "mesh needs as many in each"
+        )
+    blocks = np.empty(across, object)
+    for place, group in zip(np.ndindex(*across), sorted(groups), strict=True):
+        blocks[place] = _neighbours(within, groups[group])
+    return np.block(blocks.tolist())
+
+
+def _shape(config: MeshConfig, count: int) -> list[int]:
+    """Returns the number of devices along each axis."""
+    stated = {axis: getattr(config, axis) for axis in AXES}
+    named = " x ".join(f"mesh.{axis}={size}" for axis, size in stated.items())
+    for name, size in dataclasses.asdict(config).items():
+        if size < 1 and (size != -1 or name not in AXES):
+            raise UserError(f"mesh.{name}={size} must be at least 1")
+    free = [axis for axis, size in stated.items() if size == -1]
+    if len(free) > 1:
+        raise UserError(
+            f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis can take the "
+            f"devices that are left of the {count}"
+        )
+    fixed = math.prod(size for size in stated.values() if size != -1)
+    if free and count % fixed == 0:
+        stated[free[0]] = count // fixed
+    elif free or fixed != count:
+        raise UserError(
+            f"{named} does not make {count} devices: the stated sizes make {fixed}; "
+            "set one axis to -1 and the others to numbers that divide the devices"
+        )
+    return list(stated.values())
+
+
+def _granule(devices: Sequence) -> str:
+    """Returns the attribute that tells slices, or else processes, apart."""
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    return "slice_index" if len(slices) > 1 else "process_index"
+
+
+def _neighbours(shape: Sequence[int], devices: Sequence) -> np.ndarray:
+    """Arranges devices that a fast network connects, by its topology."""
+    try:
+        return mesh_utils.create_device_mesh(shape, devices)
+    except NotImplementedError:  # An axis would split one of the torus.
+        return mesh_utils.create_device_mesh(
+            shape, devices, allow_split_physical_axes=True
+        )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of a whole copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batched(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding that splits the leading axis over the batch axes."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
+    """Checks that a batch splits evenly over devices and microbatches.
+
+    Raises:
+      UserError: it does not; with all numbers.
+    """
+    devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if batch_size % (devices * accumulate):
+        micro = f" x {accumulate} microbatches" if accumulate > 1 else ""
+        raise UserError(
+            f"batch_size={batch_size} is not a multiple of {devices} devices{micro}: "
+            f"set it to a multiple of {devices * accumulate}"
+        )
+
+
+def data_shard(mesh: Mesh) -> tuple[int, int]:
+    """Returns which shard of every batch this process loads; see `data_shards`.
+
+    Returns:
+      Index of the shard, and the number of shards.
+    """
+    return data_shards(mesh.devices)[jax.process_index()]
+
+
+def data_shards(devices: np.ndarray) -> dict[int, tuple[int, int]]:
+    """Returns which shard of every batch each process loads.
+
+    Processes that hold the same images, because "model" reaches over several of them,
+    load the same shard.
+
+    Args:
+      devices: of a mesh, (data, fsdp, model).
+
+    Returns:
+      Process to the index of its shard and the number of shards.
+
+    Raises:
+      UserError: the images of two processes overlap, but are not the same.
+    """
+    rows = devices.reshape(-1, devices.shape[-1])
+    rows_of = {}
+    for row, replicas in enumerate(rows):
+        for device in replicas:
+            rows_of.setdefault(device.process_index, []).append(row)
+    rows_of = {process: tuple(sorted(set(own))) for process, own in rows_of.items()}
+    shards = sorted(set(rows_of.values()))
+    if sum(map(len, shards)) != len(rows) or len(set(map(len, shards))) > 1:
+        raise UserError(
+            f"mesh.model={devices.shape[-1]} does not fit the "
+            f"{devices.size // len(rows_of)} devices of a process: set it to a divisor "
+            "or a multiple of them"
+        )
+    return {
+        process: (shards.index(own), len(shards)) for process, own in rows_of.items()
+    }
+
+
+def to_devices(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict:
+    """Makes global arrays of each process's shard of a batch."""
+    sharding = batched(mesh)
+    # The transfer is intended, but with several processes JAX counts it as implicit.
+    with jax.transfer_guard_host_to_device("allow"):
+        return {
+            name: jax.make_array_from_process_local_data(sharding, value)
+            for name, value in batch.items()
+        }
+
+
+def process_allgather(**values: object) -> dict[str, np.ndarray]:
+    """Returns each number as an array of its values on all processes.
+
+    All processes of the job must call it at the same step.
+    """
+    arrays = {name: np.asarray(value) for name, value in values.items()}
+    if jax.process_count() == 1:
+        return {name: array[None] for name, array in arrays.items()}
+    # As bytes: JAX would cut 64-bit numbers to 32.
+    sent = {name: np.frombuffer(a.tobytes(), np.uint8) for name, a in arrays.items()}
+    with jax.transfer_guard("allow"):  # The transfer is intended.
+        got = multihost_utils.process_allgather(sent)
+    return {
+        name: np.ascontiguousarray(got[name]).view(a.dtype).reshape(-1, *a.shape)
+        for name, a in arrays.items()
+    }

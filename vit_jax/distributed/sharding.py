@@ -1,0 +1,350 @@
+"""How parameters are split over the mesh, and whether they fit its memory.
+
+Without rules in the config, "model" splits attention by heads and MLPs by hidden units
+(Megatron-LM, arXiv:1909.08053, section 3), and "fsdp" splits the largest axis that it
+divides of every large parameter (ZeRO, arXiv:1910.02054). Small parameters stay whole:
+gathering a bias costs a message and saves nothing.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from vit_jax.config.fields import key
+from vit_jax.distributed.mesh import AXES, BATCH_AXES
+from vit_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """Which parameters are split, in addition to the default rules of this file."""
+
+    rules: tuple[str, ...] = key(
+        (),
+        "Which parameters are split along which axes, ahead of the default rules: "
+        '"head/kernel$ -> -, model"; vit_jax/distributed/sharding.py.',
+    )
+    min_size: int = key(
+        32_768,
+        "Elements per layer from which fsdp splits a parameter.",
+        formerly="sharding.smallest",
+    )
+
+
+_BYTES = 4  # Per parameter, which is a float32.
+_TRAINED = 16  # With its gradient and two moments of Adam.
+# Heads and hidden units, by the names of models/layers.py. The products between the
+# two kernels of each pair need no exchange, and their output is summed once.
+_MODEL_RULES = (
+    (r"MultiHeadDotProductAttention_\d+/(query|key|value)/kernel$", (None, "model")),
+    (r"MultiHeadDotProductAttention_\d+/(query|key|value)/bias$", ("model",)),
+    (r"MultiHeadDotProductAttention_\d+/out/kernel$", ("model",)),
+    (r"(^|/)relative_embedding(_\d+)?$", ("model",)),
+    (r"MlpBlock_\d+/Dense_0/kernel$", (None, "model")),
+    (r"MlpBlock_\d+/Dense_0/bias$", ("model",)),
+    (r"MlpBlock_\d+/Dense_1/kernel$", ("model",)),
+)
+# Names of the axes of activations in the models.
+_ACTIVATIONS = (
+    ("batch", BATCH_AXES),
+    ("heads", "model"),
+    ("mlp", "model"),
+    ("tokens", None),
+    ("embed", None),
+    ("classes", None),
+)
+# Blocks under a scan; their first axis is the depth.
+_STACKED = "Transformer/encoderblock/"
+
+
+def parameters(
+    shapes: Mapping,
+    mesh: Mesh | AbstractMesh,
+    rules: Sequence[str] = (),
+    min_size: int = 1,
+) -> dict:
+    """Returns the sharding of each parameter.
+
+    Args:
+      shapes: nested dict of anything with a shape, in either layout of the blocks.
+      mesh: from `mesh.create`.
+      rules: "REGEX -> AXES", ahead of the defaults; the first that matches a path
+        counts. AXES lists, for each axis of the parameter, "data", "fsdp", "model",
+        several joined by "+", or "-" for none: "head/kernel$ -> -, model". Missing
+        axes at the end are "-". The depth of layers under a scan is not listed.
+      min_size: parameters of fewer elements (in each layer) are not split over "fsdp".
+
+    Returns:
+      Nested dict of NamedSharding.
+
+    Raises:
+      UserError: a rule cannot be read or matches nothing, an axis of the mesh does not
+        divide what it should split, or it would split nothing at all.
+    """
+    parsed = [_parse(rule, mesh) for rule in rules]
+    leaves = jax.tree.leaves_with_path(shapes)
+    found = [(_path(keys), tuple(leaf.shape)) for keys, leaf in leaves]
+    hits = [{i for i, it in enumerate(found) if _matches(rule, *it)} for rule in parsed]
+    taken = set()
+    for rule, hit in zip(parsed, hits, strict=True):
+        if not hit:
+            raise UserError(
+                f"sharding.rules: {rule.text!r} matches none of the {len(found)} "
+                f"parameters, such as {_each_block(found[0][0])}"
+            )
+        if hit <= taken:
+            raise UserError(
+                f"sharding.rules: {rule.text!r} never counts, because all {len(hit)} "
+                "parameters that it matches are those of rules before it: put it first"
+            )
+        taken |= hit
+    specs = [_spec(*parameter, mesh, parsed, min_size) for parameter in found]
+    used = {axis for spec in specs for names in spec for axis in _names(names)}
+    for axis in ("fsdp", "model"):
+        if mesh.shape[axis] > 1 and axis not in used:
+            why = (
+                "attention heads and MLPs, of which this network has none"
+                if axis == "model"
+                else f"parameters of at least sharding.min_size={min_size} elements, "
+                f"of which there are none among the {len(found)}"
+            )
+            raise UserError(
+                f"mesh.{axis}={mesh.shape[axis]} splits {why}: set mesh.{axis}=1"
+            )
+    shardings = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+    return jax.tree.unflatten(jax.tree.structure(shapes), shardings)
+
+
+def beside(
+    tree: object,
+    mesh: Mesh | AbstractMesh,
+    rules: Sequence[str] = (),
+    min_size: int = 1,
+) -> object:
+    """Decides how what a task keeps beside its parameters lies on the mesh.
+
+    Args:
+      tree: of anything with a shape; a teacher's parameters in it lie as a network's do.
+      mesh, rules, min_size: as of `parameters`; a rule may match nothing here.
+
+    Returns:
+      Tree of NamedSharding.
+    """
+    parsed = [_parse(rule, mesh) for rule in rules]
+
+    def place(keys, leaf):
+        spec = _spec(_path(keys), tuple(leaf.shape), mesh, parsed, min_size)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree.map_with_path(place, tree)
+
+
+def like(tree: object, params: Mapping) -> object:
+    """Returns, for every array of a tree, the sharding of the parameter it belongs to.
+
+    Args:
+      tree: such as a training state: moments and averages are found by their path,
+        which ends in the parameter's, and by their number of axes.
+      params: nested dict of NamedSharding, from `parameters`.
+
+    Returns:
+      Tree of NamedSharding; replicated for arrays that belong to no parameter.
+    """
+    known = {_path(keys): s for keys, s in jax.tree.leaves_with_path(params)}
+    whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
+
+    def find(keys, leaf):
+        names = _path(keys).split("/")
+        for i in range(len(names)):
+            sharding = known.get("/".join(names[i:]))
+            if sharding and len(sharding.spec) <= len(leaf.shape):
+                return sharding
+        return whole
+
+    return jax.tree.map_with_path(find, tree)
+
+
+@contextlib.contextmanager
+def activations(mesh: Mesh) -> Iterator[None]:
+    """Maps the models' names for axes of activations to axes of the mesh.
+
+    Use it within a function that is traced for this mesh.
+    """
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        nn.logical_axis_rules(_ACTIVATIONS),
+    ):
+        yield
+
+
+def device_memory(devices: Sequence[jax.Device]) -> int | None:
+    """Returns the memory of devices in bytes; None if unknown.
+
+    For the CPU it is the memory of the host, once per process.
+
+    Args:
+      devices: here or on other hosts, of the same kind.
+    """
+    if devices[0].platform == "cpu":
+        return _host_memory() * len({device.process_index for device in devices})
+    own = jax.local_devices()[0]
+    if own.device_kind != devices[0].device_kind:  # A topology that is not here.
+        return None
+    limit = (own.memory_stats() or {}).get("bytes_limit")
+    return limit and limit * len(devices)
+
+
+def check_memory(shapes: dict, devices: Sequence[jax.Device] = ()) -> None:
+    """Checks before a network is built that its parameters fit the memory.
+
+    Only parameters count, so that no network is refused that swapping, sharding or
+    rematerialisation could make fit; the compiler reports what else is needed.
+
+    Args:
+      shapes: parameters, as jax.ShapeDtypeStruct.
+      devices: that hold them together; the memory of this host counts if empty.
+
+    Raises:
+      UserError: they do not fit; with the memory needed and available.
+    """
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    # JAX may have no CPU backend, so that the host is no device.
+    available = device_memory(devices) if devices else _host_memory()
+    if available and _BYTES * count > available:
+        raise UserError(
+            f"out of memory before the start: the network has {count:,} parameters, "
+            f"{_BYTES * count / 1e9:,.1f} GB ({_TRAINED * count / 1e9:,.1f} GB with "
+            f"gradients and Adam's moments), and there are {available / 1e9:,.1f} GB: "
+            "choose a smaller image size or model, or more devices"
+        )
+
+
+def _host_memory() -> int:
+    """Returns the memory of this host in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Rule(NamedTuple):
+    """A rule of the config: its text, its regular expression, the names per axis."""
+
+    text: str
+    pattern: str
+    axes: tuple[tuple[str, ...], ...]
+
+
+def _parse(rule: str, mesh: Mesh | AbstractMesh) -> _Rule:
+    pattern, arrow, axes = rule.rpartition("->")
+    pattern = pattern.strip()
+    form = f"sharding.rules: {rule!r} is not 'REGEX -> AXIS, AXIS' with axes out of "
+    if not arrow or not pattern:
+        raise UserError(f"{form}{', '.join(AXES)}, or - for none")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(
+            f"sharding.rules: {pattern!r} is not a regular expression ({error})"
+        ) from error
+    names = [_split(entry) for entry in axes.split(",")]
+    flat = [name for entry in names for name in entry]
+    if unknown := set(flat) - mesh.shape.keys():
+        raise UserError(f"{form}{', '.join(AXES)}: there is no axis {min(unknown)!r}")
+    if len(set(flat)) < len(flat):
+        raise UserError(f"sharding.rules: {rule!r} names an axis of the mesh twice")
+    return _Rule(rule, pattern, tuple(names))
+
+
+def _split(entry: str) -> tuple[str, ...]:
+    entry = entry.strip()
+    return () if entry in ("", "-") else tuple(n.strip() for n in entry.split("+"))
+
+
+def _spec(
+    path: str,
+    shape: tuple[int, ...],
+    mesh: Mesh | AbstractMesh,
+    rules: Sequence[_Rule],
+    min_size: int,
+) -> tuple:
+    """Returns the mesh axes that split each axis of a parameter, None for none."""
+    chosen = next((rule for rule in rules if _matches(rule, path, shape)), None)
+    depth = (None,) if _STACKED in path else ()
+    shape = shape[len(depth) :]
+    if chosen:
+        spec = [names or None for names in chosen.axes]
+        _check(path, shape, spec, mesh, f"sharding.rules: {chosen.text!r}")
+        return (*depth, *spec)
+    spec = [None] * len(shape)
+    if mesh.shape["model"] > 1:
+        for pattern, axes in _MODEL_RULES:
+            if re.search(pattern, path):
+                spec[: len(axes)] = axes
+        _check(path, shape, spec, mesh, f"mesh.model={mesh.shape['model']}")
+    fsdp = mesh.shape["fsdp"]
+    left = [i for i, name in enumerate(spec) if not name]
+    # A vector that "model" splits has no axis left, and is small: whole over "fsdp".
+    if fsdp > 1 and left and math.prod(shape) >= min_size:
+        free = [i for i in left if not shape[i] % fsdp]
+        if not free:
+            whose = " that mesh.model leaves" if any(spec) else ""
+            raise UserError(
+                f"mesh.fsdp={fsdp} divides no axis{whose} of {_each_block(path)} "
+                f"{_by(shape)}: set mesh.fsdp to a number that does, or leave it to a "
+                f"rule of your own, as sharding.rules=('{_each_block(path)}$ -> -',)"
+            )
+        spec[max(free, key=lambda i: shape[i])] = "fsdp"
+    return (*depth, *spec)
+
+
+def _check(path, shape, spec, mesh, whose) -> None:
+    """Checks that the mesh divides the axes of a parameter."""
+    if len(spec) > len(shape):
+        raise UserError(
+            f"{whose} states {len(spec)} axes, but {path} {_by(shape)} has {len(shape)}"
+        )
+    for length, names in zip(shape, spec, strict=False):
+        parts = math.prod(mesh.shape[name] for name in _names(names))
+        if length % parts:
+            raise UserError(
+                f"{whose}: {parts} devices do not divide {length} of {path} "
+                f"{_by(shape)}: change the mesh, or what is {length}"
+            )
+
+
+def _matches(rule: _Rule, path: str, shape: tuple[int, ...]) -> bool:
+    """Returns whether a rule matches a parameter, or all layers of one."""
+    if _STACKED not in path:
+        return bool(re.search(rule.pattern, path))
+    layers = [path.replace(_STACKED, f"{_STACKED[:-1]}_{i}/") for i in range(shape[0])]
+    count = sum(bool(re.search(rule.pattern, layer)) for layer in layers)
+    if 0 < count < len(layers):
+        raise UserError(
+            f"sharding.rules: {rule.text!r} matches only {count} of the {len(layers)} "
+            "layers that lie in one array: set model.scan=False or mean all of them"
+        )
+    return bool(count)
+
+
+def _each_block(path: str) -> str:
+    """Returns a path as a regular expression for all blocks."""
+    return path.replace(_STACKED, rf"{_STACKED[:-1]}_\d+/")
+
+
+def _path(keys: tuple) -> str:
+    """Returns the path of a leaf by its dict keys alone."""
+    return "/".join(k.key for k in keys if isinstance(k, jax.tree_util.DictKey))
+
+
+def _names(entry) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))

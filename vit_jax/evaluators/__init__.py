@@ -1,0 +1,14 @@
+"""Evaluators; an import line here registers one.
+
+Messages and the config reference list them in this order.
+"""
+
+# isort: off
+from vit_jax.evaluators import classification
+from vit_jax.evaluators import label_sets
+from vit_jax.evaluators import fewshot
+from vit_jax.evaluators import knn
+from vit_jax.evaluators import probe
+# isort: on
+
+__all__ = ["classification", "fewshot", "knn", "label_sets", "probe"]

@@ -1,0 +1,301 @@
+"""Networks of checkpoints, and forward passes over a split for all evaluators.
+
+Each example counts exactly once, on any mesh and any number of hosts. Letters: N
+examples, B rows of a batch, D features, K classes, T the best classes that are kept.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from vit_jax import models, weights
+from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import device as transforms
+from vit_jax.distributed import compilation, sharding
+from vit_jax.distributed import mesh as meshes
+from vit_jax.errors import UserError
+from vit_jax.models import Model
+from vit_jax.weights import surgery
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    check_preprocess,
+    default_preprocess,
+    describe_preprocess,
+)
+
+TOP = 5  # Classes that are kept per example, best first.
+# Names of the outputs of a pass; see `Outputs`.
+FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted"
+CONFIDENCE = "confidence"  # Comes with TOPS.
+
+_BATCH = ("image", "label", "index", "mask")
+# As in the library of the checkpoint.
+_POSEMB_RESIZE = {"timm": "bicubic", "hugging_face": "bicubic"}
+
+Step = Callable[[dict, dict], dict]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The outputs of a pass, the same on every host, in the order of the records.
+
+    Attributes:
+      records: indices of the examples in their source, (N,), without damaged ones that
+        were skipped.
+      labels: (N,).
+      values: name to an array of N rows: FEATURES, float32 (N, D), the input of the
+        classifier; TOPS, int32 (N, T), the best classes, with "confidence", (N,), the
+        softmax probability of the first; LOSS, (N,), the softmax cross-entropy in nats;
+        RESTRICTED, (N,), the best class among those allowed.
+    """
+
+    records: np.ndarray
+    labels: np.ndarray
+    values: dict[str, np.ndarray]
+
+
+def open_weights(
+    place: str,
+    given: Mapping[str, object],
+    *,
+    average: bool,
+    heads: int,
+    tell: Callable[[str], None],
+) -> tuple[Pretrained, Preprocess]:
+    """Opens weights, and returns the preprocessing of their images.
+
+    Args:
+      place, average, heads: as in `weights.open_pretrained`.
+      given: fields of `Preprocess` that replace those of the checkpoint.
+      tell: called with a line about each thing that was guessed.
+
+    Returns:
+      The checkpoint and the preprocessing.
+
+    Raises:
+      UserError: there is no checkpoint, or it cannot be read.
+    """
+    found = weights.open_pretrained(place, use_ema=average, num_heads=heads)
+    for note in found.notes:  # Such as a guessed number of heads.
+        tell(f"{place}: {note}")
+    preprocess = dataclasses.replace(preprocessing_of(found), **given)
+    stated = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
+    if not found.preprocess and not stated:
+        tell(
+            f"{place} does not tell how its images are prepared; assumed: "
+            f"{describe_preprocess(preprocess)}"
+        )
+    return found, preprocess
+
+
+def preprocessing_of(pretrained: Pretrained) -> Preprocess:
+    """Returns the preprocessing in a checkpoint, or the usual one of its format.
+
+    Its size and channels are those of the network.
+    """
+    options = pretrained.options
+    size = tuple(options.get("image_size", (224, 224)))
+    found = pretrained.preprocess or default_preprocess(
+        pretrained.format, size, distillation=options.get("distillation", False)
+    )
+    # Equal numbers for three channels hold for one as well.
+    mean, std = (v[:1] if len(set(v)) == 1 else v for v in (found.mean, found.std))
+    return dataclasses.replace(found, image_size=size, mean=mean, std=std)
+
+
+def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, dict]:
+    """Builds the network of a checkpoint for a preprocessing.
+
+    Args:
+      pretrained: from `weights.open_pretrained`.
+      preprocess: its `image_size` may differ from the checkpoint's: position embeddings
+        are resized.
+
+    Returns:
+      The network, and its parameters on the host.
+
+    Raises:
+      UserError: it has no output for a whole image, or the preprocessing does not fit.
+    """
+    source = models.create(**pretrained.options)
+    if source.options.get("head") == "none":
+        raise UserError(
+            f"{pretrained.source} classifies every token by itself (head=none), not "
+            "the image: give a checkpoint with another head"
+        )
+    check_preprocess(preprocess, source.image_shape[-1])
+    model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    sharding.check_memory(shapes)  # The host's memory holds them first.
+    params, _ = surgery.fit(
+        pretrained.params,
+        shapes,
+        grid=model.grid,
+        old_grid=source.grid,
+        head="keep",
+        allow_mismatch=None,
+        posemb_resize=_POSEMB_RESIZE.get(pretrained.format, "linear"),
+    )
+    return model, params
+
+
+def make_eval_step(
+    model: Model,
+    data: DataConfig,
+    mesh: Mesh,
+    shardings: dict | None = None,
+    names: Iterable[str] = (TOPS, LOSS),
+    allowed: Sequence[int] = (),
+) -> Step:
+    """Builds the jitted evaluation step: (params, batch) -> outputs by name.
+
+    Args:
+      model: network.
+      data: `config.data`: mean and std are read.
+      mesh: of all devices.
+      shardings: of the parameters; replicated if None.
+      names: of the outputs, see `Outputs`.
+      allowed: classes among which RESTRICTED chooses.
+
+    Returns:
+      Function of parameters and of a batch (image uint8 (B, Y, X, C), label (B,),
+      index (B,), mask (B,)). Every device gets all rows of the result.
+    """
+    names = frozenset(names)
+    allowed = np.asarray(allowed, np.int32)
+
+    def eval_step(params, batch):
+        images = transforms.normalize(batch["image"], data.mean, data.std).astype(
+            model.options["dtype"]
+        )
+        with sharding.activations(mesh):
+            outputs = model.apply(params, images)
+        found = {name: batch[name] for name in _BATCH[1:]}
+        if FEATURES in names:
+            found[FEATURES] = outputs["pre_logits"].astype(jnp.float32)
+        if names == {FEATURES}:
+            return found
+        logits = outputs["logits"].astype(jnp.float32)
+        log_probs = jax.nn.log_softmax(logits)
+        if TOPS in names:
+            best, tops = jax.lax.top_k(log_probs, min(TOP, logits.shape[-1]))
+            found |= {TOPS: tops.astype(jnp.int32), CONFIDENCE: jnp.exp(best[:, 0])}
+        if LOSS in names:
+            label = batch["label"][:, None]
+            found[LOSS] = -jnp.take_along_axis(log_probs, label, axis=-1)[:, 0]
+        if RESTRICTED in names:
+            found[RESTRICTED] = jnp.asarray(allowed)[logits[:, allowed].argmax(-1)]
+        return found
+
+    replicated = meshes.replicated(mesh)
+    return jax.jit(
+        eval_step,
+        in_shardings=(shardings or replicated, meshes.batched(mesh)),
+        out_shardings=replicated,
+        compiler_options=compilation.options(mesh.devices.flat[0].platform),
+    )
+
+
+def collect_outputs(
+    step: Step,
+    params: dict[str, dict],
+    batches: Iterable[dict],
+    mesh: Mesh,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Outputs] | None:
+    """Runs several sets of parameters on the images in one pass.
+
+    Memory of a host: the outputs of all examples, once per set of parameters.
+
+    Args:
+      step: from `make_eval_step`.
+      params: name of a set ("raw", "ema") to parameters.
+      batches: of this process, from `pipeline.eval_batches`; every process has the same
+        number.
+      mesh: of all devices.
+      stop: called before every batch; True stops the pass.
+
+    Returns:
+      Name of a set to its outputs; None if stopped.
+
+    Raises:
+      UserError: there is no example.
+    """
+    tables = {name: _Table(len(batches)) for name in params}
+    pending = {}
+    for batch in batches:
+        if stop():
+            return None
+        on_device = meshes.to_devices({name: batch[name] for name in _BATCH}, mesh)
+        running = {name: step(params[name], on_device) for name in params}
+        # The outputs of a batch are fetched while the device runs the next.
+        _add(tables, pending)
+        pending = running
+    _add(tables, pending)
+    results = {name: table.outputs() for name, table in tables.items()}
+    if not all(len(outputs.labels) for outputs in results.values()):
+        raise UserError("the evaluation split has no example: check config.evals")
+    return results
+
+
+def check_finite(outputs: dict[str, Outputs], names: Iterable[str], title: str) -> None:
+    """Checks that outputs are finite.
+
+    Args:
+      outputs: from `collect_outputs`.
+      names: of the outputs to check.
+      title: of the split.
+
+    Raises:
+      UserError: a value is not finite.
+    """
+    for found in outputs.values():
+        for name in found.values.keys() & set(names):
+            values = found.values[name]
+            with np.errstate(invalid="ignore"):  # Infinities of both signs.
+                total = values.sum(dtype=np.float64)
+            if np.isfinite(total):  # The sum shows all, without a copy.
+                continue
+            bad = (~np.isfinite(values)).reshape(len(values), -1).any(1).sum()
+            what = "features" if name == FEATURES else "outputs"
+            raise UserError(
+                f"the {what} are not finite for {bad} of {len(values)} images of "
+                f"{title}: the checkpoint is damaged, or diverged in training"
+            )
+
+
+def _add(tables: dict, pending: dict) -> None:
+    for name, rows in jax.device_get(pending).items():
+        tables[name].add(rows)
+
+
+class _Table:
+    """Rows of all batches, each output in one array that is allocated at once."""
+
+    def __init__(self, batches: int):
+        self._batches, self._count = batches, 0
+        self._columns: dict[str, np.ndarray] = {}
+
+    def add(self, rows: dict[str, np.ndarray]) -> None:
+        counted = np.flatnonzero(rows["mask"])
+        if not self._columns:
+            self._columns = {
+                name: np.empty((self._batches * len(x), *x.shape[1:]), x.dtype)
+                for name, x in rows.items()
+            }
+        stop = self._count + len(counted)
+        for name, column in self._columns.items():
+            column[self._count : stop] = rows[name][counted]
+        self._count = stop
+
+    def outputs(self) -> Outputs:
+        columns = {name: x[: self._count] for name, x in self._columns.items()}
+        columns.pop("mask", None)
+        records = columns.pop("index", np.zeros(0, np.uint32))
+        labels = columns.pop("label", np.zeros(0, np.int32))
+        return Outputs(records.astype(np.int64), labels, columns)

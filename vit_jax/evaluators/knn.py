@@ -1,0 +1,117 @@
+"""Weighted k-nearest neighbours on frozen features, as in DINO.
+
+Letters: N training examples, M test examples, D features, R of their rows.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float, Integer
+
+from vit_jax.config.fields import key
+from vit_jax.evaluators.forward_passes import Outputs
+from vit_jax.evaluators.protocol import (
+    EVALUATORS,
+    FeaturesConfig,
+    FeaturesEvaluator,
+    Scored,
+    Stop,
+)
+
+_BLOCK = 2**24  # Similarities at once; 4 bytes each, and 8 for their order.
+
+Labels = Integer[np.ndarray, " M"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeighboursConfig(FeaturesConfig):
+    """Votes of the nearest neighbours."""
+
+    kind: str = key("knn", "What is evaluated.")
+    k: int = key(20, "Neighbours that vote.", at_least=1, below=2**32)
+    temperature: float = key(
+        0.07, "A neighbour's vote is exp(cosine / temperature).", above=0
+    )
+
+    def open(self, name, splits, classes):
+        return Neighbours(name, self, splits)
+
+    def summarize(self, metrics):
+        return metrics["top1"]
+
+
+class Neighbours(FeaturesEvaluator):
+    """Accuracy of the weighted vote."""
+
+    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+        train, (features, labels), classes = self._features(outputs)
+        found = predict(
+            *train,
+            features,
+            classes,
+            k=self._config.k,
+            temperature=self._config.temperature,
+            stop=stop,
+        )
+        if found is None:
+            return None
+        return Scored({"top1": float((found == labels).mean())})
+
+
+EVALUATORS["knn"] = NeighboursConfig
+
+
+def predict(
+    train: Float[np.ndarray, "N D"],
+    labels: Integer[np.ndarray, " N"],
+    test: Float[np.ndarray, "M D"],
+    classes: int,
+    *,
+    k: int = 20,
+    temperature: float = 0.07,
+    stop: Callable[[], bool] = lambda: False,
+) -> Labels | None:
+    """Classifies by a vote of the nearest neighbours.
+
+    Each of the `k` training examples with the largest cosine similarity s votes for its
+    class with weight exp(s / temperature).
+
+    Memory besides the features: a normalised copy of the training features, and the
+    larger of 200 MB and 12 bytes times N.
+
+    Args:
+      train: features of the training examples.
+      labels: their classes.
+      test: features to classify.
+      classes: number of classes.
+      k: number of neighbours; all examples if there are fewer.
+      temperature: the lower it is, the more the nearest ones count.
+      stop: called before every block of test examples; True stops.
+
+    Returns:
+      Class of each test example, the lowest among equal votes; None if stopped.
+
+    Source: arXiv:2104.14294, appendix F.1, after arXiv:1805.01978, section 3.4.
+    """
+    k = min(k, len(train))
+    known = _normalised(train)
+    found = np.empty(len(test), np.int32)
+    rows = max(1, _BLOCK // max(len(train), classes))
+    for start in range(0, len(test), rows):
+        if stop():
+            return None
+        similar = _normalised(test[start : start + rows]) @ known.T
+        nearest = np.argpartition(similar, -k, axis=1)[:, -k:]
+        closeness = np.take_along_axis(similar, nearest, 1).astype(np.float64)
+        votes = np.zeros((len(similar), classes))
+        # Subtracting the largest changes no winner, and nothing overflows.
+        weights = np.exp((closeness - closeness.max(1, keepdims=True)) / temperature)
+        np.add.at(votes, (np.arange(len(similar))[:, None], labels[nearest]), weights)
+        found[start : start + rows] = votes.argmax(1)
+    return found
+
+
+def _normalised(features: Float[np.ndarray, "R D"]) -> Float[np.ndarray, "R D"]:
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    return features / np.maximum(lengths, np.finfo(np.float32).tiny)

@@ -1,0 +1,250 @@
+"""ReaL and ObjectNet: test sets of ImageNet classifiers with sets of right classes.
+
+ReaL (arXiv:2006.07159) has a set of right labels for each image of ImageNet's validation
+split; ObjectNet (Barbu et al., NeurIPS 2019) has its own classes, 113 of which are one or
+several of ImageNet's. Letters: N examples, T the best classes.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from vit_jax import files
+from vit_jax.config.fields import key
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.folder import OBJECTNET_CLASSES
+from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import RESTRICTED, TOPS, Outputs
+from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.splits import EvalConfig, EvalSplits
+
+_FEATURE = "real_label"  # In TFDS's imagenet2012_real.
+_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+CLASSES = 1_000
+
+# The ImageNet classes that are one of ObjectNet's.
+OVERLAP = tuple(sorted({n for numbers in OBJECTNET_CLASSES.values() for n in numbers}))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RealConfig(EvalConfig):
+    """ImageNet's validation images with the labels of ReaL."""
+
+    kind: str = key("real", "What is evaluated.")
+    name: str = key("imagenet2012_real", "Another data set than `data.name`.")
+    label_key: str = key("original_label", "Its labels.")
+    split: str = key("validation", "To classify.")
+    labels: str = key("", "The authors' real.json, for sets that do not hold them.")
+
+    def open(self, name, splits, classes):
+        return Real(name, self, splits, classes)
+
+
+class Real:
+    """Accuracy on ImageNet's validation split with the labels of ReaL."""
+
+    def __init__(self, name: str, config: RealConfig, splits: EvalSplits, classes: int):
+        _check_imagenet(name, config, classes)
+        self._split = splits.open(name, config, config.split, model_classes=True)
+        self.splits = (self._split,)
+        self._path, self._sets = config.labels, None
+
+    def required_outputs(self) -> dict[str, RequiredOutputs]:
+        return {"test": RequiredOutputs(self._split, frozenset((TOPS,)))}
+
+    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+        if self._sets is None:
+            split = self._split
+            self._sets = read_real(split.source, self._path, split.title)
+        return score_real(outputs["test"], self._sets)
+
+
+EVALUATORS["real"] = RealConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectNetConfig(EvalConfig):
+    """The classes of ObjectNet that overlap ImageNet's."""
+
+    kind: str = key("objectnet", "What is evaluated.")
+    name: str = key("objectnet", "Another data set than `data.name`.")
+    split: str = key("images", "To classify.")
+
+    def open(self, name, splits, classes):
+        return ObjectNet(name, self, splits, classes)
+
+
+class ObjectNet:
+    """Accuracy on the classes of ObjectNet that overlap ImageNet's."""
+
+    def __init__(
+        self, name: str, config: ObjectNetConfig, splits: EvalSplits, classes: int
+    ):
+        _check_imagenet(name, config, classes)
+        self._split = splits.open(name, config, config.split, model_classes=False)
+        self.splits = (self._split,)
+        if self._split.source.class_names != tuple(OBJECTNET_CLASSES):
+            raise UserError(
+                f"evals.{name}: {self._split.title} does not have ObjectNet's "
+                f"{len(OBJECTNET_CLASSES)} overlapping classes: take name='objectnet'"
+            )
+
+    def required_outputs(self) -> dict[str, RequiredOutputs]:
+        names = frozenset((TOPS, RESTRICTED))
+        return {"test": RequiredOutputs(self._split, names, allowed=OVERLAP)}
+
+    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+        return score_objectnet(outputs["test"])
+
+
+EVALUATORS["objectnet"] = ObjectNetConfig
+
+
+def read_real(source: Source, path: str, title: str) -> list[frozenset[int]]:
+    """Reads the right labels of each record.
+
+    Args:
+      source: ImageNet's validation split, or a part of it. Without a file it must be
+        TFDS's imagenet2012_real; with one its records must contain the names of their
+        files (ILSVRC2012_val_00000001.JPEG), in their paths or a feature `file_name`.
+      path: of the authors' real.json, a list of labels for each of the 50,000 images in
+        the order of their numbers; "" if the source has the labels.
+      title: of the source, for messages.
+
+    Returns:
+      A set for each record; 3,163 of the 50,000 are empty.
+
+    Raises:
+      UserError: there are no labels, or a record cannot be identified.
+    """
+    if not path:
+        sets = _feature(source, _FEATURE)
+        if sets is None:
+            raise UserError(
+                f"{title} has no feature {_FEATURE!r} with the labels of ReaL: take "
+                "name='imagenet2012_real', or set labels= to the authors' real.json"
+            )
+        return [frozenset(np.ravel(labels).tolist()) for labels in sets]
+    known = _read_file(path)
+    files = _feature(source, "file_name")
+    if files is None:
+        files = [source.record_id(i) for i in range(len(source))]
+    return [frozenset(known[_number(file, len(known), title)]) for file in files]
+
+
+def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
+    """Scores predictions against sets of right labels.
+
+    Images with an empty set are not scored: 46,837 of ImageNet's 50,000 are scored.
+
+    Args:
+      outputs: with TOPS.
+      sets: for each record of the source.
+
+    Returns:
+      top1, top5 (any of the best five is right) and examples, the number scored.
+
+    Source: arXiv:2006.07159, section 3.
+    """
+    tops = outputs.values[TOPS]
+    chosen = [sets[record] for record in outputs.records]
+    right = np.array(
+        [
+            [top in labels for top in best]
+            for labels, best in zip(chosen, tops.tolist(), strict=True)
+            if labels
+        ],
+        bool,
+    ).reshape(-1, tops.shape[1])
+    if not len(right):
+        raise UserError("evals: no image of this split has a label in ReaL")
+    return Scored(
+        {
+            "top1": float(right[:, 0].mean()),
+            "top5": float(right.any(1).mean()),
+            "examples": len(right),
+        }
+    )
+
+
+def score_objectnet(outputs: Outputs) -> Scored:
+    """Scores ImageNet predictions on ObjectNet's classes that overlap ImageNet.
+
+    Args:
+      outputs: with TOPS and RESTRICTED; labels are indices into `OBJECTNET_CLASSES`.
+
+    Returns:
+      top1 and top5 among all 1,000 classes, as its authors score: any ImageNet class of
+      the object is right; top1_overlap, among the classes of the 113 objects only; and
+      examples.
+
+    Source: objectnet.dev; github.com/abarbu/objectnet-template-tensorflow.
+    """
+    belongs = np.zeros((len(OBJECTNET_CLASSES), CLASSES), bool)
+    for place, numbers in enumerate(OBJECTNET_CLASSES.values()):
+        belongs[place, list(numbers)] = True
+    labels = outputs.labels
+    right = belongs[labels[:, None], outputs.values[TOPS]]
+    return Scored(
+        {
+            "top1": float(right[:, 0].mean()),
+            "top5": float(right.any(1).mean()),
+            "top1_overlap": float(belongs[labels, outputs.values[RESTRICTED]].mean()),
+            "examples": len(labels),
+        }
+    )
+
+
+def _feature(source: Source, name: str) -> list | None:
+    """Reads one feature of all records of a TFDS set; None if they do not have it."""
+    records = getattr(source, "records", None)
+    if records is None or name not in records[0]:
+        return None
+    found = []
+    for start in range(0, len(source), 1000):
+        numbers = range(start, min(start + 1000, len(source)))
+        found += [record[name] for record in records.__getitems__(numbers)]
+    return found
+
+
+def _number(file: str | bytes, known: int, title: str) -> int:
+    """Returns the index of an image in the validation split."""
+    text = file.decode() if isinstance(file, bytes) else str(file)
+    match = _NUMBER.search(text)
+    if not match or not 0 < int(match[1]) <= known:
+        raise UserError(
+            f"{title}: {text!r} does not name an image of ImageNet's validation split "
+            "as ILSVRC2012_val_00000001.JPEG does: ReaL's labels cannot be told"
+        )
+    return int(match[1]) - 1
+
+
+def _read_file(path: str) -> list[list[int]]:
+    files.check("labels", pathlib.Path(path).expanduser())
+    try:
+        known = json.loads(pathlib.Path(path).expanduser().read_text("utf-8"))
+        good = all(
+            isinstance(labels, list) and all(type(x) is int for x in labels)
+            for labels in known
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"labels={path!r} cannot be read: {error}") from error
+    if not isinstance(known, list) or not good:
+        raise UserError(
+            f"labels={path!r} is not a list of lists of class numbers: give the "
+            "authors' real.json"
+        )
+    return known
+
+
+def _check_imagenet(name: str, config: EvalConfig, classes: int) -> None:
+    """Checks that the model has ImageNet's classes."""
+    if classes != CLASSES:
+        raise UserError(
+            f"evals.{name}: kind={config.kind!r} is for classifiers of ImageNet's 1,000 "
+            f"classes, but the model has {classes}: take it out"
+        )

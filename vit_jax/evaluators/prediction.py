@@ -1,0 +1,293 @@
+"""Classes of single images, by any checkpoint."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from vit_jax import files
+from vit_jax.data import inputs
+from vit_jax.data.transforms import device as transforms
+from vit_jax.distributed import compilation
+from vit_jax.errors import UserError
+from vit_jax.evaluators import forward_passes
+from vit_jax.printing import printable
+from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+
+_WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A class and its probability for an image.
+
+    Attributes:
+      label: index of the class.
+      name: of the class.
+      probability: 0 to 1.
+    """
+
+    label: int
+    name: str
+    probability: float
+
+
+class Classifier:
+    """A checkpoint, ready to classify images.
+
+    Args:
+      pretrained: from `weights.open_pretrained`.
+      preprocess: of the images; `forward_passes.preprocessing_of(pretrained)` if None.
+        Its `image_size` may differ from the checkpoint's: position embeddings are
+        resized.
+      class_names: in label order; the checkpoint's if empty.
+
+    Raises:
+      UserError: the checkpoint has no classifier, or something does not fit.
+    """
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        *,
+        preprocess: Preprocess | None = None,
+        class_names: tuple[str, ...] = (),
+    ):
+        preprocess = preprocess or forward_passes.preprocessing_of(pretrained)
+        classes = pretrained.options["classes"]
+        if not classes:
+            raise UserError(
+                f"{pretrained.source} has no classifier (classes=0): give a fine-tuned "
+                "checkpoint"
+            )
+        model, params = forward_passes.fit_network(pretrained, preprocess)
+        self._channels = model.image_shape[-1]
+        self._names = names_of(pretrained, class_names)
+        self._preprocess = preprocess
+        self._sigmoid = pretrained.loss == "sigmoid"
+
+        self._params = jax.device_put(params)
+
+        def logits(params, images):
+            images = transforms.normalize(images, preprocess.mean, preprocess.std)
+            images = images.astype(model.options["dtype"])
+            return model.apply(params, images)["logits"]
+
+        self._logits = jax.jit(logits, compiler_options=compilation.options())
+
+    def prepare(
+        self, data: bytes | UInt8[np.ndarray, "H W C"]
+    ) -> UInt8[np.ndarray, "h w c"]:
+        """Decodes, resizes and crops an image; see `pretrained.prepare_image`."""
+        return prepare_image(data, self._preprocess, self._channels)
+
+    def logits(self, images: UInt8[np.ndarray, "B h w c"]) -> Float[Array, "B K"]:
+        """Returns the network's output for a batch of prepared images."""
+        return self._logits(self._params, images)
+
+    def rank(
+        self, logits: Float[np.ndarray, " K"], topk: int
+    ) -> tuple[Prediction, ...]:
+        """Returns the most probable classes of an image, best first; at most all."""
+        return rank(logits, self._names, topk, sigmoid=self._sigmoid)
+
+
+def rank(
+    logits: Float[np.ndarray, " K"],
+    names: tuple[str, ...],
+    topk: int,
+    *,
+    sigmoid: bool,
+) -> tuple[Prediction, ...]:
+    """Returns the most probable classes of an image, best first; at most all.
+
+    Args:
+      logits: of the image.
+      names: of the classes, as from `names_of`.
+      topk: number of classes to return.
+      sigmoid: whether the classes were trained with a sigmoid each, not a softmax.
+    """
+    logits = logits.astype(np.float64)
+    if sigmoid:
+        probabilities = np.exp(-np.logaddexp(0, -logits))
+    else:
+        powers = np.exp(logits - logits.max())
+        probabilities = powers / powers.sum()
+    best = np.argsort(-logits, kind="stable")[:topk]
+    return tuple(Prediction(int(i), names[i], float(probabilities[i])) for i in best)
+
+
+def names_of(
+    pretrained: Pretrained, class_names: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Returns the names of a checkpoint's classes, in label order.
+
+    Args:
+      pretrained: from `weights.open_pretrained`.
+      class_names: names to use; the checkpoint's if empty, numbers if it has none.
+
+    Raises:
+      UserError: there is not one name per class.
+    """
+    classes = pretrained.options["classes"]
+    names = class_names or pretrained.class_names
+    if names and len(names) != classes:
+        raise UserError(
+            f"there are {len(names)} class names, but {pretrained.source} has "
+            f"{classes} classes: give --labels with one line a class"
+        )
+    return names or tuple(f"class {i}" for i in range(classes))
+
+
+def predict(
+    classifier: Classifier,
+    images: Iterable[inputs.Named],
+    *,
+    batch_size: int = 32,
+    topk: int = 5,
+    threads: int | None = None,
+) -> Iterator[tuple[str, tuple[Prediction, ...] | str]]:
+    """Classifies any number of images, in their order.
+
+    Threads read and decode ahead while the device computes. All batches have the shape
+    of the first, so that one program is compiled.
+
+    Args:
+      classifier: of the images.
+      images: as from `inputs.find`.
+      batch_size: images per batch.
+      topk: classes per image.
+      threads: number that decode; one per core, at most 8, if None.
+
+    Yields:
+      The name of an image and its most probable classes, or why it has none.
+
+    Raises:
+      UserError: the network's output is not finite.
+    """
+
+    def load(image: inputs.Named) -> tuple[str, np.ndarray | str]:
+        name, source = image
+        return name, inputs.attempt(source, classifier.prepare)
+
+    threads = threads or min(8, os.cpu_count() or 1)
+    prepared = inputs.ahead(images, load, threads=threads, limit=2 * batch_size)
+    rows = 0
+    for batch in _batches(prepared, batch_size):
+        good = [pixels for _, pixels in batch if not isinstance(pixels, str)]
+        rows = rows or len(good)
+        logits = iter(_padded_logits(classifier, good, rows))
+        for name, pixels in batch:
+            if isinstance(pixels, str):
+                yield name, pixels
+                continue
+            values = next(logits)
+            if not np.isfinite(values).all():
+                raise UserError(
+                    f"the network's output for {name} is not finite: the checkpoint is "
+                    "damaged, or diverged in training"
+                )
+            yield name, classifier.rank(values, topk)
+
+
+def read_labels(path: str | os.PathLike) -> tuple[str, ...]:
+    """Reads class names, one per line in label order.
+
+    Args:
+      path: of a text file. If every line begins with a synset such as n01440764, those
+        are left out.
+
+    Raises:
+      UserError: the file cannot be read, or a line has no name.
+    """
+    files.check("--labels", path)
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--labels={path} cannot be read: {error}") from error
+    names = [line.strip() for line in lines]
+    while names and not names[-1]:
+        names.pop()
+    if not names or not all(names):
+        line = names.index("") + 1 if names else 1
+        raise UserError(
+            f"--labels={path} has no name in line {line}: give one name a line"
+        )
+    matches = [_WNID.fullmatch(name) for name in names]
+    return tuple(m[1] for m in matches) if all(matches) else tuple(names)
+
+
+def _batches(prepared: Iterable, batch_size: int) -> Iterator[list]:
+    """Groups results so that each group has up to `batch_size` readable images."""
+    batch, good = [], 0
+    for name, pixels in prepared:
+        if isinstance(pixels, str) and not batch:
+            yield [(name, pixels)]  # No image before it has to be classified first.
+            continue
+        batch.append((name, pixels))
+        good += not isinstance(pixels, str)
+        if good == batch_size:
+            yield batch
+            batch, good = [], 0
+    if batch:
+        yield batch
+
+
+def _padded_logits(
+    classifier: Classifier, images: list[np.ndarray], rows: int
+) -> Float[np.ndarray, "B K"] | tuple:
+    if not images:
+        return ()
+    padded = np.zeros((rows, *images[0].shape), np.uint8)
+    padded[: len(images)] = images
+    return np.asarray(classifier.logits(padded))[: len(images)]
+
+
+class PredictionTable:
+    """Formats predictions as columns: file, probability, class.
+
+    Args:
+      names: of the files as far as they are known; later ones widen the column.
+    """
+
+    def __init__(self, names: Iterable[str] = ()):
+        self._width = max(map(len, ("file", *map(printable, names))))
+        self._headed = False
+
+    def rows(self, name: str, predictions: Iterable) -> str:
+        """Returns the lines of one image, the first time below a heading.
+
+        Args:
+          name: of its file.
+          predictions: with `name` and `probability`, best first.
+        """
+        name = printable(name)
+        self._width = max(self._width, len(name))
+        lines = []
+        if not self._headed:
+            lines.append(f"{'file':<{self._width}}  {'probability':>11}  class")
+            self._headed = True
+        for i, one in enumerate(predictions):
+            first = "" if i else name
+            percent = f"{100 * one.probability:.2f} %"
+            lines.append(
+                f"{first:<{self._width}}  {percent:>11}  {printable(one.name)}"
+            )
+        return "\n".join(lines)
+
+
+def to_json(name: str, predictions: Iterable) -> str:
+    """Returns the predictions for one image as a JSON object on one line.
+
+    Args:
+      name: of its file.
+      predictions: instances of a dataclass, best first.
+    """
+    entries = [dataclasses.asdict(one) for one in predictions]
+    return json.dumps({"file": name, "predictions": entries})

@@ -1,0 +1,430 @@
+"""The splits that evaluations read, and how their images are prepared.
+
+Letters: N records, R of them, K classes.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Integer
+
+from vit_jax.config.fields import epochs, key
+from vit_jax.data import catalogue, pipeline
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.folder import WHOLE, is_split
+from vit_jax.data.sources.open import exclude, open_unchecked
+from vit_jax.data.splits import names as split_names
+from vit_jax.errors import NoSplit, UserError
+from vit_jax.weights.pretrained import Preprocess, prepare_image, resized_size
+
+# Keys of `config.data` that an evaluation of another data set states itself.
+KEYS = ("name", "data_dir", "image_key", "label_key", "eval_ops")
+_MANY = 2**31 - 1  # Number of classes if the labels are not the model's.
+# Splits to read if a config states none: the first that exists. Training's own
+# evaluations leave the test split alone if there is another.
+TESTS = ("test", "val", "validation")
+VALIDATIONS = ("val", "validation", "test")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Keys of every evaluation: when it runs, and on which data set."""
+
+    kind: str = key("", "What is evaluated.")
+    every: int = key(
+        0,
+        "Interval in steps; 0 in both units: that of eval_every_steps. The last step is "
+        "evaluated in any case.",
+        below=2**32,
+    )
+    every_epochs: float = epochs("The same in epochs.")
+    name: str = key("", "Another data set than `data.name`.")
+    data_dir: str = key("", 'Where that lies; "": `data.data_dir`.', of_host=True)
+    image_key: str = key(
+        "", 'Its images; "": as `data.image_key`, or "image" of another set.'
+    )
+    label_key: str = key(
+        "", 'Its labels; "": as `data.label_key`, or "label" of another set.'
+    )
+    eval_ops: str = key(
+        "", "In place of `data.eval_ops`, or of what travels with weights."
+    )
+
+    def open(self, name: str, splits: "EvalSplits", classes: int) -> object:
+        """Opens the splits that the evaluation reads.
+
+        Args:
+          name: of the evaluation, for messages.
+          splits: opens splits of data sets.
+          classes: number of the model's classes.
+
+        Returns:
+          A `protocol.Evaluator`.
+        """
+        raise NotImplementedError
+
+    def summarize(self, metrics: dict[str, float]) -> object:
+        """Returns the metrics of the evaluation as `evaluate --json` prints them."""
+        return metrics
+
+
+@dataclasses.dataclass(eq=False)
+class EvalSplit:
+    """An open split of a data set.
+
+    Attributes:
+      split: its expression.
+      source: its records.
+      data: `config.data` for them.
+      ops: host operations; those of `data.eval_ops` if None.
+    """
+
+    split: str
+    source: Source
+    data: DataConfig
+    ops: tuple | None
+
+    def batches(
+        self,
+        rows: Integer[np.ndarray, " R"] | None,
+        batch_size: int,
+        data_shard: int,
+        num_data_shards: int,
+    ) -> pipeline.Batches:
+        """Iterates over all records, or over `rows`; see `pipeline.eval_batches`."""
+        return pipeline.eval_batches(
+            self.source if rows is None else Subset(self.source, rows),
+            self.data,
+            batch_size=batch_size,
+            data_shard=data_shard,
+            num_data_shards=num_data_shards,
+            host=self.ops,
+        )
+
+    @functools.cached_property
+    def labels(self) -> Integer[np.ndarray, " N"]:
+        """The class of every record. Some sets must be read for it; none is decoded."""
+        source = self.source
+        if source.labels is not None:
+            return np.asarray(source.labels, np.int64)
+        if hasattr(source, "labels_of_paths"):
+            return np.asarray(source.labels_of_paths, np.int64)
+        if not hasattr(source, "read"):
+            return np.array([source[i]["label"] for i in range(len(source))], np.int64)
+        found = np.empty(len(source), np.int64)
+        for start in range(0, len(source), 1000):
+            numbers = range(start, min(start + 1000, len(source)))
+            found[start : numbers.stop] = [r["label"] for r in source.read(numbers)]
+        return found
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return f"{self.data.name} {self.split}"
+
+    @property
+    def dataset(self) -> str:
+        """The name of its data set; of a folder, the name of that."""
+        if self.data.name != "folder":
+            return self.data.name
+        path = os.path.expanduser(self.data.data_dir)
+        return os.path.basename(os.path.abspath(path))
+
+    @property
+    def classes(self) -> int:
+        """Number of classes: of names, or of labels up to the largest."""
+        return len(self.source.class_names) or int(self.labels.max()) + 1
+
+
+class EvalSplits:
+    """Opens the splits that evaluations read, each once.
+
+    Args:
+      data: `config.data` of the run; its classes are the model's.
+      preprocess: of the images if `eval_ops` is not stated; by `data.eval_ops` if None.
+      class_names: of the model, in the order of its outputs; empty if unknown.
+      order: splits to look for if a config states none.
+
+    Attributes:
+      class_names: as in Args.
+      notes: lines for the user.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        preprocess: Preprocess | None = None,
+        class_names: Sequence[str] = (),
+        order: Sequence[str] = TESTS,
+    ):
+        self._data, self._preprocess, self._order = data, preprocess, order
+        self._opened: dict[tuple, EvalSplit] = {}
+        self._relabeled: dict[EvalSplit, EvalSplit] = {}
+        self.class_names = tuple(class_names)
+        self.notes: list[str] = []
+
+    def open(
+        self, name: str, config: EvalConfig, split: str, *, model_classes: bool
+    ) -> EvalSplit:
+        """Opens a split.
+
+        Args:
+          name: of the evaluation, for messages.
+          config: of the evaluation; KEYS are read.
+          split: its expression; "" is the first of `order` that exists.
+          model_classes: whether the labels must be classes of the model.
+
+        Raises:
+          UserError: the set or the split does not exist, or has other classes.
+        """
+        data = self._data_of(config)
+        key = (*(getattr(data, k) for k in KEYS), split)
+        if key not in self._opened:
+            source, opened, data = open_first_split(
+                name, data, split, self._order, model_classes=model_classes
+            )
+            if data.exclude and split == data.split:
+                source = exclude(source, data.exclude)
+            data = dataclasses.replace(data, classes=_MANY)
+            host = self._host_ops(source, data, stated=bool(config.eval_ops))
+            self._opened[key] = EvalSplit(opened, source, data, host)
+        found = self._opened[key]
+        if model_classes:
+            self._check(name, found)
+            # Labels are checked against this number when records are read.
+            found.data = dataclasses.replace(found.data, classes=self._data.classes)
+        return found
+
+    def relabel(
+        self, split: EvalSplit, indices: Integer[np.ndarray, " K"], note: str
+    ) -> EvalSplit:
+        """Returns a split with the model's indices of its classes.
+
+        Args:
+          split: from `open`.
+          indices: the model's index of each class.
+          note: line for the user, added once per split.
+        """
+        if split not in self._relabeled:
+            self.notes.append(note)
+            source = Relabeled(split.source, self.class_names, indices)
+            self._relabeled[split] = dataclasses.replace(split, source=source)
+        return self._relabeled[split]
+
+    def train_split(self, config: EvalConfig) -> str:
+        """Returns the split to learn from if a config states none."""
+        return "train" if config.name else self._data.split
+
+    def _data_of(self, config: EvalConfig) -> DataConfig:
+        """Returns `config.data` with the keys that an evaluation states."""
+        stated = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
+        if config.name:
+            split = getattr(config, "train", "") or "train"
+            of_set = {"image_key": "image", "label_key": "label", "split": split}
+            stated = of_set | {"exclude": "", "examples": 0} | stated
+        return dataclasses.replace(self._data, **stated)
+
+    def _check(self, name: str, found: EvalSplit) -> None:
+        source, classes = found.source, self._data.classes
+        known = len(source.class_names)
+        labels = source.labels if source.labels is not None else np.zeros(1, int)
+        worst = int(labels.max()) if labels.min() >= 0 else int(labels.min())
+        if (known and known != classes) or not 0 <= worst < classes:
+            what = f"{known} classes" if known else f"a label {worst}"
+            raise UserError(
+                f"evals.{name}: {found.data.name} has {what}, but the model tells "
+                f"{classes} classes apart: fine-tune it on these, or take an "
+                "evaluation of its features, as kind='fewshot'"
+            )
+
+    def _host_ops(
+        self, source: Source, data: DataConfig, *, stated: bool
+    ) -> tuple | None:
+        if self._preprocess is None or stated:
+            return None
+        if source.images is not None:
+            size = source.images.shape[1:3]
+            same = size == self._preprocess.image_size
+            if same and resized_size(size, self._preprocess) == size:
+                return ()  # So that a batch is one gather.
+        return (CheckpointPreprocess(self._preprocess, data.channels),)
+
+
+def open_first_split(
+    name: str,
+    data: DataConfig,
+    split: str,
+    order: Sequence[str] = TESTS,
+    *,
+    model_classes: bool,
+) -> tuple[Source, str, DataConfig]:
+    """Opens a split, or the first of `order` that exists.
+
+    Args:
+      name: of the evaluation, for messages.
+      data: `config.data`.
+      split: expression, or "".
+      order: `TESTS` or `VALIDATIONS`.
+      model_classes: whether the labels are the model's classes, and nothing is learnt
+        from the split.
+
+    Returns:
+      The source, its expression, and `data`, whose `split` a folder has.
+
+    Raises:
+      NoSplit: the split does not exist.
+    """
+    splits = [split] if split else _unstated(data.name, order)
+    if data.name == "folder":
+        splits, data = _in_folder(
+            name, data, splits, stated=bool(split), model_classes=model_classes
+        )
+    first = None
+    for one in splits:
+        try:
+            return open_unchecked(data, one), one, data
+        except NoSplit as error:
+            first = first or error
+    raise first
+
+
+def first_in_folder(data_dir: str, order: Sequence[str] = TESTS) -> str:
+    """Returns the first split of `order` that a folder has, or ""."""
+    root = os.path.expanduser(data_dir)
+    return next((name for name in order if is_split(root, name)), "")
+
+
+def _unstated(name: str, order: Sequence[str]) -> Sequence[str]:
+    """Returns the splits that an evaluation may read if none is stated."""
+    entry = catalogue.ENTRIES.get(name.partition(":")[0])
+    return (entry.splits["test"],) if entry and "test" in entry.splits else order
+
+
+def _in_folder(
+    name: str,
+    data: DataConfig,
+    splits: Sequence[str],
+    *,
+    stated: bool,
+    model_classes: bool,
+) -> tuple[Sequence[str], DataConfig]:
+    """Returns the splits that a folder has, and `data` with one of them as `split`."""
+    root = os.path.expanduser(data.data_dir)
+
+    def exists(split):
+        first = split_names(split)[0]
+        return first == WHOLE or os.path.isdir(os.path.join(root, first))
+
+    if stated:
+        found = list(filter(exists, splits))
+    else:
+        found = list(filter(None, [first_in_folder(root, splits)]))
+    # Class folders without splits are read whole, if nothing is learnt from them.
+    if not found and model_classes and not stated and not exists(data.split):
+        found = [WHOLE]
+    if not found and os.path.isdir(root):
+        how = f"split=, as {WHOLE}"
+        if not model_classes:
+            how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
+        lacking = " or ".join(map(repr, splits))
+        if not stated:
+            lacking += " of class folders with images"
+        raise NoSplit(
+            f"evals.{name}: {data.data_dir} has no folder {lacking}: add it, or state "
+            f"{how} if its folders are the classes"
+        )
+    found = found or list(splits)
+    if not exists(data.split):  # Its class folders define the classes.
+        data = dataclasses.replace(data, split=found[0])
+    return found, data
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointPreprocess:
+    """A host operation: the preprocessing of a checkpoint, see `prepare_image`."""
+
+    preprocess: Preprocess
+    channels: int
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return prepare_image(image, self.preprocess, self.channels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subset:
+    """Some records of a source, in their order.
+
+    Attributes:
+      source: all records.
+      rows: indices of the records that are taken.
+    """
+
+    source: Source
+    rows: Integer[np.ndarray, " R"]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.source.class_names
+
+    @functools.cached_property
+    def images(self) -> np.ndarray | None:
+        return None if self.source.images is None else self.source.images[self.rows]
+
+    @functools.cached_property
+    def labels(self) -> np.ndarray | None:
+        return None if self.source.labels is None else self.source.labels[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict:
+        return self.source[int(self.rows[i])]
+
+    def describe(self, i: int) -> str:
+        return self.source.describe(int(self.rows[i]))
+
+    def record_id(self, i: int) -> str:
+        return self.source.record_id(int(self.rows[i]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Relabeled:
+    """All records of a source, with other indices of its classes.
+
+    Attributes:
+      source: the records.
+      class_names: in the order of the new indices.
+      indices: the new index of each class.
+    """
+
+    source: Source
+    class_names: tuple[str, ...]
+    indices: Integer[np.ndarray, " K"]
+
+    @property
+    def images(self) -> np.ndarray | None:
+        return self.source.images
+
+    @functools.cached_property
+    def labels(self) -> np.ndarray | None:
+        labels = self.source.labels
+        return None if labels is None else self.indices[labels].astype(labels.dtype)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, i: int) -> dict:
+        record = self.source[i]
+        if not 0 <= record["label"] < len(self.indices):
+            return record  # The reader raises an error.
+        return record | {"label": int(self.indices[record["label"]])}
+
+    def describe(self, i: int) -> str:
+        return self.source.describe(i)
+
+    def record_id(self, i: int) -> str:
+        return self.source.record_id(i)

@@ -1,0 +1,365 @@
+"""The evaluations of a config, run together in training or on a checkpoint."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from vit_jax.config import fields
+from vit_jax.data.config import DataConfig, ReaderConfig
+from vit_jax.data.sources.base import Source
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import forward_passes
+from vit_jax.evaluators.classification import Confusion
+from vit_jax.evaluators.protocol import SKIPPED, RequiredOutputs
+from vit_jax.evaluators.splits import (
+    TESTS,
+    VALIDATIONS,
+    EvalConfig,
+    EvalSplit,
+    EvalSplits,
+)
+from vit_jax.models import Model
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+# Evaluation to set of parameters to metrics.
+Scores = dict[str, dict[str, dict[str, float]]]
+
+PARAMS_NAME = "weights"  # Of the set of parameters that `evaluate` scores.
+# Keys that `Suite.described` states otherwise, or that do not change the numbers.
+_NOT_DESCRIBED = (
+    *("kind", "every", "every_epochs", "name", "data_dir"),
+    *("split", "train", "test"),
+)
+
+
+class Suite:
+    """All evaluations of a config, over splits that are opened once.
+
+    Evaluations of the same images share one pass over them.
+
+    Args:
+      model: network.
+      evals: `config.evals`.
+      data: `config.data`.
+      batch_size: images per batch, over all devices.
+      mesh: of all devices.
+      shardings: of the parameters; replicated if None.
+      preprocess: of the images if an evaluation states none; by `data.eval_ops` if None.
+      class_names: of the model, in the order of its outputs; empty if unknown.
+      finite: whether outputs of the classifier that are not finite are an error, as
+        features are in any case. In training the loop checks the loss instead.
+      order: splits to look for if an evaluation states none.
+
+    Attributes:
+      notes: lines for the user.
+      confusions: evaluation to set of parameters to the confusion matrix of the last
+        `run`, of evaluations that have one.
+
+    Raises:
+      UserError: a split cannot be opened, or does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        evals: Mapping[str, EvalConfig],
+        data: DataConfig,
+        batch_size: int,
+        mesh: Mesh,
+        shardings: dict | None = None,
+        preprocess: Preprocess | None = None,
+        class_names: Sequence[str] = (),
+        *,
+        finite: bool = False,
+        order: Sequence[str] = VALIDATIONS,
+    ):
+        self._model, self._data, self._mesh = model, data, mesh
+        self._batch_size = batch_size
+        self._shardings = shardings
+        self._data_shard, self._num_data_shards = meshes.data_shard(mesh)
+        self._steps: dict[tuple, forward_passes.Step] = {}
+        self._finite = (forward_passes.FEATURES,)
+        if finite:
+            self._finite += (forward_passes.CONFIDENCE, forward_passes.LOSS)
+        splits = EvalSplits(data, preprocess, class_names, order)
+        self._configs = dict(evals)
+        self._evaluators = {
+            name: config.open(name, splits, data.classes)
+            for name, config in self._configs.items()
+        }
+        self.notes = splits.notes
+        self.confusions: dict[str, dict[str, Confusion]] = {}
+
+    def described(self) -> dict[str, dict]:
+        """Returns the data and settings of each evaluation, for JSON.
+
+        Returns:
+          Evaluation to kind, dataset, data_dir if there is one, splits in the order in
+          which they are read, and every other key that is not empty.
+        """
+        return {
+            name: _described(self._configs[name], evaluator.splits)
+            for name, evaluator in self._evaluators.items()
+        }
+
+    def sources(self) -> dict[str, Source]:
+        """Returns the sources of all splits, by evaluation and split."""
+        return {
+            f"{name} {split.split}": split.source
+            for name, evaluator in self._evaluators.items()
+            for split in evaluator.splits
+        }
+
+    def due(
+        self,
+        step: int,
+        every_steps: int,
+        every_epochs: float,
+        *,
+        total: int,
+        epoch: float,
+    ) -> list[str]:
+        """Returns the evaluations to run after a step.
+
+        Args:
+          step: number of steps taken.
+          every_steps, every_epochs: for evaluations without their own interval.
+          total: steps of the run; after the last one all are due.
+          epoch: steps per epoch.
+        """
+        due = []
+        for name, config in self._configs.items():
+            steps, epochs = config.every, config.every_epochs
+            if not steps and not epochs:
+                steps, epochs = every_steps, every_epochs
+            intervals = steps, round(epochs * epoch)
+            if step >= total or any(i and step % i == 0 for i in intervals):
+                due.append(name)
+        return due
+
+    def run(
+        self,
+        params: dict[str, dict],
+        stop: Callable[[], bool] = lambda: False,
+        names: Sequence[str] | None = None,
+    ) -> Scores | None:
+        """Scores sets of parameters.
+
+        Args:
+          params: name of a set ("raw", "ema") to parameters.
+          stop: called before every batch and every solution; True stops.
+          names: of the evaluations; all if None.
+
+        Returns:
+          Evaluation to set to its metrics, and to "skipped", the number of damaged images
+          that were left out, if any; None if stopped.
+        """
+        names = list(self._evaluators if names is None else names)
+        required = {name: self._evaluators[name].required_outputs() for name in names}
+        results, outputs = {}, {}
+        for i, name in enumerate(names):
+            remaining = [r for later in names[i:] for r in required[later].values()]
+            for split in (r.split for r in required[name].values()):
+                if split not in outputs:
+                    outputs[split] = self._pass(params, split, remaining, stop)
+                if outputs[split] is None:
+                    return None
+            scored = self._score(name, params, required[name], outputs, stop)
+            if scored is None:
+                return None
+            results[name] = scored
+            later = {r.split for x in names[i + 1 :] for r in required[x].values()}
+            outputs = {split: x for split, x in outputs.items() if split in later}
+        return results
+
+    def _pass(
+        self,
+        params: dict[str, dict],
+        split: EvalSplit,
+        required: Sequence[RequiredOutputs],
+        stop: Callable[[], bool],
+    ) -> dict[str, forward_passes.Outputs] | None:
+        """Runs one pass over a split for all outputs that are required of it."""
+        required = [r for r in required if r.split is split]
+        names = frozenset().union(*(r.names for r in required))
+        allowed = {r.allowed for r in required if r.allowed}
+        if len(allowed) > 1:
+            raise ValueError(f"{split.title}: its evaluators allow different classes")
+        allowed = next(iter(allowed), ())
+        if (names, allowed) not in self._steps:
+            self._steps[names, allowed] = forward_passes.make_eval_step(
+                self._model,
+                self._data,
+                self._mesh,
+                self._shardings,
+                names,
+                allowed,
+            )
+        rows = None
+        if all(r.rows is not None for r in required):
+            rows = functools.reduce(np.union1d, (r.rows for r in required))
+        batches = split.batches(
+            rows, self._batch_size, self._data_shard, self._num_data_shards
+        )
+        with batches:
+            found = forward_passes.collect_outputs(
+                self._steps[names, allowed], params, batches, self._mesh, stop
+            )
+        if found is None:
+            return None
+        forward_passes.check_finite(found, self._finite, split.title)
+        if rows is None:
+            return found
+        return {
+            params_name: dataclasses.replace(outputs, records=rows[outputs.records])
+            for params_name, outputs in found.items()
+        }
+
+    def _score(self, name, params, required, outputs, stop) -> dict | None:
+        scores, self.confusions[name] = {}, {}
+        for params_name in params:
+            own = {key: outputs[r.split][params_name] for key, r in required.items()}
+            found = self._evaluators[name].score(own, stop)
+            if found is None:
+                return None
+            skipped = sum(_count_skipped(r, own[key]) for key, r in required.items())
+            scores[params_name] = found.metrics | (
+                {SKIPPED: skipped} if skipped else {}
+            )
+            if found.confusion is not None:
+                class_names = next(iter(required.values())).split.source.class_names
+                self.confusions[name][params_name] = Confusion(
+                    found.confusion, class_names
+                )
+        return scores
+
+
+class Evaluated(NamedTuple):
+    """The results of `evaluate`.
+
+    Attributes:
+      scores: evaluation to {"weights": metrics}.
+      confusions: evaluation to its confusion matrix, if it has one.
+      evals: evaluation to its data and settings, see `Suite.described`.
+    """
+
+    scores: Scores
+    confusions: dict[str, Confusion]
+    evals: dict[str, dict]
+
+
+def evaluate(
+    pretrained: Pretrained,
+    preprocess: Preprocess,
+    config,
+    tell: Callable[[str], None] = lambda line: None,
+    check: Callable[[Mapping[str, Source]], None] = lambda _: None,
+) -> Evaluated:
+    """Evaluates a checkpoint as a config says; every process of the job calls it.
+
+    Args:
+      pretrained: from `weights.open_pretrained`.
+      preprocess: of its images.
+      config: an `EvaluationConfig`.
+      tell: called with lines for the user.
+      check: called with the sources of all splits, by a name for messages, before any
+        computation; may raise UserError.
+
+    Raises:
+      UserError: there is no such data, it does not fit the network, or the network's
+        outputs are not finite.
+    """
+    mesh = meshes.create(config.mesh)
+    model, params = forward_passes.fit_network(pretrained, preprocess)
+    shardings = sharding.parameters(
+        jax.eval_shape(model.init, jax.random.key(0)),
+        mesh,
+        config.sharding.rules,
+        config.sharding.min_size,
+    )
+    names = pretrained.class_names
+    if len(names) != model.options["classes"]:
+        names = ()
+    suite = Suite(
+        model,
+        config.evals,
+        _data(config.data, model.options, preprocess),
+        _full_batch(config.batch_size, mesh),
+        mesh,
+        shardings,
+        preprocess,
+        names,
+        finite=True,
+        order=TESTS,
+    )
+    check(suite.sources())
+    for note in suite.notes:
+        tell(note)
+    scores = suite.run({PARAMS_NAME: jax.device_put(params, shardings)})
+    confusions = {
+        name: found[PARAMS_NAME] for name, found in suite.confusions.items() if found
+    }
+    return Evaluated(scores, confusions, suite.described())
+
+
+def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object]:
+    """Returns the scores of `evaluate` as its last line of JSON has them.
+
+    Args:
+      evals: `config.evals`.
+      scores: from `evaluate`.
+
+    Returns:
+      Evaluation to its metrics. Few-shot evaluation: shots to mean and std, to the same
+      for each further strength ("l2"), and to "short", the number of classes with fewer
+      examples, if any. k-NN: the accuracy alone. If damaged images were left out
+      (data.on_error="skip"), "skipped" is evaluation to their number.
+    """
+    metrics = {name: found[PARAMS_NAME] for name, found in scores.items()}
+    summaries = {name: evals[name].summarize(found) for name, found in metrics.items()}
+    skipped = {
+        name: found[SKIPPED] for name, found in metrics.items() if SKIPPED in found
+    }
+    return summaries | ({SKIPPED: skipped} if skipped else {})
+
+
+def _described(config: EvalConfig, splits: Sequence[EvalSplit]) -> dict[str, object]:
+    first = splits[0]
+    found = {"kind": config.kind, "dataset": first.dataset}
+    if first.data.data_dir:
+        found["data_dir"] = first.data.data_dir
+    found["splits"] = [split.split for split in splits]
+    keys = fields.to_dict(config).items()
+    return found | {k: v for k, v in keys if k not in _NOT_DESCRIBED and v != ""}
+
+
+def _count_skipped(required: RequiredOutputs, outputs: forward_passes.Outputs) -> int:
+    """Returns the number of damaged images that were left out."""
+    rows = required.rows
+    rows = np.arange(len(required.split.source)) if rows is None else rows
+    return len(rows) - int(np.isin(rows, outputs.records).sum())
+
+
+def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConfig:
+    """Returns the data config with the classes and image format of the weights."""
+    of_weights = {
+        "classes": options["classes"],
+        "image_size": tuple(preprocess.image_size),
+        "channels": options["channels"],
+        "mean": tuple(preprocess.mean),
+        "std": tuple(preprocess.std),
+    }
+    return DataConfig(**dataclasses.asdict(data) | of_weights)
+
+
+def _full_batch(batch_size: int, mesh: Mesh) -> int:
+    """Returns the next size that the mesh divides; padding rows do not count."""
+    devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
+    return -(-batch_size // devices) * devices

@@ -1,0 +1,123 @@
+"""Classification with labels: softmax or sigmoid cross-entropy.
+
+Letters: B images, Y by X pixels, C channels, L classes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from vit_jax.config.fields import key
+from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import parse
+from vit_jax.models import Model
+from vit_jax.tasks.task import Batch, TaskConfig, Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassificationConfig(TaskConfig):
+    """Images and their labels."""
+
+    loss: str = key(
+        "softmax",
+        '"softmax" or "sigmoid" cross-entropy.',
+        choices=("softmax", "sigmoid"),
+        formerly="loss.name",
+    )
+    label_smoothing: float = key(
+        0.0,
+        "Part of a label's weight that all classes share.",
+        below=1,
+        formerly="loss.label_smoothing",
+    )
+
+    def build(self, model: Model, data: DataConfig) -> "Classification":
+        return Classification(self, model, data)
+
+
+class Classification:
+    """See `task.Task`; there is no state beside the parameters."""
+
+    def __init__(self, config: ClassificationConfig, model: Model, data: DataConfig):
+        self.model, self.config, self._data = model, config, data
+        self._ops = parse.parse_train(data.ops, data.image_size).device
+
+    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns image (B, Y, X, C), label (B,) and index (B,), of its transforms."""
+        shape = (batch_size, *self._data.image_size, self._data.channels)
+        return {
+            "image": jax.ShapeDtypeStruct(shape, np.uint8),
+            "label": jax.ShapeDtypeStruct((batch_size,), np.int32),
+            "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
+        }
+
+    def init(self, rng: jax.Array) -> tuple[dict, Tree]:
+        return self.model.init(rng), None
+
+    def load(self) -> Tree:
+        return None
+
+    def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
+        """Returns image (B, Y, X, C), normalised, and label (B, L), that sum to 1."""
+        labels = one_hot(batch["label"], self._data.classes)
+        images, labels = transforms.apply(
+            self._ops, batch["image"], labels, batch["index"], rng
+        )
+        images = transforms.normalize(images, self._data.mean, self._data.std)
+        return {"image": images, "label": labels}
+
+    def loss(self, params, extra, batch, rng):
+        images = batch["image"].astype(self.model.options["dtype"])
+        logits = self.model.apply(params, images, train=True, key=rng)["logits"]
+        loss = self.base_loss(logits, batch["label"])
+        return loss, ({"loss": loss, "top1": top1(logits, batch["label"])}, None)
+
+    def base_loss(
+        self, logits: Float[Array, "B L"], labels: Float[Array, "B L"]
+    ) -> Float[Array, ""]:
+        """Returns the mean loss of logits, with labels smoothed as the config says."""
+        targets = smooth(labels, self.config.label_smoothing)
+        return LOSSES[self.config.loss](logits, targets).mean()
+
+    def update(self, extra, params, stats, step):
+        return extra
+
+    def backbone(self, params, extra):
+        return params
+
+
+def softmax(
+    logits: Float[Array, "B L"], labels: Float[Array, "B L"]
+) -> Float[Array, " B"]:
+    """Cross-entropy of one distribution over the classes."""
+    return optax.losses.softmax_cross_entropy(logits, labels)
+
+
+def sigmoid(
+    logits: Float[Array, "B L"], labels: Float[Array, "B L"]
+) -> Float[Array, " B"]:
+    """Sum over the classes of the binary cross-entropies (BiT, arXiv:1912.11370)."""
+    return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, labels), axis=-1)
+
+
+LOSSES = {"softmax": softmax, "sigmoid": sigmoid}
+
+
+def smooth(labels: Float[Array, "B L"], smoothing: float) -> Float[Array, "B L"]:
+    """Moves `smoothing` of each label's weight to all classes evenly."""
+    return optax.losses.smooth_labels(labels, smoothing) if smoothing else labels
+
+
+def one_hot(labels: Int[Array, " B"], classes: int) -> Float[Array, "B L"]:
+    """Turns class numbers into rows with a single 1."""
+    return jax.nn.one_hot(labels, classes, dtype=jnp.float32)
+
+
+def top1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Array, ""]:
+    """Returns the part of the images whose largest logit is that of the label."""
+    return (logits.argmax(-1) == labels.argmax(-1)).mean()

@@ -1,0 +1,97 @@
+"""What a task is: all that the trainer asks of what is learnt.
+
+The trainer initialises, differentiates, averages, shards, saves and restores; which loss
+it is, what a batch holds and what there is beside the parameters, only the task knows.
+Letters: B images a step.
+"""
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from vit_jax.config.fields import key
+from vit_jax.data.config import DataConfig
+from vit_jax.models import Model
+
+Tree = Any  # Nested dicts of arrays, or None where there is nothing.
+Batch = dict[str, jax.Array]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A network and what it learns.
+
+    Attributes:
+      model: the network that is evaluated, and that a workdir hands on; its parameters
+        are what `backbone` returns.
+    """
+
+    model: Model
+
+    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the arrays of a batch of B images, by their names in the pipeline."""
+
+    def init(self, rng: jax.Array) -> tuple[dict, Tree]:
+        """Draws the parameters, and the state beside them, called `extra`.
+
+        It is traced: what lies on a disk comes from `load`.
+        """
+
+    def load(self) -> Tree:
+        """Returns what `extra` holds at the start of a run, or None where `init` says it.
+
+        It is put into the state when a run begins; a resumed run has it in its
+        checkpoint. A task may be built, and this be called, without a run.
+
+        Raises:
+          UserError: it cannot be read, or does not fit.
+        """
+
+    def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
+        """Transforms a whole batch on the device, before it is cut into microbatches."""
+
+    def loss(
+        self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
+    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Tree]]:
+        """Returns the mean loss of a microbatch, its metrics, and statistics.
+
+        Args:
+          params: what is differentiated by.
+          extra: the state beside them, which gets no gradient.
+          batch: of `prepare`, or a microbatch of it.
+          rng: of dropout and all else that is drawn in the step.
+
+        Returns:
+          The loss; metrics, scalars with "loss" among them; and statistics, which
+          `update` gets. Of several microbatches both are means.
+        """
+
+    def update(self, extra: Tree, params: dict, stats: Tree, step: jax.Array) -> Tree:
+        """Returns the state after a step, such as a moving average of the parameters.
+
+        Args:
+          extra: before the step.
+          params: after it.
+          stats: of `loss`.
+          step: steps taken, this one included.
+        """
+
+    def backbone(self, params: dict, extra: Tree) -> dict:
+        """Returns the parameters of `model`: a part of one of the two."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What `config.task` states of every task."""
+
+    name: str = key("classification", "What is learnt.")
+
+    def build(self, model: Model, data: DataConfig) -> Task:
+        """Returns the task.
+
+        Args:
+          model: network of `config.model`.
+          data: `config.data`.
+        """
+        raise NotImplementedError

@@ -1,0 +1,253 @@
+"""Checks before a run begins or resumes: hosts, config, data, and intact checkpoints."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+import vit_jax
+from vit_jax.config import fields
+from vit_jax.data import fingerprint
+from vit_jax.data.sources.base import Source
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import start
+from vit_jax.errors import UserError
+from vit_jax.printing import masked, print_error
+from vit_jax.training import config as training_config
+from vit_jax.training import leftovers
+from vit_jax.training.config import EvaluationConfig, TrainConfig
+from vit_jax.training.run_report import params_sha256
+from vit_jax.training.train_state import TrainState
+from vit_jax.weights import workdir as layout
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
+
+
+def check_hosts(config: TrainConfig | EvaluationConfig) -> None:
+    """Checks that all hosts were started with the same config, code and devices.
+
+    Call it before anything is compiled: programs that differ would wait for each other.
+
+    Raises:
+      UserError: they differ; it names what, and on which hosts.
+    """
+    if jax.process_count() > 1:
+        start.check_agreement(
+            config={
+                ".".join(path): value
+                for path, about, value in fields.walk(config)
+                if not about.of_host
+            },
+            code={"vit_jax": _hash_of_sources()}
+            | {name: importlib.metadata.version(name) for name in _PACKAGES},
+            devices={
+                "count": jax.local_device_count(),
+                "kind": jax.local_devices()[0].device_kind,
+            },
+        )
+
+
+def check_data_of_hosts(sources: Mapping[str, Source], latest: int | None) -> None:
+    """Checks that all hosts read the same data and see the same checkpoints.
+
+    Args:
+      sources: name for messages to data source.
+      latest: step of the newest checkpoint in the workdir, or None.
+
+    Raises:
+      UserError: they differ; it names what, and on which hosts.
+    """
+    if jax.process_count() > 1:
+        start.check_agreement(
+            data=_data(sources), workdir={"latest checkpoint": latest}
+        )
+
+
+def check_evaluation_of_hosts(
+    pretrained: Pretrained, preprocess: Preprocess, sources: Mapping[str, Source]
+) -> None:
+    """Checks that all hosts evaluate the same weights, preprocessing and data.
+
+    Args:
+      pretrained: the weights.
+      preprocess: how images are prepared.
+      sources: name for messages to data source.
+
+    Raises:
+      UserError: they differ; it names what, and on which hosts.
+    """
+    if jax.process_count() > 1:
+        start.check_agreement(
+            weights={"sha256": params_sha256(pretrained.params)}
+            | pretrained.options
+            | {"class_names": pretrained.class_names},
+            preprocess=dataclasses.asdict(preprocess),
+            data=_data(sources),
+        )
+
+
+def _data(sources: Mapping[str, Source]) -> dict[str, object]:
+    """Returns the fingerprints of sources, as short values for `start.check_agreement`."""
+    data = {}
+    for name, source in sources.items():
+        found = fingerprint.fingerprint(source)
+        found["cells"] = hashlib.sha256(found["cells"].encode()).hexdigest()[:16]
+        data |= {f"{name} {key}": value for key, value in found.items()}
+    return data
+
+
+def _hash_of_sources() -> str:
+    """Returns a hash of this package's files, which shows uncommitted edits too."""
+    folder, digest = pathlib.Path(vit_jax.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> None:
+    """Checks that a workdir holds no run of another config.
+
+    Raises:
+      UserError: it does; the message names the keys that differ.
+    """
+    if not layout.has_checkpoint(workdir):
+        return
+    stored = _decisive_stored(layout.read_config(workdir), config)
+    if changed := fields.differences(stored, decisive(config)):
+        raise UserError(
+            f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
+            "choose another --workdir, or state the same config"
+        )
+
+
+def decisive(config: TrainConfig) -> dict[str, object]:
+    """Returns the keys of a config that change the result of a run, with their values."""
+    return {
+        ".".join(path): masked(value) if isinstance(value, str) else value
+        for path, about, value in fields.walk(config)
+        if about.changes_result
+    }
+
+
+def _decisive_stored(stored: dict, config: TrainConfig) -> dict[str, object]:
+    """Returns a stored config's decisive keys, completed by defaults of later keys."""
+    try:
+        return decisive(training_config.complete(stored))
+    except UserError:  # A key has gone since then.
+        may_change = fields.flatten(config).keys() - decisive(config).keys()
+        flat = fields.flatten(stored)
+        return {name: value for name, value in flat.items() if name not in may_change}
+
+
+class Restored(NamedTuple):
+    """A state to continue from.
+
+    Attributes:
+      state: on the devices; None if nothing was found.
+      step: optimiser steps taken.
+      seconds: wall-clock time of the starts before.
+      device_seconds: the same, each start's times its number of devices.
+      notes: lines for the log.
+    """
+
+    state: TrainState | None
+    step: int
+    seconds: float
+    device_seconds: float
+    notes: list[str]
+
+
+def newest_intact(workdir: str | os.PathLike) -> tuple[int, list[str]]:
+    """Finds the newest intact checkpoint and renames damaged ones.
+
+    All processes call it. Each verifies its share of the files.
+
+    Args:
+      workdir: holds at least one finished checkpoint.
+
+    Returns:
+      Its step, and notes on what is unusual about it.
+
+    Raises:
+      UserError: none is intact; then none is renamed.
+    """
+    me, everyone = jax.process_index(), jax.process_count()
+    damaged, notes = [], []
+    for step in reversed(layout.steps(workdir)):
+        path = layout.path_of(workdir, step)
+        found = layout.find_damage(path, me, everyone)
+        if found:
+            print_error(f"error: the checkpoint {path} is damaged: {'; '.join(found)}")
+        if not meshes.process_allgather(found=len(found))["found"].any():
+            break
+        damaged.append(step)
+    else:
+        raise UserError(
+            f"no checkpoint under {path.parent} is intact (damaged: step "
+            f"{', '.join(map(str, damaged))}): move that folder away to begin anew"
+        )
+    if not layout.has_checksums(path):
+        notes.append(f"{path} is of an older version, without checksums: not verified")
+    for bad in damaged:
+        if me == 0:
+            aside = leftovers.put_aside(layout.path_of(workdir, bad), "damaged")
+            print_error(
+                f"error: going on from step {step}; the damaged one is kept as {aside}"
+            )
+        notes.append(f"the checkpoint of step {bad} is damaged")
+    return step, notes
+
+
+def check_data(
+    stored: dict,
+    about: dict,
+    source: Source,
+    workdir: str | os.PathLike,
+    *,
+    check: bool,
+) -> list[str]:
+    """Checks that the training split is the one that a run was trained on.
+
+    Args:
+      stored: metadata of the checkpoint: "data", a fingerprint, which old ones lack.
+      about: the same metadata of this start.
+      source: training split of this start.
+      workdir: of the run.
+      check: `config.data.check`.
+
+    Returns:
+      Notes: what differs if that is allowed, and what could not be compared.
+
+    Raises:
+      UserError: the data differ.
+    """
+    notes = []
+    if "data" in stored:
+        found = []
+        if stored["data"] != about["data"]:  # Else no second look at all names.
+            found = fingerprint.differences(stored["data"], source)
+    else:
+        found = [
+            f"{what} were {stored[key]}, now {about[key]}"
+            for key, what in (("examples", "images"), ("class_names", "classes"))
+            if stored[key] != about[key]
+        ]
+        notes.append(
+            f"{workdir} is of an older version, without a fingerprint of its data: only "
+            "the numbers of images and classes are compared"
+        )
+    if not found:
+        return notes
+    changed = f"the training split has changed since {workdir} was begun"
+    if check:
+        raise UserError(
+            f"{changed}: {'; '.join(found)}; restore the data, or go on with them as "
+            "they are: --config.data.check=False"
+        )
+    return [*notes, f"{changed} (data.check=False): {'; '.join(found)}"]

@@ -1,0 +1,85 @@
+"""All that a step changes, and how it comes into being on the mesh."""
+
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+
+Leaf = Any  # An array, or what a tree of them is mapped to: a shape, a sharding.
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What a checkpoint holds.
+
+    Attributes:
+      step: optimiser steps taken, int32.
+      params: nested dict, float32.
+      opt_state: of the optax transformation.
+      average: Polyak average of `params`, or None.
+      extra: what the task keeps beside the parameters, or None.
+      key: typed PRNG key of the run; every draw is a function of it and the step.
+    """
+
+    step: Leaf
+    params: dict
+    opt_state: optax.OptState
+    average: Leaf | dict | None  # JAX puts a mark of its own where None has no place.
+    extra: Leaf | dict | None
+    key: Leaf
+
+
+def init_key(seed: int) -> jax.Array:
+    """Returns the key from which a run's initial parameters are drawn."""
+    return jax.random.fold_in(jax.random.key(seed), 0)
+
+
+def create_train_state(
+    params: dict,
+    extra: Leaf | dict | None,
+    tx: optax.GradientTransformation,
+    *,
+    seed: int,
+    average: bool,
+) -> TrainState:
+    """Builds the state before the first step; call it under jit with shardings.
+
+    Args:
+      params: initial parameters.
+      extra: what the task keeps beside them, or None.
+      tx: optimiser.
+      seed: `config.seed`.
+      average: whether the parameters are averaged.
+    """
+    return TrainState(
+        step=jnp.zeros([], jnp.int32),
+        params=params,
+        opt_state=tx.init(params),
+        average=jax.tree.map(jnp.copy, params) if average else None,
+        extra=extra,
+        key=run_key(seed),
+    )
+
+
+def run_key(seed: int) -> jax.Array:
+    """Returns the key from which a run's transforms and dropout are drawn."""
+    return jax.random.fold_in(jax.random.key(seed), 1)
+
+
+def update_ema(old: dict, params: dict, step: jax.Array, decay: float) -> dict:
+    """Moves the Polyak average towards the parameters.
+
+    Args:
+      old: average so far.
+      params: after the step.
+      step: steps taken, this one included.
+      decay: weight of the old average in a long run. The first steps use less,
+        (1 + step) / (10 + step), so that a short run is not stuck at its initial values.
+
+    Returns:
+      The new average.
+    """
+    decay = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda a, p: a + (1 - decay) * (p - a), old, params)

@@ -1,0 +1,392 @@
+"""The jitted training step, and all that is built from a config before it runs."""
+
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from vit_jax import models
+from vit_jax.config import fields
+from vit_jax.distributed import compilation, sharding
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed.sharding import ShardingConfig
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+from vit_jax.tasks.task import Task
+from vit_jax.training import optim
+from vit_jax.training.config import TrainConfig
+from vit_jax.training.optim import OptimConfig
+from vit_jax.training.schedules import RunLength, Schedule
+from vit_jax.training.train_state import (
+    TrainState,
+    create_train_state,
+    init_key,
+    update_ema,
+)
+
+Step = Callable[[TrainState, dict], tuple[TrainState, dict]]
+
+
+class TrainSetup(NamedTuple):
+    """The functions of a training run, and the shapes and shardings of its arrays.
+
+    Attributes:
+      task: computes the loss.
+      model: network of the task.
+      total_steps: length of the run.
+      steps_per_epoch: training examples by batch size, a float.
+      init: initialises the parameters and the task's `extra`; call it under jit.
+      create: builds the first state from these; call it under jit with `shardings`.
+      shapes: the state with a jax.ShapeDtypeStruct for each array.
+      shardings: the state with a NamedSharding for each array.
+      disk_shapes, disk_shardings: the same for checkpoints, in which the encoder's
+        blocks are separate even if `model.scan` stacks them. If they differ from
+        `shapes`, these arrays are in the memory of the hosts where the devices have
+        their own, because a device may not hold a second state.
+      to_disk, from_disk: convert a state to the form of checkpoints and back; the
+        argument is not donated.
+      train_step: jitted, from `make_train_step`.
+      batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
+    """
+
+    task: Task
+    model: models.Model
+    total_steps: int
+    steps_per_epoch: float
+    init: Callable[[], tuple[dict, object]]
+    create: Callable[[dict, object], TrainState]
+    shapes: TrainState
+    shardings: TrainState
+    disk_shapes: TrainState
+    disk_shardings: TrainState
+    to_disk: Callable[[TrainState], TrainState]
+    from_disk: Callable[[TrainState], TrainState]
+    train_step: Step
+    batch_shapes: dict[str, jax.ShapeDtypeStruct]
+
+    def initial_state(self) -> TrainState:
+        """Returns the first state, initialised on the devices that hold each part."""
+        create = jax.jit(
+            lambda: self.create(*self.init()), out_shardings=self.shardings
+        )
+        return self._load_extra(create())
+
+    def state_from(self, params: dict) -> TrainState:
+        """Returns the first state of a run that starts from given parameters.
+
+        Args:
+          params: as in checkpoints, in host memory, equal on all processes. Each device
+            is sent only its shards.
+        """
+        if self.model.stacked:
+            params = stacking.stack(params)
+        create = jax.jit(
+            lambda params: self.create(params, self.init()[1]),
+            out_shardings=self.shardings,
+            donate_argnums=0,
+        )
+        return self._load_extra(create(jax.device_put(params, self.shardings.params)))
+
+    def _load_extra(self, state: TrainState) -> TrainState:
+        """Replaces the initialised `extra` by what the task loads, if it loads any."""
+        extra = self.task.load()
+        if extra is None:
+            return state
+        return state.replace(extra=jax.device_put(extra, self.shardings.extra))
+
+
+def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> TrainSetup:
+    """Builds what a run computes; nothing is computed or compiled yet.
+
+    Args:
+      config: complete config.
+      mesh: from `meshes.create`, of devices that are present or of a topology.
+      num_examples: size of the training split.
+
+    Raises:
+      UserError: the batch, the model or the sharding rules do not fit the mesh or each
+        other.
+    """
+    data = config.data
+    meshes.check_batch(config.batch_size, config.optim.grad_accum_steps, mesh)
+    total_steps = config.num_steps(num_examples)
+    steps_per_epoch = num_examples / config.batch_size
+    model = models.create(
+        **fields.to_dict(config.model),
+        classes=data.classes,
+        image_size=data.image_size,
+        channels=data.channels,
+        platform=mesh.devices.flat[0].platform,
+    )
+    task = config.task.build(model, data)
+    if not isinstance(task, Task):
+        raise UserError(
+            f"task.name={config.task.name!r}: its `build` returned {task!r}, which lacks a "
+            "method of `Task` (vit_jax/tasks/task.py)"
+        )
+
+    def init():
+        return task.init(init_key(config.seed))
+
+    params, extra = jax.eval_shape(init)
+    sharding.check_memory(params, list(mesh.devices.flat))
+    peak = config.optim.peak_learning_rate(config.batch_size)
+    stated = "epochs" if config.epochs else "total_steps"
+    run = RunLength(total_steps, steps_per_epoch, stated)
+    rate = optim.learning_rate(config.optim, peak, run)
+    tx = optim.optimizer(config.optim, params, rate, run)
+    create = functools.partial(
+        create_train_state, tx=tx, seed=config.seed, average=bool(config.ema.decay)
+    )
+    shapes = jax.eval_shape(create, params, extra)
+    convert = functools.partial(stacking.convert, like=shapes, params=params)
+    disk_shapes = convert(shapes, stacking.unstack)
+    place = functools.partial(_place, config=config.sharding, mesh=mesh)
+    shardings, disk_shardings = place(shapes), place(disk_shapes)
+    to_disk = from_disk = _same
+    if model.stacked:
+        disk_shardings = convert(disk_shardings, _on_hosts)
+        # One tree of parameters, moments or averages at a time, or the devices would
+        # have to hold nearly two states (docs/decisions.md).
+        unstack = jax.jit(stacking.unstack, out_shardings=disk_shardings.params)
+        stack = jax.jit(_stack_on_devices, out_shardings=shardings.params)
+        to_disk = functools.partial(convert, function=unstack)
+        from_disk = functools.partial(convert, function=stack)
+    step = make_train_step(
+        task, tx, rate, config.optim, config.ema.decay, mesh, shardings
+    )
+    batch_sharding = meshes.batched(mesh)
+    return TrainSetup(
+        task=task,
+        model=task.model,
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        init=init,
+        create=create,
+        shapes=shapes,
+        shardings=shardings,
+        disk_shapes=disk_shapes,
+        disk_shardings=disk_shardings,
+        to_disk=to_disk,
+        from_disk=from_disk,
+        train_step=jit_step(step, mesh, shardings, donate=not config.debug_nans),
+        batch_shapes={
+            name: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=batch_sharding)
+            for name, form in task.batch_spec(config.batch_size).items()
+        },
+    )
+
+
+def make_train_step(
+    task: Task,
+    tx: optax.GradientTransformation,
+    learning_rate: Schedule,
+    config: OptimConfig,
+    ema_decay: float,
+    mesh: Mesh,
+    shardings: TrainState,
+) -> Step:
+    """Returns the training step, not jitted.
+
+    Args:
+      task: computes the loss.
+      tx: optimiser.
+      learning_rate: schedule of `tx`, only to be logged.
+      config: section `optim`; gradient accumulation and freezing are read.
+      ema_decay: of the parameters' moving average; not read if the state has none.
+      mesh: of all devices.
+      shardings: of each array of the state.
+
+    Returns:
+      Function from state and batch (`task.batch_spec`, split over the mesh) to the next
+      state and scalars: the metrics of the task, grad_norm, param_norm, learning_rate.
+    """
+
+    def loss_fn(params, extra, batch, key):
+        return task.loss(optim.stop_frozen_gradients(params, config), extra, batch, key)
+
+    def train_step(state, batch):
+        augment_key, dropout_key = jax.random.split(state.key)
+        batch = task.prepare(batch, augment_key)
+        key = jax.random.fold_in(dropout_key, state.step)
+        with sharding.activations(mesh):
+            grads, (metrics, stats) = accumulate_gradients(
+                loss_fn,
+                state.params,
+                state.extra,
+                batch,
+                key,
+                config.grad_accum_steps,
+                shardings.params,
+            )
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        step = state.step + 1
+        average = state.average
+        if average is not None:
+            average = update_ema(average, params, step, ema_decay)
+        metrics = metrics | {
+            "grad_norm": optax.tree.norm(grads),
+            "param_norm": optax.tree.norm(params),
+            "learning_rate": jnp.asarray(learning_rate(state.step), jnp.float32),
+        }
+        state = state.replace(
+            step=step,
+            params=params,
+            opt_state=opt_state,
+            average=average,
+            extra=task.update(state.extra, params, stats, step),
+        )
+        return state, metrics
+
+    return train_step
+
+
+def jit_step(
+    step: Callable,
+    mesh: Mesh,
+    shardings: TrainState,
+    *,
+    donate: bool = True,
+    num_scalars: int = 0,
+) -> Step:
+    """Jits a training step.
+
+    Args:
+      step: from `make_train_step`, or a step with `num_scalars` extra arguments.
+      mesh: of all devices.
+      shardings: of each array of the state.
+      donate: reuse the memory of the state that is passed in. JAX's NaN check runs a
+        failed step again, which needs its input.
+      num_scalars: number of replicated arguments after the batch.
+    """
+    replicated = meshes.replicated(mesh)
+    return jax.jit(
+        step,
+        donate_argnums=(0,) if donate else (),
+        in_shardings=(shardings, meshes.batched(mesh), *[replicated] * num_scalars),
+        out_shardings=(shardings, replicated),
+        compiler_options=compilation.options(mesh.devices.flat[0].platform),
+    )
+
+
+def accumulate_gradients(
+    loss_fn: Callable,
+    params: dict,
+    extra: object,
+    batch: dict,
+    key: jax.Array,
+    microbatches: int,
+    shardings: dict | None,
+):
+    """Averages the gradients of a batch's microbatches.
+
+    Args:
+      loss_fn: (params, extra, batch, key) -> (loss, (metrics, stats)), all means.
+      params: to differentiate by.
+      extra: the task's state beside the parameters.
+      batch: name to an array of B rows.
+      key: PRNG key of this step.
+      microbatches: number of them; divides B.
+      shardings: of the parameters, applied to the gradients as soon as they exist, so
+        that no device holds all of them; None to leave it to the compiler.
+
+    Returns:
+      Gradients, and (metrics, stats) of the whole batch.
+    """
+    differentiate = jax.grad(loss_fn, has_aux=True)
+
+    def grad_fn(batch, key):
+        grads, aux = differentiate(params, extra, batch, key)
+        if shardings is not None:
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+        return grads, aux
+
+    if microbatches == 1:
+        return grad_fn(batch, key)
+
+    def split(x):
+        # Each microbatch takes a part of every device's images.
+        x = x.reshape(len(x) // microbatches, microbatches, *x.shape[1:])
+        return jnp.swapaxes(x, 0, 1)
+
+    def body(total, xs):
+        part, i = xs
+        found = grad_fn(part, jax.random.fold_in(key, i))
+        return jax.tree.map(lambda t, p: t + p / microbatches, total, found), None
+
+    parts = jax.tree.map(split, batch)
+    zero = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype),
+        jax.eval_shape(grad_fn, jax.tree.map(lambda x: x[0], parts), key),
+    )
+    return jax.lax.scan(body, zero, (parts, jnp.arange(microbatches)))[0]
+
+
+_background: list[concurrent.futures.Future] = []
+
+
+def is_compiling() -> bool:
+    """Returns whether a compilation is running, which a process would wait for at exit."""
+    return any(not future.done() for future in _background)
+
+
+class BackgroundCompilation:
+    """Compiles a train step in a thread while the state is initialised or restored.
+
+    The step is traced here and now, so that settings of this thread (such as `with
+    jax.default_matmul_precision(...)`) apply to it.
+
+    Args:
+      setup: of the run.
+      debug_nans: JAX is to run a failed step again, operation by operation, which a
+        compiled step cannot: nothing is compiled ahead.
+    """
+
+    def __init__(self, setup: TrainSetup, *, debug_nans: bool = False):
+        self._step = setup.train_step
+        self._compiled: concurrent.futures.Future | None = None
+        if debug_nans:
+            return
+        lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+        executor = concurrent.futures.ThreadPoolExecutor(1, "compile")
+        self._compiled = executor.submit(lowered.compile)
+        executor.shutdown(wait=False)
+        _background.append(self._compiled)
+
+    def result(self) -> Step:
+        """Waits for the compiled step.
+
+        Raises:
+          Whatever compiling raised, such as running out of device memory.
+        """
+        return self._compiled.result() if self._compiled else self._step
+
+
+def _place(shapes: TrainState, config: ShardingConfig, mesh: Mesh) -> TrainState:
+    params = sharding.parameters(shapes.params, mesh, config.rules, config.min_size)
+    extra = sharding.beside(shapes.extra, mesh, config.rules, config.min_size)
+    return sharding.like(shapes, params).replace(extra=extra)
+
+
+def _same(state: TrainState) -> TrainState:
+    return state
+
+
+def _stack_on_devices(params: dict) -> dict:
+    return stacking.stack(jax.device_put(params, jax.memory.Space.Device))
+
+
+def _on_hosts(shardings: dict) -> dict:
+    """Moves parameters to host memory, where devices have memory of their own."""
+
+    def move(place):
+        own = next(iter(place.device_set)).platform in ("gpu", "tpu")
+        return place.with_memory_kind("pinned_host") if own else place
+
+    return jax.tree.map(move, shardings)
