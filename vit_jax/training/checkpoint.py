@@ -110,7 +110,7 @@ class Checkpointer:
         path = layout.path_of(self._workdir, step)
         stored = ocp.metadata(path).custom_metadata
         notes = resume_check.check_data(
-            stored, self._about, self._source, self._workdir, check=self._check
+            stored["data"], self.data, self._source, self._workdir, check=self._check
         )
         like = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -120,10 +120,8 @@ class Checkpointer:
         tree = ocp.load(path, _as_tree(like))
         state = shapes.replace(**({"average": None, "extra": None} | tree))
         notes = [f"resume: step {step} of {self._workdir}", *notes]
-        seconds = stored["seconds"]
-        # Older checkpoints tell the seconds alone.
-        devices = stored.get("device_seconds", seconds * jax.device_count())
-        return Restored(state, step, seconds, devices, notes)
+        seconds, device_seconds = stored["seconds"], stored["device_seconds"]
+        return Restored(state, step, seconds, device_seconds, notes)
 
     def save(
         self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0

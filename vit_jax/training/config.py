@@ -66,6 +66,12 @@ def _interval(default: object, help: str, **rules) -> Any:
     return key(default, help, changes_result=False, in_step=False, **rules)
 
 
+def _interval_in_epochs(formerly: str) -> Any:
+    return _interval(
+        0.0, "The same in epochs; 0 is none.", below=2**31, formerly=formerly
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
     """What is read wherever something is computed."""
@@ -174,31 +180,21 @@ class TrainConfig(_Config):
     log_every_steps: int = _interval(
         50, "Steps between two lines of metrics.", at_least=1, formerly="every.log"
     )
-    log_every_epochs: float = _interval(
-        0.0, "The same in epochs; 0 is none.", below=2**31, formerly="every.log_epochs"
-    )
+    log_every_epochs: float = _interval_in_epochs(formerly="every.log_epochs")
     eval_every_steps: int = _interval(
         0,
         "Steps between evaluations; the last step has one in any case.",
         formerly="every.evaluate",
     )
-    eval_every_epochs: float = _interval(
-        0.0,
-        "The same in epochs; 0 is none.",
-        below=2**31,
-        formerly="every.evaluate_epochs",
-    )
+    eval_every_epochs: float = _interval_in_epochs(formerly="every.evaluate_epochs")
     checkpoint_every_steps: int = _interval(
         1_000,
         "Steps between checkpoints; the last step has one too.",
         at_least=1,
         formerly="every.checkpoint",
     )
-    checkpoint_every_epochs: float = _interval(
-        0.0,
-        "The same in epochs; 0 is none.",
-        below=2**31,
-        formerly="every.checkpoint_epochs",
+    checkpoint_every_epochs: float = _interval_in_epochs(
+        formerly="every.checkpoint_epochs"
     )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, changes_result=False, in_step=False

@@ -168,10 +168,13 @@ class LocalCheckpointer:
             return Restored(None, 0, 0.0, 0.0, notes)
         files = {p: _load(mine[step, p]) for s, p in mine if s == step}
         about = next((about for about, _ in files.values()), {})
-        if "data" in about:
-            here = {"data": self._data}
+        if about:
             notes += resume_check.check_data(
-                about, here, self._source, self._workdir, check=self._check
+                about["data"],
+                self._data,
+                self._source,
+                self._workdir,
+                check=self._check,
             )
         own = {k: v for _, arrays in files.values() for k, v in arrays.items()}
         given = self._give(own, held[step])

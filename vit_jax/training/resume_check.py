@@ -192,8 +192,6 @@ def newest_intact(workdir: str | os.PathLike) -> tuple[int, list[str]]:
             f"no checkpoint under {path.parent} is intact (damaged: step "
             f"{', '.join(map(str, damaged))}): move that folder away to begin anew"
         )
-    if not layout.has_checksums(path):
-        notes.append(f"{path} is of an older version, without checksums: not verified")
     for bad in damaged:
         if me == 0:
             aside = leftovers.put_aside(layout.path_of(workdir, bad), "damaged")
@@ -205,8 +203,8 @@ def newest_intact(workdir: str | os.PathLike) -> tuple[int, list[str]]:
 
 
 def check_data(
-    stored: dict,
-    about: dict,
+    stored: dict[str, str | int],
+    data: dict[str, str | int],
     source: Source,
     workdir: str | os.PathLike,
     *,
@@ -215,39 +213,27 @@ def check_data(
     """Checks that the training split is the one that a run was trained on.
 
     Args:
-      stored: metadata of the checkpoint: "data", a fingerprint, which old ones lack.
-      about: the same metadata of this start.
+      stored: fingerprint of the split that it was trained on.
+      data: fingerprint of `source`.
       source: training split of this start.
       workdir: of the run.
       check: `config.data.check`.
 
     Returns:
-      Notes: what differs if that is allowed, and what could not be compared.
+      Notes: what differs if that is allowed.
 
     Raises:
       UserError: the data differ.
     """
-    notes = []
-    if "data" in stored:
-        found = []
-        if stored["data"] != about["data"]:  # Else no second look at all names.
-            found = fingerprint.differences(stored["data"], source)
-    else:
-        found = [
-            f"{what} were {stored[key]}, now {about[key]}"
-            for key, what in (("examples", "images"), ("class_names", "classes"))
-            if stored[key] != about[key]
-        ]
-        notes.append(
-            f"{workdir} is of an older version, without a fingerprint of its data: only "
-            "the numbers of images and classes are compared"
-        )
+    if stored == data:
+        return []
+    found = fingerprint.differences(stored, source)
     if not found:
-        return notes
+        return []
     changed = f"the training split has changed since {workdir} was begun"
     if check:
         raise UserError(
             f"{changed}: {'; '.join(found)}; restore the data, or go on with them as "
             "they are: --config.data.check=False"
         )
-    return [*notes, f"{changed} (data.check=False): {'; '.join(found)}"]
+    return [f"{changed} (data.check=False): {'; '.join(found)}"]
