@@ -64,7 +64,7 @@ class VisionTransformer(nn.Module):
     """Classifier on the class token with a tanh layer before its head."""
 
     size: Size
-    classes: int
+    num_classes: int
     dtype: jnp.dtype = jnp.bfloat16
 
     @nn.compact
@@ -88,7 +88,7 @@ class VisionTransformer(nn.Module):
         x, _ = blocks(self.size, self.dtype, name="blocks")(x, None)
         x = nn.LayerNorm(dtype=self.dtype)(x)[:, 0]
         x = nn.tanh(nn.Dense(self.size.width, dtype=self.dtype)(x))
-        return nn.Dense(self.classes, dtype=jnp.float32)(x)
+        return nn.Dense(self.num_classes, dtype=jnp.float32)(x)
 
 
 def optimizer(rate: float = 1e-3, decay: float = 0.03) -> optax.GradientTransformation:
@@ -109,7 +109,7 @@ def step(model, tx, state, images, labels):
 
     def loss(params):
         logits = model.apply({"params": params}, images)
-        targets = jax.nn.one_hot(labels, model.classes)
+        targets = jax.nn.one_hot(labels, model.num_classes)
         return optax.sigmoid_binary_cross_entropy(logits, targets).sum(-1).mean()
 
     value, grads = jax.value_and_grad(loss)(params)
@@ -117,12 +117,12 @@ def step(model, tx, state, images, labels):
     return (optax.apply_updates(params, updates), opt_state), value
 
 
-def lower(variant: str, classes: int, batch_size: int, side: int, devices: list):
+def lower(variant: str, num_classes: int, batch_size: int, side: int, devices: list):
     """Lowers a data-parallel training step.
 
     Args:
       variant: a key of SIZES.
-      classes: of the head.
+      num_classes: of the head.
       batch_size: images over all devices.
       side: of the images, in pixels.
       devices: of a topology or of this machine.
@@ -130,7 +130,7 @@ def lower(variant: str, classes: int, batch_size: int, side: int, devices: list)
     Returns:
       The lowered step, the traced one, and the shapes of the state.
     """
-    model = VisionTransformer(SIZES[variant], classes)
+    model = VisionTransformer(SIZES[variant], num_classes)
     tx = optimizer()
     mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -165,13 +165,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--variant", required=True, choices=SIZES)
     parser.add_argument("--topology", required=True)
-    parser.add_argument("--classes", type=int, default=21_843)
+    parser.add_argument("--num_classes", type=int, default=21_843)
     parser.add_argument("--batch_size", type=int, default=4_096)
     parser.add_argument("--side", type=int, default=224)
     flags = parser.parse_args()
     devices = topology.parse(flags.topology).devices()
     lowered, traced, (params, moments) = lower(
-        flags.variant, flags.classes, flags.batch_size, flags.side, devices
+        flags.variant, flags.num_classes, flags.batch_size, flags.side, devices
     )
     began = time.perf_counter()
     compiled = lowered.compile()

@@ -78,7 +78,7 @@ def fill(folder, image, count):
 
 def open_model(variant, side):
     """Returns a network whose attention is neither even nor of single tokens."""
-    options = {"variant": variant, "classes": 1000, "image_size": (side, side)}
+    options = {"variant": variant, "num_classes": 1000, "image_size": (side, side)}
     model = models.create(**options)
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
     preprocess = Preprocess((side, side), interpolation="bicubic", crop_fraction=0.9)

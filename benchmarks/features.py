@@ -58,10 +58,12 @@ def main(args):
     """Prints the comparison."""
     side, batch = args.side, args.batch
     model = models.create(
-        args.variant, classes=0, image_size=(side, side), dtype=args.dtype
+        args.variant, num_classes=0, image_size=(side, side), dtype=args.dtype
     )
     params = jax.jit(model.init)(jax.random.key(0))
-    data = DataConfig(image_size=(side, side), classes=2**31 - 1, threads=args.threads)
+    data = DataConfig(
+        image_size=(side, side), num_classes=2**31 - 1, num_threads=args.threads
+    )
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
     step = forward_passes.make_eval_step(
         model, data, mesh, names=(forward_passes.FEATURES,)

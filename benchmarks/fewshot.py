@@ -1,7 +1,7 @@
 """Time and memory of the closed form of few-shot evaluation on made features.
 
 Run:  PYTHONPATH=. python benchmarks/fewshot.py
-      PYTHONPATH=. python benchmarks/fewshot.py --classes=21843 --features=1280 \
+      PYTHONPATH=. python benchmarks/fewshot.py --num_classes=21843 --features=1280 \
           --shots=1 --strengths=1 --test=1000
 
 Prints the seconds of the processor and of the clock: of solving, of the weights for
@@ -41,7 +41,7 @@ def peak():
 def main(args):
     """Makes features, and takes the time."""
     rng = np.random.default_rng(0)
-    centres = rng.standard_normal((args.classes, args.features), np.float32)
+    centres = rng.standard_normal((args.num_classes, args.features), np.float32)
 
     def made(labels):
         x = rng.standard_normal((len(labels), args.features), np.float32)
@@ -49,12 +49,12 @@ def main(args):
             x[i] += centres[label] / 4
         return x, labels
 
-    train = made(np.repeat(np.arange(args.classes), args.shots))
-    test = made(rng.integers(0, args.classes, args.test))
+    train = made(np.repeat(np.arange(args.num_classes), args.shots))
+    test = made(rng.integers(0, args.num_classes, args.test))
     strengths = 2.0 ** np.arange(args.strengths)[::-1] * 4
     before = peak()
     with Stage("solve"):
-        solution = fewshot.solve(*train, args.classes)
+        solution = fewshot.solve(*train, args.num_classes)
     with Stage(f"weights of {args.strengths} strengths"):
         for l2 in strengths:
             solution.weights(l2)
@@ -68,7 +68,7 @@ def parse():
     """Returns the flags."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     add = parser.add_argument
-    add("--classes", type=int, default=1_000)
+    add("--num_classes", type=int, default=1_000)
     add("--shots", type=int, default=25)
     add("--features", type=int, default=768)
     add("--strengths", type=int, default=10)

@@ -19,8 +19,13 @@ SIZE, SEED = 224, 7
 
 def data_config(folder, ops, batch, workers, **keys):
     """Returns a complete `config.data`."""
-    data = {"name": "folder", "data_dir": folder, "classes": 1, "ops": ops}
-    data |= {"workers": workers, "threads": 2, "prefetch": 2, **keys}
+    data = {
+        "name": "folder",
+        "data_dir": folder,
+        "num_classes": 1,
+        "train_transform": ops,
+    }
+    data |= {"num_workers": workers, "num_threads": 2, "prefetch": 2, **keys}
     raw = {"batch_size": batch, "total_steps": 1, "optim": {"learning_rate": 0.1}}
     return config.complete({**raw, "data": data}).data
 
@@ -41,7 +46,9 @@ def device_stage(moves):
 
 def ours(source, data, batch):
     """Iterates over batches of the product, device operations done on this CPU."""
-    stage = device_stage(parse.parse_train(data.ops, data.image_size).device)
+    stage = device_stage(
+        parse.parse_train(data.train_transform, data.image_size).device
+    )
     with pipeline.train_batches(
         source, data, batch_size=batch, seed=SEED, start=0, stop=10**9 // batch
     ) as stream:

@@ -64,7 +64,7 @@ class Encoder(nn.Module):
 class VisionTransformer(nn.Module):
     """Classifier on the class token; images (B, Y, X, C) to logits (B, classes)."""
 
-    classes: int
+    num_classes: int
     patch: int
     width: int
     depth: int
@@ -81,4 +81,4 @@ class VisionTransformer(nn.Module):
         cls = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         x = jnp.concatenate([jnp.tile(cls, (len(x), 1, 1)), x], axis=1)
         x = Encoder(self.depth, self.heads, self.mlp_dim, name="Transformer")(x)
-        return nn.Dense(self.classes, name="head")(x[:, 0])
+        return nn.Dense(self.num_classes, name="head")(x[:, 0])

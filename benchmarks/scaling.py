@@ -66,14 +66,14 @@ def measure(args, point: Point) -> dict:
     from vit_jax.training import config as configuration
     from vit_jax.training import train_step
 
-    classes = 1000
+    num_classes = 1000
     raw = {
         "total_steps": 1_000_000,
         "batch_size": point.batch,
         "data": {
             "name": "synthetic",
-            "classes": classes,
-            "examples": 1_000_000,
+            "num_classes": num_classes,
+            "num_examples": 1_000_000,
             "image_size": (point.side, point.side),
         },
         "model": {"variant": args.variant, "depth": point.depth, "dtype": args.dtype},
@@ -89,7 +89,7 @@ def measure(args, point: Point) -> dict:
     shape = (point.batch, point.side, point.side, 3)
     batch = {
         "image": rng.integers(0, 256, shape, dtype=np.uint8),
-        "label": rng.integers(0, classes, point.batch, dtype=np.int32),
+        "label": rng.integers(0, num_classes, point.batch, dtype=np.int32),
         "index": np.arange(point.batch, dtype=np.uint32),
     }
     batch, state, seconds = meshes.to_devices(batch, mesh), program.initial_state(), []

@@ -26,10 +26,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PHASES = ("import", "devices", "data", "trace", "init", "compile", "first step")
 MADE = (
     "--config.data.name=synthetic",
-    "--config.data.examples=200",
+    "--config.data.num_examples=200",
     "--config.evals={}",
 )
-SMALL = (*MADE, "--config.data.classes=1000", "--config.model.head_bias=0.0")
+SMALL = (*MADE, "--config.data.num_classes=1000", "--config.model.head_bias=0.0")
 CASES = {
     "digits": ("configs/digits.py",),
     "flowers": ("configs/flowers.py", *MADE, "--config.batch_size=8"),

@@ -204,7 +204,7 @@ def on_gpu(args):
         for what in ("forward", "step"):
             model = models.create(
                 variant,
-                classes=step_contenders.CLASSES,
+                num_classes=step_contenders.CLASSES,
                 image_size=(args.side, args.side),
             )
             ideal = metric_logger.ideal_seconds(model, device)

@@ -186,7 +186,7 @@ class Ours(_OfJax):
     def __init__(
         self, variant, images, labels, *, dtype, optimizer, params=None, **options
     ):
-        data = {"name": "synthetic", "classes": CLASSES, "examples": 1_000_000}
+        data = {"name": "synthetic", "num_classes": CLASSES, "num_examples": 1_000_000}
         raw = {
             "total_steps": 1_000_000,
             "batch_size": len(images),

@@ -18,10 +18,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c = ConfigDict()
     c.seed, c.epochs, c.batch_size = 0, 300, 4096
 
-    c.data = dict(name="imagenet2012", split="train", classes=1_000)
-    c.data.examples = 1_281_167  # Of train, from the TFDS catalogue.
-    c.data.ops = "inception_crop | flip"
-    c.data.eval_ops = "resize_small(256) | central_crop"
+    c.data = dict(name="imagenet2012", split="train", num_classes=1_000)
+    c.data.num_examples = 1_281_167  # Of train, from the TFDS catalogue.
+    c.data.train_transform = "inception_crop | flip"
+    c.data.eval_transform = "resize_small(256) | central_crop"
     c.evals = dict(val="validation")
 
     c.model = dict(variant="B/16", head="token", representation=True, dropout=0.1)

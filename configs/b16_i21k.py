@@ -21,9 +21,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c = ConfigDict()
     c.seed, c.epochs, c.batch_size = 0, 90, 4096
 
-    c.data = dict(name="imagenet21k", split="full[51200:]", classes=21_843)
-    c.data.ops = "inception_crop | flip"
-    c.data.eval_ops = "resize_small(256) | central_crop"
+    c.data = dict(name="imagenet21k", split="full[51200:]", num_classes=21_843)
+    c.data.train_transform = "inception_crop | flip"
+    c.data.eval_transform = "resize_small(256) | central_crop"
     c.evals = dict(val="full[25600:51200]")
 
     c.model = dict(variant="B/16", head="token", representation=True, dropout=0.1)

@@ -38,19 +38,19 @@ ARGUMENTS = dict(
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    classes, images, small, test = DATASETS[arg.dataset]
+    num_classes, images, small, test = DATASETS[arg.dataset]
     warmup, *drops, end = SCHEDULES[min(n for n in SCHEDULES if images < n)]
     resized, size = (160, 128) if small else (512, 480)
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 0, end, 512
-    c.init, c.init_head = "?", "replace"
+    c.init = "?"
 
-    c.data = dict(name=arg.dataset, split="train", classes=classes)
+    c.data = dict(name=arg.dataset, split="train", num_classes=num_classes)
     c.evals = dict(test=test)
     c.data.image_size = (size, size)
-    c.data.ops = f"resize({resized}) | random_crop | flip"
-    c.data.ops += "" if images < 20_000 else " | mixup(0.1)"
-    c.data.eval_ops = "resize"
+    c.data.train_transform = f"resize({resized}) | random_crop | flip"
+    c.data.train_transform += "" if images < 20_000 else " | mixup(0.1)"
+    c.data.eval_transform = "resize"
 
     c.model = dict(variant=arg.model, dtype="bfloat16")
     c.task = dict(loss="softmax")

@@ -27,9 +27,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.name = "cifar10"
     c.seed, c.epochs, c.batch_size = 0, epochs, 128
 
-    c.data = dict(name="cifar10", split="train", classes=10, examples=50_000)
+    c.data = dict(name="cifar10", split="train", num_classes=10, num_examples=50_000)
     c.data.image_size = (32, 32)
-    c.data.ops = "flip | pad_crop(4)" + (" | mixup(0.8)" if arg.mixup else "")
+    c.data.train_transform = "flip | pad_crop(4)" + (
+        " | mixup(0.8)" if arg.mixup else ""
+    )
     c.model = dict(variant="Ti/4", depth=depth, width=width, heads=heads)
     c.model.update(mlp_dim=mlp_dim, head="gap", stochastic_depth=drop)
     c.optim = dict(

@@ -18,10 +18,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.name = "digits"
     c.seed, c.epochs, c.batch_size = 0, 150, 64
 
-    c.data = dict(name="digits", split="train", classes=10, examples=1_442)
+    c.data = dict(name="digits", split="train", num_classes=10, num_examples=1_442)
     c.data.image_size, c.data.channels = (8, 8), 1
     # 1,442 images are few: without these the test accuracy stops near 94 %.
-    c.data.ops = "affine(shift=0.1, rotate=10, scale=(0.9, 1.1))"
+    c.data.train_transform = "affine(shift=0.1, rotate=10, scale=(0.9, 1.1))"
     c.model = dict(variant="Ti/2", width=48, depth=4, heads=3, mlp_dim=96)
     c.model.representation = True
     c.optim = dict(name="adam", learning_rate=2e-3, schedule="cosine", warmup_epochs=5)

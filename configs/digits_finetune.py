@@ -22,8 +22,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.init = "?"  # To be stated: the workdir of configs/digits.py.
 
     c.data.image_size = (16, 16)
-    c.data.ops = f"resize | {c.data.ops}"
-    c.data.eval_ops = "resize"
+    c.data.train_transform = f"resize | {c.data.train_transform}"
+    c.data.eval_transform = "resize"
     c.model.representation = False  # The whole pretraining head is replaced.
     c.optim = dict(
         name="sgd",

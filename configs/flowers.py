@@ -2,7 +2,7 @@
 
 Data:   DIR/train/<class>/... and DIR/val/<class>/... (or test/): JPEG, PNG, WebP, ...;
         the classes are the sorted folder names. For another folder than tf_flowers set
-        --config.data.classes to the number of yours.
+        --config.data.num_classes to the number of yours.
 Run:    python -m vit_jax.train --config=configs/flowers.py \
             --config.data.data_dir=DIR --workdir=runs/flowers
 Result: 71.7 % top-1 on 736 photographs of tf_flowers, minutes on 2 CPU cores
@@ -21,10 +21,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.name = "flowers"
     c.seed, c.epochs, c.batch_size = 0, 30, 64
 
-    c.data = dict(name="folder", data_dir="", split="train", classes=5)
+    c.data = dict(name="folder", data_dir="", split="train", num_classes=5)
     c.data.image_size = (64, 64)
-    c.data.ops = "inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)"
-    c.data.eval_ops = "resize_small(72) | central_crop"
+    c.data.train_transform = "inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)"
+    c.data.eval_transform = "resize_small(72) | central_crop"
     c.model = dict(variant="Ti/8", width=96, depth=6, heads=3, mlp_dim=192, head="gap")
     c.optim = dict(name="adam", learning_rate=1e-3, schedule="cosine", warmup_epochs=3)
     c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0

@@ -20,12 +20,12 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
     c.seed, c.epochs, c.batch_size = 0, 3, 64
-    c.init, c.init_head = "deit:Ti/16", "replace"
+    c.init = "deit:Ti/16"
 
-    c.data = dict(name="folder", data_dir="", split="train", classes=5)
+    c.data = dict(name="folder", data_dir="", split="train", num_classes=5)
     c.data.image_size = (224, 224)
-    c.data.ops = "inception_crop(area=(0.3, 1.0)) | flip"
-    c.data.eval_ops = "resize_small(256) | central_crop"
+    c.data.train_transform = "inception_crop(area=(0.3, 1.0)) | flip"
+    c.data.eval_transform = "resize_small(256) | central_crop"
     c.data.mean = (0.485, 0.456, 0.406)
     c.data.std = (0.229, 0.224, 0.225)
 

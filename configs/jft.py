@@ -1,7 +1,7 @@
 """ViTs, hybrids and ResNets on JFT-300M or a set like it (arXiv:2010.11929, table 3).
 
 Run:    python -m vit_jax.train --config=configs/jft.py:model=L/16 --workdir=gs://... \\
-            --config.data.name=YOURS --config.data.classes=...
+            --config.data.name=YOURS --config.data.num_classes=...
 Try:    the same with --config=configs/jft.py:model=L/16,quick (3 steps, any machine)
 Result: not run by us; the paper's results are those after transfer (its table 6)
 
@@ -50,6 +50,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
         for key in ("head", "representation", "dropout", "scan"):
             del c.model[key]
     # 18 291 classes: arXiv:1707.02968.
-    c.data.update(name="jft300m", split="train", classes=18_291)
+    c.data.update(name="jft300m", split="train", num_classes=18_291)
     c.evals = dict(val="validation")
     return quick(c) if arg.quick else c

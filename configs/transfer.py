@@ -40,20 +40,20 @@ ARGUMENTS = dict(
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    steps, held_out, classes, test = DATASETS[arg.dataset]
+    steps, held_out, num_classes, test = DATASETS[arg.dataset]
     size = arg.resolution or (518 if arg.model == "H/14" else 384)
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 0, steps, 512
-    c.init, c.init_head = "?", "replace"
+    c.init = "?"
 
-    c.data = dict(name=arg.dataset, split="train", classes=classes)
+    c.data = dict(name=arg.dataset, split="train", num_classes=num_classes)
     c.evals = dict(test=test)
     if arg.dev:
         c.data.split = f"train[:{100 - held_out}%]"
         c.evals = dict(dev=f"train[{100 - held_out}%:]")
     c.data.image_size = (size, size)
-    c.data.ops = f"resize({round(size * 448 / 384)}) | random_crop | flip"
-    c.data.eval_ops = "resize"
+    c.data.train_transform = f"resize({round(size * 448 / 384)}) | random_crop | flip"
+    c.data.eval_transform = "resize"
 
     c.model = dict(variant=arg.model, head="token", representation=False, dropout=0.0)
     c.model.dtype = "bfloat16"

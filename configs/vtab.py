@@ -32,12 +32,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
     size = arg.resolution or (518 if arg.model == "H/14" else 384)
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 0, recipe.steps, 512
-    c.init, c.init_head = "?", "replace"
+    c.init = "?"
 
-    c.data = dict(name=recipe.dataset, split=recipe.train, classes=recipe.classes)
+    c.data = dict(
+        name=recipe.dataset, split=recipe.train, num_classes=recipe.num_classes
+    )
     c.evals = dict(test=recipe.test)
     c.data.image_size = (size, size)
-    c.data.ops, c.data.eval_ops = recipe.ops((size, size)), "resize"
+    c.data.train_transform, c.data.eval_transform = recipe.ops((size, size)), "resize"
 
     c.model = dict(variant=arg.model, head="token", representation=False, dropout=0.0)
     c.model.dtype = "bfloat16"

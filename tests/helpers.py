@@ -12,8 +12,8 @@ def tiny_config(**sections):
         "batch_size": 8,
         "data": {
             "name": "synthetic",
-            "classes": 5,
-            "examples": 20,
+            "num_classes": 5,
+            "num_examples": 20,
             "image_size": (8, 12),
             "channels": 3,
         },

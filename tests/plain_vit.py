@@ -9,9 +9,11 @@ from vit_jax import models
 TWO_HEADS = tuple(enumerate(("head", "head_dist")))  # Of DeiT, each on its own token.
 
 
-def drawn(variant="B/4", *, scale, classes=5, **options):
+def drawn(variant="B/4", *, scale, num_classes=5, **options):
     """Returns a model, parameters that all show, and two images of 8 x 12."""
-    model = models.create(variant, classes=classes, image_size=(8, 12), **options)
+    model = models.create(
+        variant, num_classes=num_classes, image_size=(8, 12), **options
+    )
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(3)

@@ -55,7 +55,13 @@ def place(tmp_path_factory):
 def weights(path, names):
     """Writes a network for 8x12 pixels as a file of this project."""
     model = models.create(
-        "Ti/4", classes=5, image_size=(8, 12), width=12, depth=1, heads=3, mlp_dim=20
+        "Ti/4",
+        num_classes=5,
+        image_size=(8, 12),
+        width=12,
+        depth=1,
+        heads=3,
+        mlp_dim=20,
     )
     params = jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, np.float32),
@@ -172,7 +178,7 @@ def test_variant_of_an_impossible_size_is_refused(refused, variant):
         ("total_steps=2147483648", "must be below 2**31"),
         ("log_every_steps=9223372036854775808", "must be below 2**63"),
         ("data.image_size=(1000000,1000000)", "more than 100,000,000 pixels"),
-        ("data.threads=100000", "must be at most 1024"),
+        ("data.num_threads=100000", "must be at most 1024"),
         ("stall_timeout=1e300", "must be below 2**31"),
         ("data.name=os:system", "runs the code of that module, which raised TypeError"),
         (
@@ -213,7 +219,7 @@ def test_cost_of_a_deep_network_is_told_from_shallow_ones(variant, options):
     def create(**options):
         return models.create(variant, image_size=(32, 48), **options)
 
-    options = options | {"classes": 7}
+    options = options | {"num_classes": 7}
     model = create(**options)
     found = cost.at_any_depth(create, options)
     assert found == (cost.parameters(model), cost.macs_per_image(model))
@@ -325,7 +331,7 @@ def test_passwords_are_in_no_config_that_is_written():
     config = configuration.load(QUICK.removeprefix("--config="), {"init": URL})
     text = json.dumps(fields.to_json(config))
     assert [s for s in SECRETS if s in text] == []
-    assert config.init == URL  # It is still to be fetched.
+    assert config.init.checkpoint == URL  # It is still to be fetched.
 
 
 # Images.

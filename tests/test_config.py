@@ -18,7 +18,7 @@ from vit_jax.training.schedules import RunLength
 
 def stated(**sections):
     """Returns the least that a recipe states, with sections updated."""
-    raw = {"batch_size": 8, "data": {"classes": 3}, "optim": {"learning_rate": 0.1}}
+    raw = {"batch_size": 8, "data": {"num_classes": 3}, "optim": {"learning_rate": 0.1}}
     for name, value in sections.items():
         merge = isinstance(value, dict) and name in raw
         raw[name] = raw[name] | value if merge else value
@@ -38,7 +38,7 @@ def recipe(tmp_path):
             def get_config(arg=None):
                 c = ConfigDict()
                 c.batch_size, c.epochs = 8, 2
-                c.data = dict(name="synthetic", classes=3)
+                c.data = dict(name="synthetic", num_classes=3)
                 c.optim = dict(name="sgd", learning_rate=0.1)
                 c.evals = dict(val="test")
                 if arg:
@@ -51,7 +51,7 @@ def recipe(tmp_path):
 
 
 def test_text_for_a_tuple_of_numbers_is_refused():
-    data = {"name": "synthetic", "classes": 3, "mean": "a=b"}
+    data = {"name": "synthetic", "num_classes": 3, "mean": "a=b"}
     raw = {"batch_size": 8, "optim": {"learning_rate": 0.1}, "data": data}
     with pytest.raises(UserError, match=r"data\.mean\[0\]='a=b' is str, but it takes"):
         config.complete(raw)
@@ -139,6 +139,16 @@ def test_key_of_another_choice_is_refused(optim, message):
         ("slow_step", "slow_step_factor"),
         ("profile", "profile_steps"),
         ("compilation_cache", "compilation_cache_dir"),
+        ("data.ops", "data.train_transform"),
+        ("data.eval_ops", "data.eval_transform"),
+        ("data.classes", "data.num_classes"),
+        ("data.examples", "data.num_examples"),
+        ("data.workers", "data.num_workers"),
+        ("data.threads", "data.num_threads"),
+        ("init_average", "init.use_ema"),
+        ("init_head", "init.head"),
+        ("init_posemb", "init.posemb_resize"),
+        ("init_allow", "init.allow_mismatch"),
     ],
 )
 def test_a_key_of_before_is_refused_with_what_it_is_now(before, now):
@@ -147,6 +157,23 @@ def test_a_key_of_before_is_refused_with_what_it_is_now(before, now):
     with pytest.raises(UserError) as caught:
         config.complete(stated(**raw))
     assert str(caught.value).endswith(f"the nearest known key is {now}")
+
+
+@pytest.mark.parametrize(
+    ("init", "overrides", "found"),
+    [
+        ("a", {}, ("a", "new")),
+        ({"checkpoint": "a", "head": "keep"}, {"init": "b"}, ("b", "keep")),
+        ("a", {"init.head": "keep"}, ("a", "keep")),
+        ("a", {"init.head": "keep", "init": "b"}, ("b", "keep")),
+        ("", {"init": {"checkpoint": "b"}}, ("b", "new")),
+    ],
+)
+def test_a_text_for_init_is_its_checkpoint(init, overrides, found):
+    raw = stated(init=init)
+    loading.override(config.TrainConfig, raw, overrides)
+    done = config.complete(raw).init
+    assert (done.checkpoint, done.head) == found
 
 
 def test_choice_brings_its_keys():
@@ -160,7 +187,7 @@ def test_choice_brings_its_keys():
     [
         (stated(optim={"name": "adm"}), "optim.name='adm' is not one of adam, sgd"),
         (stated(optim={"name": ["sgd"]}), r"optim.name=\['sgd'\] is not one of"),
-        (stated(init_head="new"), "init_head='new' is not one of replace, keep, drop"),
+        (stated(init={"head": "a"}), "init.head='a' is not one of new, keep, drop"),
         (stated(seed="1"), r"seed='1' is str, but it takes int \(as 0\)"),
         (stated(seed=1.0), "seed=1.0 is float, but it takes int"),
         (stated(seed=True), "seed=True is bool, but it takes int"),
@@ -172,7 +199,7 @@ def test_choice_brings_its_keys():
         (stated(evals={"val": 3}), "evals.val=3 is a section, .* as evals.val.kind"),
         (stated(optim=3), "optim=3 is a section, .* as optim.name"),
         (stated(evals="test"), "evals='test' is a section, .* as evals.name"),
-        (stated(data={"classes": 0}), "data.classes=0 must be at least 1"),
+        (stated(data={"num_classes": 0}), "data.num_classes=0 must be at least 1"),
         (
             stated(profile_steps=(15, 10)),
             r"profile_steps=\(15, 10\) is not \(first step, last",

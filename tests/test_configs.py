@@ -58,14 +58,14 @@ def test_recipe_builds_with_every_argument(stem):
     for chosen in arguments(stem):
         c = config.load(spec(stem, **chosen))
         assert fields.differences(c, config.complete(c)) == [], chosen
-        assert c.data.name and c.data.ops is not None and c.evals, chosen
+        assert c.data.name and c.data.train_transform is not None and c.evals, chosen
         assert bool(c.total_steps) != bool(c.epochs), chosen
         # Refuses a size that is no multiple of the patch, and numbers that do not fit.
         models.create(
-            **fields.to_dict(c.model), classes=3, image_size=c.data.image_size
+            **fields.to_dict(c.model), num_classes=3, image_size=c.data.image_size
         )
         if chosen.get("quick"):
-            assert (c.total_steps, c.data.name, c.init) == (3, "synthetic", ""), chosen
+            assert (c.total_steps, c.data.name, c.init.checkpoint) == (3, "synthetic", ""), chosen
 
 
 @pytest.mark.parametrize("stem", RECIPES)
@@ -145,7 +145,7 @@ def test_imagenet_recipes_are_the_row_of_table_3(variant):
     c = config.load(spec(variant.replace("/", "").lower() + "_i1k"))
     assert of_table3(c) == table3("ViT-*", "ImageNet")
     assert (c.model.variant, c.optim.grad_clip_norm) == (variant, 1.0)
-    assert c.num_steps(c.data.examples) == round(300 * 1_281_167 / 4096)
+    assert c.num_steps(c.data.num_examples) == round(300 * 1_281_167 / 4096)
 
 
 @pytest.mark.parametrize(
@@ -353,5 +353,7 @@ def test_bit_hyperrule_is_the_protocol(dataset):
     )
     resized, size = (160, 128) if dataset.startswith("cifar") else (512, 480)
     assert c.data.image_size == (size, size)
-    assert c.data.ops.startswith(f"resize({resized}) | random_crop | flip")
-    assert ("mixup(0.1)" in c.data.ops) == (not dataset.startswith("oxford"))
+    assert c.data.train_transform.startswith(f"resize({resized}) | random_crop | flip")
+    assert ("mixup(0.1)" in c.data.train_transform) == (
+        not dataset.startswith("oxford")
+    )

@@ -26,7 +26,7 @@ from vit_jax.weights.hub import push
 ROOT = pathlib.Path(__file__).parents[1]
 OPTIONS = {
     "variant": "Ti/4",
-    "classes": 5,
+    "num_classes": 5,
     "image_size": (12, 12),
     "width": 12,
     "depth": 2,
@@ -117,8 +117,8 @@ def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
         "batch_size": 8,
         "data": {
             "name": "synthetic",
-            "examples": 16,
-            "classes": 5,
+            "num_examples": 16,
+            "num_classes": 5,
             "image_size": (12, 12),
         },
         "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 9},
@@ -172,7 +172,7 @@ def test_what_is_assumed_about_images_is_told(tmp_path, source, capsys):
 
 
 def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
-    pretrained = made(classes=4)
+    pretrained = made(num_classes=4)
     _, notes = export.export(pretrained, "hf", tmp_path / "out")
     assert notes == ["class names: 5 for 4 classes, so left out"]
     labels = json.loads((tmp_path / "out" / "config.json").read_text())["id2label"]
@@ -353,7 +353,7 @@ def test_googles_format_takes_what_its_code_has(tmp_path, options, notes):
 
 
 def test_a_resnet_has_the_shapes_of_big_vision(tmp_path):
-    model = models.create("R50x1", classes=3, blocks=(1, 1), stem_width=32)
+    model = models.create("R50x1", num_classes=3, blocks=(1, 1), stem_width=32)
     pretrained = filled(model)
     export.export(pretrained, "google", tmp_path / "a.npz")
     flat = np.load(tmp_path / "a.npz")

@@ -143,13 +143,13 @@ def test_the_held_out_share_is_that_of_table_4():
 def test_the_entries_agree_with_the_recipes():
     from configs import bit_hyperrule, jft, transfer
 
-    for name, (classes, images, _, test) in bit_hyperrule.DATASETS.items():
+    for name, (num_classes, images, _, test) in bit_hyperrule.DATASETS.items():
         entry = catalogue.ENTRIES[name]
-        assert (entry.classes, entry.images) == (classes, images)
+        assert (entry.num_classes, entry.images) == (num_classes, images)
         assert entry.splits["test"] == test
-    for name, (_, percent, classes, test) in transfer.DATASETS.items():
+    for name, (_, percent, num_classes, test) in transfer.DATASETS.items():
         entry = catalogue.ENTRIES[name]
-        assert (entry.classes, entry.splits["test"]) == (classes, test)
+        assert (entry.num_classes, entry.splits["test"]) == (num_classes, test)
         assert entry.splits["dev"] == f"train[{100 - percent}%:]"
     assert jft.get_config().data.name in catalogue.ENTRIES
 

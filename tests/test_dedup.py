@@ -137,8 +137,12 @@ def count(place, split):
 
 
 def recipe(place, exclude):
-    data = {"name": "folder", "data_dir": str(place), "classes": 2}
-    data |= {"image_size": (8, 12), "ops": "resize", "eval_ops": "resize"}
+    data = {"name": "folder", "data_dir": str(place), "num_classes": 2}
+    data |= {
+        "image_size": (8, 12),
+        "train_transform": "resize",
+        "eval_transform": "resize",
+    }
     return config.complete(
         {
             "total_steps": 2,

@@ -21,13 +21,13 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 1_000_000, 12
-    c.data = dict(name="synthetic", classes=5, examples=3000, image_size=(8, 12), workers=2)
-    c.data.ops = "random_crop | flip"
+    c.data = dict(name="synthetic", num_classes=5, num_examples=3000, image_size=(8, 12), num_workers=2)
+    c.data.train_transform = "random_crop | flip"
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     c.log_every_steps = 10
     if arg == "stuck":
-        c.data.update(name="stuck:Stuck", workers=0)
+        c.data.update(name="stuck:Stuck", num_workers=0)
     return c
 """
 STUCK = """
@@ -175,7 +175,7 @@ def test_killed_runs_leave_no_process_and_no_shared_memory(train, tmp_path):
     assert (code, len(said.splitlines())) == (75, 1), said
     assert re.match(
         r"a loader process was killed by SIGKILL, as when the machine runs out of "
-        rf"memory: step \d+ of 1000000 is saved in {tmp_path}/run; lower data.workers "
+        rf"memory: step \d+ of 1000000 is saved in {tmp_path}/run; lower data.num_workers "
         r"\(now 2\) or data.prefetch \(now 8\); the same command goes on from there\n",
         said,
     )
@@ -229,7 +229,7 @@ def test_all_hosts_save_and_end_when_one_loses_a_loader_or_all_get_ctrl_c(train)
         last = said.splitlines()[-1]
         assert re.match(
             r"a loader process was killed by SIGKILL, .* memory: step \d+ of 1000000 is "
-            r"saved in .*; lower data.workers \(now 2\)",
+            r"saved in .*; lower data.num_workers \(now 2\)",
             last,
         )
         assert eventually(lambda run=run: not family(run)), family(run)

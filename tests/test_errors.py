@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.name, c.seed, c.total_steps, c.batch_size = "tiny", 3, 6, 8
-    c.data = dict(name="synthetic", classes=5, image_size=(8, 12))
+    c.data = dict(name="synthetic", num_classes=5, image_size=(8, 12))
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=1_000)
     c.optim = dict(learning_rate=0.01)
     c.evals = dict(val="val")
@@ -239,12 +239,12 @@ def test_debug_gives_the_traceback_as_well(start):
             id="width that the heads do not divide",
         ),
         pytest.param(
-            ["--config.data.ops=fliip"],
-            ["data.ops='fliip'", "unknown operation 'fliip'", "flip,"],
+            ["--config.data.train_transform=fliip"],
+            ["data.train_transform='fliip'", "unknown operation 'fliip'", "flip,"],
             id="unknown transform",
         ),
         pytest.param(
-            ["--config.data.ops=random_crop(8 | flip"],
+            ["--config.data.train_transform=random_crop(8 | flip"],
             ["cannot read 'random_crop(8'", "'inception_crop(224) | flip'"],
             id="transform that cannot be read",
         ),
@@ -273,7 +273,11 @@ def test_debug_gives_the_traceback_as_well(start):
         ),
         pytest.param(
             ["--config.data.name=digits", "--config.evals.val=test"],
-            ["data.classes=5", "digits has 10 classes", "--config.data.classes=10"],
+            [
+                "data.num_classes=5",
+                "digits has 10 classes",
+                "--config.data.num_classes=10",
+            ],
             id="number of classes that is not that of the data set",
         ),
         pytest.param(
@@ -439,7 +443,7 @@ def test_tfds_set_tells_what_it_has_instead_of_a(
 def test_label_out_of_range_is_named_with_its_record(refused, prepared, tmp_path):
     line = refused(*prepared, f"--workdir={tmp_path / 'run'}")
     assert re.search(r"labelled_set train record \d+ has label [567], but", line)
-    says(line, "data.classes=5", "0 to 4", "--config.data.classes")
+    says(line, "data.num_classes=5", "0 to 4", "--config.data.num_classes")
 
 
 # Workdirs and checkpoints.
@@ -523,7 +527,7 @@ def test_init_of_another_shape_is_refused_with_both_shapes(refused, finished, tm
     line = refused(
         f"--workdir={tmp_path}",
         f"--config.init={finished}",
-        "--config.init_head=keep",
+        "--config.init.head=keep",
         "--config.model.width=24",
     )
     says(line, "does not fit the model", "Transformer/encoder_norm/bias is (12,)", "24")
@@ -649,7 +653,7 @@ def test_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(
     ("words", "part"),
     [
         pytest.param(
-            ["--config.data.image_size=(704,1056)", "--config.data.examples=2"],
+            ["--config.data.image_size=(704,1056)", "--config.data.num_examples=2"],
             "now 8",
             id="device",
         ),

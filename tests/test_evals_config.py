@@ -23,7 +23,7 @@ RECIPES = sorted(
 
 
 def complete(**given):
-    raw = {"batch_size": 8, "data": {"classes": 3}, "optim": {"learning_rate": 0.1}}
+    raw = {"batch_size": 8, "data": {"num_classes": 3}, "optim": {"learning_rate": 0.1}}
     return config.complete(raw | {"evals": given})
 
 
@@ -127,7 +127,10 @@ def test_keys_of_an_evaluation_are_set_from_the_command_line(recipe):
         ("c.evals = {}", "names no evaluation"),
         ("c.seed = 3; c.evals = dict(v='val')", "key seed is not read where weights"),
         ("c.model = dict(variant='B/16')", "key model is not read where weights"),
-        ("c.data = dict(ops='flip')", "key data.ops is not read .* here are name,"),
+        (
+            "c.data = dict(train_transform='flip')",
+            "key data.train_transform is not read .* here are name,",
+        ),
         ("c.data = 3; c.evals = dict(v='v')", "data=3 is a section"),
     ],
 )

@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ("ant", "bee", "cat")
 OPTIONS = {
     "variant": "Ti/8",
-    "classes": 3,
+    "num_classes": 3,
     "image_size": (16, 24),
     "width": 12,
     "depth": 1,
@@ -365,7 +365,7 @@ def test_hosts_with_other_weights_or_data_are_refused(place, tmp_path, kind):
         ("--resolution=16", "preprocess", "image_size"),
         ("--crop=squash", "preprocess", "squash"),
         ("--mean=0.1,0.2,0.3", "preprocess", "mean"),
-        ("--config.data.workers=1", "", ""),
+        ("--config.data.num_workers=1", "", ""),
     ],
 )
 def test_what_hosts_compare_is_what_decides_the_scores(
@@ -439,8 +439,12 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
 ):
     # Of photographs of 29 rows and 41 to 81 columns, whose margins are even and odd.
     model = {k: OPTIONS[k] for k in ("variant", "width", "depth", "heads", "mlp_dim")}
-    data = {"name": "folder", "data_dir": str(place / "photos"), "classes": 3}
-    data |= {"image_size": size, "ops": "inception_crop", "eval_ops": ops}
+    data = {"name": "folder", "data_dir": str(place / "photos"), "num_classes": 3}
+    data |= {
+        "image_size": size,
+        "train_transform": "inception_crop",
+        "eval_transform": ops,
+    }
     sizes = {"total_steps": 3, "batch_size": 8, "optim": {"learning_rate": 1e-2}}
     more = {"ema": {"decay": 0.5}, "evals": {"val": "val"}, "data": data}
     loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)

@@ -32,7 +32,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explore")
     options = {
         "variant": "Ti/8",
-        "classes": 3,
+        "num_classes": 3,
         "image_size": (16, 24),
         "width": 12,
         "depth": 2,

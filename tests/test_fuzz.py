@@ -172,7 +172,13 @@ def make_images(folder):
 
 def make_weights(path):
     model = models.create(
-        "Ti/4", classes=5, image_size=(8, 12), width=12, depth=1, heads=3, mlp_dim=20
+        "Ti/4",
+        num_classes=5,
+        image_size=(8, 12),
+        width=12,
+        depth=1,
+        heads=3,
+        mlp_dim=20,
     )
     params = jax.tree.map(
         lambda leaf: np.full(leaf.shape, 0.1, np.float32),

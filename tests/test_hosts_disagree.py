@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 8, 12
-    c.data = dict(name="folder", classes=2, image_size=(12, 12), eval_ops="resize")
-    c.data.ops = "resize"
+    c.data = dict(name="folder", num_classes=2, image_size=(12, 12), eval_transform="resize")
+    c.data.train_transform = "resize"
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     return c
@@ -65,7 +65,7 @@ def assert_names_both(lines, processes):
 def test_another_config_is_named_by_its_keys_before_anything_is_compiled(job):
     # How fast a host reads is its own matter.
     own = (
-        "--config.data.workers=1",
+        "--config.data.num_workers=1",
         "--config.mesh.fsdp=2",
         "--config.optim.learning_rate=0.2",
     )
@@ -83,7 +83,7 @@ def test_other_images_and_other_weights_are_named(job, tmp_path):
     data = config.data
     model = models.create(
         **fields.to_dict(config.model),
-        classes=2,
+        num_classes=2,
         image_size=data.image_size,
         channels=3,
     )
@@ -92,7 +92,7 @@ def test_other_images_and_other_weights_are_named(job, tmp_path):
     for host in range(2):
         rng, path = np.random.default_rng(host), tmp_path / f"{host}.npz"
         np.savez(path, **{k: rng.normal(size=x.shape) for k, x in shapes.items()})
-        words.append([f"--config.init={path}", "--config.init_head=keep"])
+        words.append([f"--config.init={path}", "--config.init.head=keep"])
     lines, processes = job(*words)
     assert_names_both(lines, processes)
     assert all("the hosts differ in weights: sha256 is " in line for line in lines)
@@ -113,13 +113,16 @@ def test_what_is_compared_is_what_decides_the_program(tmp_path, monkeypatch):
     resume_check.check_hosts(config)
     keys = set(seen["config"])
     assert {"mesh.fsdp", "model.scan", "eval_every_steps", "debug_nans"} <= keys
-    assert not {"init", "data.data_dir", "data.workers", "compilation_cache_dir"} & keys
+    assert (
+        not {"init.checkpoint", "data.data_dir", "data.num_workers", "compilation_cache_dir"}
+        & keys
+    )
     assert seen["devices"] == {"count": 8, "kind": "cpu"}
     assert seen["code"]["jax"] == jax.__version__
     own = {
         "data.data_dir": "/elsewhere",
         "local_checkpoint.dir": "/d",
-        "data.threads": 9,
+        "data.num_threads": 9,
     }
     before = dict(seen)
     resume_check.check_hosts(configuration.load(str(tmp_path / "pair.py"), own))

@@ -29,8 +29,8 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = {SEED}, {STEPS}, {BATCH}
-    c.data = dict(name="folder", data_dir="pictures", classes=2, image_size=(8, 12))
-    c.data.ops, c.data.eval_ops, c.data.prefetch = "inception_crop", "resize", 2
+    c.data = dict(name="folder", data_dir="pictures", num_classes=2, image_size=(8, 12))
+    c.data.train_transform, c.data.eval_transform, c.data.prefetch = "inception_crop", "resize", 2
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     c.evals = dict(val="val")
@@ -195,7 +195,7 @@ def children(process):
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="looks at /proc")
 def test_a_loader_process_that_is_killed_saves_and_ends_all_and_leaves_no_other(job):
-    processes = job("--config.data.workers=2")
+    processes = job("--config.data.num_workers=2")
     wait_for(processes, "step 5/")
     workers = [children(process) for process in processes]
     assert [len(pids) for pids in workers] == [2, 2]

@@ -29,7 +29,7 @@ SHARED = ROOT.parent / "shared"
 NAMES = ("apple", "Bär", "a cat, or two", "dog", "eel")
 OPTIONS = {
     "variant": "Ti/8",
-    "classes": 5,
+    "num_classes": 5,
     "image_size": (16, 24),
     "width": 12,
     "depth": 1,
@@ -433,8 +433,8 @@ def test_a_model_of_one_channel_sees_grey(place, run, pretrained, tmp_path):
 def test_models_without_a_classifier_or_with_broken_weights_are_refused(
     place, pretrained
 ):
-    headless = replaced(pretrained, options=OPTIONS | {"classes": 0})
-    with pytest.raises(UserError, match=r"tiny has no classifier \(classes=0\)"):
+    headless = replaced(pretrained, options=OPTIONS | {"num_classes": 0})
+    with pytest.raises(UserError, match=r"tiny has no classifier \(num_classes=0\)"):
         prediction.Classifier(headless)
     tokens = replaced(pretrained, options=OPTIONS | {"head": "none"})
     with pytest.raises(UserError, match=r"tiny classifies every token .*\(head=none\)"):
@@ -458,7 +458,7 @@ def test_a_sigmoid_run_gives_every_class_its_own_probability(
         {
             "total_steps": 2,
             "batch_size": 8,
-            "data": {"name": "synthetic", "classes": 3, "image_size": (8, 12)},
+            "data": {"name": "synthetic", "num_classes": 3, "image_size": (8, 12)},
             "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3}
             | {"mlp_dim": 17, "head_bias": -2.0},
             "task": {"loss": "sigmoid"},

@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 6, 10
-    c.data = dict(name="digits", classes=10, image_size=(8, 8), channels=1)
-    c.data.ops = "affine(shift=0.1, rotate=10) | mixup(0.5)"
+    c.data = dict(name="digits", num_classes=10, image_size=(8, 8), channels=1)
+    c.data.train_transform = "affine(shift=0.1, rotate=10) | mixup(0.5)"
     c.data.mean, c.data.std = (0.3,), (0.2,)
     c.optim = dict(learning_rate=0.01)
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
@@ -73,7 +73,9 @@ def _one_device(config):
 
 def test_the_sheet_has_the_rows_and_columns_asked_for(recipe, tmp_path, capsys):
     out = tmp_path / "sheet.png"
-    run(recipe, f"--out={out}", "--rows=2", "--columns=3", "--config.data.workers=2")
+    run(
+        recipe, f"--out={out}", "--rows=2", "--columns=3", "--config.data.num_workers=2"
+    )
     with Image.open(out) as sheet:
         assert sheet.format == "PNG"
         assert sheet.width == 3 * (128 + 8) + 8

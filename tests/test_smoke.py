@@ -34,15 +34,15 @@ def test_recipe_initialises(recipe):
     config = configuration.load(f"{ROOT}/configs/{recipe}.py")
     model = models.create(
         **fields.to_dict(config.model),
-        classes=config.data.classes,
+        num_classes=config.data.num_classes,
         image_size=config.data.image_size,
         channels=config.data.channels,
     )
     params = jax.eval_shape(model.init, jax.random.key(0))
-    assert params["head"]["kernel"].shape[1] == config.data.classes
+    assert params["head"]["kernel"].shape[1] == config.data.num_classes
 
     # Every mask matches, and the schedule starts and ends where it should.
-    examples = config.data.examples or 10_000_000
+    examples = config.data.num_examples or 10_000_000
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
     peak = config.optim.peak_learning_rate(config.batch_size)
     rate = optim.learning_rate(config.optim, peak, run)

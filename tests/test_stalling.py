@@ -45,8 +45,8 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size, c.stall_timeout = 3, 10_000, 6, 20.0
-    c.data = dict(name="hanging:open_source", classes=5, image_size=(8, 12))
-    c.data.ops, c.data.prefetch, c.data.threads = "central_crop", 1, 1
+    c.data = dict(name="hanging:open_source", num_classes=5, image_size=(8, 12))
+    c.data.train_transform, c.data.prefetch, c.data.num_threads = "central_crop", 1, 1
     c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     c.log_every_steps = 1; c.checkpoint_every_steps = 2
@@ -126,7 +126,7 @@ def test_a_reader_that_hangs_ends_the_run_and_its_function_is_in_the_stacks(job)
 
 @pytest.mark.slow
 def test_a_reader_that_hangs_in_a_loader_process_shows_its_stack_too(job):
-    (error,) = ends(job(1, "--config.data.workers=1"))
+    (error,) = ends(job(1, "--config.data.num_workers=1"))
     assert "in wait_for_a_server_that_never_answers" in error
 
 

@@ -22,13 +22,13 @@ def rows(capsys, **flags):
 
 
 def arguments(overrides=(), **flags):
-    names = ("variant", "resolution", "classes", "images", "config")
+    names = ("variant", "resolution", "num_classes", "images", "config")
     defaults = dict.fromkeys(names) | {"json": False}
     return argparse.Namespace(overrides=dict(overrides), **defaults | flags)
 
 
 def test_summary_prints_a_table():
-    words = "--variant=Ti/32,R50x1 --resolution=96x64 --classes=7 --images=2000000"
+    words = "--variant=Ti/32,R50x1 --resolution=96x64 --num_classes=7 --images=2000000"
     run = subprocess.run(
         [sys.executable, "-m", "vit_jax.summary", *words.split()],
         cwd=ROOT,
@@ -54,7 +54,7 @@ def test_json_has_exact_numbers(capsys):
     assert row == {
         "variant": "B/16",
         "resolution": [224, 224],
-        "classes": 1_000,
+        "num_classes": 1_000,
         "parameters": 86_567_656,
         "macs": 17_563_828_224,
         "tokens": 197,
@@ -63,7 +63,7 @@ def test_json_has_exact_numbers(capsys):
 
 
 def test_all_variants_are_the_default_and_fit_the_default_resolution():
-    found = summary.find(None, None, classes=5)
+    found = summary.find(None, None, num_classes=5)
     assert [model.options["variant"] for model, _ in found] == list(variants.NAMES)
     assert all(as_asked for _, as_asked in found)
 
@@ -78,10 +78,10 @@ def test_the_nearest_resolution_is_taken_and_marked(capsys):
 
 def test_a_config_states_model_and_images(capsys):
     (row,) = rows(capsys, config=DIGITS, overrides={"model.depth": 1, "epochs": 3.0})
-    assert (row["resolution"], row["classes"]) == ([8, 8], 10)
+    assert (row["resolution"], row["num_classes"]) == ([8, 8], 10)
     assert row["images"] == pytest.approx(3 * 1_437, rel=0.05)  # Whole steps.
     (row,) = rows(capsys, config=I21K, images=11, overrides={"model.depth": 1})
-    assert (row["classes"], row["images"]) == (21_843, 11)
+    assert (row["num_classes"], row["images"]) == (21_843, 11)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_a_config_states_model_and_images(capsys):
         ),
         ({"resolution": "0"}, "--resolution=0 is not a side or height x width"),
         ({"resolution": "224,224"}, "--resolution=224,224 is not a side"),
-        ({"classes": -1}, "--classes=-1 must be at least 0"),
+        ({"num_classes": -1}, "--num_classes=-1 must be at least 0"),
         ({"images": 0}, "--images=0 must be at least 1"),
         ({"config": DIGITS, "variant": "B/16"}, r"use --config\.model\.variant"),
         ({"config": DIGITS, "resolution": "8"}, r"use --config\.data\.image_size"),
-        ({"config": DIGITS, "classes": 10}, r"use --config\.data\.classes"),
+        ({"config": DIGITS, "num_classes": 10}, r"use --config\.data\.num_classes"),
         ({"overrides": {"seed": 3}}, r"--config\.seed=3 needs --config=FILE"),
         (
             {"config": I21K, "overrides": {"data.data_dir": "/nowhere"}},

@@ -33,7 +33,7 @@ from vit_jax.weights.pretrained import Preprocess, Pretrained
 ROOT = pathlib.Path(__file__).parents[1]
 OPTIONS = {
     "variant": "Ti/8",
-    "classes": 5,
+    "num_classes": 5,
     "image_size": (16, 24),
     "width": 12,
     "depth": 2,
@@ -442,7 +442,7 @@ def test_as_a_process(place, tmp_path):
 
 
 def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
-    resnet = models.create("R50x1", classes=5, image_size=(32, 32), blocks=(1,))
+    resnet = models.create("R50x1", num_classes=5, image_size=(32, 32), blocks=(1,))
     ours = LoadedModel("r", resnet, {}, PREPROCESS)
     assert available_figures(ours, 9) == ("filters",)
     with pytest.raises(UserError, match="r: no attention to draw; give a Vision"):
@@ -451,7 +451,7 @@ def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
                 ours, [], FigureOptions(("norms",)), tmp_path, on_unreadable=print
             )
         )
-    plain = models.create(**OPTIONS | {"posemb": "none", "classes": 0})
+    plain = models.create(**OPTIONS | {"posemb": "none", "num_classes": 0})
     ours = LoadedModel("p", plain, {}, PREPROCESS)
     assert available_figures(ours, 3) == (
         *("filters", "distance", "norms", "cka", "attention", "rollout"),

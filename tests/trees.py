@@ -10,9 +10,9 @@ from vit_jax.weights import Pretrained
 SIZE = {"width": 12, "depth": 2, "heads": 3, "mlp_dim": 20}
 
 
-def encoder(variant="Ti/4", classes=7, image_size=(12, 12), **options):
+def encoder(variant="Ti/4", num_classes=7, image_size=(12, 12), **options):
     return models.create(
-        variant, classes=classes, image_size=image_size, **SIZE | options
+        variant, num_classes=num_classes, image_size=image_size, **SIZE | options
     )
 
 

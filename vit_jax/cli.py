@@ -83,9 +83,9 @@ def load_config(flags: argparse.Namespace):
 
     config = configuration.load(flags.config, flags.overrides)
     tell_unread(config)
-    if config.init == _UNSTATED:
+    if config.init.checkpoint == _UNSTATED:
         raise UserError(
-            f"init={config.init!r}: {flags.config} starts from a checkpoint that is "
+            f"init={_UNSTATED!r}: {flags.config} starts from a checkpoint that is "
             "yours to state: set --config.init to the workdir of a run, a file or folder "
             "with weights, or a name such as paper:B/16-i21k"
         )

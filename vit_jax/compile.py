@@ -74,7 +74,7 @@ def _examples(flags, config) -> tuple[int, str]:
     entry = catalogue.ENTRIES.get(config.data.name)
     known = (
         (flags.examples, "--examples"),
-        (config.data.examples, "data.examples"),
+        (config.data.num_examples, "data.num_examples"),
         (entry.images if entry else 0, "the catalogue"),
     )
     assumed = _EXAMPLES, "assumed; it changes numbers, not the program"

@@ -70,11 +70,11 @@ def open_weights(flags: argparse.Namespace):
     found = weights.open_pretrained(
         flags.source, use_ema=not flags.raw, num_heads=flags.heads
     )
-    classes = found.options["classes"]
-    if names and len(names) != classes:
+    num_classes = found.options["num_classes"]
+    if names and len(names) != num_classes:
         raise UserError(
             f"--labels={flags.labels} has {len(names)} names, but the weights are of "
-            f"{classes} classes: give a name a class"
+            f"{num_classes} classes: give a name a class"
         )
     given = cli.image_flags(flags)
     preprocess = dataclasses.replace(forward_passes.preprocessing_of(found), **given)

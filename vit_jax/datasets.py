@@ -48,7 +48,7 @@ def _row(entry, data_dir):
     return {
         "name": entry.name,
         "tfds": entry.tfds,
-        "classes": entry.classes,
+        "classes": entry.num_classes,
         "images": entry.images,
         "splits": dict(entry.splits),
         "keys": dict(entry.keys),

@@ -1,7 +1,7 @@
 """Shows what the model will see: python -m vit_jax.show_batch --config=configs/digits.py
 
 Writes a PNG with the first images of a run as they reach the model: cropped, augmented
-and mixed as `data.ops` says, and the normalisation undone. Below each its class, or the
+and mixed as `data.train_transform` says, and the normalisation undone. Below each its class, or the
 shares of several after mixup. Where the run's batch is larger than the sheet, the
 first image is mixed with the last of the sheet instead of the last of the batch.
 Exit codes: 0 done, 2 bad input (one line says what).
@@ -46,7 +46,7 @@ def main(flags: argparse.Namespace) -> None:
         raise UserError(f"--out={out} cannot be written ({error.strerror})") from error
     cli.say(
         f"{out}: {len(images)} images of {config.data.name}, {sheet.width}x"
-        f"{sheet.height} pixels; data.ops={config.data.ops!r}"
+        f"{sheet.height} pixels; data.train_transform={config.data.train_transform!r}"
     )
 
 
@@ -70,10 +70,10 @@ def see(source, config, count: int) -> tuple:
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
-    data = dataclasses.replace(config.data, workers=0)
+    data = dataclasses.replace(config.data, num_workers=0)
     model = models.create(
         **fields.to_dict(config.model),
-        classes=data.classes,
+        num_classes=data.num_classes,
         image_size=data.image_size,
         channels=data.channels,
     )

@@ -33,8 +33,8 @@ def main(flags: argparse.Namespace) -> int:
         models = [_of_config(config)]
         images = flags.images or _images(config)
     else:
-        classes = CLASSES if flags.classes is None else flags.classes
-        models = find(flags.variant, flags.resolution, classes)
+        num_classes = CLASSES if flags.num_classes is None else flags.num_classes
+        models = find(flags.variant, flags.resolution, num_classes)
         images = IMAGES if flags.images is None else flags.images
     _show(models, images, flags.json)
     return 0
@@ -45,7 +45,7 @@ def _check(flags):
     keys = {
         "variant": "model.variant",
         "resolution": "data.image_size",
-        "classes": "data.classes",
+        "num_classes": "data.num_classes",
     }
     for name, key in keys.items():
         if flags.config and getattr(flags, name) is not None:
@@ -57,9 +57,9 @@ def _check(flags):
             raise UserError(f"--config.{key}={value} needs --config=FILE")
     if flags.images is not None and flags.images < 1:
         raise UserError(f"--images={flags.images} must be at least 1")
-    if flags.classes is not None and flags.classes < 0:
+    if flags.num_classes is not None and flags.num_classes < 0:
         raise UserError(
-            f"--classes={flags.classes} must be at least 0, which is no classifier"
+            f"--num_classes={flags.num_classes} must be at least 0, which is no classifier"
         )
 
 
@@ -70,7 +70,7 @@ def _of_config(config):
 
     model = models.create(
         **fields.to_dict(config.model),
-        classes=config.data.classes,
+        num_classes=config.data.num_classes,
         image_size=config.data.image_size,
         channels=config.data.channels,
     )
@@ -79,7 +79,7 @@ def _of_config(config):
 
 def _images(config):
     """Returns how many images a run of the config sees."""
-    examples = config.data.examples
+    examples = config.data.num_examples
     if config.epochs and not examples:
         from vit_jax.data.sources.open import open_source
 
@@ -91,14 +91,14 @@ def _images(config):
 
 
 def find(
-    variant: str | None, resolution: str | None, classes: int
+    variant: str | None, resolution: str | None, num_classes: int
 ) -> list[tuple[object, bool]]:
     """Builds models by name.
 
     Args:
       variant: names with commas; None is every variant.
       resolution: as "224" or "224x160"; None is 224.
-      classes: of the classifier; 0 is none.
+      num_classes: of the classifier; 0 is none.
 
     Returns:
       Each model, and whether its resolution is the one asked for, not the nearest that
@@ -117,7 +117,7 @@ def find(
         fitting = sides
         if variants.parse(name).size:  # A ResNet takes any image.
             # No pixels are a multiple of every patch.
-            patch = models.create(name, classes=0, image_size=(0, 0)).patch
+            patch = models.create(name, num_classes=0, image_size=(0, 0)).patch
             fitting = tuple(max(1, round(side / patch)) * patch for side in sides)
         if fitting != sides and variant is not None and resolution is not None:
             near = "x".join(map(str, fitting))
@@ -125,7 +125,7 @@ def find(
                 f"--resolution={resolution} is not a multiple of the patch {patch} of "
                 f"{name}: use one, such as --resolution={near}"
             )
-        model = models.create(name, classes=classes, image_size=fitting)
+        model = models.create(name, num_classes=num_classes, image_size=fitting)
         found.append((model, fitting == sides))
     return found
 
@@ -170,7 +170,7 @@ def _measure(model, images):
     return {
         "variant": model.options["variant"],
         "resolution": model.options["image_size"],
-        "classes": model.options["classes"],
+        "num_classes": model.options["num_classes"],
         "parameters": cost.parameters(model),
         "macs": cost.macs_per_image(model),
         "tokens": cost.tokens(model),
@@ -209,7 +209,7 @@ if __name__ == "__main__":
     parser = cli.Parser(__doc__)
     parser.add_argument("--variant", help="one or more, with commas; default: all")
     parser.add_argument("--resolution", help="as 224, or 224x160: height x width")
-    parser.add_argument("--classes", type=int, help=f"default: {CLASSES}")
+    parser.add_argument("--num_classes", type=int, help=f"default: {CLASSES}")
     parser.add_argument("--images", type=int, help="of the whole training run")
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
     parser.add_argument("--config", help="file, or file:argument: its model and run")

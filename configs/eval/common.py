@@ -28,7 +28,7 @@ def evaluation(arg: str | None, **more: object) -> tuple[object, ConfigDict]:
     c = ConfigDict()
     c.batch_size = 64
     c.data = data_set(arg.data)
-    c.data.threads = 2
+    c.data.num_threads = 2
     c.evals = {}
     return arg, c
 

@@ -58,8 +58,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     steps, batch_size, tuning_steps, tuning_batch_size = LENGTHS[arg.budget]
     c = ConfigDict()
     c.name = f"study_{arg.model}_{arg.images}_{arg.part}"
-    c.data = dict(name="cifar10", classes=10, image_size=(32, 32))
-    c.data.ops = "flip | pad_crop(4)"
+    c.data = dict(name="cifar10", num_classes=10, image_size=(32, 32))
+    c.data.train_transform = "flip | pad_crop(4)"
     variants = {"hybrid": "R50+Ti/16", "resnet": "R50x1"}
     c.model = dict(variant=variants.get(arg.model, f"Ti/{PATCH[arg.budget]}"))
     if encoder := ENCODERS[arg.budget].get(arg.model):
@@ -71,10 +71,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.model.dtype = "bfloat16"
 
     if arg.part == "finetune":
-        c.data.split, c.data.examples = "train[48000:]", 2_000
+        c.data.split, c.data.num_examples = "train[48000:]", 2_000
         finetune(c, steps=tuning_steps, batch_size=tuning_batch_size, rate=0.03)
     else:
-        c.data.split, c.data.examples = f"train[:{arg.images}]", arg.images
+        c.data.split, c.data.num_examples = f"train[:{arg.images}]", arg.images
         pretrain(c, steps=steps, batch_size=batch_size, rate=1e-3)
         c.evals.fewshot = fewshot("train[48000:]", shots=(5, 25), seeds=10)
     return c

@@ -23,7 +23,7 @@ def pretrain(c: ConfigDict, *, steps: int, batch_size: int, rate: float) -> None
 def finetune(c: ConfigDict, *, steps: int, batch_size: int, rate: float) -> None:
     """Completes a config of fine-tuning: SGD with one rate for all models."""
     c.total_steps, c.batch_size = steps, batch_size
-    c.init, c.init_head = "?", "replace"  # The study states the pretraining.
+    c.init = "?"  # The study states the pretraining.
     c.optim = dict(
         name="sgd",
         momentum=0.9,

@@ -32,16 +32,16 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
     c.name = f"study_{arg.model}_{arg.images}_{arg.part}"
-    c.data = dict(name="digits", classes=10, image_size=(8, 8), channels=1)
+    c.data = dict(name="digits", num_classes=10, image_size=(8, 8), channels=1)
     c.model = MODELS[arg.model]
     if arg.model != "vit":
         c.model.update(blocks=(1,), stem_width=32)
 
     if arg.part == "finetune":
-        c.data.split, c.data.examples = "train[1200:]", 242
+        c.data.split, c.data.num_examples = "train[1200:]", 242
         finetune(c, steps=4 if arg.quick else 60, batch_size=32, rate=0.03)
     else:
-        c.data.split, c.data.examples = f"train[:{arg.images}]", arg.images
+        c.data.split, c.data.num_examples = f"train[:{arg.images}]", arg.images
         pretrain(c, steps=4 if arg.quick else 300, batch_size=64, rate=2e-3)
         c.evals.fewshot = fewshot("train[1200:]", shots=(5,), seeds=5)
     return c

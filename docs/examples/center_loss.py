@@ -27,8 +27,8 @@ class CenterLossConfig(ClassificationConfig):
 class CenterLoss(Classification):
     def init(self, rng):
         params, _ = super().init(rng)
-        width, classes = params["head"]["kernel"].shape
-        return params, {"centers": jnp.zeros((classes, width))}
+        width, num_classes = params["head"]["kernel"].shape
+        return params, {"centers": jnp.zeros((num_classes, width))}
 
     def loss(self, params, extra, batch, rng):
         images = batch["image"].astype(self.model.options["dtype"])

@@ -15,7 +15,7 @@ class TopKConfig(EvalConfig):
     split: str = key("val", "To classify.")
     k: int = key(3, "Number of best classes.", at_least=1, at_most=5)
 
-    def open(self, name, splits, classes):
+    def open(self, name, splits, num_classes):
         return TopK(self, splits.open(name, self, self.split, model_classes=True))
 
 

@@ -37,7 +37,7 @@ def _transforms() -> list[str]:
         where += ", also for evaluation" if getattr(cls, "in_eval", False) else ""
         rows.append((f"`{parse.usage(name, cls)}`", _doc(cls), where))
     return [
-        "## Transforms, in `data.ops` and `data.eval_ops`",
+        "## Transforms, in `data.train_transform` and `data.eval_transform`",
         "A line of them is read from left to right: `inception_crop | flip`.",
         _rows(("transform", "what it does", "where it runs"), rows),
     ]
@@ -61,12 +61,12 @@ def _sections(cls: type, where: str) -> list[str]:
 def _choice(path: str, about: Choice, help: str) -> list[str]:
     """Returns the keys that all dataclasses of a choice have, then those of each."""
     types = list(about.types.values())
-    shared = set.intersection(*({*fields.fields(cls)} for cls in types)) - {about.by}
+    shared = set.intersection(*({*fields.fields(cls)} for cls in types)) - {about.text_key}
     first = fields.defaults(types[0])
-    parts = [f"## `{path}`, by `{about.by}`", help]
+    parts = [f"## `{path}`, by `{about.text_key}`", help]
     parts += [_table(types[0], shared), *_sections(types[0], f"{path}.")]
     for name, cls in about.types.items():
-        title = _doc(cls) if about.patterns else f'`{about.by}="{name}"`'
+        title = _doc(cls) if about.patterns else f'`{about.text_key}="{name}"`'
         parts.append(f"### {title.rstrip('.')}")
         if not about.patterns:
             parts.append(_doc(cls))
@@ -75,7 +75,7 @@ def _choice(path: str, about: Choice, help: str) -> list[str]:
             for key, default in fields.defaults(cls).items()
             if key not in shared or default != first[key]
         }
-        parts.append(_table(cls, own.keys() - {about.by}))
+        parts.append(_table(cls, own.keys() - {about.text_key}))
     return parts
 
 

@@ -24,7 +24,7 @@ TINY = {"width": 8, "depth": DEPTH, "heads": 2, "mlp_dim": 9}
 def network():
     """A model of a grid that is not square, its parameters, and two images."""
     model = models.create(
-        "B/4", classes=5, image_size=(12, 20), width=8, depth=3, heads=2, mlp_dim=9
+        "B/4", num_classes=5, image_size=(12, 20), width=8, depth=3, heads=2, mlp_dim=9
     )
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
@@ -154,7 +154,7 @@ def test_an_index_out_of_range_is_refused(network, choice, message):
 
 
 def test_a_resnet_has_no_attention():
-    resnet = models.create("R50x1", classes=5, image_size=(32, 32))
+    resnet = models.create("R50x1", num_classes=5, image_size=(32, 32))
     images = jnp.zeros((1, 32, 32, 3))
     with pytest.raises(UserError, match="a ResNet has no attention"):
         attention.attention_maps(resnet, {}, images)

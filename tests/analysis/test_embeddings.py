@@ -83,7 +83,7 @@ def test_the_first_kernel_is_the_one_applied_to_pixels(params, kernel):
 
 def random_model(**options):
     options = {"width": D, "depth": 2, "heads": 3, "mlp_dim": 5} | options
-    model = models.create("B/4", classes=5, image_size=(4 * Y, 4 * X), **options)
+    model = models.create("B/4", num_classes=5, image_size=(4 * Y, 4 * X), **options)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(3)
@@ -160,7 +160,7 @@ def test_models_without_position_embeddings_or_such_a_layer_are_refused():
     model, params = random_model(posemb="none")
     with pytest.raises(UserError, match="posemb=none: B/4 has no position embeddings"):
         embeddings.position_similarity(model, params)
-    resnet = models.create("R50x1", classes=5, image_size=(32, 32))
+    resnet = models.create("R50x1", num_classes=5, image_size=(32, 32))
     with pytest.raises(UserError, match="R50x1 has no position embeddings"):
         embeddings.position_similarity(resnet, {})
     with pytest.raises(

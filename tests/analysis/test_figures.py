@@ -24,7 +24,7 @@ from vit_jax.weights.pretrained import Preprocess
 def test_chunks_fit_in_memory_and_batches_suffice_for_cka(
     variant, side, options, sizes
 ):
-    model = models.create(variant, classes=5, image_size=(side, side))
+    model = models.create(variant, num_classes=5, image_size=(side, side))
     loaded = LoadedModel("s", model, {}, Preprocess((side, side)))
     assert chunk_and_batch_size(loaded, options) == sizes
     if not options.batch_size:

@@ -128,7 +128,7 @@ def test_what_was_cropped_away_stays_dark():
 def random_model(**options):
     options = {"width": 12, "depth": 1, "heads": 3, "mlp_dim": 5} | options
     size = (PATCH_SIZE * Y, PATCH_SIZE * X)
-    model = models.create("B/4", classes=7, image_size=size, **options)
+    model = models.create("B/4", num_classes=7, image_size=size, **options)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(3)

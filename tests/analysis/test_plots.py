@@ -22,7 +22,7 @@ PREPROCESS = Preprocess((224, 224), (0.5,), (0.5,))
 
 def attention_sheet(options, depth=1):
     """Draws even attention on a black image of 224 pixels."""
-    model = models.create("S/16", classes=5, depth=depth)
+    model = models.create("S/16", num_classes=5, depth=depth)
     loaded = LoadedModel("s", model, {}, PREPROCESS)
     query = plots.Query(loaded, options.query)
     plot = plots.AttentionPlot(loaded, query, UniqueStems(), options)
@@ -84,7 +84,7 @@ def test_of_a_large_grid_some_patches_are_drawn(side, count):
 
 @pytest.mark.parametrize("side", [224, 512])
 def test_every_cell_of_the_positions_has_two_pixels(side):
-    model = models.create("B/16", classes=5, image_size=(side, side), width=24)
+    model = models.create("B/16", num_classes=5, image_size=(side, side), width=24)
     grid = side // 16
     table = np.random.default_rng(1).standard_normal((1, 1 + grid**2, 24))
     params = {"Transformer": {"posembed_input": {"pos_embedding": table}}}

@@ -18,7 +18,7 @@ def data_config():
     """Makes `config.data` from the keys that a test is about."""
 
     def make(**data):
-        data = {"name": "synthetic", "classes": 3, "image_size": (13, 17), **data}
+        data = {"name": "synthetic", "num_classes": 3, "image_size": (13, 17), **data}
         raw = {"batch_size": 8, "optim": {"learning_rate": 0.1}, "data": data}
         return config.complete(raw).data
 

@@ -11,8 +11,8 @@ from vit_jax.data.sources.open import open_source
 
 if __name__ == "__main__":
     raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
-    raw["data"] = dict(name="synthetic", classes=3, image_size=(5, 7), workers=2)
-    raw["data"]["ops"] = "inception_crop"
+    raw["data"] = dict(name="synthetic", num_classes=3, image_size=(5, 7), num_workers=2)
+    raw["data"]["train_transform"] = "inception_crop"
     data = config.complete(raw).data
     source = open_source(data, "train")
     options = dict(batch_size=4, seed=0, start=0, stop=10**6)

@@ -42,7 +42,7 @@ class Virtual:
 
 
 def make(data_config, examples, **keys):
-    keys = {"ops": "inception_crop", "eval_ops": "resize"} | keys
+    keys = {"train_transform": "inception_crop", "eval_transform": "resize"} | keys
     return data_config(**keys), Virtual(examples, [])
 
 
@@ -67,10 +67,10 @@ def stream(source, data, start, count, hosts=1):
 
 
 SPREADS = [
-    {"threads": 1, "hosts": 2},
-    {"threads": 3, "hosts": 4},
-    pytest.param({"workers": 1, "threads": 2}, marks=pytest.mark.slow),
-    pytest.param({"workers": 2, "hosts": 2}, marks=pytest.mark.slow),
+    {"num_threads": 1, "hosts": 2},
+    {"num_threads": 3, "hosts": 4},
+    pytest.param({"num_workers": 1, "num_threads": 2}, marks=pytest.mark.slow),
+    pytest.param({"num_workers": 2, "hosts": 2}, marks=pytest.mark.slow),
 ]
 
 
@@ -80,7 +80,7 @@ def test_workers_threads_and_hosts_change_no_bit_of_the_stream(data_config, spre
     keys.pop("hosts", None)
     # Over the end of an epoch, in both ways to shuffle.
     for examples, start in ((31, 1), (order.SORTED + 5, order.SORTED // BATCH - 2)):
-        data, source = make(data_config, examples, threads=1, prefetch=2)
+        data, source = make(data_config, examples, num_threads=1, prefetch=2)
         whole = stream(source, data, start, 5)
         other, _ = make(data_config, examples, **{"prefetch": 4, **keys})
         for a, b in zip(stream(source, other, start, 5, hosts), whole, strict=True):
@@ -91,7 +91,7 @@ def test_workers_threads_and_hosts_change_no_bit_of_the_stream(data_config, spre
 
 @pytest.mark.parametrize("start", [0, STEP])
 def test_resuming_reads_nothing_of_the_steps_before(data_config, start):
-    data, source = make(data_config, 14_197_122, threads=1, prefetch=1)
+    data, source = make(data_config, 14_197_122, num_threads=1, prefetch=1)
     order.permutation.cache_clear()
     batch = stream(source, data, start, 1)[0]
     positions = start * BATCH + np.arange(BATCH)
@@ -157,7 +157,7 @@ def test_each_host_evaluates_its_part_and_only_once(
 
 @pytest.mark.parametrize(
     "spread",
-    [{"hosts": 4}, pytest.param({"workers": 2}, marks=pytest.mark.slow)],
+    [{"hosts": 4}, pytest.param({"num_workers": 2}, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_skipping_is_the_same_on_all_hosts_and_workers(data_config, folder, spread):
@@ -166,7 +166,7 @@ def test_skipping_is_the_same_on_all_hosts_and_workers(data_config, folder, spre
     keys, hosts = dict(spread), spread.get("hosts", 1)
     keys.pop("hosts", None)
     plain = {"name": "folder", "data_dir": str(folder), "on_error": "skip"}
-    plain |= {"ops": "inception_crop", "prefetch": 2}
+    plain |= {"train_transform": "inception_crop", "prefetch": 2}
     data = data_config(**plain)
     source = open_source(data, "train")
     for i in (2, 3, 11):
@@ -181,7 +181,7 @@ def test_skipping_is_the_same_on_all_hosts_and_workers(data_config, folder, spre
 
 
 def test_a_readers_own_exception_names_the_record(data_config):
-    data, _ = make(data_config, 40, threads=1)
+    data, _ = make(data_config, 40, num_threads=1)
     numbers = itertools.count()
 
     class Broken(Virtual):

@@ -44,8 +44,8 @@ def source_of(data_config, folder):
     """Puts a file in the place of one image; returns config, source and its record."""
 
     def put(content, **keys):
-        plain = {"eval_ops": "resize_small(15) | central_crop((13, 15)) | resize"}
-        plain |= {"ops": OPS[0], "prefetch": 2}
+        plain = {"eval_transform": "resize_small(15) | central_crop((13, 15)) | resize"}
+        plain |= {"train_transform": OPS[0], "prefetch": 2}
         data = data_config(name="folder", data_dir=str(folder), **{**plain, **keys})
         source = open_source(data, "train")
         with open(source.describe(4), "wb") as file:
@@ -89,7 +89,7 @@ def test_a_fault_is_named_and_can_be_skipped(source_of, encode, fault):
 def test_odd_shapes_give_an_image_of_their_own_colour(source_of, encode, size, ops):
     pixels = Image.new("RGB", size, (200, 100, 50))
     end = "" if ops.endswith("resize") else " | resize"
-    data, source = source_of(encode(pixels, "PNG"), ops=ops + end)
+    data, source = source_of(encode(pixels, "PNG"), train_transform=ops + end)
     image = epoch(source, data)["image"]
     flat = (image == np.array([200, 100, 50], np.uint8)).all(axis=(1, 2, 3))
     assert flat.sum() == 1
@@ -98,14 +98,18 @@ def test_odd_shapes_give_an_image_of_their_own_colour(source_of, encode, size, o
 @pytest.mark.parametrize("size", [(1, 10_000), (10_000, 1)], ids=str)
 def test_a_line_that_would_grow_beyond_all_bounds_is_refused(source_of, encode, size):
     content = encode(Image.new("RGB", size, "red"), "PNG")
-    data, source = source_of(content, ops="resize_small(256) | random_crop | resize")
+    data, source = source_of(
+        content, train_transform="resize_small(256) | random_crop | resize"
+    )
     says = r"\(record 4\) is (1x10000|10000x1), too long to resize to 256"
     with pytest.raises(UserError, match=says):
         epoch(source, data)
 
 
 def test_a_wrong_extension_is_read_by_its_content(source_of, photograph, encode):
-    expected, source = source_of(encode(photograph, "PNG"), ops="resize")
+    expected, source = source_of(encode(photograph, "PNG"), train_transform="resize")
     right = epoch(source, expected)["image"]
-    _, source = source_of(encode(photograph, "WEBP", lossless=True), ops="resize")
+    _, source = source_of(
+        encode(photograph, "WEBP", lossless=True), train_transform="resize"
+    )
     np.testing.assert_array_equal(epoch(source, expected)["image"], right)

@@ -149,8 +149,8 @@ def test_records_in_memory_are_compared_by_their_pixels(data_config):
     (line,) = differences(stored, source(images[::-1]))
     assert line.startswith("records replaced: 'train/")
     for keys in (
-        {"name": "synthetic", "examples": 7},
-        {"name": "digits", "classes": 10},
+        {"name": "synthetic", "num_examples": 7},
+        {"name": "digits", "num_classes": 10},
     ):
         data = data_config(image_size=(8, 8), channels=1, **keys)
         one, same = (fingerprint(open_source(data, "train")) for _ in range(2))
@@ -172,7 +172,7 @@ def test_left_out_records_count(folder, compare, tmp_path):
     found = compare(
         lambda: listed.write_text("train/5\n"),
         name="synthetic",
-        examples=11,
+        num_examples=11,
         exclude=str(listed),
     )
     assert "records new: 'train/4'" in found

@@ -17,7 +17,11 @@ def make(data_config, folder):
     """Makes the config and the training source of the image folder."""
 
     def from_keys(**keys):
-        plain = {"ops": "inception_crop | flip", "eval_ops": "resize", "prefetch": 4}
+        plain = {
+            "train_transform": "inception_crop | flip",
+            "eval_transform": "resize",
+            "prefetch": 4,
+        }
         keys = {**plain, **keys}
         data = data_config(name="folder", data_dir=str(folder), **keys)
         return data, open_source(data, "train")
@@ -50,7 +54,9 @@ def test_a_training_batch_has_the_promised_arrays(make):
         }
 
 
-@pytest.mark.parametrize("keys", [{"threads": 1}, {"workers": 2}, {"prefetch": 0}])
+@pytest.mark.parametrize(
+    "keys", [{"num_threads": 1}, {"num_workers": 2}, {"prefetch": 0}]
+)
 def test_threads_and_processes_change_nothing(make, keys):
     data, source = make()
     other, _ = make(**keys)
@@ -67,7 +73,7 @@ def test_threads_and_processes_change_nothing(make, keys):
 def test_processes_share_the_same_global_batch(make, data_config, count, in_memory):
     data, source = make()
     if in_memory:
-        data = data_config(examples=19)
+        data = data_config(num_examples=19)
         source = open_source(data, "train")
     whole = stream(source, data)
     parts = [
@@ -89,7 +95,7 @@ def test_a_resumed_stream_equals_the_undisturbed_one(make, start):
 
 
 def test_the_rows_are_the_records_of_the_order(data_config):
-    data = data_config(examples=19)
+    data = data_config(num_examples=19)
     source = open_source(data, "train")
     batches = stream(source, data)
     records = order.records_at(np.arange(48), 19, 3)
@@ -123,7 +129,7 @@ def test_augmentation_differs_between_epochs_and_seeds(make):
 def test_evaluation_sees_each_example_once(make, data_config, count, in_memory):
     data, source = make()
     if in_memory:
-        data = data_config(examples=19)
+        data = data_config(num_examples=19)
         source = open_source(data, "train")
     seen, lengths = [], []
     for p in range(count):
@@ -142,7 +148,7 @@ def test_evaluation_sees_each_example_once(make, data_config, count, in_memory):
 
 
 def test_evaluation_images_are_resized_in_order(make):
-    data, source = make(workers=1)
+    data, source = make(num_workers=1)
     with eval_batches(source, data, batch_size=5) as batches:
         assert len(batches) == 4
         third = next(batches)["image"][3]
@@ -166,7 +172,7 @@ def damaged(make):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_damaged_image_is_a_user_error_that_names_the_file(make, damaged, workers):
-    data, source = make(workers=workers)
+    data, source = make(num_workers=workers)
     where = rf"{source.describe(damaged)} \(record {damaged}\)"
     match = rf"{where} cannot be decoded.*data\.on_error=skip"
     with pytest.raises(UserError, match=match):
@@ -190,7 +196,7 @@ def test_a_file_that_vanishes_is_a_user_error(make):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_skipped_image_is_replaced_by_the_next_and_counted(make, damaged, workers):
-    data, source = make(on_error="skip", workers=workers)
+    data, source = make(on_error="skip", num_workers=workers)
     batches = stream(source, data)
     records = order.records_at(np.arange(48), 19, 3)
     skipped = np.concatenate([batch["skipped"] for batch in batches])
@@ -220,19 +226,22 @@ def test_nothing_readable_is_a_user_error(make, folder):
 def test_another_image_size_than_the_models_is_a_user_error(
     make, data_config, in_memory
 ):
-    data, source = make(ops="resize((5, 7))")
+    data, source = make(train_transform="resize((5, 7))")
     if in_memory:
-        data = data_config(name="digits", classes=10)
+        data = data_config(name="digits", num_classes=10)
         source = open_source(data, "train")
     found = "8x8x3" if in_memory else "5x7x3"
-    with pytest.raises(UserError, match=rf"data\.ops gives .* of {found}.*13x17x3"):
+    with pytest.raises(
+        UserError, match=rf"data\.train_transform gives .* of {found}.*13x17x3"
+    ):
         stream(source, data)
 
 
 def test_a_crop_larger_than_an_image_names_the_file(make):
-    data, source = make(ops="random_crop(99)")
+    data, source = make(train_transform="random_crop(99)")
     with pytest.raises(
-        UserError, match=r"data\.ops: .*\.png \(record.*: crop of 99x99.*37x53"
+        UserError,
+        match=r"data\.train_transform: .*\.png \(record.*: crop of 99x99.*37x53",
     ):
         stream(source, data)
 
@@ -242,7 +251,7 @@ def test_a_label_out_of_range_names_the_file(make):
     labels = [label + 1 for label in source.labels_of_paths]
     source = dataclasses.replace(source, labels_of_paths=labels)
     with pytest.raises(
-        UserError, match=r"cat.*\.png \(record.* has label 3, but data\.classes=3"
+        UserError, match=r"cat.*\.png \(record.* has label 3, but data\.num_classes=3"
     ):
         stream(source, data)
 

@@ -21,8 +21,8 @@ from vit_jax.data.sources.open import open_source
 
 def load(workers, kill_at):
     raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
-    raw["data"] = dict(name="synthetic", classes=3, image_size=(5, 7), workers=workers)
-    raw["data"]["ops"] = "inception_crop"
+    raw["data"] = dict(name="synthetic", num_classes=3, image_size=(5, 7), num_workers=workers)
+    raw["data"]["train_transform"] = "inception_crop"
     data = config.complete(raw).data
     source = open_source(data, "train")
     loaded = []
@@ -60,7 +60,7 @@ def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(tmp_path):
     assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
     assert run.stderr == (
         "a loader process was killed by SIGKILL, as when the machine runs out of memory: "
-        "this process loads the rest by itself; lower data.workers (now 2) or "
+        "this process loads the rest by itself; lower data.num_workers (now 2) or "
         "data.prefetch\n"
     )
 
@@ -79,8 +79,8 @@ def names():
 
 if __name__ == "__main__":
     raw = {"batch_size": 2, "optim": {"learning_rate": 0.1}}
-    raw["data"] = dict(name="folder", data_dir=sys.argv[1], classes=1, workers=1)
-    raw["data"] |= dict(image_size=(64, 64), ops="resize")
+    raw["data"] = dict(name="folder", data_dir=sys.argv[1], num_classes=1, num_workers=1)
+    raw["data"] |= dict(image_size=(64, 64), train_transform="resize")
     data = config.complete(raw).data
     source = open_source(data, "train")
     options = dict(batch_size=2, seed=0, start=0, stop=100)

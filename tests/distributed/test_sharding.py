@@ -21,9 +21,11 @@ def mesh_of(data=1, fsdp=1, model=1):
 
 
 @functools.cache
-def shapes_of(variant="S/16", classes=21_843, image_size=(224, 224), **options):
+def shapes_of(variant="S/16", num_classes=21_843, image_size=(224, 224), **options):
     options = {"depth": 3} | options if "x" not in variant else options
-    model = models.create(variant, classes=classes, image_size=image_size, **options)
+    model = models.create(
+        variant, num_classes=num_classes, image_size=image_size, **options
+    )
     return jax.eval_shape(model.init, jax.random.key(0))
 
 
@@ -203,7 +205,7 @@ def test_a_mesh_that_does_not_fit_the_network_is_refused(variant, mesh, message)
 
 
 def test_a_mesh_that_splits_nothing_is_refused():
-    shapes = shapes_of("Ti/16", width=12, heads=3, mlp_dim=20, classes=5)
+    shapes = shapes_of("Ti/16", width=12, heads=3, mlp_dim=20, num_classes=5)
     with pytest.raises(
         UserError, match=r"mesh.fsdp=2 splits param.*min_size=32768 elem"
     ):

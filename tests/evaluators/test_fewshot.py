@@ -7,18 +7,18 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import fewshot
 
 
-def made(shots, features, classes, seed=0, test=50):
+def made(shots, features, num_classes, seed=0, test=50):
     """Features of another offset and scale each, with classes that can be told."""
     rng = np.random.default_rng(seed)
-    centres = rng.normal(size=(classes, features))
+    centres = rng.normal(size=(num_classes, features))
     scale, offset = rng.uniform(0.1, 5, features), rng.normal(size=features) * 3
 
     def of(labels):
         noise = rng.normal(size=(len(labels), features))
         return ((centres[labels] + noise) * scale + offset).astype(np.float32)
 
-    train = np.repeat(np.arange(classes), shots)
-    other = rng.integers(0, classes, test)
+    train = np.repeat(np.arange(num_classes), shots)
+    other = rng.integers(0, num_classes, test)
     return (of(train), train), (of(other), other)
 
 
@@ -28,19 +28,19 @@ def padded(features, mean, scale):
 
 
 @pytest.mark.parametrize(
-    ("shots", "features", "classes"),
+    ("shots", "features", "num_classes"),
     # Primal, dual, and the three sizes around where they meet.
     [(25, 17, 5), (3, 41, 7), (4, 29, 7), (4, 28, 7), (4, 27, 7), (1, 13, 3)],
 )
 @pytest.mark.parametrize("l2", [2.0**10, 2.0**-3])
-def test_the_solution_is_that_of_ridge_regression(shots, features, classes, l2):
+def test_the_solution_is_that_of_ridge_regression(shots, features, num_classes, l2):
     from sklearn.linear_model import Ridge
 
-    (x, labels), (test, _) = made(shots, features, classes)
-    solution = fewshot.solve(x, labels, classes)
+    (x, labels), (test, _) = made(shots, features, num_classes)
+    solution = fewshot.solve(x, labels, num_classes)
     wide = x.astype(np.float64)
     mean, scale = wide.mean(0), wide.std(0) + 1e-5
-    targets = 2.0 * (labels[:, None] == np.arange(classes)) - 1
+    targets = 2.0 * (labels[:, None] == np.arange(num_classes)) - 1
     ridge = Ridge(alpha=l2, fit_intercept=False, solver="svd")
     ridge.fit(padded(wide, mean, scale), targets)
     np.testing.assert_allclose(
@@ -94,7 +94,7 @@ LABELS = np.random.default_rng(4).integers(0, 6, 200)
 
 @pytest.mark.parametrize("shots", [1, 5, 11])
 def test_a_draw_has_so_many_of_each_class_and_none_twice(shots):
-    rows = fewshot.draw(LABELS, shots, seed=3, classes=6)
+    rows = fewshot.draw(LABELS, shots, seed=3, num_classes=6)
     assert np.bincount(LABELS[rows]).tolist() == [shots] * 6
     assert len(set(rows)) == len(rows)
 
@@ -121,7 +121,7 @@ def test_every_example_is_as_likely_to_be_drawn():
 
 def test_a_small_class_gives_all_that_it_has():
     labels = np.array([0] * 9 + [1] * 2 + [3])
-    rows = fewshot.draw(labels, 5, seed=0, classes=4)
+    rows = fewshot.draw(labels, 5, seed=0, num_classes=4)
     assert np.bincount(labels[rows], minlength=4).tolist() == [5, 2, 0, 1]
 
 

@@ -35,8 +35,8 @@ def setting():
             "optim": {"learning_rate": 1.0},
             "data": {
                 "name": "synthetic",
-                "classes": 7,
-                "examples": EXAMPLES,
+                "num_classes": 7,
+                "num_examples": EXAMPLES,
                 "image_size": (8, 12),
             },
             "model": {
@@ -48,7 +48,9 @@ def setting():
             },
         }
     )
-    model = models.create(**fields.to_dict(config.model), classes=7, image_size=(8, 12))
+    model = models.create(
+        **fields.to_dict(config.model), num_classes=7, image_size=(8, 12)
+    )
     params = model.init(jax.random.key(0))
     params["head"]["kernel"] = jax.random.normal(jax.random.key(1), (12, 7))
     return config, model, params, open_source(config.data, "val")
@@ -129,7 +131,9 @@ def test_only_what_is_wanted_is_computed(setting):
 
 def test_a_model_without_a_head_gives_features(setting):
     config, _, params, source = setting
-    model = models.create(**fields.to_dict(config.model), classes=0, image_size=(8, 12))
+    model = models.create(
+        **fields.to_dict(config.model), num_classes=0, image_size=(8, 12)
+    )
     bare = {name: value for name, value in params.items() if name != "head"}
     found = collect((config, model, bare, source), wants=("features",), data=1)
     expected = collect(setting, wants=("features",), data=1)

@@ -4,13 +4,13 @@ import pytest
 from vit_jax.evaluators import knn
 
 
-def direct(train, labels, test, classes, k, temperature):
+def direct(train, labels, test, num_classes, k, temperature):
     """The vote, one example at a time."""
     found = []
     for one in test.astype(np.float64):
         wide = train.astype(np.float64)
         similar = wide @ one / (np.linalg.norm(wide, axis=1) * np.linalg.norm(one))
-        votes = np.zeros(classes)
+        votes = np.zeros(num_classes)
         for i in sorted(range(len(train)), key=lambda i: -similar[i])[:k]:
             votes[labels[i]] += np.exp(similar[i] / temperature)
         found.append(votes.argmax())

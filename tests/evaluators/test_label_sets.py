@@ -26,7 +26,7 @@ OPTIONS = {
     "depth": 1,
     "heads": 3,
     "mlp_dim": 17,
-    "classes": 1000,
+    "num_classes": 1000,
     "image_size": (8, 12),
 }
 SEED = 54  # With which some images of all three sets are right.

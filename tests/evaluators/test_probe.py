@@ -4,12 +4,12 @@ import pytest
 from vit_jax.evaluators import probe
 
 
-def made(examples, seed=0, features=9, classes=4, noise=1.5):
+def made(examples, seed=0, features=9, num_classes=4, noise=1.5):
     rng = np.random.default_rng(5)
-    centres = rng.normal(size=(classes, features))
+    centres = rng.normal(size=(num_classes, features))
     scale, offset = rng.uniform(0.2, 4, features), rng.normal(size=features)
     rng = np.random.default_rng(seed)
-    labels = rng.integers(0, classes, examples)
+    labels = rng.integers(0, num_classes, examples)
     x = centres[labels] + noise * rng.normal(size=(examples, features))
     return (x * scale + offset).astype(np.float32), labels
 

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def opened(**spec):
-    data = DataConfig(name="x", classes=10)
+    data = DataConfig(name="x", num_classes=10)
     spec = NeighboursConfig(**{"name": "digits"} | spec)
     return splits.EvalSplits(data).open("one", spec, "", model_classes=False)
 
@@ -57,7 +57,7 @@ def test_an_absent_split_is_told_apart_from_other_errors(name):
         {
             "batch_size": 4,
             "optim": {"learning_rate": 1.0},
-            "data": {"name": name, "classes": 10},
+            "data": {"name": name, "num_classes": 10},
         }
     ).data
     with pytest.raises(NoSplit, match="has"):
@@ -69,7 +69,7 @@ def test_records_in_another_order_of_classes_keep_everything_else():
         {
             "batch_size": 4,
             "optim": {"learning_rate": 1.0},
-            "data": {"name": "digits", "classes": 10},
+            "data": {"name": "digits", "num_classes": 10},
         }
     ).data
     source = open_unchecked(data, "test[:40]")
@@ -102,7 +102,9 @@ def test_train_and_test_folders_are_taken_alike_by_every_verb(recipe, test, tmp_
     alone = configuration.load_evaluation(
         f"{ROOT}/configs/eval/classification.py:data={tmp_path}", {}
     )
-    own = DataConfig(**dataclasses.asdict(alone.data), classes=config.data.classes)
+    own = DataConfig(
+        **dataclasses.asdict(alone.data), num_classes=config.data.num_classes
+    )
 
     def check(expected, evaluated):
         # Training's evaluation, and evaluate.

@@ -32,8 +32,8 @@ def config_of(evals, **data):
             "optim": {"learning_rate": 0.01},
             "data": {
                 "name": "synthetic",
-                "classes": 5,
-                "examples": 83,
+                "num_classes": 5,
+                "num_examples": 83,
                 "image_size": (8, 12),
             }
             | data,
@@ -54,7 +54,9 @@ def config_of(evals, **data):
 
 def suite_of(config, devices=1, preprocess=None):
     mesh = meshes.create(MeshConfig(data=devices), jax.devices()[:devices])
-    model = models.create(**fields.to_dict(config.model), classes=5, image_size=(8, 12))
+    model = models.create(
+        **fields.to_dict(config.model), num_classes=5, image_size=(8, 12)
+    )
     suite = Suite(
         model, config.evals, config.data, config.batch_size, mesh, preprocess=preprocess
     )
@@ -179,7 +181,7 @@ def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_pat
             assert [x["step"] for x in lines if key in x] == steps
     pretrained = open_pretrained(tmp_path, use_ema=False)
     alone = {"name": "alone", "batch_size": 8, "evals": evals, "mesh": {"data": 8}}
-    alone["data"] = {"name": "synthetic", "examples": 83, "classes": 1}
+    alone["data"] = {"name": "synthetic", "num_examples": 83, "num_classes": 1}
     config = configuration.complete(alone | {"optim": {"learning_rate": 1.0}})
     scores, confusions, _ = suite.evaluate(pretrained, pretrained.preprocess, config)
     for name, found in scores.items():
@@ -204,7 +206,7 @@ def test_each_kind_can_be_abandoned(kind):
 def test_another_data_set_has_its_own_classes_and_preparation(tmp_path):
     digits = {
         "name": "digits",
-        "eval_ops": "resize(8) | resize",
+        "eval_transform": "resize(8) | resize",
         "train": "train[:300]",
     }
     evals = {
@@ -238,7 +240,7 @@ def test_what_travels_with_weights_prepares_the_images(passed):
         ({"kind": "real"}, "kind='real' is for classifiers of ImageNet's 1,000"),
         ({"kind": "objectnet"}, "kind='objectnet' is for classifiers of ImageNet's"),
         (FEW | {"name": "absent_set"}, "data.name='absent_set': no such prepared"),
-        (FEW | {"eval_ops": "flip"}, "unknown operation 'flip'"),
+        (FEW | {"eval_transform": "flip"}, "unknown operation 'flip'"),
     ],
 )
 def test_what_does_not_fit_is_refused(spec, message):
@@ -248,7 +250,7 @@ def test_what_does_not_fit_is_refused(spec, message):
 
 
 def test_the_evaluations_of_a_run_read_val_where_no_split_is_stated():
-    config = config_of({"val": "", "few": FEW | {"test": ""}}, examples=20)
+    config = config_of({"val": "", "few": FEW | {"test": ""}}, num_examples=20)
     told = suite_of(config)[0].described()
     assert told["val"]["splits"] == ["val"]
     assert told["few"]["splits"] == ["train", "val"]

@@ -48,7 +48,7 @@ def ours_and_theirs(place, their_model, preprocess, data, batch_size):
         **dataclasses.asdict(config.data),
         image_size=preprocess.image_size,
         channels=channels,
-        classes=1,
+        num_classes=1,
     )
     opened = splits.EvalSplits(kept, preprocess)
     mean, std = (
@@ -75,14 +75,14 @@ def their_features(model, images):
         return model.forward_head(features, pre_logits=True).numpy()
 
 
-def assert_same_accuracies(found, features, labels, classes):
+def assert_same_accuracies(found, features, labels, num_classes):
     (train, test), (known, wanted) = features, labels
     for shots in SHOTS:
         tops = []
         for seed in range(SEEDS):
-            rows = fewshot.draw(known, shots, seed, classes)
+            rows = fewshot.draw(known, shots, seed, num_classes)
             support = train[rows], known[rows]
-            (top,) = fewshot.accuracies(support, (test, wanted), classes, [L2])
+            (top,) = fewshot.accuracies(support, (test, wanted), num_classes, [L2])
             tops.append(top)
         # To the last image: the mean of twenty fractions of so many images.
         assert round(found[f"{shots}shot"] * len(wanted) * SEEDS) == round(
@@ -107,7 +107,7 @@ def test_a_small_vit_on_digits_agrees_to_the_last_image(timm, tmp_path):
     preprocess = Preprocess((8, 8), (0.5,), (0.5,), squash=True)
     place = tmp_path / "timm.safetensors"
     found = ours_and_theirs(place, model, preprocess, data, 64)
-    assert_same_accuracies(*found, classes=10)
+    assert_same_accuracies(*found, num_classes=10)
 
 
 @pytest.mark.slow
@@ -131,4 +131,4 @@ def test_deit_on_flowers_agrees_to_the_last_image(timm):
     data = {"name": "folder", "data_dir": str(SHARED / "data/flowers")}
     data |= {"train": "train[:180]", "test": "val[:60]"}
     found = ours_and_theirs(place, model, preprocess, data, 30)
-    assert_same_accuracies(*found, classes=5)
+    assert_same_accuracies(*found, num_classes=5)

@@ -24,7 +24,7 @@ REMAT = sorted(set(stacking.REMAT_POLICIES) - {"none"})
 
 
 def build(**options):
-    return models.create("B/4", classes=5, image_size=(8, 12), **TINY | options)
+    return models.create("B/4", num_classes=5, image_size=(8, 12), **TINY | options)
 
 
 def filled(params):
@@ -251,4 +251,4 @@ def test_impossible_ways_of_computing_are_refused(options, message):
 @pytest.mark.parametrize("option", ["scan", "remat", "attention"])
 def test_a_resnet_has_no_blocks_to_scan(option):
     with pytest.raises(UserError, match=f"model option {option}=.* not one of R50x1"):
-        models.create("R50x1", classes=5, **{option: "full"})
+        models.create("R50x1", num_classes=5, **{option: "full"})

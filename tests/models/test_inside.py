@@ -44,7 +44,7 @@ def test_layers_are_those_of_a_network_written_out(head):
         {"distillation": True, "pooled_norm": True},
         {"head": "gap", "class_token": True, "representation": True},
         {"head": "none", "posemb": "sincos2d", "posemb_at": "shared"},
-        {"posemb": "learned2d", "posemb_at": "every", "classes": 0},
+        {"posemb": "learned2d", "posemb_at": "every", "num_classes": 0},
         {"posemb": "relative", "posemb_at": "every", "gelu": "erf"},
         {"posemb": "relative", "posemb_at": "shared", "epsilon": 1e-2},
         {"variant": "R50+B/32", "blocks": (1,), "stem_width": 32},
@@ -71,7 +71,7 @@ def test_the_layout_of_the_parameters_does_not_matter(posemb_at):
     options = {"posemb_at": posemb_at}
     model, params, images = drawn(**options)
     scanned = models.create(
-        "B/4", classes=5, image_size=(8, 12), scan=True, **TINY, **options
+        "B/4", num_classes=5, image_size=(8, 12), scan=True, **TINY, **options
     )
     stacked = stacking.stack(params)
     one, other = (
@@ -152,7 +152,7 @@ def test_the_attention_of_one_layer_is_there_at_a_time():
 
 
 def test_what_cannot_be_seen_is_refused():
-    resnet = models.create("R50x1", classes=5, image_size=(32, 32))
+    resnet = models.create("R50x1", num_classes=5, image_size=(32, 32))
     images = jnp.zeros((1, 32, 32, 3))
     for look in (
         lambda: resnet.inside({}, images),
@@ -164,7 +164,7 @@ def test_what_cannot_be_seen_is_refused():
     model, params, images = drawn()
     with pytest.raises(UserError, match=r"class 5 is not one of the 5 of the model"):
         model.gradients(params, images, jnp.array([0, 5]))
-    for options in ({"head": "none"}, {"classes": 0}):
+    for options in ({"head": "none"}, {"num_classes": 0}):
         model, params, images = drawn(**options)
-        with pytest.raises(UserError, match=r"no logit to explain with classes="):
+        with pytest.raises(UserError, match=r"no logit to explain with num_classes="):
             model.gradients(params, images, jnp.array([0, 0]))

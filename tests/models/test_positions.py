@@ -13,7 +13,9 @@ TINY = {"width": D, "depth": 3, "heads": 3, "mlp_dim": 20}
 
 
 def build(**options):
-    return models.create("B/4", classes=7, image_size=(4 * Y, 4 * X), **TINY, **options)
+    return models.create(
+        "B/4", num_classes=7, image_size=(4 * Y, 4 * X), **TINY, **options
+    )
 
 
 def random_like(params, key=3):

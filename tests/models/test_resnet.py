@@ -31,7 +31,7 @@ def test_kernel_is_standardised_over_each_output_channel(of_deviation):
 def test_resnet_takes_any_size_and_starts_at_its_head_bias():
     model = models.create(
         "R50x1",
-        classes=7,
+        num_classes=7,
         image_size=(40, 70),
         blocks=(1, 1, 1),
         stem_width=32,
@@ -48,7 +48,7 @@ def test_resnet_takes_any_size_and_starts_at_its_head_bias():
 def test_units_of_a_hybrids_stem_start_as_the_identity():
     model = models.create(
         "R50+B/16",
-        classes=0,
+        num_classes=0,
         image_size=(32, 48),
         blocks=(1, 1, 2),
         stem_width=32,
@@ -78,7 +78,7 @@ def test_bfloat16_stays_near_float32(variant):
         options = {} if variant == "R50x1" else {"width": 12, "depth": 1, "heads": 3}
         model = models.create(
             variant,
-            classes=0,
+            num_classes=0,
             image_size=(32, 48),
             blocks=(1, 1, 1),
             stem_width=32,

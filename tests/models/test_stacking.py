@@ -13,7 +13,7 @@ SMALL = {"width": 12, "depth": 3, "heads": 3, "mlp_dim": 20}
 
 @functools.cache
 def params_of(variant="B/4", **options):
-    model = models.create(variant, classes=5, image_size=(8, 12), **options)
+    model = models.create(variant, num_classes=5, image_size=(8, 12), **options)
     return jax.jit(model.init)(jax.random.key(0))
 
 

@@ -66,7 +66,7 @@ def count(model):
 
 @pytest.mark.parametrize("variant", variants.NAMES)
 def test_variant_has_its_number_of_parameters(variant):
-    assert count(models.create(variant, classes=1000)) == COUNTS[variant]
+    assert count(models.create(variant, num_classes=1000)) == COUNTS[variant]
 
 
 def test_every_variant_has_a_count_and_every_count_a_variant():

@@ -19,14 +19,14 @@ def count(model):
 
 
 def test_representation_layer_adds_one_square_dense_layer():
-    plain = count(models.create("B/16", classes=21_843))
-    full = count(models.create("B/16", classes=21_843, representation=True))
+    plain = count(models.create("B/16", num_classes=21_843))
+    full = count(models.create("B/16", num_classes=21_843, representation=True))
     assert full - plain == 768 * 768 + 768
 
 
 def test_non_square_images_and_one_channel_work():
     model = models.create(
-        "B/4", classes=5, image_size=(12, 20), channels=1, head="gap", **TINY
+        "B/4", num_classes=5, image_size=(12, 20), channels=1, head="gap", **TINY
     )
     params = jax.jit(model.init)(jax.random.key(0))
     assert model.grid == (3, 5)
@@ -37,7 +37,9 @@ def test_non_square_images_and_one_channel_work():
 
 
 def test_head_starts_at_zero_with_its_bias():
-    model = models.create("B/4", classes=5, image_size=(8, 8), head_bias=-10.0, **TINY)
+    model = models.create(
+        "B/4", num_classes=5, image_size=(8, 8), head_bias=-10.0, **TINY
+    )
     out = jax.jit(model.apply)(
         jax.jit(model.init)(jax.random.key(0)), jnp.ones((2, 8, 8, 3))
     )
@@ -62,7 +64,9 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     outs = {}
     for dtype in ("float32", "bfloat16"):
-        model = models.create("B/4", classes=5, image_size=(8, 12), dtype=dtype, **TINY)
+        model = models.create(
+            "B/4", num_classes=5, image_size=(8, 12), dtype=dtype, **TINY
+        )
         params = trained_like(jax.jit(model.init)(jax.random.key(0)))
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         outs[dtype] = jax.jit(model.apply)(params, images.astype(dtype))["logits"]
@@ -75,7 +79,9 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
 def test_random_layers_act_in_training_only(option):
-    model = models.create("B/4", classes=5, image_size=(8, 8), **{option: 0.5}, **TINY)
+    model = models.create(
+        "B/4", num_classes=5, image_size=(8, 8), **{option: 0.5}, **TINY
+    )
     params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     images = jnp.ones((6, 8, 8, 3))
 
@@ -90,7 +96,7 @@ def test_random_layers_act_in_training_only(option):
 
 @pytest.mark.slow
 def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value():
-    model = models.create("B/4", classes=5, image_size=(8, 8), dropout=0.5, **TINY)
+    model = models.create("B/4", num_classes=5, image_size=(8, 8), dropout=0.5, **TINY)
     order = []
 
     def note(call, args, kwargs, context):
@@ -109,7 +115,9 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
 def test_gelu_flavours_differ_a_little():
     outs = []
     for gelu in ("tanh", "erf"):
-        model = models.create("B/4", classes=5, image_size=(8, 8), gelu=gelu, **TINY)
+        model = models.create(
+            "B/4", num_classes=5, image_size=(8, 8), gelu=gelu, **TINY
+        )
         params = trained_like(jax.jit(model.init)(jax.random.key(0)))
         outs.append(jax.jit(model.apply)(params, jnp.ones((1, 8, 8, 3)))["logits"])
     assert 1e-7 < np.abs(outs[0] - outs[1]).max() < 1e-2
@@ -149,7 +157,7 @@ def test_gelu_flavours_differ_a_little():
 )
 def test_impossible_models_are_refused(variant, options, message):
     with pytest.raises(UserError, match=message):
-        models.create(variant, classes=3, **options)
+        models.create(variant, num_classes=3, **options)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +169,7 @@ def test_impossible_models_are_refused(variant, options, message):
     ],
 )
 def test_options_build_the_same_model_again(variant, options):
-    model = models.create(variant, classes=5, image_size=(32, 48), **options)
+    model = models.create(variant, num_classes=5, image_size=(32, 48), **options)
     assert models.create(**json.loads(json.dumps(model.options))) == model
 
 
@@ -176,23 +184,25 @@ def test_options_build_the_same_model_again(variant, options):
         ({"distillation": True}, (2, 12)),
     ],
 )
-@pytest.mark.parametrize("classes", [0, 5])
-def test_every_head_with_and_without_a_classifier(options, shape, classes):
-    model = models.create("B/4", classes=classes, image_size=(8, 12), **options, **TINY)
+@pytest.mark.parametrize("num_classes", [0, 5])
+def test_every_head_with_and_without_a_classifier(options, shape, num_classes):
+    model = models.create(
+        "B/4", num_classes=num_classes, image_size=(8, 12), **options, **TINY
+    )
     params = jax.eval_shape(model.init, jax.random.key(0))
     out = jax.eval_shape(model.apply, params, jnp.ones((2, 8, 12, 3)))
     assert out["pre_logits"].shape == shape
-    assert ("logits" in out) == bool(classes)
-    if classes:
-        assert out["logits"].shape == (*shape[:-1], classes)
+    assert ("logits" in out) == bool(num_classes)
+    if num_classes:
+        assert out["logits"].shape == (*shape[:-1], num_classes)
 
 
 def test_gap_beside_a_class_token_averages_the_patches_only():
     model = models.create(
-        "B/4", classes=5, image_size=(8, 12), head="gap", class_token=True, **TINY
+        "B/4", num_classes=5, image_size=(8, 12), head="gap", class_token=True, **TINY
     )
     tokens = models.create(
-        "B/4", classes=5, image_size=(8, 12), head="none", class_token=True, **TINY
+        "B/4", num_classes=5, image_size=(8, 12), head="none", class_token=True, **TINY
     )
     params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
@@ -205,7 +215,7 @@ def test_gap_beside_a_class_token_averages_the_patches_only():
 
 def test_distillation_is_the_mean_of_two_classifiers():
     model = models.create(
-        "B/4", classes=5, image_size=(8, 12), distillation=True, **TINY
+        "B/4", num_classes=5, image_size=(8, 12), distillation=True, **TINY
     )
     params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
@@ -220,7 +230,7 @@ def test_distillation_is_the_mean_of_two_classifiers():
 
 def test_pooled_norm_comes_after_the_mean():
     model = models.create(
-        "B/4", classes=5, image_size=(8, 12), head="gap", pooled_norm=True, **TINY
+        "B/4", num_classes=5, image_size=(8, 12), head="gap", pooled_norm=True, **TINY
     )
     params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     assert "encoder_norm" not in params["Transformer"]

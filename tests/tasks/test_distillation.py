@@ -31,7 +31,7 @@ BASES = {
 def losses(config, logits, logits_kd, labels):
     """Returns the whole loss, as the task puts it together."""
     task = Distillation.__new__(Distillation)
-    Classification.__init__(task, config, models.create("Ti/4", classes=10), DATA)
+    Classification.__init__(task, config, models.create("Ti/4", num_classes=10), DATA)
     base = task.base_loss(jnp.asarray(logits), jnp.asarray(labels))
     part = task.teacher_loss(
         jnp.asarray(logits_kd), jnp.asarray(GOLDEN["loss/teacher"])
@@ -39,7 +39,7 @@ def losses(config, logits, logits_kd, labels):
     return (1 - config.alpha) * base + config.alpha * part
 
 
-DATA = tiny_config(data={"classes": 10}).data
+DATA = tiny_config(data={"num_classes": 10}).data
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.1])
@@ -139,7 +139,7 @@ def test_one_classifier_learns_from_both(teacher):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"classes": 4}}, r"has classes=5, but data.classes=4"),
+        ({"data": {"num_classes": 4}}, r"has num_classes=5, but data.num_classes=4"),
         ({"data": {"image_size": (8, 16)}}, r"is for images of \(8, 12\), but"),
         ({"task": {"name": "distillation"}}, "task.teacher is empty: name a workdir"),
     ],
@@ -148,7 +148,7 @@ def test_a_teacher_that_does_not_fit_is_refused(teacher, sections, message):
     config = config_of(teacher, **sections)
     with pytest.raises(UserError, match=message):
         config.task.build(
-            models.create("Ti/4", classes=5, image_size=(8, 12)), config.data
+            models.create("Ti/4", num_classes=5, image_size=(8, 12)), config.data
         )
 
 

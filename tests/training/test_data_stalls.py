@@ -64,20 +64,22 @@ def test_what_the_loop_does_between_batches_is_no_waiting_for_input(wait):
 
 def data(**keys):
     raw = {"batch_size": 8, "optim": {"learning_rate": 0.1}}
-    raw["data"] = {"name": "synthetic", "classes": 3, **keys}
+    raw["data"] = {"name": "synthetic", "num_classes": 3, **keys}
     return config.complete(raw).data
 
 
 def test_a_bottleneck_names_the_figures_and_what_to_raise():
-    text = data_stall_advice(0.6, 100.0, data(threads=3, workers=2, prefetch=5))
+    text = data_stall_advice(0.6, 100.0, data(num_threads=3, num_workers=2, prefetch=5))
     assert text.startswith(
         "input is the bottleneck: the device waited 60% of the time (100 images/s, about "
-        "250 without waiting); raise data.threads (now 3) if the storage is slow, "
-        "data.workers (now 2; "
+        "250 without waiting); raise data.num_threads (now 3) if the storage is slow, "
+        "data.num_workers (now 2; "
     )
     assert text.endswith("and data.prefetch (now 5) if the speed varies")
-    more = data_stall_advice(1.0, 100.0, data(threads=5, prefetch=5))
-    assert "(100 images/s); raise data.threads (now 5) with data.prefetch (now" in more
+    more = data_stall_advice(1.0, 100.0, data(num_threads=5, prefetch=5))
+    assert (
+        "(100 images/s); raise data.num_threads (now 5) with data.prefetch (now" in more
+    )
 
 
 def test_no_bottleneck_says_nothing():

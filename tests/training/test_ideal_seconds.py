@@ -8,7 +8,7 @@ from vit_jax.models import cost
 from vit_jax.training import metric_logger
 
 MODEL = models.create(
-    "Ti/4", width=12, depth=1, heads=3, mlp_dim=20, classes=5, image_size=(8, 12)
+    "Ti/4", width=12, depth=1, heads=3, mlp_dim=20, num_classes=5, image_size=(8, 12)
 )
 
 
@@ -17,7 +17,7 @@ def test_the_ideal_is_six_operations_a_multiply_accumulate_at_the_peak():
     ideal = metric_logger.ideal_seconds(MODEL, "TPU v4")
     assert ideal == pytest.approx(6 * cost.macs_per_image(MODEL) / 275e12)
     # L/16 at 224: 61.6 GMACs (arXiv:2010.11929, figure 5); 14 % of an image's second.
-    large = models.create("L/16", classes=1000)
+    large = models.create("L/16", num_classes=1000)
     assert metric_logger.ideal_seconds(large, "TPU v4") == pytest.approx(
         6 * 61.6e9 / 275e12, rel=0.01
     )

@@ -18,7 +18,9 @@ def shapes(variant="Ti/16", **options):
     small = {"width": 24, "depth": DEPTH, "heads": 3, "mlp_dim": 20}
     if "/" not in variant:
         small = {}
-    model = models.create(variant, classes=5, image_size=(64, 96), **(small | options))
+    model = models.create(
+        variant, num_classes=5, image_size=(64, 96), **(small | options)
+    )
     return jax.eval_shape(model.init, jax.random.key(0))
 
 

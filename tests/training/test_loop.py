@@ -23,7 +23,7 @@ from vit_jax.weights import workdir as workdirs
 def base(tmp_path_factory):
     """A finished run: its config, workdir and report."""
     workdir = tmp_path_factory.mktemp("runs") / "base"
-    config = tiny_config(data={"ops": "random_crop | flip | mixup(0.3)"})
+    config = tiny_config(data={"train_transform": "random_crop | flip | mixup(0.3)"})
     return config, workdir, loop.train(config, workdir)
 
 
@@ -135,14 +135,20 @@ def test_same_seed_gives_the_same_parameters_whatever_the_loader_workers(
 ):
     _, _, report = base
     config = tiny_config(
-        data={"ops": "random_crop | flip | mixup(0.3)", "workers": 2, "threads": 1}
+        data={
+            "train_transform": "random_crop | flip | mixup(0.3)",
+            "num_workers": 2,
+            "num_threads": 1,
+        }
     )
     assert loop.train(config, tmp_path)["params_sha256"] == report["params_sha256"]
 
 
 def test_another_seed_gives_other_parameters(base, tmp_path):
     _, _, report = base
-    config = tiny_config(data={"ops": "random_crop | flip | mixup(0.3)"}, seed=4)
+    config = tiny_config(
+        data={"train_transform": "random_crop | flip | mixup(0.3)"}, seed=4
+    )
     assert loop.train(config, tmp_path)["params_sha256"] != report["params_sha256"]
 
 
@@ -191,7 +197,7 @@ def test_fine_tuning_starts_from_the_average_at_another_resolution(
     _, workdir, _ = base
     config = tiny_config(
         init=str(workdir),
-        data={"image_size": (16, 20), "classes": 3},
+        data={"image_size": (16, 20), "num_classes": 3},
         optim={"name": "sgd", "learning_rate": 0.01},
     )
     report = loop.train(config, tmp_path)
@@ -210,7 +216,12 @@ def test_checkpoint_carries_config_and_class_names(tmp_path):
         for i in range(8):
             _write_png(folder / f"{i}.png", value=20 * i)
     config = tiny_config(
-        data={"name": "folder", "data_dir": str(pictures), "classes": 2, "examples": 0},
+        data={
+            "name": "folder",
+            "data_dir": str(pictures),
+            "num_classes": 2,
+            "num_examples": 0,
+        },
         total_steps=1,
     )
     report = loop.train(config, tmp_path / "run")
@@ -227,8 +238,8 @@ def _write_png(path, value):
 
 def test_a_changed_data_set_is_refused_on_resume(base):
     config, workdir, _ = base
-    changed = fields.replace(config, {"data.examples": 21})
-    with pytest.raises(UserError, match="another config .*data.examples: 20 -> 21"):
+    changed = fields.replace(config, {"data.num_examples": 21})
+    with pytest.raises(UserError, match="another config .*data.num_examples: 20 -> 21"):
         loop.train(changed, workdir)
 
 
@@ -264,7 +275,12 @@ def test_a_folder_that_has_changed_is_refused_on_resume(tmp_path, capsys):
             for i in range(4):
                 _write_png(pictures / split / name / f"{i}.png", value=20 * i)
     config = tiny_config(
-        data={"name": "folder", "data_dir": str(pictures), "classes": 2, "examples": 0},
+        data={
+            "name": "folder",
+            "data_dir": str(pictures),
+            "num_classes": 2,
+            "num_examples": 0,
+        },
         total_steps=1,
     )
     loop.train(config, tmp_path / "run")
@@ -300,8 +316,8 @@ def test_a_slow_source_shows_as_waiting_for_input(tmp_path, monkeypatch, capsys)
         return {"image": self.images[i], "label": int(self.labels[i])}
 
     monkeypatch.setattr(ArraySource, "__getitem__", slow)
-    quick = {"ops": "", "prefetch": 1, "threads": 1}
-    loads = quick | {"ops": "central_crop"}  # So that nothing is gathered.
+    quick = {"train_transform": "", "prefetch": 1, "num_threads": 1}
+    loads = quick | {"train_transform": "central_crop"}  # So that nothing is gathered.
     for name, keys in (("quick", quick), ("slow", loads)):
         config = tiny_config(data=keys, evals={}, log_every_steps=6, total_steps=6)
         loop.train(config, tmp_path / name)

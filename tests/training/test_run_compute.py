@@ -38,7 +38,7 @@ def test_exaflops_are_those_of_table_6(variant, name, epochs, within):
     rows = run_report.published_tables()["table6"]["rows"]
     (expected,) = (row[-1] for row in rows if row[:2] == [name, epochs])
     # JFT's 18,291 classes or none: the classifier is no part of what is compared.
-    model = models.create(variant, classes=1_000)
+    model = models.create(variant, num_classes=1_000)
     found = cost.training_exaflops(model, epochs * JFT)
     assert found == pytest.approx(expected, rel=within)
 

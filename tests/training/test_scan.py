@@ -90,7 +90,7 @@ def test_a_scan_starts_from_unrolled_weights_and_is_read_back_unrolled(runs, tmp
     assert np.isfinite(logits).all() and np.abs(logits[0] - logits[1]).max() > 0
 
     config = setting(scan=True)
-    changes = {"init": str(workdir), "init_head": "keep"}
+    changes = {"init": str(workdir), "init.head": "keep"}
     changes |= {"optim.freeze": (r"encoderblock_1/", "head")}
     config = fields.replace(config, changes)
     loop.train(config, tmp_path)

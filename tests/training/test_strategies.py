@@ -44,7 +44,7 @@ def build(sizes, optim=SGD, model=VIT, **data):
     config = tiny_config(
         batch_size=B,
         total_steps=STEPS,
-        data={"ops": "flip | mixup(0.3)"} | data,
+        data={"train_transform": "flip | mixup(0.3)"} | data,
         optim=optim,
         mesh=sizes,
         sharding={"min_size": 100},

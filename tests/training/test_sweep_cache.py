@@ -71,7 +71,7 @@ def test_what_changes_the_step_is_not_shared(tmp_path):
     assert step(config(0.2, seed=8)) is first
     assert step(config(0.2, optim={"momentum": 0.8})) is not first
     first = step(config(0.1))
-    assert step(config(0.1, data={"classes": 7})) is not first
+    assert step(config(0.1, data={"num_classes": 7})) is not first
     # Lengths in epochs depend on the number of images.
     for options, same in (({}, True), ({"warmup_epochs": 1.0}, False)):
         first = step(config(0.1, optim=options))

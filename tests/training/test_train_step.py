@@ -17,7 +17,7 @@ def run(devices=1, accumulate=1, spec="flip | mixup(3.0)", dropout=0.0):
     """Takes three steps; returns the state and the last metrics."""
     config = tiny_config(
         batch_size=B,
-        data={"ops": spec},
+        data={"train_transform": spec},
         optim={
             "learning_rate": 0.01,
             "name": "sgd",

@@ -36,7 +36,7 @@ def test_a_run_tells_what_was_slow_and_leaves_a_trace(tmp_path, monkeypatch, cap
     monkeypatch.setattr(ArraySource, "__getitem__", get)
     monkeypatch.setattr(checkpoint.Checkpointer, "save", stall)
     config = tiny_config(
-        data={"ops": "central_crop", "prefetch": 1, "threads": 1},
+        data={"train_transform": "central_crop", "prefetch": 1, "num_threads": 1},
         evals={},
         log_every_steps=8,
         checkpoint_every_steps=10,

@@ -27,7 +27,7 @@ def complete(size=SIZE, **sections):
         "name": "tiny",
         "total_steps": 6,
         "batch_size": 8,
-        "data": {"name": "synthetic", "classes": 7, "image_size": (12, 12)},
+        "data": {"name": "synthetic", "num_classes": 7, "image_size": (12, 12)},
         "model": {"variant": "Ti/4", **size},
         "optim": {"learning_rate": 0.01},
     }
@@ -39,7 +39,7 @@ def complete(size=SIZE, **sections):
 def build(config):
     return models.create(
         **fields.to_dict(config.model),
-        classes=config.data.classes,
+        num_classes=config.data.num_classes,
         image_size=config.data.image_size,
         channels=config.data.channels,
     )
@@ -48,7 +48,13 @@ def build(config):
 def begin(config):
     model = build(config)
     initial = unflatten_dict(random_flat(model, seed=5), sep="/")
-    return load_initial(config, model, lambda: initial)
+    return load_initial(
+        config.init,
+        config.data,
+        model,
+        lambda: initial,
+        head_bias_init=config.model.head_bias,
+    )
 
 
 @pytest.fixture
@@ -128,7 +134,7 @@ def test_what_the_same_parameters_compute_otherwise_is_told(tmp_path):
         "posemb_at stem in the checkpoint, shared in the model",
         "gelu tanh in the checkpoint, erf in the model",
     ]
-    resnet = {"classes": 3, "blocks": (1,), "stem_width": 32}
+    resnet = {"num_classes": 3, "blocks": (1,), "stem_width": 32}
     path = save(tmp_path / "b.npz", random_flat(models.create("R50x1", **resnet)))
     loaded = weights.load(path, models.create("R50x1", zero_pool=True, **resnet))
     assert [row.action for row in loaded.rows if row.what == "differs"] == [
@@ -178,7 +184,7 @@ def test_workdir_is_opened_like_any_other_checkpoint(run, average):
     ],
 )
 def test_evaluation_of_a_run_becomes_preprocessing(run, ops, size, expected):
-    folder, _ = run(complete(data={"eval_ops": ops, "image_size": size}))
+    folder, _ = run(complete(data={"eval_transform": ops, "image_size": size}))
     found = weights.open_pretrained(folder)
     assert found.preprocess == expected
     assert (expected is None) == any("is no resize and crop" in n for n in found.notes)
@@ -210,7 +216,7 @@ def test_a_config_of_another_form_is_named(tmp_path, name, content):
 
 
 @pytest.mark.parametrize(
-    "options", [{"classes": 3}, {"variant": "Ti/4", "classes": 3, "width": "x"}]
+    "options", [{"num_classes": 3}, {"variant": "Ti/4", "num_classes": 3, "width": "x"}]
 )
 def test_a_header_of_another_form_is_named(tmp_path, options):
     header = {"format_version": 1, "options": options, "preprocess": None}
@@ -222,7 +228,7 @@ def test_a_header_of_another_form_is_named(tmp_path, options):
 
 
 def test_run_starts_from_published_weights_and_tells_what_differs(tmp_path):
-    path = save(tmp_path / "a.npz", random_flat(encoder(classes=9)))
+    path = save(tmp_path / "a.npz", random_flat(encoder(num_classes=9)))
     config = complete(
         init=str(path), data={"mean": (0.5, 0.4, 0.5)}, model={"head_bias": -3.0}
     )
@@ -273,10 +279,13 @@ def test_folder_in_a_bucket_is_the_workdir_of_a_run(monkeypatch, tmp_path):
 def test_allowed_names_reach_the_surgery(tmp_path):
     path = save(tmp_path / "a.npz", random_flat(encoder(head="gap")))
     config = complete(init=str(path), model={"head": "map"})
-    with pytest.raises(UserError, match="is missing; .* name in config.init_allow"):
+    with pytest.raises(
+        UserError, match="is missing; .* name in config.init.allow_mismatch"
+    ):
         begin(config)
     config = complete(
-        init=str(path), model={"head": "map"}, init_allow=("^MAPHead_0/",)
+        init={"checkpoint": str(path), "allow_mismatch": ("^MAPHead_0/",)},
+        model={"head": "map"},
     )
     params, lines = begin(config)
     assert "MAPHead_0" in params
@@ -286,7 +295,8 @@ def test_allowed_names_reach_the_surgery(tmp_path):
 def test_posemb_resize_reaches_the_surgery(tmp_path):
     path = save(tmp_path / "a.npz", random_flat(encoder()))
     config = complete(
-        init=str(path), init_posemb="bicubic", data={"image_size": (16, 8)}
+        init={"checkpoint": str(path), "posemb_resize": "bicubic"},
+        data={"image_size": (16, 8)},
     )
     _, lines = begin(config)
     assert any("resized from (3, 3) to (4, 2), bicubic" in line for line in lines)

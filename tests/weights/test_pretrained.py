@@ -123,7 +123,7 @@ def test_a_tall_image_is_cropped_as_a_wide_one(picture):
 def test_a_run_evaluates_on_the_pixels_that_travel_with_it(spec, size):
     # Odd and even margins, halves that round up and down, both orientations.
     spec = spec.format(tuple(2 * side for side in size))
-    data = {"image_size": size, "eval_ops": spec, "channels": 3}
+    data = {"image_size": size, "eval_transform": spec, "channels": 3}
     preprocess = workdir._preprocess(data | {"mean": (0.5,), "std": (0.5,)})
     rng = np.random.default_rng(2)
     for shape in ((37, 53), (54, 37), (41, 63), (64, 42), (90, 131)):

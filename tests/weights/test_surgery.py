@@ -34,8 +34,8 @@ def test_what_fits_is_loaded_as_it_is():
 
 def test_replaced_head_is_zero_but_for_its_bias_and_takes_pre_logits_with_it():
     flat = random_flat(encoder(representation=True))
-    model = encoder(classes=4, image_size=(16, 20))
-    fitted, rows = fit(flat, model, head="replace", head_bias_init=-10.0)
+    model = encoder(num_classes=4, image_size=(16, 20))
+    fitted, rows = fit(flat, model, head="new", head_bias_init=-10.0)
     np.testing.assert_array_equal(fitted["head"]["kernel"], np.zeros((12, 4)))
     np.testing.assert_array_equal(fitted["head"]["bias"], np.full(4, -10))
     assert "pre_logits" not in fitted
@@ -55,7 +55,7 @@ def test_replaced_head_is_zero_but_for_its_bias_and_takes_pre_logits_with_it():
 def test_replaced_head_with_a_representation_layer_draws_that_anew():
     model = encoder(representation=True)
     flat = random_flat(encoder())
-    fitted, rows = fit(flat, model, head="replace")
+    fitted, rows = fit(flat, model, head="new")
     # Zeros there as well would never learn.
     fresh = random_flat(model, seed=9)
     np.testing.assert_array_equal(
@@ -66,7 +66,7 @@ def test_replaced_head_with_a_representation_layer_draws_that_anew():
 
 def test_both_heads_of_a_distilled_model_are_replaced():
     flat = random_flat(encoder(distillation=True))
-    fitted, rows = fit(flat, encoder(distillation=True, classes=3), head="replace")
+    fitted, rows = fit(flat, encoder(distillation=True, num_classes=3), head="new")
     for name in ("head", "head_dist"):
         np.testing.assert_array_equal(fitted[name]["kernel"], np.zeros((12, 3)))
     assert [row.what for row in rows[1:]] == ["head", "head_dist"]
@@ -75,7 +75,7 @@ def test_both_heads_of_a_distilled_model_are_replaced():
 @pytest.mark.parametrize("representation", [False, True])
 def test_dropped_head_leaves_the_features(representation):
     flat = random_flat(encoder(representation=True))
-    model = encoder(classes=0, representation=representation)
+    model = encoder(num_classes=0, representation=representation)
     fitted, rows = fit(flat, model, head="drop")
     assert_same(fitted, {k: flat[k] for k in random_flat(model)})
     names = ["head"] if representation else ["head", "pre_logits"]
@@ -89,8 +89,8 @@ def test_head_is_dropped_only_for_a_model_without_one():
 
 def test_unknown_choices_are_refused():
     flat = random_flat(encoder())
-    with pytest.raises(UserError, match="head='new' is not one of keep, replace, drop"):
-        fit(flat, encoder(), head="new")
+    with pytest.raises(UserError, match="head='replace' is not one of keep, new, drop"):
+        fit(flat, encoder(), head="replace")
     with pytest.raises(UserError, match="'nearest' is not one of linear, bicubic"):
         fit(flat, encoder(), posemb_resize="nearest")
 

@@ -177,7 +177,7 @@ def available_figures(loaded: LoadedModel, num_images: int | None) -> tuple[str,
     unsupported = set()
     if options.get("posemb", "none") == "none":
         unsupported.add("posemb")
-    if not options["classes"]:
+    if not options["num_classes"]:
         unsupported.add("relevance")
     names = FIGURES if _has_attention(loaded) and num_images != 0 else WEIGHT_FIGURES
     return tuple(name for name in names if name not in unsupported)

@@ -499,7 +499,7 @@ class RelevancePlot:
         options: ImageOptions,
         chunk_size: int,
     ):
-        num_classes = loaded.model.options["classes"]
+        num_classes = loaded.model.options["num_classes"]
         if not num_classes:
             raise UserError(
                 f"--figure=relevance: {loaded.name} has no classifier; leave it out"

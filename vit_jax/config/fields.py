@@ -65,28 +65,29 @@ class Section(Key):
 
     Attributes:
       cls: the dataclass.
+      text_key: the key that a text in the place of the section states; "" if none may
+        stand there.
     """
 
     help: str = ""
     cls: type | None = None
+    text_key: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice(Section):
     """Metadata of a field that holds one of several dataclasses, chosen by name.
 
-    A text in the place of the section is a short form for a section with that name.
-
     Attributes:
       types: name to dataclass. A user's own is named "module:Name".
-      by: the key that states the name.
+      text_key: the key that states the name.
       default: the name if none is stated.
       patterns: whether the names are regular expressions, of which the first that
         matches counts.
     """
 
     types: Mapping[str, type]
-    by: str = "name"
+    text_key: str = "name"
     default: str
     patterns: bool = False
 
@@ -105,9 +106,9 @@ class Choice(Section):
         if isinstance(name, str) and name in self.types:
             return self.types[name]
         if is_custom(name):
-            return self._import(name, f"{where}.{self.by}")
+            return self._import(name, f"{where}.{self.text_key}")
         raise UserError(
-            f"{where}.{self.by}={name!r} is not one of {', '.join(self.types)}"
+            f"{where}.{self.text_key}={name!r} is not one of {', '.join(self.types)}"
         )
 
     def _import(self, name: str, where: str) -> type:
@@ -127,12 +128,11 @@ class Named(Section):
 
     Attributes:
       choice: what each name maps to.
-      text: key that a text in the place of such a section states.
+      text_key: the key that a text in the place of one of those states.
       reserved: names that are not allowed.
     """
 
     choice: Choice
-    text: str
     reserved: Sequence[str] = ()
 
 
@@ -157,7 +157,7 @@ def section(cls: type, **rules: Any) -> Any:
 
     Args:
       cls: the dataclass.
-      **rules: see `Key`; they hold for every key inside.
+      **rules: see `Section` and `Key`; those of `Key` hold for every key inside.
     """
     return dataclasses.field(
         default_factory=cls, metadata={_META: Section(cls=cls, **rules)}
@@ -177,15 +177,15 @@ def choice(types: Mapping[str, type], default: str, **rules: Any) -> Any:
     )
 
 
-def named(about: Choice, text: str, **rules: Any) -> Any:
+def named(about: Choice, **rules: Any) -> Any:
     """Returns a field that maps names to choices.
 
     Args:
-      about, text: see `Named`.
-      **rules: see `Key`.
+      about: what each name maps to.
+      **rules: see `Named` and `Key`.
     """
     return dataclasses.field(
-        default_factory=dict, metadata={_META: Named(choice=about, text=text, **rules)}
+        default_factory=dict, metadata={_META: Named(choice=about, **rules)}
     )
 
 
@@ -297,9 +297,9 @@ def to_dict(config: object) -> dict:
 
 
 def _short(about: Named, part: object) -> dict | str:
-    text = getattr(part, about.text, None)
+    text = getattr(part, about.text_key, None)
     plain = about.choice.types[about.choice.default]
-    if text and part == plain(**{about.text: text}):
+    if text and part == plain(**{about.text_key: text}):
         return text
     return to_dict(part)
 

@@ -74,18 +74,23 @@ def _override(cls: type, raw: dict, name: str, value: object) -> None:
             raise UserError(
                 f"unknown config key {name}; the nearest known key is {nearest}"
             )
-        text = about.by if isinstance(about, Choice) else None
+        text_key = about.text_key
         if isinstance(about, Named):
             if not sections:  # The key is the name itself.
                 node = node.setdefault(section, {})
                 break
             _check_mapping(about, node.setdefault(section, {}), where)
             node, section = node[section], sections.pop(0)
-            where, text, about = f"{where}.{section}", about.text, about.choice
+            where, about = f"{where}.{section}", about.choice
         if section in node:
-            node[section] = _expand_section(about, node[section], where, text)
+            node[section] = _expand_section(about, node[section], where, text_key)
         node = node.setdefault(section, {})
         at = _type_of(about, node, where)
+    about = fields.fields(at).get(leaf)
+    if type(about) is Section and about.text_key and isinstance(value, str):
+        # What the recipe states beside it stays.
+        stated = _expand_section(about, node.get(leaf, {}), name, about.text_key)
+        value = stated | {about.text_key: value}
     node[leaf] = value
 
 
@@ -143,21 +148,20 @@ def _expand(cls: type, raw: Mapping, where: str) -> dict:
             _check_mapping(about, raw[name], path)
             _check_names(path, about, raw[name])
             raw[name] = {
-                key: _expand_section(about.choice, value, f"{path}.{key}", about.text)
+                key: _expand_section(
+                    about.choice, value, f"{path}.{key}", about.text_key
+                )
                 for key, value in raw[name].items()
             }
         else:
-            text = about.by if isinstance(about, Choice) else None
-            raw[name] = _expand_section(about, raw[name], path, text)
+            raw[name] = _expand_section(about, raw[name], path, about.text_key)
     return raw
 
 
-def _expand_section(
-    about: Section, value: object, where: str, text: str | None
-) -> dict:
-    """Does as `_expand`, for a section that a text for the key `text` may stand for."""
-    if text and isinstance(value, str):
-        value = {text: value}
+def _expand_section(about: Section, value: object, where: str, text_key: str) -> dict:
+    """Does as `_expand`, for a section that a text for a key may stand for."""
+    if text_key and isinstance(value, str):
+        value = {text_key: value}
     _check_mapping(about, value, where)
     return _expand(_type_of(about, value, where), value, f"{where}.")
 
@@ -186,7 +190,7 @@ def _check_names(section: str, about: Named, given: Mapping) -> None:
 def _type_of(about: Section, given: Mapping, where: str) -> type:
     """Returns the dataclass of a section under the name that is stated."""
     if isinstance(about, Choice):
-        return about.find(given.get(about.by, about.default), where)
+        return about.find(given.get(about.text_key, about.default), where)
     return about.cls
 
 
@@ -251,11 +255,11 @@ def _refuse_unread(
         others = [k for k, other in types.items() if name in fields.fields(other)]
         if others and choice.patterns:
             raise UserError(
-                f"config key {key} is not one of this form of {where}{choice.by}"
+                f"config key {key} is not one of this form of {where}{choice.text_key}"
             )
         if others:
             raise UserError(
-                f"config key {key} is read only with {where}{choice.by}={' or '.join(others)}"
+                f"config key {key} is read only with {where}{choice.text_key}={' or '.join(others)}"
             )
         if isinstance(raw[name], Mapping):  # A section: one of its keys says more.
             key = ".".join([key, *list(raw[name])[:1]])

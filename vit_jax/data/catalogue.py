@@ -25,7 +25,7 @@ class Entry:
     Attributes:
       name: as in `data.name`.
       tfds: name and version in TFDS; "" if it is read from elsewhere.
-      classes: number of classes; 0 if it is yours to state.
+      num_classes: number of classes; 0 if it is yours to state.
       images: to train on, or of the only split; 0 if it is yours.
       splits: role -> split expression, as in `data.split` and `config.evals`.
       keys: other keys of `config.data` that it needs.
@@ -36,7 +36,7 @@ class Entry:
 
     name: str
     tfds: str
-    classes: int
+    num_classes: int
     images: int
     splits: Mapping[str, str]
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -134,7 +134,7 @@ _PAPER = (
         steps=(
             "not public. For a set of your own: prepare it in TFDS's format, make it a "
             "folder of train/<class>/ images, or write a source "
-            "(--config.data.name=my_module:open_source); state data.classes; see "
+            "(--config.data.name=my_module:open_source); state data.num_classes; see "
             "configs/jft.py"
         ),
     ),
@@ -154,7 +154,7 @@ def _of_task(name: str, task: vtab.Task) -> Entry:
     return Entry(
         f"vtab/{name}",
         task.tfds,
-        task.classes,
+        task.num_classes,
         1_000,
         task.splits,
         steps=_VTAB_STEPS.get(name, ""),

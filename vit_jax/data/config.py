@@ -31,22 +31,28 @@ class ReaderConfig:
         "Training split; TFDS's slicing syntax, all sources.",
         in_step=False,
     )
-    examples: int = key(0, "Size of `split` where the data is not at hand; checked.")
+    num_examples: int = key(
+        0,
+        "Size of `split` where the data is not at hand; checked.",
+        formerly="data.examples",
+    )
     image_key: str = key(
         "image", "TFDS feature or Parquet column of the images, and ..."
     )
     label_key: str = key("label", "... of their labels.")
-    workers: int = key(
+    num_workers: int = key(
         0,
         "Loader processes; 0 loads in threads of this process.",
         at_most=1_024,
+        formerly="data.workers",
         changes_result=False,
         of_host=True,
     )
-    threads: int = key(
+    num_threads: int = key(
         4,
         "Loader threads a process.",
         at_most=1_024,
+        formerly="data.threads",
         changes_result=False,
         of_host=True,
     )
@@ -68,11 +74,12 @@ class ReaderConfig:
 class DataConfig(ReaderConfig):
     """`config.data` of a training run."""
 
-    classes: int = key(
+    num_classes: int = key(
         0,
         "Number of classes; labels outside [0, classes) are an error.",
         at_least=1,
         below=2**31,
+        formerly="data.classes",
     )
     exclude: str = key("", "File of record ids, one a line: left out of `split`.")
     image_size: tuple[int, ...] = key(
@@ -81,8 +88,12 @@ class DataConfig(ReaderConfig):
         at_least=1,
     )
     channels: int = key(3, "1 or 3.")
-    ops: str = key("", "Training transforms; see vit_jax/data/transforms/parse.py.")
-    eval_ops: str = key("", "Evaluation transforms.")
+    train_transform: str = key(
+        "",
+        "Training transforms; see vit_jax/data/transforms/parse.py.",
+        formerly="data.ops",
+    )
+    eval_transform: str = key("", "Evaluation transforms.", formerly="data.eval_ops")
     mean: tuple[float, ...] = key(
         (0.5,), "Subtracted, one or a channel, as a fraction of 255 ..."
     )

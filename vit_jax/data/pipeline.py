@@ -56,10 +56,12 @@ def train_batches(
       UserError: a record is damaged or does not fit the config; raised by `next`.
     """
     local = _local(batch_size, num_data_shards)
-    parsed = parse.parse_train(data.ops, data.image_size)
+    parsed = parse.parse_train(data.train_transform, data.image_size)
     in_memory = None if source.images is None else source.images.shape[1:3]
     size = parse.loaded_size(parsed, data.image_size, in_memory)
-    loader = Loader.from_config(source, data, "data.ops", parsed.host, seed, size)
+    loader = Loader.from_config(
+        source, data, "data.train_transform", parsed.host, seed, size
+    )
     load = _TrainBatch(loader, batch_size, data_shard * local, local)
     return Batches(load, range(start, stop), data)
 
@@ -82,7 +84,7 @@ def eval_batches(
       data_shard: this process loads shard `data_shard` of `num_data_shards`, as for
         training.
       num_data_shards: number of shards; all of them get the same number of batches.
-      host: transforms of each image, as those of transforms/host.py; `data.eval_ops`
+      host: transforms of each image, as those of transforms/host.py; `data.eval_transform`
         if None.
 
     Returns:
@@ -95,8 +97,8 @@ def eval_batches(
     """
     local = _local(batch_size, num_data_shards)
     if host is None:
-        host = parse.parse_eval(data.eval_ops, data.image_size)
-    loader = Loader.from_config(source, data, "data.eval_ops", host, seed=0)
+        host = parse.parse_eval(data.eval_transform, data.image_size)
+    loader = Loader.from_config(source, data, "data.eval_transform", host, seed=0)
     load = _EvalBatch(loader, batch_size, data_shard * local, local)
     return Batches(load, range(-(-len(source) // batch_size)), data)
 
@@ -119,7 +121,7 @@ class Loader:
       ops: host operations in order.
       key: config key of the operations, for messages.
       shape: height, width and channels of the images that it makes.
-      classes: number of classes.
+      num_classes: number of classes.
       on_error: "raise" or "skip".
       seed: of the run.
     """
@@ -128,7 +130,7 @@ class Loader:
     ops: tuple
     key: str
     shape: tuple[int, int, int]
-    classes: int
+    num_classes: int
     on_error: str
     seed: int
 
@@ -147,7 +149,7 @@ class Loader:
         `size` is of the loaded images, where it is not `data.image_size`.
         """
         shape = (*(size or data.image_size), data.channels)
-        return cls(source, ops, key, shape, data.classes, data.on_error, seed)
+        return cls(source, ops, key, shape, data.num_classes, data.on_error, seed)
 
     @property
     def gathers(self) -> bool:
@@ -185,7 +187,7 @@ class Loader:
             error.add_note(f"while reading {self._name(record)}")
             raise
         name = self._name(record)
-        check_label(item["label"], self.classes, name)
+        check_label(item["label"], self.num_classes, name)
         bits = np.random.Philox(
             key=np.array([self.seed % 2**64, _STREAM], np.uint64),
             counter=np.array([0, 0, 0, position], np.uint64),
@@ -339,7 +341,7 @@ class Batches:
         self._done, self._workers = 0, 0
         self.read_ahead = not load.loader.gathers
         if self.read_ahead:
-            self._workers = data.workers
+            self._workers = data.num_workers
             self._batches = self._read_ahead()
         else:  # Faster than handing it to a thread.
             self._batches = map(load, numbers)
@@ -394,7 +396,7 @@ class Batches:
 
         # One thread makes one batch, so more threads than batches would idle.
         options = grain.ReadOptions(
-            num_threads=min(self._data.threads, self._data.prefetch),
+            num_threads=min(self._data.num_threads, self._data.prefetch),
             prefetch_buffer_size=self._data.prefetch,
         )
         left = self._numbers[self._done :]

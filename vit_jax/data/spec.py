@@ -37,7 +37,10 @@ class Spec:
           UserError: the data set or the split does not exist.
         """
         data = DataConfig(
-            name=self.name, data_dir=self.data_dir, split=self.split, classes=_CLASSES
+            name=self.name,
+            data_dir=self.data_dir,
+            split=self.split,
+            num_classes=_CLASSES,
         )
         # Nothing is trained, so that the checks against a config's classes do not apply.
         return open_unchecked(data, self.split)

@@ -111,14 +111,14 @@ def tell_killed(number: int, workers: int) -> None:
 
     Args:
       number: of the signal.
-      workers: `data.workers`.
+      workers: `data.num_workers`.
     """
     for listener in _listeners:
         listener(number)
     if not _listeners:
         print(
             f"{killed(number)}: this process loads the rest by itself; lower "
-            f"data.workers (now {workers}) or data.prefetch",
+            f"data.num_workers (now {workers}) or data.prefetch",
             file=sys.stderr,
             flush=True,
         )

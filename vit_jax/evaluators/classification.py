@@ -43,19 +43,23 @@ class ClassificationConfig(EvalConfig):
     kind: str = key("classification", "What is evaluated.")
     split: str = key("", 'To classify; "" is the split that the data set is tested on.')
 
-    def open(self, name, splits, classes):
-        return Classification(name, self, splits, classes)
+    def open(self, name, splits, num_classes):
+        return Classification(name, self, splits, num_classes)
 
 
 class Classification:
     """Top-1, top-5, loss, calibration and accuracy per class."""
 
     def __init__(
-        self, name: str, config: ClassificationConfig, splits: EvalSplits, classes: int
+        self,
+        name: str,
+        config: ClassificationConfig,
+        splits: EvalSplits,
+        num_classes: int,
     ):
         split = splits.open(name, config, config.split, model_classes=True)
         self._split = _with_model_order(name, split, splits)
-        self.splits, self._classes = (self._split,), classes
+        self.splits, self._classes = (self._split,), num_classes
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
         return {"test": RequiredOutputs(self._split, frozenset((TOPS, LOSS)))}
@@ -67,12 +71,12 @@ class Classification:
 EVALUATORS["classification"] = ClassificationConfig
 
 
-def score(outputs: Outputs, classes: int) -> Scored:
+def score(outputs: Outputs, num_classes: int) -> Scored:
     """Scores predictions against one label each.
 
     Args:
       outputs: with TOPS and LOSS.
-      classes: number of classes.
+      num_classes: number of classes.
 
     Returns:
       top1, top5 (with more than five classes), loss (nats), ece, class_mean (mean of the
@@ -81,11 +85,11 @@ def score(outputs: Outputs, classes: int) -> Scored:
     """
     labels, tops = outputs.labels, outputs.values[TOPS]
     right = tops == labels[:, None]
-    counts = np.bincount(labels, minlength=classes)
-    hits = np.bincount(labels[right[:, 0]], minlength=classes)
+    counts = np.bincount(labels, minlength=num_classes)
+    hits = np.bincount(labels[right[:, 0]], minlength=num_classes)
     occurs = counts > 0
     metrics = {"top1": float(right[:, 0].mean())}
-    if classes > tops.shape[1]:
+    if num_classes > tops.shape[1]:
         metrics["top5"] = float(right.any(1).mean())
     metrics |= {
         "loss": float(outputs.values[LOSS].mean(dtype=np.float64)),
@@ -94,9 +98,11 @@ def score(outputs: Outputs, classes: int) -> Scored:
         "examples": len(labels),
     }
     confusion = None
-    if classes <= _MAX_CLASSES:
-        cells = labels.astype(np.int64) * classes + tops[:, 0]
-        confusion = np.bincount(cells, minlength=classes**2).reshape(classes, classes)
+    if num_classes <= _MAX_CLASSES:
+        cells = labels.astype(np.int64) * num_classes + tops[:, 0]
+        confusion = np.bincount(cells, minlength=num_classes**2).reshape(
+            num_classes, num_classes
+        )
     return Scored(metrics, confusion)
 
 

@@ -54,7 +54,7 @@ class FewShotConfig(FeaturesConfig):
         distinct=True,
     )
 
-    def open(self, name, splits, classes):
+    def open(self, name, splits, num_classes):
         return FewShot(name, self, splits)
 
     def summarize(self, metrics):
@@ -79,16 +79,16 @@ class FewShot(FeaturesEvaluator):
     """
 
     def _supports(self, shots: int) -> list[np.ndarray]:
-        labels, classes = self._train.labels, self._train.classes
+        labels, num_classes = self._train.labels, self._train.num_classes
         seeds = range(self._config.seeds)
-        return [draw(labels, shots, seed, classes) for seed in seeds]
+        return [draw(labels, shots, seed, num_classes) for seed in seeds]
 
     def _rows(self) -> np.ndarray:
         return np.unique(np.concatenate(self._supports(max(self._config.shots))))
 
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        config, (train, test, classes) = self._config, self._features(outputs)
-        counts = np.bincount(self._train.labels, minlength=classes)
+        config, (train, test, num_classes) = self._config, self._features(outputs)
+        counts = np.bincount(self._train.labels, minlength=num_classes)
         metrics = {}
         for shots in config.shots:
             found = []
@@ -97,7 +97,7 @@ class FewShot(FeaturesEvaluator):
                     return None
                 places = _positions(outputs["train"].records, rows)
                 support = tuple(x[places] for x in train)
-                found.append(accuracies(support, test, classes, config.l2))
+                found.append(accuracies(support, test, num_classes, config.l2))
             for l2, values in zip(config.l2, np.transpose(found), strict=True):
                 more = "" if l2 == config.l2[0] else f"_l2_{l2:g}"
                 metrics[f"{shots}shot{more}"] = float(values.mean())
@@ -119,7 +119,7 @@ def _positions(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def draw(
-    labels: Labels, shots: int, seed: int, classes: int
+    labels: Labels, shots: int, seed: int, num_classes: int
 ) -> Integer[np.ndarray, " S"]:
     """Draws the support: `shots` examples of every class.
 
@@ -131,15 +131,15 @@ def draw(
       labels: of all examples.
       shots: examples per class.
       seed: of the draw.
-      classes: number of classes.
+      num_classes: number of classes.
 
     Returns:
       Positions in `labels`, class by class.
     """
     order = np.argsort(labels, kind="stable")
-    bounds = np.searchsorted(labels[order], np.arange(classes + 1))
+    bounds = np.searchsorted(labels[order], np.arange(num_classes + 1))
     drawn = []
-    for number in range(classes):
+    for number in range(num_classes):
         members = order[bounds[number] : bounds[number + 1]]
         bits = np.random.Philox(key=np.array([seed, number], np.uint64))
         # numpy keeps the stream of `random`, unlike that of `permutation`.
@@ -185,7 +185,7 @@ class Solution:
         return found
 
 
-def solve(features: Features, labels: Labels, classes: int) -> Solution:
+def solve(features: Features, labels: Labels, num_classes: int) -> Solution:
     """Solves least squares for all strengths at once, in float64.
 
     Primal (a matrix of D + 1 features) if N >= D, dual (of N examples) otherwise. Memory
@@ -196,7 +196,7 @@ def solve(features: Features, labels: Labels, classes: int) -> Solution:
     Args:
       features: of the support.
       labels: of the support.
-      classes: number of classes.
+      num_classes: number of classes.
 
     Raises:
       UserError: the features are not finite.
@@ -227,9 +227,9 @@ def solve(features: Features, labels: Labels, classes: int) -> Solution:
     if N < D:
         whole = standardised(slice(None))
         values, vectors = np.linalg.eigh(whole @ whole.T)
-        right = _times_targets(vectors, labels, classes)
+        right = _times_targets(vectors, labels, num_classes)
         return Solution(mean, scale, whole.T @ vectors, _positive(values), right)
-    gram, sums = np.zeros((D + 1, D + 1)), np.zeros((classes, D + 1))
+    gram, sums = np.zeros((D + 1, D + 1)), np.zeros((num_classes, D + 1))
     for rows in _blocks(N, D + 1):
         part = standardised(rows)
         gram += part.T @ part
@@ -244,7 +244,7 @@ def solve(features: Features, labels: Labels, classes: int) -> Solution:
 def accuracies(
     train: tuple[Features, Labels],
     test: tuple[Float[np.ndarray, "M D"], Integer[np.ndarray, " M"]],
-    classes: int,
+    num_classes: int,
     l2: Sequence[float],
 ) -> Float[np.ndarray, " L"]:
     """Returns the accuracy on the test examples for each strength.
@@ -252,19 +252,19 @@ def accuracies(
     Args:
       train: features and labels of the support.
       test: features and labels to score.
-      classes: number of classes.
+      num_classes: number of classes.
       l2: strengths, above 0.
     """
-    solution = solve(*train, classes)
+    solution = solve(*train, num_classes)
     features, labels = test
     return np.array([(solution.predict(features, x) == labels).mean() for x in l2])
 
 
 def _times_targets(
-    rows: Float[np.ndarray, "N E"], labels: Labels, classes: int
+    rows: Float[np.ndarray, "N E"], labels: Labels, num_classes: int
 ) -> Float[np.ndarray, "E K"]:
     """Multiplies by the targets of +1 and -1 without an array of them."""
-    sums = np.zeros((classes, rows.shape[1]))
+    sums = np.zeros((num_classes, rows.shape[1]))
     _add_class_sums(sums, rows, labels)
     sums *= 2
     sums -= rows.sum(0)

@@ -34,7 +34,7 @@ class NeighboursConfig(FeaturesConfig):
         0.07, "A neighbour's vote is exp(cosine / temperature).", above=0
     )
 
-    def open(self, name, splits, classes):
+    def open(self, name, splits, num_classes):
         return Neighbours(name, self, splits)
 
     def summarize(self, metrics):
@@ -45,11 +45,11 @@ class Neighbours(FeaturesEvaluator):
     """Accuracy of the weighted vote."""
 
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        train, (features, labels), classes = self._features(outputs)
+        train, (features, labels), num_classes = self._features(outputs)
         found = predict(
             *train,
             features,
-            classes,
+            num_classes,
             k=self._config.k,
             temperature=self._config.temperature,
             stop=stop,
@@ -66,7 +66,7 @@ def predict(
     train: Float[np.ndarray, "N D"],
     labels: Integer[np.ndarray, " N"],
     test: Float[np.ndarray, "M D"],
-    classes: int,
+    num_classes: int,
     *,
     k: int = 20,
     temperature: float = 0.07,
@@ -84,7 +84,7 @@ def predict(
       train: features of the training examples.
       labels: their classes.
       test: features to classify.
-      classes: number of classes.
+      num_classes: number of classes.
       k: number of neighbours; all examples if there are fewer.
       temperature: the lower it is, the more the nearest ones count.
       stop: called before every block of test examples; True stops.
@@ -97,14 +97,14 @@ def predict(
     k = min(k, len(train))
     known = _normalised(train)
     found = np.empty(len(test), np.int32)
-    rows = max(1, _BLOCK // max(len(train), classes))
+    rows = max(1, _BLOCK // max(len(train), num_classes))
     for start in range(0, len(test), rows):
         if stop():
             return None
         similar = _normalised(test[start : start + rows]) @ known.T
         nearest = np.argpartition(similar, -k, axis=1)[:, -k:]
         closeness = np.take_along_axis(similar, nearest, 1).astype(np.float64)
-        votes = np.zeros((len(similar), classes))
+        votes = np.zeros((len(similar), num_classes))
         # Subtracting the largest changes no winner, and nothing overflows.
         weights = np.exp((closeness - closeness.max(1, keepdims=True)) / temperature)
         np.add.at(votes, (np.arange(len(similar))[:, None], labels[nearest]), weights)

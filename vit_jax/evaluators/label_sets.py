@@ -40,15 +40,17 @@ class RealConfig(EvalConfig):
     split: str = key("validation", "To classify.")
     labels: str = key("", "The authors' real.json, for sets that do not hold them.")
 
-    def open(self, name, splits, classes):
-        return Real(name, self, splits, classes)
+    def open(self, name, splits, num_classes):
+        return Real(name, self, splits, num_classes)
 
 
 class Real:
     """Accuracy on ImageNet's validation split with the labels of ReaL."""
 
-    def __init__(self, name: str, config: RealConfig, splits: EvalSplits, classes: int):
-        _check_imagenet(name, config, classes)
+    def __init__(
+        self, name: str, config: RealConfig, splits: EvalSplits, num_classes: int
+    ):
+        _check_imagenet(name, config, num_classes)
         self._split = splits.open(name, config, config.split, model_classes=True)
         self.splits = (self._split,)
         self._path, self._sets = config.labels, None
@@ -74,17 +76,17 @@ class ObjectNetConfig(EvalConfig):
     name: str = key("objectnet", "Another data set than `data.name`.")
     split: str = key("images", "To classify.")
 
-    def open(self, name, splits, classes):
-        return ObjectNet(name, self, splits, classes)
+    def open(self, name, splits, num_classes):
+        return ObjectNet(name, self, splits, num_classes)
 
 
 class ObjectNet:
     """Accuracy on the classes of ObjectNet that overlap ImageNet's."""
 
     def __init__(
-        self, name: str, config: ObjectNetConfig, splits: EvalSplits, classes: int
+        self, name: str, config: ObjectNetConfig, splits: EvalSplits, num_classes: int
     ):
-        _check_imagenet(name, config, classes)
+        _check_imagenet(name, config, num_classes)
         self._split = splits.open(name, config, config.split, model_classes=False)
         self.splits = (self._split,)
         if self._split.source.class_names != tuple(OBJECTNET_CLASSES):
@@ -241,10 +243,10 @@ def _read_file(path: str) -> list[list[int]]:
     return known
 
 
-def _check_imagenet(name: str, config: EvalConfig, classes: int) -> None:
+def _check_imagenet(name: str, config: EvalConfig, num_classes: int) -> None:
     """Checks that the model has ImageNet's classes."""
-    if classes != CLASSES:
+    if num_classes != CLASSES:
         raise UserError(
             f"evals.{name}: kind={config.kind!r} is for classifiers of ImageNet's 1,000 "
-            f"classes, but the model has {classes}: take it out"
+            f"classes, but the model has {num_classes}: take it out"
         )

@@ -60,10 +60,10 @@ class Classifier:
         class_names: tuple[str, ...] = (),
     ):
         preprocess = preprocess or forward_passes.preprocessing_of(pretrained)
-        classes = pretrained.options["classes"]
-        if not classes:
+        num_classes = pretrained.options["num_classes"]
+        if not num_classes:
             raise UserError(
-                f"{pretrained.source} has no classifier (classes=0): give a fine-tuned "
+                f"{pretrained.source} has no classifier (num_classes=0): give a fine-tuned "
                 "checkpoint"
             )
         model, params = forward_passes.fit_network(pretrained, preprocess)
@@ -135,14 +135,14 @@ def names_of(
     Raises:
       UserError: there is not one name per class.
     """
-    classes = pretrained.options["classes"]
+    num_classes = pretrained.options["num_classes"]
     names = class_names or pretrained.class_names
-    if names and len(names) != classes:
+    if names and len(names) != num_classes:
         raise UserError(
             f"there are {len(names)} class names, but {pretrained.source} has "
-            f"{classes} classes: give --labels with one line a class"
+            f"{num_classes} classes: give --labels with one line a class"
         )
-    return names or tuple(f"class {i}" for i in range(classes))
+    return names or tuple(f"class {i}" for i in range(num_classes))
 
 
 def predict(

@@ -58,7 +58,7 @@ class ProbeConfig(FeaturesConfig):
     seed: int = key(0, "Of its draw.", below=2**32)
     iterations: int = key(1_000, "Of L-BFGS, at most.", at_least=1, below=2**32)
 
-    def open(self, name, splits, classes):
+    def open(self, name, splits, num_classes):
         return LinearProbe(name, self, splits)
 
 
@@ -66,10 +66,10 @@ class LinearProbe(FeaturesEvaluator):
     """Accuracy of logistic regression on the whole training split."""
 
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        train, (features, labels), classes = self._features(outputs)
+        train, (features, labels), num_classes = self._features(outputs)
         choice = choose(
             *train,
-            classes,
+            num_classes,
             l2=self._config.l2,
             held_out=self._config.held_out,
             seed=self._config.seed,
@@ -146,7 +146,7 @@ class _FixedCalls:
 def choose(
     features: Features,
     labels: Labels,
-    classes: int,
+    num_classes: int,
     *,
     l2: Sequence[float],
     held_out: float,
@@ -164,7 +164,7 @@ def choose(
     Args:
       features: of the training examples.
       labels: their classes.
-      classes: number of classes.
+      num_classes: number of classes.
       l2: strengths to try.
       held_out: fraction of every class that is held out, at least one example of a class
         with two or more.
@@ -179,18 +179,18 @@ def choose(
     with contextlib.suppress(_Stopped):
         strengths = sorted(set(l2), reverse=True)
         best, top1 = strengths[0], float("nan")
-        parts = _held_out_parts(labels, classes, held_out, seed)
+        parts = _held_out_parts(labels, num_classes, held_out, seed)
         if len(strengths) > 1 and parts:
             right = np.zeros(len(strengths), int)
             for held in parts:
                 known = features[~held], labels[~held]
-                fits = path(*known, classes, strengths, iterations, stop)
+                fits = path(*known, num_classes, strengths, iterations, stop)
                 tried, true = features[held], labels[held]
                 right += [(fitted.predict(tried) == true).sum() for fitted in fits]
             tied = np.flatnonzero(right == right.max())
             best = strengths[tied[(len(tied) - 1) // 2]]
             top1 = float(right.max() / np.sum(parts))
-        (probe,) = path(features, labels, classes, [best], iterations, stop)
+        (probe,) = path(features, labels, num_classes, [best], iterations, stop)
         return Choice(best, top1, probe)
     return None
 
@@ -198,7 +198,7 @@ def choose(
 def path(
     features: Features,
     labels: Labels,
-    classes: int,
+    num_classes: int,
     l2: Sequence[float],
     iterations: int = 1_000,
     stop: Callable[[], bool] = lambda: False,
@@ -221,8 +221,8 @@ def path(
     from scipy import optimize
 
     mean, scale = features.mean(0), features.std(0) + fewshot.EPSILON
-    blocks = _place((features - mean) / scale, labels, classes)
-    size = features.shape[1] + 1, classes
+    blocks = _place((features - mean) / scale, labels, num_classes)
+    size = features.shape[1] + 1, num_classes
     weights = np.zeros(size[0] * size[1])
     most = 2 * iterations  # Evaluations of the loss, about.
     for strength in l2:
@@ -249,39 +249,39 @@ def path(
 
 
 def _held_out_parts(
-    labels: np.ndarray, classes: int, part: float, seed: int
+    labels: np.ndarray, num_classes: int, part: float, seed: int
 ) -> list[Bool[np.ndarray, " N"]]:
     """Returns masks of held-out examples: one large draw, or disjoint folds."""
-    held = _held_out(labels, classes, part, seed)
+    held = _held_out(labels, num_classes, part, seed)
     if not held.any():
         return []
     if held.sum() >= _SMALL:
         return [held]
     # Class by class, so that the folds have the same number of each to within one.
-    order = fewshot.draw(labels, len(labels), seed, classes)
+    order = fewshot.draw(labels, len(labels), seed, num_classes)
     # The only example of a class is needed to learn that class.
-    order = order[np.bincount(labels, minlength=classes)[labels[order]] > 1]
+    order = order[np.bincount(labels, minlength=num_classes)[labels[order]] > 1]
     folds = np.full(len(labels), -1)
     folds[order] = np.arange(len(order)) % _FOLDS
     return [folds == fold for fold in range(min(_FOLDS, len(order)))]
 
 
 def _held_out(
-    labels: np.ndarray, classes: int, part: float, seed: int
+    labels: np.ndarray, num_classes: int, part: float, seed: int
 ) -> Bool[np.ndarray, " N"]:
     """Returns a mask of held-out examples, drawn like the support of few-shot."""
     held = np.zeros(len(labels), bool)
-    counts = np.bincount(labels, minlength=classes)
-    order = fewshot.draw(labels, len(labels), seed, classes)
+    counts = np.bincount(labels, minlength=num_classes)
+    order = fewshot.draw(labels, len(labels), seed, num_classes)
     wanted = np.where(counts > 1, np.clip(np.round(counts * part), 1, counts - 1), 0)
     for start, count in zip(np.cumsum(counts) - counts, wanted.astype(int)):
         held[order[start : start + count]] = True
     return held
 
 
-def _place(features: np.ndarray, labels: np.ndarray, classes: int) -> tuple:
+def _place(features: np.ndarray, labels: np.ndarray, num_classes: int) -> tuple:
     """Puts examples on the device in blocks, the last padded with weights of 0."""
-    rows = min(len(labels), max(1, _BLOCK // classes))
+    rows = min(len(labels), max(1, _BLOCK // num_classes))
     blocks = -(-len(labels) // rows)
 
     def cut(x):

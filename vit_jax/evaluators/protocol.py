@@ -108,10 +108,10 @@ class FeaturesEvaluator:
             (outputs[split].values[FEATURES], outputs[split].labels)
             for split in ("train", "test")
         )
-        classes, worst = self._train.classes, int(test[1].max())
-        if worst >= classes:
+        num_classes, worst = self._train.num_classes, int(test[1].max())
+        if worst >= num_classes:
             raise UserError(
                 f"evals.{self._name}: {self._test.title} has label {worst}, but "
-                f"{self._train.title} has {classes} classes: take another train split"
+                f"{self._train.title} has {num_classes} classes: take another train split"
             )
-        return train, test, classes
+        return train, test, num_classes

@@ -22,7 +22,7 @@ from vit_jax.errors import NoSplit, UserError
 from vit_jax.weights.pretrained import Preprocess, prepare_image, resized_size
 
 # Keys of `config.data` that an evaluation of another data set states itself.
-KEYS = ("name", "data_dir", "image_key", "label_key", "eval_ops")
+KEYS = ("name", "data_dir", "image_key", "label_key", "eval_transform")
 _MANY = 2**31 - 1  # Number of classes if the labels are not the model's.
 # Splits to read if a config states none: the first that exists. Training's own
 # evaluations leave the test split alone if there is another.
@@ -50,17 +50,17 @@ class EvalConfig:
     label_key: str = key(
         "", 'Its labels; "": as `data.label_key`, or "label" of another set.'
     )
-    eval_ops: str = key(
-        "", "In place of `data.eval_ops`, or of what travels with weights."
+    eval_transform: str = key(
+        "", "In place of `data.eval_transform`, or of what travels with weights."
     )
 
-    def open(self, name: str, splits: "EvalSplits", classes: int) -> object:
+    def open(self, name: str, splits: "EvalSplits", num_classes: int) -> object:
         """Opens the splits that the evaluation reads.
 
         Args:
           name: of the evaluation, for messages.
           splits: opens splits of data sets.
-          classes: number of the model's classes.
+          num_classes: number of the model's classes.
 
         Returns:
           A `protocol.Evaluator`.
@@ -80,7 +80,7 @@ class EvalSplit:
       split: its expression.
       source: its records.
       data: `config.data` for them.
-      ops: host operations; those of `data.eval_ops` if None.
+      ops: host operations; those of `data.eval_transform` if None.
     """
 
     split: str
@@ -135,7 +135,7 @@ class EvalSplit:
         return os.path.basename(os.path.abspath(path))
 
     @property
-    def classes(self) -> int:
+    def num_classes(self) -> int:
         """Number of classes: of names, or of labels up to the largest."""
         return len(self.source.class_names) or int(self.labels.max()) + 1
 
@@ -145,7 +145,7 @@ class EvalSplits:
 
     Args:
       data: `config.data` of the run; its classes are the model's.
-      preprocess: of the images if `eval_ops` is not stated; by `data.eval_ops` if None.
+      preprocess: of the images if `eval_transform` is not stated; by `data.eval_transform` if None.
       class_names: of the model, in the order of its outputs; empty if unknown.
       order: splits to look for if a config states none.
 
@@ -189,14 +189,16 @@ class EvalSplits:
             )
             if data.exclude and split == data.split:
                 source = exclude(source, data.exclude)
-            data = dataclasses.replace(data, classes=_MANY)
-            host = self._host_ops(source, data, stated=bool(config.eval_ops))
+            data = dataclasses.replace(data, num_classes=_MANY)
+            host = self._host_ops(source, data, stated=bool(config.eval_transform))
             self._opened[key] = EvalSplit(opened, source, data, host)
         found = self._opened[key]
         if model_classes:
             self._check(name, found)
             # Labels are checked against this number when records are read.
-            found.data = dataclasses.replace(found.data, classes=self._data.classes)
+            found.data = dataclasses.replace(
+                found.data, num_classes=self._data.num_classes
+            )
         return found
 
     def relabel(
@@ -225,19 +227,19 @@ class EvalSplits:
         if config.name:
             split = getattr(config, "train", "") or "train"
             of_set = {"image_key": "image", "label_key": "label", "split": split}
-            stated = of_set | {"exclude": "", "examples": 0} | stated
+            stated = of_set | {"exclude": "", "num_examples": 0} | stated
         return dataclasses.replace(self._data, **stated)
 
     def _check(self, name: str, found: EvalSplit) -> None:
-        source, classes = found.source, self._data.classes
+        source, num_classes = found.source, self._data.num_classes
         known = len(source.class_names)
         labels = source.labels if source.labels is not None else np.zeros(1, int)
         worst = int(labels.max()) if labels.min() >= 0 else int(labels.min())
-        if (known and known != classes) or not 0 <= worst < classes:
+        if (known and known != num_classes) or not 0 <= worst < num_classes:
             what = f"{known} classes" if known else f"a label {worst}"
             raise UserError(
                 f"evals.{name}: {found.data.name} has {what}, but the model tells "
-                f"{classes} classes apart: fine-tune it on these, or take an "
+                f"{num_classes} classes apart: fine-tune it on these, or take an "
                 "evaluation of its features, as kind='fewshot'"
             )
 

@@ -51,7 +51,7 @@ class Suite:
       batch_size: images per batch, over all devices.
       mesh: of all devices.
       shardings: of the parameters; replicated if None.
-      preprocess: of the images if an evaluation states none; by `data.eval_ops` if None.
+      preprocess: of the images if an evaluation states none; by `data.eval_transform` if None.
       class_names: of the model, in the order of its outputs; empty if unknown.
       finite: whether outputs of the classifier that are not finite are an error, as
         features are in any case. In training the loop checks the loss instead.
@@ -91,7 +91,7 @@ class Suite:
         splits = EvalSplits(data, preprocess, class_names, order)
         self._configs = dict(evals)
         self._evaluators = {
-            name: config.open(name, splits, data.classes)
+            name: config.open(name, splits, data.num_classes)
             for name, config in self._configs.items()
         }
         self.notes = splits.notes
@@ -285,7 +285,7 @@ def evaluate(
         config.sharding.min_size,
     )
     names = pretrained.class_names
-    if len(names) != model.options["classes"]:
+    if len(names) != model.options["num_classes"]:
         names = ()
     suite = Suite(
         model,
@@ -350,7 +350,7 @@ def _count_skipped(required: RequiredOutputs, outputs: forward_passes.Outputs) -
 def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConfig:
     """Returns the data config with the classes and image format of the weights."""
     of_weights = {
-        "classes": options["classes"],
+        "num_classes": options["num_classes"],
         "image_size": tuple(preprocess.image_size),
         "channels": options["channels"],
         "mean": tuple(preprocess.mean),

@@ -118,17 +118,17 @@ def attention_gradients(
       UserError: no attention, no classifier of whole images, or an unknown class.
     """
     _check(module)
-    if not module.classes or module.head == "none":
+    if not module.num_classes or module.head == "none":
         raise UserError(
-            f"there is no logit to explain with classes={module.classes} and "
+            f"there is no logit to explain with num_classes={module.num_classes} and "
             f"head={module.head}: give a model that classifies images"
         )
     classes = np.asarray(classes)
-    wrong = classes[(classes < 0) | (classes >= module.classes)]
+    wrong = classes[(classes < 0) | (classes >= module.num_classes)]
     if wrong.size:
         raise UserError(
-            f"class {wrong[0]} is not one of the {module.classes} of the model: name "
-            f"one from 0 to {module.classes - 1}"
+            f"class {wrong[0]} is not one of the {module.num_classes} of the model: name "
+            f"one from 0 to {module.num_classes - 1}"
         )
     others = _others(params)
     tokens, given = embed_images(module, others, images)

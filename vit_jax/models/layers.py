@@ -309,13 +309,13 @@ class MapHead(nn.Module):
 
 
 def classify(
-    pre_logits: Float[Array, "*B D"], classes: int, bias: float, name: str = "head"
+    pre_logits: Float[Array, "*B D"], num_classes: int, bias: float, name: str = "head"
 ) -> dict[str, Float[Array, "..."]]:
     """Applies a zero-initialised linear classifier; call it in a compact method.
 
     Args:
       pre_logits: features, float32.
-      classes: L; 0 is no classifier.
+      num_classes: L; 0 is no classifier.
       bias: initial bias.
       name: of the parameters.
 
@@ -323,9 +323,9 @@ def classify(
       "pre_logits", and "logits" (*B, L) unless `classes` is 0.
     """
     outputs = {"pre_logits": pre_logits}
-    if classes:
+    if num_classes:
         outputs["logits"] = nn.Dense(
-            classes,
+            num_classes,
             kernel_init=nn.initializers.zeros,
             bias_init=nn.initializers.constant(bias),
             name=name,

@@ -115,7 +115,7 @@ class Model:
 def create(
     variant: str,
     *,
-    classes: int,
+    num_classes: int,
     image_size: Sequence[int] = (224, 224),
     channels: int = 3,
     platform: str = "",
@@ -125,7 +125,7 @@ def create(
 
     Args:
       variant: such as "B/16", "R50+B/16" or "R50x1"; `variants.NAMES` has them all.
-      classes: width of the classifier; 0 is none.
+      num_classes: width of the classifier; 0 is none.
       image_size: height and width of the input, in pixels.
       channels: of the input.
       platform: where it will run, "cpu", "gpu" or "tpu"; "" is JAX's default backend.
@@ -141,7 +141,7 @@ def create(
         patch, or numbers that do not fit each other.
     """
     parsed = variants.parse(variant)
-    options = _numbers(parsed, options) | {"classes": classes}
+    options = _numbers(parsed, options) | {"num_classes": num_classes}
     if options.get("depth", 0) + sum(options.get("blocks", ())) > MAX_BLOCKS:
         image = {"image_size": image_size, "channels": channels}
         raise UserError(_too_deep(variant, options, image))

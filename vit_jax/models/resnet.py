@@ -185,7 +185,7 @@ class ResNet(nn.Module):
     """Image classifier of BiT ("ResNet (BiT)" in arXiv:2010.11929, section 4.1).
 
     Attributes:
-      classes: L; 0 is no classifier.
+      num_classes: L; 0 is no classifier.
       blocks: units of each stage.
       stem_width: features of the root.
       zero_pool: whether zeros around the image take part in the root's max pooling, as
@@ -194,7 +194,7 @@ class ResNet(nn.Module):
       dtype: of the computation; parameters and logits are float32.
     """
 
-    classes: int
+    num_classes: int
     blocks: tuple[int, ...]
     stem_width: int
     zero_pool: bool = False
@@ -223,7 +223,7 @@ class ResNet(nn.Module):
             x = Stage(unit, count, 2 if i else 1, 2, name=f"block{i + 1}")(x)
         x = nn.relu(_norm("norm-pre-head", 1e-5, self.dtype)(x))
         pre_logits = x.astype(jnp.float32).mean((1, 2))
-        return classify(pre_logits, self.classes, self.head_bias)
+        return classify(pre_logits, self.num_classes, self.head_bias)
 
 
 class PostActivationUnit(nn.Module):

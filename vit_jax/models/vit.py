@@ -131,7 +131,7 @@ class VisionTransformer(nn.Module):
     """Image classifier.
 
     Attributes:
-      classes: L; 0 is no classifier.
+      num_classes: L; 0 is no classifier.
       patch: side of the square patches, in pixels or in features of the stem.
       width: D.
       depth: number of blocks.
@@ -164,7 +164,7 @@ class VisionTransformer(nn.Module):
       flatten: see layers.flatten_tokens.
     """
 
-    classes: int
+    num_classes: int
     patch: int
     width: int
     depth: int
@@ -259,10 +259,10 @@ class VisionTransformer(nn.Module):
         if self.distillation:
             x = self._features(x[:, :2])
             outputs, other = (
-                classify(x[:, i], self.classes, self.head_bias, name)
+                classify(x[:, i], self.num_classes, self.head_bias, name)
                 for i, name in enumerate(("head", "head_dist"))
             )
-            if self.classes:
+            if self.num_classes:
                 apart = outputs["logits"], other["logits"]
                 outputs |= zip(("class_logits", "distillation_logits"), apart)
                 outputs["logits"] = sum(apart) / 2
@@ -281,7 +281,7 @@ class VisionTransformer(nn.Module):
                 self.flatten,
                 name="MAPHead_0",
             )(x)
-        return classify(self._features(x), self.classes, self.head_bias)
+        return classify(self._features(x), self.num_classes, self.head_bias)
 
     def _features(self, x):
         """Returns the features for the classifier, float32."""

@@ -45,7 +45,7 @@ class Classification:
 
     def __init__(self, config: ClassificationConfig, model: Model, data: DataConfig):
         self.model, self.config, self._data = model, config, data
-        self._ops = parse.parse_train(data.ops, data.image_size).device
+        self._ops = parse.parse_train(data.train_transform, data.image_size).device
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, Y, X, C), label (B,) and index (B,), of its transforms."""
@@ -64,7 +64,7 @@ class Classification:
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image (B, Y, X, C), normalised, and label (B, L), that sum to 1."""
-        labels = one_hot(batch["label"], self._data.classes)
+        labels = one_hot(batch["label"], self._data.num_classes)
         images, labels = transforms.apply(
             self._ops, batch["image"], labels, batch["index"], rng
         )
@@ -113,9 +113,9 @@ def smooth(labels: Float[Array, "B L"], smoothing: float) -> Float[Array, "B L"]
     return optax.losses.smooth_labels(labels, smoothing) if smoothing else labels
 
 
-def one_hot(labels: Int[Array, " B"], classes: int) -> Float[Array, "B L"]:
+def one_hot(labels: Int[Array, " B"], num_classes: int) -> Float[Array, "B L"]:
     """Turns class numbers into rows with a single 1."""
-    return jax.nn.one_hot(labels, classes, dtype=jnp.float32)
+    return jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
 
 
 def top1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Array, ""]:

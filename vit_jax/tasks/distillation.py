@@ -79,7 +79,10 @@ class Distillation(Classification):
             )
         self._teacher = open_pretrained(config.teacher)
         options = self._teacher.options
-        for name, own in (("classes", data.classes), ("channels", data.channels)):
+        for name, own in (
+            ("num_classes", data.num_classes),
+            ("channels", data.channels),
+        ):
             if options[name] != own:
                 raise UserError(
                     f"task.teacher={config.teacher!r} has {name}={options[name]}, but "

@@ -18,6 +18,7 @@ from vit_jax.models.registry import CONFIGS
 from vit_jax.tasks import TASKS
 from vit_jax.tasks.task import TaskConfig
 from vit_jax.training.optim import OPTIMIZERS, OptimConfig
+from vit_jax.weights.load import InitConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,8 @@ class _Config:
     mesh: MeshConfig = section(MeshConfig, changes_result=False)
     sharding: ShardingConfig = section(ShardingConfig, changes_result=False)
     evals: dict[str, EvalConfig] = named(
-        Choice(types=EVALUATORS, default="classification", by="kind"),
-        text="split",
+        Choice(types=EVALUATORS, default="classification", text_key="kind"),
+        text_key="split",
         reserved=(SKIPPED,),
         help="Name of an evaluation: split of the data set to classify, or a kind.",
         changes_result=False,
@@ -119,35 +120,7 @@ class TrainConfig(_Config):
     )
     total_steps: int = key(0, "Length of the run: this ...", below=2**31)
     epochs: float = epochs("... or this many passes over the training split.")
-    init: str = key(
-        "",
-        'Workdir, weights or their address to start from; "": none.',
-        changes_result=False,
-        of_host=True,
-        in_step=False,
-    )
-    init_average: bool = key(
-        True,
-        "Take a workdir's averaged parameters if it has them.",
-        in_step=False,
-    )
-    init_head: str = key(
-        "replace",
-        '"replace": new zero head, "keep", or "drop".',
-        choices=("replace", "keep", "drop"),
-        in_step=False,
-    )
-    init_posemb: str = key(
-        "linear",
-        'Resizing of position embeddings; or "bicubic".',
-        choices=("linear", "bicubic"),
-        in_step=False,
-    )
-    init_allow: tuple[str, ...] = key(
-        (),
-        "Regular expressions: what may be missing or left over.",
-        in_step=False,
-    )
+    init: InitConfig = section(InitConfig, text_key="checkpoint", in_step=False)
     debug_nans: bool = key(
         False,
         "Stop at the operation that makes the first NaN (slow).",
@@ -173,7 +146,7 @@ class TrainConfig(_Config):
         changes_result=False,
     )
     data: DataConfig = section(DataConfig)
-    model: Any = choice(CONFIGS, "B/16", by="variant", patterns=True)
+    model: Any = choice(CONFIGS, "B/16", text_key="variant", patterns=True)
     task: TaskConfig = choice(TASKS, "classification")
     optim: OptimConfig = choice(OPTIMIZERS, "adam")
     ema: EmaConfig = section(EmaConfig)

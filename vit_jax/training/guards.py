@@ -136,7 +136,7 @@ class EarlyExit:
         remedy = ""
         if why not in _SIGNALS.values():
             remedy = (
-                f"lower data.workers (now {data.workers}) or data.prefetch (now "
+                f"lower data.num_workers (now {data.num_workers}) or data.prefetch (now "
                 f"{data.prefetch}); "
             )
         text = (

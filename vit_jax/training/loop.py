@@ -245,7 +245,7 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
         "variant": config.model.variant,
         "dataset": data.name,
         "examples": len(source),
-        "init": masked(config.init),
+        "init": masked(config.init.checkpoint),
         "wall_seconds": round(seconds, 3),
         "compute": run_report.compute_record(
             images=total * config.batch_size,
@@ -310,8 +310,14 @@ def restore_or_init(
             notes += found.notes
             found = checkpoints.restore(setup.disk_shapes, setup.disk_shardings)
             found = found._replace(state=setup.from_disk(found.state))
-    elif found.state is None and config.init:
-        params, notes = load_initial(config, setup.model, lambda: setup.init()[0])
+    elif found.state is None and config.init.checkpoint:
+        params, notes = load_initial(
+            config.init,
+            config.data,
+            setup.model,
+            lambda: setup.init()[0],
+            head_bias_init=config.model.head_bias,
+        )
         _check_weights_of_hosts(setup, params)
         found = found._replace(state=setup.state_from(params))
     elif found.state is None:

@@ -203,13 +203,13 @@ def data_stall_advice(fraction: float, images_per_second: float, data) -> str:
     speed = f"{images_per_second:.0f} images/s"
     if fraction < 1:
         speed += f", about {images_per_second / (1 - fraction):.0f} without waiting"
-    threads = f"data.threads (now {data.threads})"
-    if data.threads >= data.prefetch:  # A thread makes a batch, and more have none.
+    threads = f"data.num_threads (now {data.num_threads})"
+    if data.num_threads >= data.prefetch:  # A thread makes a batch, and more have none.
         threads += f" with data.prefetch (now {data.prefetch})"
     return (
         f"input is the bottleneck: the device waited {fraction:.0%} of the time "
-        f"({speed}); raise {threads} if the storage is slow, data.workers (now "
-        f"{data.workers}; {_cores()} CPU cores a machine) if decoding is, and "
+        f"({speed}); raise {threads} if the storage is slow, data.num_workers (now "
+        f"{data.num_workers}; {_cores()} CPU cores a machine) if decoding is, and "
         f"data.prefetch (now {data.prefetch}) if the speed varies"
     )
 

@@ -118,7 +118,7 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
     steps_per_epoch = num_examples / config.batch_size
     model = models.create(
         **fields.to_dict(config.model),
-        classes=data.classes,
+        num_classes=data.num_classes,
         image_size=data.image_size,
         channels=data.channels,
         platform=mesh.devices.flat[0].platform,

@@ -65,9 +65,9 @@ def export(
     check(to, out, overwrite=overwrite)
     _check_complete(pretrained)
     notes, names = [], pretrained.class_names
-    if names and len(names) != pretrained.options["classes"]:
+    if names and len(names) != pretrained.options["num_classes"]:
         notes.append(
-            f"class names: {len(names)} for {pretrained.options['classes']} classes, "
+            f"class names: {len(names)} for {pretrained.options['num_classes']} classes, "
             "so left out"
         )
         pretrained = dataclasses.replace(pretrained, class_names=())

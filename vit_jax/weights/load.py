@@ -9,6 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from vit_jax import models
+from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
@@ -30,6 +31,40 @@ _FLAVOURS = (
     "epsilon",
     "zero_pool",
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """Weights that a run starts from, and how they are fitted to its model."""
+
+    checkpoint: str = key(
+        "",
+        'Workdir, weights or their address; "": none.',
+        changes_result=False,
+        of_host=True,
+    )
+    use_ema: bool = key(
+        True,
+        "Take a workdir's averaged parameters if it has them.",
+        formerly="init_average",
+    )
+    head: str = key(
+        "new",
+        '"new": a classifier of zeros, "keep", or "drop".',
+        choices=("new", "keep", "drop"),
+        formerly="init_head",
+    )
+    posemb_resize: str = key(
+        "linear",
+        'Resizing of position embeddings; or "bicubic".',
+        choices=("linear", "bicubic"),
+        formerly="init_posemb",
+    )
+    allow_mismatch: tuple[str, ...] = key(
+        (),
+        "Regular expressions: what may be missing or left over.",
+        formerly="init_allow",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +215,20 @@ def load(
 
 
 def load_initial(
-    config, model: models.Model, init: Callable[[], dict]
+    config: InitConfig,
+    data: DataConfig,
+    model: models.Model,
+    init: Callable[[], dict],
+    *,
+    head_bias_init: float,
 ) -> tuple[dict, list[str]]:
-    """Loads the checkpoint that `config.init` names, and fits it to the run's model.
+    """Loads the checkpoint that a run starts from, and fits it to the run's model.
 
     Args:
-      config: complete config; `init`, the keys that belong to it, `data.mean`,
-        `data.std` and `model.head_bias` are read.
+      config: section `init`.
+      data: section `data`; mean and std are compared with the checkpoint's.
       model: of the run.
+      head_bias_init: see `surgery.fit`.
       init: returns the run's initial parameters, for those that may be missing.
 
     Returns:
@@ -199,26 +240,26 @@ def load_initial(
     """
     try:
         loaded = load(
-            config.init,
+            config.checkpoint,
             model,
-            head=config.init_head,
-            head_bias_init=config.model.head_bias,
-            allow_mismatch=config.init_allow,
-            posemb_resize=config.init_posemb,
-            use_ema=config.init_average,
+            head=config.head,
+            head_bias_init=head_bias_init,
+            allow_mismatch=config.allow_mismatch,
+            posemb_resize=config.posemb_resize,
+            use_ema=config.use_ema,
             init=init,
         )
     except UserError as error:
-        told = config.init in str(error)
-        key = "config.init" if told else f"config.init={config.init!r}"
-        raise UserError(f"{key}: {error}") from error
+        told = config.checkpoint in str(error)
+        stated = "config.init" if told else f"config.init={config.checkpoint!r}"
+        raise UserError(f"{stated}: {error}") from error
     found = loaded.pretrained
     lines = loaded.table()
     if found.format == "workdir":  # Its first note states which parameters were loaded.
         lines[:2] = [f"{found.notes[0]} from {found.source}"]
     lines[0] = f"start: {lines[0]}"
     return stacking.unstack(loaded.params), lines + _compare_normalisation(
-        found.preprocess, config.data
+        found.preprocess, data
     )
 
 

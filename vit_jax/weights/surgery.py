@@ -19,7 +19,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import vit
 from vit_jax.weights.pretrained import POSITIONS
 
-HEADS = ("keep", "replace", "drop")
+HEADS = ("keep", "new", "drop")
 
 _CLASSIFIERS = ("head", "head_dist")
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
@@ -63,9 +63,9 @@ def fit(
       expected: the model's parameters, nested dict of arrays or shapes.
       grid: the model's patches down and across.
       old_grid: grid of the loaded position embeddings; a square if None.
-      head: "keep"; "replace" by a new classifier of zeros, with a new layer before it;
+      head: "keep"; "new" for a classifier of zeros, with a new layer before it;
         or "drop", for a model without classes.
-      head_bias_init: initial bias of a replaced classifier.
+      head_bias_init: initial bias of a new classifier.
       posemb_resize: "linear" (corners aligned, as in Google's code) or "bicubic"
         (antialiased, as in timm).
       allow_mismatch: regular expressions of names that may be missing, and then keep
@@ -88,7 +88,7 @@ def fit(
         *_fit_input(given, wanted),
     ]
     fresh, more = check_keys(
-        given, wanted, allow_mismatch, new=_PRE_LOGITS if head == "replace" else ()
+        given, wanted, allow_mismatch, new=_PRE_LOGITS if head == "new" else ()
     )
     rows += more
     if fresh:
@@ -121,7 +121,7 @@ def _draw(init: Callable[[], Mapping], names: Sequence[str]) -> dict[str, np.nda
 
 
 def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow]:
-    """Removes the head from `given`, and adds a new one for "replace"."""
+    """Removes the head from `given`, and adds a new one for "new"."""
     if head not in HEADS:
         raise UserError(f"head={head!r} is not one of {', '.join(HEADS)}")
     if head == "keep":
@@ -150,7 +150,7 @@ def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow
         elif before:
             rows.append(FitRow(name, "dropped", before))
     # The layer before a replaced classifier belongs to the old classes.
-    if head == "replace" or "pre_logits/kernel" not in wanted:
+    if head == "new" or "pre_logits/kernel" not in wanted:
         kernel, _ = (given.pop(leaf, None) for leaf in _PRE_LOGITS)
         if kernel is not None and "pre_logits/kernel" not in wanted:
             rows.append(FitRow("pre_logits", "dropped with the head", kernel.shape))
@@ -274,7 +274,7 @@ def check_keys(
         if given[name].shape != wanted[name].shape
     ]
     # A layer without some of its parameters computes something else, so the message
-    # suggests init_allow only if whole top-level layers are missing or left over.
+    # suggests init.allow_mismatch only if whole top-level layers are missing or left over.
     theirs, ours = ({n.split("/")[0] for n in names} for names in (given, wanted))
     inside = any(
         name.split("/")[0] in parts
@@ -288,7 +288,9 @@ def check_keys(
     if wrong:
         shown = "; ".join(wrong[:4])
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        remedy = "" if strict else "; what may be so, name in config.init_allow"
+        remedy = (
+            "" if strict else "; what may be so, name in config.init.allow_mismatch"
+        )
         raise UserError(f"the checkpoint does not fit the model: {shown}{more}{remedy}")
     rows = [
         FitRow(
@@ -310,11 +312,11 @@ def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
             matched = set(filter(re.compile(pattern).search, names))
         except re.error as error:
             raise UserError(
-                f"init_allow {pattern!r} is not a regular expression: {error}"
+                f"init.allow_mismatch: {pattern!r} is not a regular expression: {error}"
             ) from error
         if not matched:
             raise UserError(
-                f"init_allow {pattern!r} matches no parameter that is missing or left "
+                f"init.allow_mismatch: {pattern!r} matches no parameter that is missing or left "
                 f"over ({', '.join(names[:4]) or 'there is none'}): take it out"
             )
         allowed |= matched

@@ -108,8 +108,8 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
     notes = [f"{found.kind} parameters of step {found.step}"]
     if preprocess is None:
         notes.append(
-            f"data.eval_ops={data['eval_ops']!r} is no resize and crop; an evaluation "
-            "prepares images so with eval_ops set to it, as evals.val.eval_ops"
+            f"data.eval_transform={data['eval_transform']!r} is no resize and crop; an evaluation "
+            "prepares images so with eval_transform set to it, as evals.val.eval_transform"
         )
     return Pretrained(
         params=found.params,
@@ -120,7 +120,7 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
                 if k
                 not in models.EXECUTION  # Options of the machine where it was trained.
             },
-            "classes": data["classes"],
+            "num_classes": data["num_classes"],
             "image_size": tuple(data["image_size"]),
             "channels": data["channels"],
         },
@@ -140,9 +140,9 @@ def _preprocess(data: dict) -> Preprocess | None:
         tuple(per_channel(data[name], data["channels"])) for name in ("mean", "std")
     )
     common = {"image_size": image_size, "mean": mean, "std": std}
-    if parse.names_custom(data["eval_ops"]):  # Weights must not import a module.
+    if parse.names_custom(data["eval_transform"]):  # Weights must not import a module.
         return None
-    match parse.parse_eval(data["eval_ops"], image_size):
+    match parse.parse_eval(data["eval_transform"], image_size):
         case ():  # The images already have this size.
             return Preprocess(**common, squash=True)
         case (host_transforms.Resize(size=size),) if _pair(size) == image_size:

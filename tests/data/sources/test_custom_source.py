@@ -47,7 +47,10 @@ def listed(module, tmp_path, photograph, encode, data_config):
 def test_the_example_of_the_readme_is_read(listed, photograph, tmp_path):
     (tmp_path / "left_out").write_text("train/2.png\n")
     listed = dataclasses.replace(
-        listed, exclude=str(tmp_path / "left_out"), ops="", eval_ops=""
+        listed,
+        exclude=str(tmp_path / "left_out"),
+        train_transform="",
+        eval_transform="",
     )
     source = open_source(listed, "train")
     with pipeline.eval_batches(source, listed, batch_size=4) as batches:
@@ -84,7 +87,7 @@ def test_arrays_in_memory_need_five_lines(module, data_config):
     assert source.describe(2) == "mine train[1:] record 2"
     with pytest.raises(UserError, match="mine has no split 'val'; it has train"):
         open_source(data, "val")
-    data = dataclasses.replace(data, classes=2)
+    data = dataclasses.replace(data, num_classes=2)
     with pytest.raises(UserError, match=r"mine train record 0 has label 2"):
         open_source(data, "train")
 
@@ -201,7 +204,7 @@ def test_whole_numbers_up_to_255_and_grey_images_are_taken(dtype, data_config):
     source = open_arrays({"train": (grey, LABELS)}, "train[1:]", "mine")
     assert source.images.dtype == np.uint8
     np.testing.assert_array_equal(source.images, IMAGES[1:, ..., :1])
-    data = data_config(channels=1, image_size=(7, 9), eval_ops="resize")
+    data = data_config(channels=1, image_size=(7, 9), eval_transform="resize")
     with pipeline.eval_batches(source, data, batch_size=5) as batches:
         (batch,) = batches
     np.testing.assert_array_equal(batch["image"], IMAGES[1:, ..., :1])
@@ -327,7 +330,7 @@ def test_an_own_source_that_raises_at_a_record_names_it(
 ):
     name = f"record_{request.node.callspec.indices['item']}"
     module(name, RECORDS.replace("ITEM", item))
-    data = data_config(name=f"{name}:f", ops="")
+    data = data_config(name=f"{name}:f", train_transform="")
     source = open_source(data, "train")
     batches = pipeline.train_batches(
         source, data, batch_size=2, seed=0, start=0, stop=1

@@ -25,7 +25,7 @@ def listed(tmp_path):
 def test_a_record_keeps_its_name_under_any_sub_split(data_config, folder):
     for keys in (
         {"name": "folder", "data_dir": str(folder)},
-        {"name": "synthetic", "examples": 19},
+        {"name": "synthetic", "num_examples": 19},
     ):
         data = data_config(**keys)
         whole, part = open_source(data, "train"), open_source(data, "val+train[7:]")
@@ -58,7 +58,7 @@ def test_excluded_records_are_left_out_of_the_training_split_alone(
 
 
 def test_a_set_in_memory_is_still_gathered_without_the_excluded(data_config, listed):
-    data = data_config(name="synthetic", examples=11)
+    data = data_config(name="synthetic", num_examples=11)
     full = open_source(data, "train")
     data = dataclasses.replace(data, exclude=listed("train/0", "train/5", "train/6"))
     source = pickle.loads(pickle.dumps(open_source(data, "train")))
@@ -73,7 +73,7 @@ def test_a_set_in_memory_is_still_gathered_without_the_excluded(data_config, lis
 @pytest.mark.parametrize("wrong", ["train/11", "val/x", "trian/3", "train/03", "3"])
 def test_an_unknown_record_is_named_with_its_line(data_config, listed, wrong):
     path = listed("# list", "train/4", wrong)
-    data = data_config(name="synthetic", examples=11, exclude=path)
+    data = data_config(name="synthetic", num_examples=11, exclude=path)
     with pytest.raises(UserError, match=f"line 3 names record '{wrong}'.*'train/0'"):
         open_source(data, "train")
 
@@ -86,7 +86,7 @@ def test_an_unknown_file_of_a_folder_is_named(data_config, folder, listed):
 
 
 def test_nothing_left_and_no_file_are_user_errors(data_config, listed, tmp_path):
-    data = data_config(examples=3)
+    data = data_config(num_examples=3)
     data = dataclasses.replace(data, exclude=listed("train/2", "train/0", "train/1"))
     with pytest.raises(UserError, match="names all 3 records"):
         open_source(data, "train")
@@ -101,7 +101,7 @@ def test_nothing_left_and_no_file_are_user_errors(data_config, listed, tmp_path)
 
 def test_ids_outside_a_sub_split_change_nothing(data_config, listed):
     data = data_config(
-        examples=11, split="train[3:9]", exclude=listed("train/4", "val/2")
+        num_examples=11, split="train[3:9]", exclude=listed("train/4", "val/2")
     )
     source = open_source(data, "train[3:9]")
     assert [source.record_id(i) for i in range(5)] == [
@@ -111,7 +111,7 @@ def test_ids_outside_a_sub_split_change_nothing(data_config, listed):
 
 def test_a_record_that_a_split_repeats_is_left_out_each_time(data_config, listed):
     split = "train[:4]+train[2:6]"
-    data = data_config(examples=11, split=split, exclude=listed("train/3"))
+    data = data_config(num_examples=11, split=split, exclude=listed("train/3"))
     source = open_source(data, split)
     assert [source.record_id(i)[6:] for i in range(6)] == list("012245")
 

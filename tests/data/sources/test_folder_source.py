@@ -92,13 +92,15 @@ def test_a_split_without_classes_is_a_user_error(data, folder):
 
 
 def test_another_number_of_classes_than_folders_is_a_user_error(data_config, folder):
-    data = data_config(name="folder", data_dir=str(folder), classes=5)
-    with pytest.raises(UserError, match=r"data\.classes=5.*config\.data\.classes=3"):
+    data = data_config(name="folder", data_dir=str(folder), num_classes=5)
+    with pytest.raises(
+        UserError, match=r"data\.num_classes=5.*config\.data\.num_classes=3"
+    ):
         open_source(data, "train")
 
 
 def test_the_flowers_are_read(data_config, flowers):
-    data = data_config(name="folder", data_dir=str(flowers), classes=5)
+    data = data_config(name="folder", data_dir=str(flowers), num_classes=5)
     train, val = open_source(data, "train"), open_source(data, "val")
     assert len(train) + len(val) == 3670
     image = decode.decode(train[17]["image"])
@@ -198,7 +200,9 @@ def test_what_cannot_be_read_names_the_file_and_can_be_skipped(data, folder):
     (bad / "text.jpg").write_text("no image")
     whole = (bad / "0.png").read_bytes()
     (bad / "cut.png").write_bytes(whole[: len(whole) // 2])
-    data = dataclasses.replace(data, image_size=(37, 53), eval_ops="", on_error="skip")
+    data = dataclasses.replace(
+        data, image_size=(37, 53), eval_transform="", on_error="skip"
+    )
     source = open_source(data, "val")
     assert len(source) == 8
     with pipeline.eval_batches(source, data, batch_size=3) as batches:
@@ -235,7 +239,7 @@ def test_of_objectnet_the_overlapping_classes_are_read(data_config, tmp_path):
     for name in (*OBJECTNET_CLASSES, "air_freshener", "zipper"):
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / f"{name}.png").write_bytes(b"x")
-    data = data_config(name="objectnet", data_dir=str(tmp_path), classes=113)
+    data = data_config(name="objectnet", data_dir=str(tmp_path), num_classes=113)
     source = open_source(data, "images")
     assert len(source) == 113
     for i in range(113):

@@ -12,7 +12,7 @@ from vit_jax.errors import UserError
 
 
 def test_digits_are_all_there_once_and_stratified(data_config):
-    data = data_config(name="digits", classes=10, image_size=(8, 8), channels=1)
+    data = data_config(name="digits", num_classes=10, image_size=(8, 8), channels=1)
     train, test = open_source(data, "train"), open_source(data, "test")
     assert len(train) + len(test) == 1797
     assert train.images.shape[1:] == (8, 8, 1)
@@ -28,14 +28,14 @@ def test_digits_are_all_there_once_and_stratified(data_config):
 
 
 def test_digits_repeat_the_grey_value_for_three_channels(data_config):
-    data = data_config(name="digits", classes=10)
+    data = data_config(name="digits", num_classes=10)
     images = open_source(data, "train[:7]+test[3:5]").images
     assert images.shape == (9, 8, 8, 3)
     np.testing.assert_array_equal(images[..., 0], images[..., 2])
 
 
 def test_made_images_depend_on_split_and_number_only(data_config):
-    data = data_config(examples=11)
+    data = data_config(num_examples=11)
     source = open_source(data, "train")
     assert source.images.shape == (11, 13, 17, 3)
     np.testing.assert_array_equal(source.labels, np.arange(11) % 3)
@@ -47,7 +47,7 @@ def test_made_images_depend_on_split_and_number_only(data_config):
 
 
 def test_made_classes_can_be_told_apart(data_config):
-    source = open_source(data_config(examples=60), "train")
+    source = open_source(data_config(num_examples=60), "train")
     images = source.images.reshape(60, -1).astype(float)
     means = np.stack([images[source.labels == k].mean(0) for k in range(3)])
     distances = np.square(images[:, None] - means[None]).sum(-1)
@@ -55,20 +55,24 @@ def test_made_classes_can_be_told_apart(data_config):
 
 
 def test_another_number_of_classes_than_the_set_has_is_a_user_error(data_config):
-    with pytest.raises(UserError, match=r"data\.classes=7, but digits has 10 classes"):
-        open_source(data_config(name="digits", classes=7), "train")
+    with pytest.raises(
+        UserError, match=r"data\.num_classes=7, but digits has 10 classes"
+    ):
+        open_source(data_config(name="digits", num_classes=7), "train")
 
 
 def test_another_size_than_the_config_states_is_a_user_error(data_config):
-    data = data_config(name="digits", classes=10, examples=1500)
-    with pytest.raises(UserError, match=r"data\.examples=1500.* has 1442"):
+    data = data_config(name="digits", num_classes=10, num_examples=1500)
+    with pytest.raises(UserError, match=r"data\.num_examples=1500.* has 1442"):
         open_source(data, "train")
     assert len(open_source(data, "test")) == 355  # It states data.split alone.
 
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_out_of_range_names_the_record(label):
-    with pytest.raises(UserError, match=rf"x record 5 has label {label}.*classes=3"):
+    with pytest.raises(
+        UserError, match=rf"x record 5 has label {label}.*num_classes=3"
+    ):
         check_label(label, 3, "x record 5")
 
 

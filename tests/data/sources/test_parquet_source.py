@@ -92,7 +92,7 @@ def test_other_columns_of_a_file_are_not_those_read_before(
     rows = [{"bytes": images(0), "path": None}]
     table = pa.table({"image": rows, "fine": [7], "coarse": [1]})
     pq.write_table(table, path)
-    common = {"name": "parquet", "data_dir": str(tmp_path), "classes": 9}
+    common = {"name": "parquet", "data_dir": str(tmp_path), "num_classes": 9}
     for key, label in (("fine", 7), ("coarse", 1)):
         data = data_config(**common, label_key=key, image_size=(37, 53))
         assert open_source(data, "train")[0]["label"] == label
@@ -113,7 +113,9 @@ def test_records_can_be_excluded_by_name(data, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_come_from_threads_and_processes(data, workers):
-    data = dataclasses.replace(data, threads=3, workers=workers, ops="")
+    data = dataclasses.replace(
+        data, num_threads=3, num_workers=workers, train_transform=""
+    )
     source = open_source(data, "train")
     with pipeline.eval_batches(source, data, batch_size=5) as batches:
         rows = [
@@ -219,7 +221,7 @@ def test_damage_inside_a_file_names_set_split_and_record(data, shards):
     start = column.dictionary_page_offset or column.data_page_offset
     content[start : start + 40] = b"\xff" * 40
     path.write_bytes(content)
-    data = dataclasses.replace(data, ops="", eval_ops="")
+    data = dataclasses.replace(data, train_transform="", eval_transform="")
     source = open_source(data, "train")
     assert corner(source[3]) == 3  # The group before.
     assert corner(source[8]) == 8  # And after.

@@ -176,7 +176,7 @@ def test_a_damaged_shard_names_set_split_and_record(make, copied, monkeypatch):
     last = content.rfind(b"PNG")
     content[last - 20 : last + 40] = b"\xff" * 60
     shard.write_bytes(content)
-    data = make(data_dir=str(data_dir), image_size=(5, 9), eval_ops="")
+    data = make(data_dir=str(data_dir), image_size=(5, 9), eval_transform="")
     source = open_source(data, "train[2:]")
     batches = pipeline.eval_batches(source, data, batch_size=4)
     match = r"tiny_set/red train\[2:\] record \d+ .*cannot be"

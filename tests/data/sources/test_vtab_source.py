@@ -28,7 +28,7 @@ def test_a_task_is_defined_as_in_the_reference_codes(name):
     task, golden = vtab.TASKS[name], GOLDEN[name]
     assert task.splits["train800val200"] == golden["train"]
     assert task.splits["test"] == golden["test"]
-    assert task.classes == golden["classes"]
+    assert task.num_classes == golden["classes"]
     assert ("+".join(task.ops) or "none") == golden["ops"]
     reference, _, label = golden["key"].partition(" ")
     assert task.tfds.startswith(reference)
@@ -36,7 +36,7 @@ def test_a_task_is_defined_as_in_the_reference_codes(name):
     if label.startswith("label_"):
         key, _, bins = label.partition("/")
         assert task.label.key == key
-        assert not bins or task.label.classes == int(bins)
+        assert not bins or task.label.num_classes == int(bins)
 
 
 def test_every_task_is_in_the_reference():
@@ -50,11 +50,11 @@ def test_the_copy_of_the_reference_agrees_with_the_shared_file():
     shared = json.loads(SHARED.read_text())["tasks"]
     assert [task["key"] for task in GOLDEN.values()] == list(shared)
     for task in GOLDEN.values():
-        train, test, classes, ops = shared[task["key"]]
+        train, test, num_classes, ops = shared[task["key"]]
         if "task_adaptation says" in train:  # The one on which the codes disagree.
             train = train.replace("train[:1000]", "train[:800]").split(" (")[0]
         found = [task[k] for k in ("train", "test", "classes", "ops")]
-        assert found == [train, test, classes, ops]
+        assert found == [train, test, num_classes, ops]
 
 
 # Sizes of the TFDS sets that have no validation split, from the TFDS catalogue.
@@ -209,7 +209,7 @@ def opened(data_config, prepared, monkeypatch):
         if test:  # The real sets are larger than these.
             task = dataclasses.replace(task, test=test)
             monkeypatch.setitem(vtab.TASKS, name, task)
-        keys = {"classes": task.classes, "data_dir": str(prepared), **keys}
+        keys = {"num_classes": task.num_classes, "data_dir": str(prepared), **keys}
         return open_source(data_config(name=f"vtab/{name}", **keys), split)
 
     return open_task
@@ -269,6 +269,6 @@ def test_an_unknown_task_lists_the_known(data_config):
 
 
 def test_a_task_that_is_not_prepared_says_how(data_config, tmp_path):
-    data = data_config(name="vtab/dmlab", classes=6, data_dir=str(tmp_path))
+    data = data_config(name="vtab/dmlab", num_classes=6, data_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"prepare --dataset=dmlab:2\.0\.1 --data_dir"):
         open_source(data, "val200")

@@ -93,14 +93,14 @@ def outside(tmp_path, monkeypatch):
 
 def run_config(total_steps, ops):
     """Returns the config of a small model on synthetic images."""
-    shape = {"classes": 3, "examples": 20, "image_size": (8, 12)}
+    shape = {"num_classes": 3, "num_examples": 20, "image_size": (8, 12)}
     model = {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 20}
     return configuration.complete(
         {
             "seed": 3,
             "total_steps": total_steps,
             "batch_size": 8,
-            "data": {"name": "synthetic", "ops": ops, **shape},
+            "data": {"name": "synthetic", "train_transform": ops, **shape},
             "model": model,
             "optim": {"learning_rate": 0.01},
             "evals": {"val": "val"},
@@ -119,18 +119,20 @@ def rows(data, **more):
 
 
 def test_a_host_transform_runs_in_the_loader(data_config):
-    plain = rows(data_config(ops=""))
-    speckled = rows(data_config(ops="noise:Speckle(share=0.25)"))
+    plain = rows(data_config(train_transform=""))
+    speckled = rows(data_config(train_transform="noise:Speckle(share=0.25)"))
     changed = (speckled != plain).any(-1)
     assert (speckled[changed] == 255).all()
     assert 0.2 < changed.mean() < 0.3
-    np.testing.assert_array_equal(rows(data_config(ops="noise:Speckle(0)")), plain)
+    np.testing.assert_array_equal(
+        rows(data_config(train_transform="noise:Speckle(0)")), plain
+    )
 
 
 def test_loader_processes_find_it_too(data_config):
     ops = "noise:Speckle(share=0.25)"
-    expected = rows(data_config(ops=ops))
-    found = rows(data_config(ops=ops, workers=1))
+    expected = rows(data_config(train_transform=ops))
+    found = rows(data_config(train_transform=ops, num_workers=1))
     np.testing.assert_array_equal(found, expected)
 
 
@@ -138,7 +140,7 @@ def test_a_set_in_memory_is_not_changed(data_config):
     with pytest.raises(
         UserError, match=r"wrong:Host: runs .* ValueError: assignment destination is"
     ):
-        rows(data_config(ops="wrong:Host('write')"))
+        rows(data_config(train_transform="wrong:Host('write')"))
 
 
 def test_a_device_transform_draws_by_the_place_in_the_run():
@@ -166,9 +168,12 @@ def test_its_size_counts_for_an_enlargement():
     [
         (
             "absent:Speckle",
-            "data.ops='absent:Speckle': no module 'absent': it must lie",
+            "data.train_transform='absent:Speckle': no module 'absent': it must lie",
         ),
-        ("noise:Speckel", r"data.ops='noise:Speckel': .*noise.py has no 'Speckel'"),
+        (
+            "noise:Speckel",
+            r"data.train_transform='noise:Speckel': .*noise.py has no 'Speckel'",
+        ),
         ("noise:Speckle(share=2)", r"share=2 must be at most 1; it is noise:Speckle\("),
         ("noise:Speckle('a')", "share='a' is not a number; it is noise:Speckle"),
         ("noise:Speckle(True)", "share=True is not a number"),
@@ -193,7 +198,7 @@ def test_a_mistake_in_the_line_is_told_in_one_line(line, message):
 def test_evaluation_takes_one_that_says_it_may():
     for line in ("noise:Speckle", "noise:Noise"):
         with pytest.raises(
-            UserError, match=rf"data\.eval_ops='{line}': .* is for trai"
+            UserError, match=rf"data\.eval_transform='{line}': .* is for trai"
         ):
             parse.parse_eval(line, SIZE)
 
@@ -208,9 +213,9 @@ def test_evaluation_takes_one_that_says_it_may():
     ],
 )
 def test_what_it_returns_on_the_host_is_checked(what, message, data_config):
-    match = rf"made train record \d+: data\.ops=.*wrong:Host:? {message}"
+    match = rf"made train record \d+: data\.train_transform=.*wrong:Host:? {message}"
     with pytest.raises(UserError, match=match):
-        rows(data_config(ops=f"wrong:Host({what!r})"))
+        rows(data_config(train_transform=f"wrong:Host({what!r})"))
 
 
 @pytest.mark.parametrize(
@@ -234,8 +239,10 @@ def test_what_it_returns_on_the_device_is_checked(what, message):
 
 def test_weights_import_no_module():
     config = {"image_size": [8, 8], "mean": [0.5], "std": [0.5], "channels": 3}
-    assert workdir._preprocess({**config, "eval_ops": "resize"}) is not None
-    assert workdir._preprocess({**config, "eval_ops": "resize | wrong:Half"}) is None
+    assert workdir._preprocess({**config, "eval_transform": "resize"}) is not None
+    assert (
+        workdir._preprocess({**config, "eval_transform": "resize | wrong:Half"}) is None
+    )
     assert "wrong" not in sys.modules
 
 
@@ -246,5 +253,7 @@ def test_a_run_with_them_resumes_exactly(tmp_path):
     shutil.rmtree(run / "checkpoints" / "4")  # As if it had been killed before.
     assert loop.train(config, run)["params_sha256"] == whole["params_sha256"]
     other = "noise:Speckle(0.3) | flip | noise:Noise(std=4)"
-    with pytest.raises(UserError, match=r"another config \(data.ops: noise:Speckle"):
+    with pytest.raises(
+        UserError, match=r"another config \(data.train_transform: noise:Speckle"
+    ):
         loop.train(run_config(4, other), run)

@@ -98,7 +98,7 @@ def test_examples_are_mixed_once():
     ],
 )
 def test_a_mistake_names_the_line_and_what_there_is(spec, match):
-    with pytest.raises(UserError, match=r"^data\.ops=.*" + match):
+    with pytest.raises(UserError, match=r"^data\.train_transform=.*" + match):
         parse.parse_train(spec, SIZE)
 
 
@@ -114,6 +114,6 @@ def test_evaluation_takes_only_operations_without_randomness():
     )
     for spec in ("flip", "inception_crop", "random_crop", "randaugment", "augreg"):
         with pytest.raises(
-            UserError, match=r"data\.eval_ops.*here are resize, resize_s"
+            UserError, match=r"data\.eval_transform.*here are resize, resize_s"
         ):
             parse.parse_eval(spec, SIZE)

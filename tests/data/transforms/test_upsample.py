@@ -43,10 +43,10 @@ def test_upsampling_is_pillows_bilinear_on_photographs(natural):
 
 def test_a_set_in_memory_is_gathered_as_small_as_it_is(data_config):
     images = np.random.default_rng(0).integers(0, 256, (9, 8, 13, 3), dtype=np.uint8)
-    data = data_config(ops="flip | pad_crop(2) | upsample", image_size=SIZE)
+    data = data_config(train_transform="flip | pad_crop(2) | upsample", image_size=SIZE)
     batch = first_batch(memory(images), data)
     assert batch["image"].shape == (4, 8, 13, 3)
-    device = parse.parse_train(data.ops, SIZE).device
+    device = parse.parse_train(data.train_transform, SIZE).device
     batch = jax.tree.map(jnp.asarray, batch)
     labels = jax.nn.one_hot(batch["label"], 3)
     out, _ = device_transforms.apply(
@@ -65,7 +65,7 @@ def test_a_set_in_memory_is_gathered_as_small_as_it_is(data_config):
 )
 def test_the_last_crop_or_resize_says_what_is_loaded(folder, data_config, spec, size):
     source = open_folder(str(folder), "train", "train")
-    batch = first_batch(source, data_config(ops=spec, image_size=SIZE))
+    batch = first_batch(source, data_config(train_transform=spec, image_size=SIZE))
     assert batch["image"].shape == (4, *size, 3)
 
 
@@ -74,7 +74,7 @@ def test_images_of_no_one_size_are_refused(folder, data_config, spec):
     with pytest.raises(UserError, match=r"upsample needs images of one size.*resize"):
         first_batch(
             open_folder(str(folder), "train", "train"),
-            data_config(ops=spec, image_size=SIZE),
+            data_config(train_transform=spec, image_size=SIZE),
         )
 
 

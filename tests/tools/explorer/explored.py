@@ -22,7 +22,7 @@ def pretrained(seed, **options):
     leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
     rng = np.random.default_rng(seed)
     leaves = [0.5 * rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
-    names = NAMES if options["classes"] else ()
+    names = NAMES if options["num_classes"] else ()
     return Pretrained(
         params=jax.tree.unflatten(tree, leaves),
         options=options,

@@ -193,7 +193,7 @@ def test_the_distillation_token_is_named():
 
 
 def test_a_resnet_is_refused():
-    options = {"variant": "R50x1", "classes": 3, "blocks": (1,), "stem_width": 32}
+    options = {"variant": "R50x1", "num_classes": 3, "blocks": (1,), "stem_width": 32}
     given = explored.pretrained(4, **options, image_size=(32, 32))
     with pytest.raises(UserError, match="a ResNet has no attention"):
         ExploredModel(given, preprocess=given.preprocess)

@@ -59,7 +59,7 @@ def ways(found):
     ids=["vit", "hybrid", "resnet"],
 )
 def test_what_is_advised_is_a_program_that_can_be_built(spec, keys, count):
-    small = {"sharding.min_size": 512, "data.classes": 16}
+    small = {"sharding.min_size": 512, "data.num_classes": 16}
     keys = {**keys, **small, "ema.decay": 0.5, "batch_size": 8}
     mesh = meshes.create(configuration.load(spec, keys).mesh)
     found = analysis.settings(configuration.load(spec, keys), dict(mesh.shape))

@@ -21,7 +21,7 @@ GIB = 2**30
 
 def flops(**keys):
     """Counts a step of 3 layers, a device."""
-    words = {"model.depth": 3, "data.classes": 7, "ema.decay": 0.5, **keys}
+    words = {"model.depth": 3, "data.num_classes": 7, "ema.decay": 0.5, **keys}
     config = configuration.load(QUICK, words)
     mesh = meshes.create(config.mesh)
     program = train_step.build_train_setup(config, mesh, 20)
@@ -213,7 +213,7 @@ def test_products_are_those_of_the_compiled_program_where_it_shows_them(
 
 @pytest.mark.slow  # It compiles a training step: 20 s and more.
 def test_what_a_model_axis_repeats_counts_on_each_device():
-    words = {"model.depth": 2, "data.classes": 7, "mesh.model": 2}
+    words = {"model.depth": 2, "data.num_classes": 7, "mesh.model": 2}
     config = configuration.load(QUICK, words)
     mesh = meshes.create(config.mesh)
     found = analysis.analyse(config, mesh, 20, None)

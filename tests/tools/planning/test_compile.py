@@ -23,7 +23,7 @@ SMALL = (
     "--config.model.mlp_dim=2048",
     "--config.model.depth=3",
     "--config.model.dropout=0",
-    "--config.data.classes=1000",
+    "--config.data.num_classes=1000",
     "--config.batch_size=512",
 )
 
@@ -92,7 +92,7 @@ def test_products_of_the_compiled_program_are_those_of_the_trace(sharded):
 def test_what_goes_between_slices_is_found():
     done = run(
         "--config=configs/b16_i21k.py:quick",
-        "--config.data.classes=50",
+        "--config.data.num_classes=50",
         "--topology=v5e:2x2",
         "--slices=2",
         "--json",
@@ -106,7 +106,7 @@ def test_what_goes_between_slices_is_found():
 def test_what_is_too_large_exits_with_3_and_says_by_how_much():
     done = run(
         "--config=configs/b16_i21k.py:quick",
-        "--config.data.classes=21843",
+        "--config.data.num_classes=21843",
         "--config.batch_size=400000",
         "--topology=v5e:1x1",
     )
@@ -120,7 +120,7 @@ def test_what_is_too_large_exits_with_3_and_says_by_how_much():
 def test_strategies_are_compared_and_one_is_recommended(tmp_path):
     done = run(
         "--config=configs/b16_i21k.py:quick",
-        "--config.data.classes=50",
+        "--config.data.num_classes=50",
         "--config.model.scan=true",
         "--topology=v5e:2x2",
         "--strategies",

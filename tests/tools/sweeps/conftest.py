@@ -10,7 +10,12 @@ TINY = {
     "name": "tiny",
     "total_steps": 2,
     "batch_size": 8,
-    "data": {"name": "synthetic", "classes": 3, "examples": 16, "image_size": (8, 8)},
+    "data": {
+        "name": "synthetic",
+        "num_classes": 3,
+        "num_examples": 16,
+        "image_size": (8, 8),
+    },
     "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 20},
     "optim": {"learning_rate": 0.01},
 }

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 def published(variant="B/16", **options):
     """Returns a checkpoint without its parameters, as of Google's ViTs."""
-    options = {"variant": variant, "classes": 21_843, "channels": 3} | options
+    options = {"variant": variant, "num_classes": 21_843, "channels": 3} | options
     options = {"image_size": (224, 224)} | options
     return Pretrained({}, options, "google", "paper:B/16-i21k")
 
@@ -43,8 +43,8 @@ def test_runs_have_what_the_recipe_by_hand_has():
         # How often is told and saved, where it is computed, and how it is written.
         free = {
             "name",
-            "data.ops",
-            "data.eval_ops",
+            "data.train_transform",
+            "data.eval_transform",
             "model.dtype",
             "checkpoint.max_to_keep",
         }
@@ -101,7 +101,7 @@ def test_grey_checkpoints_take_grey_images_and_both_their_normalisation(pretrain
     other = dataclasses.replace(pretrained, preprocess=preprocess)
     found = task(other, "digits", resolution=(16, 16)).config
     assert found.data.mean == (0.1, 0.2, 0.3)
-    assert found.data.classes == 10
+    assert found.data.num_classes == 10
     assert found.total_steps == 500
 
 
@@ -178,7 +178,7 @@ def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
         ({"total_steps": [5]}, r"total_steps=\[5\]"),
         ({"epochs": "x"}, "epochs='x'"),
         ({"optim.name": 3}, "optim.name=3 is not one of"),
-        ({"data.classes": "x"}, "data.classes='x'"),
+        ({"data.num_classes": "x"}, "data.num_classes='x'"),
     ],
 )
 def test_what_is_not_free_is_refused_in_one_line(overrides, message):
@@ -221,11 +221,11 @@ def test_long_runs_save_ten_times_and_short_ones_seldom():
 def test_the_network_of_every_variant_is_built_again():
     size = {"image_size": (224, 448)}
     for variant in variants.NAMES:
-        model = models.create(variant, classes=7, **size)
+        model = models.create(variant, num_classes=7, **size)
         found = task(published(**model.options), resolution=size["image_size"])
         again = models.create(
-            **fields.to_dict(found.config.model), classes=7, channels=3, **size
+            **fields.to_dict(found.config.model), num_classes=7, channels=3, **size
         )
-        ignored = {"dtype", "platform", "classes"}
+        ignored = {"dtype", "platform", "num_classes"}
         for key in model.options.keys() - ignored:
             assert again.options[key] == model.options[key], key

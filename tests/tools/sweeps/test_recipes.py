@@ -20,10 +20,14 @@ TABLE_4 = {  # TFDS name: the paper's name, percent held out, classes.
 
 @pytest.mark.parametrize("dataset", TABLE_4)
 def test_a_data_set_of_the_paper_is_its_row_of_table_4(dataset):
-    name, held_out, classes = TABLE_4[dataset]
+    name, held_out, num_classes = TABLE_4[dataset]
     steps, rates = PAPER["table4"][name]
     found = recipes.find(dataset, "/data")
-    assert (found.steps, list(found.rates), found.classes) == (steps, rates, classes)
+    assert (found.steps, list(found.rates), found.num_classes) == (
+        steps,
+        rates,
+        num_classes,
+    )
     kept = 100 - held_out
     assert (found.train, found.data_dir) == ("train", "/data")
     assert (found.part, found.held_out) == (f"train[:{kept}%]", f"train[{kept}%:]")
@@ -51,7 +55,7 @@ def test_a_set_that_is_not_in_the_paper_is_treated_as_those_of_its_size():
     assert [recipes.steps_for(n) for n, _ in sizes] == [steps for _, steps in sizes]
     found = recipes.find("svhn_cropped")
     assert (found.part, found.held_out) == ("train[:90%]", "train[90%:]")
-    assert (found.classes, found.steps, found.test) == (0, 0, "test")
+    assert (found.num_classes, found.steps, found.test) == (0, 0, "test")
     assert "not in the paper" in found.source
 
 

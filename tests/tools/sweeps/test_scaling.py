@@ -71,8 +71,8 @@ def test_parts_are_nested_and_apart_from_what_is_fine_tuned_on(path):
     for point in study.points:
         data, own = point.pretrain.data, point.finetune.data
         part, tuned = records(data.split, data.name), records(own.split, own.name)
-        assert len(part) == data.examples == point.images
-        assert len(tuned) == own.examples
+        assert len(part) == data.num_examples == point.images
+        assert len(tuned) == own.num_examples
         assert not part & tuned
         assert point.pretrain.evals["fewshot"].train == own.split
         assert by_size.setdefault(point.images, part) == part
@@ -92,7 +92,7 @@ def test_hybrid_and_resnet_compute_as_much_as_the_middle_vit(budget):
         config = configuration.load(f"{path}:model={name},budget={budget}")
         model = models.create(
             **fields.to_dict(config.model),
-            classes=10,
+            num_classes=10,
             image_size=config.data.image_size,
         )
         macs[name] = cost.macs_per_image(model)
@@ -109,7 +109,7 @@ def test_a_plan_goes_through_all_models_of_a_size_before_the_next():
     ]
     assert [p.family for p in study.points[:3]] == ["vit", "hybrid", "resnet"]
     for point in study.points:
-        assert point.finetune.init == f"work/{point.name}/pretrain"
+        assert point.finetune.init.checkpoint == f"work/{point.name}/pretrain"
         assert point.pretrain.seed == point.finetune.seed == 5
         assert point.pretrain.total_steps == 4
     few = scaling.plan(DIGITS, "w", models=("resnet",), images=(1_200,))

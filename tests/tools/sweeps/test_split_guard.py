@@ -24,7 +24,7 @@ def test_the_test_split_stays_shut_until_it_is_released(split):
 
 
 def test_it_stays_shut_by_every_door():
-    data = digits(classes=10, split="test")
+    data = digits(num_classes=10, split="test")
     with (
         opened_by(runs.TestSplitGuard("test")),
         pytest.raises(UserError, match="stays shut until the rate is chosen"),

@@ -95,18 +95,20 @@ def prepared(tmp_path_factory):
         "label": tfds.features.ClassLabel(num_classes=47),
     }
 
-    def examples(split, count, classes):
+    def examples(split, count, num_classes):
         def make():
             for i in range(count):
                 pixels = np.full((8, 8, 3), (i * 5) % 256, np.uint8)
-                yield {"image": png(pixels), "label": i % classes}
+                yield {"image": png(pixels), "label": i % num_classes}
 
         return {split: make}
 
-    for name, version, classes in (("dtd", "3.0.1", 47), ("dmlab", "2.0.1", 6)):
-        made = examples("train", 800, classes) | examples("validation", 200, classes)
-        made |= examples("test", TEST, classes)
-        features["label"] = tfds.features.ClassLabel(num_classes=classes)
+    for name, version, num_classes in (("dtd", "3.0.1", 47), ("dmlab", "2.0.1", 6)):
+        made = examples("train", 800, num_classes) | examples(
+            "validation", 200, num_classes
+        )
+        made |= examples("test", TEST, num_classes)
+        features["label"] = tfds.features.ClassLabel(num_classes=num_classes)
         builder = builder_class(name, version, dict(features), made, code)
         builder(data_dir=where, file_format="array_record").download_and_prepare()
     return str(where)

@@ -20,7 +20,7 @@ def theirs(name):
         {"head": "gap"},
         {"head": "map"},
         {"head": "gap", "representation": True, "posemb": "sincos2d"},
-        {"head": "map", "classes": 0},
+        {"head": "map", "num_classes": 0},
     ],
     ids=str,
 )
@@ -96,7 +96,7 @@ def test_inlined_map_head_moves_into_its_place(tmp_path, mlp):
 
 
 def test_image_tower_is_taken_out_of_two_towers(tmp_path):
-    flat = random_flat(encoder(head="map", classes=0))
+    flat = random_flat(encoder(head="map", num_classes=0))
     text = {
         "params/t": np.ones(1),
         "params/b": np.ones(1),

@@ -13,8 +13,8 @@ from vit_jax.weights.formats.files import Tensors
 NARROW = {"blocks": (1, 2, 1, 1), "stem_width": 32}
 
 
-def tiny(classes=5, channels=3):
-    return models.create("R50x1", classes=classes, channels=channels, **NARROW)
+def tiny(num_classes=5, channels=3):
+    return models.create("R50x1", num_classes=num_classes, channels=channels, **NARROW)
 
 
 def to_big_vision(flat):
@@ -55,7 +55,7 @@ def to_original(flat, count):
     ],
     ids=["big_vision", "original", "original, counted"],
 )
-@pytest.mark.parametrize("options", [{}, {"classes": 0}, {"channels": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_classes": 0}, {"channels": 1}], ids=str)
 def test_both_layouts_give_our_tree_and_options(tmp_path, rename, options):
     model = tiny(**options)
     flat = random_flat(model)
@@ -78,7 +78,7 @@ def test_published_sizes_are_named_without_differing_numbers(variant):
     options = bit.read(Tensors(flat, {}, {}, "x")).options
     assert options == {
         "variant": variant,
-        "classes": 0,
+        "num_classes": 0,
         "image_size": (224, 224),
         "channels": 3,
         "zero_pool": False,

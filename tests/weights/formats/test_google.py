@@ -16,7 +16,13 @@ from vit_jax.weights.pretrained import Preprocess
 @pytest.mark.parametrize("rename", [lambda name: name, counted_by_kind])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"head": "gap"}, {"representation": True}, {"classes": 0}, {"channels": 1}],
+    [
+        {},
+        {"head": "gap"},
+        {"representation": True},
+        {"num_classes": 0},
+        {"channels": 1},
+    ],
     ids=str,
 )
 def test_both_ways_of_counting_give_our_tree_and_options(tmp_path, rename, options):
@@ -39,7 +45,7 @@ def test_both_ways_of_counting_give_our_tree_and_options(tmp_path, rename, optio
     ],
 )
 def test_hybrids_are_named_by_their_stem(tmp_path, variant, options, side):
-    model = models.create(variant, classes=5, image_size=(side, side), **options)
+    model = models.create(variant, num_classes=5, image_size=(side, side), **options)
     shapes = {
         # As the published files have GroupNorm's.
         k: v.reshape(1, 1, 1, -1) if re.search(r"(gn\d|gn_\w+)/", k) else v

@@ -58,17 +58,17 @@ def logits_of(pretrained, key="logits"):
         ({}, "ViTForImageClassification", "vit."),
         ({"channels": 1, "epsilon": 1e-12}, "ViTForImageClassification", "vit."),
         ({"gelu": "tanh", "image_size": (20, 20)}, "ViTForImageClassification", "vit."),
-        ({"classes": 0}, "ViTModel", ""),
-        ({"classes": 0, "representation": True}, "ViTModel", ""),
+        ({"num_classes": 0}, "ViTModel", ""),
+        ({"num_classes": 0, "representation": True}, "ViTModel", ""),
         ({"distillation": True}, "DeiTForImageClassificationWithTeacher", "deit."),
-        ({"distillation": True, "classes": 0}, "DeiTModel", ""),
+        ({"distillation": True, "num_classes": 0}, "DeiTModel", ""),
     ],
 )
 def test_what_is_written_is_read_back_to_the_bit(
     tmp_path, options, architecture, prefix
 ):
     model = model_of(**options)
-    names = NAMES[: model.options["classes"]]
+    names = NAMES[: model.options["num_classes"]]
     channels = model.options["channels"]
     preprocess = Preprocess(
         model.image_shape[:2],
@@ -165,7 +165,7 @@ def test_a_classifier_of_the_class_token_alone_is_read_as_a_pair(tmp_path):
         arrays[f"classifier.{leaf}"] = arrays.pop(f"cls_classifier.{leaf}")
     config["architectures"] = ["DeiTForImageClassification"]
     found = read(arrays, config)
-    assert found.options["classes"] == 7
+    assert found.options["num_classes"] == 7
     assert found.notes == ("classifier: of the class token alone, written as a pair",)
     features = logits_of(found, "pre_logits")
     expected = features @ arrays["classifier.weight"].T + arrays["classifier.bias"]
@@ -282,7 +282,7 @@ def test_what_transformers_cannot_express_is_refused(tmp_path, options, message)
 
 
 def test_a_resnet_is_refused(tmp_path):
-    model = models.create("R50x1", classes=2, stem_width=32)
+    model = models.create("R50x1", num_classes=2, stem_width=32)
     empty = Pretrained({}, model.options, "vit_jax", "test")
     with pytest.raises(UserError, match="variant='R50x1': Hugging Face's ViT has no"):
         hugging_face.write(empty, tmp_path)

@@ -52,7 +52,7 @@ def test_what_nothing_says_stays_unsaid(tmp_path):
 
 
 def test_blocks_come_back_as_a_tuple(tmp_path):
-    options = {"variant": "R50x1", "classes": 2, "blocks": (1, 1), "stem_width": 32}
+    options = {"variant": "R50x1", "num_classes": 2, "blocks": (1, 1), "stem_width": 32}
     _, pretrained = example(options=options)
     native.write(pretrained, tmp_path / "a.safetensors")
     assert open_pretrained(tmp_path).options["blocks"] == (1, 1)

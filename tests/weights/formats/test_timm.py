@@ -53,14 +53,14 @@ MODELS = {
     "every token": lambda: encoder(image_size=(12, 20), head="none"),
     "tanh, 1e-5": lambda: encoder(image_size=(12, 20), gelu="erf", epsilon=1e-5),
     "no positions": lambda: encoder(image_size=(12, 20), posemb="none"),
-    "no classes": lambda: encoder(image_size=(12, 20), classes=0),
+    "no classes": lambda: encoder(image_size=(12, 20), num_classes=0),
     "hybrid": lambda: encoder("R26+S/32", image_size=(64, 96)),
     "root": lambda: encoder("R+Ti/16", image_size=(32, 96)),
     "BiT": lambda: models.create(
-        "R50x1", classes=7, image_size=(12, 20), stem_width=32, zero_pool=True
+        "R50x1", num_classes=7, image_size=(12, 20), stem_width=32, zero_pool=True
     ),
     "BiT x2": lambda: models.create(
-        "R152x2", classes=0, image_size=(12, 20), stem_width=32, zero_pool=True
+        "R152x2", num_classes=0, image_size=(12, 20), stem_width=32, zero_pool=True
     ),
 }
 
@@ -69,7 +69,7 @@ MODELS = {
 def test_what_is_written_is_read_back_to_the_bit(tmp_path, name):
     model = MODELS[name]()
     options = model.options
-    pretrained = made(model, class_names=NAMES[: options["classes"]])
+    pretrained = made(model, class_names=NAMES[: options["num_classes"]])
     assert timm.write(pretrained, tmp_path) == (
         [] if name not in ("hybrid", "root") else [HYBRID_NOTE]
     )
@@ -174,7 +174,7 @@ def test_the_config_says_what_timm_needs(tmp_path):
     ],
 )
 def test_architectures_are_those_of_timm(variant, options, architecture):
-    made = models.create(variant, classes=3, **options).options
+    made = models.create(variant, num_classes=3, **options).options
     numbers = (
         {"blocks": (), "stem_width": 0, "patch": int(variant.split("/")[-1])}
         if ("/" in variant)
@@ -473,7 +473,7 @@ def test_a_crop_after_the_short_side_is_refused_where_it_is_not_square(tmp_path)
 
 
 def test_a_resnet_of_other_depth_is_refused(tmp_path):
-    model = models.create("R200x3", classes=2, stem_width=32)
+    model = models.create("R200x3", num_classes=2, stem_width=32)
     empty = Pretrained({}, model.options, "vit_jax", "test")
     with pytest.raises(UserError, match=r"no BiT ResNet with blocks=\(3, 24, 36, 3\)"):
         timm.write(empty, tmp_path)
@@ -520,7 +520,9 @@ def logits_of(pretrained, seed):
 
 
 def test_deviations_are_told(tmp_path):
-    model = encoder(image_size=(12, 20), epsilon=1e-12, classes=0, distillation=True)
+    model = encoder(
+        image_size=(12, 20), epsilon=1e-12, num_classes=0, distillation=True
+    )
     assert timm.write(made(model, preprocess=None, loss="sigmoid"), tmp_path) == [
         "epsilon: 1e-12 became 1e-6, the least that timm has",
         "features: timm gives the mean of both tokens, we the first",

@@ -48,7 +48,7 @@ def made(model, seed=0):
             value += 0.3 if "/gn3/" in name else 1
         elif name.endswith("kernel") and value.ndim == 4 and "embedding" not in name:
             value *= 3
-    channels, classes = model.options["channels"], model.options["classes"]
+    channels, num_classes = model.options["channels"], model.options["num_classes"]
     return Pretrained(
         params=unflatten_dict(flat, sep="/"),
         options=model.options,
@@ -60,7 +60,7 @@ def made(model, seed=0):
             WHOLE.std[:channels],
             squash=True,
         ),
-        class_names=tuple(f"class {i}" for i in range(classes)),
+        class_names=tuple(f"class {i}" for i in range(num_classes)),
     )
 
 
@@ -73,7 +73,7 @@ def ours(pretrained, images):
     model = models.create(**pretrained.options)
     outputs = jax.jit(model.apply)(pretrained.params, images)
     return np.asarray(
-        outputs["logits" if pretrained.options["classes"] else "pre_logits"]
+        outputs["logits" if pretrained.options["num_classes"] else "pre_logits"]
     )
 
 
@@ -88,7 +88,8 @@ def tiny(variant="Ti/8", **options):
 
 def bit(variant, **options):
     return lambda: models.create(
-        variant, **{"classes": 7, "image_size": (40, 56), "zero_pool": True} | options
+        variant,
+        **{"num_classes": 7, "image_size": (40, 56), "zero_pool": True} | options,
     )
 
 
@@ -107,10 +108,10 @@ TIMM = {
     "map, class token": tiny(head="map", class_token=True),
     "map, pooled norm": tiny(head="map", pooled_norm=True),
     "every token": tiny(head="none"),
-    "every token, no classes": tiny(head="none", classes=0),
+    "every token, no classes": tiny(head="none", num_classes=0),
     "distilled": tiny(distillation=True),
     "distilled, pooled norm": tiny(distillation=True, pooled_norm=True),
-    "no classes": tiny(classes=0),
+    "no classes": tiny(num_classes=0),
     "pooled norm of a token": tiny(pooled_norm=True),
     "sincos2d": tiny(posemb="sincos2d"),
     "learned2d": tiny(posemb="learned2d"),
@@ -122,7 +123,7 @@ SLOW = {
     "R50+B/16": tiny("R50+B/16", image_size=(48, 64)),
     "R50+B/32": tiny("R50+B/32", image_size=(64, 96), channels=1),
     "R50x1": bit("R50x1"),
-    "R50x1, narrow, no classes": bit("R50x1", stem_width=32, classes=0),
+    "R50x1, narrow, no classes": bit("R50x1", stem_width=32, num_classes=0),
     "R50x2": bit("R50x2"),
     "R101x1": bit("R101x1", channels=1),
     "R152x2, narrow": bit("R152x2", stem_width=64),
@@ -161,9 +162,9 @@ HUGGING_FACE = {
     "no positions": (tiny(posemb="none"), "ViTForImageClassification"),
     "sincos2d": (tiny(posemb="sincos2d"), "ViTForImageClassification"),
     "distilled": (tiny(distillation=True), "DeiTForImageClassificationWithTeacher"),
-    "no classes": (tiny(classes=0), "ViTModel"),
-    "pooler": (tiny(classes=0, representation=True), "ViTModel"),
-    "distilled, no classes": (tiny(classes=0, distillation=True), "DeiTModel"),
+    "no classes": (tiny(num_classes=0), "ViTModel"),
+    "pooler": (tiny(num_classes=0, representation=True), "ViTModel"),
+    "distilled, no classes": (tiny(num_classes=0, distillation=True), "DeiTModel"),
 }
 
 
@@ -179,7 +180,7 @@ def test_transformers_load_what_we_write_and_agree(tmp_path, name):
     pretrained = made(build())
     hugging_face.write(pretrained, tmp_path)
     images = images_for(models.create(**pretrained.options))
-    if pretrained.options["classes"]:
+    if pretrained.options["num_classes"]:
         auto = transformers.AutoModelForImageClassification
         network = load_strictly(auto, tmp_path)
         outputs = theirs(network, images).logits

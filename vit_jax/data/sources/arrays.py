@@ -163,7 +163,11 @@ def open_digits(split: str, channels: int) -> ArraySource:
 
 
 def open_synthetic(
-    split: str, image_size: Sequence[int], channels: int, classes: int, examples: int
+    split: str,
+    image_size: Sequence[int],
+    channels: int,
+    num_classes: int,
+    examples: int,
 ) -> ArraySource:
     """Generates labelled images that can be learnt: noise plus a class pattern.
 
@@ -171,7 +175,7 @@ def open_synthetic(
       split: expression over train, val, validation and test.
       image_size: height and width in pixels.
       channels: 1 or 3.
-      classes: number of classes; record i has label i modulo it.
+      num_classes: number of classes; record i has label i modulo it.
       examples: size of every split; 0 is 64.
 
     Returns:
@@ -183,25 +187,27 @@ def open_synthetic(
     numbering = splits.Numbering.of(split, sizes, "synthetic")
     records = [(name, number) for name, part in numbering.parts for number in part]
     shape = (*image_size, channels)
-    images = np.stack([synthetic_image(*record, classes, shape) for record in records])
-    labels = np.array([number % classes for _, number in records], np.int32)
+    images = np.stack(
+        [synthetic_image(*record, num_classes, shape) for record in records]
+    )
+    labels = np.array([number % num_classes for _, number in records], np.int32)
     return ArraySource(f"made {split}", images, labels, numbering=numbering)
 
 
 def synthetic_image(
-    split: str, number: int, classes: int, shape: tuple[int, int, int]
+    split: str, number: int, num_classes: int, shape: tuple[int, int, int]
 ) -> UInt8[np.ndarray, "H W C"]:
     """Returns one image as a pure function of its arguments.
 
     Args:
       split: plain split name.
       number: record number.
-      classes: number of classes.
+      num_classes: number of classes.
       shape: height, width and channels.
     """
     height, width, channels = shape
     noise = _random_bytes(zlib.crc32(split.encode()), number, height * width * channels)
-    cells = _random_bytes(0, number % classes, _CELLS * _CELLS * channels)
+    cells = _random_bytes(0, number % num_classes, _CELLS * _CELLS * channels)
     cells = cells.reshape(_CELLS, _CELLS, channels)
     rows, columns = (np.arange(size) * _CELLS // size for size in (height, width))
     # Halved, so that the sum stays within a byte.
@@ -302,8 +308,8 @@ def _digits(data: DataConfig, split: str) -> ArraySource:
 
 
 def _synthetic(data: DataConfig, split: str) -> ArraySource:
-    size, number = data.image_size, data.examples
-    return open_synthetic(split, size, data.channels, data.classes, number)
+    size, number = data.image_size, data.num_examples
+    return open_synthetic(split, size, data.channels, data.num_classes, number)
 
 
 SOURCES["digits"] = SourceType(

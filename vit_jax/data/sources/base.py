@@ -54,7 +54,7 @@ class SourceType:
       pattern: regular expression that matches the whole of its values of `data.name`.
       help: what it reads, for lists.
       needs_files: whether it reads files; else `data.data_dir` is not read.
-      generated: whether it makes as many examples as `data.examples` states, so that
+      generated: whether it makes as many examples as `data.num_examples` states, so that
         the number need not be checked.
       numbered: whether any opened split knows the sizes of all splits, by the names
         that a split expression takes (`source.numbering.sizes`).
@@ -72,10 +72,10 @@ class SourceType:
 SOURCES: dict[str, SourceType] = {}
 
 
-def check_label(label: int, classes: int, record: str) -> None:
+def check_label(label: int, num_classes: int, record: str) -> None:
     """Raises UserError unless 0 <= label < classes, naming the record."""
-    if not 0 <= label < classes:
+    if not 0 <= label < num_classes:
         raise UserError(
-            f"{record} has label {label}, but data.classes={classes} allows 0 to "
-            f"{classes - 1}: set --config.data.classes to the number of classes"
+            f"{record} has label {label}, but data.num_classes={num_classes} allows 0 to "
+            f"{num_classes - 1}: set --config.data.num_classes to the number of classes"
         )

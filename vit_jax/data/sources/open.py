@@ -82,21 +82,21 @@ def _open(data: DataConfig, split: str) -> Source:
 
 def _check(source: Source, data: DataConfig, split: str) -> None:
     known = len(source.class_names)
-    if known and known != data.classes:
+    if known and known != data.num_classes:
         raise UserError(
-            f"data.classes={data.classes}, but {data.name} has {known} classes: "
-            f"set --config.data.classes={known}"
+            f"data.num_classes={data.num_classes}, but {data.name} has {known} classes: "
+            f"set --config.data.num_classes={known}"
         )
     if source.labels is not None:
-        bad = (source.labels < 0) | (source.labels >= data.classes)
+        bad = (source.labels < 0) | (source.labels >= data.num_classes)
         for i in np.flatnonzero(bad)[:1].tolist():
-            check_label(int(source.labels[i]), data.classes, source.describe(i))
-    stated = split == data.split and data.examples
+            check_label(int(source.labels[i]), data.num_classes, source.describe(i))
+    stated = split == data.split and data.num_examples
     generated = source_type(data.name).generated
-    if stated and not generated and data.examples != len(source):
+    if stated and not generated and data.num_examples != len(source):
         raise UserError(
-            f"data.examples={data.examples}, but split {split!r} of {data.name} has "
-            f"{len(source)}: set --config.data.examples={len(source)}"
+            f"data.num_examples={data.num_examples}, but split {split!r} of {data.name} has "
+            f"{len(source)}: set --config.data.num_examples={len(source)}"
         )
 
 

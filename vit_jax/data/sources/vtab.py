@@ -30,10 +30,10 @@ class Grouped:
 
     key: str
     values: int
-    classes: int
+    num_classes: int
 
     def __call__(self, record: Mapping) -> int:
-        return int(record[self.key] // (self.values / self.classes))
+        return int(record[self.key] // (self.values / self.num_classes))
 
 
 def clevr_count(record: Mapping) -> int:
@@ -73,7 +73,7 @@ class Task:
     Attributes:
       tfds: name and version of the TFDS set.
       group: "natural", "specialised" or "structured".
-      classes: number of classes.
+      num_classes: number of classes.
       val200: the 200 images on which hyper-parameters are chosen; the 800 to train on
         are always train[:800].
       test: the images on which results are reported.
@@ -86,7 +86,7 @@ class Task:
 
     tfds: str
     group: str
-    classes: int
+    num_classes: int
     val200: str
     test: str
     ops: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""Image transforms: `data.ops` and `data.eval_ops`, see parse.py."""
+"""Image transforms: `data.train_transform` and `data.eval_transform`, see parse.py."""

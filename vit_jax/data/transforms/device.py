@@ -184,7 +184,7 @@ class Upsample:
         height, width = pair(self.size)
         if H > height or W > width:
             raise UserError(
-                f"data.ops: upsample to {height}x{width} of images that have "
+                f"data.train_transform: upsample to {height}x{width} of images that have "
                 f"{H}x{W}: end the operations of the loader with resize or a crop"
             )
         images = images.astype(jnp.float32)

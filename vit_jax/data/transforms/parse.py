@@ -87,7 +87,7 @@ class CustomTransform:
 
 
 def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
-    """Parses `data.ops`.
+    """Parses `data.train_transform`.
 
     Args:
       spec: transforms between bars; "" is none.
@@ -98,7 +98,7 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
         that mix examples, or an enlargement to another size than the image's.
     """
     known = all_transforms()
-    parse = lambda text: _parse("data.ops", text, known, image_size)
+    parse = lambda text: _parse("data.train_transform", text, known, image_size)
     before, device, last = [], [], []
     for name, transform in parse(spec):
         if transform.runs_on == "device":
@@ -106,7 +106,7 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
         elif device:
             others = (key for key, cls in known.items() if cls.runs_on == "device")
             raise UserError(
-                f"data.ops={spec!r}: {name} runs in the loader, so it must stand "
+                f"data.train_transform={spec!r}: {name} runs in the loader, so it must stand "
                 f"before {', '.join(others)}, which run on the device"
             )
         elif hasattr(transform, "expand"):
@@ -143,7 +143,7 @@ def loaded_size(
         size = size_after(transform, size)
     if size is None:
         raise UserError(
-            f"data.ops: {_name(resizing[0])} needs images of one size: put before it, "
+            f"data.train_transform: {_name(resizing[0])} needs images of one size: put before it, "
             "and before the other operations on the device, resize or a crop, as "
             "resize(32)"
         )
@@ -151,16 +151,16 @@ def loaded_size(
 
 
 def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
-    """Parses `data.eval_ops`, which holds host transforms without randomness.
+    """Parses `data.eval_transform`, which holds host transforms without randomness.
 
     Args and Raises: as `parse_train`.
     """
     known = {k: cls for k, cls in HOST_TRANSFORMS.items() if _in_eval(cls)}
-    parsed = _parse("data.eval_ops", spec, known, image_size)
+    parsed = _parse("data.eval_transform", spec, known, image_size)
     for name, transform in parsed:
         if not _in_eval(transform):
             raise UserError(
-                f"data.eval_ops={spec!r}: {name} is for training alone: evaluation takes "
+                f"data.eval_transform={spec!r}: {name} is for training alone: evaluation takes "
                 "host transforms without random choices, which state in_eval = True"
             )
     return tuple(transform for _, transform in parsed)
@@ -186,7 +186,7 @@ def all_transforms() -> dict[str, type]:
 def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:
     if sum(getattr(op, "mixes_examples", False) for op in device) > 1:
         raise UserError(
-            f"data.ops={spec!r} mixes examples twice: keep one of mixup, cutmix, "
+            f"data.train_transform={spec!r} mixes examples twice: keep one of mixup, cutmix, "
             "mixup_or_cutmix and a level of augreg that has mixup"
         )
     if any(hasattr(op, "output_size") for op in device):
@@ -195,7 +195,7 @@ def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:
             size = size_after(op, size)
         if size is not None and size != tuple(image_size):
             raise UserError(
-                f"data.ops={spec!r} enlarges images to {size}, but data.image_size "
+                f"data.train_transform={spec!r} enlarges images to {size}, but data.image_size "
                 f"is {tuple(image_size)}: make them equal"
             )
 

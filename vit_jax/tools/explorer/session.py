@@ -199,7 +199,7 @@ class ExploredModel:
         # Computes no layer yet, but refuses a network without attention.
         self._layers(self._black_image())
         self._names, self._sigmoid = (), pretrained.loss == "sigmoid"
-        if pretrained.options["classes"]:
+        if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
         self.extra = ["CLS", "DIST"][: self._model.extra]  # In front of the patches.
 

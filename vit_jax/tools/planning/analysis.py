@@ -206,7 +206,7 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
         "variant": model.variant,
         "batch_size": config.batch_size,
         "image_size": list(config.data.image_size),
-        "classes": config.data.classes,
+        "num_classes": config.data.num_classes,
         "mesh": sizes,
         "dcn": {key: getattr(config.mesh, key) for key in ("dcn_data", "dcn_fsdp")},
         "dtype": model.dtype,

@@ -33,12 +33,13 @@ MODES = {
 _SAVES, _LEAST = 10, 50
 # Options that are not taken from the checkpoint: regularisation and the old head.
 _NOT_INHERITED = (
-    *("classes", "image_size", "channels", "head_bias", "dtype", "representation"),
+    *("num_classes", "image_size", "channels", "head_bias", "dtype", "representation"),
     *("dropout", "stochastic_depth"),
 )
 # Key -> flag that sets it.
 _FLAGS = {
     "init": "--model",
+    "init.checkpoint": "--model",
     "seed": "--seeds",
     "optim.learning_rate": "--rates",
     "optim.base_learning_rate": "--rates",
@@ -52,7 +53,7 @@ _SECTIONS = [
     for name, about in fields.fields(TrainConfig).items()
     if isinstance(about, fields.Section)
 ]
-_PARTS = ("data.split", "data.exclude", "data.examples", "evals")
+_PARTS = ("data.split", "data.exclude", "data.num_examples", "evals")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ def task(
     config = complete(raw)
     models.create(  # Raises early if options do not fit each other.
         **fields.to_dict(config.model),
-        classes=config.data.classes,
+        num_classes=config.data.num_classes,
         image_size=config.data.image_size,
         channels=config.data.channels,
     )
@@ -158,11 +159,11 @@ def usual_size(pretrained: Pretrained) -> tuple[int, int]:
 def _fill(raw: dict) -> None:
     """Sets classes and steps from the training split where they are not stated."""
     data, timed = raw["data"], raw["total_steps"] or raw.get("epochs")
-    if not data["classes"] or not timed:
+    if not data["num_classes"] or not timed:
         # Labels are not checked here, so that one class is enough.
-        opened = DataConfig(**data | {"classes": 1})
+        opened = DataConfig(**data | {"num_classes": 1})
         source = open_unchecked(opened, opened.split)
-        data["classes"] = data["classes"] or _classes(source, data["name"])
+        data["num_classes"] = data["num_classes"] or _classes(source, data["name"])
         raw["total_steps"] = (
             raw["total_steps"] if timed else recipes.steps_for(len(source))
         )
@@ -177,7 +178,7 @@ def _classes(source: Source, name: str) -> int:
     if source.labels is not None:
         return int(source.labels.max()) + 1
     raise UserError(
-        f"--dataset={name} does not name its classes: set --config.data.classes to "
+        f"--dataset={name} does not name its classes: set --config.data.num_classes to "
         "their number"
     )
 
@@ -192,16 +193,15 @@ def _raw(pretrained, recipe, size, mode) -> dict:
         "total_steps": recipe.steps,
         "batch_size": 512,
         "init": pretrained.source,
-        "init_head": "replace",
         "data": {
             "name": recipe.dataset,
             "data_dir": recipe.data_dir,
             "split": recipe.train,
-            "classes": recipe.classes,
+            "num_classes": recipe.num_classes,
             "image_size": size,
             "channels": pretrained.options["channels"],
-            "ops": recipe.ops(size),
-            "eval_ops": "resize",
+            "train_transform": recipe.ops(size),
+            "eval_transform": "resize",
             "mean": preprocess.mean,
             "std": preprocess.std,
         },
@@ -318,7 +318,7 @@ def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
     """Applies overrides to a config, and removes keys that become unread.
 
     Args:
-      raw: config as a dict; `data.classes` may still be 0.
+      raw: config as a dict; `data.num_classes` may still be 0.
       overrides: dotted config key -> value.
 
     Raises:
@@ -330,5 +330,5 @@ def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
     if raw["optim"]["name"] != "sgd" and "optim.momentum" not in overrides:
         del raw["optim"]["momentum"]
     tried = copy.deepcopy(raw)
-    tried["data"]["classes"] = raw["data"]["classes"] or 1
+    tried["data"]["num_classes"] = raw["data"]["num_classes"] or 1
     complete(tried)

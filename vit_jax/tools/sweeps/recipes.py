@@ -45,7 +45,7 @@ class Recipe:
     Attributes:
       dataset: as data.name.
       data_dir: as data.data_dir.
-      classes: number of classes; 0 if the training split is to tell.
+      num_classes: number of classes; 0 if the training split is to tell.
       train: split for the final runs.
       part: split to train on while the rate is chosen.
       held_out: split that chooses it.
@@ -60,7 +60,7 @@ class Recipe:
 
     dataset: str
     data_dir: str
-    classes: int
+    num_classes: int
     train: str
     part: str
     held_out: str
@@ -80,7 +80,7 @@ class Recipe:
         return os.path.basename(os.path.abspath(os.path.expanduser(self.data_dir)))
 
     def ops(self, image_size: tuple[int, int]) -> str:
-        """Returns `data.ops` for images of a height and width in pixels."""
+        """Returns `data.train_transform` for images of a height and width in pixels."""
         size = tuple(round(side * _CROP) for side in image_size)
         ops = [f"resize({size})", "random_crop"] if self.crop else ["resize"]
         return " | ".join(ops + ["flip"] * self.flip)
@@ -109,7 +109,7 @@ def find(dataset: str, data_dir: str = "", test: str = "") -> Recipe:
         return Recipe(
             dataset,
             data_dir,
-            entry.classes,
+            entry.num_classes,
             entry.splits["train"],
             entry.splits["dev train"],
             entry.splits["dev"],
@@ -156,7 +156,7 @@ def _of_task(dataset: str, data_dir: str, test: str) -> Recipe:
     return Recipe(
         dataset,
         data_dir,
-        task.classes,
+        task.num_classes,
         "train800val200",
         "train800",
         "val200",

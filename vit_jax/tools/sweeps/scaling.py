@@ -28,7 +28,7 @@ FILE = "study.json"
 PARTS = ("pretrain", "finetune")
 _ARGUMENTS = ("model", "images", "part")
 # Keys that the study's config says for each run.
-_TAKEN = ("name", "init", "data.split", "data.examples", "evals")
+_TAKEN = ("name", "init.checkpoint", "data.split", "data.num_examples", "evals")
 _COLUMNS = {"model": "", "images": ",", "upstream": ".2%", "finetuned": ".2%"}
 
 
@@ -163,7 +163,9 @@ def plan(
                 "--models and --images"
             )
     for key in overrides or {}:
-        if re.match(rf"({'|'.join(map(re.escape, _TAKEN))})(\.|$)", key):
+        if key == "init" or re.match(
+            rf"({'|'.join(map(re.escape, _TAKEN))})(\.|$)", key
+        ):
             raise UserError(f"--config.{key}: the study's config says it for each run")
     chosen = _choose("--models", models, known["model"])
     sizes = sorted(_choose("--images", images, known["images"]))

@@ -47,7 +47,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     kinds = {"MAPHead_0/probe": "map", "cls": "token"}
     options = {
         **sizes,
-        "classes": np.shape(flat.get("head/kernel", ()))[-1],
+        "num_classes": np.shape(flat.get("head/kernel", ()))[-1],
         "head": next((kind for name, kind in kinds.items() if name in flat), "gap"),
         "representation": "pre_logits/kernel" in flat,
         "gelu": "tanh",

@@ -68,7 +68,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     channels, stem_width = flat[_ANCHOR].shape[2:]
     options = {
         **linen.resnet_options(blocks, int(stem_width)),
-        "classes": np.shape(flat.get("head/kernel", ()))[-1],
+        "num_classes": np.shape(flat.get("head/kernel", ()))[-1],
         "image_size": (224, 224),  # Any works, and the file does not state it.
         "channels": int(channels),
         # As big_vision runs the files of both layouts. The first code pools zeros in.

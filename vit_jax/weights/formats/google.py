@@ -53,7 +53,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     sizes = linen.transformer_options(flat)
     options = {
         **sizes,
-        "classes": np.shape(flat.get("head/kernel", ()))[-1],
+        "num_classes": np.shape(flat.get("head/kernel", ()))[-1],
         "head": "token" if "cls" in flat else "gap",
         "representation": "pre_logits/kernel" in flat,
         "gelu": "tanh",

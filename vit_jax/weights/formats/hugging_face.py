@@ -136,7 +136,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     form = {
         "depth": depth,
         "heads": num_heads,
-        "classes": len(flat.get(classifier, ())),
+        "num_classes": len(flat.get(classifier, ())),
         "distillation": distilled,
         "representation": "pooler.dense.weight" in flat,
     }
@@ -155,7 +155,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         format="hugging_face",
         source=tensors.path,
         preprocess=preprocess,
-        class_names=names if len(names) == form["classes"] else (),
+        class_names=names if len(names) == form["num_classes"] else (),
         loss=facts.loss,
         notes=(*notes, *more),
     )
@@ -264,7 +264,7 @@ def _model_options(
     return {
         **sizes,
         "image_size": size,
-        "classes": form["classes"],
+        "num_classes": form["num_classes"],
         "head": "token",
         "distillation": form["distillation"],
         "representation": form["representation"],
@@ -312,7 +312,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     arrays = torch_file.to_their_arrays(flat, _table(options))
     prefix = files["config.json"]["model_type"] + "."
     heads = ("classifier.", "cls_classifier.", "distillation_classifier.")
-    if options["classes"]:  # The models without a classifier have no prefix.
+    if options["num_classes"]:  # The models without a classifier have no prefix.
         arrays = {
             k if k.startswith(heads) else prefix + k: v for k, v in arrays.items()
         }
@@ -334,7 +334,9 @@ def _check_writable(options: dict) -> None:
             f"head={options['head']!r}: Hugging Face's ViT classifies the class token "
             "only: write it with --to=timm"
         )
-    if options["representation"] and (options["classes"] or options["distillation"]):
+    if options["representation"] and (
+        options["num_classes"] or options["distillation"]
+    ):
         raise UserError(
             "representation=True: Hugging Face's ViTForImageClassification has no tanh "
             "layer before the classifier: write it with --to=google or --to=safetensors"
@@ -345,7 +347,7 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     """Returns Python lines that load a written checkpoint."""
     options = models.create(**pretrained.options).options
     name, more = "AutoModelForImageClassification", ""
-    if not options["classes"]:
+    if not options["num_classes"]:
         name = "AutoModel"
         more = "" if options["representation"] else ", add_pooling_layer=False"
     return (
@@ -410,10 +412,10 @@ def _table(options: dict) -> list[ArrayEntry]:
         table += dense("pooler.dense", "pre_logits")
     if options["distillation"]:
         table.append(ArrayEntry(f"{embed}.distillation_token", ("dist",), SAME))
-    if options["classes"] and options["distillation"]:
+    if options["num_classes"] and options["distillation"]:
         table += dense("cls_classifier", "head")
         table += dense("distillation_classifier", "head_dist")
-    elif options["classes"]:
+    elif options["num_classes"]:
         table += dense("classifier", "head")
     return table
 
@@ -520,8 +522,8 @@ def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dic
       Content of config.json.
     """
     kind = "DeiT" if options["distillation"] else "ViT"
-    task = "ForImageClassification" if options["classes"] else "Model"
-    if options["classes"] and options["distillation"]:
+    task = "ForImageClassification" if options["num_classes"] else "Model"
+    if options["num_classes"] and options["distillation"]:
         task += "WithTeacher"
     height, width = options["image_size"]
     config = {
@@ -540,8 +542,8 @@ def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dic
         "encoder_stride": options["patch"],
         "dtype": "float32",
     }
-    if options["classes"]:
-        names = class_names or [f"LABEL_{i}" for i in range(options["classes"])]
+    if options["num_classes"]:
+        names = class_names or [f"LABEL_{i}" for i in range(options["num_classes"])]
         config["id2label"] = {str(i): name for i, name in enumerate(names)}
         config["label2id"] = {name: i for i, name in enumerate(names)}
     if loss == "sigmoid":

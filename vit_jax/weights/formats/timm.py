@@ -88,8 +88,8 @@ def _read_resnet(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int
     units = {tuple(name.split(".")[1:4:2]) for name in flat if "stages." in name}
     stages = [int(stage) for stage, _ in units]
     blocks = tuple(stages.count(i) for i in range(len(set(stages))))
-    classes = len(flat.get("head.fc.weight", ()))
-    table = _resnet_table({"blocks": blocks, "classes": classes})
+    num_classes = len(flat.get("head.fc.weight", ()))
+    table = _resnet_table({"blocks": blocks, "num_classes": num_classes})
     timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
     channels, stem_width = ours["root_block/conv_root/kernel"].shape[2:]
@@ -97,7 +97,7 @@ def _read_resnet(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int
         notes.append("image size: not in the file, so 224x224")
     options = {
         **linen.resnet_options(blocks, int(stem_width)),
-        "classes": classes,
+        "num_classes": num_classes,
         "image_size": facts.image_size or (224, 224),
         "channels": int(channels),
         "zero_pool": True,
@@ -149,7 +149,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
     kept = ("head", "class_token", "distillation", "representation", "pooled_norm")
     options = {
         **sizes,
-        "classes": form["classes"],
+        "num_classes": form["num_classes"],
         **{name: form[name] for name in (*kept, "posemb")},
         "gelu": facts.gelu,
         "epsilon": facts.epsilon,
@@ -188,7 +188,7 @@ def _form(
         "depth": len({n.split(".")[1] for n in flat if n.startswith("blocks.")}),
         "stem_width": int(any(name.startswith(stem) for name in flat)),
         "blocks": tuple(counts.count(i) for i in range(len(set(counts)))),
-        "classes": len(flat.get("head.weight", ())),
+        "num_classes": len(flat.get("head.weight", ())),
         "head": head,
         "class_token": beside,
         "distillation": "dist_token" in flat,
@@ -206,7 +206,7 @@ def _image_size(
     source: str,
 ) -> tuple[tuple[int, int], int]:
     """Returns the image size of the position embeddings, and the number of patches."""
-    patch = models.create(**sizes, classes=0).patch
+    patch = models.create(**sizes, num_classes=0).patch
     if facts.image_size is not None:
         grid = tuple(math.ceil(side / patch) for side in facts.image_size)
         if embedding is None or embedding.shape[1] - math.prod(grid) in (
@@ -313,7 +313,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
                 "variance) stand for 1e-6 and 1e-5 beside its deviation: logits differ "
                 "by about 1e-4 of their size"
             )
-        if options["distillation"] and not options["classes"]:
+        if options["distillation"] and not options["num_classes"]:
             notes.append("features: timm gives the mean of both tokens, we the first")
     config = timm_config.write(options, pretrained.preprocess, pretrained.class_names)
     if pretrained.preprocess is None:
@@ -359,7 +359,7 @@ def _transformer_table(options: dict) -> list[ArrayEntry]:
         table += _map_head_table(options["heads"])
     if options["representation"]:  # In files of timm before 0.6 only.
         table += dense("pre_logits.fc", "pre_logits")
-    if options["classes"]:
+    if options["num_classes"]:
         table += dense("head", "head")
         table += dense("head_dist", "head_dist") if options["distillation"] else []
     return table
@@ -382,7 +382,7 @@ def _resnet_table(options: dict) -> list[ArrayEntry]:
             if unit == 0:
                 table.append(_conv(f"{theirs}.downsample.conv", f"{ours}/conv_proj"))
     table += norm("norm", "norm-pre-head")
-    if options["classes"]:
+    if options["num_classes"]:
         table += dense("head.fc", "head", POINTWISE)
     return table
 

@@ -254,7 +254,7 @@ def write(
         "tag": "vit_jax",
         "custom_load": False,
         "input_size": size,
-        "num_classes": options["classes"],
+        "num_classes": options["num_classes"],
         "pool_size": None,
         **traits,
     }
@@ -270,7 +270,7 @@ def write(
         }
     config = {
         "architecture": name,
-        "num_classes": options["classes"],
+        "num_classes": options["num_classes"],
         "num_features": features,
         "global_pool": "avg" if resnet else args["global_pool"],
         "model_args": args,

@@ -111,8 +111,8 @@ def model_card(
       Markdown that begins with the metadata that the hub reads.
     """
     options = models.create(**pretrained.options).options
-    classes = options["classes"]
-    task = "image-classification" if classes else "image-feature-extraction"
+    num_classes = options["num_classes"]
+    task = "image-classification" if num_classes else "image-feature-extraction"
     meta = {"pipeline_tag": task, "tags": ["vit_jax", "vision-transformer"]}
     if library := WRITERS[to].library:
         meta["library_name"] = library
@@ -124,7 +124,7 @@ def model_card(
         "Variant": options["variant"],
         "Parameters": f"{size:,}",
         "Input": f"{height}x{width} pixels, {options['channels']} channels",
-        "Classes": classes or "none: features only",
+        "Classes": num_classes or "none: features only",
         **{k: options[k] for k in _ENCODER + _RESNET if options.get(k)},
         "Converted from": f"{pretrained.format} weights",
         "License": license or "not stated",
@@ -148,7 +148,7 @@ def model_card(
     if pretrained.class_names:
         shown = ", ".join(pretrained.class_names[:10])
         more = ", ..." if len(pretrained.class_names) > 10 else ""
-        parts += ["## Classes", f"{classes}, in this order: {shown}{more}"]
+        parts += ["## Classes", f"{num_classes}, in this order: {shown}{more}"]
     return "\n\n".join(parts) + "\n"
 
 
