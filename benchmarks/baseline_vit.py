@@ -29,7 +29,7 @@ class Size:
 
     width: int
     depth: int
-    heads: int
+    num_heads: int
     hidden: int
     patch: int
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.MultiHeadDotProductAttention(self.size.heads, dtype=self.dtype)(y, y)
+        y = nn.MultiHeadDotProductAttention(self.size.num_heads, dtype=self.dtype)(y, y)
         x = x + y
         y = nn.LayerNorm(dtype=self.dtype)(x)
         y = nn.gelu(nn.Dense(self.size.hidden, dtype=self.dtype)(y))

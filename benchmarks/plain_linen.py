@@ -23,14 +23,14 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Pre-LayerNorm encoder block."""
 
-    heads: int
+    num_heads: int
     hidden: int
 
     @nn.compact
     def __call__(self, x):
         y = nn.LayerNorm(name="LayerNorm_0")(x)
         attention = nn.MultiHeadDotProductAttention(
-            self.heads, name="MultiHeadDotProductAttention_1"
+            self.num_heads, name="MultiHeadDotProductAttention_1"
         )
         x = x + attention(y, y)
         y = nn.LayerNorm(name="LayerNorm_2")(x)
@@ -50,14 +50,14 @@ class Encoder(nn.Module):
     """Position embeddings, blocks, final LayerNorm."""
 
     depth: int
-    heads: int
+    num_heads: int
     hidden: int
 
     @nn.compact
     def __call__(self, x):
         x = AddPositions(name="posembed_input")(x)
         for i in range(self.depth):
-            x = Block(self.heads, self.hidden, name=f"encoderblock_{i}")(x)
+            x = Block(self.num_heads, self.hidden, name=f"encoderblock_{i}")(x)
         return nn.LayerNorm(name="encoder_norm")(x)
 
 
@@ -68,7 +68,7 @@ class VisionTransformer(nn.Module):
     patch: int
     width: int
     depth: int
-    heads: int
+    num_heads: int
     mlp_dim: int
 
     @nn.compact
@@ -80,5 +80,5 @@ class VisionTransformer(nn.Module):
         x = x.reshape(len(x), -1, self.width)
         cls = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         x = jnp.concatenate([jnp.tile(cls, (len(x), 1, 1)), x], axis=1)
-        x = Encoder(self.depth, self.heads, self.mlp_dim, name="Transformer")(x)
+        x = Encoder(self.depth, self.num_heads, self.mlp_dim, name="Transformer")(x)
         return nn.Dense(self.num_classes, name="head")(x[:, 0])

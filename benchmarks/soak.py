@@ -51,7 +51,7 @@ def get_config(arg=None):
     c.data = dict(name="folder", data_dir="IMAGES", num_classes=5, image_size=(16, 24))
     c.data.train_transform, c.data.eval_transform = "inception_crop | flip | mixup(0.3)", "resize"
     c.data.num_workers, c.data.num_threads, c.data.prefetch = WORKERS, 1, 2
-    c.model = dict(variant="Ti/4", width=48, depth=2, heads=3, mlp_dim=96)
+    c.model = dict(variant="Ti/4", width=48, depth=2, num_heads=3, mlp_dim=96)
     c.model.dropout = 0.1
     c.optim = dict(learning_rate=0.01, warmup_steps=5)
     c.evals = dict(val="val")

@@ -29,7 +29,7 @@ MADE = (
     "--config.data.num_examples=200",
     "--config.evals={}",
 )
-SMALL = (*MADE, "--config.data.num_classes=1000", "--config.model.head_bias=0.0")
+SMALL = (*MADE, "--config.data.num_classes=1000", "--config.model.head_bias_init=0.0")
 CASES = {
     "digits": ("configs/digits.py",),
     "flowers": ("configs/flowers.py", *MADE, "--config.batch_size=8"),

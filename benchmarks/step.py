@@ -66,7 +66,7 @@ def same_weights(variant, args):
     if variant not in step_contenders.TIMM:  # A ResNet, a hybrid: ours alone.
         return {"ours": step_contenders.Ours(variant, images, labels, **keys)}
     if not args.timm:
-        ours = step_contenders.Ours(variant, images, labels, gelu="erf", **keys)
+        ours = step_contenders.Ours(variant, images, labels, activation="gelu", **keys)
         params = jax.device_get(ours.state.params)
         found = {"ours": ours}
     else:
@@ -74,7 +74,7 @@ def same_weights(variant, args):
         name = step_contenders.TIMM[variant]
         params = timm_weights.read(Tensors(timm.weights(), {}, {}, name)).params
         ours = step_contenders.Ours(
-            variant, images, labels, params=params, gelu="erf", **keys
+            variant, images, labels, params=params, activation="gelu", **keys
         )
         found = {"ours": ours, "timm": timm}
     if args.dtype == "float32":
@@ -137,7 +137,7 @@ def child(args):
         else:
             policy = args.child.partition(":")[2]
             one = step_contenders.Ours(
-                args.models, images, labels, remat=policy, **keys
+                args.models, images, labels, remat_policy=policy, **keys
             )
         seconds = {}
         for what in ("forward", "step"):

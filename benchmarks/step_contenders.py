@@ -111,7 +111,7 @@ class Plain(_OfJax):
     def __init__(self, variant, images, labels, *, params):
         size, patch = variants.parse(variant).size, variants.parse(variant).patch
         network = plain_linen.VisionTransformer(
-            CLASSES, patch, size.width, size.depth, size.heads, size.mlp_dim
+            CLASSES, patch, size.width, size.depth, size.num_heads, size.mlp_dim
         )
         tx = optax.sgd(RATE, MOMENTUM)
 

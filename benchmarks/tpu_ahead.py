@@ -23,7 +23,7 @@ _TUNE = "configs/transfer.py:model=L/16,dataset=imagenet2012,resolution=512"
 _PLAIN = {
     "mesh.fsdp": 1,
     "model.dropout": 0.0,
-    "model.remat": "full",
+    "model.remat_policy": "full",
     "optim.mu_dtype": "bfloat16",
 }
 
@@ -64,7 +64,7 @@ def _rows():
     for fsdp in (1, 4):
         how = f"fsdp {fsdp}" if fsdp > 1 else "data parallel"
         for remat in ("none", "full"):
-            keys = {"mesh.fsdp": fsdp, "model.scan": True, "model.remat": remat}
+            keys = {"mesh.fsdp": fsdp, "model.scan": True, "model.remat_policy": remat}
             name = f"L/16 at 512 px v5e:4x4 {how}, remat {remat}, scan"
             yield name, _ours(_TUNE, "v5e:4x4", **keys)
 

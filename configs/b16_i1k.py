@@ -24,7 +24,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.eval_transform = "resize_small(256) | central_crop"
     c.evals = dict(val="validation")
 
-    c.model = dict(variant="B/16", head="token", representation=True, dropout=0.1)
+    c.model = dict(variant="B/16", pool="token", representation_layer=True, dropout=0.1)
     c.model.dtype = "bfloat16"
     c.task = dict(loss="softmax", label_smoothing=0.0)
 

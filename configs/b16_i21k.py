@@ -26,11 +26,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.eval_transform = "resize_small(256) | central_crop"
     c.evals = dict(val="full[25600:51200]")
 
-    c.model = dict(variant="B/16", head="token", representation=True, dropout=0.1)
+    c.model = dict(variant="B/16", pool="token", representation_layer=True, dropout=0.1)
     c.model.dtype = "bfloat16"
     c.model.scan = True  # Compiled in a minute, where blocks one by one take many.
     # Every class starts as absent (the authors, vision_transformer issue 2).
-    c.model.head_bias = -10.0
+    c.model.head_bias_init = -10.0
     c.task = dict(loss="sigmoid", label_smoothing=0.0)
 
     c.optim = dict(

@@ -32,8 +32,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.train_transform = "flip | pad_crop(4)" + (
         " | mixup(0.8)" if arg.mixup else ""
     )
-    c.model = dict(variant="Ti/4", depth=depth, width=width, heads=heads)
-    c.model.update(mlp_dim=mlp_dim, head="gap", stochastic_depth=drop)
+    c.model = dict(variant="Ti/4", depth=depth, width=width, num_heads=heads)
+    c.model.update(mlp_dim=mlp_dim, pool="gap", drop_path_rate=drop)
     c.optim = dict(
         name="adam", learning_rate=1e-3, schedule="cosine", warmup_fraction=0.05
     )

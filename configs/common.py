@@ -90,9 +90,11 @@ def quick(config: ConfigDict) -> ConfigDict:
     variant, token = c.model.variant, 32  # Pixels a token.
     if "/" in variant:  # All but the ResNets have an encoder.
         token = int(variant.split("/")[1])
-        c.model.update(width=16, depth=2, heads=2, mlp_dim=32)
+        c.model.update(width=16, depth=2, num_heads=2, mlp_dim=32)
     if variant.startswith("R"):
-        c.model.update(blocks=(1, 1, 1) if token == 16 else (1, 1, 1, 1), stem_width=32)
+        c.model.update(
+            stage_depths=(1, 1, 1) if token == 16 else (1, 1, 1, 1), stem_width=32
+        )
     c.data.update(name="synthetic", split="train", num_examples=20, num_workers=0)
     c.data.image_size = (2 * token, 2 * token)
     c.evals = {name: "val" for name in c.get("evals", {})}

@@ -22,8 +22,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.image_size, c.data.channels = (8, 8), 1
     # 1,442 images are few: without these the test accuracy stops near 94 %.
     c.data.train_transform = "affine(shift=0.1, rotate=10, scale=(0.9, 1.1))"
-    c.model = dict(variant="Ti/2", width=48, depth=4, heads=3, mlp_dim=96)
-    c.model.representation = True
+    c.model = dict(variant="Ti/2", width=48, depth=4, num_heads=3, mlp_dim=96)
+    c.model.representation_layer = True
     c.optim = dict(name="adam", learning_rate=2e-3, schedule="cosine", warmup_epochs=5)
     c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
 

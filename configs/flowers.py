@@ -25,7 +25,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.image_size = (64, 64)
     c.data.train_transform = "inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)"
     c.data.eval_transform = "resize_small(72) | central_crop"
-    c.model = dict(variant="Ti/8", width=96, depth=6, heads=3, mlp_dim=192, head="gap")
+    c.model = dict(
+        variant="Ti/8", width=96, depth=6, num_heads=3, mlp_dim=192, pool="gap"
+    )
     c.optim = dict(name="adam", learning_rate=1e-3, schedule="cosine", warmup_epochs=3)
     c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
 

@@ -29,7 +29,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.mean = (0.485, 0.456, 0.406)
     c.data.std = (0.229, 0.224, 0.225)
 
-    c.model = dict(variant="Ti/16", head="token", gelu="erf")
+    c.model = dict(variant="Ti/16", pool="token", activation="gelu")
     c.optim = dict(name="sgd", momentum=0.9, learning_rate=0.01, schedule="cosine")
     c.optim.update(warmup_steps=10, grad_clip_norm=1.0)
     c.ema = dict(decay=0.0)

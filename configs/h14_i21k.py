@@ -22,5 +22,5 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c = b16_i21k.get_config()
     c.epochs = arg.epochs
     c.model.variant = "H/14"
-    c.model.remat = "full"  # Or mesh.fsdp=16: 16 images a chip must fit 16 GB.
+    c.model.remat_policy = "full"  # Or mesh.fsdp=16: 16 images a chip must fit 16 GB.
     return quick(c) if arg.quick else c

@@ -45,9 +45,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model.variant = arg.model.removesuffix("-14ep")
     if "/" in c.model.variant:
         c.model.dropout = 0.0
-        c.model.remat = "full" if arg.model == "H/14" else "none"
+        c.model.remat_policy = "full" if arg.model == "H/14" else "none"
     else:  # ResNets have one linear layer for a head, and no dropout.
-        for key in ("head", "representation", "dropout", "scan"):
+        for key in ("pool", "representation_layer", "dropout", "scan"):
             del c.model[key]
     # 18 291 classes: arXiv:1707.02968.
     c.data.update(name="jft300m", split="train", num_classes=18_291)

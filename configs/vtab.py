@@ -41,7 +41,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data.image_size = (size, size)
     c.data.train_transform, c.data.eval_transform = recipe.ops((size, size)), "resize"
 
-    c.model = dict(variant=arg.model, head="token", representation=False, dropout=0.0)
+    c.model = dict(
+        variant=arg.model, pool="token", representation_layer=False, dropout=0.0
+    )
     c.model.dtype = "bfloat16"
     c.task = dict(loss="softmax")
     c.optim = dict(name="sgd", momentum=0.9, schedule="cosine", weight_decay=0.0)

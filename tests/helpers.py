@@ -21,7 +21,7 @@ def tiny_config(**sections):
             "variant": "Ti/4",
             "width": 12,
             "depth": 1,
-            "heads": 3,
+            "num_heads": 3,
             "mlp_dim": 20,
         },
         "optim": {"learning_rate": 0.01},

@@ -25,14 +25,14 @@ def drawn(variant="B/4", *, scale, num_classes=5, **options):
     return model, jax.tree.unflatten(tree, leaves), images
 
 
-def forward(params, image, *, patch, heads, head="token", added=None, epsilon=1e-6):
+def forward(params, image, *, patch, num_heads, pool="token", added=None, epsilon=1e-6):
     """Runs a network with learned positions on one image.
 
     Args:
       params: as of `Model.init`, blocks one by one.
       image: (height, width, channels).
-      patch, heads: of the network.
-      head: "token", "gap" or "map".
+      patch, num_heads: of the network.
+      pool: "token", "gap" or "map".
       added: (N, N) a head a block, added to the attention.
 
     Returns:
@@ -54,22 +54,22 @@ def forward(params, image, *, patch, heads, head="token", added=None, epsilon=1e
     for i in range(depth):
         block = encoder[f"encoderblock_{i}"]
         y = norm(x, block["LayerNorm_0"], epsilon)
-        extra = added[i] if added is not None else [0.0] * heads
+        extra = added[i] if added is not None else [0.0] * num_heads
         y, found = attend(y, y, block["MultiHeadDotProductAttention_1"], extra)
         x = x + y
         x = x + mlp(norm(x, block["LayerNorm_2"], epsilon), block["MlpBlock_3"])
         weights.append(found)
         tokens.append(x)
     x = norm(x, encoder["encoder_norm"], epsilon)
-    if head == "map":
-        pool = params["MAPHead_0"]
-        attention = pool["MultiHeadDotProductAttention_0"]
-        x, _ = attend(pool["probe"][0], x, attention, [0.0] * heads)
-        x = x + mlp(norm(x, pool["LayerNorm_0"], epsilon), pool["MlpBlock_0"])
+    if pool == "map":
+        layer = params["MAPHead_0"]
+        attention = layer["MultiHeadDotProductAttention_0"]
+        x, _ = attend(layer["probe"][0], x, attention, [0.0] * num_heads)
+        x = x + mlp(norm(x, layer["LayerNorm_0"], epsilon), layer["MlpBlock_0"])
     if "dist" in params:
         answers = [x[i] @ params[n]["kernel"] + params[n]["bias"] for i, n in TWO_HEADS]
         return sum(answers) / 2, weights, tokens
-    x = x.mean(0) if head == "gap" else x[0]  # Of attention pooling the only one.
+    x = x.mean(0) if pool == "gap" else x[0]  # Of attention pooling the only one.
     return x @ params["head"]["kernel"] + params["head"]["bias"], weights, tokens
 
 

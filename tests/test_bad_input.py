@@ -60,7 +60,7 @@ def weights(path, names):
         image_size=(8, 12),
         width=12,
         depth=1,
-        heads=3,
+        num_heads=3,
         mlp_dim=20,
     )
     params = jax.tree.map(
@@ -207,14 +207,14 @@ def test_length_in_epochs_that_is_too_many_steps_is_refused():
 @pytest.mark.parametrize(
     ("variant", "options"),
     [
-        ("Ti/4", {"depth": 5, "posemb": "learned", "posemb_at": "every"}),
-        ("R50+B/16", {"depth": 3, "blocks": (1, 3, 1), "stem_width": 32}),
-        ("R50x1", {"blocks": (1, 3, 1, 2), "stem_width": 32}),
+        ("Ti/4", {"depth": 5, "posemb": "learned", "posemb_placement": "every"}),
+        ("R50+B/16", {"depth": 3, "stage_depths": (1, 3, 1), "stem_width": 32}),
+        ("R50x1", {"stage_depths": (1, 3, 1, 2), "stem_width": 32}),
     ],
 )
 def test_cost_of_a_deep_network_is_told_from_shallow_ones(variant, options):
     if "depth" in options:
-        options = options | {"width": 24, "heads": 3, "mlp_dim": 48}
+        options = options | {"width": 24, "num_heads": 3, "mlp_dim": 48}
 
     def create(**options):
         return models.create(variant, image_size=(32, 48), **options)

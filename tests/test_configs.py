@@ -65,7 +65,11 @@ def test_recipe_builds_with_every_argument(stem):
             **fields.to_dict(c.model), num_classes=3, image_size=c.data.image_size
         )
         if chosen.get("quick"):
-            assert (c.total_steps, c.data.name, c.init.checkpoint) == (3, "synthetic", ""), chosen
+            assert (c.total_steps, c.data.name, c.init.checkpoint) == (
+                3,
+                "synthetic",
+                "",
+            ), chosen
 
 
 @pytest.mark.parametrize("stem", RECIPES)
@@ -110,7 +114,7 @@ def of_table3(c, epochs=None):
     assert (c.optim.b1, c.optim.b2) == (0.9, 0.999)
     assert c.data.image_size == (224, 224)
     # ResNets have neither a representation layer nor dropout.
-    assert getattr(c.model, "representation", True)
+    assert getattr(c.model, "representation_layer", True)
     dropout, decay = getattr(c.model, "dropout", 0), c.optim.weight_decay
     return (
         epochs or c.epochs,
@@ -182,7 +186,7 @@ def test_imagenet21k_ends_and_starts_as_its_authors_add():
     added = PAPER["author_additions"]["I21k pretraining"]
     c = config.load(spec("b16_i21k"))
     assert c.optim.schedule.end_learning_rate == added["linear decay end value"]
-    assert c.model.head_bias == added["head bias init"]
+    assert c.model.head_bias_init == added["head bias init"]
 
 
 @pytest.mark.parametrize("variant", ["B/16", "B/32", "L/16", "L/32", "H/14"])

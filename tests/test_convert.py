@@ -30,7 +30,7 @@ OPTIONS = {
     "image_size": (12, 12),
     "width": 12,
     "depth": 2,
-    "heads": 3,
+    "num_heads": 3,
     "mlp_dim": 20,
 }
 NAMES = ("apple", "Bär", "a cat, or two", "dog", "eel")
@@ -121,7 +121,13 @@ def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
             "num_classes": 5,
             "image_size": (12, 12),
         },
-        "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 9},
+        "model": {
+            "variant": "Ti/4",
+            "width": 12,
+            "depth": 1,
+            "num_heads": 3,
+            "mlp_dim": 9,
+        },
         "optim": {"learning_rate": 0.1},
         "ema": {"decay": 0.9},
         "evals": {"val": "val"},
@@ -233,10 +239,15 @@ def test_bad_flags_are_told_and_leave_nothing(
 def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
     for to, out, options, message in (
         ("google", "a.npz", {"image_size": (12, 20)}, "a grid of 3x5: readers of"),
-        ("google", "a.npz", {"head": "none"}, "head='none': Google's code has no such"),
+        ("google", "a.npz", {"pool": "none"}, "pool='none': Google's code has no such"),
         ("google", "a.npz", {"distillation": True}, "distillation=True: Google's"),
-        ("hf", "a", {"head": "gap"}, "head='gap': Hugging Face's ViT"),
-        ("timm", "a", {"representation": True}, "representation=True: timm has no"),
+        ("hf", "a", {"pool": "gap"}, "pool='gap': Hugging Face's ViT"),
+        (
+            "timm",
+            "a",
+            {"representation_layer": True},
+            "representation_layer=True: timm has no",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             export.export(made(**options), to, tmp_path / out)
@@ -287,9 +298,9 @@ def test_incomplete_weights_leave_nothing(tmp_path, to, out):
 
 
 def test_google_has_one_gelu_and_the_other_is_told(tmp_path):
-    _, notes = export.export(made(gelu="erf"), "google", tmp_path / "a.npz")
-    assert any(note.startswith("gelu: erf became tanh") for note in notes)
-    _, notes = export.export(made(gelu="tanh"), "google", tmp_path / "b.npz")
+    _, notes = export.export(made(activation="gelu"), "google", tmp_path / "a.npz")
+    assert any(note.startswith("activation: gelu became gelu_tanh") for note in notes)
+    _, notes = export.export(made(activation="gelu_tanh"), "google", tmp_path / "b.npz")
     assert not any("gelu" in note for note in notes)
 
 
@@ -333,9 +344,9 @@ def test_an_empty_folder_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("options", "notes"),
     [
-        ({"head": "map"}, []),
-        ({"head": "gap", "representation": True}, []),
-        ({"epsilon": 1e-12}, ["epsilon: 1e-12 became 1e-6, Google's"]),
+        ({"pool": "map"}, []),
+        ({"pool": "gap", "representation_layer": True}, []),
+        ({"layer_norm_eps": 1e-12}, ["layer_norm_eps: 1e-12 became 1e-6, Google's"]),
         (
             {"posemb": "sincos2d"},
             ["position embeddings: sincos2d written out as values"],
@@ -353,7 +364,7 @@ def test_googles_format_takes_what_its_code_has(tmp_path, options, notes):
 
 
 def test_a_resnet_has_the_shapes_of_big_vision(tmp_path):
-    model = models.create("R50x1", num_classes=3, blocks=(1, 1), stem_width=32)
+    model = models.create("R50x1", num_classes=3, stage_depths=(1, 1), stem_width=32)
     pretrained = filled(model)
     export.export(pretrained, "google", tmp_path / "a.npz")
     flat = np.load(tmp_path / "a.npz")

@@ -148,7 +148,7 @@ def recipe(place, exclude):
             "total_steps": 2,
             "batch_size": 8,
             "data": data | {"exclude": exclude},
-            "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3}
+            "model": {"variant": "Ti/4", "width": 12, "depth": 1, "num_heads": 3}
             | {"mlp_dim": 17},
             "optim": {"learning_rate": 0.1},
         }

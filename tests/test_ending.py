@@ -23,7 +23,7 @@ def get_config(arg=None):
     c.seed, c.total_steps, c.batch_size = 3, 1_000_000, 12
     c.data = dict(name="synthetic", num_classes=5, num_examples=3000, image_size=(8, 12), num_workers=2)
     c.data.train_transform = "random_crop | flip"
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     c.log_every_steps = 10
     if arg == "stuck":

@@ -35,7 +35,7 @@ def get_config(arg=None):
     c = ConfigDict()
     c.name, c.seed, c.total_steps, c.batch_size = "tiny", 3, 6, 8
     c.data = dict(name="synthetic", num_classes=5, image_size=(8, 12))
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=1_000)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=1_000)
     c.optim = dict(learning_rate=0.01)
     c.evals = dict(val="val")
     c.log_every_steps = 2; c.checkpoint_every_steps = 3
@@ -234,8 +234,8 @@ def test_debug_gives_the_traceback_as_well(start):
             id="image size that the patch does not divide",
         ),
         pytest.param(
-            ["--config.model.heads=5"],
-            ["width 12", "5 heads", "model.heads"],
+            ["--config.model.num_heads=5"],
+            ["width 12", "5 heads", "model.num_heads"],
             id="width that the heads do not divide",
         ),
         pytest.param(

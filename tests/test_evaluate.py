@@ -33,7 +33,7 @@ OPTIONS = {
     "image_size": (16, 24),
     "width": 12,
     "depth": 1,
-    "heads": 3,
+    "num_heads": 3,
     "mlp_dim": 17,
 }
 PREPROCESS = Preprocess(
@@ -438,7 +438,9 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     place, tmp_path, capsys, size, ops
 ):
     # Of photographs of 29 rows and 41 to 81 columns, whose margins are even and odd.
-    model = {k: OPTIONS[k] for k in ("variant", "width", "depth", "heads", "mlp_dim")}
+    model = {
+        k: OPTIONS[k] for k in ("variant", "width", "depth", "num_heads", "mlp_dim")
+    }
     data = {"name": "folder", "data_dir": str(place / "photos"), "num_classes": 3}
     data |= {
         "image_size": size,

@@ -36,7 +36,7 @@ def place(tmp_path_factory):
         "image_size": (16, 24),
         "width": 12,
         "depth": 2,
-        "heads": 3,
+        "num_heads": 3,
         "mlp_dim": 17,
     }
     model = models.create(**options)

@@ -29,7 +29,7 @@ def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 400, 8
     c.data = dict(name="synthetic", num_classes=5, num_examples=64, image_size=(8, 12))
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=1_000)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=1_000)
     c.optim = dict(name="sgd", learning_rate=0.1)
     c.evals = dict(val="val")
     c.log_every_steps = 10; c.checkpoint_every_steps = 20

@@ -177,7 +177,7 @@ def make_weights(path):
         image_size=(8, 12),
         width=12,
         depth=1,
-        heads=3,
+        num_heads=3,
         mlp_dim=20,
     )
     params = jax.tree.map(
@@ -258,7 +258,7 @@ WEIGHTS = {
     "--std": "value",
     "--interpolation": "value",
     "--crop": "value",
-    "--heads": "value",
+    "--num_heads": "value",
 }
 COMMANDS = {
     "train": (

@@ -21,7 +21,7 @@ def get_config(arg=None):
     c.seed, c.total_steps, c.batch_size = 3, 8, 12
     c.data = dict(name="folder", num_classes=2, image_size=(12, 12), eval_transform="resize")
     c.data.train_transform = "resize"
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     return c
 """
@@ -114,7 +114,12 @@ def test_what_is_compared_is_what_decides_the_program(tmp_path, monkeypatch):
     keys = set(seen["config"])
     assert {"mesh.fsdp", "model.scan", "eval_every_steps", "debug_nans"} <= keys
     assert (
-        not {"init.checkpoint", "data.data_dir", "data.num_workers", "compilation_cache_dir"}
+        not {
+            "init.checkpoint",
+            "data.data_dir",
+            "data.num_workers",
+            "compilation_cache_dir",
+        }
         & keys
     )
     assert seen["devices"] == {"count": 8, "kind": "cpu"}

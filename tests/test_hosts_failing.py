@@ -31,7 +31,7 @@ def get_config(arg=None):
     c.seed, c.total_steps, c.batch_size = {SEED}, {STEPS}, {BATCH}
     c.data = dict(name="folder", data_dir="pictures", num_classes=2, image_size=(8, 12))
     c.data.train_transform, c.data.eval_transform, c.data.prefetch = "inception_crop", "resize", 2
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     c.evals = dict(val="val")
     c.log_every_steps = 1; c.checkpoint_every_steps = 2

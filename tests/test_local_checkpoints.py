@@ -22,7 +22,7 @@ def get_config(arg=None):
     c.seed, c.total_steps, c.batch_size = 3, 24, 12
     c.data = dict(name="synthetic", num_classes=8, num_examples=37, image_size=(8, 12))
     c.data.train_transform = "random_crop | flip | mixup(0.3)"
-    c.model = dict(variant="Ti/4", width=24, depth=1, heads=3, mlp_dim=40)
+    c.model = dict(variant="Ti/4", width=24, depth=1, num_heads=3, mlp_dim=40)
     c.model.dropout = 0.1
     c.optim = dict(learning_rate=0.01)
     c.sharding = dict(min_size=1)

@@ -33,7 +33,7 @@ OPTIONS = {
     "image_size": (16, 24),
     "width": 12,
     "depth": 1,
-    "heads": 3,
+    "num_heads": 3,
     "mlp_dim": 17,
 }
 PREPROCESS = Preprocess(
@@ -405,7 +405,7 @@ def test_a_guess_about_the_weights_is_told(place, run, pretrained, tmp_path):
     words = place / "images" / "b.JPG", f"--model={tmp_path}"
     guess = "heads: nothing says how many, so 1, one for 64 features"
     assert guess in run(*words)[2]
-    assert guess not in run(*words, "--heads=3")[2]
+    assert guess not in run(*words, "--num_heads=3")[2]
 
 
 def test_a_model_of_one_channel_sees_grey(place, run, pretrained, tmp_path):
@@ -436,8 +436,8 @@ def test_models_without_a_classifier_or_with_broken_weights_are_refused(
     headless = replaced(pretrained, options=OPTIONS | {"num_classes": 0})
     with pytest.raises(UserError, match=r"tiny has no classifier \(num_classes=0\)"):
         prediction.Classifier(headless)
-    tokens = replaced(pretrained, options=OPTIONS | {"head": "none"})
-    with pytest.raises(UserError, match=r"tiny classifies every token .*\(head=none\)"):
+    tokens = replaced(pretrained, options=OPTIONS | {"pool": "none"})
+    with pytest.raises(UserError, match=r"tiny classifies every token .*\(pool=none\)"):
         prediction.Classifier(tokens)
     lacking = {k: v for k, v in pretrained.params.items() if k != "embedding"}
     message = "does not fit the model: embedding/bias is missing; embedding/kernel is"
@@ -459,8 +459,8 @@ def test_a_sigmoid_run_gives_every_class_its_own_probability(
             "total_steps": 2,
             "batch_size": 8,
             "data": {"name": "synthetic", "num_classes": 3, "image_size": (8, 12)},
-            "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3}
-            | {"mlp_dim": 17, "head_bias": -2.0},
+            "model": {"variant": "Ti/4", "width": 12, "depth": 1, "num_heads": 3}
+            | {"mlp_dim": 17, "head_bias_init": -2.0},
             "task": {"loss": "sigmoid"},
             "optim": {"learning_rate": 0.1},
             "ema": {"decay": 0.9},

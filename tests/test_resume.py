@@ -24,7 +24,7 @@ def get_config(arg=None):
     c.seed, c.total_steps, c.batch_size = 3, 60, 8
     c.data = dict(name="synthetic", num_classes=5, num_examples=4000, image_size=(8, 12))
     c.data.train_transform = "random_crop | flip | mixup(0.3)"
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     c.model.dropout = 0.1
     # A task with state beside the parameters.
     c.task = dict(name="center_loss:CenterLossConfig", weight=0.1)

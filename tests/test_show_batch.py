@@ -19,7 +19,7 @@ def get_config(arg=None):
     c.data.train_transform = "affine(shift=0.1, rotate=10) | mixup(0.5)"
     c.data.mean, c.data.std = (0.3,), (0.2,)
     c.optim = dict(learning_rate=0.01)
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     return c
 """
 

@@ -47,7 +47,7 @@ def get_config(arg=None):
     c.seed, c.total_steps, c.batch_size, c.stall_timeout = 3, 10_000, 6, 20.0
     c.data = dict(name="hanging:open_source", num_classes=5, image_size=(8, 12))
     c.data.train_transform, c.data.prefetch, c.data.num_threads = "central_crop", 1, 1
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     c.log_every_steps = 1; c.checkpoint_every_steps = 2
     return c

@@ -27,7 +27,7 @@ def get_config(arg=None):
     c.seed, c.total_steps, c.batch_size = 3, 8, 12
     c.data = dict(name="synthetic", num_classes=5, num_examples=37, image_size=(8, 12))
     c.data.train_transform = "random_crop | flip | mixup(0.3)"
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     # Not Adam: it blows up the rounding of gradients that are 0 but for it (the bias
     # of the keys, which the softmax cancels).
     c.optim = dict(name="sgd", learning_rate=0.1, grad_accum_steps=2)

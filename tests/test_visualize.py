@@ -37,7 +37,7 @@ OPTIONS = {
     "image_size": (16, 24),
     "width": 12,
     "depth": 2,
-    "heads": 3,
+    "num_heads": 3,
     "mlp_dim": 17,
 }
 SIZES = {
@@ -442,7 +442,9 @@ def test_as_a_process(place, tmp_path):
 
 
 def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
-    resnet = models.create("R50x1", num_classes=5, image_size=(32, 32), blocks=(1,))
+    resnet = models.create(
+        "R50x1", num_classes=5, image_size=(32, 32), stage_depths=(1,)
+    )
     ours = LoadedModel("r", resnet, {}, PREPROCESS)
     assert available_figures(ours, 9) == ("filters",)
     with pytest.raises(UserError, match="r: no attention to draw; give a Vision"):
@@ -475,7 +477,7 @@ def watched(monkeypatch):
     def counted(module, params, tokens, given):
         B, N, _ = tokens.shape
         shapes = [array.shape for array in jax.live_arrays()]
-        alive.append((B, shapes.count((B, module.heads, N, N))))
+        alive.append((B, shapes.count((B, module.num_heads, N, N))))
         return run(module, params, tokens, given)
 
     monkeypatch.setattr(intermediates, "run_block", counted)
@@ -497,7 +499,9 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(
 
 @pytest.mark.slow
 def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
-    ours = written(tmp_path, "large", image_size=(512, 512), depth=2, width=12, heads=3)
+    ours = written(
+        tmp_path, "large", image_size=(512, 512), depth=2, width=12, num_heads=3
+    )
     rng = np.random.default_rng(2)
     for i in range(4):
         noise = rng.integers(0, 256, (530, 600 + i, 3), dtype=np.uint8)

@@ -7,7 +7,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.weights import Pretrained
 
-SIZE = {"width": 12, "depth": 2, "heads": 3, "mlp_dim": 20}
+SIZE = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
 
 
 def encoder(variant="Ti/4", num_classes=7, image_size=(12, 12), **options):

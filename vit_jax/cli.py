@@ -143,7 +143,7 @@ def _add_preparation(parser: Parser) -> None:
     add("--std", type=_floats, help="as 0.229,0.224,0.225")
     add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
     add("--crop", type=_crop, help="part of the short side that is kept, or squash")
-    add("--heads", type=positive, default=0, help="where the weights do not tell")
+    add("--num_heads", type=positive, default=0, help="where the weights do not tell")
 
 
 def image_flags(flags: argparse.Namespace) -> dict:
@@ -183,7 +183,7 @@ def open_weights(flags: argparse.Namespace, place: str = ""):
         place,
         image_flags(flags) if own else {},
         average=not flags.raw,
-        heads=flags.heads,
+        num_heads=flags.num_heads,
         tell=tell,
     )
     return found, preprocess, names

@@ -103,7 +103,7 @@ def _one(flags, config, devices, examples, limit, heading) -> int:
 def _compare(flags, config, devices, examples, limit, heading) -> int:
     from vit_jax.tools.planning import report, strategies
 
-    has_blocks = hasattr(config.model, "remat")
+    has_blocks = hasattr(config.model, "remat_policy")
     sizes = strategies.meshes_for(len(devices), has_blocks)
     if flags.meshes:
         sizes = strategies.parse_meshes(flags.meshes)

@@ -68,7 +68,7 @@ def open_weights(flags: argparse.Namespace):
 
     names = prediction.read_labels(flags.labels) if flags.labels else ()
     found = weights.open_pretrained(
-        flags.source, use_ema=not flags.raw, num_heads=flags.heads
+        flags.source, use_ema=not flags.raw, num_heads=flags.num_heads
     )
     num_classes = found.options["num_classes"]
     if names and len(names) != num_classes:

@@ -53,7 +53,7 @@ def run(flags: argparse.Namespace, config) -> None:
         flags.model,
         cli.image_flags(flags),
         average=not flags.raw,
-        heads=flags.heads,
+        num_heads=flags.num_heads,
         tell=tell,
     )
     check = functools.partial(resume_check.check_evaluation_of_hosts, found, preprocess)

@@ -47,7 +47,7 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
     names = []
     if flags.dataset.split("/")[0].split(",")[0] == "vtab":
         names = vtab.tasks(flags.dataset)
-    pretrained = weights.open_pretrained(flags.model, num_heads=flags.heads)
+    pretrained = weights.open_pretrained(flags.model, num_heads=flags.num_heads)
 
     def study(dataset, folder):
         recipe = recipes.find(dataset, flags.data_dir, flags.test)
@@ -104,7 +104,12 @@ def parser() -> cli.Parser:
     add("--rates", type=_rates, default=(), help="as 0.003,0.01, not the recipe's")
     add("--json", action="store_true", help="end with one line of JSON, the results")
     add("--seeds", type=cli.positive, default=3, help="final runs; default 3")
-    add("--heads", type=cli.positive, default=0, help="where the weights do not tell")
+    add(
+        "--num_heads",
+        type=cli.positive,
+        default=0,
+        help="where the weights do not tell",
+    )
     return parser
 
 

@@ -63,10 +63,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
     variants = {"hybrid": "R50+Ti/16", "resnet": "R50x1"}
     c.model = dict(variant=variants.get(arg.model, f"Ti/{PATCH[arg.budget]}"))
     if encoder := ENCODERS[arg.budget].get(arg.model):
-        names = ("width", "depth", "heads", "mlp_dim")
-        c.model.update(dict(zip(names, encoder, strict=True)), head="gap")
+        names = ("width", "depth", "num_heads", "mlp_dim")
+        c.model.update(dict(zip(names, encoder, strict=True)), pool="gap")
     if stem := STEMS[arg.budget].get(arg.model):
-        c.model.blocks, c.model.stem_width = stem
+        c.model.stage_depths, c.model.stem_width = stem
     if arg.budget == "gpu":
         c.model.dtype = "bfloat16"
 

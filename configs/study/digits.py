@@ -14,9 +14,9 @@ from configs.common import parse_arg
 from configs.study.common import PARTS, fewshot, finetune, pretrain
 
 MODELS = {
-    "vit": dict(variant="Ti/2", width=48, depth=3, heads=3, mlp_dim=96, head="gap"),
+    "vit": dict(variant="Ti/2", width=48, depth=3, num_heads=3, mlp_dim=96, pool="gap"),
     "hybrid": dict(
-        variant="R50+Ti/16", width=48, depth=2, heads=3, mlp_dim=96, head="gap"
+        variant="R50+Ti/16", width=48, depth=2, num_heads=3, mlp_dim=96, pool="gap"
     ),
     "resnet": dict(variant="R50x1"),
 }
@@ -35,7 +35,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.data = dict(name="digits", num_classes=10, image_size=(8, 8), channels=1)
     c.model = MODELS[arg.model]
     if arg.model != "vit":
-        c.model.update(blocks=(1,), stem_width=32)
+        c.model.update(stage_depths=(1,), stem_width=32)
 
     if arg.part == "finetune":
         c.data.split, c.data.num_examples = "train[1200:]", 242

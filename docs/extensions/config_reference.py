@@ -61,7 +61,9 @@ def _sections(cls: type, where: str) -> list[str]:
 def _choice(path: str, about: Choice, help: str) -> list[str]:
     """Returns the keys that all dataclasses of a choice have, then those of each."""
     types = list(about.types.values())
-    shared = set.intersection(*({*fields.fields(cls)} for cls in types)) - {about.text_key}
+    shared = set.intersection(*({*fields.fields(cls)} for cls in types)) - {
+        about.text_key
+    }
     first = fields.defaults(types[0])
     parts = [f"## `{path}`, by `{about.text_key}`", help]
     parts += [_table(types[0], shared), *_sections(types[0], f"{path}.")]

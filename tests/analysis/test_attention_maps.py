@@ -17,14 +17,20 @@ from vit_jax.models import intermediates
 GRID, PATCH_SIZE = (3, 5), 4
 L, B, H, N = 4, 2, 3, 7  # Of rollout.
 DEPTH = 2  # Of relevance.
-TINY = {"width": 8, "depth": DEPTH, "heads": 2, "mlp_dim": 9}
+TINY = {"width": 8, "depth": DEPTH, "num_heads": 2, "mlp_dim": 9}
 
 
 @pytest.fixture(scope="module")
 def network():
     """A model of a grid that is not square, its parameters, and two images."""
     model = models.create(
-        "B/4", num_classes=5, image_size=(12, 20), width=8, depth=3, heads=2, mlp_dim=9
+        "B/4",
+        num_classes=5,
+        image_size=(12, 20),
+        width=8,
+        depth=3,
+        num_heads=2,
+        mlp_dim=9,
     )
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
@@ -129,7 +135,7 @@ def test_no_layer_is_alive_while_the_next_is_computed(network, consume, monkeypa
 
 def test_any_layer_head_and_query_can_be_asked_for(network):
     model, params, images = network
-    _, weights, _ = plain_vit.forward(params, images[1], patch=4, heads=2)
+    _, weights, _ = plain_vit.forward(params, images[1], patch=4, num_heads=2)
     for layer, query, head in ((0, 0, 1), (1, 9, 0), (2, 15, None), (-1, 15, None)):
         found = attention.query_attention(
             model, params, images, layer=layer, query=query, head=head
@@ -234,35 +240,35 @@ def relevance_model(**options):
     return plain_vit.drawn(scale=0.6, **{**TINY, **options})
 
 
-@functools.partial(jax.jit, static_argnames="head")
-def slopes_and_weights(params, image, label, head):
+@functools.partial(jax.jit, static_argnames="pool")
+def slopes_and_weights(params, image, label, pool):
     N = 6 + ("cls" in params) + ("dist" in params)
 
     def logit(added):
         logits, weights, _ = plain_vit.forward(
-            params, image, patch=4, heads=2, head=head, added=added
+            params, image, patch=4, num_heads=2, pool=pool, added=added
         )
         return logits[label], weights
 
     return jax.grad(logit, has_aux=True)([[jnp.zeros((N, N))] * 2] * DEPTH)
 
 
-def relevance_by_matrices(params, image, label, head="token"):
+def relevance_by_matrices(params, image, label, pool="token"):
     """Returns the relevance by whole matrices, from the first layer up, as in the paper."""
-    slopes, weights = slopes_and_weights(params, image, label, head)
+    slopes, weights = slopes_and_weights(params, image, label, pool)
     whole = np.eye(len(weights[0][0]))
     for of_layer, slope in zip(weights, slopes, strict=True):
         whole = whole + positive_contribution(of_layer, slope) @ whole
-    if head == "map":
+    if pool == "map":
         return pooling_relevance(params, image, label) @ whole
-    if head == "gap":
+    if pool == "gap":
         return whole.mean(0)
     return whole[: 1 + ("dist" in params)].mean(0)
 
 
 def pooling_relevance(params, image, label):
     """Returns the relevance of each token to a class in attention pooling."""
-    _, _, tokens = plain_vit.forward(params, image, patch=4, heads=2, head="map")
+    _, _, tokens = plain_vit.forward(params, image, patch=4, num_heads=2, pool="map")
     x = plain_vit.norm(tokens[-1], params["Transformer"]["encoder_norm"], 1e-6)
     pool = params["MAPHead_0"]
 
@@ -285,9 +291,9 @@ def positive_contribution(weights, slopes):
 @pytest.mark.parametrize(
     "options",
     [
-        {"head": "token"},
-        pytest.param({"head": "gap"}, marks=pytest.mark.slow),
-        pytest.param({"head": "map"}, marks=pytest.mark.slow),
+        {"pool": "token"},
+        pytest.param({"pool": "gap"}, marks=pytest.mark.slow),
+        pytest.param({"pool": "map"}, marks=pytest.mark.slow),
         pytest.param({"distillation": True}, marks=pytest.mark.slow),
         pytest.param({"posemb": "none"}, marks=pytest.mark.slow),
     ],
@@ -305,7 +311,7 @@ def test_relevance_is_that_of_the_paper_s_matrices(options):
         found = attention.relevance(model, params, images, jnp.array(classes))
         for row, image, label in zip(found, images, classes, strict=True):
             wanted = relevance_by_matrices(
-                plain, image, label, options.get("head", "token")
+                plain, image, label, options.get("pool", "token")
             )
             np.testing.assert_allclose(row, wanted, rtol=1e-3, atol=1e-5)
     assert (found >= 0).all()

@@ -82,7 +82,7 @@ def test_the_first_kernel_is_the_one_applied_to_pixels(params, kernel):
 
 
 def random_model(**options):
-    options = {"width": D, "depth": 2, "heads": 3, "mlp_dim": 5} | options
+    options = {"width": D, "depth": 2, "num_heads": 3, "mlp_dim": 5} | options
     model = models.create("B/4", num_classes=5, image_size=(4 * Y, 4 * X), **options)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
@@ -98,7 +98,7 @@ def cosine(a, b):
 @pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d"])
 @pytest.mark.parametrize("place", ["stem", "every", "shared"])
 def test_position_similarity_is_the_cosine_of_what_is_added_to_patches(kind, place):
-    model, params = random_model(posemb=kind, posemb_at=place)
+    model, params = random_model(posemb=kind, posemb_placement=place)
     for layer in (0, 1):
         name = f"posembed_{layer if place == 'every' else 'input'}"
         own = params["Transformer"].get(name, {})
@@ -115,7 +115,7 @@ def test_position_similarity_is_the_cosine_of_what_is_added_to_patches(kind, pla
 
 @pytest.mark.parametrize("place", ["every", "shared"])
 def test_relative_position_similarity_is_the_cosine_to_offset_zero(place):
-    model, params = random_model(posemb="relative", posemb_at=place)
+    model, params = random_model(posemb="relative", posemb_placement=place)
     for layer in (0, 1):
         name = "relative_embedding" + (f"_{layer}" if place == "every" else "")
         keys = params["Transformer"][name]
@@ -146,7 +146,7 @@ def test_prefix_tokens_are_left_out():
 
 @pytest.mark.parametrize("kind", ["learned", "relative"])
 def test_embeddings_that_diverged_are_refused(kind):
-    model, params = random_model(posemb=kind, posemb_at="shared")
+    model, params = random_model(posemb=kind, posemb_placement="shared")
     encoder = params["Transformer"]
     if kind == "learned":
         encoder["posembed_input"]["pos_embedding"][0, 3, 2] = np.nan

@@ -28,6 +28,6 @@ def test_chunks_fit_in_memory_and_batches_suffice_for_cka(
     loaded = LoadedModel("s", model, {}, Preprocess((side, side)))
     assert chunk_and_batch_size(loaded, options) == sizes
     if not options.batch_size:
-        one = 4 * model.options["heads"] * (1 + model.grid[0] ** 2) ** 2
+        one = 4 * model.options["num_heads"] * (1 + model.grid[0] ** 2) ** 2
         assert sizes[0] == 1 or sizes[0] * one <= 256 << 20
         assert loaded.max_chunk_size(4) == max(1, min(32, (64 << 20) // one))

@@ -21,7 +21,7 @@ OPTIONS = {
     "image_size": (16, 24),
     "width": 12,
     "depth": 3,
-    "heads": 2,
+    "num_heads": 2,
     "mlp_dim": 17,
 }
 PREPROCESS = Preprocess((16, 24), (0.4,), (0.25,))
@@ -88,7 +88,9 @@ def test_an_output_that_is_not_finite_names_the_image(loaded, pixels):
 
 
 def test_a_resnet_has_no_attention(pixels):
-    resnet = models.create("R50x1", num_classes=5, image_size=(16, 24), blocks=(1,))
+    resnet = models.create(
+        "R50x1", num_classes=5, image_size=(16, 24), stage_depths=(1,)
+    )
     loaded = LoadedModel("r", resnet, {}, PREPROCESS)
     with pytest.raises(UserError, match="a ResNet has no attention"):
         next(loaded.iter_layers(pixels, NAMES, 2))
@@ -113,7 +115,7 @@ def test_class_names_must_be_as_many_as_classes():
 
 
 def tiny(**options):
-    options = {"image_size": (16, 24), "width": 12, "heads": 3} | options
+    options = {"image_size": (16, 24), "width": 12, "num_heads": 3} | options
     return LoadedModel(
         "s", models.create("Ti/8", num_classes=5, **options), {}, CROPPED
     )

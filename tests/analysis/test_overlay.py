@@ -126,7 +126,7 @@ def test_what_was_cropped_away_stays_dark():
 
 
 def random_model(**options):
-    options = {"width": 12, "depth": 1, "heads": 3, "mlp_dim": 5} | options
+    options = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 5} | options
     size = (PATCH_SIZE * Y, PATCH_SIZE * X)
     model = models.create("B/4", num_classes=7, image_size=size, **options)
     shapes = jax.eval_shape(model.init, jax.random.key(0))

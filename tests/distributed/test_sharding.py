@@ -51,7 +51,7 @@ def fast_shapes(variant, **options):
     if parsed.size:
         options["depth"] = 1
     if parsed.resnet:
-        options["blocks"] = (2,) * len(parsed.resnet.blocks)
+        options["stage_depths"] = (2,) * len(parsed.resnet.stage_depths)
     image_size = (224, 224) if parsed.resnet else (parsed.patch * 8,) * 2
     return shapes_of(variant, image_size=image_size, **options)
 
@@ -80,7 +80,7 @@ def test_heads_and_hidden_units_are_split_in_every_encoder(variant):
     if variants.parse(variant).size is None:
         pytest.skip("a ResNet has none")
     shapes = fast_shapes(variant)
-    heads = variants.parse(variant).size.heads
+    heads = variants.parse(variant).size.num_heads
     for model in (2, 3, 4, 8, 16):
         if heads % model:
             with pytest.raises(
@@ -104,18 +104,18 @@ def test_heads_and_hidden_units_are_split_in_every_encoder(variant):
 @pytest.mark.parametrize(
     "options",
     [
-        {"head": "gap"},
-        {"head": "map"},
-        {"head": "gap", "class_token": True, "pooled_norm": True},
+        {"pool": "gap"},
+        {"pool": "map"},
+        {"pool": "gap", "class_token": True, "fc_norm": True},
         {"distillation": True},
-        {"representation": True},
+        {"representation_layer": True},
         {"posemb": "none"},
-        {"posemb": "learned2d", "posemb_at": "every"},
+        {"posemb": "learned2d", "posemb_placement": "every"},
         {"posemb": "sincos2d"},
-        {"posemb": "relative", "posemb_at": "every"},
-        {"posemb": "relative", "posemb_at": "shared"},
+        {"posemb": "relative", "posemb_placement": "every"},
+        {"posemb": "relative", "posemb_placement": "shared"},
         {"scan": True},
-        {"variant": "R50+B/16", "head": "map"},
+        {"variant": "R50+B/16", "pool": "map"},
     ],
 )
 def test_the_default_splits_every_head_and_position_embedding(options):
@@ -124,7 +124,7 @@ def test_the_default_splits_every_head_and_position_embedding(options):
     whole, part = sizes(shapes, sharding.parameters(shapes, mesh, (), SMALLEST))
     assert part < 1.05 * whole / 8
     specs = specs_of(shapes, mesh)
-    if options.get("head") == "map":
+    if options.get("pool") == "map":
         assert specs["MAPHead_0/MlpBlock_0/Dense_1/kernel"] == ("model", "fsdp")
         query = specs["MAPHead_0/MultiHeadDotProductAttention_0/query/kernel"]
         assert query == ("fsdp", "model", None)
@@ -205,7 +205,7 @@ def test_a_mesh_that_does_not_fit_the_network_is_refused(variant, mesh, message)
 
 
 def test_a_mesh_that_splits_nothing_is_refused():
-    shapes = shapes_of("Ti/16", width=12, heads=3, mlp_dim=20, num_classes=5)
+    shapes = shapes_of("Ti/16", width=12, num_heads=3, mlp_dim=20, num_classes=5)
     with pytest.raises(
         UserError, match=r"mesh.fsdp=2 splits param.*min_size=32768 elem"
     ):

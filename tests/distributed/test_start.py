@@ -370,7 +370,7 @@ def test_processes_that_are_the_same_are_not_refused():
             {"mesh.data": 1},
             "mesh.data is 2 on process 0 (h0), 1 on process 1",
         ),
-        ("config", {"model.head": "gap"}, 'model.head is absent on process 0 (h0), "g'),
+        ("config", {"model.pool": "gap"}, 'model.pool is absent on process 0 (h0), "g'),
         ("code", {"vit_jax": "ba5"}, 'vit_jax is "f00" on process 0 (h0), "ba5" on pr'),
         ("devices", {"count": 3}, "count is 4 on process 0 (h0), 3 on process 1 (h1)"),
         ("data", {"cells": "abd"}, 'cells is "abc" on process 0 (h0), "abd" on pro'),

@@ -43,7 +43,7 @@ def setting():
                 "variant": "Ti/4",
                 "width": 12,
                 "depth": 1,
-                "heads": 3,
+                "num_heads": 3,
                 "mlp_dim": 24,
             },
         }

@@ -24,7 +24,7 @@ OPTIONS = {
     "variant": "Ti/4",
     "width": 12,
     "depth": 1,
-    "heads": 3,
+    "num_heads": 3,
     "mlp_dim": 17,
     "num_classes": 1000,
     "image_size": (8, 12),

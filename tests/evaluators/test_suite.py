@@ -41,7 +41,7 @@ def config_of(evals, **data):
                 "variant": "Ti/4",
                 "width": 12,
                 "depth": 1,
-                "heads": 3,
+                "num_heads": 3,
                 "mlp_dim": 20,
             },
             "evals": evals,

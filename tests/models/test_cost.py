@@ -13,12 +13,15 @@ from vit_jax.models import cost
 TABLES = pathlib.Path(__file__).parent.parent / "golden" / "paper_tables.json"
 JFT_IMAGES, JFT_CLASSES = 303_000_000, 18_291
 
-VIT = {"width": 36, "depth": 3, "heads": 3, "mlp_dim": 52}
+VIT = {"width": 36, "depth": 3, "num_heads": 3, "mlp_dim": 52}
 SMALL = {  # Every kind of unit, and more than one equal one.
     "vit": ("B/4", VIT),
-    "map": ("B/4", VIT | {"head": "map", "posemb": "relative", "posemb_at": "shared"}),
-    "hybrid": ("R50+B/16", VIT | {"blocks": (2, 1, 1), "stem_width": 32}),
-    "resnet": ("R50x1", {"blocks": (2, 1), "stem_width": 32}),
+    "map": (
+        "B/4",
+        VIT | {"pool": "map", "posemb": "relative", "posemb_placement": "shared"},
+    ),
+    "hybrid": ("R50+B/16", VIT | {"stage_depths": (2, 1, 1), "stem_width": 32}),
+    "resnet": ("R50x1", {"stage_depths": (2, 1), "stem_width": 32}),
 }
 
 
@@ -238,14 +241,14 @@ def test_activations_follow_the_dtype_and_the_dropout():
     masks = tokens * (VIT["width"] + blocks * (2 * VIT["width"] + VIT["mlp_dim"]))
     dropped = cost.activation_bytes(small("vit", dropout=0.1))
     assert dropped >= cost.activation_bytes(model) + masks
-    assert cost.activation_bytes(small("vit", stochastic_depth=0.1)) > (
+    assert cost.activation_bytes(small("vit", drop_path_rate=0.1)) > (
         cost.activation_bytes(model)
     )
 
 
 def test_kernels_that_a_resnet_standardises_are_no_activations():
     narrow, wide = (
-        cost.activation_bytes(small("resnet", blocks=(1,), stem_width=width))
+        cost.activation_bytes(small("resnet", stage_depths=(1,), stem_width=width))
         for width in (32, 64)
     )
     # Features double; the kernels between them would be four times as many.
@@ -257,8 +260,8 @@ def test_kernels_that_a_resnet_standardises_are_no_activations():
     [
         ("vit", {}, 8 * 12 + 1),
         ("vit", {"distillation": True}, 8 * 12 + 2),
-        ("vit", {"head": "gap"}, 8 * 12),
-        ("vit", {"head": "gap", "class_token": True}, 8 * 12 + 1),
+        ("vit", {"pool": "gap"}, 8 * 12),
+        ("vit", {"pool": "gap", "class_token": True}, 8 * 12 + 1),
         ("map", {}, 8 * 12),
         ("hybrid", {}, 2 * 3 + 1),
         ("resnet", {}, 0),

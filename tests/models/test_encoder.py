@@ -10,14 +10,18 @@ from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import cost, stacking
 
-TINY = {"width": 12, "depth": 3, "heads": 3, "mlp_dim": 20}
+TINY = {"width": 12, "depth": 3, "num_heads": 3, "mlp_dim": 20}
 KINDS = {
     "plain": {"depth": 2},
-    "random": {"dropout": 0.2, "stochastic_depth": 0.5},
-    "every": {"posemb_at": "every"},
-    "shared": {"posemb": "learned2d", "posemb_at": "shared", "head": "gap"},
-    "relative": {"posemb": "relative", "posemb_at": "every"},
-    "relative shared": {"posemb": "relative", "posemb_at": "shared", "head": "map"},
+    "random": {"dropout": 0.2, "drop_path_rate": 0.5},
+    "every": {"posemb_placement": "every"},
+    "shared": {"posemb": "learned2d", "posemb_placement": "shared", "pool": "gap"},
+    "relative": {"posemb": "relative", "posemb_placement": "every"},
+    "relative shared": {
+        "posemb": "relative",
+        "posemb_placement": "shared",
+        "pool": "map",
+    },
 }
 
 REMAT = sorted(set(stacking.REMAT_POLICIES) - {"none"})
@@ -115,7 +119,7 @@ def test_scan_starts_from_the_same_values():
 @pytest.mark.parametrize("name", REMAT)
 def test_rematerialisation_changes_no_value_and_no_gradient(name, scan):
     options = KINDS["random"] | {"scan": scan}
-    plain, saving = build(**options), build(**options, remat=name)
+    plain, saving = build(**options), build(**options, remat_policy=name)
     params = filled(jax.jit(plain.init)(jax.random.key(0)))
     assert_close(loss_and_gradients(saving, params), loss_and_gradients(plain, params))
 
@@ -123,7 +127,7 @@ def test_rematerialisation_changes_no_value_and_no_gradient(name, scan):
 @pytest.mark.slow
 def test_stochastic_depth_in_a_scan_has_a_rate_a_layer():
     """Rate 0 at the first layer, so that it always acts; and 0.9 at the last."""
-    model = build(depth=2, stochastic_depth=0.9, scan=True)
+    model = build(depth=2, drop_path_rate=0.9, scan=True)
     params = jax.jit(model.init)(jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (40, 8, 12, 3))
 
@@ -146,7 +150,7 @@ def test_stochastic_depth_in_a_scan_has_a_rate_a_layer():
 def test_policies_keep_less_and_compute_more_in_this_order(scan):
     options = {"width": 36, "mlp_dim": 52, "scan": scan}
     order = ("none", "dots", "attention", "full")
-    saving = [build(**options, remat=name) for name in order]
+    saving = [build(**options, remat_policy=name) for name in order]
     kept = [cost.activation_bytes(model) for model in saving]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(order)
 
@@ -172,7 +176,7 @@ def test_a_scanned_layer_costs_as_often_as_it_runs():
 
 
 def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
-    kernel = build(attention="splash", platform="tpu", dtype="bfloat16")
+    kernel = build(attention_impl="splash", platform="tpu", dtype="bfloat16")
     assert kernel.module.attention_impl == "splash"
     assert cost.macs_per_image(kernel) == cost.macs_per_image(build())
 
@@ -180,7 +184,7 @@ def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
 @pytest.mark.slow
 def test_a_model_for_another_place_computes_the_same():
     """Off the CPU, tokens of different images stay in axes of their own."""
-    here, there = build(head="map"), build(head="map", platform="tpu")
+    here, there = build(pool="map"), build(pool="map", platform="tpu")
     assert (here.module.flatten, there.module.flatten) == (True, False)
     params = filled(jax.jit(here.init)(jax.random.key(0)))
     assert_close(loss_and_gradients(there, params), loss_and_gradients(here, params))
@@ -219,9 +223,9 @@ def test_in_bfloat16_only_the_classifier_multiplies_float32(platform):
     model = build(
         dtype="bfloat16",
         platform=platform,
-        attention="einsum",
-        remat="full",
-        head="map",
+        attention_impl="einsum",
+        remat_policy="full",
+        pool="map",
     )
     params = jax.eval_shape(model.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((2, 8, 12, 3), jnp.bfloat16)
@@ -237,10 +241,16 @@ def test_in_bfloat16_only_the_classifier_multiplies_float32(platform):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"remat": "half"}, "model.remat='half' is not one of none, full, dots"),
-        ({"attention": "fast"}, "model.attention='fast' is not one of auto, einsum"),
-        ({"attention": "cudnn"}, "'cudnn' needs an NVIDIA GPU, .* platform 'cpu'"),
-        ({"attention": "splash"}, "'splash' needs a TPU, .* platform 'cpu'"),
+        (
+            {"remat_policy": "half"},
+            "model.remat_policy='half' is not one of none, full, dots",
+        ),
+        (
+            {"attention_impl": "fast"},
+            "model.attention_impl='fast' is not one of auto, einsum",
+        ),
+        ({"attention_impl": "cudnn"}, "'cudnn' needs an NVIDIA GPU, .* platform 'cpu'"),
+        ({"attention_impl": "splash"}, "'splash' needs a TPU, .* platform 'cpu'"),
     ],
 )
 def test_impossible_ways_of_computing_are_refused(options, message):
@@ -248,7 +258,7 @@ def test_impossible_ways_of_computing_are_refused(options, message):
         build(**options)
 
 
-@pytest.mark.parametrize("option", ["scan", "remat", "attention"])
+@pytest.mark.parametrize("option", ["scan", "remat_policy", "attention_impl"])
 def test_a_resnet_has_no_blocks_to_scan(option):
     with pytest.raises(UserError, match=f"model option {option}=.* not one of R50x1"):
         models.create("R50x1", num_classes=5, **{option: "full"})

@@ -13,21 +13,21 @@ from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 
-TINY = {"width": 12, "depth": 2, "heads": 3, "mlp_dim": 20}
+TINY = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
 SLOW = pytest.mark.slow
-HEADS = ["token", pytest.param("map", marks=SLOW), pytest.param("gap", marks=SLOW)]
+POOLS = ["token", pytest.param("map", marks=SLOW), pytest.param("gap", marks=SLOW)]
 
 
 def drawn(variant="B/4", **options):
     return plain_vit.drawn(variant, scale=0.4, **{**TINY, **options})
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_layers_are_those_of_a_network_written_out(head):
-    model, params, images = drawn(head=head)
+@pytest.mark.parametrize("pool", POOLS)
+def test_layers_are_those_of_a_network_written_out(pool):
+    model, params, images = drawn(pool=pool)
     found = list(model.inside(params, images))
     for b, image in enumerate(images):
-        run = functools.partial(plain_vit.forward, patch=4, heads=3, head=head)
+        run = functools.partial(plain_vit.forward, patch=4, num_heads=3, pool=pool)
         logits, weights, tokens = jax.jit(run)(params, image)
         for i, layer in enumerate(found):
             np.testing.assert_allclose(
@@ -41,14 +41,14 @@ def test_layers_are_those_of_a_network_written_out(head):
 @pytest.mark.parametrize(
     "options",
     [
-        {"distillation": True, "pooled_norm": True},
-        {"head": "gap", "class_token": True, "representation": True},
-        {"head": "none", "posemb": "sincos2d", "posemb_at": "shared"},
-        {"posemb": "learned2d", "posemb_at": "every", "num_classes": 0},
-        {"posemb": "relative", "posemb_at": "every", "gelu": "erf"},
-        {"posemb": "relative", "posemb_at": "shared", "epsilon": 1e-2},
-        {"variant": "R50+B/32", "blocks": (1,), "stem_width": 32},
-        {"dtype": "bfloat16", "head": "map"},
+        {"distillation": True, "fc_norm": True},
+        {"pool": "gap", "class_token": True, "representation_layer": True},
+        {"pool": "none", "posemb": "sincos2d", "posemb_placement": "shared"},
+        {"posemb": "learned2d", "posemb_placement": "every", "num_classes": 0},
+        {"posemb": "relative", "posemb_placement": "every", "activation": "gelu"},
+        {"posemb": "relative", "posemb_placement": "shared", "layer_norm_eps": 1e-2},
+        {"variant": "R50+B/32", "stage_depths": (1,), "stem_width": 32},
+        {"dtype": "bfloat16", "pool": "map"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -66,9 +66,11 @@ def test_the_last_tokens_lead_to_what_apply_gives(options):
         np.testing.assert_allclose(found[name], wanted[name], rtol=loose, atol=loose)
 
 
-@pytest.mark.parametrize("posemb_at", [pytest.param("stem", marks=SLOW), "every"])
-def test_the_layout_of_the_parameters_does_not_matter(posemb_at):
-    options = {"posemb_at": posemb_at}
+@pytest.mark.parametrize(
+    "posemb_placement", [pytest.param("stem", marks=SLOW), "every"]
+)
+def test_the_layout_of_the_parameters_does_not_matter(posemb_placement):
+    options = {"posemb_placement": posemb_placement}
     model, params, images = drawn(**options)
     scanned = models.create(
         "B/4", num_classes=5, image_size=(8, 12), scan=True, **TINY, **options
@@ -93,17 +95,17 @@ def test_the_layout_of_the_parameters_does_not_matter(posemb_at):
         np.testing.assert_array_equal(a.gradient, b.gradient)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_gradients_are_those_of_the_network_written_out(head):
-    model, params, images = drawn(head=head)
-    classes, N = jnp.array([4, 2]), 7 if head == "token" else 6
+@pytest.mark.parametrize("pool", POOLS)
+def test_gradients_are_those_of_the_network_written_out(pool):
+    model, params, images = drawn(pool=pool)
+    classes, N = jnp.array([4, 2]), 7 if pool == "token" else 6
     looked_at, pulls = model.gradients(params, images, classes)
     pulls = list(pulls)[::-1]
     for b, (image, label) in enumerate(zip(images, classes, strict=True)):
 
         def logit(added, image=image, label=label):
             out = plain_vit.forward(
-                params, image, patch=4, heads=3, head=head, added=added
+                params, image, patch=4, num_heads=3, pool=pool, added=added
             )
             return out[0][label], out[1]
 
@@ -117,9 +119,9 @@ def test_gradients_are_those_of_the_network_written_out(head):
             np.testing.assert_allclose(
                 pull.attention[b], jnp.stack(weights[i]), atol=2e-5
             )
-    if head == "token":
+    if pool == "token":
         np.testing.assert_array_equal(looked_at, [[1, 0, 0, 0, 0, 0, 0]] * 2)
-    elif head == "gap":
+    elif pool == "gap":
         np.testing.assert_allclose(looked_at, np.full((2, 6), 1 / 6), rtol=1e-6)
 
 
@@ -164,7 +166,7 @@ def test_what_cannot_be_seen_is_refused():
     model, params, images = drawn()
     with pytest.raises(UserError, match=r"class 5 is not one of the 5 of the model"):
         model.gradients(params, images, jnp.array([0, 5]))
-    for options in ({"head": "none"}, {"num_classes": 0}):
+    for options in ({"pool": "none"}, {"num_classes": 0}):
         model, params, images = drawn(**options)
         with pytest.raises(UserError, match=r"no logit to explain with num_classes="):
             model.gradients(params, images, jnp.array([0, 0]))

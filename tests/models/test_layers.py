@@ -14,7 +14,10 @@ B, N, M, H, K = 2, 5, 7, 3, 4  # Distinct, so that no swapped axis can pass.
 
 def test_self_attention_agrees_with_flax_on_the_same_parameters():
     x = jax.random.normal(jax.random.key(0), (B, N, H * K))
-    ours, reference = MultiHeadAttention(heads=H), nn.MultiHeadDotProductAttention(H)
+    ours, reference = (
+        MultiHeadAttention(num_heads=H),
+        nn.MultiHeadDotProductAttention(H),
+    )
     params = reference.init(jax.random.key(1), x, x)
     np.testing.assert_allclose(
         ours.apply(params, x, x), reference.apply(params, x, x), rtol=1e-5, atol=1e-6
@@ -128,7 +131,7 @@ def test_dense_layers_of_the_heads_start_and_act_as_those_of_flax():
 
 
 def test_block_of_drop_path_one_is_the_identity_in_training():
-    block = Block(heads=H, hidden=9)
+    block = Block(num_heads=H, hidden=9)
     x = jax.random.normal(jax.random.key(0), (B, N, H * K))
     params = block.init(jax.random.key(1), x)
     y = block.apply(params, x, rate=1.0, key=jax.random.key(2))
@@ -136,7 +139,7 @@ def test_block_of_drop_path_one_is_the_identity_in_training():
 
 
 def test_drop_path_drops_whole_images_and_rescales_what_stays():
-    block = Block(heads=H, hidden=9)
+    block = Block(num_heads=H, hidden=9)
     image = jax.random.normal(jax.random.key(0), (1, N, H * K))
     x = jnp.broadcast_to(image, (64, N, H * K))
     params = block.init(jax.random.key(1), image)
@@ -158,7 +161,7 @@ def test_exact_gelu_and_its_derivative_agree_with_those_of_the_error_function():
     x = np.linspace(-9, 9, 371, dtype=np.float32)
     cdf = np.array([(1 + math.erf(v / math.sqrt(2))) / 2 for v in x])
     density = np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
-    y, vjp = jax.vjp(layers.GELU["erf"], jnp.array(x))
+    y, vjp = jax.vjp(layers.ACTIVATIONS["gelu"], jnp.array(x))
     np.testing.assert_allclose(y, x * cdf, atol=1e-6)
     np.testing.assert_allclose(
         vjp(jnp.full_like(y, 3))[0], 3 * (cdf + x * density), atol=1e-5
@@ -167,7 +170,7 @@ def test_exact_gelu_and_its_derivative_agree_with_those_of_the_error_function():
 
 def test_exact_gelu_of_bfloat16_rounds_only_the_result():
     x = jnp.linspace(-4, 4, 53, dtype=jnp.bfloat16)
-    y = layers.GELU["erf"](x)
-    exact = layers.GELU["erf"](x.astype(jnp.float32)).astype(jnp.bfloat16)
+    y = layers.ACTIVATIONS["gelu"](x)
+    exact = layers.ACTIVATIONS["gelu"](x.astype(jnp.float32)).astype(jnp.bfloat16)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, exact)

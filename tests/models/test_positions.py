@@ -9,7 +9,7 @@ from vit_jax import models
 from vit_jax.models import attention, vit
 
 Y, X, D = 3, 5, 12
-TINY = {"width": D, "depth": 3, "heads": 3, "mlp_dim": 20}
+TINY = {"width": D, "depth": 3, "num_heads": 3, "mlp_dim": 20}
 
 
 def build(**options):
@@ -54,7 +54,9 @@ def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
 @pytest.mark.parametrize("kind", ["learned", "learned2d"])
 def test_stem_and_shared_have_one_table_and_every_layer_its_own(kind):
     count = {
-        at: sum("posemb" in name for name in names(build(posemb=kind, posemb_at=at)))
+        at: sum(
+            "posemb" in name for name in names(build(posemb=kind, posemb_placement=at))
+        )
         for at in vit.POSITION_PLACES
     }
     tables = 1 if kind == "learned" else 2
@@ -66,7 +68,7 @@ def test_positions_act_before_the_layers_they_are_meant_for(kind):
     """With silent blocks the encoder's input to its last norm is a plain sum."""
     images = jax.random.normal(jax.random.key(1), (2, 4 * Y, 4 * X, 3))
     for at, times in (("stem", 1), ("shared", 3)):
-        model = build(posemb=kind, posemb_at=at, head="none")
+        model = build(posemb=kind, posemb_placement=at, pool="none")
         params = random_like(jax.eval_shape(model.init, jax.random.key(0)))
         for i in range(TINY["depth"]):
             block = params["Transformer"][f"encoderblock_{i}"]
@@ -115,8 +117,8 @@ def test_relative_attention_adds_the_product_with_the_offsets_key():
 
 
 def test_relative_has_a_table_a_layer_or_one_for_all():
-    every = names(build(posemb="relative", posemb_at="every"))
-    shared = names(build(posemb="relative", posemb_at="shared"))
+    every = names(build(posemb="relative", posemb_placement="every"))
+    shared = names(build(posemb="relative", posemb_placement="shared"))
     tokens = 1 + Y * X
     of_every = {n: s for n, s in every.items() if "relative" in n}
     assert of_every == {
@@ -128,7 +130,7 @@ def test_relative_has_a_table_a_layer_or_one_for_all():
 
 @pytest.mark.parametrize("at", ["every", "shared"])
 def test_every_layer_of_a_relative_model_sees_the_order_of_its_tokens(at):
-    model = build(posemb="relative", posemb_at=at)
+    model = build(posemb="relative", posemb_placement=at)
     params = random_like(jax.eval_shape(model.init, jax.random.key(0)))
     images = jax.random.normal(jax.random.key(1), (1, 4 * Y, 4 * X, 3))
     turned = jnp.roll(images, 4, axis=2)

@@ -33,9 +33,9 @@ def test_resnet_takes_any_size_and_starts_at_its_head_bias():
         "R50x1",
         num_classes=7,
         image_size=(40, 70),
-        blocks=(1, 1, 1),
+        stage_depths=(1, 1, 1),
         stem_width=32,
-        head_bias=-10.0,
+        head_bias_init=-10.0,
     )
     params = jax.jit(model.init)(jax.random.key(0))
     out = jax.jit(model.apply)(params, jnp.ones((2, 40, 70, 3)))
@@ -50,11 +50,11 @@ def test_units_of_a_hybrids_stem_start_as_the_identity():
         "R50+B/16",
         num_classes=0,
         image_size=(32, 48),
-        blocks=(1, 1, 2),
+        stage_depths=(1, 1, 2),
         stem_width=32,
         width=12,
         depth=1,
-        heads=3,
+        num_heads=3,
         mlp_dim=20,
     )
     params = jax.jit(model.init)(jax.random.key(0))
@@ -75,12 +75,14 @@ def test_units_of_a_hybrids_stem_start_as_the_identity():
 def test_bfloat16_stays_near_float32(variant):
     outs = []
     for dtype in ("float32", "bfloat16"):
-        options = {} if variant == "R50x1" else {"width": 12, "depth": 1, "heads": 3}
+        options = (
+            {} if variant == "R50x1" else {"width": 12, "depth": 1, "num_heads": 3}
+        )
         model = models.create(
             variant,
             num_classes=0,
             image_size=(32, 48),
-            blocks=(1, 1, 1),
+            stage_depths=(1, 1, 1),
             stem_width=32,
             dtype=dtype,
             **options,

@@ -8,7 +8,7 @@ import pytest
 from vit_jax import models
 from vit_jax.models import stacking
 
-SMALL = {"width": 12, "depth": 3, "heads": 3, "mlp_dim": 20}
+SMALL = {"width": 12, "depth": 3, "num_heads": 3, "mlp_dim": 20}
 
 
 @functools.cache
@@ -23,7 +23,7 @@ def assert_equal_trees(a, b):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"posemb_at": "every"}, marks=pytest.mark.slow)]
+    "options", [{}, pytest.param({"posemb_placement": "every"}, marks=pytest.mark.slow)]
 )
 def test_unstack_undoes_stack_under_jit_too(options):
     params = params_of(**SMALL, **options)

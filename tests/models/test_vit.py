@@ -10,7 +10,7 @@ from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models.layers import MergedDense
 
-TINY = {"width": 12, "depth": 2, "heads": 3, "mlp_dim": 20}
+TINY = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
 
 
 def count(model):
@@ -20,13 +20,13 @@ def count(model):
 
 def test_representation_layer_adds_one_square_dense_layer():
     plain = count(models.create("B/16", num_classes=21_843))
-    full = count(models.create("B/16", num_classes=21_843, representation=True))
+    full = count(models.create("B/16", num_classes=21_843, representation_layer=True))
     assert full - plain == 768 * 768 + 768
 
 
 def test_non_square_images_and_one_channel_work():
     model = models.create(
-        "B/4", num_classes=5, image_size=(12, 20), channels=1, head="gap", **TINY
+        "B/4", num_classes=5, image_size=(12, 20), channels=1, pool="gap", **TINY
     )
     params = jax.jit(model.init)(jax.random.key(0))
     assert model.grid == (3, 5)
@@ -38,7 +38,7 @@ def test_non_square_images_and_one_channel_work():
 
 def test_head_starts_at_zero_with_its_bias():
     model = models.create(
-        "B/4", num_classes=5, image_size=(8, 8), head_bias=-10.0, **TINY
+        "B/4", num_classes=5, image_size=(8, 8), head_bias_init=-10.0, **TINY
     )
     out = jax.jit(model.apply)(
         jax.jit(model.init)(jax.random.key(0)), jnp.ones((2, 8, 8, 3))
@@ -77,7 +77,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
+@pytest.mark.parametrize("option", ["dropout", "drop_path_rate"])
 def test_random_layers_act_in_training_only(option):
     model = models.create(
         "B/4", num_classes=5, image_size=(8, 8), **{option: 0.5}, **TINY
@@ -114,9 +114,9 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
 
 def test_gelu_flavours_differ_a_little():
     outs = []
-    for gelu in ("tanh", "erf"):
+    for activation in ("gelu_tanh", "gelu"):
         model = models.create(
-            "B/4", num_classes=5, image_size=(8, 8), gelu=gelu, **TINY
+            "B/4", num_classes=5, image_size=(8, 8), activation=activation, **TINY
         )
         params = trained_like(jax.jit(model.init)(jax.random.key(0)))
         outs.append(jax.jit(model.apply)(params, jnp.ones((1, 8, 8, 3)))["logits"])
@@ -131,18 +131,30 @@ def test_gelu_flavours_differ_a_little():
         ("R50+B/8", {}, r"hybrids are R50\+SIZE/16, R50\+SIZE/32, R26\+SIZE/32"),
         ("R51x1", {}, "ResNets are R50, R101, R152, R200"),
         ("R50x0", {}, "each with a width factor"),
-        ("R50x1", {"head": "gap"}, "head='gap' is not one of R50x1; it takes blocks"),
+        ("R50x1", {"pool": "gap"}, "pool='gap' is not one of R50x1; it takes dtype"),
         ("R50x1", {"stem_width": 48}, "stem_width=48 is not a multiple of the 32"),
-        ("R50x1", {"blocks": (1, 0, 2)}, r"blocks=\(1, 0, 2\) must be at least 1"),
-        ("B/16", {"blocks": (1,)}, r"option blocks=\(1,\) is not one of B/16"),
-        ("B/16", {"head": "tok"}, "head='tok' is not one of token, gap, map, none"),
-        ("B/16", {"posemb": "2d"}, "posemb='2d' is not one of learned, none"),
-        ("B/16", {"posemb_at": "all"}, "posemb_at='all' is not one of stem, every"),
-        ("B/16", {"posemb": "relative"}, "posemb_at='stem' has no meaning"),
-        ("B/16", {"head": "map", "distillation": True}, "needs head=token, not map"),
+        (
+            "R50x1",
+            {"stage_depths": (1, 0, 2)},
+            r"stage_depths=\(1, 0, 2\) must be at least 1",
+        ),
         (
             "B/16",
-            {"posemb": "sincos2d", "width": 18, "heads": 3},
+            {"stage_depths": (1,)},
+            r"option stage_depths=\(1,\) is not one of B/16",
+        ),
+        ("B/16", {"pool": "tok"}, "pool='tok' is not one of token, gap, map, none"),
+        ("B/16", {"posemb": "2d"}, "posemb='2d' is not one of learned, none"),
+        (
+            "B/16",
+            {"posemb_placement": "all"},
+            "posemb_placement='all' is not one of stem, every",
+        ),
+        ("B/16", {"posemb": "relative"}, "posemb_placement='stem' has no meaning"),
+        ("B/16", {"pool": "map", "distillation": True}, "needs pool=token, not map"),
+        (
+            "B/16",
+            {"posemb": "sincos2d", "width": 18, "num_heads": 3},
             "width 18 is not a multiple of 4, as posemb=sincos2d needs",
         ),
         ("R50+B/32", {"image_size": (48, 64)}, "height 48 .* patch 32 .* such as 64"),
@@ -152,7 +164,7 @@ def test_gelu_flavours_differ_a_little():
             "width 230 is not a multiple of the patch",
         ),
         ("B/16", {"image_size": (20, 32)}, "height 20 .* such as 16"),
-        ("B/16", {"heads": 7}, "width 768 does not divide into 7 heads"),
+        ("B/16", {"num_heads": 7}, "width 768 does not divide into 7 heads"),
     ],
 )
 def test_impossible_models_are_refused(variant, options, message):
@@ -163,9 +175,9 @@ def test_impossible_models_are_refused(variant, options, message):
 @pytest.mark.parametrize(
     ("variant", "options"),
     [
-        ("B/4", {**TINY, "head": "map", "gelu": "erf", "posemb": "sincos2d"}),
-        ("R50+B/16", {**TINY, "blocks": (1, 1, 2), "stem_width": 32}),
-        ("R50x1", {"blocks": [1, 2], "stem_width": 32}),
+        ("B/4", {**TINY, "pool": "map", "activation": "gelu", "posemb": "sincos2d"}),
+        ("R50+B/16", {**TINY, "stage_depths": (1, 1, 2), "stem_width": 32}),
+        ("R50x1", {"stage_depths": [1, 2], "stem_width": 32}),
     ],
 )
 def test_options_build_the_same_model_again(variant, options):
@@ -176,11 +188,11 @@ def test_options_build_the_same_model_again(variant, options):
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
-        ({"head": "token"}, (2, 12)),
-        ({"head": "gap"}, (2, 12)),
-        ({"head": "map"}, (2, 12)),
-        ({"head": "none"}, (2, 6, 12)),
-        ({"head": "none", "class_token": True}, (2, 7, 12)),
+        ({"pool": "token"}, (2, 12)),
+        ({"pool": "gap"}, (2, 12)),
+        ({"pool": "map"}, (2, 12)),
+        ({"pool": "none"}, (2, 6, 12)),
+        ({"pool": "none", "class_token": True}, (2, 7, 12)),
         ({"distillation": True}, (2, 12)),
     ],
 )
@@ -199,10 +211,10 @@ def test_every_head_with_and_without_a_classifier(options, shape, num_classes):
 
 def test_gap_beside_a_class_token_averages_the_patches_only():
     model = models.create(
-        "B/4", num_classes=5, image_size=(8, 12), head="gap", class_token=True, **TINY
+        "B/4", num_classes=5, image_size=(8, 12), pool="gap", class_token=True, **TINY
     )
     tokens = models.create(
-        "B/4", num_classes=5, image_size=(8, 12), head="none", class_token=True, **TINY
+        "B/4", num_classes=5, image_size=(8, 12), pool="none", class_token=True, **TINY
     )
     params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
@@ -230,7 +242,7 @@ def test_distillation_is_the_mean_of_two_classifiers():
 
 def test_pooled_norm_comes_after_the_mean():
     model = models.create(
-        "B/4", num_classes=5, image_size=(8, 12), head="gap", pooled_norm=True, **TINY
+        "B/4", num_classes=5, image_size=(8, 12), pool="gap", fc_norm=True, **TINY
     )
     params = trained_like(jax.jit(model.init)(jax.random.key(0)))
     assert "encoder_norm" not in params["Transformer"]

@@ -8,7 +8,13 @@ from vit_jax.models import cost
 from vit_jax.training import metric_logger
 
 MODEL = models.create(
-    "Ti/4", width=12, depth=1, heads=3, mlp_dim=20, num_classes=5, image_size=(8, 12)
+    "Ti/4",
+    width=12,
+    depth=1,
+    num_heads=3,
+    mlp_dim=20,
+    num_classes=5,
+    image_size=(8, 12),
 )
 
 

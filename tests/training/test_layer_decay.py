@@ -15,7 +15,7 @@ DECAY, DEPTH = 0.6, 3
 
 
 def shapes(variant="Ti/16", **options):
-    small = {"width": 24, "depth": DEPTH, "heads": 3, "mlp_dim": 20}
+    small = {"width": 24, "depth": DEPTH, "num_heads": 3, "mlp_dim": 20}
     if "/" not in variant:
         small = {}
     model = models.create(
@@ -29,7 +29,7 @@ def flat(tree):
 
 
 def test_a_layer_moves_by_the_decay_of_the_one_above_it():
-    found = flat(optim.layer_factors(shapes(representation=True), DECAY))
+    found = flat(optim.layer_factors(shapes(representation_layer=True), DECAY))
     for path, factor in found.items():
         # As MAE counts them: 0 the input, block i is i + 1, the rest is on top.
         layer = DEPTH + 1
@@ -64,11 +64,11 @@ def test_the_resnet_of_a_hybrid_is_its_input(variant):
 @pytest.mark.parametrize(
     "options",
     [
-        {"posemb": "learned2d", "posemb_at": "every", "head": "map"},
-        {"posemb": "relative", "posemb_at": "every"},
-        {"posemb": "relative", "posemb_at": "shared"},
-        {"posemb": "sincos2d", "head": "gap", "class_token": True},
-        {"distillation": True, "pooled_norm": True, "representation": True},
+        {"posemb": "learned2d", "posemb_placement": "every", "pool": "map"},
+        {"posemb": "relative", "posemb_placement": "every"},
+        {"posemb": "relative", "posemb_placement": "shared"},
+        {"posemb": "sincos2d", "pool": "gap", "class_token": True},
+        {"distillation": True, "fc_norm": True, "representation_layer": True},
     ],
 )
 def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
@@ -77,7 +77,7 @@ def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
     for name, factor in found.items():
         if name.startswith(("head", "fc_norm", "pre_logits", "MAPHead_0")):
             assert factor == 1, name
-    if options.get("posemb_at") == "every":
+    if options.get("posemb_placement") == "every":
         of_last = [f for name, f in found.items() if f"embedding_{DEPTH - 1}" in name]
         of_last += [f for name, f in found.items() if f"posembed_{DEPTH - 1}/" in name]
         assert of_last and set(of_last) == {DECAY}

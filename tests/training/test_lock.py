@@ -28,7 +28,7 @@ def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 100_000, 12
     c.data = dict(name="synthetic", num_classes=5, num_examples=37, image_size=(8, 12))
-    c.model = dict(variant="Ti/4", width=12, depth=1, heads=3, mlp_dim=20)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
     c.log_every_steps = 1; c.checkpoint_every_steps = 1_000
     return c

@@ -20,7 +20,7 @@ SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}
 
 def setting(**model):
     return tiny_config(
-        model={"depth": 3, "dropout": 0.1, "stochastic_depth": 0.2} | model,
+        model={"depth": 3, "dropout": 0.1, "drop_path_rate": 0.2} | model,
         optim=dict(SGD, grad_clip_norm=1.0),
         ema={"decay": 0.9},
         evals={},
@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
     @functools.cache
     def run(scan):
         workdir = tmp_path_factory.mktemp("scan" if scan else "unrolled") / "run"
-        model = {"scan": True, "remat": "full"} if scan else {}
+        model = {"scan": True, "remat_policy": "full"} if scan else {}
         return workdir, loop.train(setting(**model), workdir)
 
     return run
@@ -83,7 +83,7 @@ def test_toggling_alone_changes_no_bit(runs, tmp_path):
 def test_a_scan_starts_from_unrolled_weights_and_is_read_back_unrolled(runs, tmp_path):
     workdir, _ = runs(True)
     found = weights.open_pretrained(workdir)
-    assert not {"scan", "remat", "attention"} & found.options.keys()
+    assert not {"scan", "remat_policy", "attention_impl"} & found.options.keys()
     images = np.zeros((2, 8, 12, 3), np.uint8)
     images[1, 2:5] = 200
     logits = prediction.Classifier(found).logits(images)

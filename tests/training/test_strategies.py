@@ -35,8 +35,8 @@ ADAM = {
     "grad_clip_norm": 0.5,
     "grad_accum_steps": 2,
 }
-VIT = {"variant": "Ti/4", "width": 24, "depth": 2, "heads": 4, "mlp_dim": 40}
-RANDOM = VIT | {"dropout": 0.1, "stochastic_depth": 0.2}
+VIT = {"variant": "Ti/4", "width": 24, "depth": 2, "num_heads": 4, "mlp_dim": 40}
+RANDOM = VIT | {"dropout": 0.1, "drop_path_rate": 0.2}
 
 
 def build(sizes, optim=SGD, model=VIT, **data):
@@ -113,7 +113,7 @@ def test_twenty_steps_are_those_of_one_device(strategy, options):
 
 @pytest.mark.slow
 def test_twenty_steps_of_a_scan_over_split_layers_are_those_of_one_device():
-    scan = {"optim": ADAM, "model": RANDOM | {"scan": True, "remat": "full"}}
+    scan = {"optim": ADAM, "model": RANDOM | {"scan": True, "remat_policy": "full"}}
     other = train(MESHES["data 2 x fsdp 2 x model 2"], **scan)
     one = on_one_device("all")
     assert_near(one, other, atol=1e-5)
@@ -124,10 +124,16 @@ def test_twenty_steps_of_a_scan_over_split_layers_are_those_of_one_device():
     ("model", "side"),
     [
         (
-            VIT | {"variant": "R50+B/16", "depth": 1, "blocks": (1,), "stem_width": 32},
+            VIT
+            | {
+                "variant": "R50+B/16",
+                "depth": 1,
+                "stage_depths": (1,),
+                "stem_width": 32,
+            },
             16,
         ),
-        ({"variant": "R50x1", "blocks": (1,), "stem_width": 32}, 16),
+        ({"variant": "R50x1", "stage_depths": (1,), "stem_width": 32}, 16),
     ],
 )
 def test_hybrids_and_resnets_split_over_fsdp_train_as_on_one_device(model, side):

@@ -18,7 +18,7 @@ from vit_jax.errors import UserError
 from vit_jax.training import train_step
 
 B, BFLOAT16 = 16, jnp.dtype("bfloat16")
-VIT = {"variant": "Ti/4", "width": 96, "depth": 1, "heads": 4, "mlp_dim": 384}
+VIT = {"variant": "Ti/4", "width": 96, "depth": 1, "num_heads": 4, "mlp_dim": 384}
 DEEP = (("depth", 3),)
 SCAN = (*DEEP, ("scan", True))
 

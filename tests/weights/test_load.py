@@ -19,7 +19,7 @@ from vit_jax.weights.formats import hugging_face, timm
 from vit_jax.weights.hub import download
 from vit_jax.weights.load import load_initial
 
-STEM = {"blocks": (1, 1), "stem_width": 32}
+STEM = {"stage_depths": (1, 1), "stem_width": 32}
 
 
 def complete(size=SIZE, **sections):
@@ -53,7 +53,7 @@ def begin(config):
         config.data,
         model,
         lambda: initial,
-        head_bias_init=config.model.head_bias,
+        head_bias_init=config.model.head_bias_init,
     )
 
 
@@ -108,11 +108,11 @@ def test_grey_model_of_an_rgb_checkpoint_gives_the_same_on_grey_images(tmp_path)
 
 def test_options_that_change_results_are_told(tmp_path):
     path = save(tmp_path / "a.npz", random_flat(encoder()))
-    model = encoder(gelu="erf", epsilon=1e-12)
+    model = encoder(activation="gelu", layer_norm_eps=1e-12)
     rows = weights.load(path, model).rows[1:]
     assert [f"{row.what}: {row.action}" for row in rows] == [
-        "differs: gelu tanh in the checkpoint, erf in the model",
-        "differs: epsilon 1e-06 in the checkpoint, 1e-12 in the model",
+        "differs: activation gelu_tanh in the checkpoint, gelu in the model",
+        "differs: layer_norm_eps 1e-06 in the checkpoint, 1e-12 in the model",
     ]
 
 
@@ -129,12 +129,12 @@ def test_missing_parameters_come_from_the_initialisation_given(tmp_path):
 
 def test_what_the_same_parameters_compute_otherwise_is_told(tmp_path):
     path = save(tmp_path / "a.npz", random_flat(encoder()))
-    loaded = weights.load(path, encoder(posemb_at="shared", gelu="erf"))
+    loaded = weights.load(path, encoder(posemb_placement="shared", activation="gelu"))
     assert [row.action for row in loaded.rows if row.what == "differs"] == [
-        "posemb_at stem in the checkpoint, shared in the model",
-        "gelu tanh in the checkpoint, erf in the model",
+        "posemb_placement stem in the checkpoint, shared in the model",
+        "activation gelu_tanh in the checkpoint, gelu in the model",
     ]
-    resnet = {"num_classes": 3, "blocks": (1,), "stem_width": 32}
+    resnet = {"num_classes": 3, "stage_depths": (1,), "stem_width": 32}
     path = save(tmp_path / "b.npz", random_flat(models.create("R50x1", **resnet)))
     loaded = weights.load(path, models.create("R50x1", zero_pool=True, **resnet))
     assert [row.action for row in loaded.rows if row.what == "differs"] == [
@@ -230,7 +230,7 @@ def test_a_header_of_another_form_is_named(tmp_path, options):
 def test_run_starts_from_published_weights_and_tells_what_differs(tmp_path):
     path = save(tmp_path / "a.npz", random_flat(encoder(num_classes=9)))
     config = complete(
-        init=str(path), data={"mean": (0.5, 0.4, 0.5)}, model={"head_bias": -3.0}
+        init=str(path), data={"mean": (0.5, 0.4, 0.5)}, model={"head_bias_init": -3.0}
     )
     params, lines = begin(config)
     np.testing.assert_array_equal(params["head"]["bias"], np.full(7, -3))
@@ -277,19 +277,19 @@ def test_folder_in_a_bucket_is_the_workdir_of_a_run(monkeypatch, tmp_path):
 
 
 def test_allowed_names_reach_the_surgery(tmp_path):
-    path = save(tmp_path / "a.npz", random_flat(encoder(head="gap")))
-    config = complete(init=str(path), model={"head": "map"})
+    path = save(tmp_path / "a.npz", random_flat(encoder(pool="gap")))
+    config = complete(init=str(path), model={"pool": "map"})
     with pytest.raises(
         UserError, match="is missing; .* name in config.init.allow_mismatch"
     ):
         begin(config)
     config = complete(
         init={"checkpoint": str(path), "allow_mismatch": ("^MAPHead_0/",)},
-        model={"head": "map"},
+        model={"pool": "map"},
     )
     params, lines = begin(config)
     assert "MAPHead_0" in params
-    assert "differs: head gap in the checkpoint, map in the model" in lines
+    assert "differs: pool gap in the checkpoint, map in the model" in lines
 
 
 def test_posemb_resize_reaches_the_surgery(tmp_path):
@@ -307,7 +307,7 @@ def test_workdir_of_a_resnet_knows_its_blocks(run):
     folder, _ = run(config)
     found = models.create(**weights.open_pretrained(folder).options)
     assert found.options == build(config).options
-    assert found.options["blocks"] == STEM["blocks"]
+    assert found.options["stage_depths"] == STEM["stage_depths"]
 
 
 def test_a_workdir_of_before_tasks_is_refused_in_one_line(run, tmp_path):

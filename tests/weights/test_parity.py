@@ -24,14 +24,14 @@ class Case:
       outputs: .npz with "images" and what to compare.
       format: that is recognised.
       options: of the model that differ from what the file tells.
-      heads: for files that do not tell.
+      num_heads: for files that do not tell.
     """
 
     file: str
     outputs: str
     format: str
     options: dict = dataclasses.field(default_factory=dict)
-    heads: int = 0
+    num_heads: int = 0
 
 
 # Nothing in these files tells the image size.
@@ -65,7 +65,7 @@ CASES = {
             f"timm_vit_{name}.safetensors",
             f"timm_vit_{name}.io.npz",
             "timm",
-            heads=4,
+            num_heads=4,
         )
         for name in ("token", "gap")
     },
@@ -84,7 +84,7 @@ def find(name):
 def test_logits_are_those_of_the_original_code(name):
     case = CASES[name]
     path, outputs = find(case.file), np.load(find(case.outputs))
-    found = open_pretrained(path, num_heads=case.heads)
+    found = open_pretrained(path, num_heads=case.num_heads)
     assert found.format == case.format
 
     model = models.create(**{**found.options, **case.options})

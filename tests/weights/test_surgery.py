@@ -33,7 +33,7 @@ def test_what_fits_is_loaded_as_it_is():
 
 
 def test_replaced_head_is_zero_but_for_its_bias_and_takes_pre_logits_with_it():
-    flat = random_flat(encoder(representation=True))
+    flat = random_flat(encoder(representation_layer=True))
     model = encoder(num_classes=4, image_size=(16, 20))
     fitted, rows = fit(flat, model, head="new", head_bias_init=-10.0)
     np.testing.assert_array_equal(fitted["head"]["kernel"], np.zeros((12, 4)))
@@ -53,7 +53,7 @@ def test_replaced_head_is_zero_but_for_its_bias_and_takes_pre_logits_with_it():
 
 
 def test_replaced_head_with_a_representation_layer_draws_that_anew():
-    model = encoder(representation=True)
+    model = encoder(representation_layer=True)
     flat = random_flat(encoder())
     fitted, rows = fit(flat, model, head="new")
     # Zeros there as well would never learn.
@@ -74,8 +74,8 @@ def test_both_heads_of_a_distilled_model_are_replaced():
 
 @pytest.mark.parametrize("representation", [False, True])
 def test_dropped_head_leaves_the_features(representation):
-    flat = random_flat(encoder(representation=True))
-    model = encoder(num_classes=0, representation=representation)
+    flat = random_flat(encoder(representation_layer=True))
+    model = encoder(num_classes=0, representation_layer=representation)
     fitted, rows = fit(flat, model, head="drop")
     assert_same(fitted, {k: flat[k] for k in random_flat(model)})
     names = ["head"] if representation else ["head", "pre_logits"]
@@ -96,8 +96,8 @@ def test_unknown_choices_are_refused():
 
 
 def test_positions_of_every_layer_are_resized_by_the_method_asked_for():
-    flat = random_flat(encoder(posemb_at="every", image_size=(12, 20)))
-    model = encoder(posemb_at="every", image_size=(8, 24))
+    flat = random_flat(encoder(posemb_placement="every", image_size=(12, 20)))
+    model = encoder(posemb_placement="every", image_size=(8, 24))
     fitted, rows = fit(flat, model, old=(3, 5), posemb_resize="bicubic")
     for i in range(2):
         name = f"Transformer/posembed_{i}/pos_embedding"
@@ -133,8 +133,8 @@ def test_tables_of_rows_and_columns_are_resized():
 @pytest.mark.parametrize(
     ("old", "new", "rows_of", "allow"),
     [
-        ({"head": "token"}, {"head": "gap"}, [], ["^cls$"]),
-        ({"head": "gap"}, {"head": "token"}, ["zero"], ["^cls$"]),
+        ({"pool": "token"}, {"pool": "gap"}, [], ["^cls$"]),
+        ({"pool": "gap"}, {"pool": "token"}, ["zero"], ["^cls$"]),
         ({"distillation": True}, {}, ["cls"], ["dist"]),
         ({}, {"distillation": True}, ["cls", "zero"], ["dist"]),
     ],
@@ -183,8 +183,8 @@ def test_doubles_are_rounded_and_said_to_be():
 
 
 def test_missing_and_left_over_parameters_may_be_allowed_by_name():
-    flat = random_flat(encoder(head="gap"))
-    model = encoder(head="map")
+    flat = random_flat(encoder(pool="gap"))
+    model = encoder(pool="map")
     flat |= {"extra/kernel": np.ones((2, 3), np.float32)}
     fitted, rows = fit(flat, model, allow_mismatch=["^MAPHead_0/", "extra"])
     fresh = random_flat(model, seed=9)

@@ -65,7 +65,7 @@ def query_attention(
     Raises:
       UserError: the model has no attention, or an index is out of range.
     """
-    depth, num_heads = (model.options.get(name, 0) for name in ("depth", "heads"))
+    depth, num_heads = (model.options.get(name, 0) for name in ("depth", "num_heads"))
     num_tokens = model.extra + model.grid[0] * model.grid[1]
     maps = attention_maps(model, params, images)
     for name, value, first, count in (

@@ -80,7 +80,7 @@ def position_similarity(
     Args:
       model, params: a Vision Transformer or a hybrid.
       layer: index from 0; matters if each layer has its own embeddings
-        (posemb_at="every").
+        (posemb_placement="every").
 
     Returns:
       Cosines, indexed by row and column of one patch, then of the other; 0 for an
@@ -119,7 +119,7 @@ def position_similarity(
 
 def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     """Returns the embedding that is added to each patch, in row-major order."""
-    per_layer = model.options["posemb_at"] == "every"
+    per_layer = model.options["posemb_placement"] == "every"
     name = f"posembed_{layer if per_layer else 'input'}"
     embedding = params[stacking.ENCODER].get(name, {})
     if model.options["posemb"] == "learned":
@@ -140,7 +140,7 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
 
 def _relative_embeddings(model, params, layer) -> Float[np.ndarray, "H R F"]:
     """Returns the embedding of each offset between patches."""
-    per_layer = model.options["posemb_at"] == "every"
+    per_layer = model.options["posemb_placement"] == "every"
     name = "relative_embedding" + (f"_{layer}" if per_layer else "")
     return np.asarray(params[stacking.ENCODER][name], np.float64)
 

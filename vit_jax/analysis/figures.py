@@ -199,7 +199,7 @@ def chunk_and_batch_size(
 
 
 def _has_attention(loaded: LoadedModel) -> bool:
-    return "heads" in loaded.model.options
+    return "num_heads" in loaded.model.options
 
 
 def _draw_weights(loaded: LoadedModel, options: FigureOptions) -> Iterator[Picture]:

@@ -102,7 +102,7 @@ class LoadedModel:
           num_arrays: arrays of the size of one layer's attention alive at a time.
         """
         num_tokens = self.model.extra + math.prod(self.model.grid)
-        per_image = 4 * self.model.options.get("heads", 1) * num_tokens**2
+        per_image = 4 * self.model.options.get("num_heads", 1) * num_tokens**2
         fitting = _MAX_ATTENTION_BYTES // (num_arrays * per_image)
         return max(1, min(_MAX_CHUNK_SIZE, fitting))
 

@@ -357,7 +357,7 @@ class Query:
             self.name = f"patch ({row}, {column})"
             self.weights[model.extra + row * X + column] = 1
             self.centre = (column + 0.5) / X, (row + 0.5) / Y
-        elif model.options.get("head") == "token":
+        elif model.options.get("pool") == "token":
             self.name, self.weights[0] = "class token", 1
         else:
             self.name = "all patches"

@@ -64,13 +64,13 @@ def open_weights(
     given: Mapping[str, object],
     *,
     average: bool,
-    heads: int,
+    num_heads: int,
     tell: Callable[[str], None],
 ) -> tuple[Pretrained, Preprocess]:
     """Opens weights, and returns the preprocessing of their images.
 
     Args:
-      place, average, heads: as in `weights.open_pretrained`.
+      place, average, num_heads: as in `weights.open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
       tell: called with a line about each thing that was guessed.
 
@@ -80,7 +80,7 @@ def open_weights(
     Raises:
       UserError: there is no checkpoint, or it cannot be read.
     """
-    found = weights.open_pretrained(place, use_ema=average, num_heads=heads)
+    found = weights.open_pretrained(place, use_ema=average, num_heads=num_heads)
     for note in found.notes:  # Such as a guessed number of heads.
         tell(f"{place}: {note}")
     preprocess = dataclasses.replace(preprocessing_of(found), **given)
@@ -123,9 +123,9 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
       UserError: it has no output for a whole image, or the preprocessing does not fit.
     """
     source = models.create(**pretrained.options)
-    if source.options.get("head") == "none":
+    if source.options.get("pool") == "none":
         raise UserError(
-            f"{pretrained.source} classifies every token by itself (head=none), not "
+            f"{pretrained.source} classifies every token by itself (pool=none), not "
             "the image: give a checkpoint with another head"
         )
     check_preprocess(preprocess, source.image_shape[-1])

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vit_jax.errors import UserError
 
-NAMES = ("auto", "einsum", "cudnn", "splash")  # Values of `model.attention`.
+NAMES = ("auto", "einsum", "cudnn", "splash")  # Values of `model.attention_impl`.
 # Implementations; "einsum16" keeps logits in the dtype of the computation.
 IMPLEMENTATIONS = ("einsum", "einsum16", "cudnn", "splash")
 
@@ -90,7 +90,9 @@ def choose(
       UserError: the platform or model does not support the choice.
     """
     if name not in NAMES:
-        raise UserError(f"model.attention={name!r} is not one of {', '.join(NAMES)}")
+        raise UserError(
+            f"model.attention_impl={name!r} is not one of {', '.join(NAMES)}"
+        )
     obstacle = {
         "cudnn": _no_cudnn(platform, dtype, head_width, relative),
         "splash": _no_splash(platform, relative),
@@ -98,7 +100,7 @@ def choose(
     if name in obstacle:
         if obstacle[name]:
             raise UserError(
-                f"model.attention={name!r} {obstacle[name]}: set it to 'auto' or "
+                f"model.attention_impl={name!r} {obstacle[name]}: set it to 'auto' or "
                 "'einsum'"
             )
         return name

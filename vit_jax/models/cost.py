@@ -154,15 +154,15 @@ def at_any_depth(create: Callable[..., Model], options: dict) -> tuple[int, int]
       create: builds a network from the options.
       options: with `depth`, `blocks` or both.
     """
-    counts = list(options.get("blocks", ()))
+    counts = list(options.get("stage_depths", ()))
     stages = len(counts)
     counts += [options["depth"]] if "depth" in options else []
 
     def measure(counts):
-        shallow = options | {"blocks": tuple(counts[:stages])}
+        shallow = options | {"stage_depths": tuple(counts[:stages])}
         shallow |= {"depth": counts[stages]} if "depth" in options else {}
         if not stages:
-            del shallow["blocks"]
+            del shallow["stage_depths"]
         model = create(**shallow)
         return np.array([parameters(model), macs_per_image(model)], object)
 
@@ -181,9 +181,9 @@ def tokens(model: Model) -> int:
     Args:
       model: with class and distillation tokens, they count.
     """
-    if "head" not in model.options:
+    if "pool" not in model.options:
         return 0
-    class_token = model.options["head"] == "token" or model.options["class_token"]
+    class_token = model.options["pool"] == "token" or model.options["class_token"]
     return math.prod(model.grid) + class_token + model.options["distillation"]
 
 
@@ -215,7 +215,7 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
       dtype: of the computation; None is the model's own.
     """
     module = model.module if dtype is None else model.module.clone(dtype=dtype)
-    random = any(model.options.get(k) for k in ("dropout", "stochastic_depth"))
+    random = any(model.options.get(k) for k in ("dropout", "drop_path_rate"))
 
     def pullback(params, images, key):
         def forward(params):

@@ -118,10 +118,10 @@ def attention_gradients(
       UserError: no attention, no classifier of whole images, or an unknown class.
     """
     _check(module)
-    if not module.num_classes or module.head == "none":
+    if not module.num_classes or module.pool == "none":
         raise UserError(
             f"there is no logit to explain with num_classes={module.num_classes} and "
-            f"head={module.head}: give a model that classifies images"
+            f"pool={module.pool}: give a model that classifies images"
         )
     classes = np.asarray(classes)
     wrong = classes[(classes < 0) | (classes >= module.num_classes)]
@@ -258,14 +258,14 @@ def head_vjp(module, params, x, classes):
         picked = jnp.take_along_axis(outputs["logits"], classes[:, None], axis=1)
         return picked.sum(), kept
 
-    pools = module.head == "map"
-    added = jnp.zeros((B, module.heads, 1, N))
+    pools = module.pool == "map"
+    added = jnp.zeros((B, module.num_heads, 1, N))
     (slope, gradient), kept = jax.grad(logit, (0, 1), has_aux=True)(x, added)
     if pools:
         weights = kept[INTERMEDIATES][_POOLING][name]["weights"][0]
         return nn.relu(weights * gradient).mean(1)[:, 0], slope
     first, last = 0, 1 + module.distillation
-    if module.head == "gap":
+    if module.pool == "gap":
         first, last = module.num_prefix_tokens, N
     places = jnp.arange(N)
     pooling = (first <= places) & (places < last)
@@ -282,7 +282,7 @@ def block_vjp(module, params, x, given, slope):
         return x, attention
 
     B, N, _ = x.shape
-    added = jnp.zeros((B, module.heads, N, N))
+    added = jnp.zeros((B, module.num_heads, N, N))
     _, back, attention = jax.vjp(forward, x, added, has_aux=True)
     slope, gradient = back(slope)
     return attention, gradient, slope

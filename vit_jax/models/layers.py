@@ -108,7 +108,7 @@ class LayerNorm(nn.Module):
         return layer_norm(x.astype(self.dtype), scale, bias, self.epsilon)
 
 
-GELU = {"tanh": lambda x: nn.gelu(x), "erf": gelu_erf}
+ACTIVATIONS = {"gelu_tanh": lambda x: nn.gelu(x), "gelu": gelu_erf}
 
 
 def drop_path(
@@ -164,13 +164,13 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention (arXiv:2010.11929, appendix A).
 
     Attributes:
-      heads: number of heads; divides the width.
+      num_heads: number of heads; divides the width.
       dtype: of the computation.
       attention_impl: one of attention.IMPLEMENTATIONS.
       flatten: see flatten_tokens.
     """
 
-    heads: int
+    num_heads: int
     dtype: str = "float32"
     attention_impl: str = "einsum"
     flatten: bool = True
@@ -190,14 +190,14 @@ class MultiHeadAttention(nn.Module):
           relative: see attention.attend.
         """
         D = x.shape[-1]
-        split = self.heads, D // self.heads
+        split = self.num_heads, D // self.num_heads
 
         def project(name, tokens):
             B, N, _ = tokens.shape
             tokens = flatten_tokens(tokens) if self.flatten else tokens
             y = MergedDense((D,), split, self.dtype, name=name)(tokens)
             # Head-major: see attention.attend.
-            y = jnp.swapaxes(y.reshape(B, N, self.heads, -1), 1, 2)
+            y = jnp.swapaxes(y.reshape(B, N, self.num_heads, -1), 1, 2)
             return nn.with_logical_constraint(y, ("batch", "heads", "tokens", None))
 
         q = project("query", x)
@@ -233,14 +233,14 @@ class Mlp(nn.Module):
     Attributes:
       hidden: units of the first layer.
       dropout: rate.
-      gelu: a key of GELU.
+      activation: a key of ACTIVATIONS.
       dtype: of the computation.
       flatten: see flatten_tokens.
     """
 
     hidden: int
     dropout: float = 0.0
-    gelu: str = "tanh"
+    activation: str = "gelu_tanh"
     dtype: str = "float32"
     flatten: bool = True
 
@@ -268,7 +268,7 @@ class Mlp(nn.Module):
         x = dense(self.hidden, "Dense_0")(x)
         between = () if self.flatten else ("tokens",)
         x = nn.with_logical_constraint(x, ("batch", *between, "mlp"))
-        x = dropout(GELU[self.gelu](x), first)
+        x = dropout(ACTIVATIONS[self.activation](x), first)
         x = dropout(dense(D, "Dense_1")(x), second)
         return x.reshape(shape)
 
@@ -279,13 +279,13 @@ class MapHead(nn.Module):
     A learned probe attends to the tokens; an MLP with a residual follows.
 
     Attributes:
-      heads, hidden, gelu, dtype, flatten: see MultiHeadAttention and Mlp.
+      num_heads, hidden, activation, dtype, flatten: see MultiHeadAttention and Mlp.
       epsilon: of the LayerNorm.
     """
 
-    heads: int
+    num_heads: int
     hidden: int
-    gelu: str = "tanh"
+    activation: str = "gelu_tanh"
     epsilon: float = 1e-6
     dtype: str = "float32"
     flatten: bool = True
@@ -297,14 +297,16 @@ class MapHead(nn.Module):
         probe = self.param("probe", _kernel_init, (1, 1, D), jnp.float32)
         # One query has few logits, so the implementation does not matter.
         attend = MultiHeadAttention(
-            self.heads,
+            self.num_heads,
             self.dtype,
             flatten=self.flatten,
             name="MultiHeadDotProductAttention_0",
         )
         x = attend(jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D)), x)
         y = LayerNorm(self.epsilon, self.dtype, name="LayerNorm_0")(x)
-        mlp = Mlp(self.hidden, gelu=self.gelu, dtype=self.dtype, name="MlpBlock_0")
+        mlp = Mlp(
+            self.hidden, activation=self.activation, dtype=self.dtype, name="MlpBlock_0"
+        )
         return (x + mlp(y))[:, 0]
 
 

@@ -25,13 +25,11 @@ Params = dict  # Nested: name to arrays or to further dicts.
 
 # Options that change how an encoder is computed, and neither its parameters on disk nor
 # what they mean.
-EXECUTION = ("scan", "remat", "attention", "platform")
+EXECUTION = ("scan", "remat_policy", "attention_impl", "platform")
 # As the deepest Transformers published (DeepNet, arXiv:2203.00555). Blocks are traced
 # and compiled one by one, at half a second each and more; under a scan too, since
 # parameters are initialised one by one.
 MAX_BLOCKS = 1_000
-# What follows from those.
-_FOLLOWS = {"attention_impl", "flatten"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +127,9 @@ def create(
       image_size: height and width of the input, in pixels.
       channels: of the input.
       platform: where it will run, "cpu", "gpu" or "tpu"; "" is JAX's default backend.
-      **options: `attention`, one of attention.NAMES; `width`, `depth`, `heads` and `mlp_dim` of the encoder, `blocks` and
-        `stem_width` of the ResNet, which replace the variant's numbers unless 0 or
+      **options: `attention_impl`, one of attention.NAMES; `width`, `depth`, `num_heads`
+        and `mlp_dim` of the encoder, `stage_depths` and `stem_width` of the ResNet,
+        which replace the variant's numbers unless 0 or
         (0,); and the further attributes of `vit.VisionTransformer` or `resnet.ResNet`.
 
     Returns:
@@ -142,19 +141,19 @@ def create(
     """
     parsed = variants.parse(variant)
     options = _numbers(parsed, options) | {"num_classes": num_classes}
-    if options.get("depth", 0) + sum(options.get("blocks", ())) > MAX_BLOCKS:
+    if options.get("depth", 0) + sum(options.get("stage_depths", ())) > MAX_BLOCKS:
         image = {"image_size": image_size, "channels": channels}
         raise UserError(_too_deep(variant, options, image))
     patch = parsed.patch
     if parsed.resnet:
-        _check_stem(options["blocks"], options["stem_width"])
-        patch *= 4 * 2 ** max(0, len(options["blocks"]) - 1)
+        _check_stem(options["stage_depths"], options["stem_width"])
+        patch *= 4 * 2 ** max(0, len(options["stage_depths"]) - 1)
     if parsed.size:
         _check_sides(variant, image_size, patch)
         build = functools.partial(vit.VisionTransformer, patch=parsed.patch)
         known = _fields(vit.VisionTransformer) - {"patch"}
-        known -= set() if parsed.resnet else {"blocks", "stem_width"}
-        known = (known - _FOLLOWS) | {"attention"}
+        known -= {"flatten"}  # It follows from the platform.
+        known -= set() if parsed.resnet else {"stage_depths", "stem_width"}
     else:
         build, known = resnet.ResNet, _fields(resnet.ResNet)
     if unknown := sorted(options.keys() - known):
@@ -162,17 +161,19 @@ def create(
             f"model option {unknown[0]}={options[unknown[0]]!r} is not one of "
             f"{variant}; it takes {', '.join(sorted(known))}"
         )
-    attention = options.pop("attention", "auto")
+    attention_impl = options.pop("attention_impl", "auto")
     module = build(**options)
-    used = {name: getattr(module, name) for name in sorted(known - {"attention"})}
+    used = {name: getattr(module, name) for name in sorted(known)}
     used |= {"variant": variant, "image_size": tuple(image_size), "channels": channels}
     if parsed.size:
-        used |= {"attention": attention, "platform": platform}
+        used |= {"attention_impl": attention_impl, "platform": platform}
         _check_encoder(module)
         tokens = (
             math.prod(side // patch for side in image_size) + module.num_prefix_tokens
         )
-        module = _placed(module, attention, platform or jax.default_backend(), tokens)
+        module = _placed(
+            module, attention_impl, platform or jax.default_backend(), tokens
+        )
     return Model(module, used, (*image_size, channels), patch)
 
 
@@ -180,7 +181,7 @@ def _too_deep(variant: str, options: dict, image: dict) -> str:
     """Returns what a network of too many blocks would take."""
     from vit_jax.models import cost  # It measures what is created here.
 
-    keys = {"depth": "model.depth", "blocks": "model.blocks"}
+    keys = {"depth": "model.depth", "stage_depths": "model.stage_depths"}
     stated = ", ".join(f"{keys[k]}={options[k]}" for k in keys if k in options)
     create_ = functools.partial(create, variant, **image)
     params, macs = cost.at_any_depth(create_, options)
@@ -194,15 +195,15 @@ def _too_deep(variant: str, options: dict, image: dict) -> str:
 
 
 def _placed(
-    module: vit.VisionTransformer, attention: str, platform: str, tokens: int
+    module: vit.VisionTransformer, attention_impl: str, platform: str, tokens: int
 ) -> vit.VisionTransformer:
     """Returns the network as it is best computed on a platform."""
     implementation = attending.choose(
-        attention,
+        attention_impl,
         platform=platform,
         dtype=module.dtype,
         tokens=tokens,
-        head_width=module.width // module.heads,
+        head_width=module.width // module.num_heads,
         relative=module.posemb == "relative",
     )
     return module.clone(attention_impl=implementation, flatten=platform == "cpu")
@@ -215,8 +216,10 @@ def _numbers(parsed: variants.Variant, options: dict) -> dict:
         numbers |= dataclasses.asdict(part)
     stated = {k: v for k, v in options.items() if k not in numbers or np.any(v)}
     numbers |= stated
-    if "blocks" in numbers:
-        numbers["blocks"] = tuple(numbers["blocks"])  # From JSON it is a list.
+    if "stage_depths" in numbers:
+        numbers["stage_depths"] = tuple(
+            numbers["stage_depths"]
+        )  # From JSON it is a list.
     return numbers
 
 
@@ -234,9 +237,11 @@ def _check_sides(variant: str, image_size: Sequence[int], patch: int) -> None:
             )
 
 
-def _check_stem(blocks: tuple[int, ...], stem_width: int) -> None:
-    if any(count < 1 for count in blocks):
-        raise UserError(f"model.blocks={blocks} must be at least 1 unit a stage")
+def _check_stem(stage_depths: tuple[int, ...], stem_width: int) -> None:
+    if any(count < 1 for count in stage_depths):
+        raise UserError(
+            f"model.stage_depths={stage_depths} must be at least 1 unit a stage"
+        )
     if stem_width % 32:
         raise UserError(
             f"model.stem_width={stem_width} is not a multiple of the 32 groups of "
@@ -247,33 +252,33 @@ def _check_stem(blocks: tuple[int, ...], stem_width: int) -> None:
 def _check_encoder(module: vit.VisionTransformer) -> None:
     """Raises UserError unless the options fit each other."""
     for name, known in (
-        ("head", vit.HEADS),
+        ("pool", vit.POOLS),
         ("posemb", vit.POSITION_KINDS),
-        ("posemb_at", vit.POSITION_PLACES),
-        ("remat", stacking.REMAT_POLICIES),
+        ("posemb_placement", vit.POSITION_PLACES),
+        ("remat_policy", stacking.REMAT_POLICIES),
     ):
         if getattr(module, name) not in known:
             raise UserError(
                 f"model.{name}={getattr(module, name)!r} is not one of "
                 f"{', '.join(known)}"
             )
-    if module.width % module.heads:
+    if module.width % module.num_heads:
         raise UserError(
             f"model width {module.width} does not divide into "
-            f"{module.heads} heads: change model.width or model.heads"
+            f"{module.num_heads} heads: change model.width or model.num_heads"
         )
     if module.posemb in ("learned2d", "sincos2d") and module.width % 4:
         raise UserError(
             f"model width {module.width} is not a multiple of 4, as "
             f"posemb={module.posemb} needs: change model.width or model.posemb"
         )
-    if module.posemb == "relative" and module.posemb_at == "stem":
+    if module.posemb == "relative" and module.posemb_placement == "stem":
         raise UserError(
-            "model.posemb_at='stem' has no meaning with posemb=relative, which acts in "
+            "model.posemb_placement='stem' has no meaning with posemb=relative, which acts in "
             "the attention of each layer: set it to 'every' or 'shared'"
         )
-    if module.distillation and module.head != "token":
+    if module.distillation and module.pool != "token":
         raise UserError(
-            f"model.distillation=True needs head=token, not {module.head}: its token "
+            f"model.distillation=True needs pool=token, not {module.pool}: its token "
             "stands beside the class token"
         )

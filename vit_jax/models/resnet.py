@@ -27,8 +27,10 @@ Features = Float[Array, "B Y X C"]
 class StemConfig(ModelConfig):
     """What `config.model` states of a ResNet that stands alone or is a stem."""
 
-    blocks: tuple[int, ...] = key(
-        (0,), "Units of each stage, in place of the variant's if not (0,)."
+    stage_depths: tuple[int, ...] = key(
+        (0,),
+        "Units of each stage, in place of the variant's if not (0,).",
+        formerly="model.blocks",
     )
     stem_width: int = key(0, "Features of the root, likewise if not 0.", below=2**31)
 
@@ -186,19 +188,19 @@ class ResNet(nn.Module):
 
     Attributes:
       num_classes: L; 0 is no classifier.
-      blocks: units of each stage.
+      stage_depths: units of each stage.
       stem_width: features of the root.
       zero_pool: whether zeros around the image take part in the root's max pooling, as
         in BiT's first code and timm; they do not in big_vision.
-      head_bias: initial bias of the classifier.
+      head_bias_init: initial bias of the classifier.
       dtype: of the computation; parameters and logits are float32.
     """
 
     num_classes: int
-    blocks: tuple[int, ...]
+    stage_depths: tuple[int, ...]
     stem_width: int
     zero_pool: bool = False
-    head_bias: float = 0.0
+    head_bias_init: float = 0.0
     dtype: str = "float32"
 
     @nn.compact
@@ -216,14 +218,14 @@ class ResNet(nn.Module):
           and "logits" (B, L), float32.
         """
         x = Root(self.stem_width, self.zero_pool, self.dtype, name="root_block")(images)
-        for i, count in enumerate(self.blocks):
+        for i, count in enumerate(self.stage_depths):
             unit = functools.partial(
                 PreActivationUnit, self.stem_width * 2**i, dtype=self.dtype
             )
             x = Stage(unit, count, 2 if i else 1, 2, name=f"block{i + 1}")(x)
         x = nn.relu(_norm("norm-pre-head", 1e-5, self.dtype)(x))
         pre_logits = x.astype(jnp.float32).mean((1, 2))
-        return classify(pre_logits, self.num_classes, self.head_bias)
+        return classify(pre_logits, self.num_classes, self.head_bias_init)
 
 
 class PostActivationUnit(nn.Module):
@@ -255,7 +257,7 @@ class PostActivationUnit(nn.Module):
 
 
 def stem(
-    images: Features, blocks: tuple[int, ...], width: int, dtype: str
+    images: Features, stage_depths: tuple[int, ...], width: int, dtype: str
 ) -> Float[Array, "..."]:
     """Applies the ResNet in front of a hybrid's encoder.
 
@@ -264,7 +266,7 @@ def stem(
 
     Args:
       images: normalised.
-      blocks: units of each stage.
+      stage_depths: units of each stage.
       width: features of the root.
       dtype: of the computation.
 
@@ -274,7 +276,7 @@ def stem(
     x = _stem_conv(width, 7, 2, dtype=dtype, name="conv_root")(images)
     x = nn.relu(_norm("gn_root", 1e-6, dtype)(x))
     x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
-    for i, count in enumerate(blocks):
+    for i, count in enumerate(stage_depths):
         unit = functools.partial(PostActivationUnit, width * 2**i, dtype=dtype)
         x = Stage(unit, count, 2 if i else 1, 1, name=f"block{i + 1}")(x)
     return x

@@ -17,8 +17,11 @@ class ModelConfig:
     """What `config.model` states of every network."""
 
     variant: str = key("B/16", '"B/16", "R50+B/16", "R50x1"; models/variants.py.')
-    head_bias: float = key(
-        0.0, "Initial bias of the classifier; -10 suits sigmoid.", at_least=None
+    head_bias_init: float = key(
+        0.0,
+        "Initial bias of the classifier; -10 suits sigmoid.",
+        at_least=None,
+        formerly="model.head_bias",
     )
     dtype: str = key(
         "float32",
@@ -34,13 +37,13 @@ class Size:
     Attributes:
       width: features a token.
       depth: encoder blocks.
-      heads: attention heads a block.
+      num_heads: attention heads a block.
       mlp_dim: hidden units of the MLP.
     """
 
     width: int
     depth: int
-    heads: int
+    num_heads: int
     mlp_dim: int
 
 
@@ -49,11 +52,11 @@ class ResNet:
     """Numbers of a ResNet, or of one that is the stem of a hybrid.
 
     Attributes:
-      blocks: bottleneck units of each stage; none leaves the root alone.
+      stage_depths: bottleneck units of each stage; none leaves the root alone.
       stem_width: features of the root; stage i has bottlenecks of 2^i times as many.
     """
 
-    blocks: tuple[int, ...]
+    stage_depths: tuple[int, ...]
     stem_width: int
 
 

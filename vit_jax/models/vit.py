@@ -29,7 +29,7 @@ from vit_jax.models.layers import (
 )
 from vit_jax.models.variants import ModelConfig
 
-HEADS = ("token", "gap", "map", "none")
+POOLS = ("token", "gap", "map", "none")
 POSITION_KINDS = ("learned", "none", "learned2d", "relative", "sincos2d")
 POSITION_PLACES = ("stem", "every", "shared")
 
@@ -42,37 +42,48 @@ class ViTConfig(ModelConfig):
         0, "Features a token, in place of the variant's own if not 0.", below=2**31
     )
     depth: int = key(0, "Encoder blocks, likewise.", below=2**31)
-    heads: int = key(0, "Attention heads a block, likewise.", below=2**31)
+    num_heads: int = key(
+        0,
+        "Attention heads a block, likewise.",
+        below=2**31,
+        formerly="model.heads",
+    )
     mlp_dim: int = key(0, "Hidden units of the MLP, likewise.", below=2**31)
-    head: str = key(
+    pool: str = key(
         "token",
         'Classifier input: "token", "gap" (mean) or "map" (attention).',
         choices=("token", "gap", "map"),
+        formerly="model.head",
     )
     class_token: bool = key(
         False,
         "Keep a class token beside the patches.",
-        only_if={"head": ("gap", "map")},
+        only_if={"pool": ("gap", "map")},
     )
     distillation: bool = key(
         False, "DeiT's second token, whose classifier is averaged in."
     )
-    representation: bool = key(
-        False, "One tanh layer of the model's width before the head."
+    representation_layer: bool = key(
+        False,
+        "One tanh layer of the model's width before the head.",
+        formerly="model.representation",
     )
-    pooled_norm: bool = key(
-        False, "The final LayerNorm after the pooling, as timm's fc_norm."
+    fc_norm: bool = key(
+        False,
+        "The final LayerNorm after the pooling, as timm's fc_norm.",
+        formerly="model.pooled_norm",
     )
     posemb: str = key(
         "learned",
         'Position embeddings: "learned", "learned2d", "sincos2d", "relative" or "none".',
         choices=("learned", "learned2d", "sincos2d", "relative", "none"),
     )
-    posemb_at: str = key(
+    posemb_placement: str = key(
         "stem",
         'Where they are added: once ("stem"), in "every" layer its own, or in each the '
         'same ("shared"). Of "relative" each layer has its own, or all the same.',
         choices=POSITION_PLACES,
+        formerly="model.posemb_at",
         only_if={
             "posemb": {
                 "learned": "stem",
@@ -88,33 +99,41 @@ class ViTConfig(ModelConfig):
         "query, key and value and of the head.",
         below=1,
     )
-    stochastic_depth: float = key(
-        0.0, "Drop rate of the last block; 0 at the first, linear.", below=1
+    drop_path_rate: float = key(
+        0.0,
+        "Drop rate of the last block; 0 at the first, linear.",
+        below=1,
+        formerly="model.stochastic_depth",
     )
-    gelu: str = key(
-        "tanh",
-        '"tanh" (Google\'s) or "erf" (timm, Hugging Face).',
-        choices=("tanh", "erf"),
+    activation: str = key(
+        "gelu_tanh",
+        '"gelu_tanh" (Google\'s) or "gelu" (exact: timm, Hugging Face).',
+        choices=("gelu_tanh", "gelu"),
+        formerly="model.gelu",
     )
-    epsilon: float = key(1e-6, "Of the LayerNorms.")
+    layer_norm_eps: float = key(
+        1e-6, "Epsilon of the LayerNorms.", formerly="model.epsilon"
+    )
     scan: bool = key(
         False,
         "One trace of a block for all: compiles faster, needs more memory. The results, "
-        "parameters and checkpoints are the same with any value of this, of `remat` and "
-        "of `attention`.",
+        "parameters and checkpoints are the same with any value of this, of "
+        "`remat_policy` and of `attention_impl`.",
         changes_result=False,
     )
-    remat: str = key(
+    remat_policy: str = key(
         "none",
         "What a block computes again, from most memory to most computing; see "
         "models/stacking.py.",
         choices=tuple(stacking.REMAT_POLICIES),
+        formerly="model.remat",
         changes_result=False,
     )
-    attention: str = key(
+    attention_impl: str = key(
         "auto",
         '"auto", or "einsum", "cudnn" (NVIDIA GPUs), "splash" (TPUs).',
         choices=attending.NAMES,
+        formerly="model.attention",
         changes_result=False,
     )
 
@@ -135,31 +154,31 @@ class VisionTransformer(nn.Module):
       patch: side of the square patches, in pixels or in features of the stem.
       width: D.
       depth: number of blocks.
-      heads: attention heads per block.
+      num_heads: attention heads per block.
       mlp_dim: hidden units of the MLPs.
-      blocks: units per stage of the ResNet stem.
+      stage_depths: units per stage of the ResNet stem.
       stem_width: features of the stem's root; 0 is no stem.
-      head: input of the classifier: the class "token", "gap" (mean of the patches),
+      pool: input of the classifier: the class "token", "gap" (mean of the patches),
         "map" (attention pooling), or "none" (every token separately).
-      class_token: whether there is a class token with another head.
+      class_token: whether there is a class token with another `pool`.
       distillation: whether a second token has a second classifier; the logits are the
         mean of both (DeiT, arXiv:2012.12877, section 4).
-      representation: whether there is a tanh layer of width D before the classifier
+      representation_layer: whether there is a tanh layer of width D before the classifier
         (the paper's pretraining head).
-      pooled_norm: whether the final LayerNorm is after the pooling (timm's fc_norm).
+      fc_norm: whether the final LayerNorm is after the pooling (timm's fc_norm).
       posemb: kind of position embedding, see AddPositions; "relative" adds keys in the
         attention.
-      posemb_at: where they are added: at the "stem", separately at "every" layer, or
+      posemb_placement: where they are added: at the "stem", separately at "every" layer, or
         "shared" by all layers (arXiv:2010.11929, table 8). "relative" has no stem.
       dropout: rate after every dense layer but query, key, value (and the two of the
         head), and after adding the position embeddings.
-      stochastic_depth: drop rate of the last block, falling linearly to 0 at the first.
-      head_bias: initial bias of the classifier.
-      gelu: "tanh" or "erf".
-      epsilon: of the LayerNorms.
+      drop_path_rate: drop rate of the last block, falling linearly to 0 at the first.
+      head_bias_init: initial bias of the classifier.
+      activation: "gelu_tanh" or "gelu".
+      layer_norm_eps: epsilon of the LayerNorms.
       dtype: of the computation; parameters and logits are float32.
       scan: whether the blocks run as one scan over stacked parameters, see stacking.
-      remat: one of stacking.REMAT_POLICIES.
+      remat_policy: one of stacking.REMAT_POLICIES.
       attention_impl: of the encoder, one of attention.IMPLEMENTATIONS.
       flatten: see layers.flatten_tokens.
     """
@@ -168,32 +187,32 @@ class VisionTransformer(nn.Module):
     patch: int
     width: int
     depth: int
-    heads: int
+    num_heads: int
     mlp_dim: int
-    blocks: tuple[int, ...] = ()
+    stage_depths: tuple[int, ...] = ()
     stem_width: int = 0
-    head: str = "token"
+    pool: str = "token"
     class_token: bool = False
     distillation: bool = False
-    representation: bool = False
-    pooled_norm: bool = False
+    representation_layer: bool = False
+    fc_norm: bool = False
     posemb: str = "learned"
-    posemb_at: str = "stem"
+    posemb_placement: str = "stem"
     dropout: float = 0.0
-    stochastic_depth: float = 0.0
-    head_bias: float = 0.0
-    gelu: str = "tanh"
-    epsilon: float = 1e-6
+    drop_path_rate: float = 0.0
+    head_bias_init: float = 0.0
+    activation: str = "gelu_tanh"
+    layer_norm_eps: float = 1e-6
     dtype: str = "float32"
     scan: bool = False
-    remat: str = "none"
+    remat_policy: str = "none"
     attention_impl: str = "einsum"
     flatten: bool = True
 
     @property
     def num_prefix_tokens(self) -> int:
         """Number of class and distillation tokens before the patches."""
-        return (self.head == "token" or self.class_token) + self.distillation
+        return (self.pool == "token" or self.class_token) + self.distillation
 
     @nn.compact
     def __call__(
@@ -218,7 +237,7 @@ class VisionTransformer(nn.Module):
         """Returns the input tokens of the encoder, and the grid of patches."""
         x = images
         if self.stem_width:
-            x = resnet.stem(x, self.blocks, self.stem_width, self.dtype)
+            x = resnet.stem(x, self.stage_depths, self.stem_width, self.dtype)
         x = nn.Conv(
             self.width,
             (self.patch, self.patch),
@@ -229,7 +248,7 @@ class VisionTransformer(nn.Module):
         )(x)
         B, *grid, D = x.shape
         x = x.reshape(B, -1, D)
-        names = ["cls"] if self.head == "token" or self.class_token else []
+        names = ["cls"] if self.pool == "token" or self.class_token else []
         names += ["dist"] if self.distillation else []
         tokens = [self.param(n, nn.initializers.zeros, (1, 1, D)) for n in names]
         tokens = [jnp.broadcast_to(t.astype(x.dtype), (B, 1, D)) for t in tokens]
@@ -241,17 +260,17 @@ class VisionTransformer(nn.Module):
             block=block_of(self),
             grid=grid,
             num_prefix_tokens=self.num_prefix_tokens,
-            final_norm=not self.pooled_norm,
+            final_norm=not self.fc_norm,
             depth=self.depth,
-            heads=self.heads,
+            num_heads=self.num_heads,
             posemb=self.posemb,
-            posemb_at=self.posemb_at,
+            posemb_placement=self.posemb_placement,
             dropout=self.dropout,
-            stochastic_depth=self.stochastic_depth,
-            epsilon=self.epsilon,
+            drop_path_rate=self.drop_path_rate,
+            layer_norm_eps=self.layer_norm_eps,
             dtype=self.dtype,
             scan=self.scan,
-            remat=self.remat,
+            remat_policy=self.remat_policy,
             name="Transformer",
         )
 
@@ -259,7 +278,7 @@ class VisionTransformer(nn.Module):
         if self.distillation:
             x = self._features(x[:, :2])
             outputs, other = (
-                classify(x[:, i], self.num_classes, self.head_bias, name)
+                classify(x[:, i], self.num_classes, self.head_bias_init, name)
                 for i, name in enumerate(("head", "head_dist"))
             )
             if self.num_classes:
@@ -267,27 +286,27 @@ class VisionTransformer(nn.Module):
                 outputs |= zip(("class_logits", "distillation_logits"), apart)
                 outputs["logits"] = sum(apart) / 2
             return outputs
-        if self.head == "token":
+        if self.pool == "token":
             x = x[:, 0]
-        elif self.head == "gap":
+        elif self.pool == "gap":
             x = x[:, self.num_prefix_tokens :].mean(axis=1)
-        elif self.head == "map":
+        elif self.pool == "map":
             x = MapHead(
-                self.heads,
+                self.num_heads,
                 self.mlp_dim,
-                self.gelu,
-                self.epsilon,
+                self.activation,
+                self.layer_norm_eps,
                 self.dtype,
                 self.flatten,
                 name="MAPHead_0",
             )(x)
-        return classify(self._features(x), self.num_classes, self.head_bias)
+        return classify(self._features(x), self.num_classes, self.head_bias_init)
 
     def _features(self, x):
         """Returns the features for the classifier, float32."""
-        if self.pooled_norm:
-            x = LayerNorm(self.epsilon, self.dtype, name="fc_norm")(x)
-        if self.representation:
+        if self.fc_norm:
+            x = LayerNorm(self.layer_norm_eps, self.dtype, name="fc_norm")(x)
+        if self.representation_layer:
             x = nn.tanh(nn.Dense(self.width, dtype=self.dtype, name="pre_logits")(x))
         return x.astype(jnp.float32)
 
@@ -296,11 +315,11 @@ def block_of(module: VisionTransformer) -> functools.partial:
     """Returns the function from a name to a block of a network."""
     return functools.partial(
         Block,
-        heads=module.heads,
+        num_heads=module.num_heads,
         hidden=module.mlp_dim,
         dropout=module.dropout,
-        gelu=module.gelu,
-        epsilon=module.epsilon,
+        activation=module.activation,
+        layer_norm_eps=module.layer_norm_eps,
         dtype=module.dtype,
         attention_impl=module.attention_impl,
         flatten=module.flatten,
@@ -311,16 +330,16 @@ class Block(nn.Module):
     """Pre-LayerNorm encoder block: attention, then MLP, each with a residual.
 
     Attributes:
-      heads, hidden, dropout, gelu, dtype, attention_impl, flatten: see
+      num_heads, hidden, dropout, activation, dtype, attention_impl, flatten: see
         MultiHeadAttention and Mlp.
-      epsilon: of the LayerNorms.
+      layer_norm_eps: epsilon of the LayerNorms.
     """
 
-    heads: int
+    num_heads: int
     hidden: int
     dropout: float = 0.0
-    gelu: str = "tanh"
-    epsilon: float = 1e-6
+    activation: str = "gelu_tanh"
+    layer_norm_eps: float = 1e-6
     dtype: str = "float32"
     attention_impl: str = "einsum"
     flatten: bool = True
@@ -344,7 +363,7 @@ class Block(nn.Module):
         keys = [None] * 4 if key is None else jax.random.split(key, 4)
 
         def norm(name, x):
-            return LayerNorm(self.epsilon, self.dtype, name=name)(x)
+            return LayerNorm(self.layer_norm_eps, self.dtype, name=name)(x)
 
         def add(x, branch, key):
             x = x + (branch if rate is None else drop_path(branch, rate, key))
@@ -352,7 +371,7 @@ class Block(nn.Module):
 
         y = norm("LayerNorm_0", x)
         y = MultiHeadAttention(
-            self.heads,
+            self.num_heads,
             self.dtype,
             self.attention_impl,
             self.flatten,
@@ -364,7 +383,7 @@ class Block(nn.Module):
         mlp = Mlp(
             self.hidden,
             self.dropout,
-            self.gelu,
+            self.activation,
             self.dtype,
             self.flatten,
             name="MlpBlock_3",
@@ -409,15 +428,15 @@ class Encoder(nn.Module):
     num_prefix_tokens: int
     final_norm: bool
     depth: int
-    heads: int
+    num_heads: int
     posemb: str
-    posemb_at: str
+    posemb_placement: str
     dropout: float
-    stochastic_depth: float
-    epsilon: float
+    drop_path_rate: float
+    layer_norm_eps: float
     dtype: str
     scan: bool
-    remat: str
+    remat_policy: str
 
     @nn.compact
     def __call__(
@@ -428,7 +447,7 @@ class Encoder(nn.Module):
         if self.scan and not self.is_initializing():
             x = self._scan(x, layers)
         else:
-            policy = "none" if self.is_initializing() else self.remat
+            policy = "none" if self.is_initializing() else self.remat_policy
             run = stacking.wrap_remat(_run_block, policy, in_scan=False)
             for i, layer in enumerate(layers):
                 x, _ = run(self.block(name=f"{stacking.STACKED}_{i}"), x, layer)
@@ -436,7 +455,7 @@ class Encoder(nn.Module):
 
     def _begin(self, x, train):
         """Returns the input tokens of the first block, and the other inputs of all blocks."""
-        random = train and (self.dropout or self.stochastic_depth)
+        random = train and (self.dropout or self.drop_path_rate)
         keys = [None] * (1 + self.depth)
         if random:
             keys = jax.random.split(self.make_rng("dropout"), len(keys))
@@ -451,7 +470,7 @@ class Encoder(nn.Module):
     def _end(self, x):
         if not self.final_norm:
             return x
-        return LayerNorm(self.epsilon, self.dtype, name="encoder_norm")(x)
+        return LayerNorm(self.layer_norm_eps, self.dtype, name="encoder_norm")(x)
 
     def _scan(self, x, layers):
         """Runs all blocks as a scan over stacked parameters."""
@@ -459,7 +478,7 @@ class Encoder(nn.Module):
             zero = jnp.zeros_like(layers[-1].position)
             layers = [layers[0]._replace(position=zero), *layers[1:]]
         run = nn.scan(
-            stacking.wrap_remat(_run_block, self.remat, in_scan=True),
+            stacking.wrap_remat(_run_block, self.remat_policy, in_scan=True),
             variable_axes={"params": 0},
             length=self.depth,
         )
@@ -485,9 +504,9 @@ class Encoder(nn.Module):
         """Returns the inputs of the blocks besides their tokens."""
         # None instead of zeros, whose draws XLA could not remove from a scan.
         rates = [None] * self.depth
-        if self.stochastic_depth:
+        if self.drop_path_rate:
             last = max(1, self.depth - 1)
-            rates = [self.stochastic_depth * i / last for i in range(self.depth)]
+            rates = [self.drop_path_rate * i / last for i in range(self.depth)]
         return [
             BlockInputs(position, self._relative(x, i), rates[i], key)
             for i, (position, key) in enumerate(
@@ -506,10 +525,10 @@ class Encoder(nn.Module):
             )
             return add(jnp.zeros((1, *x.shape[1:]), x.dtype))
 
-        if self.posemb_at == "every":
+        if self.posemb_placement == "every":
             return [table(f"posembed_{i}") for i in range(self.depth)]
         first = table("posembed_input")
-        return [first] + [first if self.posemb_at == "shared" else None] * (
+        return [first] + [first if self.posemb_placement == "shared" else None] * (
             self.depth - 1
         )
 
@@ -518,12 +537,12 @@ class Encoder(nn.Module):
         if self.posemb != "relative":
             return None
         name = "relative_embedding"
-        if self.posemb_at == "every":
+        if self.posemb_placement == "every":
             name = f"{name}_{layer}"
         elif layer:
             return self.get_variable("params", name).astype(x.dtype)
         _, N, D = x.shape
-        shape = (self.heads, 2 * N - 1, D // self.heads)
+        shape = (self.num_heads, 2 * N - 1, D // self.num_heads)
         init = nn.initializers.normal(0.02)
         return self.param(name, init, shape, jnp.float32).astype(x.dtype)
 

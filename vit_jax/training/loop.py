@@ -316,7 +316,7 @@ def restore_or_init(
             config.data,
             setup.model,
             lambda: setup.init()[0],
-            head_bias_init=config.model.head_bias,
+            head_bias_init=config.model.head_bias_init,
         )
         _check_weights_of_hosts(setup, params)
         found = found._replace(state=setup.state_from(params))

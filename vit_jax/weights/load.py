@@ -21,14 +21,14 @@ from vit_jax.weights.surgery import FitRow
 
 # Options that change the output of the same parameters.
 _FLAVOURS = (
-    "head",
+    "pool",
     "class_token",
     "distillation",
-    "pooled_norm",
+    "fc_norm",
     "posemb",
-    "posemb_at",
-    "gelu",
-    "epsilon",
+    "posemb_placement",
+    "activation",
+    "layer_norm_eps",
     "zero_pool",
 )
 
@@ -181,7 +181,7 @@ def load(
         return stacking.unstack(init())  # Checkpoints have one subtree per block.
 
     found = open_pretrained(
-        checkpoint, use_ema=use_ema, num_heads=model.options.get("heads", 0)
+        checkpoint, use_ema=use_ema, num_heads=model.options.get("num_heads", 0)
     )
     source = models.create(**found.options)
     try:

@@ -67,7 +67,7 @@ class Pretrained:
     Attributes:
       params: nested dict of numpy arrays under our names.
       options: arguments of `models.create` that build the network of the parameters:
-        variant, classes, image_size, channels, head, gelu, ...
+        variant, num_classes, image_size, channels, pool, activation, ...
       format: "google", "big_vision", "bit", "timm", "hugging_face", "workdir" or
         "vit_jax".
       source: path or address of the checkpoint, for messages.

@@ -466,13 +466,13 @@ def norm_every_token(
       Both, changed if the model classifies single tokens and normalises them after the
       selection, and a note.
     """
-    if not options.get("pooled_norm") or options["head"] not in ("token", "none"):
+    if not options.get("fc_norm") or options["pool"] not in ("token", "none"):
         return flat, dict(options), []
     moved = {
         k.replace("fc_norm/", "Transformer/encoder_norm/"): v for k, v in flat.items()
     }
     note = "final LayerNorm: moved before the choice of the token"
-    return moved, {**options, "pooled_norm": False}, [note]
+    return moved, {**options, "fc_norm": False}, [note]
 
 
 def learn_positions(
@@ -492,9 +492,9 @@ def learn_positions(
       UserError: the embeddings are not added at the stem.
     """
     kind, options = options.get("posemb", "none"), dict(options)
-    if kind == "relative" or options.get("posemb_at", "stem") != "stem":
+    if kind == "relative" or options.get("posemb_placement", "stem") != "stem":
         raise UserError(
-            f"posemb={kind} at posemb_at={options['posemb_at']} exists in neither timm "
+            f"posemb={kind} at posemb_placement={options['posemb_placement']} exists in neither timm "
             "nor Hugging Face: write it with --to=safetensors"
         )
     if kind not in ("sincos2d", "learned2d"):

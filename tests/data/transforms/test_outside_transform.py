@@ -94,7 +94,7 @@ def outside(tmp_path, monkeypatch):
 def run_config(total_steps, ops):
     """Returns the config of a small model on synthetic images."""
     shape = {"num_classes": 3, "num_examples": 20, "image_size": (8, 12)}
-    model = {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 20}
+    model = {"variant": "Ti/4", "width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
     return configuration.complete(
         {
             "seed": 3,

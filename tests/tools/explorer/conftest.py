@@ -14,11 +14,11 @@ def first():
     return pretrained(
         1,
         variant="Ti/8",
-        classes=5,
+        num_classes=5,
         image_size=(24, 40),
         width=12,
         depth=4,
-        heads=3,
+        num_heads=3,
         mlp_dim=17,
     )
 
@@ -29,13 +29,13 @@ def second():
     return pretrained(
         2,
         variant="Ti/8",
-        classes=0,
-        head="gap",
+        num_classes=0,
+        pool="gap",
         image_size=(32, 16),
         channels=1,
         width=8,
         depth=2,
-        heads=2,
+        num_heads=2,
         mlp_dim=11,
     )
 

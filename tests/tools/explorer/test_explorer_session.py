@@ -184,16 +184,27 @@ def test_a_description(explored_models):
 
 
 def test_the_distillation_token_is_named():
-    small = {"width": 12, "depth": 1, "heads": 3, "mlp_dim": 5, "image_size": (8, 16)}
+    small = {
+        "width": 12,
+        "depth": 1,
+        "heads": 3,
+        "mlp_dim": 5,
+        "image_size": (8, 16),
+    }
     given = explored.pretrained(
-        3, variant="Ti/8", classes=5, distillation=True, **small
+        3, variant="Ti/8", num_classes=5, distillation=True, **small
     )
     found = ExploredModel(given, preprocess=given.preprocess)
     assert found.describe()["extra"] == ["CLS", "DIST"]
 
 
 def test_a_resnet_is_refused():
-    options = {"variant": "R50x1", "num_classes": 3, "blocks": (1,), "stem_width": 32}
+    options = {
+        "variant": "R50x1",
+        "num_classes": 3,
+        "stage_depths": (1,),
+        "stem_width": 32,
+    }
     given = explored.pretrained(4, **options, image_size=(32, 32))
     with pytest.raises(UserError, match="a ResNet has no attention"):
         ExploredModel(given, preprocess=given.preprocess)

@@ -106,7 +106,7 @@ def test_one_image_a_device_is_not_cut_into_microbatches():
     assert "grad_accum_steps" not in report.advice(found)
     nothing = found | {
         "mesh": {"data": 1, "fsdp": 8, "model": 1},
-        "remat": None,
+        "remat_policy": None,
         "mu_dtype": "bfloat16",
         "dtype": "bfloat16",
         "average": False,
@@ -154,7 +154,7 @@ def test_flags_name_the_slices_where_the_config_does():
     assert words == (
         "--config.mesh.data=4 --config.mesh.fsdp=2 --config.mesh.model=1 "
         "--config.mesh.dcn_data=2 --config.mesh.dcn_fsdp=1 "
-        "--config.model.remat=none --config.model.scan=True"
+        "--config.model.remat_policy=none --config.model.scan=True"
     )
     assert settings(QUICK, overrides(words), fakes) == found
 
@@ -163,7 +163,7 @@ def test_all_policies_that_there_are_are_compared(monkeypatch):
     assert set(strategies.REMAT) == stacking.REMAT_POLICIES.keys()
     sizes = strategies.parse_meshes("data=-1")
     found = rows(QUICK, {}, sizes, jax.devices(), monkeypatch)
-    assert [row.settings["remat"] for row in found] == list(strategies.REMAT)
+    assert [row.settings["remat_policy"] for row in found] == list(strategies.REMAT)
     assert "attention" in strategies.REMAT
 
 

@@ -32,8 +32,8 @@ def flops(**keys):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_layers_under_a_scan_count_as_often_as_they_run(remat):
-    unrolled, model = flops(**{"model.remat": remat})
-    scanned, same_model = flops(**{"model.remat": remat, "model.scan": True})
+    unrolled, model = flops(**{"model.remat_policy": remat})
+    scanned, same_model = flops(**{"model.remat_policy": remat, "model.scan": True})
     assert scanned == unrolled
     assert model == same_model
     # One image a device: 4 patches of 16 x 16 x 3 numbers, 5 tokens of width 16.
@@ -58,8 +58,8 @@ SETTINGS = {
     "batch_size": 4096,
     "dtype": "bfloat16",
     "scan": False,
-    "remat": "none",
-    "attention": "auto",
+    "remat_policy": "none",
+    "attention_impl": "auto",
     "mu_dtype": "float32",
     "grad_accum_steps": 1,
     "average": False,
@@ -99,7 +99,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change():
     line = report.verdict(large)
     assert line == (
         "does not fit: it wants 20.00 GiB of a chip's 16.00, 4.00 too much; try "
-        "--config.mesh.data=16 --config.mesh.fsdp=16, --config.model.remat=full, "
+        "--config.mesh.data=16 --config.mesh.fsdp=16, --config.model.remat_policy=full, "
         "--config.optim.mu_dtype=bfloat16 or --config.optim.grad_accum_steps=2"
     )
     assert "Collectives" not in report.text(large, "heading")
@@ -148,7 +148,7 @@ def test_a_mesh_that_does_not_fit_is_a_row_and_the_others_are_compiled(monkeypat
     seen = []
 
     def analyse(trial, mesh, examples, limit):
-        seen.append((dict(mesh.shape), trial.model.remat, trial.model.scan))
+        seen.append((dict(mesh.shape), trial.model.remat_policy, trial.model.scan))
         return FOUND
 
     monkeypatch.setattr(analysis, "analyse", analyse)

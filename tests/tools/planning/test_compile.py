@@ -19,7 +19,7 @@ pytestmark = [
 SMALL = (
     "--config=configs/b16_i21k.py",
     "--config.model.width=512",
-    "--config.model.heads=8",
+    "--config.model.num_heads=8",
     "--config.model.mlp_dim=2048",
     "--config.model.depth=3",
     "--config.model.dropout=0",
@@ -48,7 +48,7 @@ def sharded():
         *SMALL,
         "--topology=v5e:4x4",
         "--config.model.scan=true",
-        "--config.model.remat=full",
+        "--config.model.remat_policy=full",
         "--config.mesh.fsdp=4",
         "--json",
     )
@@ -114,7 +114,7 @@ def test_what_is_too_large_exits_with_3_and_says_by_how_much():
     last = done.stdout.splitlines()[-1]
     assert last.startswith("does not fit: it wants ")
     assert "GiB of a chip's 15.75, " in last
-    assert "too much; try --config.model.remat=full" in last
+    assert "too much; try --config.model.remat_policy=full" in last
 
 
 def test_strategies_are_compared_and_one_is_recommended(tmp_path):

@@ -16,10 +16,16 @@ TINY = {
         "num_examples": 16,
         "image_size": (8, 8),
     },
-    "model": {"variant": "Ti/4", "width": 12, "depth": 1, "heads": 3, "mlp_dim": 20},
+    "model": {
+        "variant": "Ti/4",
+        "width": 12,
+        "depth": 1,
+        "num_heads": 3,
+        "mlp_dim": 20,
+    },
     "optim": {"learning_rate": 0.01},
 }
-TINY["model"] |= {"representation": True, "dropout": 0.1}
+TINY["model"] |= {"representation_layer": True, "dropout": 0.1}
 
 
 @pytest.fixture(scope="session")

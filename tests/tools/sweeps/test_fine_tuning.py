@@ -30,7 +30,7 @@ def task(pretrained, dataset="cifar100", **options):
 
 
 def test_runs_have_what_the_recipe_by_hand_has():
-    found = task(published(head="token", representation=True))
+    found = task(published(pool="token", representation_layer=True))
     arg = "model=B/16,dataset=cifar100,rate=0.01"
     for ours, extra in (
         (found.trial(0.01), ",dev"),
@@ -64,24 +64,38 @@ def test_keys_at_any_depth_are_set():
 
 
 def test_the_checkpoint_says_what_its_network_is():
-    options = {"head": "gap", "class_token": True, "gelu": "erf", "epsilon": 1e-12}
-    options |= {"posemb": "none", "posemb_at": "stem", "width": 36, "heads": 3}
-    more = {"dropout": 0.1, "scan": True, "platform": "tpu", "stochastic_depth": 0.2}
+    options = {
+        "pool": "gap",
+        "class_token": True,
+        "activation": "gelu",
+        "layer_norm_eps": 1e-12,
+    }
+    options |= {
+        "posemb": "none",
+        "posemb_placement": "stem",
+        "width": 36,
+        "num_heads": 3,
+    }
+    more = {"dropout": 0.1, "scan": True, "platform": "tpu", "drop_path_rate": 0.2}
     model = task(published("S/16", **options, **more)).config.model
     assert (model.variant, model.width, model.class_token) == ("S/16", 36, True)
-    assert (model.gelu, model.epsilon, model.posemb) == ("erf", 1e-12, "none")
+    assert (model.activation, model.layer_norm_eps, model.posemb) == (
+        "gelu",
+        1e-12,
+        "none",
+    )
     # Neither what was drawn in its training nor where that was, nor its head.
-    assert (model.dropout, model.stochastic_depth, model.scan) == (0, 0, False)
-    assert not model.representation
-    assert "posemb_at" not in fields.to_dict(
+    assert (model.dropout, model.drop_path_rate, model.scan) == (0, 0, False)
+    assert not model.representation_layer
+    assert "posemb_placement" not in fields.to_dict(
         model
     )  # Nobody reads it without position embeddings.
 
 
 def test_resnets_and_hybrids_have_their_own_keys():
-    resnet = task(published("R50x1", blocks=(1, 1, 1, 1), zero_pool=True)).config
-    assert (resnet.model.blocks, resnet.model.zero_pool) == ((1, 1, 1, 1), True)
-    hybrid = task(published("R50+B/16", stem_width=32, blocks=(1, 1, 2))).config
+    resnet = task(published("R50x1", stage_depths=(1, 1, 1, 1), zero_pool=True)).config
+    assert (resnet.model.stage_depths, resnet.model.zero_pool) == ((1, 1, 1, 1), True)
+    hybrid = task(published("R50+B/16", stem_width=32, stage_depths=(1, 1, 2))).config
     assert hybrid.model.stem_width == 32
 
 

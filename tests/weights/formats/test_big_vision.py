@@ -17,10 +17,10 @@ def theirs(name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"head": "gap"},
-        {"head": "map"},
-        {"head": "gap", "representation": True, "posemb": "sincos2d"},
-        {"head": "map", "num_classes": 0},
+        {"pool": "gap"},
+        {"pool": "map"},
+        {"pool": "gap", "representation_layer": True, "posemb": "sincos2d"},
+        {"pool": "map", "num_classes": 0},
     ],
     ids=str,
 )
@@ -40,7 +40,7 @@ def test_tree_and_options_are_ours(tmp_path, options):
 )
 @pytest.mark.parametrize("prefix", ["", "params/"])
 def test_positions_may_stand_in_three_places(tmp_path, place, prefix):
-    flat = random_flat(encoder(head="gap"))
+    flat = random_flat(encoder(pool="gap"))
 
     def rename(name):
         return prefix + counted_by_kind(place if name == POSITIONS else name)
@@ -61,7 +61,7 @@ def test_class_token_without_a_slot_gets_a_row_of_zeros(tmp_path):
 
 
 def test_slot_of_a_class_token_that_is_not_there_is_dropped(tmp_path):
-    flat = random_flat(encoder(head="map"))
+    flat = random_flat(encoder(pool="map"))
     extra = np.concatenate([np.ones((1, 1, 12), np.float32), flat[POSITIONS]], axis=1)
     found = open_pretrained(save(tmp_path / "a.npz", flat | {POSITIONS: extra}, theirs))
     assert_same(found.params, flat)
@@ -69,7 +69,7 @@ def test_slot_of_a_class_token_that_is_not_there_is_dropped(tmp_path):
 
 
 def test_scanned_layers_are_taken_apart(tmp_path):
-    flat = random_flat(encoder(head="map"))
+    flat = random_flat(encoder(pool="map"))
     scanned = {}
     for name, value in flat.items():
         if "encoderblock_0" in name:
@@ -84,7 +84,7 @@ def test_scanned_layers_are_taken_apart(tmp_path):
 
 @pytest.mark.parametrize("mlp", ["MlpBlock_0", "MlpBlock_2"])
 def test_inlined_map_head_moves_into_its_place(tmp_path, mlp):
-    flat = random_flat(encoder(head="map"))
+    flat = random_flat(encoder(pool="map"))
 
     def rename(name):
         name = theirs(name).replace("MAPHead_0/MlpBlock_0", f"MAPHead_0/{mlp}")
@@ -92,11 +92,11 @@ def test_inlined_map_head_moves_into_its_place(tmp_path, mlp):
 
     found = open_pretrained(save(tmp_path / "a.npz", flat, rename))
     assert_same(found.params, flat)
-    assert found.options["head"] == "map"
+    assert found.options["pool"] == "map"
 
 
 def test_image_tower_is_taken_out_of_two_towers(tmp_path):
-    flat = random_flat(encoder(head="map", num_classes=0))
+    flat = random_flat(encoder(pool="map", num_classes=0))
     text = {
         "params/t": np.ones(1),
         "params/b": np.ones(1),
@@ -113,7 +113,7 @@ def test_image_tower_is_taken_out_of_two_towers(tmp_path):
 
 
 def test_state_of_the_optimiser_is_ignored_and_bfloat16_is_read(tmp_path):
-    flat = random_flat(encoder(head="gap"))
+    flat = random_flat(encoder(pool="gap"))
     short = {k: v.astype(ml_dtypes.bfloat16) for k, v in flat.items()}
     opt = {f"opt/0/mu/{k}": v for k, v in short.items()}
     found = open_pretrained(

@@ -10,7 +10,7 @@ from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import bit
 from vit_jax.weights.formats.files import Tensors
 
-NARROW = {"blocks": (1, 2, 1, 1), "stem_width": 32}
+NARROW = {"stage_depths": (1, 2, 1, 1), "stem_width": 32}
 
 
 def tiny(num_classes=5, channels=3):
@@ -71,7 +71,7 @@ def test_published_sizes_are_named_without_differing_numbers(variant):
     known = variants.parse(variant).resnet
     flat = {
         f"block{stage}/unit{unit:02}/conv1/kernel": np.ones(1)
-        for stage, units in enumerate(known.blocks, 1)
+        for stage, units in enumerate(known.stage_depths, 1)
         for unit in range(1, units + 1)
     }
     flat["root_block/conv_root/kernel"] = np.ones((7, 7, 3, known.stem_width))

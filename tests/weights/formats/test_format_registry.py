@@ -19,7 +19,7 @@ def recognises(tensors):
 
 def read(tensors, num_heads=0):
     flat = {name.removeprefix(MARK): value for name, value in tensors.flat.items()}
-    options = encoder(heads=num_heads).options
+    options = encoder(num_heads=num_heads).options
     return weights.Pretrained(
         unflatten_dict(flat, sep="/"), options, "reversed", tensors.path
     )

@@ -18,8 +18,8 @@ from vit_jax.weights.pretrained import Preprocess
     "options",
     [
         {},
-        {"head": "gap"},
-        {"representation": True},
+        {"pool": "gap"},
+        {"representation_layer": True},
         {"num_classes": 0},
         {"channels": 1},
     ],
@@ -39,7 +39,7 @@ def test_both_ways_of_counting_give_our_tree_and_options(tmp_path, rename, optio
 @pytest.mark.parametrize(
     ("variant", "options", "side"),
     [
-        ("R50+Ti/16", {"blocks": (1, 1, 2), "stem_width": 32, **SIZE}, 48),
+        ("R50+Ti/16", {"stage_depths": (1, 1, 2), "stem_width": 32, **SIZE}, 48),
         ("R26+Ti/32", SIZE, 96),
         ("R+Ti/16", SIZE, 64),  # Tokens of 32 pixels, whatever its name says.
     ],
@@ -63,7 +63,7 @@ def zeros(model):
 @pytest.mark.parametrize("size", variants.SIZES)
 def test_published_sizes_are_named_without_differing_numbers(size):
     known = variants.SIZES[size]
-    D, F, H, N = known.width, known.mlp_dim, known.heads, 16 * 16 + 1
+    D, F, H, N = known.width, known.mlp_dim, known.num_heads, 16 * 16 + 1
     block = "Transformer/encoderblock_0"
     query = f"{block}/MultiHeadDotProductAttention_1/query/kernel"
     flat = {

@@ -24,7 +24,7 @@ NAMES = tuple("abcdefg")
 
 
 def model_of(**options):
-    return encoder(**{"image_size": (12, 20), "gelu": "erf"} | options)
+    return encoder(**{"image_size": (12, 20), "activation": "gelu"} | options)
 
 
 def made(model, **kwargs):
@@ -40,10 +40,12 @@ def write(folder, model, **kwargs):
     return load_file(folder / "model.safetensors"), config
 
 
-def read(arrays, config=None, preprocess=None, heads=0):
+def read(arrays, config=None, preprocess=None, num_heads=0):
     sidecars = {"config.json": config, "preprocessor_config.json": preprocess}
     sidecars = {name: content for name, content in sidecars.items() if content}
-    return hugging_face.read(files.Tensors(dict(arrays), {}, sidecars, "file"), heads)
+    return hugging_face.read(
+        files.Tensors(dict(arrays), {}, sidecars, "file"), num_heads
+    )
 
 
 def logits_of(pretrained, key="logits"):
@@ -56,10 +58,14 @@ def logits_of(pretrained, key="logits"):
     ("options", "architecture", "prefix"),
     [
         ({}, "ViTForImageClassification", "vit."),
-        ({"channels": 1, "epsilon": 1e-12}, "ViTForImageClassification", "vit."),
-        ({"gelu": "tanh", "image_size": (20, 20)}, "ViTForImageClassification", "vit."),
+        ({"channels": 1, "layer_norm_eps": 1e-12}, "ViTForImageClassification", "vit."),
+        (
+            {"activation": "gelu_tanh", "image_size": (20, 20)},
+            "ViTForImageClassification",
+            "vit.",
+        ),
         ({"num_classes": 0}, "ViTModel", ""),
-        ({"num_classes": 0, "representation": True}, "ViTModel", ""),
+        ({"num_classes": 0, "representation_layer": True}, "ViTModel", ""),
         ({"distillation": True}, "DeiTForImageClassificationWithTeacher", "deit."),
         ({"distillation": True, "num_classes": 0}, "DeiTModel", ""),
     ],
@@ -128,7 +134,7 @@ def test_names_in_memory_of_version_5_are_read_too(tmp_path):
 
 
 def test_the_config_says_what_transformers_needs(tmp_path):
-    _, config = write(tmp_path, model_of(gelu="tanh", epsilon=1e-5))
+    _, config = write(tmp_path, model_of(activation="gelu_tanh", layer_norm_eps=1e-5))
     assert config["id2label"] == {str(i): name for i, name in enumerate(NAMES)}
     assert config["label2id"] == {name: i for i, name in enumerate(NAMES)}
     expected = {
@@ -179,34 +185,37 @@ def test_a_pooler_beside_a_classifier_is_dropped(tmp_path, prefix, distillation)
     arrays[f"{prefix}.pooler.dense.weight"] = np.ones((12, 12), np.float32)
     arrays[f"{prefix}.pooler.dense.bias"] = np.ones(12, np.float32)
     found = read(arrays, config)
-    assert not found.options["representation"]
+    assert not found.options["representation_layer"]
     assert_same(found.params, random_flat(model))
     assert found.notes == ("pooler: dropped, because the classifier does not see it",)
 
 
 def test_the_config_knows_the_heads_better_than_a_guess(tmp_path):
     arrays, config = write(tmp_path, model_of())
-    found = read(arrays, config, heads=4)
-    assert models.create(**found.options).options["heads"] == 3
+    found = read(arrays, config, num_heads=4)
+    assert models.create(**found.options).options["num_heads"] == 3
 
 
 def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     arrays, _ = write(tmp_path, model_of(image_size=(16, 16)))
     found = read(arrays)
     assert found.options["image_size"] == (16, 16)
-    assert (found.options["gelu"], found.options["epsilon"]) == ("erf", 1e-12)
+    assert (found.options["activation"], found.options["layer_norm_eps"]) == (
+        "gelu",
+        1e-12,
+    )
     assert found.preprocess is None
     assert found.notes == (
         "heads: nothing says how many, so 1, one for 64 features",
         "config.json: none, so exact GELU and epsilon 1e-12",
     )
-    heads = models.create(**read(arrays, heads=3).options).options["heads"]
+    heads = models.create(**read(arrays, num_heads=3).options).options["num_heads"]
     assert heads == 3
     arrays, _ = write(tmp_path, model_of(image_size=(12, 28)))
     with pytest.raises(
         UserError, match="embeddings of 21 patches, which are no square"
     ):
-        read(arrays, heads=3)
+        read(arrays, num_heads=3)
 
 
 @pytest.mark.parametrize(
@@ -262,16 +271,16 @@ def test_what_is_left_over_or_missing_is_refused_unless_allowed(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head": "gap"}, "head='gap': Hugging Face's ViT classifies .*--to=timm"),
-        ({"head": "map"}, "head='map': Hugging Face's ViT classifies the class token"),
-        ({"representation": True}, "representation=True: .*--to=google"),
+        ({"pool": "gap"}, "pool='gap': Hugging Face's ViT classifies .*--to=timm"),
+        ({"pool": "map"}, "pool='map': Hugging Face's ViT classifies the class token"),
+        ({"representation_layer": True}, "representation_layer=True: .*--to=google"),
         (
             {"variant": "R26+S/32", "image_size": (32, 64)},
             r"variant='R26\+S/32': Hugging Face's ViT has no ResNet",
         ),
         (
-            {"posemb": "relative", "posemb_at": "every"},
-            "posemb=relative at posemb_at=every exists in neither timm nor Hugging",
+            {"posemb": "relative", "posemb_placement": "every"},
+            "posemb=relative at posemb_placement=every exists in neither timm nor Hugging",
         ),
     ],
 )

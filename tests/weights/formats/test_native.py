@@ -12,7 +12,9 @@ from vit_jax.weights.formats import native
 
 
 def example(**changes):
-    model = encoder(head="map", gelu="erf", epsilon=1e-12, image_size=(8, 12))
+    model = encoder(
+        pool="map", activation="gelu", layer_norm_eps=1e-12, image_size=(8, 12)
+    )
     flat = random_flat(model)
     # As a transposed view of another library's weights would be.
     flat["embedding/bias"] = np.arange(24, dtype=np.float32)[::2]
@@ -52,10 +54,15 @@ def test_what_nothing_says_stays_unsaid(tmp_path):
 
 
 def test_blocks_come_back_as_a_tuple(tmp_path):
-    options = {"variant": "R50x1", "num_classes": 2, "blocks": (1, 1), "stem_width": 32}
+    options = {
+        "variant": "R50x1",
+        "num_classes": 2,
+        "stage_depths": (1, 1),
+        "stem_width": 32,
+    }
     _, pretrained = example(options=options)
     native.write(pretrained, tmp_path / "a.safetensors")
-    assert open_pretrained(tmp_path).options["blocks"] == (1, 1)
+    assert open_pretrained(tmp_path).options["stage_depths"] == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
     made = {}
     for name, library in (("timm", timm), ("hf", hugging_face)):
         folder = tmp_path_factory.mktemp(name)
-        library.write(checkpoint(encoder(gelu="erf")), folder)
+        library.write(checkpoint(encoder(activation="gelu")), folder)
         config = (folder / "config.json").read_text()
         made[name] = load_file(folder / "model.safetensors"), config
     return made
@@ -230,7 +230,7 @@ def test_another_poolers_activation_does_not_matter_beside_a_classifier(
     )
     config = json.loads(config) | {"pooler_act": "gelu"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not weights.open_pretrained(tmp_path).options["representation"]
+    assert not weights.open_pretrained(tmp_path).options["representation_layer"]
 
 
 def test_attention_without_biases_is_read_as_zeros(folders, tmp_path):

@@ -20,7 +20,7 @@ from vit_jax.weights.formats import files, timm, timm_config, torch_file
 SHARED = pathlib.Path(__file__).resolve().parents[4] / "shared"
 PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
 NAMES = tuple("abcdefg")
-STEM = {"blocks": (2, 2, 2, 2), "stem_width": 64}
+STEM = {"stage_depths": (2, 2, 2, 2), "stem_width": 64}
 
 
 def made(model, **kwargs):
@@ -36,22 +36,24 @@ def write(folder, model, **kwargs):
     return load_file(folder / "model.safetensors"), config
 
 
-def read(arrays, config=None, heads=0):
+def read(arrays, config=None, num_heads=0):
     sidecars = {"config.json": config} if config else {}
-    return timm.read(files.Tensors(dict(arrays), {}, sidecars, "file"), heads)
+    return timm.read(files.Tensors(dict(arrays), {}, sidecars, "file"), num_heads)
 
 
 MODELS = {
     "token": lambda: encoder(image_size=(12, 20)),
     "grey": lambda: encoder(image_size=(12, 20), channels=1),
     "distilled": lambda: encoder(image_size=(12, 20), distillation=True),
-    "gap": lambda: encoder(image_size=(12, 20), head="gap"),
+    "gap": lambda: encoder(image_size=(12, 20), pool="gap"),
     "gap, pooled norm": lambda: encoder(
-        image_size=(12, 20), head="gap", pooled_norm=True, class_token=True
+        image_size=(12, 20), pool="gap", fc_norm=True, class_token=True
     ),
-    "map": lambda: encoder(image_size=(12, 20), head="map", class_token=True),
-    "every token": lambda: encoder(image_size=(12, 20), head="none"),
-    "tanh, 1e-5": lambda: encoder(image_size=(12, 20), gelu="erf", epsilon=1e-5),
+    "map": lambda: encoder(image_size=(12, 20), pool="map", class_token=True),
+    "every token": lambda: encoder(image_size=(12, 20), pool="none"),
+    "tanh, 1e-5": lambda: encoder(
+        image_size=(12, 20), activation="gelu", layer_norm_eps=1e-5
+    ),
     "no positions": lambda: encoder(image_size=(12, 20), posemb="none"),
     "no classes": lambda: encoder(image_size=(12, 20), num_classes=0),
     "hybrid": lambda: encoder("R26+S/32", image_size=(64, 96)),
@@ -97,7 +99,7 @@ HYBRID_NOTE = (
 
 def test_theirs_to_ours_and_back_changes_no_bit(tmp_path):
     (tmp_path / "b").mkdir()
-    arrays, config = write(tmp_path, encoder(image_size=(12, 20), head="map"))
+    arrays, config = write(tmp_path, encoder(image_size=(12, 20), pool="map"))
     timm.write(read(arrays, config), tmp_path / "b")
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert again.keys() == arrays.keys()
@@ -107,7 +109,7 @@ def test_theirs_to_ours_and_back_changes_no_bit(tmp_path):
 
 
 def test_layouts_are_pytorchs(tmp_path):
-    model = encoder(image_size=(12, 20), head="map")
+    model = encoder(image_size=(12, 20), pool="map")
     flat = random_flat(model)
     arrays, _ = write(tmp_path, model)
     np.testing.assert_array_equal(
@@ -133,7 +135,7 @@ def test_layouts_are_pytorchs(tmp_path):
 
 
 def test_the_config_says_what_timm_needs(tmp_path):
-    model = encoder(image_size=(12, 20), head="gap", gelu="tanh")
+    model = encoder(image_size=(12, 20), pool="gap", activation="gelu_tanh")
     _, config = write(tmp_path, model)
     assert config["architecture"] == "vit_base_patch16_224"
     assert config["model_args"] == {
@@ -176,7 +178,7 @@ def test_the_config_says_what_timm_needs(tmp_path):
 def test_architectures_are_those_of_timm(variant, options, architecture):
     made = models.create(variant, num_classes=3, **options).options
     numbers = (
-        {"blocks": (), "stem_width": 0, "patch": int(variant.split("/")[-1])}
+        {"stage_depths": (), "stem_width": 0, "patch": int(variant.split("/")[-1])}
         if ("/" in variant)
         else {}
     )
@@ -233,23 +235,26 @@ def test_what_a_file_leaves_out_is_zero(tmp_path):
 
 def test_the_config_knows_the_heads_better_than_a_guess(tmp_path):
     arrays, config = write(tmp_path, encoder(image_size=(12, 20)))
-    found = read(arrays, config, heads=4)
-    assert models.create(**found.options).options["heads"] == 3
+    found = read(arrays, config, num_heads=4)
+    assert models.create(**found.options).options["num_heads"] == 3
 
 
 def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     arrays, _ = write(tmp_path, encoder(image_size=(16, 16)))
     found = read(arrays)
-    assert found.options["heads"] == 1
+    assert found.options["num_heads"] == 1
     assert found.notes == (
         "config.json: none of timm, so a plain network, exact GELU, epsilon 1e-6",
         "heads: nothing says how many, so 1, one for 64 features",
     )
     assert found.options["image_size"] == (16, 16)
-    assert (found.options["gelu"], found.options["epsilon"]) == ("erf", 1e-6)
+    assert (found.options["activation"], found.options["layer_norm_eps"]) == (
+        "gelu",
+        1e-6,
+    )
     assert (found.preprocess, found.class_names) == (None, ())
-    stated = read(arrays, heads=3)
-    assert models.create(**stated.options).options["heads"] == 3
+    stated = read(arrays, num_heads=3)
+    assert models.create(**stated.options).options["num_heads"] == 3
     assert stated.notes[1:] == (
         "heads: nothing says how many, so 3 as asked for, not the usual 1",
     )
@@ -267,33 +272,33 @@ def test_without_a_config_a_grid_must_be_square(tmp_path):
     with pytest.raises(
         UserError, match="embeddings of 21 patches, which are no square"
     ):
-        read(arrays, heads=3)
+        read(arrays, num_heads=3)
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"architecture": "vit_so400m_patch14_siglip_224"}, (16, "erf", 1e-6)),
-        ({"architecture": "vit_giantopt_patch16_siglip_256"}, (16, "tanh", 1e-6)),
-        ({"architecture": "vit_large_patch16_siglip_512"}, (0, "tanh", 1e-6)),
-        ({"architecture": "vit_large_patch16_siglip_384"}, (0, "erf", 1e-6)),
+        ({"architecture": "vit_so400m_patch14_siglip_224"}, (16, "gelu", 1e-6)),
+        ({"architecture": "vit_giantopt_patch16_siglip_256"}, (16, "gelu_tanh", 1e-6)),
+        ({"architecture": "vit_large_patch16_siglip_512"}, (0, "gelu_tanh", 1e-6)),
+        ({"architecture": "vit_large_patch16_siglip_384"}, (0, "gelu", 1e-6)),
         (
             {
                 "architecture": "vit_base_patch16_clip_224",
                 "model_args": {"pre_norm": False},
             },
-            (0, "erf", 1e-5),
+            (0, "gelu", 1e-5),
         ),
-        ({"architecture": "deit3_huge_patch14_224"}, (16, "erf", 1e-6)),
+        ({"architecture": "deit3_huge_patch14_224"}, (16, "gelu", 1e-6)),
         (
             {
                 "architecture": "vit_base_patch16_224",
                 "model_args": {"num_heads": 3, "act_layer": "gelu_tanh"},
             },
-            (3, "tanh", 1e-6),
+            (3, "gelu_tanh", 1e-6),
         ),
-        ({"model_type": "vit"}, (0, "erf", 1e-6)),  # Another library's config.
-        ({"architecture": "deit3_huge_patch14_224.fb_in22k"}, (16, "erf", 1e-6)),
+        ({"model_type": "vit"}, (0, "gelu", 1e-6)),  # Another library's config.
+        ({"architecture": "deit3_huge_patch14_224.fb_in22k"}, (16, "gelu", 1e-6)),
         (
             {
                 "architecture": "vit_base_patch16_224",
@@ -306,13 +311,13 @@ def test_without_a_config_a_grid_must_be_square(tmp_path):
                     "norm_layer": "layernorm",
                 },
             },
-            (0, "erf", 1e-6),
+            (0, "gelu", 1e-6),
         ),
     ],
 )
 def test_flavours_follow_the_architecture(config, expected):
     facts = timm_config.read(config)
-    assert (facts.num_heads, facts.gelu, facts.epsilon) == expected
+    assert (facts.num_heads, facts.activation, facts.epsilon) == expected
 
 
 def test_a_config_as_the_hub_has_them_is_read():
@@ -436,19 +441,32 @@ def test_what_is_left_over_or_missing_is_refused_unless_allowed(
     ("options", "message"),
     [
         (
-            {"representation": True},
-            "representation=True: timm has no tanh .*--to=google",
+            {"representation_layer": True},
+            "representation_layer=True: timm has no tanh .*--to=google",
         ),
         (
-            {"posemb": "relative", "posemb_at": "shared"},
-            "posemb=relative at posemb_at=shared exists in neither timm nor",
+            {"posemb": "relative", "posemb_placement": "shared"},
+            "posemb=relative at posemb_placement=shared exists in neither timm nor",
         ),
-        ({"posemb_at": "every"}, "posemb=learned at posemb_at=every exists in neither"),
-        ({"epsilon": 1e-4}, "epsilon=0.0001 cannot be stated in timm's config.json"),
-        ({"epsilon": 1e-5, "distillation": True}, "epsilon=1e-05 cannot be stated"),
         (
-            {"variant": "R50+B/32", "blocks": (1, 1, 1, 1), "image_size": (32, 64)},
-            r"timm has no hybrid with blocks=\(1, 1, 1, 1\), stem_width=64",
+            {"posemb_placement": "every"},
+            "posemb=learned at posemb_placement=every exists in neither",
+        ),
+        (
+            {"layer_norm_eps": 1e-4},
+            "layer_norm_eps=0.0001 cannot be stated in timm's config.json",
+        ),
+        (
+            {"layer_norm_eps": 1e-5, "distillation": True},
+            "layer_norm_eps=1e-05 cannot be stated",
+        ),
+        (
+            {
+                "variant": "R50+B/32",
+                "stage_depths": (1, 1, 1, 1),
+                "image_size": (32, 64),
+            },
+            r"timm has no hybrid with stage_depths=\(1, 1, 1, 1\), stem_width=64",
         ),
         (
             {"variant": "R26+S/32", "stem_width": 32, "image_size": (32, 64)},
@@ -475,7 +493,9 @@ def test_a_crop_after_the_short_side_is_refused_where_it_is_not_square(tmp_path)
 def test_a_resnet_of_other_depth_is_refused(tmp_path):
     model = models.create("R200x3", num_classes=2, stem_width=32)
     empty = Pretrained({}, model.options, "vit_jax", "test")
-    with pytest.raises(UserError, match=r"no BiT ResNet with blocks=\(3, 24, 36, 3\)"):
+    with pytest.raises(
+        UserError, match=r"no BiT ResNet with stage_depths=\(3, 24, 36, 3\)"
+    ):
         timm.write(empty, tmp_path)
 
 
@@ -504,7 +524,7 @@ def test_position_embeddings_of_a_grid_are_written_out(tmp_path, kind):
 
 @pytest.mark.parametrize("distillation", [False, True])
 def test_a_norm_after_the_choice_of_a_token_moves_before_it(tmp_path, distillation):
-    model = encoder(image_size=(12, 20), pooled_norm=True, distillation=distillation)
+    model = encoder(image_size=(12, 20), fc_norm=True, distillation=distillation)
     notes = timm.write(made(model), tmp_path)
     assert notes == ["final LayerNorm: moved before the choice of the token"]
     found = timm.read(files.read(tmp_path))
@@ -521,10 +541,10 @@ def logits_of(pretrained, seed):
 
 def test_deviations_are_told(tmp_path):
     model = encoder(
-        image_size=(12, 20), epsilon=1e-12, num_classes=0, distillation=True
+        image_size=(12, 20), layer_norm_eps=1e-12, num_classes=0, distillation=True
     )
     assert timm.write(made(model, preprocess=None, loss="sigmoid"), tmp_path) == [
-        "epsilon: 1e-12 became 1e-6, the least that timm has",
+        "layer_norm_eps: 1e-12 became 1e-6, the least that timm has",
         "features: timm gives the mean of both tokens, we the first",
         "preprocessing: nothing says how, so timm's own defaults hold",
         "loss: the config does not say that it was sigmoid, not softmax",
@@ -537,7 +557,7 @@ def test_the_tanh_layer_of_old_files_is_kept(tmp_path):
     arrays["pre_logits.fc.weight"] = rng.normal(size=(12, 12)).astype(np.float32)
     arrays["pre_logits.fc.bias"] = rng.normal(size=12).astype(np.float32)
     found = read(arrays, config)
-    assert found.options["representation"]
+    assert found.options["representation_layer"]
     np.testing.assert_array_equal(
         found.params["pre_logits"]["kernel"], arrays["pre_logits.fc.weight"].T
     )

@@ -146,7 +146,7 @@ def test_logits_are_equal_or_what_differs_is_named(tmp_path, case):
     size = np.abs(theirs).max()
     assert size > 0.1
     # What the note on stems says of kernels that are not of unit scale.
-    limit = 1e-4 if found.options.get("blocks", ()) == () else 2e-4
+    limit = 1e-4 if found.options.get("stage_depths", ()) == () else 2e-4
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=limit * size)
 
 
@@ -189,8 +189,8 @@ def test_every_vision_transformer_is_read_by_its_facts_or_refused(tmp_path):
         assert kinds == ["Block", "Attention", "Mlp"], name
         facts = block.attn.num_heads, block.norm1.eps, network.global_pool
         pools = {"token": "token", "gap": "avg", "map": "map", "none": ""}
-        ours = options["heads"], options["epsilon"], pools[options["head"]]
+        ours = options["num_heads"], options["layer_norm_eps"], pools[options["pool"]]
         assert ours == facts, name
         tanh = "Tanh" in type(block.mlp.act).__name__
-        assert options["gelu"] == ("tanh" if tanh else "erf"), name
+        assert options["activation"] == ("gelu_tanh" if tanh else "gelu"), name
     assert len(read) == 106

@@ -95,29 +95,27 @@ def bit(variant, **options):
 
 TIMM = {
     "token": tiny(),
-    "exact GELU, 1e-5": tiny(gelu="erf", epsilon=1e-5),
-    "1e-12": tiny(epsilon=1e-12),
+    "exact GELU, 1e-5": tiny(activation="gelu", layer_norm_eps=1e-5),
+    "1e-12": tiny(layer_norm_eps=1e-12),
     "grey": tiny(channels=1),
-    "gap": tiny(head="gap"),
-    "gap, pooled norm": tiny(head="gap", pooled_norm=True),
-    "gap, pooled norm, class token": tiny(
-        head="gap", pooled_norm=True, class_token=True
-    ),
-    "gap, class token": tiny(head="gap", class_token=True),
-    "map": tiny(head="map"),
-    "map, class token": tiny(head="map", class_token=True),
-    "map, pooled norm": tiny(head="map", pooled_norm=True),
-    "every token": tiny(head="none"),
-    "every token, no classes": tiny(head="none", num_classes=0),
+    "gap": tiny(pool="gap"),
+    "gap, pooled norm": tiny(pool="gap", fc_norm=True),
+    "gap, pooled norm, class token": tiny(pool="gap", fc_norm=True, class_token=True),
+    "gap, class token": tiny(pool="gap", class_token=True),
+    "map": tiny(pool="map"),
+    "map, class token": tiny(pool="map", class_token=True),
+    "map, pooled norm": tiny(pool="map", fc_norm=True),
+    "every token": tiny(pool="none"),
+    "every token, no classes": tiny(pool="none", num_classes=0),
     "distilled": tiny(distillation=True),
-    "distilled, pooled norm": tiny(distillation=True, pooled_norm=True),
+    "distilled, pooled norm": tiny(distillation=True, fc_norm=True),
     "no classes": tiny(num_classes=0),
-    "pooled norm of a token": tiny(pooled_norm=True),
+    "pooled norm of a token": tiny(fc_norm=True),
     "sincos2d": tiny(posemb="sincos2d"),
     "learned2d": tiny(posemb="learned2d"),
     "no positions": tiny(posemb="none"),
     "R+Ti/16": tiny("R+Ti/16", image_size=(32, 64)),
-    "R26+S/32": tiny("R26+S/32", image_size=(64, 96), head="gap"),
+    "R26+S/32": tiny("R26+S/32", image_size=(64, 96), pool="gap"),
 }
 SLOW = {
     "R50+B/16": tiny("R50+B/16", image_size=(48, 64)),
@@ -156,14 +154,17 @@ def test_timm_loads_what_we_write_and_agrees(tmp_path, name):
 
 HUGGING_FACE = {
     "token": (tiny(), "ViTForImageClassification"),
-    "1e-12": (tiny(gelu="erf", epsilon=1e-12), "ViTForImageClassification"),
+    "1e-12": (
+        tiny(activation="gelu", layer_norm_eps=1e-12),
+        "ViTForImageClassification",
+    ),
     "grey": (tiny(channels=1), "ViTForImageClassification"),
     "square": (tiny(image_size=(24, 24)), "ViTForImageClassification"),
     "no positions": (tiny(posemb="none"), "ViTForImageClassification"),
     "sincos2d": (tiny(posemb="sincos2d"), "ViTForImageClassification"),
     "distilled": (tiny(distillation=True), "DeiTForImageClassificationWithTeacher"),
     "no classes": (tiny(num_classes=0), "ViTModel"),
-    "pooler": (tiny(num_classes=0, representation=True), "ViTModel"),
+    "pooler": (tiny(num_classes=0, representation_layer=True), "ViTModel"),
     "distilled, no classes": (tiny(num_classes=0, distillation=True), "DeiTModel"),
 }
 
@@ -186,7 +187,7 @@ def test_transformers_load_what_we_write_and_agree(tmp_path, name):
         outputs = theirs(network, images).logits
         assert network.config.id2label[3] == "class 3"
     else:
-        pooled = pretrained.options["representation"]
+        pooled = pretrained.options["representation_layer"]
         network = load_strictly(
             transformers.AutoModel, tmp_path, add_pooling_layer=pooled
         )
@@ -280,7 +281,7 @@ def test_models_of_transformers_are_equal_or_refused(tmp_path, kind, changes, re
     outputs = theirs(network, images)
     expected = (
         outputs.pooler_output
-        if found.options["representation"]
+        if found.options["representation_layer"]
         else outputs.last_hidden_state[:, 0]
     )
     np.testing.assert_allclose(ours(found, images), expected, rtol=0, atol=1e-4)

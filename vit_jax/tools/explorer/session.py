@@ -212,7 +212,7 @@ class ExploredModel:
             "grid": self._model.grid,
             "size": self._model.image_shape[:2],
             "layers": options["depth"],
-            "heads": options["heads"],
+            "heads": options["num_heads"],
             "extra": self.extra,
         }
 
@@ -252,7 +252,9 @@ class ExploredModel:
         """Returns attention from all tokens, and the tokens after the last layer."""
         options, extra = self._model.options, len(self.extra)
         count = extra + self._model.grid[0] * self._model.grid[1]
-        rows = AttentionRows.zeros(count, extra, options["depth"], options["heads"] + 1)
+        rows = AttentionRows.zeros(
+            count, extra, options["depth"], options["num_heads"] + 1
+        )
         layers, rollout = self._layers(pixels), None
         for depth in range(options["depth"]):
             maps, tokens = next(layers)

@@ -176,7 +176,7 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
     try:
         return cost.macs_of(traced.jaxpr.jaxpr), TRACED
     except ValueError:  # A trace does not show the products inside a kernel.
-        twin = fields.replace(config, {"model.attention": "einsum"})
+        twin = fields.replace(config, {"model.attention_impl": "einsum"})
         program = train_step.build_train_setup(twin, mesh, examples)
         traced = program.train_step.trace(program.shapes, program.batch_shapes)
         return cost.macs_of(traced.jaxpr.jaxpr), KERNEL
@@ -198,7 +198,7 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
       sizes: mesh axis -> devices.
 
     Returns:
-      Name -> value; None for what the network does not have ("scan" and "remat" of a
+      Name -> value; None for what the network does not have ("scan" and "remat_policy" of a
       ResNet).
     """
     model, optim = config.model, config.optim
@@ -211,8 +211,8 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
         "dcn": {key: getattr(config.mesh, key) for key in ("dcn_data", "dcn_fsdp")},
         "dtype": model.dtype,
         "scan": getattr(model, "scan", None),
-        "remat": getattr(model, "remat", None),
-        "attention": getattr(model, "attention", ""),
+        "remat_policy": getattr(model, "remat_policy", None),
+        "attention_impl": getattr(model, "attention_impl", ""),
         "mu_dtype": optim.mu_dtype,
         "grad_accum_steps": optim.grad_accum_steps,
         "average": config.ema.decay > 0,

@@ -45,8 +45,8 @@ def advice(settings: dict) -> str:
       settings: see `analysis.settings`.
     """
     ways = _sharding(settings["mesh"], settings["dcn"])
-    if settings["remat"] not in (None, "full"):
-        ways.append("--config.model.remat=full")
+    if settings["remat_policy"] not in (None, "full"):
+        ways.append("--config.model.remat_policy=full")
     if settings["mu_dtype"] != "bfloat16":
         ways.append("--config.optim.mu_dtype=bfloat16")
     if settings["dtype"] != "bfloat16":
@@ -83,7 +83,13 @@ def _setting(settings):
     mesh = " x ".join(f"{axis} {size}" for axis, size in settings["mesh"].items())
     words = [
         f"{name} {settings[name]}"
-        for name in ("dtype", "mu_dtype", "remat", "attention", "grad_accum_steps")
+        for name in (
+            "dtype",
+            "mu_dtype",
+            "remat_policy",
+            "attention_impl",
+            "grad_accum_steps",
+        )
         if settings[name]
     ]
     if settings["scan"] is not None:

@@ -106,8 +106,8 @@ def variant(config: TrainConfig, sizes: dict, policy: str, scan: bool) -> TrainC
     """Returns a config with another mesh, remat policy and value of scan."""
     trial = fields.to_dict(config)
     trial["mesh"] |= sizes
-    if "remat" in trial["model"]:
-        trial["model"] |= {"remat": policy, "scan": scan}
+    if "remat_policy" in trial["model"]:
+        trial["model"] |= {"remat_policy": policy, "scan": scan}
     return complete(trial)
 
 
@@ -151,7 +151,7 @@ def flags(row: Analysis) -> str:
     if set(dcn.values()) == {1}:
         dcn = {}  # Chosen automatically, as in the config of the row.
     words = [f"mesh.{axis}={n}" for axis, n in {**row.settings["mesh"], **dcn}.items()]
-    for key in ("remat", "scan"):
+    for key in ("remat_policy", "scan"):
         if row.settings[key] is not None:
             words.append(f"model.{key}={row.settings[key]}")
     return " ".join(f"--config.{word}" for word in words)
@@ -167,7 +167,7 @@ def line(row: Analysis | None = None) -> str:
         sent = sum(one["sent"] for one in row.collectives)
         cells = (
             shown,
-            row.settings["remat"] or "-",
+            row.settings["remat_policy"] or "-",
             {True: "yes", False: "no", None: "-"}[row.settings["scan"]],
             f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "-",
             f"{row.flops / 1e12:.2f}" if row.flops else "-",

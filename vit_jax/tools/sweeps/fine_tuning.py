@@ -33,8 +33,15 @@ MODES = {
 _SAVES, _LEAST = 10, 50
 # Options that are not taken from the checkpoint: regularisation and the old head.
 _NOT_INHERITED = (
-    *("num_classes", "image_size", "channels", "head_bias", "dtype", "representation"),
-    *("dropout", "stochastic_depth"),
+    *(
+        "num_classes",
+        "image_size",
+        "channels",
+        "head_bias_init",
+        "dtype",
+        "representation_layer",
+    ),
+    *("dropout", "drop_path_rate"),
 )
 # Key -> flag that sets it.
 _FLAGS = {

@@ -48,12 +48,12 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     options = {
         **sizes,
         "num_classes": np.shape(flat.get("head/kernel", ()))[-1],
-        "head": next((kind for name, kind in kinds.items() if name in flat), "gap"),
-        "representation": "pre_logits/kernel" in flat,
-        "gelu": "tanh",
-        "epsilon": 1e-6,
+        "pool": next((kind for name, kind in kinds.items() if name in flat), "gap"),
+        "representation_layer": "pre_logits/kernel" in flat,
+        "activation": "gelu_tanh",
+        "layer_norm_eps": 1e-6,
     }
-    if options["head"] == "map" and "cls" in flat:
+    if options["pool"] == "map" and "cls" in flat:
         options["class_token"] = True
     return Pretrained(
         params=unflatten_dict(flat, sep="/"),

@@ -54,10 +54,10 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     options = {
         **sizes,
         "num_classes": np.shape(flat.get("head/kernel", ()))[-1],
-        "head": "token" if "cls" in flat else "gap",
-        "representation": "pre_logits/kernel" in flat,
-        "gelu": "tanh",
-        "epsilon": 1e-6,
+        "pool": "token" if "cls" in flat else "gap",
+        "representation_layer": "pre_logits/kernel" in flat,
+        "activation": "gelu_tanh",
+        "layer_norm_eps": 1e-6,
     }
     return Pretrained(
         params=unflatten_dict(flat, sep="/"),
@@ -92,12 +92,14 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         flat, options, more = surgery.norm_every_token(flat, options)
         flat, options, written = surgery.learn_positions(flat, options, model.grid)
         notes += more + written
-        if options["gelu"] != "tanh":
+        if options["activation"] != "gelu_tanh":
             notes.append(
-                "gelu: erf became tanh, Google's: logits differ in the third digit"
+                "activation: gelu became gelu_tanh, Google's: logits differ in the third digit"
             )
-        if options["epsilon"] != 1e-6:
-            notes.append(f"epsilon: {options['epsilon']:g} became 1e-6, Google's")
+        if options["layer_norm_eps"] != 1e-6:
+            notes.append(
+                f"layer_norm_eps: {options['layer_norm_eps']:g} became 1e-6, Google's"
+            )
         if model.grid[0] != model.grid[1] and options["posemb"] == "learned":
             raise UserError(
                 f"a grid of {model.grid[0]}x{model.grid[1]}: readers of Google's npz "
@@ -138,10 +140,10 @@ def _check_network(options: dict) -> None:
     wrong = [
         name
         for name, known in (
-            ("head", ("token", "gap", "map")),
-            ("class_token", (options["head"] == "token", False)),
+            ("pool", ("token", "gap", "map")),
+            ("class_token", (options["pool"] == "token", False)),
             ("distillation", (False,)),
-            ("pooled_norm", (options["head"] == "token", False)),
+            ("fc_norm", (options["pool"] == "token", False)),
             ("posemb", ("learned", "learned2d", "sincos2d")),
         )
         if options[name] not in known

@@ -56,8 +56,8 @@ _UNUSED = {"embeddings.mask_token"}  # Replaces patches that training masks.
 
 # Names of the two GELUs in transformers; the first one is written.
 _ACTIVATIONS = {
-    "erf": ("gelu", "gelu_python"),
-    "tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
+    "gelu": ("gelu", "gelu_python"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
 }
 # Pillow's numbers (Image.Resampling).
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
@@ -73,7 +73,7 @@ class HuggingFaceConfig:
 
     Attributes:
       num_heads: attention heads; 0 if unknown.
-      gelu: "tanh" or "erf".
+      activation: "gelu_tanh" or "gelu".
       epsilon: of the LayerNorms.
       image_size: height and width, or None.
       class_names: in label order; empty if they are only numbered.
@@ -83,7 +83,7 @@ class HuggingFaceConfig:
     """
 
     num_heads: int = 0
-    gelu: str = "erf"
+    activation: str = "gelu"
     epsilon: float = 1e-12
     image_size: tuple[int, int] | None = None
     class_names: tuple[str, ...] = ()
@@ -135,10 +135,10 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     notes += more
     form = {
         "depth": depth,
-        "heads": num_heads,
+        "num_heads": num_heads,
         "num_classes": len(flat.get(classifier, ())),
         "distillation": distilled,
-        "representation": "pooler.dense.weight" in flat,
+        "representation_layer": "pooler.dense.weight" in flat,
     }
     if not tensors.sidecars.get("config.json"):
         notes.append("config.json: none, so exact GELU and epsilon 1e-12")
@@ -265,11 +265,11 @@ def _model_options(
         **sizes,
         "image_size": size,
         "num_classes": form["num_classes"],
-        "head": "token",
+        "pool": "token",
         "distillation": form["distillation"],
-        "representation": form["representation"],
-        "gelu": facts.gelu,
-        "epsilon": facts.epsilon,
+        "representation_layer": form["representation_layer"],
+        "activation": facts.activation,
+        "layer_norm_eps": facts.epsilon,
     }
 
 
@@ -329,16 +329,16 @@ def _check_writable(options: dict) -> None:
             f"variant={options['variant']!r}: Hugging Face's ViT has no ResNet: write it "
             "with --to=timm or --to=google"
         )
-    if options["head"] != "token":
+    if options["pool"] != "token":
         raise UserError(
-            f"head={options['head']!r}: Hugging Face's ViT classifies the class token "
+            f"pool={options['pool']!r}: Hugging Face's ViT classifies the class token "
             "only: write it with --to=timm"
         )
-    if options["representation"] and (
+    if options["representation_layer"] and (
         options["num_classes"] or options["distillation"]
     ):
         raise UserError(
-            "representation=True: Hugging Face's ViTForImageClassification has no tanh "
+            "representation_layer=True: Hugging Face's ViTForImageClassification has no tanh "
             "layer before the classifier: write it with --to=google or --to=safetensors"
         )
 
@@ -349,7 +349,7 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     name, more = "AutoModelForImageClassification", ""
     if not options["num_classes"]:
         name = "AutoModel"
-        more = "" if options["representation"] else ", add_pooling_layer=False"
+        more = "" if options["representation_layer"] else ", add_pooling_layer=False"
     return (
         f"from transformers import {name}\n"
         f'model = {name}.from_pretrained("{path}"{more})'
@@ -377,10 +377,10 @@ def _table(options: dict) -> list[ArrayEntry]:
     """Returns the entries of an encoder, without the prefix.
 
     Args:
-      options: depth, heads, classes, distillation and representation of
+      options: depth, num_heads, num_classes, distillation and representation_layer of
         `models.Model`.
     """
-    num_heads, embed = options["heads"], "embeddings"
+    num_heads, embed = options["num_heads"], "embeddings"
     table = [
         *dense(f"{embed}.patch_embeddings.projection", "embedding", CONV),
         ArrayEntry(f"{embed}.cls_token", ("cls",), SAME),
@@ -408,7 +408,7 @@ def _table(options: dict) -> list[ArrayEntry]:
         table += norm(f"{theirs}.layernorm_after", f"{ours}/LayerNorm_2")
         table += dense(f"{theirs}.intermediate.dense", f"{ours}/MlpBlock_3/Dense_0")
         table += dense(f"{theirs}.output.dense", f"{ours}/MlpBlock_3/Dense_1")
-    if options["representation"]:
+    if options["representation_layer"]:
         table += dense("pooler.dense", "pre_logits")
     if options["distillation"]:
         table.append(ArrayEntry(f"{embed}.distillation_token", ("dist",), SAME))
@@ -436,12 +436,12 @@ def read_config(config: Mapping) -> HuggingFaceConfig:
             f"model_type={config['model_type']!r} in config.json is not one of "
             f"{', '.join(_MODEL_TYPES)}, which models of this project compute"
         )
-    activation = config.get("hidden_act", "gelu")
-    gelu = [ours for ours, theirs in _ACTIVATIONS.items() if activation in theirs]
-    if not gelu:
+    theirs = config.get("hidden_act", "gelu")
+    activation = next((k for k, v in _ACTIVATIONS.items() if theirs in v), None)
+    if activation is None:
         known = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
         raise UserError(
-            f"hidden_act={activation!r} in config.json is not one of {known}, which "
+            f"hidden_act={theirs!r} in config.json is not one of {known}, which "
             "models of this project have"
         )
     labels = config.get("id2label") or {}
@@ -450,7 +450,7 @@ def read_config(config: Mapping) -> HuggingFaceConfig:
     size = config.get("image_size", 224)
     return HuggingFaceConfig(
         num_heads=config.get("num_attention_heads", 12),
-        gelu=gelu[0],
+        activation=activation,
         epsilon=float(config.get("layer_norm_eps", 1e-12)),
         image_size=(size, size) if isinstance(size, int) else tuple(size),
         class_names=() if names == tuple(f"LABEL_{i}" for i in numbers) else names,
@@ -531,10 +531,10 @@ def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dic
         "model_type": kind.lower(),
         "hidden_size": options["width"],
         "num_hidden_layers": options["depth"],
-        "num_attention_heads": options["heads"],
+        "num_attention_heads": options["num_heads"],
         "intermediate_size": options["mlp_dim"],
-        "hidden_act": _ACTIVATIONS[options["gelu"]][0],
-        "layer_norm_eps": options["epsilon"],
+        "hidden_act": _ACTIVATIONS[options["activation"]][0],
+        "layer_norm_eps": options["layer_norm_eps"],
         "image_size": height if height == width else [height, width],
         "patch_size": options["patch"],
         "num_channels": options["channels"],

@@ -132,7 +132,7 @@ def transformer_options(flat: dict[str, np.ndarray]) -> dict:
     size = variants.Size(
         width=kernel.shape[-1],
         depth=len(blocks),
-        heads=query.shape[1],
+        num_heads=query.shape[1],
         mlp_dim=hidden.shape[-1],
     )
     name, options = nearest_size(size)
@@ -186,7 +186,7 @@ def resnet_options(blocks: tuple[int, ...], stem_width: int) -> dict:
     name = f"{names.get(blocks, 'R50')}x{max(1, round(factor))}"
     options = {"variant": name}
     if blocks not in names:
-        options["blocks"] = blocks
+        options["stage_depths"] = blocks
     if factor != max(1, round(factor)):
         options["stem_width"] = stem_width
     return options
@@ -209,7 +209,7 @@ def _hybrid(
         )
     differs, name = min(alike)
     if differs:
-        options["blocks"] = blocks
+        options["stage_depths"] = blocks
     return name, patch * _ROOT * 2 ** max(0, len(blocks) - 1), options
 
 

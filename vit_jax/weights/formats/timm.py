@@ -89,7 +89,7 @@ def _read_resnet(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int
     stages = [int(stage) for stage, _ in units]
     blocks = tuple(stages.count(i) for i in range(len(set(stages))))
     num_classes = len(flat.get("head.fc.weight", ()))
-    table = _resnet_table({"blocks": blocks, "num_classes": num_classes})
+    table = _resnet_table({"stage_depths": blocks, "num_classes": num_classes})
     timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
     channels, stem_width = ours["root_block/conv_root/kernel"].shape[2:]
@@ -125,7 +125,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
     notes += more
     form = _form(flat, facts, tensors.path)
     width = len(flat["patch_embed.proj.weight"])
-    form["heads"], more = torch_file.choose_num_heads(
+    form["num_heads"], more = torch_file.choose_num_heads(
         facts.num_heads, num_heads, width, form["depth"]
     )
     notes += more
@@ -146,13 +146,13 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
         if missing:
             notes.append("position embeddings of extra tokens: none in the file, so 0")
         ours[POSITIONS] = surgery.prepend_zero_rows(embedding, missing)
-    kept = ("head", "class_token", "distillation", "representation", "pooled_norm")
+    kept = ("pool", "class_token", "distillation", "representation_layer", "fc_norm")
     options = {
         **sizes,
         "num_classes": form["num_classes"],
         **{name: form[name] for name in (*kept, "posemb")},
-        "gelu": facts.gelu,
-        "epsilon": facts.epsilon,
+        "activation": facts.activation,
+        "layer_norm_eps": facts.epsilon,
     }
     return ours, options, notes
 
@@ -187,13 +187,13 @@ def _form(
     return {
         "depth": len({n.split(".")[1] for n in flat if n.startswith("blocks.")}),
         "stem_width": int(any(name.startswith(stem) for name in flat)),
-        "blocks": tuple(counts.count(i) for i in range(len(set(counts)))),
+        "stage_depths": tuple(counts.count(i) for i in range(len(set(counts)))),
         "num_classes": len(flat.get("head.weight", ())),
-        "head": head,
+        "pool": head,
         "class_token": beside,
         "distillation": "dist_token" in flat,
-        "representation": "pre_logits.fc.weight" in flat,
-        "pooled_norm": "fc_norm.weight" in flat,
+        "representation_layer": "pre_logits.fc.weight" in flat,
+        "fc_norm": "fc_norm.weight" in flat,
         "posemb": "learned" if "pos_embed" in flat else "none",
     }
 
@@ -284,7 +284,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     """
     model = models.create(**pretrained.options)
     flat = flatten_dict(pretrained.params, sep="/")
-    options = {"blocks": (), "stem_width": 0, **model.options}
+    options = {"stage_depths": (), "stem_width": 0, **model.options}
     notes, table = [], _resnet_table
     if "depth" not in options and not options["zero_pool"]:
         notes.append(
@@ -293,20 +293,20 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         )
     if "depth" in options:
         table = _transformer_table
-        if options["representation"]:
+        if options["representation_layer"]:
             raise UserError(
-                "representation=True: timm has no tanh layer before the classifier: "
+                "representation_layer=True: timm has no tanh layer before the classifier: "
                 "write it with --to=google or --to=safetensors"
             )
         flat, options, notes = surgery.norm_every_token(flat, options)
         flat, options, more = surgery.learn_positions(flat, options, model.grid)
         notes += more
         options["patch"] = flat["embedding/kernel"].shape[0]
-        if 0 < options["epsilon"] < 1e-6:
+        if 0 < options["layer_norm_eps"] < 1e-6:
             notes.append(
-                f"epsilon: {options['epsilon']:g} became 1e-6, the least that timm has"
+                f"layer_norm_eps: {options['layer_norm_eps']:g} became 1e-6, the least that timm has"
             )
-            options["epsilon"] = 1e-6
+            options["layer_norm_eps"] = 1e-6
         if options["stem_width"]:
             notes.append(
                 "stem: timm's epsilons (1e-5 in GroupNorm, 1e-8 beside a kernel's "
@@ -337,27 +337,27 @@ def _transformer_table(options: dict) -> list[ArrayEntry]:
     """Returns the entries of an encoder or hybrid.
 
     Args:
-      options: depth, heads, stem_width, blocks, classes, head, class_token,
-        distillation, representation, pooled_norm and posemb of `models.Model`.
+      options: depth, num_heads, stem_width, stage_depths, num_classes, pool, class_token,
+        distillation, representation_layer, fc_norm and posemb of `models.Model`.
     """
     table = dense("patch_embed.proj", "embedding", CONV)
     if options["stem_width"]:
-        table += _stem_table(options["blocks"])
-    if options["head"] == "token" or options["class_token"]:
+        table += _stem_table(options["stage_depths"])
+    if options["pool"] == "token" or options["class_token"]:
         table.append(ArrayEntry("cls_token", ("cls",), SAME))
     if options["distillation"]:
         table.append(ArrayEntry("dist_token", ("dist",), SAME))
     if options["posemb"] != "none":
         table.append(ArrayEntry("pos_embed", (POSITIONS,), SAME))
     for i in range(options["depth"]):
-        table += _block_table(i, options["heads"])
-    if options["pooled_norm"]:
+        table += _block_table(i, options["num_heads"])
+    if options["fc_norm"]:
         table += norm("fc_norm", "fc_norm")
     else:
         table += norm("norm", "Transformer/encoder_norm")
-    if options["head"] == "map":
-        table += _map_head_table(options["heads"])
-    if options["representation"]:  # In files of timm before 0.6 only.
+    if options["pool"] == "map":
+        table += _map_head_table(options["num_heads"])
+    if options["representation_layer"]:  # In files of timm before 0.6 only.
         table += dense("pre_logits.fc", "pre_logits")
     if options["num_classes"]:
         table += dense("head", "head")
@@ -369,10 +369,10 @@ def _resnet_table(options: dict) -> list[ArrayEntry]:
     """Returns the entries of a BiT ResNet.
 
     Args:
-      options: blocks and classes of `models.Model`.
+      options: stage_depths and num_classes of `models.Model`.
     """
     table = [_conv("stem.conv", "root_block/conv_root")]
-    for stage, units in enumerate(options["blocks"]):
+    for stage, units in enumerate(options["stage_depths"]):
         for unit in range(units):
             theirs = f"stages.{stage}.blocks.{unit}"
             ours = f"block{stage + 1}/unit{unit + 1:02}"

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from vit_jax.errors import UserError
+from vit_jax.models import layers
 from vit_jax.weights.pretrained import Preprocess, per_channel, resize_sides
 
 # All architectures of timm 1.0.31 with equal logits, by family, with their older names.
@@ -107,7 +108,7 @@ class TimmConfig:
 
     Attributes:
       num_heads: attention heads; 0 if unknown.
-      gelu: "tanh" or "erf".
+      activation: "gelu_tanh" or "gelu".
       epsilon: of the LayerNorms.
       pool: timm's global_pool; None if unknown.
       pools_prefix: whether the class token is pooled with the patches.
@@ -119,7 +120,7 @@ class TimmConfig:
     """
 
     num_heads: int = 0
-    gelu: str = "erf"
+    activation: str = "gelu"
     epsilon: float = 1e-6
     pool: str | None = None
     pools_prefix: bool = False
@@ -141,7 +142,6 @@ _TANH = (
     r"|^vit_large_patch16_siglip_(gap_)?512"
 )
 _EPSILON_5 = r"_clip_"  # Of these only files that this project wrote are read.
-_ACTIVATIONS = {"gelu": "erf", "gelu_tanh": "tanh"}
 _INTERPOLATIONS = {
     "nearest": "nearest",
     "bilinear": "bilinear",
@@ -173,16 +173,16 @@ def read(config: Mapping) -> TimmConfig:
     activation = args.get("act_layer") or (
         "gelu_tanh" if re.search(_TANH, name) else "gelu"
     )
-    if activation not in _ACTIVATIONS:
+    if activation not in layers.ACTIVATIONS:
         raise UserError(
             f"act_layer={activation!r} in the config.json of {name} is not one of "
-            f"{', '.join(_ACTIVATIONS)}, which models of this project have"
+            f"{', '.join(layers.ACTIVATIONS)}, which models of this project have"
         )
     notes = []
     size = images.get("input_size", (3, 224, 224))[1:]
     return TimmConfig(
         num_heads=args.get("num_heads") or next(heads, 0),
-        gelu=_ACTIVATIONS[activation],
+        activation=activation,
         epsilon=1e-5 if re.search(_EPSILON_5, name) else 1e-6,
         pool=args.get("global_pool", config.get("global_pool")),
         pools_prefix=bool(args.get("pool_include_prefix")),
@@ -331,23 +331,23 @@ def _choose_transformer(options: Mapping) -> tuple[str, dict, dict]:
         "in_chans": options["channels"],
         "embed_dim": width,
         "depth": options["depth"],
-        "num_heads": options["heads"],
+        "num_heads": options["num_heads"],
         "mlp_ratio": ratio,
         "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[
-            options["head"]
+            options["pool"]
         ],
-        "class_token": options["head"] == "token" or options["class_token"],
-        "fc_norm": options["pooled_norm"],
+        "class_token": options["pool"] == "token" or options["class_token"],
+        "fc_norm": options["fc_norm"],
         "pos_embed": "none" if options["posemb"] == "none" else "learn",
-        "act_layer": "gelu_tanh" if options["gelu"] == "tanh" else "gelu",
+        "act_layer": options["activation"],
     }
-    if options["head"] == "map":
+    if options["pool"] == "map":
         args["pool_include_prefix"] = True
-    if options["epsilon"] == 1e-5:
+    if options["layer_norm_eps"] == 1e-5:
         args["pre_norm"] = False
     first = "patch_embed.proj"
     if options["stem_width"]:
-        stem = "stem." if options["blocks"] else ""
+        stem = "stem." if options["stage_depths"] else ""
         first = f"patch_embed.backbone.{stem}conv"
     heads = ["head", "head_dist"] if options["distillation"] else "head"
     return (
@@ -360,18 +360,22 @@ def _choose_transformer(options: Mapping) -> tuple[str, dict, dict]:
 def _transformer_name(options: Mapping) -> str:
     """Returns the name of the architecture of an encoder or hybrid."""
     size, patches = _SIZE_NAMES.get(options["width"], ("", ()))
-    odd = options["epsilon"] != 1e-6
+    odd = options["layer_norm_eps"] != 1e-6
     if options["stem_width"]:
-        if options["blocks"] not in _HYBRIDS or options["stem_width"] != 64 or odd:
+        if (
+            options["stage_depths"] not in _HYBRIDS
+            or options["stem_width"] != 64
+            or odd
+        ):
             raise UserError(
-                f"timm has no hybrid with blocks={options['blocks']}, "
-                f"stem_width={options['stem_width']} and epsilon={options['epsilon']}: "
+                f"timm has no hybrid with stage_depths={options['stage_depths']}, "
+                f"stem_width={options['stem_width']} and layer_norm_eps={options['layer_norm_eps']}: "
                 "write it with --to=google or --to=safetensors"
             )
-        return _HYBRIDS[options["blocks"]]
-    if odd and (options["epsilon"] != 1e-5 or options["distillation"]):
+        return _HYBRIDS[options["stage_depths"]]
+    if odd and (options["layer_norm_eps"] != 1e-5 or options["distillation"]):
         raise UserError(
-            f"epsilon={options['epsilon']} cannot be stated in timm's config.json "
+            f"layer_norm_eps={options['layer_norm_eps']} cannot be stated in timm's config.json "
             "(1e-6 can, and 1e-5 without distillation): write it with --to=hf"
         )
     if options["distillation"]:
@@ -386,10 +390,10 @@ def _transformer_name(options: Mapping) -> str:
 
 def _choose_resnet(options: Mapping) -> tuple[str, dict, dict]:
     layers = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
-    blocks, stem_width = options["blocks"], options["stem_width"]
+    blocks, stem_width = options["stage_depths"], options["stem_width"]
     if blocks not in layers:
         raise UserError(
-            f"timm has no BiT ResNet with blocks={blocks}, only with "
+            f"timm has no BiT ResNet with stage_depths={blocks}, only with "
             f"{', '.join(map(str, layers))}: write it with --to=google or "
             "--to=safetensors"
         )

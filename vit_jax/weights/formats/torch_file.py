@@ -397,7 +397,7 @@ def choose_num_heads(
     if stated:
         return stated, []
     known = [
-        size.heads
+        size.num_heads
         for size in variants.SIZES.values()
         if (size.width, size.depth) == (width, depth)
     ]

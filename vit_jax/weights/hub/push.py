@@ -12,8 +12,16 @@ from vit_jax.errors import UserError
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import Preprocess, Pretrained, resize_sides
 
-_ENCODER = ("width", "depth", "heads", "mlp_dim", "head", "gelu", "epsilon")
-_RESNET = ("blocks", "stem_width")
+_ENCODER = (
+    "width",
+    "depth",
+    "num_heads",
+    "mlp_dim",
+    "pool",
+    "activation",
+    "layer_norm_eps",
+)
+_RESNET = ("stage_depths", "stem_width")
 
 
 def check_repository(repo: str) -> None:
