@@ -61,7 +61,7 @@ photo = "notebooks/chelsea.jpg"  # Chelsea the cat, by Stefan van der Walt, CC0.
 
 # %%
 found, preprocess = forward_passes.open_weights(
-    source, {}, average=True, num_heads=0, tell=print
+    source, {}, use_ema=True, num_heads=0, tell=print
 )
 classifier = prediction.Classifier(found, preprocess=preprocess)
 loaded = LoadedModel.from_pretrained(source, found, preprocess)

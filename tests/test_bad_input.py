@@ -317,7 +317,7 @@ def test_passwords_of_urls_are_masked(text, shown):
 @pytest.mark.parametrize("verb", ["convert", "predict", "train"])
 def test_passwords_are_in_no_message(process, verb, tmp_path):
     words = {
-        "convert": [f"--from={URL}", "--to=timm", f"--out={tmp_path / 'out'}"],
+        "convert": [f"--model={URL}", "--to=timm", f"--out={tmp_path / 'out'}"],
         "predict": [f"--model={URL}", "mixed", "--debug"],
         "train": [QUICK, f"--config.init={URL}", f"--workdir={tmp_path / 'run'}"],
     }[verb]

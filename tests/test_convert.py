@@ -91,7 +91,7 @@ def same_params(a, b):
 )
 def test_every_format_and_back(tmp_path, source, capsys, to, name, files, usage):
     out = tmp_path / "new" / name
-    assert run("--from", source, "--to", to, "--out", out) is None
+    assert run("--model", source, "--to", to, "--out", out) is None
     printed = capsys.readouterr().out
     assert f"read {source}: vit_jax weights of Ti/4\nwrote {out}\n" in printed
     assert usage in printed
@@ -133,8 +133,8 @@ def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
         "evals": {"val": "val"},
     }
     loop.train(config.complete(raw), str(workdir))
-    for name, flags in (("average", ()), ("raw", ("--raw",))):
-        run("--from", workdir, "--to=timm", "--out", tmp_path / name, *flags)
+    for name, flags in (("average", ()), ("raw", ("--no_ema",))):
+        run("--model", workdir, "--to=timm", "--out", tmp_path / name, *flags)
         assert f"  {name} parameters of step 2\n" in capsys.readouterr().out
         expected = weights.open_pretrained(workdir, use_ema=not flags)
         found = weights.open_pretrained(tmp_path / name)
@@ -151,9 +151,9 @@ def test_flags_replace_what_the_source_says(tmp_path, capsys):
     np.savez(source, **flat)
     (tmp_path / "names.txt").write_text("v\nw\nx\ny\nz\n")
     run(
-        "--from", source, "--to=hf", "--out", tmp_path / "out",
+        "--model", source, "--to=hf", "--out", tmp_path / "out",
         "--labels", tmp_path / "names.txt", "--mean=0.1,0.2,0.3", "--std=0.5",
-        "--crop=0.5", "--interpolation=lanczos",
+        "--crop_pct=0.5", "--interpolation=lanczos",
     )  # fmt: skip
     found = weights.open_pretrained(tmp_path / "out")
     assert found.class_names == tuple("vwxyz")
@@ -163,13 +163,13 @@ def test_flags_replace_what_the_source_says(tmp_path, capsys):
 
 
 def test_what_is_assumed_about_images_is_told(tmp_path, source, capsys):
-    run("--from", source, "--to=timm", "--out", tmp_path / "a")
+    run("--model", source, "--to=timm", "--out", tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     for key in ("mean", "std"):
         del config["pretrained_cfg"][key]
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     capsys.readouterr()
-    run("--from", tmp_path / "a", "--to=hf", "--out", tmp_path / "b")
+    run("--model", tmp_path / "a", "--to=hf", "--out", tmp_path / "b")
     assert re.search(
         r"how images are prepared: nothing says, so assumed: 12x12, bicubic, crop 0.9, "
         r"mean 0.5,?.*, std 0.5",
@@ -232,7 +232,7 @@ def test_bad_flags_are_told_and_leave_nothing(
     before = sorted(tmp_path.rglob("*"))
     words = [w.format(source=source, parent=tmp_path, names=names) for w in words]
     with pytest.raises(UserError, match=message):
-        run("--from", source, *words)
+        run("--model", source, *words)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -505,7 +505,7 @@ def committed(commit, store):
 @uploads
 def test_pushing_uploads_the_files_and_a_card(tmp_path, source, hub, capsys):
     run(
-        "--from", source, "--to=timm", "--out", tmp_path / "out",
+        "--model", source, "--to=timm", "--out", tmp_path / "out",
         "--push=ann/small", "--private", "--license=apache-2.0",
     )  # fmt: skip
     assert capsys.readouterr().out.endswith(
@@ -538,7 +538,7 @@ def test_pushing_uploads_the_files_and_a_card(tmp_path, source, hub, capsys):
 
 def test_one_file_is_pushed_as_well(tmp_path, source, hub):
     out = tmp_path / "small.npz"
-    run("--from", source, "--to=google", "--out", out, "--push=ann/small")
+    run("--model", source, "--to=google", "--out", out, "--push=ann/small")
     files = committed(hub.commits[0], hub.store)
     assert files.keys() == {"README.md", "small.npz"}
     assert files["small.npz"] == out.read_bytes()
@@ -574,7 +574,7 @@ def test_an_upload_that_is_refused_is_told_and_keeps_the_files(
     hub.refuse[refused] = status
     out = tmp_path / "out"
     with pytest.raises(UserError, match=message):
-        run("--from", source, "--to=timm", "--out", out, "--push=ann/small")
+        run("--model", source, "--to=timm", "--out", out, "--push=ann/small")
     assert weights.open_pretrained(out).format == "timm"
 
 
@@ -588,7 +588,7 @@ def test_a_hub_that_does_not_answer_is_told(tmp_path, hub):
 
 def test_as_a_process(tmp_path, source):
     def convert(*words):
-        command = [sys.executable, "-m", "vit_jax.convert", "--from", source, *words]
+        command = [sys.executable, "-m", "vit_jax.convert", "--model", source, *words]
         return subprocess.run(
             list(map(str, command)),
             cwd=ROOT,

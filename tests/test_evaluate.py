@@ -252,8 +252,8 @@ def test_a_probe_and_flags_for_the_images(run):
     assert set(usual) == {"top1", "l2", "held_out_top1"}
     assert usual["top1"] > 0.6
     tops = run("classification", "--json").out
-    assert run("classification", "--json", "--crop=0.9").out == tops
-    for other in ("--crop=squash", "--resolution=24x32", "--mean=0.1,0.2,0.3"):
+    assert run("classification", "--json", "--crop_pct=0.9").out == tops
+    for other in ("--crop_pct=squash", "--resolution=24x32", "--mean=0.1,0.2,0.3"):
         assert run("classification", "--json", other).out != tops
 
 
@@ -363,7 +363,7 @@ def test_hosts_with_other_weights_or_data_are_refused(place, tmp_path, kind):
     ("word", "kind", "key"),
     [
         ("--resolution=16", "preprocess", "image_size"),
-        ("--crop=squash", "preprocess", "squash"),
+        ("--crop_pct=squash", "preprocess", "squash"),
         ("--mean=0.1,0.2,0.3", "preprocess", "mean"),
         ("--config.data.num_workers=1", "", ""),
     ],
@@ -452,7 +452,7 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)
     trained = json.loads((tmp_path / "report.json").read_text())["final"]["val"]
     capsys.readouterr()
-    for raw, kind in ((["--raw"], "raw"), ([], "ema")):
+    for raw, kind in ((["--no_ema"], "raw"), ([], "ema")):
         arguments = words(place, "classification", "--json", *raw, model=tmp_path)
         evaluate.main(cli.parse(evaluate.parser(), arguments))
         found = json.loads(capsys.readouterr().out.splitlines()[-1])["test"]

@@ -115,7 +115,7 @@ def test_flags_on_images_and_classes_are_those_of_the_first_model(run, place, tm
     labels.write_text("one\ntwo\nthree\n")
     path, image = tmp_path / "x.html", place / "images" / "noise.png"
     words = f"--html={path}", f"--image={image}", f"--compare={other}"
-    run(*words, f"--labels={labels}", "--resolution=24x16", "--crop=squash")
+    run(*words, f"--labels={labels}", "--resolution=24x16", "--crop_pct=squash")
     state = json.loads(re.search(r'id="saved">(.+?)</script>', path.read_text())[1])
     assert [model["size"] for model in state["models"]] == [[24, 16], [16, 24]]
     first, second = state["seen"]["models"]

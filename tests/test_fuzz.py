@@ -257,7 +257,7 @@ WEIGHTS = {
     "--mean": "value",
     "--std": "value",
     "--interpolation": "value",
-    "--crop": "value",
+    "--crop_pct": "value",
     "--num_heads": "value",
 }
 COMMANDS = {
@@ -294,8 +294,8 @@ COMMANDS = {
     ),
     "convert": (
         14,
-        {"--from": "sound.safetensors", "--to": "timm", "--out": "OUT"},
-        {"--from": "file", "--to": "value", "--out": "file", **WEIGHTS},
+        {"--model": "sound.safetensors", "--to": "timm", "--out": "OUT"},
+        {"--model": "file", "--to": "value", "--out": "file", **WEIGHTS},
     ),
     "prepare": (
         14,
@@ -361,7 +361,7 @@ COMMANDS = {
         {
             "--model": "file",
             "--dataset": "value",
-            "--rates": "value",
+            "--learning_rates": "value",
             "--layer_decay": "value",
             "--resolution": "value",
             "--seeds": "value",

@@ -228,8 +228,12 @@ def test_a_pipe_is_answered_line_by_line_and_may_close(place, command):
         (["-"], b"x.png\n\ny.png", "no image: 'x.png' does not exist"),
         (["x", "--topk=0"], b"", "--topk: '0' is not a whole number from 1 on"),
         (["x", "--mean=a,b"], b"", "--mean: 'a,b' is not numbers with commas"),
-        (["x", "--crop=0.9,1"], b"", "--crop: '0.9,1' is neither a number nor squash"),
-        (["x", "--crop=half"], b"", "--crop: 'half' is neither a number"),
+        (
+            ["x", "--crop_pct=0.9,1"],
+            b"",
+            "--crop_pct: '0.9,1' is neither a number nor squash",
+        ),
+        (["x", "--crop_pct=half"], b"", "--crop_pct: 'half' is neither a number"),
         (["x", "--resolution=ax2"], b"", "'a' is not a whole number from 1 on"),
         ([], b"", "required: IMAGE"),
     ],
@@ -292,13 +296,13 @@ def test_flags_replace_what_travelled(place, run, pretrained):
         return probabilities(out)[str(path)]
 
     usual = chances()
-    same = chances("--mean=0.4,0.5,0.6", "--crop=0.9", "--interpolation=bicubic")
+    same = chances("--mean=0.4,0.5,0.6", "--crop_pct=0.9", "--interpolation=bicubic")
     assert same == usual
     for other in (
         "--mean=0.4",
         "--std=0.2",
-        "--crop=1",
-        "--crop=squash",
+        "--crop_pct=1",
+        "--crop_pct=squash",
         "--interpolation=nearest",
         "--resolution=24x32",  # Position embeddings are resized.
         "--resolution=32",
@@ -308,7 +312,7 @@ def test_flags_replace_what_travelled(place, run, pretrained):
     classifier = prediction.Classifier(pretrained)
     (wanted,) = np.asarray(classifier.logits(np.array(squashed)[None]))
     wanted = classifier.rank(wanted, 5)
-    found = chances("--crop=squash")
+    found = chances("--crop_pct=squash")
     assert list(found) == [one.label for one in wanted]
     np.testing.assert_allclose(
         list(found.values()), [one.probability for one in wanted], rtol=1e-5
@@ -320,7 +324,7 @@ def test_flags_replace_what_travelled(place, run, pretrained):
     [
         (["--model=absent"], "^'absent' is"),
         (["--interpolation=cubic"], "interpolation='cubic' is not one of nearest"),
-        (["--crop=1.5"], r"crop=1\.5 is not a fraction"),
+        (["--crop_pct=1.5"], r"crop_pct=1\.5 is not a fraction"),
         (["--mean=0.1,0.2"], r"mean=0\.1,0\.2 has 2 numbers, but .* 3 channels"),
         (["--resolution=20"], "image height 20 is not a multiple of the patch 8"),
         (["--labels=absent.txt"], "--labels=absent.txt cannot be read"),
@@ -367,7 +371,7 @@ def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_pat
         err,
     )
     assert re.findall(r"  (class \d)\n", out)
-    stated = "--mean=0.5", "--std=0.5", "--interpolation=bilinear", "--crop=squash"
+    stated = "--mean=0.5", "--std=0.5", "--interpolation=bilinear", "--crop_pct=squash"
     assert run(*words, *stated) == (0, out, "")
 
 
@@ -471,7 +475,7 @@ def test_a_sigmoid_run_gives_every_class_its_own_probability(
     path = place / "images" / "b.JPG"
     words = path, f"--model={tmp_path}/run", "--json"
     average, raw = (
-        probabilities(run(*words, *more)[1])[str(path)] for more in ((), ("--raw",))
+        probabilities(run(*words, *more)[1])[str(path)] for more in ((), ("--no_ema",))
     )
     assert average != raw
 
@@ -538,7 +542,7 @@ DEIT = (
     "--mean=0.485,0.456,0.406",
     "--std=0.229,0.224,0.225",
     "--interpolation=bicubic",
-    "--crop=0.875",
+    "--crop_pct=0.875",
 )
 
 

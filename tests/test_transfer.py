@@ -34,9 +34,12 @@ def parse(*words):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--rates=0.1,x", "argument --rates: '0.1,x' is not numbers above 0 with"),
-        ("--rates=0", "'0' is not numbers above 0"),
-        ("--rates=inf", "'inf' is not numbers above 0"),
+        (
+            "--learning_rates=0.1,x",
+            "argument --learning_rates: '0.1,x' is not numbers above 0 with",
+        ),
+        ("--learning_rates=0", "'0' is not numbers above 0"),
+        ("--learning_rates=inf", "'inf' is not numbers above 0"),
         ("--seeds=0", "'0' is not a whole number from 1 on"),
         ("--resolution=a", "'a' is not a whole number"),
         ("--mode=half", "invalid choice: 'half'"),
@@ -50,8 +53,10 @@ def test_flags_that_make_no_sense_end_with_one_line(word, message, capsys):
 
 
 def test_flags_are_read():
-    flags = parse("--rates=0.1,1e-2", "--resolution=16x24", "--config.batch_size=8")
-    assert flags.rates == (0.1, 0.01)
+    flags = parse(
+        "--learning_rates=0.1,1e-2", "--resolution=16x24", "--config.batch_size=8"
+    )
+    assert flags.learning_rates == (0.1, 0.01)
     assert flags.resolution == (16, 24)
     assert flags.overrides == {"batch_size": 8}
     assert (flags.seeds, flags.mode, flags.layer_decay) == (3, "full", 0.0)
@@ -125,7 +130,11 @@ def lasting(report):
 @pytest.mark.slow
 def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tmp_path):
     words = [f"--model={digits}", "--dataset=digits", "--resolution=12", "--seeds=2"]
-    words += ["--rates=0.03,0.3", "--config.total_steps=40", "--config.batch_size=32"]
+    words += [
+        "--learning_rates=0.03,0.3",
+        "--config.total_steps=40",
+        "--config.batch_size=32",
+    ]
     words += ["--config.checkpoint_every_steps=5", "--config.log_every_steps=5"]
 
     out = hosts.finish(start(*words, f"--workdir={tmp_path}/undisturbed"))
@@ -149,11 +158,11 @@ def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tm
     found = json.loads((tmp_path / "killed" / "transfer.json").read_text())
     assert lasting(found) == lasting(expected)
 
-    process = start(*words, "--rates=0.03,0.1,0.3")
+    process = start(*words, "--learning_rates=0.03,0.1,0.3")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     (line,) = out.splitlines()
-    assert "holds a study by another command (--rates: " in line
+    assert "holds a study by another command (--learning_rates: " in line
 
 
 @pytest.mark.slow
@@ -177,7 +186,7 @@ def test_a_folder_of_images_is_learnt_by_each_mode(digits, tmp_path, capsys):
                 f"--workdir={tmp_path}/{mode}",
                 f"--mode={mode}",
                 "--resolution=8",
-                "--rates=0.03,0.3",
+                "--learning_rates=0.03,0.3",
                 "--seeds=1",
                 "--layer_decay=0.8",
                 "--config.total_steps=60",

@@ -17,7 +17,7 @@ from vit_jax.errors import (
 )
 from vit_jax.printing import masked, printable
 
-SQUASH = "squash"  # A value of --crop.
+SQUASH = "squash"  # A value of --crop_pct.
 _UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
 
 
@@ -126,7 +126,11 @@ def add_weights_flags(parser: Parser) -> None:
     """Adds flags that say which weights are tried, and at which size of images."""
     add = parser.add_argument
     add("--model", required=True, help="where the weights are")
-    add("--raw", action="store_true", help="a run's last parameters, not their average")
+    add(
+        "--no_ema",
+        action="store_true",
+        help="a run's last parameters, not their average",
+    )
     add("--resolution", type=size, help="other image size: pixels, or HEIGHTxWIDTH")
     _add_preparation(parser)
 
@@ -142,7 +146,7 @@ def _add_preparation(parser: Parser) -> None:
     add("--mean", type=_floats, help="as 0.485,0.456,0.406: fractions of 255")
     add("--std", type=_floats, help="as 0.229,0.224,0.225")
     add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
-    add("--crop", type=_crop, help="part of the short side that is kept, or squash")
+    add("--crop_pct", type=_crop, help="part of the short side that is kept, or squash")
     add("--num_heads", type=positive, default=0, help="where the weights do not tell")
 
 
@@ -152,20 +156,20 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "mean": flags.mean,
         "std": flags.std,
         "interpolation": flags.interpolation,
-        "crop_fraction": 1.0 if flags.crop == SQUASH else flags.crop,
-        "squash": flags.crop and flags.crop == SQUASH,
-        "short_side": False if flags.crop == SQUASH else None,
+        "crop_fraction": 1.0 if flags.crop_pct == SQUASH else flags.crop_pct,
+        "squash": flags.crop_pct and flags.crop_pct == SQUASH,
+        "short_side": False if flags.crop_pct == SQUASH else None,
         "image_size": getattr(flags, "resolution", None),
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
-def open_weights(flags: argparse.Namespace, place: str = ""):
+def open_weights(flags: argparse.Namespace, checkpoint: str = ""):
     """Opens weights for a verb, which has a flag --labels besides `add_weights_flags`.
 
     Args:
       flags: from `parse`.
-      place: a checkpoint beside --model: the flags on images and classes are not for it.
+      checkpoint: one beside --model: the flags on images and classes are not for it.
 
     Returns:
       The checkpoint, how its images are prepared, and the class names of --labels, empty
@@ -176,13 +180,13 @@ def open_weights(flags: argparse.Namespace, place: str = ""):
     """
     from vit_jax.evaluators import forward_passes, prediction
 
-    place = place or flags.model
-    own = place == flags.model
+    checkpoint = checkpoint or flags.model
+    own = checkpoint == flags.model
     names = prediction.read_labels(flags.labels) if own and flags.labels else ()
     found, preprocess = forward_passes.open_weights(
-        place,
+        checkpoint,
         image_flags(flags) if own else {},
-        average=not flags.raw,
+        use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
         tell=tell,
     )

@@ -1,6 +1,6 @@
-"""Converts weights: python -m vit_jax.convert --from=runs/x --to=timm --out=exported
+"""Converts weights: python -m vit_jax.convert --model=runs/x --to=timm --out=exported
 
---from takes a run's workdir, a file or folder of any format that this project reads, or
+--model takes a run's workdir, a file or folder of any format that this project reads, or
 a place such as hf://owner/name. --to is one of
   timm         a folder for timm.create_model("local-dir:...")
   hf           a folder for from_pretrained of transformers
@@ -33,9 +33,7 @@ def main(flags: argparse.Namespace) -> None:
     if flags.push:
         push.check_repository(flags.push)
     found = open_weights(flags)
-    cli.say(
-        f"read {flags.source}: {found.format} weights of {found.options['variant']}"
-    )
+    cli.say(f"read {flags.model}: {found.format} weights of {found.options['variant']}")
     for note in found.notes:
         cli.say(f"  {note}")
     files, notes = export.export(found, flags.to, out, overwrite=flags.overwrite)
@@ -54,7 +52,7 @@ def main(flags: argparse.Namespace) -> None:
             to=flags.to,
             usage=export.usage(flags.to, found, flags.push, out.name),
             license=flags.license,
-            scores=read_scores(flags.source),
+            scores=read_scores(flags.model),
         )
         url = push.upload(files, flags.push, text, private=flags.private)
         cli.say(f"pushed to {flags.push}: {url}")
@@ -68,7 +66,7 @@ def open_weights(flags: argparse.Namespace):
 
     names = prediction.read_labels(flags.labels) if flags.labels else ()
     found = weights.open_pretrained(
-        flags.source, use_ema=not flags.raw, num_heads=flags.num_heads
+        flags.model, use_ema=not flags.no_ema, num_heads=flags.num_heads
     )
     num_classes = found.options["num_classes"]
     if names and len(names) != num_classes:
@@ -105,11 +103,15 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     formats = ("timm", "hf", "google", "safetensors")
-    add("--from", dest="source", required=True, metavar="PLACE", help="see above")
+    add("--model", required=True, metavar="CHECKPOINT", help="see above")
     add("--to", required=True, choices=formats, help="see above")
     add("--out", required=True, help="folder or file to make")
     add("--overwrite", action="store_true", help="replace what is there")
-    add("--raw", action="store_true", help="a run's last parameters, not their average")
+    add(
+        "--no_ema",
+        action="store_true",
+        help="a run's last parameters, not their average",
+    )
     add("--push", default="", metavar="OWNER/NAME", help="upload to there")
     add("--private", action="store_true", help="to a private repository, if it is new")
     add("--license", default="", help="for the model card, as apache-2.0")

@@ -1,6 +1,6 @@
-"""Evaluates weights: python -m vit_jax.evaluate --model=PLACE --config=CONFIG
+"""Evaluates weights: python -m vit_jax.evaluate --model=CHECKPOINT --config=CONFIG
 
-PLACE is whatever holds weights: a run's workdir, an exported file, a file or folder of
+CHECKPOINT is whatever holds weights: a run's workdir, an exported file, a file or folder of
 timm, Hugging Face or Google, hf://owner/name. CONFIG is a file under configs/eval/ with
 its argument: configs/eval/fewshot.py:data=FOLDER. Images are prepared as the weights
 say; flags replace single parts of that. --json ends with one line, each evaluation's
@@ -52,7 +52,7 @@ def run(flags: argparse.Namespace, config) -> None:
     found, preprocess = forward_passes.open_weights(
         flags.model,
         cli.image_flags(flags),
-        average=not flags.raw,
+        use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
         tell=tell,
     )

@@ -1,9 +1,9 @@
-"""Shows where a model looks: python -m vit_jax.explore --model=PLACE [--images=FOLDER]
+"""Shows where a model looks: python -m vit_jax.explore --model=CHECKPOINT [--images=FOLDER]
 
-PLACE is whatever holds weights, as of vit_jax.predict. Prints the address of a page for
+CHECKPOINT is whatever holds weights, as of vit_jax.predict. Prints the address of a page for
 a browser on this computer, for which all of it is needed: it ends with a token. Drop an
 image there, see the top classes, click a patch and see where it looks, in every layer
-and head. --compare=PLACE puts a second model beside the first; --labels, --resolution
+and head. --compare=CHECKPOINT puts a second model beside the first; --labels, --resolution
 and how images are prepared are the first's. Ctrl-C ends it. --html=FILE --image=IMAGE
 writes the page of one image as one file to share, of 5 MB at most, which needs no
 server, and ends. Exit codes: 0 done, 2 bad input.
@@ -38,8 +38,8 @@ def main(flags: argparse.Namespace) -> None:
     if uncached := compilation.enable_cache():
         cli.tell(uncached)
     data = read(flags.image) if flags.html else b""
-    places = [flags.model, flags.compare] if flags.compare else [flags.model]
-    models = [open_model(flags, place) for place in places]
+    checkpoints = [flags.model, flags.compare] if flags.compare else [flags.model]
+    models = [open_model(flags, checkpoint) for checkpoint in checkpoints]
     if flags.html:
         write(flags, models, data)
     else:
@@ -103,11 +103,11 @@ def serve(flags: argparse.Namespace, models: list, folder) -> None:
             cli.tell("ended")
 
 
-def open_model(flags: argparse.Namespace, place: str):
+def open_model(flags: argparse.Namespace, checkpoint: str):
     """Opens a checkpoint; flags override its own preprocessing and class names."""
     from vit_jax.tools.explorer.session import ExploredModel
 
-    found, preprocess, classes = cli.open_weights(flags, place)
+    found, preprocess, classes = cli.open_weights(flags, checkpoint)
     return ExploredModel(found, preprocess=preprocess, class_names=classes)
 
 
@@ -116,7 +116,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--images", default="", help="folder to choose from; nothing else is read")
-    add("--compare", default="", metavar="PLACE", help="a second model")
+    add("--compare", default="", metavar="CHECKPOINT", help="a second model")
     add("--host", default="127.0.0.1", help="to listen at; default: this computer only")
     add("--port", type=_port, default=PORT, help=f"0 is any; default {PORT}")
     add("--html", default="", metavar="FILE", help="write the page of --image and end")

@@ -1,8 +1,8 @@
 """Fine-tunes a checkpoint on a data set, as the paper does (its table 4).
 
-    python -m vit_jax.transfer --model=PLACE --dataset=cifar10 --resolution=384
+    python -m vit_jax.transfer --model=CHECKPOINT --dataset=cifar10 --resolution=384
 
-PLACE is whatever holds weights, as for vit_jax.predict. The data set is one of the
+CHECKPOINT is whatever holds weights, as for vit_jax.predict. The data set is one of the
 paper (cifar10, cifar100, oxford_iiit_pet, oxford_flowers102, imagenet2012), digits, a
 folder with train/<class>/ and test/<class>/, any name that data.name takes, or VTAB-1k:
 vtab, vtab/TASK, vtab/GROUP, several between commas. A part of train is held out to
@@ -57,7 +57,7 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
             resolution=flags.resolution,
             mode=flags.mode,
             layer_decay=flags.layer_decay,
-            rates=flags.rates,
+            rates=flags.learning_rates,
             overrides=flags.overrides,
         )
         return transfer.Study(masked(flags.model), task, folder, flags.seeds)
@@ -101,7 +101,12 @@ def parser() -> cli.Parser:
     add("--workdir", default="", help="default: one under runs/transfer/")
     add("--mode", choices=("full", "head", "head_then_all"), default="full")
     add("--layer_decay", type=float, default=0.0, help="as 0.75; 0 is off")
-    add("--rates", type=_rates, default=(), help="as 0.003,0.01, not the recipe's")
+    add(
+        "--learning_rates",
+        type=_rates,
+        default=(),
+        help="as 0.003,0.01, not the recipe's",
+    )
     add("--json", action="store_true", help="end with one line of JSON, the results")
     add("--seeds", type=cli.positive, default=3, help="final runs; default 3")
     add(

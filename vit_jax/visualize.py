@@ -1,8 +1,8 @@
 """Draws what a model has learned, and where it looks.
 
-    python -m vit_jax.visualize --model=PLACE --images FOLDER --out=DIR
+    python -m vit_jax.visualize --model=CHECKPOINT --images FOLDER --out=DIR
 
-PLACE is whatever holds weights, as for vit_jax.predict; --images takes files, folders
+CHECKPOINT is whatever holds weights, as for vit_jax.predict; --images takes files, folders
 and "-". --figure names some of these, between commas (default: all that there is
 something for):
 
@@ -10,7 +10,7 @@ something for):
     posemb      how alike the position embeddings of patches are
     distance    how far each head looks, by depth: over all images
     norms       how long tokens are, by depth: over all images
-    cka         how alike layers are, or those of --other=PLACE: over all images, of
+    cka         how alike layers are, or those of --other=CHECKPOINT: over all images, of
                 which it takes 4 or more
     attention   where the query looks, by layer and head: an image a figure; of more
                 than 12 layers some, or those of --layers
@@ -120,21 +120,23 @@ def draw(flags: argparse.Namespace, loaded, images, options, other) -> int:
     return EXIT_DAMAGED if damaged else 0
 
 
-def load_model(flags: argparse.Namespace, place: str):
+def load_model(flags: argparse.Namespace, checkpoint: str):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax.analysis.loaded_model import LoadedModel
 
-    found, preprocess, classes = cli.open_weights(flags, place)
-    given = flags.name if place == flags.model else ""
+    found, preprocess, classes = cli.open_weights(flags, checkpoint)
+    given = flags.name if checkpoint == flags.model else ""
     names = classes or found.class_names  # Either has to be one a class.
-    return LoadedModel.from_pretrained(given or _name(place), found, preprocess, names)
+    return LoadedModel.from_pretrained(
+        given or _name(checkpoint), found, preprocess, names
+    )
 
 
-def _name(place: str) -> str:
-    """Returns what figures call a model: its file or folder, or the place."""
-    path = pathlib.Path(place)
+def _name(checkpoint: str) -> str:
+    """Returns what figures call a model: its file or folder, or the address."""
+    path = pathlib.Path(checkpoint)
     if not path.exists():
-        return address(place)
+        return address(checkpoint)
     path = path.resolve()
     return path.name if path.is_dir() else path.name.removesuffix(path.suffix)
 

@@ -1,6 +1,6 @@
 """Top-1, top-5, loss, calibration and confusion of a classifier on its own classes.
 
-Run:    python -m vit_jax.evaluate --model=PLACE --out=DIR \
+Run:    python -m vit_jax.evaluate --model=CHECKPOINT --out=DIR \
             --config=configs/eval/classification.py:data=FOLDER_OR_TFDS_NAME
         split= names another split than the one that the data set is tested on; of a
         folder of class folders alone that is all of it.

@@ -1,6 +1,6 @@
 """Few-shot linear accuracy (arXiv:2010.11929, section 4.1) and k-NN of any weights.
 
-Run:    python -m vit_jax.evaluate --model=PLACE \
+Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/fewshot.py:data=FOLDER_OR_TFDS_NAME [--json]
         FOLDER holds train/<class>/... and test/ or val/<class>/...; one of <class>/...
         alone is cut: data=FOLDER,train=all[:50%],test=all[50%:]. A TFDS set that was

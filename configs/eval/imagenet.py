@@ -2,7 +2,7 @@
 
 Data:   imagenet2012_real has the validation images with both kinds of labels; how to
         get each set: python -m vit_jax.datasets. DIR is where TFDS prepared them.
-Run:    python -m vit_jax.evaluate --model=PLACE \
+Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/imagenet.py:data_dir=DIR,objectnet=FOLDER
         v2=False and no objectnet= leave those out.
 Result: not run by us, for want of the images; published: the paper's table 2

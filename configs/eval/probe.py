@@ -1,6 +1,6 @@
 """A linear probe on frozen features, full data, as DINO and MAE are compared.
 
-Run:    python -m vit_jax.evaluate --model=PLACE \
+Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/probe.py:data=FOLDER_OR_TFDS_NAME [--json]
         FOLDER, train= and test= are as of fewshot.py.
 Result: digits.py's weights on digits: see docs/benchmarks.md

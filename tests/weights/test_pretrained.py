@@ -216,8 +216,11 @@ def test_the_usual_fractions_round_down_as_timm_does():
     ("fields", "message"),
     [
         ({"interpolation": "cubic"}, "interpolation='cubic' is not one of nearest"),
-        ({"crop_fraction": 1.15}, r"crop=1\.15 is not a fraction .* set --crop"),
-        ({"crop_fraction": 0.0}, r"crop=0\.0 is not a fraction"),
+        (
+            {"crop_fraction": 1.15},
+            r"crop_pct=1\.15 is not a fraction .* set --crop_pct",
+        ),
+        ({"crop_fraction": 0.0}, r"crop_pct=0\.0 is not a fraction"),
         ({"mean": (0.5, 0.5)}, r"mean=0\.5,0\.5 has 2 numbers, .* 3 channels"),
         ({"std": (0.5, 0.0, 0.5)}, r"std=\(0\.5, 0\.0, 0\.5\) is not above 0"),
         ({"std": (math.nan,)}, "std=.* is not finite"),

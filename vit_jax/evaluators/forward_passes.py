@@ -60,17 +60,17 @@ class Outputs:
 
 
 def open_weights(
-    place: str,
+    checkpoint: str,
     given: Mapping[str, object],
     *,
-    average: bool,
+    use_ema: bool,
     num_heads: int,
     tell: Callable[[str], None],
 ) -> tuple[Pretrained, Preprocess]:
     """Opens weights, and returns the preprocessing of their images.
 
     Args:
-      place, average, num_heads: as in `weights.open_pretrained`.
+      checkpoint, use_ema, num_heads: as in `weights.open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
       tell: called with a line about each thing that was guessed.
 
@@ -80,14 +80,14 @@ def open_weights(
     Raises:
       UserError: there is no checkpoint, or it cannot be read.
     """
-    found = weights.open_pretrained(place, use_ema=average, num_heads=num_heads)
+    found = weights.open_pretrained(checkpoint, use_ema=use_ema, num_heads=num_heads)
     for note in found.notes:  # Such as a guessed number of heads.
-        tell(f"{place}: {note}")
+        tell(f"{checkpoint}: {note}")
     preprocess = dataclasses.replace(preprocessing_of(found), **given)
     stated = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not found.preprocess and not stated:
         tell(
-            f"{place} does not tell how its images are prepared; assumed: "
+            f"{checkpoint} does not tell how its images are prepared; assumed: "
             f"{describe_preprocess(preprocess)}"
         )
     return found, preprocess

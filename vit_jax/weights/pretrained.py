@@ -189,8 +189,8 @@ def check_preprocess(preprocess: Preprocess, channels: int) -> None:
         )
     if not 0 < preprocess.crop_fraction <= 1:
         raise UserError(
-            f"crop={preprocess.crop_fraction} is not a fraction above 0 and up to 1: "
-            "set --crop"
+            f"crop_pct={preprocess.crop_fraction} is not a fraction above 0 and up to 1: "
+            "set --crop_pct"
         )
     for name, values in (("mean", preprocess.mean), ("std", preprocess.std)):
         if len(values) not in (1, channels):

@@ -187,7 +187,7 @@ def test_the_distillation_token_is_named():
     small = {
         "width": 12,
         "depth": 1,
-        "heads": 3,
+        "num_heads": 3,
         "mlp_dim": 5,
         "image_size": (8, 16),
     }

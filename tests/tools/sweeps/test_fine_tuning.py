@@ -175,7 +175,7 @@ def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
     [
         (
             {"optim.learning_rate": 0.1},
-            "--config.optim.learning_rate: it is set by --rates here",
+            "--config.optim.learning_rate: it is set by --learning_rates here",
         ),
         ({"init": "x"}, "--config.init: it is set by --model here"),
         ({"seed": 3}, "--config.seed: it is set by --seeds here"),

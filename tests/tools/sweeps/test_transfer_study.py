@@ -114,7 +114,10 @@ def test_what_is_done_is_not_done_again(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rates": (0.02, 0.5)}, r"--rates: \(0.02, 0.3, 1e\+30\) -> \(0.02, 0.5\)"),
+        (
+            {"rates": (0.02, 0.5)},
+            r"--learning_rates: \(0.02, 0.3, 1e\+30\) -> \(0.02, 0.5\)",
+        ),
         ({"seeds": 3}, "--seeds: 2 -> 3"),
         ({"overrides": {"total_steps": 4}}, "config.total_steps: 3 -> 4"),
         ({"mode": "head"}, "config.optim.freeze: "),

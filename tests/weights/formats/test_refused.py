@@ -310,7 +310,7 @@ def test_converting_refuses_what_is_not_finite(tmp_path, value):
     flat = random_flat(encoder())
     flat["head/kernel"][3, 2] = value
     source = save(tmp_path / "a.npz", flat)
-    words = ["--from", str(source), "--to=timm", "--out", str(tmp_path / "out")]
+    words = ["--model", str(source), "--to=timm", "--out", str(tmp_path / "out")]
     with pytest.raises(UserError, match="a.npz: head/kernel holds NaN or infinite"):
         convert.main(cli.parse(convert.parser(), words))
     assert list(tmp_path.iterdir()) == [source]

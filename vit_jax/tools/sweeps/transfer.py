@@ -104,7 +104,7 @@ class Study:
         return {
             "--model": self.model,
             "--data_dir": _absolute(recipe.data_dir),
-            "--rates": list(self.task.rates),
+            "--learning_rates": list(self.task.rates),
             "--seeds": self.seeds,
             "splits": [recipe.train, recipe.part, recipe.held_out, recipe.test],
             "config": runs.decisive(self.task.config),
@@ -152,7 +152,7 @@ class Study:
             if "diverged" in report:
                 raise UserError(
                     f"the final run of seed {seed} at rate {rate:g} diverged "
-                    f"({report['diverged']}): state lower --rates in another --workdir"
+                    f"({report['diverged']}): state lower --learning_rates in another --workdir"
                 )
             score = runs.scores(report, "test")["top1"]
             finals.append(
@@ -190,7 +190,9 @@ def choose(trials: Sequence[dict]) -> dict:
     scored = [trial for trial in trials if trial["score"] is not None]
     if not scored:
         rates = ", ".join(f"{trial['rate']:g}" for trial in trials)
-        raise UserError(f"every rate diverged ({rates}): state lower ones by --rates")
+        raise UserError(
+            f"every rate diverged ({rates}): state lower ones by --learning_rates"
+        )
     best = max(scored, key=lambda trial: (trial["score"], -trial["rate"]))
     rates = [trial["rate"] for trial in trials]
     return {
@@ -252,6 +254,6 @@ def on_choice(best: dict, trials: Sequence[dict], task: Task) -> str:
         side = "below" if best["rate"] == min(task.rates) else "above"
         text += (
             f"; warning: it is at the edge of the sweep, a better one may lie {side}: "
-            "state more --rates (in another --workdir)"
+            "state more --learning_rates (in another --workdir)"
         )
     return text
