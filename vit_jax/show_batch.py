@@ -64,20 +64,12 @@ def see(source, config, count: int) -> tuple:
     import jax
     import numpy as np
 
-    from vit_jax import models
-    from vit_jax.config import fields
     from vit_jax.data import pipeline
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
     data = dataclasses.replace(config.data, num_workers=0)
-    model = models.create(
-        **fields.to_dict(config.model),
-        num_classes=data.num_classes,
-        image_size=data.image_size,
-        channels=data.channels,
-    )
-    task = config.task.build(model, data)
+    task = config.task.build(config.build_model(), data)
     with pipeline.train_batches(
         source,
         data,

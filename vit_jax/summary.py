@@ -30,7 +30,7 @@ def main(flags: argparse.Namespace) -> int:
         from vit_jax.training import config as configuration
 
         config = configuration.load(flags.config, flags.overrides)
-        models = [_of_config(config)]
+        models = [(config.build_model(), True)]
         images = flags.images or _images(config)
     else:
         num_classes = CLASSES if flags.num_classes is None else flags.num_classes
@@ -61,20 +61,6 @@ def _check(flags):
         raise UserError(
             f"--num_classes={flags.num_classes} must be at least 0, which is no classifier"
         )
-
-
-def _of_config(config):
-    """Returns the config's model, and that its resolution is the one asked for."""
-    from vit_jax import models
-    from vit_jax.config import fields
-
-    model = models.create(
-        **fields.to_dict(config.model),
-        num_classes=config.data.num_classes,
-        image_size=config.data.image_size,
-        channels=config.data.channels,
-    )
-    return model, True
 
 
 def _images(config):
@@ -114,11 +100,8 @@ def find(
     sides = _sides(resolution)
     found = []
     for name in names:
-        fitting = sides
-        if variants.parse(name).size:  # A ResNet takes any image.
-            # No pixels are a multiple of every patch.
-            patch = models.create(name, num_classes=0, image_size=(0, 0)).patch
-            fitting = tuple(max(1, round(side / patch)) * patch for side in sides)
+        patch = models.side_multiple(name)
+        fitting = tuple(max(1, round(side / patch)) * patch for side in sides)
         if fitting != sides and variant is not None and resolution is not None:
             near = "x".join(map(str, fitting))
             raise UserError(

@@ -1,18 +1,25 @@
 """Components in a module of the user's: named in a config, trained, resumed, refused."""
 
 import json
+import math
 import pathlib
 import shutil
+import signal
 import sys
 
+import hosts
+import jax
 import numpy as np
 import pytest
 from helpers import tiny_config
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax.config import fields
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.training import loop
+from vit_jax.training import checkpoint, loop, train_step
+from vit_jax.training import config as configuration
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -105,6 +112,145 @@ def test_a_task_of_ones_own_keeps_its_state_in_checkpoints(outside, tmp_path):
     assert resumed["params_sha256"] == whole["params_sha256"]
     with pytest.raises(UserError, match=r"task.decay: 0.5 -> 0.25"):
         loop.train(tiny_config(**keys | {"task": task | {"decay": 0.25}}), workdir)
+
+
+NETWORK = {
+    "variant": "conv_net:ConvNetConfig",
+    "width": 16,
+    "depth": 2,
+    "dropout": 0.2,
+}
+KNN = {"kind": "knn", "k": 3, "train": "train", "test": "val"}
+
+
+def network_config(**sections):
+    """Returns a config of the network of the docs; `model` has none of the ViT's keys."""
+    config = fields.to_dict(tiny_config(**sections))
+    return configuration.complete(config | {"model": NETWORK})
+
+
+def test_a_network_of_ones_own_trains_is_evaluated_and_resumes(outside, tmp_path):
+    outside(conv_net=(EXAMPLES / "conv_net.py").read_text())
+    few = {"kind": "fewshot", "shots": (1,), "train": "train", "test": "val"}
+    keys = {"evals": {"val": "val", "knn": KNN, "few": few}}
+    keys |= {"checkpoint_every_steps": 2, "optim": {"learning_rate": 0.05}}
+    config = network_config(**keys)
+    whole = loop.train(config, tmp_path / "whole")
+    assert set(whole["final"]) == {"val", "knn", "few"}
+    assert 0 <= whole["final"]["knn"]["ema"]["top1"] <= 1
+    assert whole["variant"] == "conv_net:ConvNetConfig"
+    assert whole["compute"]["exaflops"] > 0
+    workdir = tmp_path / "run"
+    loop.train(config, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "6")  # As after a kill in step 5.
+    (workdir / "report.json").unlink()
+    resumed = loop.train(config, workdir)
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    assert resumed["final"] == whole["final"]
+    other = fields.replace(config, {"model.dropout": 0.1})
+    with pytest.raises(UserError, match=r"model.dropout: 0.2 -> 0.1"):
+        loop.train(other, workdir)
+    # Fine-tuning takes the features and a new head.
+    tuned = network_config(init=str(workdir), data={"num_classes": 3}, evals={})
+    report = loop.train(tuned, tmp_path / "tuned")
+    assert report["params_sha256"] != whole["params_sha256"]
+
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 40, 8
+    c.data = dict(name="synthetic", num_classes=5, examples=400, image_size=(8, 12))
+    c.model = dict(variant="conv_net:ConvNetConfig", width=8, depth=1, dropout=0.1)
+    c.optim = dict(learning_rate=0.01)
+    c.log_every_steps = 1; c.checkpoint_every_steps = 7
+    return c
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_a_network_of_ones_own_goes_on(tmp_path):
+    (tmp_path / "conv.py").write_text(CONFIG)
+
+    def start(workdir):
+        flags = f"--config={tmp_path / 'conv.py'}", f"--workdir={workdir}"
+        return hosts.alone("train", *flags, PYTHONPATH=str(EXAMPLES))
+
+    hosts.finish(start(tmp_path / "whole"))
+    process = start(tmp_path / "killed")
+    with process.stdout:
+        assert any("step 18/40" in line for line in process.stdout)
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert "resume: step" in hosts.finish(start(tmp_path / "killed"))
+    whole, killed = (
+        json.loads((tmp_path / name / "report.json").read_text())["params_sha256"]
+        for name in ("whole", "killed")
+    )
+    assert whole == killed
+
+
+def test_a_network_of_ones_own_is_split_and_restored_on_another_mesh(outside, tmp_path):
+    outside(conv_net=(EXAMPLES / "conv_net.py").read_text())
+
+    def build(**sizes):
+        config = network_config(mesh=sizes, sharding={"min_size": 100}, evals={})
+        devices = jax.devices()[: math.prod(sizes.values())]
+        mesh = meshes.create(config.mesh, devices)
+        return config, train_step.build_train_setup(config, mesh, num_examples=20)
+
+    config, split = build(data=2, fsdp=4, model=1)
+    kernel = split.shardings.params["channels_0"]["kernel"]
+    assert kernel.spec == jax.sharding.PartitionSpec("fsdp", None)
+    source = open_source(config.data, "train")
+    state = split.initial_state()
+    with checkpoint.Checkpointer(tmp_path, config, source) as checkpoints:
+        checkpoints.save(3, split.to_disk(state), seconds=1.0)
+    config, alone = build(data=1, fsdp=1, model=1)
+    with checkpoint.Checkpointer(tmp_path, config, source) as checkpoints:
+        found = checkpoints.restore(alone.disk_shapes, alone.disk_shardings)
+    for one, other in zip(
+        *map(jax.tree.leaves, (state.params, found.state.params)), strict=True
+    ):
+        np.testing.assert_array_equal(jax.device_get(one), jax.device_get(other))
+    with pytest.raises(UserError, match="mesh.model=2 splits attention heads and MLPs"):
+        build(data=1, fsdp=1, model=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"variant": "absent:Conv"}, "model.variant='absent:Conv': no module 'absent'"),
+        ({"variant": "conv_net:Conv"}, "conv_net.py has no 'Conv'"),
+        (
+            {"variant": "conv_net:ConvNet"},
+            "derived from vit_jax.models.network:NetworkConfig",
+        ),
+        ({"widht": 3}, "unknown config key model.widht; .* is model.width"),
+        ({"width": 0}, "model.width=0 must be at least 1"),
+        ({"dropout": 1.0}, "model.dropout=1.0 must be below 1"),
+        ({"width": "x"}, "model.width='x' is str, but it takes int"),
+    ],
+)
+def test_keys_of_a_network_of_ones_own_are_checked(outside, model, message):
+    outside(conv_net=(EXAMPLES / "conv_net.py").read_text())
+    raw = fields.to_dict(tiny_config()) | {"model": NETWORK | model}
+    with pytest.raises(UserError, match=message):
+        configuration.complete(raw)
+
+
+def test_an_evaluation_of_features_needs_a_network_that_returns_them(outside, tmp_path):
+    text = (EXAMPLES / "conv_net.py").read_text()
+    last = "return classify(features, self.num_classes, c.head_bias_init)"
+    only = 'return {"logits": classify(features, self.num_classes, 0.0)["logits"]}'
+    assert last in text
+    outside(conv_net=text.replace(last, only))
+    with pytest.raises(UserError, match="evals.knn is an evaluation of features"):
+        loop.train(network_config(evals={"knn": KNN}), tmp_path / "run")
+    report = loop.train(network_config(total_steps=2), tmp_path / "other")
+    assert set(report["final"]) == {"val"}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ D filters or width, N tokens, P patches, H heads, R offsets, F head width.
 """
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jaxtyping import Float
 
 from vit_jax.analysis.loaded_model import check_finite
 from vit_jax.errors import UserError
 from vit_jax.models import Model, Params, stacking, vit
+from vit_jax.weights.surgery import FIRST_KERNELS
 
 NUM_COMPONENTS = 28  # As in figure 7 of the paper.
 
@@ -22,12 +24,18 @@ def first_kernel(params: Params) -> Float[np.ndarray, "Y X C D"]:
 
     Args:
       params: of any model.
+
+    Raises:
+      UserError: it has no such convolution.
     """
-    if "root_block" in params:
-        layer = params["root_block"]["conv_root"]
-    else:
-        layer = params.get("conv_root", params.get("embedding"))
-    return np.asarray(layer["kernel"], np.float32)
+    found = flatten_dict(params, sep="/")
+    kernel = next((found[name] for name in FIRST_KERNELS if name in found), None)
+    if np.ndim(kernel) != 4:
+        raise UserError(
+            "no convolution named 'embedding' or 'conv_root' is applied to the pixels: "
+            "its filters cannot be drawn; leave out filters"
+        )
+    return np.asarray(kernel, np.float32)
 
 
 def principal_components(
@@ -90,7 +98,7 @@ def position_similarity(
       UserError: there are no position embeddings or no such layer, or an embedding is
         not finite.
     """
-    kind = model.options.get("posemb", "none")
+    kind = model.options["posemb"] if model.has_encoder else "none"
     if kind == "none":
         raise UserError(
             f"posemb=none: {model.options['variant']} has no position embeddings to "

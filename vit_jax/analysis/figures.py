@@ -175,7 +175,7 @@ def available_figures(loaded: LoadedModel, num_images: int | None) -> tuple[str,
     """
     options = loaded.model.options
     unsupported = set()
-    if options.get("posemb", "none") == "none":
+    if not loaded.model.has_encoder or options["posemb"] == "none":
         unsupported.add("posemb")
     if not options["num_classes"]:
         unsupported.add("relevance")
@@ -199,7 +199,7 @@ def chunk_and_batch_size(
 
 
 def _has_attention(loaded: LoadedModel) -> bool:
-    return "num_heads" in loaded.model.options
+    return loaded.model.has_encoder
 
 
 def _draw_weights(loaded: LoadedModel, options: FigureOptions) -> Iterator[Picture]:

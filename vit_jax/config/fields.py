@@ -82,14 +82,16 @@ class Choice(Section):
       types: name to dataclass. A user's own is named "module:Name".
       text_key: the key that states the name.
       default: the name if none is stated.
-      patterns: whether the names are regular expressions, of which the first that
-        matches counts.
+      patterns: whether the names are regular expressions. What none of them matches is
+        of the default's dataclass, whose code refuses it.
+      base: class that a user's own dataclass derives from.
     """
 
     types: Mapping[str, type]
     text_key: str = "name"
     default: str
     patterns: bool = False
+    base: type = object
 
     def find(self, name: object, where: str) -> type:
         """Returns the dataclass of a name.
@@ -101,24 +103,28 @@ class Choice(Section):
         Raises:
           UserError: no dataclass has this name.
         """
-        if self.patterns:
-            return next(t for p, t in self.types.items() if re.fullmatch(p, str(name)))
         if isinstance(name, str) and name in self.types:
             return self.types[name]
         if is_custom(name):
             return self._import(name, f"{where}.{self.text_key}")
+        if self.patterns:
+            matches = (t for p, t in self.types.items() if re.fullmatch(p, str(name)))
+            return next(matches, None) or self.find(self.default, where)
         raise UserError(
             f"{where}.{self.text_key}={name!r} is not one of {', '.join(self.types)}"
         )
 
     def _import(self, name: str, where: str) -> type:
         found = import_custom(name, where)
-        if dataclasses.is_dataclass(found) and isinstance(found, type):
+        is_class = dataclasses.is_dataclass(found) and isinstance(found, type)
+        if is_class and issubclass(found, self.base):
             return found
-        example = next(iter(self.types.values()))
+        how, example = "as", next(iter(self.types.values()))
+        if self.base is not object:
+            how, example = "derived from", self.base
         raise UserError(
             f"{where}={name!r} is {found!r}: it must be a frozen dataclass of config "
-            f"fields, as {example.__module__}:{example.__qualname__}"
+            f"fields, {how} {example.__module__}:{example.__qualname__}"
         )
 
 
@@ -171,9 +177,13 @@ def choice(types: Mapping[str, type], default: str, **rules: Any) -> Any:
       types, default: see `Choice`.
       **rules: see `Choice` and `Key`.
     """
-    about = Choice(types=types, default=default, **rules)
+    return chosen(Choice(types=types, default=default, **rules))
+
+
+def chosen(about: Choice) -> Any:
+    """Returns a field that holds the dataclass of a choice that others use too."""
     return dataclasses.field(
-        default_factory=lambda: about.find(default, "")(), metadata={_META: about}
+        default_factory=lambda: about.find(about.default, "")(), metadata={_META: about}
     )
 
 

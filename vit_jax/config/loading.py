@@ -102,12 +102,13 @@ def parse_override(text: str) -> object:
         return {"true": True, "false": False}.get(text, text)
 
 
-def complete(cls: type[T], raw: Mapping | ConfigDict | object) -> T:
+def complete(cls: type[T], raw: Mapping | ConfigDict | object, where: str = "") -> T:
     """Builds a config from what a recipe states, and checks every key and value.
 
     Args:
-      cls: dataclass of the config.
+      cls: dataclass of the config, or of one section.
       raw: nested mapping that holds what a recipe states, or a config.
+      where: dotted key of the section with a dot behind, for messages.
 
     Raises:
       UserError: unknown key (with the nearest known one), a value of another type or
@@ -117,14 +118,14 @@ def complete(cls: type[T], raw: Mapping | ConfigDict | object) -> T:
         raw = raw.to_dict()
     elif not isinstance(raw, Mapping):
         raw = fields.to_dict(raw)
-    raw = _expand(cls, raw, "")
-    _check_choices(cls, raw, "")
+    raw = _expand(cls, raw, where)
+    _check_choices(cls, raw, where)
 
     def nearest(key):
-        return _nearest(cls, key, _known_keys(cls, raw, ""))
+        return _nearest(cls, key, _known_keys(cls, raw, where))
 
-    _refuse_unread(cls, raw, "", None, nearest)
-    return _build(cls, raw, "")
+    _refuse_unread(cls, raw, where, None, nearest)
+    return _build(cls, raw, where)
 
 
 def _expand(cls: type, raw: Mapping, where: str) -> dict:

@@ -123,7 +123,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
       UserError: it has no output for a whole image, or the preprocessing does not fit.
     """
     source = models.create(**pretrained.options)
-    if source.options.get("pool") == "none":
+    if source.has_encoder and source.options["pool"] == "none":
         raise UserError(
             f"{pretrained.source} classifies every token by itself (pool=none), not "
             "the image: give a checkpoint with another head"

@@ -15,6 +15,7 @@ from vit_jax.data.config import DataConfig, ReaderConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
+from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.evaluators.classification import Confusion
 from vit_jax.evaluators.protocol import SKIPPED, RequiredOutputs
@@ -94,8 +95,22 @@ class Suite:
             name: config.open(name, splits, data.num_classes)
             for name, config in self._configs.items()
         }
+        self._check_outputs()
         self.notes = splits.notes
         self.confusions: dict[str, dict[str, Confusion]] = {}
+
+    def _check_outputs(self) -> None:
+        """Raises UserError if an evaluation requires what the network does not return."""
+        if self._model.representations:
+            return
+        for name, evaluator in self._evaluators.items():
+            needed = evaluator.required_outputs().values()
+            if any(forward_passes.FEATURES in one.names for one in needed):
+                raise UserError(
+                    f"evals.{name} is an evaluation of features, but the network of "
+                    f"model.variant={self._model.options['variant']!r} returns no "
+                    "'pre_logits': return them, or leave the evaluation out"
+                )
 
     def described(self) -> dict[str, dict]:
         """Returns the data and settings of each evaluation, for JSON.

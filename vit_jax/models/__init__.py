@@ -1,5 +1,6 @@
 """The networks: `create(variant, ...)` gives a `Model`."""
 
-from vit_jax.models.registry import EXECUTION, Model, Params, create
+from vit_jax.models.network import NetworkConfig
+from vit_jax.models.registry import VARIANTS, Model, Params, create, side_multiple
 
-__all__ = ["EXECUTION", "Model", "Params", "create"]
+__all__ = ["VARIANTS", "Model", "NetworkConfig", "Params", "create", "side_multiple"]

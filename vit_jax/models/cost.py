@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from vit_jax.errors import UserError
 from vit_jax.models import resnet, vit
 from vit_jax.models.registry import Model
 
@@ -176,12 +177,12 @@ def at_any_depth(create: Callable[..., Model], options: dict) -> tuple[int, int]
 
 
 def tokens(model: Model) -> int:
-    """Returns the length of the encoder's sequence, 0 for a ResNet.
+    """Returns the length of the encoder's sequence, 0 for a network without one.
 
     Args:
       model: with class and distillation tokens, they count.
     """
-    if "pool" not in model.options:
+    if not model.has_encoder:
         return 0
     class_token = model.options["pool"] == "token" or model.options["class_token"]
     return math.prod(model.grid) + class_token + model.options["distillation"]
@@ -192,11 +193,19 @@ def macs_per_image(model: Model) -> int:
 
     Attention counts as einsums, also where a kernel does it, whose products no trace
     shows.
+
+    Raises:
+      UserError: its code multiplies where no trace shows it.
     """
     module = model.module
-    if hasattr(module, "attention_impl"):
+    if model.has_encoder:
         module = module.clone(attention_impl="einsum")
-    return _forward_macs(module, model.image_shape)
+    try:
+        return _forward_macs(module, model.image_shape)
+    except ValueError as error:
+        raise UserError(
+            f"model.variant={model.options['variant']!r}: its cost is not known: {error}"
+        ) from error
 
 
 def activation_bytes(model: Model, dtype: str | None = None) -> int:
@@ -215,7 +224,9 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
       dtype: of the computation; None is the model's own.
     """
     module = model.module if dtype is None else model.module.clone(dtype=dtype)
-    random = any(model.options.get(k) for k in ("dropout", "drop_path_rate"))
+    # Of another network it is not known which options draw random numbers.
+    random = not isinstance(model.module, (vit.VisionTransformer, resnet.ResNet))
+    random |= any(model.options.get(k) for k in ("dropout", "drop_path_rate"))
 
     def pullback(params, images, key):
         def forward(params):
@@ -232,7 +243,7 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
     return sum(size for size in sizes if size % _BATCH == 0) // _BATCH
 
 
-def training_exaflops(model: Model, images: int) -> float:
+def training_exaflops(model: Model, images: int) -> float | None:
     """Returns the floating-point operations of a training run, in 10^18.
 
     6 for each multiply-accumulate of the forward pass: an operation each to multiply
@@ -242,8 +253,14 @@ def training_exaflops(model: Model, images: int) -> float:
     Args:
       model: what is trained.
       images: seen in training, each epoch's counted.
+
+    Returns:
+      Their number; None if the network's cost is not known, see `macs_per_image`.
     """
-    return 6e-18 * macs_per_image(model) * images
+    try:
+        return 6e-18 * macs_per_image(model) * images
+    except UserError:
+        return None
 
 
 @functools.lru_cache(maxsize=16)

@@ -153,7 +153,8 @@ def _gradients(module, params, entering, given, slope) -> Iterator[AttentionGrad
 def _check(module: nn.Module) -> None:
     if not isinstance(module, VisionTransformer):
         raise UserError(
-            "a ResNet has no attention to look at: give a Vision Transformer or a hybrid"
+            f"a {type(module).__name__} has no attention to look at: give a Vision "
+            "Transformer or a hybrid"
         )
 
 

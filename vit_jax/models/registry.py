@@ -10,22 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.config.fields import Choice
 from vit_jax.errors import UserError
 from vit_jax.models import attention as attending
-from vit_jax.models import intermediates, resnet, stacking, variants, vit
+from vit_jax.models import intermediates, network, resnet, stacking, variants, vit
 from vit_jax.models.intermediates import AttentionGradient, Layer
+from vit_jax.models.network import NetworkConfig
 
-# Configs by the form of the variant; the first that matches.
-CONFIGS = {
-    r"R\d+x\d+": resnet.ResNetConfig,
-    r"R.*\+.*": vit.HybridConfig,
-    r".*": vit.ViTConfig,
-}
+# The dataclass of `config.model`, chosen by the variant.
+VARIANTS = Choice(
+    types=variants.CONFIGS,
+    default="B/16",
+    text_key="variant",
+    patterns=True,
+    base=NetworkConfig,
+)
 Params = dict  # Nested: name to arrays or to further dicts.
 
-# Options that change how an encoder is computed, and neither its parameters on disk nor
-# what they mean.
-EXECUTION = ("scan", "remat_policy", "attention_impl", "platform")
 # As the deepest Transformers published (DeepNet, arXiv:2203.00555). Blocks are traced
 # and compiled one by one, at half a second each and more; under a scan too, since
 # parameters are initialised one by one.
@@ -41,12 +42,14 @@ class Model:
       options: what `create` takes to build it again, defaults included.
       image_shape: (height, width, channels) of its input.
       patch: side of what becomes one token (or one of the last features), in pixels.
+      representations: whether `apply` returns "pre_logits".
     """
 
     module: nn.Module
     options: dict
     image_shape: tuple[int, int, int]
     patch: int
+    representations: bool = True
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -54,9 +57,14 @@ class Model:
         return tuple(math.ceil(side / self.patch) for side in self.image_shape[:2])
 
     @property
+    def has_encoder(self) -> bool:
+        """Whether it is a Vision Transformer or a hybrid, which `inside` needs."""
+        return isinstance(self.module, vit.VisionTransformer)
+
+    @property
     def stacked(self) -> bool:
         """Whether its parameters are in the layout of a scan, see stacking."""
-        return getattr(self.module, "scan", False)
+        return self.has_encoder and self.module.scan
 
     @property
     def extra(self) -> int:
@@ -90,7 +98,7 @@ class Model:
 
         Returns:
           "logits" (batch, classes), unless there are no classes, and "pre_logits"
-          (batch, width), float32.
+          (batch, width) if it has `representations`, float32.
         """
         rngs = {"dropout": key} if train else None
         return self.module.apply({"params": params}, images, train=train, rngs=rngs)
@@ -122,7 +130,8 @@ def create(
     """Builds a model by name.
 
     Args:
-      variant: such as "B/16", "R50+B/16" or "R50x1"; `variants.NAMES` has them all.
+      variant: such as "B/16", "R50+B/16" or "R50x1"; `variants.NAMES` has them all. Or
+        "module:Config", a `NetworkConfig` of a user's module.
       num_classes: width of the classifier; 0 is none.
       image_size: height and width of the input, in pixels.
       channels: of the input.
@@ -131,6 +140,7 @@ def create(
         and `mlp_dim` of the encoder, `stage_depths` and `stem_width` of the ResNet,
         which replace the variant's numbers unless 0 or
         (0,); and the further attributes of `vit.VisionTransformer` or `resnet.ResNet`.
+        Of other networks, the keys of their config.
 
     Returns:
       The model.
@@ -139,6 +149,24 @@ def create(
       UserError: unknown variant or option, an image side that is not a multiple of the
         patch, or numbers that do not fit each other.
     """
+    kind = VARIANTS.find(variant, "model")
+    if issubclass(kind, NetworkConfig):
+        stated = {"variant": variant, **options}
+        data = {
+            "num_classes": num_classes,
+            "image_size": tuple(image_size),
+            "channels": channels,
+        }
+        built = network.build(kind, stated, **data)
+        used = built.options | data | {"platform": platform}
+        return Model(
+            built.module,
+            used,
+            (*image_size, channels),
+            built.patch,
+            built.representations,
+        )
+    # The others take more than their configs have: what published files need.
     parsed = variants.parse(variant)
     options = _numbers(parsed, options) | {"num_classes": num_classes}
     if options.get("depth", 0) + sum(options.get("stage_depths", ())) > MAX_BLOCKS:
@@ -149,7 +177,7 @@ def create(
         _check_stem(options["stage_depths"], options["stem_width"])
         patch *= 4 * 2 ** max(0, len(options["stage_depths"]) - 1)
     if parsed.size:
-        _check_sides(variant, image_size, patch)
+        network.check_sides(variant, image_size, patch)
         build = functools.partial(vit.VisionTransformer, patch=parsed.patch)
         known = _fields(vit.VisionTransformer) - {"patch"}
         known -= {"flatten"}  # It follows from the platform.
@@ -175,6 +203,21 @@ def create(
             module, attention_impl, platform or jax.default_backend(), tokens
         )
     return Model(module, used, (*image_size, channels), patch)
+
+
+def side_multiple(variant: str) -> int:
+    """Returns what image sides must be multiples of; 1 if any will do.
+
+    Raises:
+      UserError: unknown variant.
+    """
+    kind = VARIANTS.find(variant, "model")
+    if issubclass(kind, NetworkConfig):
+        return kind.patch
+    if variants.parse(variant).size is None:  # A ResNet takes any image.
+        return 1
+    # No pixels are a multiple of every patch.
+    return create(variant, num_classes=0, image_size=(0, 0)).patch
 
 
 def _too_deep(variant: str, options: dict, image: dict) -> str:
@@ -225,16 +268,6 @@ def _numbers(parsed: variants.Variant, options: dict) -> dict:
 
 def _fields(module: type[nn.Module]) -> set[str]:
     return {f.name for f in dataclasses.fields(module)} - {"parent", "name"}
-
-
-def _check_sides(variant: str, image_size: Sequence[int], patch: int) -> None:
-    for side, pixels in zip(("height", "width"), image_size, strict=True):
-        if pixels % patch:
-            raise UserError(
-                f"image {side} {pixels} is not a multiple of the patch {patch} of "
-                f"{variant}: set data.image_size to one, such as "
-                f"{max(1, round(pixels / patch)) * patch}"
-            )
 
 
 def _check_stem(stage_depths: tuple[int, ...], stem_width: int) -> None:

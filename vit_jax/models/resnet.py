@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.models.layers import classify
-from vit_jax.models.variants import ModelConfig
+from vit_jax.models.variants import CONFIGS, ModelConfig
 
 _GROUPS = 32
 
@@ -43,6 +43,9 @@ class ResNetConfig(StemConfig):
         False,
         "Zeros take part in the root's max pooling: so have timm and BiT's first code.",
     )
+
+
+CONFIGS[r"R\d+x\d+"] = ResNetConfig
 
 
 class StdConv(nn.Module):

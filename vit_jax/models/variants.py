@@ -14,7 +14,10 @@ from vit_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What `config.model` states of every network."""
+    """What `config.model` states of every network.
+
+    The file of a network puts its own dataclass into `CONFIGS`.
+    """
 
     variant: str = key("B/16", '"B/16", "R50+B/16", "R50x1"; models/variants.py.')
     head_bias_init: float = key(
@@ -28,6 +31,10 @@ class ModelConfig:
         "Of the computation; parameters stay float32.",
         choices=("float32", "bfloat16"),
     )
+
+
+# Form of the variants, a regular expression, to the dataclass of `config.model`.
+CONFIGS: dict[str, type[ModelConfig]] = {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from vit_jax.models.layers import (
     classify,
     drop_path,
 )
-from vit_jax.models.variants import ModelConfig
+from vit_jax.models.variants import CONFIGS, ModelConfig
 
 POOLS = ("token", "gap", "map", "none")
 POSITION_KINDS = ("learned", "none", "learned2d", "relative", "sincos2d")
@@ -142,6 +142,9 @@ class ViTConfig(ModelConfig):
 class HybridConfig(ViTConfig, resnet.StemConfig):
     """Hybrids, as `R50+B/16`"""
 
+
+CONFIGS[r"R.*\+.*"] = HybridConfig
+CONFIGS[r"\w+/\d+"] = ViTConfig
 
 _position_init = nn.initializers.normal(0.02)
 

@@ -6,15 +6,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from vit_jax import models
 from vit_jax.config import fields, loading
-from vit_jax.config.fields import Choice, choice, epochs, key, named, section
+from vit_jax.config.fields import Choice, choice, chosen, epochs, key, named, section
 from vit_jax.data.config import DataConfig, ReaderConfig
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
 from vit_jax.evaluators.protocol import EVALUATORS, SKIPPED
 from vit_jax.evaluators.splits import EvalConfig
-from vit_jax.models.registry import CONFIGS
 from vit_jax.tasks import TASKS
 from vit_jax.tasks.task import TaskConfig
 from vit_jax.training.optim import OPTIMIZERS, OptimConfig
@@ -146,7 +146,7 @@ class TrainConfig(_Config):
         changes_result=False,
     )
     data: DataConfig = section(DataConfig)
-    model: Any = choice(CONFIGS, "B/16", text_key="variant", patterns=True)
+    model: Any = chosen(models.VARIANTS)
     task: TaskConfig = choice(TASKS, "classification")
     optim: OptimConfig = choice(OPTIMIZERS, "adam")
     ema: EmaConfig = section(EmaConfig)
@@ -182,6 +182,23 @@ class TrainConfig(_Config):
             raise UserError(
                 f"profile_steps={self.profile_steps} is not (first step, last step), as (10, 15)"
             )
+
+    def build_model(self, platform: str = "") -> models.Model:
+        """Builds the network.
+
+        Args:
+          platform: where it will run, see `models.create`.
+
+        Raises:
+          UserError: its keys do not fit each other or the images.
+        """
+        return models.create(
+            **fields.to_dict(self.model),
+            num_classes=self.data.num_classes,
+            image_size=self.data.image_size,
+            channels=self.data.channels,
+            platform=platform,
+        )
 
     def num_steps(self, examples: int) -> int:
         """Returns the length of the run in steps.

@@ -367,12 +367,13 @@ def ideal_seconds(model: Model, device_kind: str) -> float:
       device_kind: as JAX says it.
 
     Returns:
-      0 if the peak of the device is not known, as that of a CPU.
+      0 if the peak of the device is not known, as that of a CPU, or the network's cost.
     """
     chip = chips.find(device_kind)
     if chip is None:
         return 0.0
-    return 6 * cost.macs_per_image(model) / chip.peak_flops
+    exaflops = cost.training_exaflops(model, images=1)
+    return (exaflops or 0.0) * 1e18 / chip.peak_flops
 
 
 def device_memory() -> dict[str, float]:

@@ -362,4 +362,7 @@ def _layer(path: str, depth: int) -> int:
         return int(match[1]) + 1
     if _OUTPUT.match(path):
         return depth + 1
-    raise ValueError(f"{path} is of no layer: add it to a layer in optim.py")
+    raise UserError(
+        f"optim.layer_decay: {path} is of no layer, which only parameters with the names "
+        "of a Vision Transformer are: set it to 0"
+    )

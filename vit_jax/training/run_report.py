@@ -158,7 +158,7 @@ _DAY = 86_400  # Seconds.
 def compute_record(
     *,
     images: int,
-    exaflops: float,
+    exaflops: float | None,
     device_kind: str,
     devices: int,
     device_seconds: float,
@@ -168,7 +168,7 @@ def compute_record(
     Args:
       images: seen in training, each epoch's counted.
       exaflops: 6 for each multiply-accumulate of the forward pass of each image, as in
-        table 6 (models/cost.py), whichever parameters are trained.
+        table 6 (models/cost.py), whichever parameters are trained; None if unknown.
       device_kind: as JAX says it.
       devices: at the end of the run.
       device_seconds: of all starts, each start's seconds times its devices. What counts
@@ -177,16 +177,19 @@ def compute_record(
 
     Returns:
       "images_seen", "exaflops", "device_kind", "devices", "device_days" and
-      "tpuv3_core_days".
+      "tpuv3_core_days", without the exaflops and what follows from them if unknown.
     """
-    return {
+    record = {
         "images_seen": images,
         "exaflops": exaflops,
         "device_kind": device_kind,
         "devices": devices,
         "device_days": device_seconds / _DAY,
-        "tpuv3_core_days": exaflops / exaflops_a_core_day(),
     }
+    if exaflops is None:
+        del record["exaflops"]
+        return record
+    return record | {"tpuv3_core_days": exaflops / exaflops_a_core_day()}
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import optax
 from jax.sharding import Mesh
 
 from vit_jax import models
-from vit_jax.config import fields
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.sharding import ShardingConfig
@@ -112,18 +111,11 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
       UserError: the batch, the model or the sharding rules do not fit the mesh or each
         other.
     """
-    data = config.data
     meshes.check_batch(config.batch_size, config.optim.grad_accum_steps, mesh)
     total_steps = config.num_steps(num_examples)
     steps_per_epoch = num_examples / config.batch_size
-    model = models.create(
-        **fields.to_dict(config.model),
-        num_classes=data.num_classes,
-        image_size=data.image_size,
-        channels=data.channels,
-        platform=mesh.devices.flat[0].platform,
-    )
-    task = config.task.build(model, data)
+    model = config.build_model(mesh.devices.flat[0].platform)
+    task = config.task.build(model, config.data)
     if not isinstance(task, Task):
         raise UserError(
             f"task.name={config.task.name!r}: its `build` returned {task!r}, which lacks a "

@@ -13,6 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from vit_jax import models
+from vit_jax.config.fields import is_custom
 from vit_jax.errors import UserError
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import Pretrained
@@ -63,6 +64,7 @@ def export(
         or the place cannot be written.
     """
     check(to, out, overwrite=overwrite)
+    _check_network(pretrained, to)
     _check_complete(pretrained)
     notes, names = [], pretrained.class_names
     if names and len(names) != pretrained.options["num_classes"]:
@@ -75,6 +77,24 @@ def export(
         notes += WRITERS[to].write(pretrained, place)
     files = [out / name for name in _NAMES] if out.is_dir() else [out]
     return [file for file in files if file.exists()], notes
+
+
+def _check_network(pretrained: Pretrained, to: str) -> None:
+    """Raises UserError unless a format can hold the network."""
+    variant = pretrained.options["variant"]
+    if is_custom(variant):
+        raise UserError(
+            f"--to={to}: {pretrained.source} is of model.variant={variant!r}, a network "
+            "of a module of yours, and reading files of weights imports no module: keep "
+            "its workdir"
+        )
+    if WRITERS[to].any_network:
+        return
+    if issubclass(models.VARIANTS.find(variant, "model"), models.NetworkConfig):
+        raise UserError(
+            f"--to={to}: the format has no network such as model.variant={variant!r}: "
+            "write it with --to=safetensors"
+        )
 
 
 def _check_complete(pretrained: Pretrained) -> None:

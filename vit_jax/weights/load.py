@@ -9,7 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from vit_jax import models
-from vit_jax.config.fields import key
+from vit_jax.config.fields import is_custom, key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
@@ -137,6 +137,12 @@ def open_pretrained(
         for key, value in flatten_dict(found.params, sep="/").items():
             if value.ndim:  # Scalars, such as step counters, are not weights.
                 torch_file.check_floating(key, value, name)
+        if is_custom(found.options["variant"]):
+            raise UserError(
+                f"{name} is of model.variant={found.options['variant']!r}, a network of "
+                "a module, and reading files of weights imports no module: give the "
+                "workdir of its run"
+            )
         models.create(**found.options)
     except UserError:
         raise

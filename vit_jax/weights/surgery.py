@@ -25,7 +25,7 @@ _CLASSIFIERS = ("head", "head_dist")
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
 _TOKENS = ("cls", "dist")  # In the order of their rows.
 _TABLES = ("/row_embedding", "/column_embedding")
-_FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
+FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
 
 
 class FitRow(NamedTuple):
@@ -175,7 +175,7 @@ def _fit_positions(
         old, shape = given[name], wanted[name].shape
         if old.ndim != len(shape) or old.shape[-1] != shape[-1]:
             continue  # `check_keys` reports it.
-        if name.endswith("/pos_embedding"):
+        if name.endswith("/pos_embedding") and old.ndim == 3:
             label = "position embeddings" if name == POSITIONS else name
             has, needs = ([t for t in _TOKENS if t in tree] for tree in (given, wanted))
             cells = old_grid or square_grid(old.shape[1] - len(has))
@@ -222,7 +222,7 @@ def square_grid(patches: int) -> tuple[int, int]:
 
 def _fit_input(given: dict, wanted: dict) -> list[FitRow]:
     """Fits the first kernel to the model's channels and patch size."""
-    name = next((n for n in _FIRST_KERNELS if n in wanted), None)
+    name = next((n for n in FIRST_KERNELS if n in wanted), None)
     kernel = given.get(name)
     if np.ndim(kernel) != 4 or kernel.shape[0] != kernel.shape[1]:
         return []  # `check_keys` reports it.

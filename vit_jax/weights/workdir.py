@@ -18,6 +18,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
@@ -97,13 +98,19 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
 def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pretrained:
     """Reads the newest checkpoint in the form that every format has.
 
-    Args and Raises: see `load`.
+    A network of the user's own module is imported from where Python finds modules.
+
+    Args: see `load`.
 
     Returns:
       The checkpoint; its first note states which parameters of which step it has.
+
+    Raises:
+      UserError: as `load`, or the module of its network is not found.
     """
     found = load(workdir, use_ema=use_ema)
     data, model = found.config["data"], found.config["model"]
+    known = fields.fields(models.VARIANTS.find(model["variant"], f"{workdir}: model"))
     preprocess = _preprocess(data)
     notes = [f"{found.kind} parameters of step {found.step}"]
     if preprocess is None:
@@ -117,8 +124,8 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
             **{
                 k: tuple(v) if isinstance(v, list) else v
                 for k, v in model.items()
-                if k
-                not in models.EXECUTION  # Options of the machine where it was trained.
+                # The others are options of the machine where it was trained.
+                if k not in known or known[k].changes_result
             },
             "num_classes": data["num_classes"],
             "image_size": tuple(data["image_size"]),

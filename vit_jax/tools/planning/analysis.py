@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
-from vit_jax.models import cost
+from vit_jax.models import NetworkConfig, cost
 from vit_jax.tools.planning import costs, hlo, topology
 from vit_jax.training import train_step
 from vit_jax.training.config import TrainConfig
@@ -175,7 +175,13 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
     """Returns the multiply-accumulates of a step, and how they were counted."""
     try:
         return cost.macs_of(traced.jaxpr.jaxpr), TRACED
-    except ValueError:  # A trace does not show the products inside a kernel.
+    except ValueError as error:
+        if isinstance(config.model, NetworkConfig):
+            raise UserError(
+                f"model.variant={config.model.variant!r}: the products of its step "
+                f"cannot be counted: {error}"
+            ) from error
+        # A trace does not show the products inside a kernel.
         twin = fields.replace(config, {"model.attention_impl": "einsum"})
         program = train_step.build_train_setup(twin, mesh, examples)
         traced = program.train_step.trace(program.shapes, program.batch_shapes)

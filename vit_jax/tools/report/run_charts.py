@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
+from vit_jax.config.fields import is_custom
 from vit_jax.tools.report import results
 from vit_jax.tools.report.blocks import (
     NONE,
@@ -71,7 +72,8 @@ def _figure_5(found, datasets: Sequence[str], name: str, what: str) -> Chart:
     ours = {kind: [] for kind in FAMILIES}
     for model in results.models(found):
         picked = [results.best(found, model, data) for data in datasets]
-        if all(picked) and "exaflops" in model.compute and model.variant:
+        known = model.variant and not is_custom(model.variant)  # One of the families.
+        if all(picked) and "exaflops" in model.compute and known:
             value = sum(result.value for result in picked) / len(picked)
             # The deviation of a mean over data sets is unknown.
             spread = picked[0].spread if len(picked) == 1 else None

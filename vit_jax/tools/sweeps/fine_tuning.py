@@ -136,12 +136,7 @@ def task(
     _apply_overrides(raw, overrides)
     _fill(raw)
     config = complete(raw)
-    models.create(  # Raises early if options do not fit each other.
-        **fields.to_dict(config.model),
-        num_classes=config.data.num_classes,
-        image_size=config.data.image_size,
-        channels=config.data.channels,
-    )
+    config.build_model()  # Raises early if options do not fit each other.
     notes = [f"recipe: {recipe.source}"]
     if pretrained.preprocess is None and not {"data.mean", "data.std"} <= set(
         overrides
@@ -236,13 +231,13 @@ def _raw(pretrained, recipe, size, mode) -> dict:
 def _inherited(options: Mapping[str, object]) -> dict:
     """Returns the keys of `config.model` for the checkpoint's network."""
     variant = options["variant"]
-    known = fields.fields(fields.fields(TrainConfig)["model"].find(variant, "model"))
-    ignored = (*_NOT_INHERITED, *models.EXECUTION)
+    known = fields.fields(models.VARIANTS.find(variant, "model"))
     return {
         name: options[name]
         for name, about in known.items()
         if name in options
-        and name not in ignored
+        and name not in _NOT_INHERITED
+        and about.changes_result
         and fields.is_read(about, options)  # Under the checkpoint's choices.
     }
 

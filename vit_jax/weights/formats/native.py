@@ -112,4 +112,4 @@ def _lists_to_tuples(tree: dict) -> dict:
 
 
 READERS["own exports"] = Reader(recognises, read)
-WRITERS["safetensors"] = Writer(write, suffix=".safetensors")
+WRITERS["safetensors"] = Writer(write, suffix=".safetensors", any_network=True)

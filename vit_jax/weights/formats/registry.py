@@ -39,12 +39,15 @@ class Writer:
         path or the "owner/name" on the hub, and whether it is on the hub. None if
         `open_pretrained` of this project loads it.
       library: name by which the hub knows the library that loads it; "" if none.
+      any_network: whether it holds every network, not only Vision Transformers, hybrids
+        and BiT ResNets.
     """
 
     write: Callable[[Pretrained, Path], list[str]]
     suffix: str = ""
     usage: Callable[[Pretrained, str, bool], str] | None = None
     library: str = ""
+    any_network: bool = False
 
 
 READERS: dict[str, Reader] = {}  # By the name in messages.

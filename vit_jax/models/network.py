@@ -1,0 +1,179 @@
+"""The protocol of a network: a config dataclass that builds a Flax module.
+
+Networks of a user's module, and each network that is one file here, are built by it.
+The Vision Transformer, its hybrids and the ResNets are older; registry.py builds them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.config import fields, loading
+from vit_jax.errors import UserError
+from vit_jax.models.variants import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetworkConfig(ModelConfig):
+    """What `config.model` states of a network; the base of its keys.
+
+    Attributes:
+      patch: what the sides of images must be multiples of; a key of this name, or a
+        constant, replaces it.
+    """
+
+    patch: ClassVar[int] = 1
+
+    def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+        """Returns the network.
+
+        Args:
+          num_classes: width of the classifier; 0 is none.
+          image_shape: (height, width, channels) of the input.
+
+        Returns:
+          A Flax module without state, called as `module(images, train=...)` with images
+          (B, height, width, channels), normalised, in the dtype of the config. If
+          `train`, it may draw from the rng "dropout". It returns a dict of "logits"
+          (B, num_classes), unless that is 0, from a `Dense` named "head", and of
+          "pre_logits" (B, width), the features for few-shot, k-NN and linear
+          evaluations, which it may leave out if there are classes; both float32.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} lacks build(self, num_classes, image_shape)"
+        )
+
+
+class Network(NamedTuple):
+    """A network that was built.
+
+    Attributes:
+      module: the Flax module.
+      options: the keys of its config that are read, defaults included.
+      patch: see `NetworkConfig`.
+      representations: whether it returns "pre_logits".
+    """
+
+    module: nn.Module
+    options: dict
+    patch: int
+    representations: bool
+
+
+def build(
+    kind: type[NetworkConfig],
+    stated: Mapping[str, object],
+    *,
+    num_classes: int,
+    image_size: tuple[int, int],
+    channels: int,
+) -> Network:
+    """Builds a network from the keys that are stated of it, and checks what it returns.
+
+    Args:
+      kind: dataclass of its config.
+      stated: `variant`, and keys of the config.
+      num_classes: width of the classifier; 0 is none.
+      image_size: height and width of the input, in pixels.
+      channels: of the input.
+
+    Raises:
+      UserError: unknown key or value out of its bounds, an image side that is not a
+        multiple of the patch, the network's own code raised, or it is not as
+        `NetworkConfig.build` says.
+    """
+    variant = stated["variant"]
+    taken = {"num_classes", "image_size", "channels", "platform"} & {
+        *fields.fields(kind)
+    }
+    if taken:
+        raise UserError(
+            f"model.variant={variant!r} has a key {min(taken)!r}, which "
+            "`models.create` takes for every network: rename the key"
+        )
+    config = loading.complete(kind, stated, "model.")
+    check_sides(variant, image_size, config.patch)
+    image_shape = (*image_size, channels)
+    with fields.guarded(f"model.variant={variant!r}"):
+        module = config.build(num_classes, image_shape)
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"model.variant={variant!r}: its `build` returned {module!r}: return a Flax "
+            "module (flax.linen.Module)"
+        )
+    with fields.guarded(f"model.variant={variant!r}"):
+        names = _check(module, num_classes, image_shape, config.dtype, variant)
+    options = fields.to_dict(config)
+    return Network(module, options, config.patch, "pre_logits" in names)
+
+
+def check_sides(variant: str, image_size: Sequence[int], patch: int) -> None:
+    """Raises UserError unless the sides of images are multiples of the patch."""
+    for side, pixels in zip(("height", "width"), image_size, strict=True):
+        if pixels % patch:
+            raise UserError(
+                f"image {side} {pixels} is not a multiple of the patch {patch} of "
+                f"{variant}: set data.image_size to one, such as "
+                f"{max(1, round(pixels / patch)) * patch}"
+            )
+
+
+# A network is created several times in a command, and a trace may take seconds.
+@functools.lru_cache(maxsize=16)
+def _check(
+    module: nn.Module,
+    num_classes: int,
+    image_shape: tuple[int, int, int],
+    dtype: str,
+    variant: str,
+) -> frozenset[str]:
+    """Traces a network and returns the names of its outputs.
+
+    Raises:
+      UserError: it has state, no classifier named "head", or other outputs.
+    """
+    said = f"model.variant={variant!r}: its module"
+    images, key = jnp.zeros((2, *image_shape)), jax.random.key(0)
+    variables = jax.eval_shape(module.init, key, images)
+    if others := sorted(variables.keys() - {"params"}):
+        raise UserError(
+            f"{said} has {', '.join(others)}: a network has parameters alone, so use "
+            "GroupNorm or LayerNorm in place of BatchNorm"
+        )
+    if "params" not in variables:
+        raise UserError(f"{said} has no parameters: there is nothing to train")
+
+    def apply(params, images, key):
+        rngs = {"dropout": key}
+        return module.apply({"params": params}, images, train=True, rngs=rngs)
+
+    images = images.astype(dtype)
+    outputs = jax.eval_shape(apply, variables["params"], images, key)
+    needed = "logits" if num_classes else "pre_logits"
+    if not isinstance(outputs, Mapping) or needed not in outputs:
+        raise UserError(f"{said} returned {outputs}: return a dict with {needed!r}")
+    for name, wanted in (("logits", (2, num_classes)), ("pre_logits", (2, "width"))):
+        found = outputs.get(name)
+        if found is None:
+            continue
+        shape = (*found.shape[:1], "width") if name == "pre_logits" else found.shape
+        if len(found.shape) != 2 or shape != wanted or found.dtype != jnp.float32:
+            raise UserError(
+                f"{said} returned {name!r} of shape {found.shape} and {found.dtype} for "
+                f"2 images: make it {_shape(wanted)} and float32"
+            )
+    if num_classes and "kernel" not in variables["params"].get("head", {}):
+        raise UserError(
+            f"{said} has no Dense layer named 'head', which is what fine-tuning replaces: "
+            "name its classifier so, as vit_jax.models.layers.classify does"
+        )
+    return frozenset(outputs)
+
+
+def _shape(sizes: Sequence[object]) -> str:
+    return f"({', '.join(map(str, sizes))})"
