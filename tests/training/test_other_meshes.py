@@ -29,7 +29,8 @@ def program_of(way):
 
 
 def open_folder(workdir, config):
-    return checkpoint.Checkpointer(workdir, config, open_source(config.data, "train"))
+    source = open_source(config.data, "train")
+    return checkpoint.Checkpointer(workdir, config, source, {})
 
 
 @pytest.mark.slow
@@ -68,8 +69,9 @@ def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
     config = tiny_config()
     stored = fields.to_json(config)
     del stored["optim"]["mu_dtype"], stored["mesh"], stored["model"]["scan"]
+    read = lambda workdir: {"config": stored, "task": {}}
     monkeypatch.setattr(resume_check.layout, "has_checkpoint", lambda workdir: True)
-    monkeypatch.setattr(resume_check.layout, "read_config", lambda workdir: stored)
+    monkeypatch.setattr(resume_check.layout, "read_metadata", read)
     resume_check.check_workdir(tmp_path, config)
     other = tiny_config(optim={"mu_dtype": "bfloat16"})
     with pytest.raises(UserError, match="optim.mu_dtype: float32 -> bfloat16"):

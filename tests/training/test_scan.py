@@ -105,7 +105,7 @@ def test_a_scan_starts_from_unrolled_weights_and_is_read_back_unrolled(runs, tmp
 @pytest.mark.slow
 def test_weights_are_loaded_in_the_layout_of_the_model(runs):
     workdir, _ = runs(True)
-    assert workdirs.read_config(workdir)["model"]["scan"] is True
+    assert workdirs.read_metadata(workdir)["config"]["model"]["scan"] is True
     found = weights.open_pretrained(workdir)
     scanned = models.create(**found.options | {"scan": True})
     unrolled = models.create(**found.options)

@@ -232,18 +232,24 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
     return sum(size for size in sizes if size % _BATCH == 0) // _BATCH
 
 
-def training_exaflops(model: Model, images: int) -> float:
-    """Returns the floating-point operations of a training run, in 10^18.
+def training_flops(model: Model) -> int:
+    """Returns the floating-point operations to train on one image.
 
     6 for each multiply-accumulate of the forward pass: an operation each to multiply
     and to add, and a backward pass of twice the forward pass (the convention of table 6
-    of arXiv:2010.11929).
+    of arXiv:2010.11929). What rematerialisation computes again does not count.
+    """
+    return 6 * macs_per_image(model)
+
+
+def training_exaflops(model: Model, images: int) -> float:
+    """Returns the operations of a training run in 10^18, see `training_flops`.
 
     Args:
       model: what is trained.
       images: seen in training, each epoch's counted.
     """
-    return 6e-18 * macs_per_image(model) * images
+    return 1e-18 * training_flops(model) * images
 
 
 @functools.lru_cache(maxsize=16)

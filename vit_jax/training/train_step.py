@@ -52,6 +52,8 @@ class TrainSetup(NamedTuple):
         argument is not donated.
       train_step: jitted, from `make_train_step`.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
+      metadata: what checkpoints store beside the config, for JSON: "task", what the
+        task needs to be built again.
     """
 
     task: Task
@@ -68,6 +70,7 @@ class TrainSetup(NamedTuple):
     from_disk: Callable[[TrainState], TrainState]
     train_step: Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
+    metadata: dict
 
     def initial_state(self) -> TrainState:
         """Returns the first state, initialised on the devices that hold each part."""
@@ -100,13 +103,16 @@ class TrainSetup(NamedTuple):
         return state.replace(extra=jax.device_put(extra, self.shardings.extra))
 
 
-def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> TrainSetup:
+def build_train_setup(
+    config: TrainConfig, mesh: Mesh, num_examples: int, saved: dict | None = None
+) -> TrainSetup:
     """Builds what a run computes; nothing is computed or compiled yet.
 
     Args:
       config: complete config.
       mesh: from `meshes.create`, of devices that are present or of a topology.
       num_examples: size of the training split.
+      saved: metadata of the task from the run's checkpoint; None for a run that begins.
 
     Raises:
       UserError: the batch, the model or the sharding rules do not fit the mesh or each
@@ -123,7 +129,7 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
         channels=data.channels,
         platform=mesh.devices.flat[0].platform,
     )
-    task = config.task.build(model, data)
+    task = config.task.build(model, data, saved)
     if not isinstance(task, Task):
         raise UserError(
             f"task.name={config.task.name!r}: its `build` returned {task!r}, which lacks a "
@@ -134,7 +140,7 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
         return task.init(init_key(config.seed))
 
     params, extra = jax.eval_shape(init)
-    sharding.check_memory(params, list(mesh.devices.flat))
+    sharding.check_memory(params, list(mesh.devices.flat), extra)
     peak = config.optim.peak_learning_rate(config.batch_size)
     stated = "epochs" if config.epochs else "total_steps"
     run = RunLength(total_steps, steps_per_epoch, stated)
@@ -179,6 +185,7 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
             name: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=batch_sharding)
             for name, form in task.batch_spec(config.batch_size).items()
         },
+        metadata={"task": task.metadata()},
     )
 
 

@@ -78,7 +78,7 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
     path = path_of(workdir, steps(workdir)[-1])
     refuse_damage(path)
     stored = ocp.metadata(path)
-    _check_version(path, stored.custom_metadata["config"])
+    _check_version(path, stored.custom_metadata)
     kind = "average" if use_ema and "average" in stored.metadata else "params"
     target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), stored.metadata[kind])
     context = ocp.Context()
@@ -173,8 +173,10 @@ def _pair(size) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def read_config(workdir: str | os.PathLike) -> dict:
-    """Returns the config of the newest checkpoint that can be read, as plain dicts.
+def read_metadata(workdir: str | os.PathLike) -> dict:
+    """Returns the metadata of the newest checkpoint that can be read.
+
+    "config" is that of the run, as plain dicts, "task" what its task stores.
 
     Raises:
       UserError: there are checkpoints, and none whose metadata is undamaged, or the
@@ -185,12 +187,12 @@ def read_config(workdir: str | os.PathLike) -> dict:
         path = path_of(workdir, step)
         found = find_damage(path, data=False)
         if not found:
-            config = None
+            metadata = {}
             with contextlib.suppress(Exception):  # There may be no checksums.
-                config = ocp.metadata(path).custom_metadata["config"]
-            if config is not None:
-                _check_version(path, config)
-                return config
+                metadata = ocp.metadata(path).custom_metadata or {}
+            if "config" in metadata:
+                _check_version(path, metadata)
+                return metadata
         damage.append(f"{step}: {'; '.join(found) or 'unreadable'}")
     raise UserError(
         f"no checkpoint under {absolute(workdir) / FOLDER} is intact ("
@@ -198,17 +200,17 @@ def read_config(workdir: str | os.PathLike) -> dict:
     )
 
 
-def _check_version(path: epath.Path, config: dict) -> None:
+def _check_version(path: epath.Path, metadata: dict) -> None:
     """Refuses checkpoints from before tasks: their config and state have another form.
 
     Raises:
       UserError: this is one.
     """
-    if "task" not in config:
+    if "task" not in metadata:
         raise UserError(
-            f"{path} was saved by an earlier version of vit_jax, before configs had a "
-            "`task`: continue the run, or convert its weights to safetensors, with that "
-            "version"
+            f"{path} was saved by an earlier version of vit_jax, whose checkpoints do "
+            "not describe their task: continue the run, or convert its weights to "
+            "safetensors, with that version"
         )
 
 
