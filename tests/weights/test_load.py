@@ -66,6 +66,7 @@ def run(tmp_path):
                 "config": fields.to_json(config),
                 "class_names": list("abcdefg"),
                 "task": {},
+                "network": {"path": "params", "options": build(config).options},
             },
         )
         return tmp_path / "run", trees

@@ -7,12 +7,15 @@ Letters: B images a step.
 
 import abc
 import dataclasses
+import functools
+import operator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
@@ -98,8 +101,28 @@ class Task(Protocol):
         return extra
 
     def backbone(self, params: dict, extra: Tree) -> dict:
-        """Returns the parameters of `model`: a part of one of the two."""
+        """Returns the parameters of `model`: one of the two, or a dict within one.
+
+        It is called with trees of anything in the place of arrays, also of the paths by
+        which checkpoints are read.
+        """
         return params
+
+    def with_backbone(
+        self, params: dict, extra: Tree, network: dict
+    ) -> tuple[dict, Tree]:
+        """Returns the state of `init` with given parameters of `model` in it.
+
+        By default they stand where `backbone` finds them, and the rest is as drawn. A
+        task that holds them twice, as student and teacher, sets both.
+
+        Args:
+          params, extra: of `init`.
+          network: as `backbone` returns it.
+        """
+        path = backbone_path(self, params, extra).split("/")
+        state = _replace({"params": params, "extra": extra}, path, network)
+        return state["params"], state["extra"]
 
     def training_flops(self) -> int:
         """Returns the floating-point operations of a training step, per image.
@@ -108,6 +131,39 @@ class Task(Protocol):
         again: 6 for each multiply-accumulate of what is trained, 2 of what is frozen.
         """
         return cost.training_flops(self.model)
+
+
+def backbone_path(task: Task, params: Tree, extra: Tree) -> str:
+    """Returns where a state holds the network: "params", or as "params/network".
+
+    Args:
+      task: whose `backbone` is asked.
+      params, extra: as of `Task.init`, or shapes.
+
+    Raises:
+      UserError: `backbone` returns something else than a dict of the state.
+    """
+    paths = jax.tree.map_with_path(
+        lambda keys, _: jax.tree_util.keystr(keys, simple=True, separator="/"),
+        {"params": params, "extra": extra},
+    )
+    network = task.backbone(paths["params"], paths["extra"])
+    keys, path = jax.tree.leaves_with_path(network)[0]
+    within = jax.tree_util.keystr(keys, simple=True, separator="/")
+    path = path.removesuffix(f"/{within}")
+    if functools.reduce(operator.getitem, path.split("/"), paths) != network:
+        raise UserError(
+            f"{type(task).__name__}.backbone returns parameters of several places of the "
+            "state: keep those of the network in one dict of `params` or `extra`, and "
+            "return that"
+        )
+    return path
+
+
+def _replace(tree: dict, path: list[str], value: Tree) -> Tree:
+    if not path:
+        return value
+    return {**tree, path[0]: _replace(tree[path[0]], path[1:], value)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -313,7 +313,8 @@ def restore_or_init(
             found = checkpoints.restore(setup.disk_shapes, setup.disk_shardings)
             found = found._replace(state=setup.from_disk(found.state))
     elif found.state is None and config.init:
-        params, notes = load_initial(config, setup.model, lambda: setup.init()[0])
+        draw = lambda: setup.task.backbone(*setup.init())
+        params, notes = load_initial(config, setup.model, draw)
         _check_weights_of_hosts(setup, params)
         found = found._replace(state=setup.state_from(params))
     elif found.state is None:

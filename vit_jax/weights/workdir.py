@@ -7,7 +7,9 @@ data, and a checkpoint counts as finished once that file exists.
 
 import contextlib
 import dataclasses
+import functools
 import json
+import operator
 import os
 from collections.abc import Iterator
 
@@ -17,7 +19,6 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from vit_jax import models
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
@@ -33,10 +34,11 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Parameters of a run, and what was stored beside them.
+    """The network of a run, and what was stored beside it.
 
     Attributes:
-      params: nested dict of float32 arrays.
+      params: of the network, nested dict of float32 arrays.
+      options: of the network, arguments of `models.create`.
       kind: "raw" or "average".
       step: optimiser steps taken.
       config: of the run, as plain dicts.
@@ -44,6 +46,7 @@ class Checkpoint:
     """
 
     params: dict
+    options: dict
     kind: str
     step: int
     config: dict
@@ -56,7 +59,7 @@ def has_checkpoint(workdir: str | os.PathLike) -> bool:
 
 
 def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
-    """Reads the newest checkpoint's parameters; optimiser state stays on disk.
+    """Reads the network of the newest checkpoint; all else stays on disk.
 
     Args:
       workdir: of a training run.
@@ -79,15 +82,26 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
     refuse_damage(path)
     stored = ocp.metadata(path)
     _check_version(path, stored.custom_metadata)
-    kind = "average" if use_ema and "average" in stored.metadata else "params"
-    target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), stored.metadata[kind])
+    network = stored.custom_metadata["network"]
+    keys = network["path"].split("/")
+    averaged = use_ema and keys[0] == "params" and "average" in stored.metadata
+    if averaged:  # It has the structure of the parameters.
+        keys[0] = "average"
+    find = functools.partial(functools.reduce, operator.getitem, keys)
+    target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), find(stored.metadata))
+    for key in reversed(keys):
+        target = {key: target}
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        params = ocp.load(path, {kind: target})[kind]
+        params = find(ocp.load(path, target))
     return Checkpoint(
         params=params,
-        kind={"params": "raw"}.get(kind, kind),
+        options={
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in network["options"].items()
+        },
+        kind="average" if averaged else "raw",
         step=int(path.name),
         config=stored.custom_metadata["config"],
         class_names=tuple(stored.custom_metadata["class_names"]),
@@ -103,7 +117,7 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
       The checkpoint; its first note states which parameters of which step it has.
     """
     found = load(workdir, use_ema=use_ema)
-    data, model = found.config["data"], found.config["model"]
+    data = found.config["data"]
     preprocess = _preprocess(data)
     notes = [f"{found.kind} parameters of step {found.step}"]
     if preprocess is None:
@@ -113,17 +127,7 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
         )
     return Pretrained(
         params=found.params,
-        options={
-            **{
-                k: tuple(v) if isinstance(v, list) else v
-                for k, v in model.items()
-                if k
-                not in models.EXECUTION  # Options of the machine where it was trained.
-            },
-            "classes": data["classes"],
-            "image_size": tuple(data["image_size"]),
-            "channels": data["channels"],
-        },
+        options=found.options,
         format="workdir",
         source=str(workdir),
         preprocess=preprocess,
@@ -176,7 +180,8 @@ def _pair(size) -> tuple[int, int]:
 def read_metadata(workdir: str | os.PathLike) -> dict:
     """Returns the metadata of the newest checkpoint that can be read.
 
-    "config" is that of the run, as plain dicts, "task" what its task stores.
+    "config" is that of the run, as plain dicts, "task" what its task stores, and
+    "network" the path of the network's parameters in the state and its options.
 
     Raises:
       UserError: there are checkpoints, and none whose metadata is undamaged, or the
@@ -201,15 +206,15 @@ def read_metadata(workdir: str | os.PathLike) -> dict:
 
 
 def _check_version(path: epath.Path, metadata: dict) -> None:
-    """Refuses checkpoints from before tasks: their config and state have another form.
+    """Refuses checkpoints of earlier versions, whose state or metadata differ.
 
     Raises:
       UserError: this is one.
     """
-    if "task" not in metadata:
+    if not {"task", "network"} <= metadata.keys():
         raise UserError(
             f"{path} was saved by an earlier version of vit_jax, whose checkpoints do "
-            "not describe their task: continue the run, or convert its weights to "
+            "not describe their task and network: continue the run, or convert its weights to "
             "safetensors, with that version"
         )
 
