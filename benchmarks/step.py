@@ -30,6 +30,7 @@ import numpy as np
 import step_contenders
 
 from vit_jax import models
+from vit_jax.models import cost
 from vit_jax.training import metric_logger
 
 ON_CPU = {"S/16": 16, "B/16": 8}  # Batches; others have 4.
@@ -207,7 +208,7 @@ def on_gpu(args):
                 num_classes=step_contenders.CLASSES,
                 image_size=(args.side, args.side),
             )
-            ideal = metric_logger.ideal_seconds(model, device)
+            ideal = metric_logger.ideal_seconds(cost.training_flops(model), device)
             # A third of a step is its forward pass.
             report(variant, what, rounds, batches, ideal / (1 + 2 * (what != "step")))
 

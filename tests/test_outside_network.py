@@ -95,7 +95,7 @@ def test_files_of_weights_name_no_module(found, workdir, tmp_path):
             f"--to={to}: .* is of model.variant='{VARIANT}', a network of a module"
         )
         with pytest.raises(UserError, match=message):
-            run(convert, f"--from={workdir}", f"--to={to}", f"--out={out}")
+            run(convert, f"--model={workdir}", f"--to={to}", f"--out={out}")
         assert not out.exists()
     path = tmp_path / "forged.safetensors"
     native.write(pretrained, path)  # As a stranger may have made it.

@@ -1,5 +1,6 @@
 """Distillation: DeiT's losses to the digit, and a teacher that stays as it is."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -10,14 +11,18 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from vit_jax import models
+from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import sharding
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
+from vit_jax.models import cost
 from vit_jax.tasks.classification import Classification, ClassificationConfig
 from vit_jax.tasks.distillation import Distillation, DistillationConfig
 from vit_jax.training import loop, train_step
+from vit_jax.weights.formats import native
+from vit_jax.weights.pretrained import Preprocess
 
 # Of facebookresearch/deit 7e160fe; tests/golden/README.md.
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden" / "deit_losses.npz")
@@ -107,10 +112,125 @@ def test_a_student_trains_resumes_and_keeps_its_teacher(teacher, tmp_path):
         assert np.isfinite(logged[f"train/{name}"])
     assert set(report["final"]["val"]) == {"raw", "ema"}
     # As if it had been killed after step 2: it goes on from there to the same end.
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
-    (tmp_path / "run" / "report.json").unlink()
+    kill_after(2, tmp_path / "run")
     again = loop.train(config, tmp_path / "run")
     assert again["params_sha256"] == report["params_sha256"]
+
+
+def kill_after(step, workdir):
+    """Leaves a finished run as if it had been killed after a step."""
+    for path in (workdir / "checkpoints").iterdir():
+        if int(path.name) > step:
+            shutil.rmtree(path)
+    (workdir / "report.json").unlink()
+
+
+def exported(teacher, path, **changes):
+    """Exports the teacher with other metadata and returns the file."""
+    found = weights.open_pretrained(teacher)
+    native.write(dataclasses.replace(found, **changes), path)
+    return path
+
+
+def test_a_resumed_run_needs_no_file_of_its_teacher(teacher, tmp_path):
+    # Images of the teacher have another mean, which the run must know without the file.
+    preprocess = Preprocess((8, 12), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3, squash=True)
+    file = exported(teacher, tmp_path / "a.safetensors", preprocess=preprocess)
+    config = config_of(file)
+    whole = loop.train(config, tmp_path / "run")
+    plain = loop.train(config_of(teacher), tmp_path / "plain")
+    assert plain["params_sha256"] != whole["params_sha256"]
+    kill_after(2, tmp_path / "run")
+    file.unlink()
+    resumed = loop.train(config, tmp_path / "run")
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    # Another file in its place changes nothing either.
+    kill_after(2, tmp_path / "run")
+    exported(teacher, file)
+    resumed = loop.train(config, tmp_path / "run")
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    message = r"another config \(task.teacher: .*a.safetensors -> .*other"
+    with pytest.raises(UserError, match=message):
+        loop.train(config_of(tmp_path / "other"), tmp_path / "run")
+
+
+def test_a_teacher_of_unknown_preprocessing_gets_the_students_images(
+    teacher, tmp_path, capsys
+):
+    file = exported(teacher, tmp_path / "a.safetensors", preprocess=None)
+    config = config_of(file, data={"mean": (0.5, 0.25, 0.125)})
+    loop.train(config, tmp_path / "run")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if str(file) in x]
+    assert line.endswith(
+        "does not say how its images are normalised: as the student's, by "
+        "data.mean=(0.5, 0.25, 0.125) and data.std=(0.5,)"
+    )
+    images = jnp.ones((1, 8, 12, 3))
+    task = config.task.build(models.create("Ti/4", num_classes=5), config.data)
+    assert task._of_teacher(images) is images
+
+
+def test_a_teacher_of_sigmoid_loss_is_for_hard_answers(teacher, tmp_path):
+    file = exported(teacher, tmp_path / "a.safetensors", loss="sigmoid")
+    task = {"name": "distillation", "teacher": str(file)}
+    report = loop.train(config_of(file), tmp_path / "run")
+    assert report["steps"] == 4
+    soft = config_of(file, task=task | {"kind": "soft"})
+    message = "was trained with sigmoid loss, so .*: set task.kind='hard', or take"
+    with pytest.raises(UserError, match=message):
+        loop.train(soft, tmp_path / "soft")
+
+
+@pytest.mark.parametrize("options", [{"num_classes": 0}, {"pool": "none"}])
+def test_a_teacher_without_a_classifier_is_refused(teacher, tmp_path, options):
+    found = weights.open_pretrained(teacher)
+    params = found.params
+    if "num_classes" in options:
+        params = {k: v for k, v in params.items() if k != "head"}
+    file = exported(
+        teacher,
+        tmp_path / "a.safetensors",
+        options=found.options | options,
+        params=params,
+    )
+    with pytest.raises(UserError, match="has no classifier: fine-tune it on these cl"):
+        loop.train(config_of(file), tmp_path / "run")
+
+
+def test_the_teachers_forward_pass_is_counted(teacher, tmp_path):
+    report = loop.train(config_of(teacher, evals={}), tmp_path / "run")
+    size = {
+        "image_size": (8, 12),
+        "width": 12,
+        "depth": 1,
+        "num_heads": 3,
+        "mlp_dim": 20,
+    }
+    student = models.create("Ti/4", num_classes=5, distillation=True, **size)
+    frozen = models.create("Ti/4", num_classes=5, **size)
+    macs = 3 * cost.macs_per_image(student) + cost.macs_per_image(frozen)
+    images = report["compute"]["images_seen"]
+    assert images == 4 * 8
+    assert report["compute"]["exaflops"] == pytest.approx(2e-18 * macs * images)
+
+
+def test_the_memory_check_counts_the_teacher(teacher, monkeypatch):
+    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
+    config = config_of(teacher)
+    shapes = train_step.build_train_setup(config, mesh, 20).shapes
+    sizes = [
+        sum(x.size * 4 for x in jax.tree.leaves(tree))
+        for tree in (shapes.params, shapes.extra)
+    ]
+    assert all(sizes)
+    have = lambda bytes: monkeypatch.setattr(
+        sharding, "device_memory", lambda devices: bytes
+    )
+    have(sum(sizes))
+    train_step.build_train_setup(config, mesh, 20)
+    have(sum(sizes) - 1)
+    with pytest.raises(UserError, match="the task keeps 0.0 GB beside them, and there"):
+        train_step.build_train_setup(config, mesh, 20)
 
 
 def test_the_teacher_is_in_the_state_and_does_not_move(teacher):
@@ -139,7 +259,10 @@ def test_one_classifier_learns_from_both(teacher):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"num_classes": 4}}, r"has num_classes=5, but data.num_classes=4"),
+        (
+            {"data": {"num_classes": 4}},
+            r"has num_classes=5, but data.num_classes=4: fine-tune it on",
+        ),
         ({"data": {"image_size": (8, 16)}}, r"is for images of \(8, 12\), but"),
         ({"task": {"name": "distillation"}}, "task.teacher is empty: name a workdir"),
     ],

@@ -19,6 +19,8 @@ from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as workdirs
 
+METADATA = {"task": {}, "network": {"path": "params", "options": {}}}
+
 
 @pytest.fixture
 def checkpointer(tmp_path):
@@ -26,7 +28,7 @@ def checkpointer(tmp_path):
     source = open_synthetic("train", (8, 12), 3, 5, 20)
 
     def open_checkpoints(**keep):
-        return Checkpointer(tmp_path, tiny_config(checkpoint=keep), source)
+        return Checkpointer(tmp_path, tiny_config(checkpoint=keep), source, METADATA)
 
     return open_checkpoints
 
@@ -187,16 +189,16 @@ def test_another_set_of_data_is_refused_unless_that_is_allowed(checkpointer, tmp
         r"the data, or go on with them as they are: --config.data.check=False"
     )
     with pytest.raises(UserError, match=match):
-        restored(Checkpointer(tmp_path, tiny_config(), other))
+        restored(Checkpointer(tmp_path, tiny_config(), other, METADATA))
     allowed = tiny_config(data={"check": False})
-    with Checkpointer(tmp_path, allowed, other) as checkpoints:
+    with Checkpointer(tmp_path, allowed, other, METADATA) as checkpoints:
         found = restored(checkpoints)
         assert_is(found.state, 1)
         assert "changed since" in found.notes[1]
         assert "(data.check=False): records new" in found.notes[1]
         checkpoints.save(2, state_of(2), 0.0)
     # From then on these are the data of the run.
-    assert_is(restored(Checkpointer(tmp_path, tiny_config(), other)).state, 2)
+    assert_is(restored(Checkpointer(tmp_path, tiny_config(), other, METADATA)).state, 2)
 
 
 def test_a_damaged_one_is_put_aside_and_may_be_saved_again(

@@ -28,8 +28,9 @@ def program_of(way):
     return build(**{"model": DEEP, "task": task} | WAYS[way])
 
 
-def open_folder(workdir, config):
-    return checkpoint.Checkpointer(workdir, config, open_source(config.data, "train"))
+def open_folder(workdir, config, program):
+    source = open_source(config.data, "train")
+    return checkpoint.Checkpointer(workdir, config, source, program.metadata)
 
 
 @pytest.mark.slow
@@ -48,12 +49,12 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path, monkeypat
     state = jax.jit(_distinct, out_shardings=program.shardings)(program.initial_state())
     assert state.extra["centers"].any()
     disk = jax.device_get(program.to_disk(state))
-    with open_folder(tmp_path, config) as checkpoints:
+    with open_folder(tmp_path, config, program) as checkpoints:
         checkpoints.save(7, program.to_disk(state), seconds=1.5)
     for other in others:
         config, _, program = program_of(other)
         resume_check.check_workdir(tmp_path, config)  # A mesh may change.
-        with open_folder(tmp_path, config) as checkpoints:
+        with open_folder(tmp_path, config, program) as checkpoints:
             found = checkpoints.restore(program.disk_shapes, program.disk_shardings)
         assert (found.step, found.seconds) == (7, 1.5)
         restored = program.from_disk(found.state)
@@ -68,8 +69,9 @@ def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
     config = tiny_config()
     stored = fields.to_json(config)
     del stored["optim"]["mu_dtype"], stored["mesh"], stored["model"]["scan"]
+    read = lambda workdir: {"config": stored, "task": {}}
     monkeypatch.setattr(resume_check.layout, "has_checkpoint", lambda workdir: True)
-    monkeypatch.setattr(resume_check.layout, "read_config", lambda workdir: stored)
+    monkeypatch.setattr(resume_check.layout, "read_metadata", read)
     resume_check.check_workdir(tmp_path, config)
     other = tiny_config(optim={"mu_dtype": "bfloat16"})
     with pytest.raises(UserError, match="optim.mu_dtype: float32 -> bfloat16"):

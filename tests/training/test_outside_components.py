@@ -162,7 +162,7 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 40, 8
-    c.data = dict(name="synthetic", num_classes=5, examples=400, image_size=(8, 12))
+    c.data = dict(name="synthetic", num_classes=5, num_examples=400, image_size=(8, 12))
     c.model = dict(variant="conv_net:ConvNetConfig", width=8, depth=1, dropout=0.1)
     c.optim = dict(learning_rate=0.01)
     c.log_every_steps = 1; c.checkpoint_every_steps = 7
@@ -206,10 +206,14 @@ def test_a_network_of_ones_own_is_split_and_restored_on_another_mesh(outside, tm
     assert kernel.spec == jax.sharding.PartitionSpec("fsdp", None)
     source = open_source(config.data, "train")
     state = split.initial_state()
-    with checkpoint.Checkpointer(tmp_path, config, source) as checkpoints:
+    with checkpoint.Checkpointer(
+        tmp_path, config, source, split.metadata
+    ) as checkpoints:
         checkpoints.save(3, split.to_disk(state), seconds=1.0)
     config, alone = build(data=1, fsdp=1, model=1)
-    with checkpoint.Checkpointer(tmp_path, config, source) as checkpoints:
+    with checkpoint.Checkpointer(
+        tmp_path, config, source, alone.metadata
+    ) as checkpoints:
         found = checkpoints.restore(alone.disk_shapes, alone.disk_shardings)
     for one, other in zip(
         *map(jax.tree.leaves, (state.params, found.state.params)), strict=True

@@ -29,7 +29,12 @@ def places(tmp_path):
             config, workdir, source, program.shapes, program.shardings
         )
 
-    return config, program, lambda: Checkpointer(workdir, config, source), near
+    return (
+        config,
+        program,
+        lambda: Checkpointer(workdir, config, source, program.metadata),
+        near,
+    )
 
 
 def damage(folder):

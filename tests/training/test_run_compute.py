@@ -56,14 +56,14 @@ def test_a_core_day_is_what_the_papers_own_runs_did():
 def test_a_record_counts_days_and_converts_exaflops():
     found = run_report.compute_record(
         images=192,
-        exaflops=3 * run_report.exaflops_a_core_day(),
+        flops_per_image=round(1e18 * run_report.exaflops_a_core_day() / 64),
         device_kind="TPU v5 lite",
         devices=5,
         device_seconds=43_200.0,
     )
     assert found == {
         "images_seen": 192,
-        "exaflops": 3 * run_report.exaflops_a_core_day(),
+        "exaflops": pytest.approx(3 * run_report.exaflops_a_core_day()),
         "device_kind": "TPU v5 lite",
         "devices": 5,
         "device_days": 0.5,

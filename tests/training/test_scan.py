@@ -90,7 +90,7 @@ def test_a_scan_starts_from_unrolled_weights_and_is_read_back_unrolled(runs, tmp
     assert np.isfinite(logits).all() and np.abs(logits[0] - logits[1]).max() > 0
 
     config = setting(scan=True)
-    changes = {"init": str(workdir), "init.head": "keep"}
+    changes = {"init.checkpoint": str(workdir), "init.head": "keep"}
     changes |= {"optim.freeze": (r"encoderblock_1/", "head")}
     config = fields.replace(config, changes)
     loop.train(config, tmp_path)
@@ -105,7 +105,7 @@ def test_a_scan_starts_from_unrolled_weights_and_is_read_back_unrolled(runs, tmp
 @pytest.mark.slow
 def test_weights_are_loaded_in_the_layout_of_the_model(runs):
     workdir, _ = runs(True)
-    assert workdirs.read_config(workdir)["model"]["scan"] is True
+    assert workdirs.read_metadata(workdir)["config"]["model"]["scan"] is True
     found = weights.open_pretrained(workdir)
     scanned = models.create(**found.options | {"scan": True})
     unrolled = models.create(**found.options)

@@ -71,6 +71,8 @@ def run(tmp_path):
             custom_metadata={
                 "config": fields.to_json(config),
                 "class_names": list("abcdefg"),
+                "task": {},
+                "network": {"path": "params", "options": build(config).options},
             },
         )
         return tmp_path / "run", trees
@@ -315,11 +317,9 @@ def test_a_workdir_of_before_tasks_is_refused_in_one_line(run, tmp_path):
     path = folder / "checkpoints" / "6"
     stored = json.loads((path / "_CHECKPOINT_METADATA").read_text())
     stored["custom_metadata"]["config"]["loss"] = {"name": "softmax"}
-    del stored["custom_metadata"]["config"]["task"]
+    del stored["custom_metadata"]["config"]["task"], stored["custom_metadata"]["task"]
     (path / "_CHECKPOINT_METADATA").write_text(json.dumps(stored))
-    message = (
-        "6 was saved by an earlier version of vit_jax, before configs had a `task`"
-    )
-    for read in (workdir.load, workdir.read_config):
+    message = "6 was saved by an earlier version of vit_jax, whose checkpoints do not"
+    for read in (workdir.load, workdir.read_metadata):
         with pytest.raises(UserError, match=message):
             read(folder)

@@ -202,15 +202,18 @@ def device_memory(devices: Sequence[jax.Device]) -> int | None:
     return limit and limit * len(devices)
 
 
-def check_memory(shapes: dict, devices: Sequence[jax.Device] = ()) -> None:
+def check_memory(
+    shapes: dict, devices: Sequence[jax.Device] = (), extra: object = None
+) -> None:
     """Checks before a network is built that its parameters fit the memory.
 
-    Only parameters count, so that no network is refused that swapping, sharding or
+    Only parameters and `extra` count, so that no network is refused that swapping, sharding or
     rematerialisation could make fit; the compiler reports what else is needed.
 
     Args:
       shapes: parameters, as jax.ShapeDtypeStruct.
       devices: that hold them together; the memory of this host counts if empty.
+      extra: what a task keeps beside them, such as a teacher, as jax.ShapeDtypeStruct.
 
     Raises:
       UserError: they do not fit; with the memory needed and available.
@@ -218,12 +221,16 @@ def check_memory(shapes: dict, devices: Sequence[jax.Device] = ()) -> None:
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     # JAX may have no CPU backend, so that the host is no device.
     available = device_memory(devices) if devices else _host_memory()
-    if available and _BYTES * count > available:
+    leaves = jax.tree.leaves(extra)
+    beside = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    if available and _BYTES * count + beside > available:
+        also = f", the task keeps {beside / 1e9:,.1f} GB beside them" if beside else ""
         raise UserError(
             f"out of memory before the start: the network has {count:,} parameters, "
             f"{_BYTES * count / 1e9:,.1f} GB ({_TRAINED * count / 1e9:,.1f} GB with "
-            f"gradients and Adam's moments), and there are {available / 1e9:,.1f} GB: "
-            "choose a smaller image size or model, or more devices"
+            f"gradients and Adam's moments){also}, and there are "
+            f"{available / 1e9:,.1f} GB: choose a smaller image size or model, or more "
+            "devices"
         )
 
 

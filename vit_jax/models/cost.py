@@ -243,12 +243,32 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
     return sum(size for size in sizes if size % _BATCH == 0) // _BATCH
 
 
-def training_exaflops(model: Model, images: int) -> float | None:
-    """Returns the floating-point operations of a training run, in 10^18.
+def forward_flops(model: Model) -> int | None:
+    """Returns the floating-point operations of a forward pass on one image.
 
-    6 for each multiply-accumulate of the forward pass: an operation each to multiply
-    and to add, and a backward pass of twice the forward pass (the convention of table 6
-    of arXiv:2010.11929).
+    2 for each multiply-accumulate: one to multiply and one to add.
+
+    Returns:
+      Their number; None if the network's cost is not known, see `macs_per_image`.
+    """
+    try:
+        return 2 * macs_per_image(model)
+    except UserError:
+        return None
+
+
+def training_flops(model: Model) -> int | None:
+    """Returns the floating-point operations to train on one image; None if unknown.
+
+    Three forward passes, since a backward pass counts as two (the convention of table 6
+    of arXiv:2010.11929). What rematerialisation computes again does not count.
+    """
+    forward = forward_flops(model)
+    return None if forward is None else 3 * forward
+
+
+def training_exaflops(model: Model, images: int) -> float | None:
+    """Returns the operations of a training run in 10^18, see `training_flops`.
 
     Args:
       model: what is trained.
@@ -257,10 +277,8 @@ def training_exaflops(model: Model, images: int) -> float | None:
     Returns:
       Their number; None if the network's cost is not known, see `macs_per_image`.
     """
-    try:
-        return 6e-18 * macs_per_image(model) * images
-    except UserError:
-        return None
+    flops = training_flops(model)
+    return None if flops is None else 1e-18 * flops * images
 
 
 @functools.lru_cache(maxsize=16)

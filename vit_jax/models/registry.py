@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.config import fields
 from vit_jax.config.fields import Choice
 from vit_jax.errors import UserError
 from vit_jax.models import attention as attending
@@ -60,6 +61,16 @@ class Model:
     def has_encoder(self) -> bool:
         """Whether it is a Vision Transformer or a hybrid, which `inside` needs."""
         return isinstance(self.module, vit.VisionTransformer)
+
+    @property
+    def portable_options(self) -> dict:
+        """The options that change results, not those of the machine, as `scan`."""
+        keys = fields.fields(VARIANTS.find(self.options["variant"], "model"))
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name != "platform" and (name not in keys or keys[name].changes_result)
+        }
 
     @property
     def stacked(self) -> bool:

@@ -16,7 +16,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.models import Model
-from vit_jax.tasks.task import Batch, TaskConfig, Tree
+from vit_jax.tasks.task import Batch, Task, TaskConfig, Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,13 @@ class ClassificationConfig(TaskConfig):
         formerly="loss.label_smoothing",
     )
 
-    def build(self, model: Model, data: DataConfig) -> "Classification":
+    def build(
+        self, model: Model, data: DataConfig, saved: dict | None = None
+    ) -> "Classification":
         return Classification(self, model, data)
 
 
-class Classification:
+class Classification(Task):
     """See `task.Task`; there is no state beside the parameters."""
 
     def __init__(self, config: ClassificationConfig, model: Model, data: DataConfig):
@@ -58,9 +60,6 @@ class Classification:
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
         return self.model.init(rng), None
-
-    def load(self) -> Tree:
-        return None
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image (B, Y, X, C), normalised, and label (B, L), that sum to 1."""
@@ -83,12 +82,6 @@ class Classification:
         """Returns the mean loss of logits, with labels smoothed as the config says."""
         targets = smooth(labels, self.config.label_smoothing)
         return LOSSES[self.config.loss](logits, targets).mean()
-
-    def update(self, extra, params, stats, step):
-        return extra
-
-    def backbone(self, params, extra):
-        return params
 
 
 def softmax(

@@ -6,6 +6,7 @@ from both with its single classifier. Letters: B images, L classes.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from vit_jax import models
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import Model
+from vit_jax.models import Model, cost
+from vit_jax.printing import masked
 from vit_jax.tasks.classification import (
     Classification,
     ClassificationConfig,
@@ -25,6 +27,7 @@ from vit_jax.tasks.classification import (
 )
 from vit_jax.tasks.task import Tree
 from vit_jax.weights import open_pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,8 @@ class DistillationConfig(ClassificationConfig):
     name: str = key("distillation", "What is learnt.")
     teacher: str = key(
         "",
-        "Workdir, weights or their address, as `init` takes; read at every start.",
-        changes_result=False,
-        of_host=True,
+        "Workdir, weights or their address, as `init` takes. Read when a run begins; its "
+        "checkpoints hold the teacher.",
     )
     kind: str = key(
         "hard",
@@ -59,52 +61,66 @@ class DistillationConfig(ClassificationConfig):
         only_if={"kind": ("soft",)},
     )
 
-    def build(self, model: Model, data: DataConfig) -> "Distillation":
-        return Distillation(self, model, data)
+    def build(
+        self, model: Model, data: DataConfig, saved: dict | None = None
+    ) -> "Distillation":
+        return Distillation(self, model, data, saved)
 
 
 class Distillation(Classification):
     """See `task.Task`; the state beside the parameters is the teacher.
 
+    Args:
+      config: `config.task`.
+      model: the student.
+      data: `config.data`.
+      saved: of the checkpoint of a run that resumes, which holds the teacher's weights
+        too: its file is not read.
+
     Raises:
-      UserError: there is no teacher, or it has other classes or another kind of image.
+      UserError: there is no teacher, or it has no classifier of these classes, answers
+        that cannot be softened, or another kind of image.
     """
 
-    def __init__(self, config: DistillationConfig, model: Model, data: DataConfig):
+    def __init__(
+        self,
+        config: DistillationConfig,
+        model: Model,
+        data: DataConfig,
+        saved: dict | None = None,
+    ):
         super().__init__(config, model, data)
         if not config.teacher:
             raise UserError(
                 "task.teacher is empty: name a workdir, a file or folder with weights, or "
                 "an address, as `init` takes"
             )
-        self._teacher = open_pretrained(config.teacher)
-        options = self._teacher.options
-        for name, own in (
-            ("num_classes", data.num_classes),
-            ("channels", data.channels),
-        ):
-            if options[name] != own:
-                raise UserError(
-                    f"task.teacher={config.teacher!r} has {name}={options[name]}, but "
-                    f"data.{name}={own}: take another teacher"
-                )
-        size = tuple(data.image_size)
-        if tuple(options["image_size"]) != size:
-            raise UserError(
-                f"task.teacher={config.teacher!r} is for images of "
-                f"{tuple(options['image_size'])}, but data.image_size={size}: fine-tune "
-                "it at that size first, or take another teacher"
-            )
+        self._teacher = saved["teacher"] if saved else _describe(self._pretrained)
+        _check_teacher(self._teacher, config, data)
         # Where the student computes, which may be planned for another machine.
-        options = options | {"platform": model.options.get("platform")}
-        self._network = models.create(**options)
+        platform = {"platform": model.options.get("platform")}
+        self._network = models.create(**self._teacher["options"] | platform)
+        if not self._teacher["normalization"]:
+            note = (
+                f"task.teacher={masked(config.teacher)!r} does not say how its images "
+                f"are normalised: as the student's, by data.mean={data.mean} and "
+                f"data.std={data.std}"
+            )
+            self.notes = (note,)
+
+    @functools.cached_property
+    def _pretrained(self) -> Pretrained:
+        return open_pretrained(self.config.teacher)
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
         params, _ = super().init(rng)
         return params, {"teacher": self._network.init(rng)}
 
     def load(self) -> Tree:
-        return {"teacher": self._teacher.params}
+        return {"teacher": self._pretrained.params}
+
+    def metadata(self) -> dict:
+        return {"teacher": self._teacher}
 
     def loss(self, params, extra, batch, rng):
         images = batch["image"].astype(self.model.options["dtype"])
@@ -130,13 +146,13 @@ class Distillation(Classification):
 
     def _of_teacher(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B Y X C"]:
         """Normalises images as the teacher was trained on; they are as the student's."""
-        preprocess, data = self._teacher.preprocess, self._data
-        if preprocess is None:
+        wanted, data = self._teacher["normalization"], self._data
+        if wanted is None:
             return images
-        # One number, or one a channel.
+        # One number, or one per channel.
         mean, std = np.asarray(data.mean), np.asarray(data.std)
-        scale = (std / preprocess.std).astype(np.float32).reshape(1, 1, 1, -1)
-        shift = (mean - preprocess.mean) / preprocess.std
+        scale = (std / wanted["std"]).astype(np.float32).reshape(1, 1, 1, -1)
+        shift = (mean - wanted["mean"]) / wanted["std"]
         shift = shift.astype(np.float32).reshape(1, 1, 1, -1)
         return images * scale + shift
 
@@ -158,3 +174,53 @@ class Distillation(Classification):
         wanted = jax.nn.log_softmax(answers / heat)
         apart = jnp.sum(jnp.exp(wanted) * (wanted - own), axis=-1).mean() * heat**2
         return apart / logits.shape[-1] if config.mean_over_classes else apart
+
+    def training_flops(self) -> int | None:
+        """See `Task`; the teacher has no backward pass."""
+        parts = super().training_flops(), cost.forward_flops(self._network)
+        return None if None in parts else sum(parts)
+
+
+def _describe(pretrained: Pretrained) -> dict:
+    """Returns what the task needs of a teacher beside its weights, for JSON."""
+    found = pretrained.preprocess
+    return {
+        "options": pretrained.options,
+        "normalization": found and {"mean": found.mean, "std": found.std},
+        "loss": pretrained.loss,
+    }
+
+
+def _check_teacher(teacher: dict, config: DistillationConfig, data: DataConfig) -> None:
+    """Checks that a teacher can answer for the images and the classes.
+
+    Raises:
+      UserError: it cannot.
+    """
+    options, who = teacher["options"], f"task.teacher={config.teacher!r}"
+    num_classes, size = options["num_classes"], tuple(options["image_size"])
+    fine_tune = "fine-tune it on these classes first, or take another teacher"
+    if not num_classes or options.get("pool") == "none":
+        raise UserError(f"{who} has no classifier: {fine_tune}")
+    if num_classes != data.num_classes:
+        raise UserError(
+            f"{who} has num_classes={num_classes}, but "
+            f"data.num_classes={data.num_classes}: {fine_tune}"
+        )
+    if options["channels"] != data.channels:
+        raise UserError(
+            f"{who} has channels={options['channels']}, but "
+            f"data.channels={data.channels}: take another teacher"
+        )
+    if size != tuple(data.image_size):
+        raise UserError(
+            f"{who} is for images of {size}, but data.image_size="
+            f"{tuple(data.image_size)}: fine-tune it at that size first, or take another "
+            "teacher"
+        )
+    if config.kind == "soft" and teacher["loss"] == "sigmoid":
+        raise UserError(
+            f"{who} was trained with sigmoid loss, so its answers are no distribution "
+            "over the classes, which task.kind='soft' needs: set task.kind='hard', or "
+            "take a teacher that was trained with softmax loss"
+        )

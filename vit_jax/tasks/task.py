@@ -5,14 +5,18 @@ it is, what a batch holds and what there is beside the parameters, only the task
 Letters: B images a step.
 """
 
+import abc
 import dataclasses
+import functools
+import operator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
-from vit_jax.models import Model
+from vit_jax.errors import UserError
+from vit_jax.models import Model, cost
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
 Batch = dict[str, jax.Array]
@@ -22,16 +26,23 @@ Batch = dict[str, jax.Array]
 class Task(Protocol):
     """A network and what it learns.
 
+    A task that derives from this class defines the abstract methods, and inherits the
+    others where it has nothing of the kind.
+
     Attributes:
       model: the network that is evaluated, and that a workdir hands on; its parameters
         are what `backbone` returns.
+      notes: lines for the log of every start.
     """
 
     model: Model
+    notes: tuple[str, ...] = ()
 
+    @abc.abstractmethod
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the arrays of a batch of B images, by their names in the pipeline."""
 
+    @abc.abstractmethod
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
         """Draws the parameters, and the state beside them, called `extra`.
 
@@ -47,10 +58,21 @@ class Task(Protocol):
         Raises:
           UserError: it cannot be read, or does not fit.
         """
+        return None
 
+    def metadata(self) -> dict:
+        """Returns what a resumed run needs to build this task again without its files.
+
+        It is stored in every checkpoint as JSON, and is the `saved` of
+        `TaskConfig.build` when the run resumes. Tuples come back as lists.
+        """
+        return {}
+
+    @abc.abstractmethod
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Transforms a whole batch on the device, before it is cut into microbatches."""
 
+    @abc.abstractmethod
     def loss(
         self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Tree]]:
@@ -76,9 +98,72 @@ class Task(Protocol):
           stats: of `loss`.
           step: steps taken, this one included.
         """
+        return extra
 
     def backbone(self, params: dict, extra: Tree) -> dict:
-        """Returns the parameters of `model`: a part of one of the two."""
+        """Returns the parameters of `model`: one of the two, or a dict within one.
+
+        It is called with trees of anything in the place of arrays, also of the paths by
+        which checkpoints are read.
+        """
+        return params
+
+    def with_backbone(
+        self, params: dict, extra: Tree, network: dict
+    ) -> tuple[dict, Tree]:
+        """Returns the state of `init` with given parameters of `model` in it.
+
+        By default they stand where `backbone` finds them, and the rest is as drawn. A
+        task that holds them twice, as student and teacher, sets both.
+
+        Args:
+          params, extra: of `init`.
+          network: as `backbone` returns it.
+        """
+        path = backbone_path(self, params, extra).split("/")
+        state = _replace({"params": params, "extra": extra}, path, network)
+        return state["params"], state["extra"]
+
+    def training_flops(self) -> int | None:
+        """Returns the floating-point operations of a training step, per image.
+
+        Counted are forward and backward pass, without what rematerialisation computes
+        again: 6 for each multiply-accumulate of what is trained, 2 of what is frozen.
+        """
+        return cost.training_flops(self.model)
+
+
+def backbone_path(task: Task, params: Tree, extra: Tree) -> str:
+    """Returns where a state holds the network: "params", or as "params/network".
+
+    Args:
+      task: whose `backbone` is asked.
+      params, extra: as of `Task.init`, or shapes.
+
+    Raises:
+      UserError: `backbone` returns something else than a dict of the state.
+    """
+    paths = jax.tree.map_with_path(
+        lambda keys, _: jax.tree_util.keystr(keys, simple=True, separator="/"),
+        {"params": params, "extra": extra},
+    )
+    network = task.backbone(paths["params"], paths["extra"])
+    keys, path = jax.tree.leaves_with_path(network)[0]
+    within = jax.tree_util.keystr(keys, simple=True, separator="/")
+    path = path.removesuffix(f"/{within}")
+    if functools.reduce(operator.getitem, path.split("/"), paths) != network:
+        raise UserError(
+            f"{type(task).__name__}.backbone returns parameters of several places of the "
+            "state: keep those of the network in one dict of `params` or `extra`, and "
+            "return that"
+        )
+    return path
+
+
+def _replace(tree: dict, path: list[str], value: Tree) -> Tree:
+    if not path:
+        return value
+    return {**tree, path[0]: _replace(tree[path[0]], path[1:], value)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,11 +172,13 @@ class TaskConfig:
 
     name: str = key("classification", "What is learnt.")
 
-    def build(self, model: Model, data: DataConfig) -> Task:
+    def build(self, model: Model, data: DataConfig, saved: dict | None = None) -> Task:
         """Returns the task.
 
         Args:
           model: network of `config.model`.
           data: `config.data`.
+          saved: what `Task.metadata` returned when the run began, from its checkpoint;
+            None for a run that begins.
         """
         raise NotImplementedError

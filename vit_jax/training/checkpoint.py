@@ -45,6 +45,7 @@ class Checkpointer:
       config: complete config; goes with every checkpoint.
       source: training split; its size, class names and fingerprint go with every
         checkpoint.
+      metadata: of `TrainSetup`; goes with every checkpoint.
 
     Attributes:
       failures: saves of this start that failed.
@@ -57,6 +58,7 @@ class Checkpointer:
         workdir: str | os.PathLike,
         config: TrainConfig,
         source: Source,
+        metadata: dict,
     ):
         self._workdir = workdir
         self._folder = layout.absolute(workdir) / layout.FOLDER
@@ -68,6 +70,7 @@ class Checkpointer:
             "examples": len(source),
             "data": self.data,
             layout.SUMMED: True,
+            **metadata,
         }
         self.failures = 0
         self._saving = None

@@ -11,7 +11,6 @@ from vit_jax.distributed import compilation
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import start as hosts
 from vit_jax.evaluators.suite import Suite
-from vit_jax.models import cost
 from vit_jax.printing import masked
 from vit_jax.training import guards, lock, resume_check, run_report, timers
 from vit_jax.training.checkpoint import Checkpointer
@@ -93,7 +92,7 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
     mesh = meshes.create(config.mesh)
     data_shard, num_data_shards = meshes.data_shard(mesh)
     replicas_per_shard = jax.process_count() // num_data_shards
-    resume_check.check_workdir(workdir, config)
+    saved = resume_check.check_workdir(workdir, config)
     startup.end_phase("devices")
 
     # Data.
@@ -105,7 +104,7 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
     build, make_suite = build_train_setup, Suite
     if sweep:
         build, make_suite = sweep.build_train_setup, sweep.suite
-    setup = build(config, mesh, len(source))
+    setup = build(config, mesh, len(source), saved)
     total = setup.total_steps
     timers.check_profile_steps(config.profile_steps, total)
     suite = make_suite(
@@ -122,7 +121,9 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
     )
 
     # State: restored or initialised on the devices while the step compiles.
-    checkpoints = stack.enter_context(Checkpointer(workdir, config, source))
+    checkpoints = stack.enter_context(
+        Checkpointer(workdir, config, source, setup.metadata)
+    )
     compilations = stack.enter_context(CompilationCounter())
     resume_check.check_data_of_hosts(
         {"train": source} | suite.sources(), checkpoints.latest
@@ -149,7 +150,8 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
     logger.log_header(len(source))
     trace = timers.Trace(config.profile_steps, workdir, start, active=is_first)
     unchecked = fingerprint.unchecked(checkpoints.data)
-    for note in filter(None, (*notes, unchecked, uncached, trace.note)):
+    notes += [*setup.task.notes, unchecked, uncached, trace.note]
+    for note in filter(None, notes):
         logger.info(note)
     pending = PendingMetrics(checkpoints, logger, watchdog)
     evaluations = Evaluations(suite, config, setup, logger, preemption, watchdog)
@@ -249,7 +251,7 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
         "wall_seconds": round(seconds, 3),
         "compute": run_report.compute_record(
             images=total * config.batch_size,
-            exaflops=cost.training_exaflops(setup.model, total * config.batch_size),
+            flops_per_image=setup.task.training_flops(),
             device_kind=jax.devices()[0].device_kind,
             devices=jax.device_count(),
             device_seconds=device_seconds,
@@ -315,7 +317,7 @@ def restore_or_init(
             config.init,
             config.data,
             setup.model,
-            lambda: setup.init()[0],
+            lambda: setup.task.backbone(*setup.init()),
             head_bias_init=config.model.head_bias_init,
         )
         _check_weights_of_hosts(setup, params)
@@ -329,4 +331,9 @@ def restore_or_init(
 def _check_weights_of_hosts(setup: TrainSetup, params: dict) -> None:
     if jax.process_count() > 1:
         params = {"params": params, "extra": setup.task.load() or {}}
-        hosts.check_agreement(weights={"sha256": run_report.params_sha256(params)})
+        hosts.check_agreement(
+            weights={
+                "sha256": run_report.params_sha256(params),
+                "task": setup.metadata["task"],
+            }
+        )

@@ -14,7 +14,6 @@ from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
 from vit_jax.evaluators import classification
-from vit_jax.models import Model, cost
 from vit_jax.printing import printable
 from vit_jax.training import run_report
 from vit_jax.training.config import TrainConfig
@@ -69,7 +68,7 @@ class MetricLogger:
             config.batch_size,
             jax.device_count(),
             active=active,
-            ideal=ideal_seconds(setup.model, device),
+            ideal=ideal_seconds(setup.task.training_flops(), device),
         )
         self._writer = MetricWriter(workdir, start, active=active)
         self.step_timer = StepTimer(config.slow_step_factor, jax.process_index())
@@ -355,25 +354,23 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def ideal_seconds(model: Model, device_kind: str) -> float:
+def ideal_seconds(flops: int | None, device_kind: str) -> float:
     """Returns the seconds in which a device at its peak would train on one image.
 
-    Model FLOPs utilisation is this times the images a second of a device. Counted are 6
-    operations to a multiply-accumulate of the forward pass, as in
-    `cost.training_exaflops`: what rematerialisation computes again does not count.
+    Model FLOPs utilisation is this times the images a second of a device.
 
     Args:
-      model: what is trained.
+      flops: floating-point operations per image, as of `Task.training_flops`; None if
+        unknown.
       device_kind: as JAX says it.
 
     Returns:
-      0 if the peak of the device is not known, as that of a CPU, or the network's cost.
+      0 if the peak of the device is not known, as that of a CPU, or `flops`.
     """
     chip = chips.find(device_kind)
-    if chip is None:
+    if chip is None or flops is None:
         return 0.0
-    exaflops = cost.training_exaflops(model, images=1)
-    return (exaflops or 0.0) * 1e18 / chip.peak_flops
+    return flops / chip.peak_flops
 
 
 def device_memory() -> dict[str, float]:

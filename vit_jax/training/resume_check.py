@@ -110,20 +110,25 @@ def _hash_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> None:
+def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | None:
     """Checks that a workdir holds no run of another config.
+
+    Returns:
+      Metadata of the run's task, from its checkpoint; None if there is no run.
 
     Raises:
       UserError: it does; the message names the keys that differ.
     """
     if not layout.has_checkpoint(workdir):
-        return
-    stored = _decisive_stored(layout.read_config(workdir), config)
+        return None
+    metadata = layout.read_metadata(workdir)
+    stored = _decisive_stored(metadata["config"], config)
     if changed := fields.differences(stored, decisive(config)):
         raise UserError(
             f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
             "choose another --workdir, or state the same config"
         )
+    return metadata["task"]
 
 
 def decisive(config: TrainConfig) -> dict[str, object]:

@@ -158,7 +158,7 @@ _DAY = 86_400  # Seconds.
 def compute_record(
     *,
     images: int,
-    exaflops: float | None,
+    flops_per_image: int | None,
     device_kind: str,
     devices: int,
     device_seconds: float,
@@ -167,8 +167,7 @@ def compute_record(
 
     Args:
       images: seen in training, each epoch's counted.
-      exaflops: 6 for each multiply-accumulate of the forward pass of each image, as in
-        table 6 (models/cost.py), whichever parameters are trained; None if unknown.
+      flops_per_image: of `Task.training_flops`, as table 6 counts; None if unknown.
       device_kind: as JAX says it.
       devices: at the end of the run.
       device_seconds: of all starts, each start's seconds times its devices. What counts
@@ -181,15 +180,17 @@ def compute_record(
     """
     record = {
         "images_seen": images,
-        "exaflops": exaflops,
         "device_kind": device_kind,
         "devices": devices,
         "device_days": device_seconds / _DAY,
     }
-    if exaflops is None:
-        del record["exaflops"]
+    if flops_per_image is None:
         return record
-    return record | {"tpuv3_core_days": exaflops / exaflops_a_core_day()}
+    exaflops = 1e-18 * flops_per_image * images
+    return record | {
+        "exaflops": exaflops,
+        "tpuv3_core_days": exaflops / exaflops_a_core_day(),
+    }
 
 
 @functools.cache

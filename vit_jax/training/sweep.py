@@ -34,17 +34,21 @@ class SweepCache:
         self._suite: tuple[str, Suite] | None = None
 
     def build_train_setup(
-        self, config: TrainConfig, mesh: Mesh, num_examples: int
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        num_examples: int,
+        saved: dict | None = None,
     ) -> TrainSetup:
         """Returns what `train_step.build_train_setup` does, with a shared step."""
-        setup = train_step.build_train_setup(config, mesh, num_examples)
+        setup = train_step.build_train_setup(config, mesh, num_examples, saved)
         lengths = [setup.total_steps]
         if depends_on_epochs(config.optim):
             lengths.append(setup.steps_per_epoch)
         decisive = [
             [path, value] for path, about, value in fields.walk(config) if about.in_step
         ]
-        key = _key([decisive, lengths], mesh)
+        key = _key([decisive, lengths, setup.metadata], mesh)
         if self._step is None or self._step[0] != key:
             self._step = key, _StepOfRate(config, mesh, setup)
         return setup._replace(

@@ -16,7 +16,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.tasks.task import Task
+from vit_jax.tasks.task import Task, backbone_path
 from vit_jax.training import optim
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.optim import OptimConfig
@@ -51,6 +51,9 @@ class TrainSetup(NamedTuple):
         argument is not donated.
       train_step: jitted, from `make_train_step`.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
+      metadata: what checkpoints store beside the config, for JSON: "task", what the
+        task needs to be built again, and "network", the path of the network's
+        parameters in the state and its options.
     """
 
     task: Task
@@ -67,6 +70,7 @@ class TrainSetup(NamedTuple):
     from_disk: Callable[[TrainState], TrainState]
     train_step: Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
+    metadata: dict
 
     def initial_state(self) -> TrainState:
         """Returns the first state, initialised on the devices that hold each part."""
@@ -75,21 +79,24 @@ class TrainSetup(NamedTuple):
         )
         return self._load_extra(create())
 
-    def state_from(self, params: dict) -> TrainState:
-        """Returns the first state of a run that starts from given parameters.
+    def state_from(self, network: dict) -> TrainState:
+        """Returns the first state of a run that starts from a given network.
 
         Args:
-          params: as in checkpoints, in host memory, equal on all processes. Each device
-            is sent only its shards.
+          network: its parameters as in checkpoints, in host memory, equal on all
+            processes. Each device is sent only its shards. What else the task has is
+            initialised.
         """
+        task = self.task
         if self.model.stacked:
-            params = stacking.stack(params)
+            network = stacking.stack(network)
         create = jax.jit(
-            lambda params: self.create(params, self.init()[1]),
+            lambda network: self.create(*task.with_backbone(*self.init(), network)),
             out_shardings=self.shardings,
             donate_argnums=0,
         )
-        return self._load_extra(create(jax.device_put(params, self.shardings.params)))
+        shardings = task.backbone(self.shardings.params, self.shardings.extra)
+        return self._load_extra(create(jax.device_put(network, shardings)))
 
     def _load_extra(self, state: TrainState) -> TrainState:
         """Replaces the initialised `extra` by what the task loads, if it loads any."""
@@ -99,13 +106,16 @@ class TrainSetup(NamedTuple):
         return state.replace(extra=jax.device_put(extra, self.shardings.extra))
 
 
-def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> TrainSetup:
+def build_train_setup(
+    config: TrainConfig, mesh: Mesh, num_examples: int, saved: dict | None = None
+) -> TrainSetup:
     """Builds what a run computes; nothing is computed or compiled yet.
 
     Args:
       config: complete config.
       mesh: from `meshes.create`, of devices that are present or of a topology.
       num_examples: size of the training split.
+      saved: metadata of the task from the run's checkpoint; None for a run that begins.
 
     Raises:
       UserError: the batch, the model or the sharding rules do not fit the mesh or each
@@ -115,7 +125,7 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
     total_steps = config.num_steps(num_examples)
     steps_per_epoch = num_examples / config.batch_size
     model = config.build_model(mesh.devices.flat[0].platform)
-    task = config.task.build(model, config.data)
+    task = config.task.build(model, config.data, saved)
     if not isinstance(task, Task):
         raise UserError(
             f"task.name={config.task.name!r}: its `build` returned {task!r}, which lacks a "
@@ -126,7 +136,7 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
         return task.init(init_key(config.seed))
 
     params, extra = jax.eval_shape(init)
-    sharding.check_memory(params, list(mesh.devices.flat))
+    sharding.check_memory(params, list(mesh.devices.flat), extra)
     peak = config.optim.peak_learning_rate(config.batch_size)
     stated = "epochs" if config.epochs else "total_steps"
     run = RunLength(total_steps, steps_per_epoch, stated)
@@ -136,7 +146,8 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
         create_train_state, tx=tx, seed=config.seed, average=bool(config.ema.decay)
     )
     shapes = jax.eval_shape(create, params, extra)
-    convert = functools.partial(stacking.convert, like=shapes, params=params)
+    network = task.backbone(params, extra)
+    convert = functools.partial(stacking.convert, like=shapes, params=network)
     disk_shapes = convert(shapes, stacking.unstack)
     place = functools.partial(_place, config=config.sharding, mesh=mesh)
     shardings, disk_shardings = place(shapes), place(disk_shapes)
@@ -145,8 +156,11 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
         disk_shardings = convert(disk_shardings, _on_hosts)
         # One tree of parameters, moments or averages at a time, or the devices would
         # have to hold nearly two states (docs/decisions.md).
-        unstack = jax.jit(stacking.unstack, out_shardings=disk_shardings.params)
-        stack = jax.jit(_stack_on_devices, out_shardings=shardings.params)
+        on_disk, placed = (
+            task.backbone(s.params, s.extra) for s in (disk_shardings, shardings)
+        )
+        unstack = jax.jit(stacking.unstack, out_shardings=on_disk)
+        stack = jax.jit(_stack_on_devices, out_shardings=placed)
         to_disk = functools.partial(convert, function=unstack)
         from_disk = functools.partial(convert, function=stack)
     step = make_train_step(
@@ -170,6 +184,13 @@ def build_train_setup(config: TrainConfig, mesh: Mesh, num_examples: int) -> Tra
         batch_shapes={
             name: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=batch_sharding)
             for name, form in task.batch_spec(config.batch_size).items()
+        },
+        metadata={
+            "task": task.metadata(),
+            "network": {
+                "path": backbone_path(task, params, extra),
+                "options": task.model.portable_options,
+            },
         },
     )
 

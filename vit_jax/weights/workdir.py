@@ -7,7 +7,9 @@ data, and a checkpoint counts as finished once that file exists.
 
 import contextlib
 import dataclasses
+import functools
 import json
+import operator
 import os
 from collections.abc import Iterator
 
@@ -18,7 +20,6 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
-from vit_jax.config import fields
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
@@ -34,10 +35,11 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Parameters of a run, and what was stored beside them.
+    """The network of a run, and what was stored beside it.
 
     Attributes:
-      params: nested dict of float32 arrays.
+      params: of the network, nested dict of float32 arrays.
+      options: of the network, arguments of `models.create`.
       kind: "raw" or "average".
       step: optimiser steps taken.
       config: of the run, as plain dicts.
@@ -45,6 +47,7 @@ class Checkpoint:
     """
 
     params: dict
+    options: dict
     kind: str
     step: int
     config: dict
@@ -57,7 +60,7 @@ def has_checkpoint(workdir: str | os.PathLike) -> bool:
 
 
 def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
-    """Reads the newest checkpoint's parameters; optimiser state stays on disk.
+    """Reads the network of the newest checkpoint; all else stays on disk.
 
     Args:
       workdir: of a training run.
@@ -79,16 +82,27 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
     path = path_of(workdir, steps(workdir)[-1])
     refuse_damage(path)
     stored = ocp.metadata(path)
-    _check_version(path, stored.custom_metadata["config"])
-    kind = "average" if use_ema and "average" in stored.metadata else "params"
-    target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), stored.metadata[kind])
+    _check_version(path, stored.custom_metadata)
+    network = stored.custom_metadata["network"]
+    keys = network["path"].split("/")
+    averaged = use_ema and keys[0] == "params" and "average" in stored.metadata
+    if averaged:  # It has the structure of the parameters.
+        keys[0] = "average"
+    find = functools.partial(functools.reduce, operator.getitem, keys)
+    target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), find(stored.metadata))
+    for key in reversed(keys):
+        target = {key: target}
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        params = ocp.load(path, {kind: target})[kind]
+        params = find(ocp.load(path, target))
     return Checkpoint(
         params=params,
-        kind={"params": "raw"}.get(kind, kind),
+        options={
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in network["options"].items()
+        },
+        kind="average" if averaged else "raw",
         step=int(path.name),
         config=stored.custom_metadata["config"],
         class_names=tuple(stored.custom_metadata["class_names"]),
@@ -109,8 +123,9 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
       UserError: as `load`, or the module of its network is not found.
     """
     found = load(workdir, use_ema=use_ema)
-    data, model = found.config["data"], found.config["model"]
-    known = fields.fields(models.VARIANTS.find(model["variant"], f"{workdir}: model"))
+    data = found.config["data"]
+    # A network of the user's own is imported, or said to be missing, before all else.
+    models.VARIANTS.find(found.options["variant"], f"{workdir}: model")
     preprocess = _preprocess(data)
     notes = [f"{found.kind} parameters of step {found.step}"]
     if preprocess is None:
@@ -120,17 +135,7 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
         )
     return Pretrained(
         params=found.params,
-        options={
-            **{
-                k: tuple(v) if isinstance(v, list) else v
-                for k, v in model.items()
-                # The others are options of the machine where it was trained.
-                if k not in known or known[k].changes_result
-            },
-            "num_classes": data["num_classes"],
-            "image_size": tuple(data["image_size"]),
-            "channels": data["channels"],
-        },
+        options=found.options,
         format="workdir",
         source=str(workdir),
         preprocess=preprocess,
@@ -180,8 +185,11 @@ def _pair(size) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def read_config(workdir: str | os.PathLike) -> dict:
-    """Returns the config of the newest checkpoint that can be read, as plain dicts.
+def read_metadata(workdir: str | os.PathLike) -> dict:
+    """Returns the metadata of the newest checkpoint that can be read.
+
+    "config" is that of the run, as plain dicts, "task" what its task stores, and
+    "network" the path of the network's parameters in the state and its options.
 
     Raises:
       UserError: there are checkpoints, and none whose metadata is undamaged, or the
@@ -192,12 +200,12 @@ def read_config(workdir: str | os.PathLike) -> dict:
         path = path_of(workdir, step)
         found = find_damage(path, data=False)
         if not found:
-            config = None
+            metadata = {}
             with contextlib.suppress(Exception):  # There may be no checksums.
-                config = ocp.metadata(path).custom_metadata["config"]
-            if config is not None:
-                _check_version(path, config)
-                return config
+                metadata = ocp.metadata(path).custom_metadata or {}
+            if "config" in metadata:
+                _check_version(path, metadata)
+                return metadata
         damage.append(f"{step}: {'; '.join(found) or 'unreadable'}")
     raise UserError(
         f"no checkpoint under {absolute(workdir) / FOLDER} is intact ("
@@ -205,17 +213,17 @@ def read_config(workdir: str | os.PathLike) -> dict:
     )
 
 
-def _check_version(path: epath.Path, config: dict) -> None:
-    """Refuses checkpoints from before tasks: their config and state have another form.
+def _check_version(path: epath.Path, metadata: dict) -> None:
+    """Refuses checkpoints of earlier versions, whose state or metadata differ.
 
     Raises:
       UserError: this is one.
     """
-    if "task" not in config:
+    if not {"task", "network"} <= metadata.keys():
         raise UserError(
-            f"{path} was saved by an earlier version of vit_jax, before configs had a "
-            "`task`: continue the run, or convert its weights to safetensors, with that "
-            "version"
+            f"{path} was saved by an earlier version of vit_jax, whose checkpoints do "
+            "not describe their task and network: continue the run, or convert its weights to "
+            "safetensors, with that version"
         )
 
 

@@ -156,7 +156,6 @@ def _before(program, traced, config, mesh, examples, limit) -> Analysis:
     shapes, places = program.shapes, program.shardings
     batch = {name: x.sharding for name, x in program.batch_shapes.items()}
     macs, way = _macs(traced, config, mesh, examples)
-    forward = cost.macs_per_image(program.model) * config.batch_size
     return Analysis(
         settings=settings(config, dict(mesh.shape)),
         parameters=sum(x.size for x in jax.tree.leaves(shapes.params)),
@@ -166,7 +165,7 @@ def _before(program, traced, config, mesh, examples, limit) -> Analysis:
         batch_bytes=bytes_per_device(program.batch_shapes, batch),
         flops=2.0 * macs / mesh.size,
         counted=way + _repeated(mesh),
-        model_flops=6.0 * forward / mesh.size,
+        model_flops=program.task.training_flops() * config.batch_size / mesh.size,
         limit_bytes=limit,
     )
 

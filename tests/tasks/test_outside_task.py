@@ -1,0 +1,265 @@
+"""A task of the user's whose parameters hold more than the network.
+
+Everything that reads a workdir must find the network: evaluation, prediction, conversion
+and fine-tuning. And a network from elsewhere must come to its place in the task.
+"""
+
+import functools
+import json
+import operator
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_config
+from orbax.checkpoint import v1 as ocp
+from PIL import Image
+
+from vit_jax import cli, convert, evaluate, predict, weights
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed.mesh import MeshConfig
+from vit_jax.errors import UserError
+from vit_jax.training import loop, train_step
+from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training.local_checkpoint import LocalCheckpointer
+
+MODULE = '''
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.tasks.classification import Classification, ClassificationConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ColourConfig(ClassificationConfig):
+    """Classes, and the mean colour, which a decoder tells from the features."""
+
+    def build(self, model, data, saved=None):
+        return Colour(self, model, data)
+
+
+class Colour(Classification):
+    def init(self, rng):
+        network, _ = super().init(rng)
+        shape = network["head"]["kernel"].shape[0], 3
+        kernel = 0.1 * jax.random.normal(jax.random.fold_in(rng, 7), shape)
+        return {"network": network, "decoder": {"kernel": kernel}}, None
+
+    def loss(self, params, extra, batch, rng):
+        outputs = self.model.apply(
+            params["network"], batch["image"], train=True, key=rng
+        )
+        found = outputs["pre_logits"] @ params["decoder"]["kernel"]
+        error = jnp.square(found - batch["image"].mean((1, 2))).mean()
+        loss = error + self.base_loss(outputs["logits"], batch["label"])
+        return loss, ({"loss": loss, "error": error}, None)
+
+    def backbone(self, params, extra):
+        return params["network"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwinsConfig(ClassificationConfig):
+    """The same, with a moving average of the parameters as what is handed on."""
+
+    def build(self, model, data, saved=None):
+        return Twins(self, model, data)
+
+
+class Twins(Colour):
+    def init(self, rng):
+        params, _ = super().init(rng)
+        return params, {"twin": jax.tree.map(jnp.copy, params)}
+
+    def update(self, extra, params, stats, step):
+        mean = lambda old, new: 0.5 * (old + new)
+        return {"twin": jax.tree.map(mean, extra["twin"], params)}
+
+    def backbone(self, params, extra):
+        return extra["twin"]["network"]
+
+    def with_backbone(self, params, extra, network):
+        params = params | {"network": network}
+        return params, {"twin": jax.tree.map(jnp.copy, params)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScatteredConfig(ClassificationConfig):
+    """A backbone that is put together from two places."""
+
+    def build(self, model, data, saved=None):
+        return Scattered(self, model, data)
+
+
+class Scattered(Classification):
+    def init(self, rng):
+        network, _ = super().init(rng)
+        return {"head": network.pop("head"), "rest": network}, None
+
+    def backbone(self, params, extra):
+        return params["rest"] | {"head": params["head"]}
+'''
+RECIPE = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict(dict(batch_size=8, evals=dict(val="val")))
+    c.data = dict(name="synthetic", num_examples=20)
+    return c
+"""
+PLACES = {"Colour": "params/network", "Twins": "extra/twin/network"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def module(tmp_path_factory):
+    """Writes the module where Python finds it."""
+    folder = tmp_path_factory.mktemp("module")
+    (folder / "colours.py").write_text(MODULE)
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
+
+
+def config_of(name="Colour", **sections):
+    if name:
+        sections["task"] = {"name": f"colours:{name}Config"}
+    model = {"depth": 2} | sections.pop("model", {})
+    keys = {"total_steps": 4, "checkpoint_every_steps": 2, "ema": {"decay": 0.9}}
+    return tiny_config(**keys | {"model": model} | sections)
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def run(request, module, tmp_path_factory):
+    """Trains a task: its name, its workdir and the report."""
+    workdir = tmp_path_factory.mktemp("runs") / request.param
+    report = loop.train(config_of(request.param), workdir)
+    return request.param, workdir, report
+
+
+@pytest.fixture(scope="module")
+def classifier(module, tmp_path_factory):
+    """Trains a classification and returns its workdir."""
+    workdir = tmp_path_factory.mktemp("runs") / "classification"
+    loop.train(config_of(name=""), workdir)
+    return workdir
+
+
+def stored(workdir, path):
+    """Reads a dict of parameters of the last checkpoint, without this project."""
+    folder = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    names = path.split("/")
+    found = functools.reduce(operator.getitem, names, ocp.metadata(folder).metadata)
+    target = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), found)
+    for name in reversed(names):
+        target = {name: target}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        return functools.reduce(operator.getitem, names, ocp.load(folder, target))
+
+
+def begin(config, workdir):
+    """Returns the state with which a run would begin."""
+    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
+    source = open_source(config.data, "train")
+    setup = train_step.build_train_setup(config, mesh, len(source))
+    local = LocalCheckpointer(config, workdir, source, setup.shapes, setup.shardings)
+    with Checkpointer(workdir, config, source, setup.metadata) as checkpoints:
+        found = loop.restore_or_init(config, setup, checkpoints, local)
+    return setup, found
+
+
+def assert_equal(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_what_is_handed_on_is_what_was_evaluated(run, tmp_path, capsys):
+    name, workdir, report = run
+    found = weights.open_pretrained(workdir)
+    path = PLACES[name].replace("params", "average")
+    assert_equal(found.params, stored(workdir, path))
+    if name == "Colour":
+        raw = weights.open_pretrained(workdir, use_ema=False)
+        assert_equal(raw.params, stored(workdir, "params/network"))
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
+    words = [f"--config={recipe}", f"--model={workdir}", "--json"]
+    assert not evaluate.main(cli.parse(evaluate.parser(), words))
+    scores = json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
+    ended = report["final"]["val"]["ema"]
+    assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
+
+
+def test_it_predicts_the_same_before_and_after_conversion(run, tmp_path, capsys):
+    _, workdir, _ = run
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    file = tmp_path / "weights.safetensors"
+    words = [f"--model={workdir}", "--to=safetensors", f"--out={file}"]
+    convert.main(cli.parse(convert.parser(), words))
+    capsys.readouterr()
+    answers = []
+    for model in (workdir, file):
+        words = [str(tmp_path / "image.png"), f"--model={model}", "--json"]
+        assert not predict.main(cli.parse(predict.parser(), words))
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1]
+    found = weights.open_pretrained(file)
+    assert_equal(found.params, weights.open_pretrained(workdir).params)
+
+
+def test_it_is_the_init_of_a_classification(run, tmp_path):
+    _, workdir, _ = run
+    config = config_of(name="", init={"checkpoint": str(workdir), "head": "keep"})
+    _, begun = begin(config, tmp_path / "run")
+    loaded = weights.open_pretrained(workdir).params
+    assert_equal(jax.device_get(begun.state.params), loaded)
+    report = loop.train(config, tmp_path / "run")
+    assert set(report["final"]["val"]) == {"raw", "ema"}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_classification_is_its_init(name, classifier, tmp_path):
+    config = config_of(name, init={"checkpoint": str(classifier), "head": "keep"})
+    setup, begun = begin(config, tmp_path / "run")
+    state = jax.device_get(begun.state)
+    loaded = weights.open_pretrained(classifier).params
+    assert_equal(state.params["network"], loaded)
+    assert_equal(state.average, state.params)
+    drawn = jax.device_get(jax.jit(setup.init)())[0]
+    assert_equal(state.params["decoder"], drawn["decoder"])
+    if name == "Twins":
+        assert_equal(state.extra["twin"], state.params)
+    report = loop.train(config, tmp_path / "run")
+    assert report["steps"] == 4
+
+
+def test_a_scan_and_a_resume_save_the_same(run, tmp_path):
+    name, workdir, _ = run
+    config = config_of(name, model={"scan": True})
+    scanned = loop.train(config, tmp_path / "run")
+    one, other = (
+        weights.open_pretrained(w).params for w in (workdir, tmp_path / "run")
+    )
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one, other)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    (tmp_path / "run" / "report.json").unlink()
+    resumed = loop.train(config, tmp_path / "run")
+    assert resumed["params_sha256"] == scanned["params_sha256"]
+    state = jax.device_get(begin(config_of(name), workdir)[1].state)
+    assert_equal(state.params, stored(workdir, "params"))
+
+
+def test_a_network_in_several_places_is_refused(tmp_path):
+    message = (
+        "Scattered.backbone returns parameters of several places of the state: keep"
+    )
+    with pytest.raises(UserError, match=message):
+        loop.train(config_of("Scattered"), tmp_path / "run")
