@@ -3,10 +3,11 @@
 python -m vit_jax.compile --config=configs/h14_i21k.py --topology=v5e:16x16
 
 It prints what the step needs of each chip and how that compares to what the chip has:
-memory, products, bytes, collectives, and the least time that a step can take. It runs
-on any Linux machine with the extra `tpu`; a large model takes minutes. Any key of
-vit_jax/training/config.py can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input
-(one line says what), 3 it does not fit or compile, or with --strategies nothing does.
+memory, products, bytes, collectives, and the least time that a step can take. It runs on
+any Linux machine with the extra `tpu`; a large model takes minutes. Any key of
+vit_jax/training/config.py can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad
+input (one line says what), 3 it does not fit or compile, or with --strategies nothing
+does.
 """
 
 import argparse

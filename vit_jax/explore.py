@@ -1,12 +1,12 @@
 """Shows where a model looks: python -m vit_jax.explore --model=CHECKPOINT [--images=FOLDER]
 
-CHECKPOINT is whatever holds weights, as of vit_jax.predict. Prints the address of a page for
-a browser on this computer, for which all of it is needed: it ends with a token. Drop an
-image there, see the top classes, click a patch and see where it looks, in every layer
-and head. --compare=CHECKPOINT puts a second model beside the first; --labels, --resolution
-and how images are prepared are the first's. Ctrl-C ends it. --html=FILE --image=IMAGE
-writes the page of one image as one file to share, of 5 MB at most, which needs no
-server, and ends. Exit codes: 0 done, 2 bad input.
+CHECKPOINT is whatever holds weights, as of vit_jax.predict. Prints the address of a page
+for a browser on this computer, for which all of it is needed: it ends with a token. Drop
+an image there, see the top classes, click a patch and see where it looks, in every layer
+and head. --compare=CHECKPOINT puts a second model beside the first; --labels,
+--resolution and how images are prepared are the first's. Ctrl-C ends it. --html=FILE
+--image=IMAGE writes the page of one image as one file to share, of 5 MB at most, which
+needs no server, and ends. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """Classifies images: python -m vit_jax.predict --model=CHECKPOINT IMAGE|FOLDER|- ...
 
-CHECKPOINT is whatever holds weights: a run's workdir, an exported file, a file or folder of
-timm, Hugging Face or Google, hf://owner/name. Images are prepared as the weights say;
-flags replace single parts of that. "-" reads paths from standard input, one a line
-(find photos -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or one image's
-content (... - < photo.jpg). Orientation tags of cameras are ignored, as in training.
-Exit codes: 0 done, 1 some images could not be read (one line each says why), 2 bad
-input or no image at all.
+CHECKPOINT is whatever holds weights: a run's workdir, an exported file, a file or folder
+of timm, Hugging Face or Google, hf://owner/name. Images are prepared as the weights say;
+flags replace single parts of that. "-" reads paths from standard input, one a line (find
+photos -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or one image's
+content (... - < photo.jpg). Orientation tags of cameras are ignored, as in training. Exit
+codes: 0 done, 1 some images could not be read (one line each says why), 2 bad input or no
+image at all.
 """
 
 import argparse

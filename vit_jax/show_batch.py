@@ -1,10 +1,10 @@
 """Shows what the model will see: python -m vit_jax.show_batch --config=configs/digits.py
 
 Writes a PNG with the first images of a run as they reach the model: cropped, augmented
-and mixed as `data.train_transform` says, and the normalisation undone. Below each its class, or the
-shares of several after mixup. Where the run's batch is larger than the sheet, the
-first image is mixed with the last of the sheet instead of the last of the batch.
-Exit codes: 0 done, 2 bad input (one line says what).
+and mixed as `data.train_transform` says, and the normalisation undone. Below each its
+class, or the shares of several after mixup. Where the run's batch is larger than the
+sheet, the first image is mixed with the last of the sheet instead of the last of the
+batch. Exit codes: 0 done, 2 bad input (one line says what).
 """
 
 import argparse

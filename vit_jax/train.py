@@ -1,10 +1,10 @@
 """Trains a model: python -m vit_jax.train --config=configs/digits.py --workdir=DIR
 
-Any key of vit_jax/training/config.py can be set: --config.optim.learning_rate=0.01. A workdir that holds
-a checkpoint is resumed. Exit codes: 0 done; 2 bad input, or the last state could not be
-saved (one line says what); 70 nothing moved for `stall_timeout` seconds; 75 preempted
-(SIGTERM, SIGHUP, a loader process was killed): saved, the same command goes on; 130
-Ctrl-C: saved, and a second one ends at once.
+Any key of vit_jax/training/config.py can be set: --config.optim.learning_rate=0.01. A
+workdir that holds a checkpoint is resumed. Exit codes: 0 done; 2 bad input, or the last
+state could not be saved (one line says what); 70 nothing moved for `stall_timeout`
+seconds; 75 preempted (SIGTERM, SIGHUP, a loader process was killed): saved, the same
+command goes on; 130 Ctrl-C: saved, and a second one ends at once.
 """
 
 import argparse

@@ -9,12 +9,12 @@ vtab, vtab/TASK, vtab/GROUP, several between commas. A part of train is held out
 choose the learning rate; then all of train is used with the best one, with three seeds,
 each scored once on test. Until then the test split cannot be opened.
 
-The same command goes on where it was ended; what is done is not repeated. Results are
-in transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard;
---json ends with one line, what that file holds.
-Any key of vit_jax/training/config.py can be set for all runs: --config.total_steps=500. Exit
-codes: 0 done, 2 bad input (of VTAB-1k: or a task failed; the others are done all the
-same, and tasks without data are no failure), 75 preempted.
+The same command goes on where it was ended; what is done is not repeated. Results are in
+transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard;
+--json ends with one line, what that file holds. Any key of vit_jax/training/config.py can
+be set for all runs: --config.total_steps=500. Exit codes: 0 done, 2 bad input (of
+VTAB-1k: or a task failed; the others are done all the same, and tasks without data are no
+failure), 75 preempted.
 """
 
 import argparse

@@ -207,8 +207,9 @@ def check_memory(
 ) -> None:
     """Checks before a network is built that its parameters fit the memory.
 
-    Only parameters and `extra` count, so that no network is refused that swapping, sharding or
-    rematerialisation could make fit; the compiler reports what else is needed.
+    Only parameters and `extra` count, so that no network is refused that swapping,
+    sharding or rematerialisation could make fit; the compiler reports what else is
+    needed.
 
     Args:
       shapes: parameters, as jax.ShapeDtypeStruct.

@@ -145,7 +145,8 @@ class EvalSplits:
 
     Args:
       data: `config.data` of the run; its classes are the model's.
-      preprocess: of the images if `eval_transform` is not stated; by `data.eval_transform` if None.
+      preprocess: of the images if `eval_transform` is not stated; by
+        `data.eval_transform` if None.
       class_names: of the model, in the order of its outputs; empty if unknown.
       order: splits to look for if a config states none.
 

@@ -52,7 +52,8 @@ class Suite:
       batch_size: images per batch, over all devices.
       mesh: of all devices.
       shardings: of the parameters; replicated if None.
-      preprocess: of the images if an evaluation states none; by `data.eval_transform` if None.
+      preprocess: of the images if an evaluation states none; by `data.eval_transform` if
+        None.
       class_names: of the model, in the order of its outputs; empty if unknown.
       finite: whether outputs of the classifier that are not finite are an error, as
         features are in any case. In training the loop checks the loss instead.

@@ -149,9 +149,9 @@ def create(
       platform: where it will run, "cpu", "gpu" or "tpu"; "" is JAX's default backend.
       **options: `attention_impl`, one of attention.NAMES; `width`, `depth`, `num_heads`
         and `mlp_dim` of the encoder, `stage_depths` and `stem_width` of the ResNet,
-        which replace the variant's numbers unless 0 or
-        (0,); and the further attributes of `vit.VisionTransformer` or `resnet.ResNet`.
-        Of other networks, the keys of their config.
+        which replace the variant's numbers unless 0 or (0,); and the further attributes
+        of `vit.VisionTransformer` or `resnet.ResNet`. Of other networks, the keys of
+        their config.
 
     Returns:
       The model.

@@ -151,8 +151,8 @@ def parse(variant: str) -> Variant:
     ):
         raise UserError(
             f"model.variant={variant!r} is not SIZE/PATCH with a size out of "
-            f"{', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'B/16', nor a hybrid as 'R50+B/16', nor a ResNet "
-            "as 'R50x1'"
+            f"{', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'B/16', nor a hybrid "
+            "as 'R50+B/16', nor a ResNet as 'R50x1'"
         )
     size, patch = SIZES[match[2]], int(match[3])
     if match[1] is None:

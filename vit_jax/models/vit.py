@@ -171,8 +171,8 @@ class VisionTransformer(nn.Module):
       fc_norm: whether the final LayerNorm is after the pooling (timm's fc_norm).
       posemb: kind of position embedding, see AddPositions; "relative" adds keys in the
         attention.
-      posemb_placement: where they are added: at the "stem", separately at "every" layer, or
-        "shared" by all layers (arXiv:2010.11929, table 8). "relative" has no stem.
+      posemb_placement: where they are added: at the "stem", separately at "every" layer,
+        or "shared" by all layers (arXiv:2010.11929, table 8). "relative" has no stem.
       dropout: rate after every dense layer but query, key, value (and the two of the
         head), and after adding the position embeddings.
       drop_path_rate: drop rate of the last block, falling linearly to 0 at the first.

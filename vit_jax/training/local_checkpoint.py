@@ -3,7 +3,8 @@
 Every process writes the parts of the state that its devices hold, which takes no network
 and needs no other process. A start looks which step the hosts can put together. A host
 whose disk is empty, because it was replaced, is given its parts by hosts whose devices
-hold the same ones. Where nobody does, the start goes back to the checkpoint in the workdir.
+hold the same ones. Where nobody does, the start goes back to the checkpoint in the
+workdir.
 """
 
 import collections

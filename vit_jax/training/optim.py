@@ -129,8 +129,8 @@ def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
 
     Args:
       optim: section `optim`.
-      peak: highest learning rate, see `OptimConfig.peak_learning_rate`; it may be an argument of a jitted
-        function.
+      peak: highest learning rate, see `OptimConfig.peak_learning_rate`; it may be an
+        argument of a jitted function.
       run: length of the run.
 
     Returns:
@@ -171,8 +171,8 @@ def optimizer(
       to layer, freezing.
 
     Raises:
-      UserError: a regular expression of `weight_decay_mask` or `freeze` matches no parameter,
-        or `layer_decay` is set for a model without blocks.
+      UserError: a regular expression of `weight_decay_mask` or `freeze` matches no
+        parameter, or `layer_decay` is set for a model without blocks.
     """
     chain = []
     if optim.grad_clip_norm:

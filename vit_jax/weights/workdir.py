@@ -222,8 +222,8 @@ def _check_version(path: epath.Path, metadata: dict) -> None:
     if not {"task", "network"} <= metadata.keys():
         raise UserError(
             f"{path} was saved by an earlier version of vit_jax, whose checkpoints do "
-            "not describe their task and network: continue the run, or convert its weights to "
-            "safetensors, with that version"
+            "not describe their task and network: continue the run, or convert its "
+            "weights to safetensors, with that version"
         )
 
 

@@ -3,7 +3,8 @@
 A folder without splits, data_dir/<class>/**, is one split named "all". Files and folders
 whose names begin with ".", and folders named __pycache__ or __MACOSX, are no data. Links
 that lead out of data_dir are followed, since sets are often put together from links; one
-that leads back into it would count images twice, perhaps under two labels, and is an error.
+that leads back into it would count images twice, perhaps under two labels, and is an
+error.
 """
 
 import dataclasses

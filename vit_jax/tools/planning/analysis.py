@@ -203,8 +203,8 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
       sizes: mesh axis -> devices.
 
     Returns:
-      Name -> value; None for what the network does not have ("scan" and "remat_policy" of a
-      ResNet).
+      Name -> value; None for what the network does not have ("scan" and "remat_policy" of
+      a ResNet).
     """
     model, optim = config.model, config.optim
     return {
