@@ -25,14 +25,27 @@ class Parser(argparse.ArgumentParser):
     """Flags of a verb; `--config.key=value` overrides are added by `parse`.
 
     Args:
-      doc: of the verb; its first line is shown by --help.
+      doc: of the verb, shown by --help.
+      config: name of the dataclass in training/config.py whose keys the verb takes; "" if
+        it takes none.
     """
 
-    def __init__(self, doc: str):
+    def __init__(self, doc: str, config: str = ""):
         super().__init__(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self.add_argument("--debug", action="store_true", help="show tracebacks")
+        self._config = config
+
+    def format_help(self) -> str:
+        """Returns what --help shows: the flags, then the keys of the config."""
+        flags = super().format_help()
+        if not self._config:
+            return flags
+        from vit_jax.config import reference
+        from vit_jax.training import config
+
+        return f"{flags}\n{reference.text(getattr(config, self._config))}"
 
     def error(self, message: str) -> None:
         """Ends with one line, as every other bad input does."""

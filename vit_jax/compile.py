@@ -5,7 +5,7 @@ python -m vit_jax.compile --config=configs/h14_i21k.py --topology=v5e:16x16
 It prints what the step needs of each chip and how that compares to what the chip has:
 memory, products, bytes, collectives, and the least time that a step can take. It runs on
 any Linux machine with the extra `tpu`; a large model takes minutes. Any key of
-vit_jax/training/config.py can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad
+the config can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad
 input (one line says what), 3 it does not fit or compile, or with --strategies nothing
 does.
 """
@@ -140,7 +140,7 @@ def _compare(flags, config, devices, examples, limit, heading) -> int:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
     add("--config", required=True, help="file, or file:argument")
     add("--topology", required=True, help="as v5e:16x16 or v4:4x4x4")

@@ -82,7 +82,7 @@ def run(flags: argparse.Namespace, config) -> None:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, config="EvaluationConfig")
     add = parser.add_argument
     add("--config", required=True, help="file, or file:argument")
     add("--json", action="store_true", help="one line of JSON, not a table")

@@ -89,7 +89,7 @@ def see(source, config, count: int) -> tuple:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
     add("--config", required=True, help="file, or file:argument")
     add("--out", default="", help="PNG file; default: batch_NAME.png")

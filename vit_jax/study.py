@@ -30,7 +30,7 @@ def main(flags: argparse.Namespace) -> int:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
     add("--config", required=True, help="file under configs/study/, or file:argument")
     add("--workdir", required=True, help="folder of the study")

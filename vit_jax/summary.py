@@ -189,7 +189,7 @@ def _line(cells):
 if __name__ == "__main__":
     # Nothing is computed: leave the accelerators to others.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, config="TrainConfig")
     parser.add_argument("--variant", help="one or more, with commas; default: all")
     parser.add_argument("--resolution", help="as 224, or 224x160: height x width")
     parser.add_argument("--num_classes", type=int, help=f"default: {CLASSES}")

@@ -1,6 +1,6 @@
 """Trains a model: python -m vit_jax.train --config=configs/digits.py --workdir=DIR
 
-Any key of vit_jax/training/config.py can be set: --config.optim.learning_rate=0.01. A
+Any key of the config can be set: --config.optim.learning_rate=0.01. A
 workdir that holds a checkpoint is resumed. Exit codes: 0 done; 2 bad input, or the last
 state could not be saved (one line says what); 70 nothing moved for `stall_timeout`
 seconds; 75 preempted (SIGTERM, SIGHUP, a loader process was killed): saved, the same
@@ -45,7 +45,7 @@ def new_workdir(name: str) -> str:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    flags = cli.Parser(__doc__)
+    flags = cli.Parser(__doc__, config="TrainConfig")
     flags.add_argument("--config", required=True, help="file, or file:argument")
     flags.add_argument("--workdir", default="", help="default: a new one under runs/")
     return flags

@@ -11,7 +11,7 @@ each scored once on test. Until then the test split cannot be opened.
 
 The same command goes on where it was ended; what is done is not repeated. Results are in
 transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard;
---json ends with one line, what that file holds. Any key of vit_jax/training/config.py can
+--json ends with one line, what that file holds. Any key of the config can
 be set for all runs: --config.total_steps=500. Exit codes: 0 done, 2 bad input (of
 VTAB-1k: or a task failed; the others are done all the same, and tasks without data are no
 failure), 75 preempted.
@@ -91,7 +91,7 @@ def default_workdir(flags: argparse.Namespace) -> str:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
     add("--model", required=True, help="where the weights are")
     add("--dataset", required=True, help="name, folder, vtab or vtab/TASK")

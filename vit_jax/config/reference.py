@@ -1,0 +1,123 @@
+"""All keys of a config with defaults and meanings, in groups: for --help and the docs."""
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from vit_jax.config import fields
+from vit_jax.config.fields import Choice, Key, Named, Section
+
+_WIDTH, _INDENT = 88, 34  # Columns of a line, and from where meanings stand.
+
+
+class KeyGroup(NamedTuple):
+    """Keys that stand together.
+
+    Attributes:
+      section: dotted key of their section; "" for the config itself. "NAME" in it
+        stands for a name that the user gives.
+      choice: key that chooses the dataclass of the section; "" if it is no choice.
+      name: name or title of the dataclass that has these keys; "" if all have them.
+      doc: meaning of the section, or of this choice.
+      keys: name to default and meaning.
+    """
+
+    section: str
+    choice: str
+    name: str
+    doc: str
+    keys: dict[str, tuple[object, str]]
+
+
+def groups(cls: type, section: str = "") -> Iterator[KeyGroup]:
+    """Yields the keys of a config.
+
+    Args:
+      cls: dataclass of the config, or of a section.
+      section: dotted key of the section.
+    """
+    yield KeyGroup(section, "", "", _doc(cls) if section else "", _keys(cls))
+    yield from _sections(cls, section)
+
+
+def _sections(cls: type, where: str) -> Iterator[KeyGroup]:
+    for name, about in fields.fields(cls).items():
+        path = f"{where}.{name}".strip(".")
+        if isinstance(about, Named):
+            yield from _choice(f"{path}.NAME", about.choice, about.help)
+        elif isinstance(about, Choice):
+            yield from _choice(path, about, "")
+        elif isinstance(about, Section):
+            yield from groups(about.cls, path)
+
+
+def _choice(path: str, about: Choice, doc: str) -> Iterator[KeyGroup]:
+    """Yields the keys that all dataclasses of a choice have, then those of each."""
+    types, by = list(about.types.values()), about.text_key
+    shared = set.intersection(*({*fields.fields(cls)} for cls in types)) - {by}
+    first = _keys(types[0])
+    common = {name: told for name, told in first.items() if name in shared}
+    yield KeyGroup(path, by, "", doc, common)
+    yield from _sections(types[0], path)
+    for name, cls in about.types.items():
+        own = {
+            key: told
+            for key, told in _keys(cls).items()
+            if key != by and (key not in shared or told[0] != first[key][0])
+        }
+        # A pattern says less than the docstring.
+        title, doc = (_doc(cls), "") if about.patterns else (name, _doc(cls))
+        yield KeyGroup(path, by, title, doc, own)
+
+
+def _doc(cls: type) -> str:
+    return (cls.__doc__ or "").split("\n")[0]
+
+
+def _keys(cls: type) -> dict[str, tuple[object, str]]:
+    defaults = fields.defaults(cls)
+    return {
+        name: (defaults[name], _meaning(about))
+        for name, about in fields.fields(cls).items()
+        if not isinstance(about, Section)
+    }
+
+
+def _meaning(about: Key) -> str:
+    """Returns the help of a key, and under which choice alone it is read."""
+    only = [
+        f"{other}={' or '.join(values)}"
+        for other, values in (about.only_if or {}).items()
+    ]
+    return " ".join([about.help, *(f"Only with `{words}`." for words in only)])
+
+
+def text(cls: type) -> str:
+    """Returns the keys of a config as lines of text, for --help."""
+    lines = ["config keys with their defaults, each a flag as --config.seed=1:"]
+    for group in groups(cls):
+        title = group.section
+        if group.name:
+            title += f", {group.choice}={group.name}"
+        elif group.choice:
+            title += f", by {group.section}.{group.choice}"
+        said = ": ".join(filter(None, (title, group.doc)))
+        lines += ["", *textwrap.wrap(said, _WIDTH)] if said else [""]
+        lines += _lines(group.section, group.keys)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(section: str, keys: Mapping[str, tuple[object, str]]) -> Iterator[str]:
+    for name, (default, meaning) in keys.items():
+        head = f"  {section}.{name}={default!r}".replace("  .", "  ")
+        told = textwrap.wrap(
+            meaning,
+            _WIDTH,
+            initial_indent=" " * _INDENT,
+            subsequent_indent=" " * _INDENT,
+        )
+        if len(head) < _INDENT - 1 and told:
+            yield f"{head:{_INDENT}}{told.pop(0).strip()}"
+        else:
+            yield head
+        yield from told
