@@ -40,7 +40,7 @@ CASES = {
         "--config.batch_size=8",
     ),
     "B/16": ("configs/b16_i1k.py", *SMALL, "--config.batch_size=2"),
-    "L/16": ("configs/l16_i1k.py", *SMALL, "--config.batch_size=1"),
+    "L/16": ("configs/b16_i1k.py:model=L/16", *SMALL, "--config.batch_size=1"),
     "R50+B/16": (
         "configs/b16_i1k.py",
         *SMALL,

@@ -40,6 +40,7 @@ ARGUMENTS = dict(model=tuple(ROWS), quick=False)
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = b16_i21k.get_config()
+    del c.name
     c.epochs, c.optim.learning_rate = ROWS[arg.model]
     c.optim.weight_decay = 0.1
     c.model.variant = arg.model.removesuffix("-14ep")

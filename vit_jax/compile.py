@@ -1,6 +1,6 @@
 """Compiles a training step for TPUs that are not here:
 
-python -m vit_jax.compile --config=configs/h14_i21k.py --topology=v5e:16x16
+python -m vit_jax.compile --config=configs/b16_i21k.py:model=H/14 --topology=v5e:16x16
 
 It prints what the step needs of each chip and how that compares to what the chip has:
 memory, products, bytes, collectives, and the least time that a step can take. It runs on
