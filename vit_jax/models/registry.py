@@ -161,23 +161,37 @@ def create(
         patch, or numbers that do not fit each other.
     """
     kind = VARIANTS.find(variant, "model")
-    if issubclass(kind, NetworkConfig):
-        stated = {"variant": variant, **options}
-        data = {
-            "num_classes": num_classes,
-            "image_size": tuple(image_size),
-            "channels": channels,
-        }
-        built = network.build(kind, stated, **data)
-        used = built.options | data | {"platform": platform}
-        return Model(
-            built.module,
-            used,
-            (*image_size, channels),
-            built.patch,
-            built.representations,
+    if not issubclass(kind, NetworkConfig):
+        return _create_published(
+            variant, options, num_classes, tuple(image_size), channels, platform
         )
-    # The others take more than their configs have: what published files need.
+    data = {
+        "num_classes": num_classes,
+        "image_size": tuple(image_size),
+        "channels": channels,
+    }
+    built = network.build(kind, {"variant": variant, **options}, **data)
+    return Model(
+        built.module,
+        built.options | data | {"platform": platform},
+        (*image_size, channels),
+        built.patch,
+        built.representations,
+    )
+
+
+def _create_published(
+    variant: str,
+    options: dict,
+    num_classes: int,
+    image_size: tuple[int, int],
+    channels: int,
+    platform: str,
+) -> Model:
+    """Builds a Vision Transformer, a hybrid or a ResNet; arguments as of `create`.
+
+    They take more than their configs have: what published files need.
+    """
     parsed = variants.parse(variant)
     options = _numbers(parsed, options) | {"num_classes": num_classes}
     if options.get("depth", 0) + sum(options.get("stage_depths", ())) > MAX_BLOCKS:
@@ -203,7 +217,7 @@ def create(
     attention_impl = options.pop("attention_impl", "auto")
     module = build(**options)
     used = {name: getattr(module, name) for name in sorted(known)}
-    used |= {"variant": variant, "image_size": tuple(image_size), "channels": channels}
+    used |= {"variant": variant, "image_size": image_size, "channels": channels}
     if parsed.size:
         used |= {"attention_impl": attention_impl, "platform": platform}
         _check_encoder(module)
