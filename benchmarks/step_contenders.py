@@ -109,7 +109,7 @@ class Plain(_OfJax):
     """Plain Linen with a plain training step, float32, with our weights."""
 
     def __init__(self, variant, images, labels, *, params):
-        size, patch = variants.parse(variant).size, variants.parse(variant).patch
+        size, patch = variants.parse(variant).size, variants.parse(variant).patch_size
         network = plain_linen.VisionTransformer(
             CLASSES, patch, size.width, size.depth, size.num_heads, size.mlp_dim
         )

@@ -186,7 +186,7 @@ class Patches(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchesConfig(NetworkConfig):
-    patch = 4
+    patch_size = 4
 
     def build(self, num_classes, image_shape):
         return Patches(num_classes)

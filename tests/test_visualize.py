@@ -150,7 +150,7 @@ def inside(place, tmp_path):
     pixels = np.stack(
         [ours.prepare((place / "images" / name).read_bytes()) for name in FOUR]
     )
-    layers = list(ours.model.inside(ours.params, ours.normalize(pixels)))
+    layers = list(ours.model.intermediates(ours.params, ours.normalize(pixels)))
     return ours, pixels, layers
 
 
@@ -235,7 +235,7 @@ def test_two_models_are_compared_layer_by_layer(place, four, run, data, tmp_path
     _, pixels, layers = inside(place, tmp_path)
     one = [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
     theirs = written(tmp_path / "again", "other", depth=3)
-    layers = theirs.model.inside(theirs.params, theirs.normalize(pixels))
+    layers = theirs.model.intermediates(theirs.params, theirs.normalize(pixels))
     alike = representations.MinibatchCKA()
     alike.update(
         one, [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
@@ -514,7 +514,9 @@ def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
     ]
     assert visualize.main(cli.parse(visualize.parser(), words)) == 0
     # 4,097 tokens and 3 heads: one image is all that 256 MiB hold.
-    assert ours.model.extra + ours.model.grid[0] * ours.model.grid[1] == 4097
+    assert (
+        ours.model.num_prefix_tokens + ours.model.grid[0] * ours.model.grid[1] == 4097
+    )
     assert set(watched) == {(1, 0)}
     assert len(watched) == 4 * 2 + 2  # And for relevance.
     with np.load(tmp_path / "out" / "cka.npz") as arrays:

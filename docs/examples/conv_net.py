@@ -16,7 +16,7 @@ class ConvNetConfig(NetworkConfig):
 
     width: int = key(64, "Features per patch.", at_least=1)
     depth: int = key(4, "Residual blocks.", at_least=1)
-    patch: int = key(4, "Side of a patch in pixels.", at_least=1)
+    patch_size: int = key(4, "Side of a patch in pixels.", at_least=1)
     dropout: float = key(0.0, "Rate before the classifier.", below=1)
 
     def build(self, num_classes, image_shape):
@@ -30,7 +30,7 @@ class ConvNet(nn.Module):
     @nn.compact
     def __call__(self, images, *, train=False):
         c = self.config
-        sides = (c.patch, c.patch)
+        sides = (c.patch_size, c.patch_size)
         embed = nn.Conv(c.width, sides, sides, dtype=c.dtype, name="embedding")
         x = nn.gelu(embed(images))
         for i in range(c.depth):

@@ -105,7 +105,9 @@ def test_batches_average_to_all_images(network):
     model, params, images = network
 
     def distances(images):
-        return distance(attention.attention_maps(model, params, images), model.extra)
+        return distance(
+            attention.attention_maps(model, params, images), model.num_prefix_tokens
+        )
 
     whole = distances(images)
     parts = np.concatenate([distances(images[:1]), distances(images[1:])])

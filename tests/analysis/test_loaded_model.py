@@ -46,7 +46,7 @@ def pixels():
 
 
 def test_chunks_give_the_layers_of_the_whole_batch(loaded, pixels):
-    whole = list(loaded.model.inside(loaded.params, loaded.normalize(pixels)))
+    whole = list(loaded.model.intermediates(loaded.params, loaded.normalize(pixels)))
     parts = [range(2), range(2, 4), range(4, 5)]
     steps = loaded.iter_layers(pixels, NAMES, 2)
     for i, (layer, images) in enumerate(steps):

@@ -147,7 +147,7 @@ def tile(sheet, number, columns, size, count):
 
 def test_token_sheets_leave_prefix_tokens_out():
     model, _ = random_model(distillation=True)
-    assert model.extra == 2
+    assert model.num_prefix_tokens == 2
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (PATCH_SIZE * Y, PATCH_SIZE * X, 3), np.uint8)
     tokens = rng.random((3, 2 + Y * X)).astype(np.float32)

@@ -52,7 +52,7 @@ def fast_shapes(variant, **options):
         options["depth"] = 1
     if parsed.resnet:
         options["stage_depths"] = (2,) * len(parsed.resnet.stage_depths)
-    image_size = (224, 224) if parsed.resnet else (parsed.patch * 8,) * 2
+    image_size = (224, 224) if parsed.resnet else (parsed.patch_size * 8,) * 2
     return shapes_of(variant, image_size=image_size, **options)
 
 

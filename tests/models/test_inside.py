@@ -25,7 +25,7 @@ def drawn(variant="B/4", **options):
 @pytest.mark.parametrize("pool", POOLS)
 def test_layers_are_those_of_a_network_written_out(pool):
     model, params, images = drawn(pool=pool)
-    found = list(model.inside(params, images))
+    found = list(model.intermediates(params, images))
     for b, image in enumerate(images):
         run = functools.partial(plain_vit.forward, patch=4, num_heads=3, pool=pool)
         logits, weights, tokens = jax.jit(run)(params, image)
@@ -34,7 +34,7 @@ def test_layers_are_those_of_a_network_written_out(pool):
                 layer.attention[b], jnp.stack(weights[i]), atol=2e-5
             )
             np.testing.assert_allclose(layer.tokens[b], tokens[i], atol=1e-4)
-        ours = model.finish(params, found[-1].tokens)["logits"][b]
+        ours = model.classify_tokens(params, found[-1].tokens)["logits"][b]
         np.testing.assert_allclose(ours, logits, atol=1e-4)
 
 
@@ -55,10 +55,10 @@ def test_layers_are_those_of_a_network_written_out(pool):
 def test_the_last_tokens_lead_to_what_apply_gives(options):
     model, params, images = drawn(**options)
     wanted = jax.jit(model.apply)(params, images)
-    for layer in model.inside(params, images):
+    for layer in model.intermediates(params, images):
         assert layer.attention.dtype == layer.tokens.dtype == jnp.float32
         np.testing.assert_allclose(layer.attention.sum(-1), 1, rtol=1e-5)
-    found = model.finish(params, layer.tokens)
+    found = model.classify_tokens(params, layer.tokens)
     assert found.keys() == wanted.keys()
     # What XLA fuses in one program it rounds less often than in several.
     loose = 0.1 if options.get("dtype") == "bfloat16" else 1e-5
@@ -77,7 +77,8 @@ def test_the_layout_of_the_parameters_does_not_matter(posemb_placement):
     )
     stacked = stacking.stack(params)
     one, other = (
-        list(m.inside(p, images)) for m, p in ((model, params), (scanned, stacked))
+        list(m.intermediates(p, images))
+        for m, p in ((model, params), (scanned, stacked))
     )
     assert len(one) == len(other) == 2
     for a, b in zip(one, other, strict=True):
@@ -85,7 +86,7 @@ def test_the_layout_of_the_parameters_does_not_matter(posemb_placement):
         np.testing.assert_array_equal(a.tokens, b.tokens)
     wanted = jax.jit(scanned.apply)(stacked, images)["logits"]
     np.testing.assert_allclose(
-        scanned.finish(stacked, other[-1].tokens)["logits"], wanted, atol=1e-5
+        scanned.classify_tokens(stacked, other[-1].tokens)["logits"], wanted, atol=1e-5
     )
     pulls = [
         list(m.gradients(p, images, jnp.array([1, 3]))[1])
@@ -141,7 +142,7 @@ def test_the_attention_of_one_layer_is_there_at_a_time():
     gc.collect()  # Of earlier tests; what is counted here is freed by its references.
     model, params, images = drawn(depth=5)
     before = alive(2, 3, 7)
-    for layer in model.inside(params, images):
+    for layer in model.intermediates(params, images):
         assert alive(2, 3, 7) == before + 1
         del layer
         assert alive(2, 3, 7) == before
@@ -157,8 +158,8 @@ def test_what_cannot_be_seen_is_refused():
     resnet = models.create("R50x1", num_classes=5, image_size=(32, 32))
     images = jnp.zeros((1, 32, 32, 3))
     for look in (
-        lambda: resnet.inside({}, images),
-        lambda: resnet.finish({}, images[..., 0]),
+        lambda: resnet.intermediates({}, images),
+        lambda: resnet.classify_tokens({}, images[..., 0]),
         lambda: resnet.gradients({}, images, jnp.array([0])),
     ):
         with pytest.raises(UserError, match="a ResNet has no attention to look at"):

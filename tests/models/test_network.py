@@ -55,7 +55,7 @@ class Mean(nn.Module):
 class MeanConfig(NetworkConfig):
     """The mean pixel."""
 
-    patch = 4
+    patch_size = 4
     wrong: str = key("", "What is wrong with it.")
 
     def build(self, num_classes, image_shape):
@@ -86,7 +86,7 @@ def create(name="Mean", num_classes=5, image_size=(8, 12), **options):
 def test_a_network_has_options_that_build_it_again_and_costs():
     model = create()
     assert models.create(**json.loads(json.dumps(model.options))) == model
-    assert (model.patch, model.grid, model.extra) == (4, (2, 3), 0)
+    assert (model.patch_size, model.grid, model.num_prefix_tokens) == (4, (2, 3), 0)
     assert not model.has_encoder
     assert not model.stacked
     params = model.init(jax.random.key(0))
@@ -140,7 +140,7 @@ def test_what_looks_inside_names_the_network():
     model = create()
     params = model.init(jax.random.key(0))
     with pytest.raises(UserError, match="a Mean has no attention to look at"):
-        model.inside(params, jnp.ones((1, 8, 12, 3)))
+        model.intermediates(params, jnp.ones((1, 8, 12, 3)))
 
 
 def test_a_network_of_the_project_is_found_by_the_form_of_its_variants(

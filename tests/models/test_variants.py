@@ -111,15 +111,15 @@ def test_the_counts_are_what_the_layers_add_up_to(variant):
         features = 4 * width * 2 ** (len(blocks) - 1)
         expected = resnet(blocks, width, True) + 1000 * (features + 1)
     elif parsed.resnet is None:
-        patches = (224 // parsed.patch) ** 2
-        expected = encoder(parsed.size, patches, parsed.patch, 3)
+        patches = (224 // parsed.patch_size) ** 2
+        expected = encoder(parsed.size, patches, parsed.patch_size, 3)
     else:
         blocks, width = parsed.resnet.stage_depths, parsed.resnet.stem_width
         stride = 4 * 2 ** max(0, len(blocks) - 1)
         channels = 4 * width * 2 ** (len(blocks) - 1) if blocks else width
-        patches = (224 // stride // parsed.patch) ** 2
+        patches = (224 // stride // parsed.patch_size) ** 2
         expected = resnet(blocks, width, False)
-        expected += encoder(parsed.size, patches, parsed.patch, channels)
+        expected += encoder(parsed.size, patches, parsed.patch_size, channels)
     assert COUNTS[variant] == expected
 
 

@@ -40,7 +40,7 @@ def attention_maps(
       UserError: the model has no attention.
     """
     # A generator's frame would keep the previous layer alive.
-    return map(operator.attrgetter("attention"), model.inside(params, images))
+    return map(operator.attrgetter("attention"), model.intermediates(params, images))
 
 
 def query_attention(
@@ -66,7 +66,7 @@ def query_attention(
       UserError: the model has no attention, or an index is out of range.
     """
     depth, num_heads = (model.options.get(name, 0) for name in ("depth", "num_heads"))
-    num_tokens = model.extra + model.grid[0] * model.grid[1]
+    num_tokens = model.num_prefix_tokens + model.grid[0] * model.grid[1]
     maps = attention_maps(model, params, images)
     for name, value, first, count in (
         ("layer", layer, -depth, depth),

@@ -131,7 +131,9 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     name = f"posembed_{layer if per_layer else 'input'}"
     embedding = params[stacking.ENCODER].get(name, {})
     if model.options["posemb"] == "learned":
-        return np.asarray(embedding["pos_embedding"], np.float64)[0, model.extra :]
+        return np.asarray(embedding["pos_embedding"], np.float64)[
+            0, model.num_prefix_tokens :
+        ]
     if model.options["posemb"] == "sincos2d":
         fixed = vit.sincos2d(model.grid, model.options["width"])
         return np.asarray(fixed, np.float64)

@@ -101,7 +101,7 @@ class LoadedModel:
         Args:
           num_arrays: arrays of the size of one layer's attention alive at a time.
         """
-        num_tokens = self.model.extra + math.prod(self.model.grid)
+        num_tokens = self.model.num_prefix_tokens + math.prod(self.model.grid)
         per_image = 4 * self.model.options.get("num_heads", 1) * num_tokens**2
         fitting = _MAX_ATTENTION_BYTES // (num_arrays * per_image)
         return max(1, min(_MAX_CHUNK_SIZE, fitting))
@@ -136,7 +136,7 @@ class LoadedModel:
             for start in range(0, len(pixels), chunk_size)
         ]
         layers_of_chunks = [
-            self.model.inside(
+            self.model.intermediates(
                 self.params,
                 self.normalize(
                     pad_images(pixels[chunk.start : chunk.stop], chunk_size)

@@ -152,7 +152,7 @@ def token_sheet(
     """
     size = pixels.shape[:2]
     values = [
-        rescale(upsample(row[model.extra :], model.grid, size))
+        rescale(upsample(row[model.num_prefix_tokens :], model.grid, size))
         for row in np.asarray(tokens)
     ]
     tiles = np.stack([blend(pixels, of_tile) for of_tile in values])

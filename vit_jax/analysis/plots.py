@@ -126,8 +126,8 @@ class DistancePlot:
 
     def __init__(self, loaded: LoadedModel):
         model = loaded.model
-        self._name, self._num_prefix_tokens = loaded.name, model.extra
-        distances = attention.patch_distances(model.grid, model.patch)
+        self._name, self._num_prefix_tokens = loaded.name, model.num_prefix_tokens
+        distances = attention.patch_distances(model.grid, model.patch_size)
         self._distances = jnp.asarray(distances)
         self._buffer, self._sums, self._num_images = _LayerBuffer(), 0.0, 0
 
@@ -171,7 +171,10 @@ class NormPlot:
     """Norms of the tokens by depth."""
 
     def __init__(self, loaded: LoadedModel):
-        self._name, self._num_prefix_tokens = loaded.name, loaded.model.extra
+        self._name, self._num_prefix_tokens = (
+            loaded.name,
+            loaded.model.num_prefix_tokens,
+        )
         self._histogram = representations.NormHistogram()
         self._buffer, self._prefix_sums, self._num_images = _LayerBuffer(), 0.0, 0
 
@@ -345,7 +348,7 @@ class Query:
 
     def __init__(self, loaded: LoadedModel, patch: tuple[int, int] | None):
         model, (Y, X) = loaded.model, loaded.model.grid
-        self.weights = np.zeros(model.extra + Y * X, np.float32)
+        self.weights = np.zeros(model.num_prefix_tokens + Y * X, np.float32)
         self.centre = None
         if patch is not None:
             row, column = patch
@@ -355,13 +358,13 @@ class Query:
                     f"{Y - 1} and a column from 0 to {X - 1}"
                 )
             self.name = f"patch ({row}, {column})"
-            self.weights[model.extra + row * X + column] = 1
+            self.weights[model.num_prefix_tokens + row * X + column] = 1
             self.centre = (column + 0.5) / X, (row + 0.5) / Y
         elif model.options.get("pool") == "token":
             self.name, self.weights[0] = "class token", 1
         else:
             self.name = "all patches"
-            self.weights[model.extra :] = 1 / (Y * X)
+            self.weights[model.num_prefix_tokens :] = 1 / (Y * X)
 
 
 class AttentionPlot:
@@ -408,7 +411,9 @@ class AttentionPlot:
         depth, num_heads, _ = maps.shape
         layers = self._layers or _evenly_spaced(depth, _MAX_LAYERS)
         heads = _evenly_spaced(num_heads, _MAX_HEADS)
-        patches = maps[..., model.extra :].reshape(depth, num_heads, *model.grid)
+        patches = maps[..., model.num_prefix_tokens :].reshape(
+            depth, num_heads, *model.grid
+        )
         tiles: list[np.ndarray | None] = []
         for layer in layers:
             tiles += [*(patches[layer, head] for head in heads), None]
@@ -548,7 +553,9 @@ class RelevancePlot:
 
     def _logits(self, image_names: Sequence[str]) -> Float[np.ndarray, "B K"]:
         model, params = self._loaded.model, self._loaded.params
-        chunks = [model.finish(params, tokens) for tokens in self._tokens.values()]
+        chunks = [
+            model.classify_tokens(params, tokens) for tokens in self._tokens.values()
+        ]
         self._tokens = {}
         logits = np.concatenate([np.asarray(chunk["logits"]) for chunk in chunks])
         for name, of_image in zip(image_names, logits, strict=False):
@@ -585,7 +592,7 @@ def _query_attention(attention, weights):
 def _overlay_tokens(
     loaded: LoadedModel, image: np.ndarray, tokens: np.ndarray
 ) -> np.ndarray:
-    patches, grid = tokens[loaded.model.extra :], loaded.model.grid
+    patches, grid = tokens[loaded.model.num_prefix_tokens :], loaded.model.grid
     return overlay.overlay_patches(image, patches, grid, loaded.preprocess)
 
 

@@ -23,11 +23,11 @@ class NetworkConfig(ModelConfig):
     """What `config.model` states of a network; the base of its keys.
 
     Attributes:
-      patch: what the sides of images must be multiples of; a key of this name, or a
+      patch_size: what the sides of images must be multiples of; a key of this name, or a
         constant, replaces it.
     """
 
-    patch: ClassVar[int] = 1
+    patch_size: ClassVar[int] = 1
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
         """Returns the network.
@@ -55,13 +55,13 @@ class Network(NamedTuple):
     Attributes:
       module: the Flax module.
       options: the keys of its config that are read, defaults included.
-      patch: see `NetworkConfig`.
+      patch_size: see `NetworkConfig`.
       representations: whether it returns "pre_logits".
     """
 
     module: nn.Module
     options: dict
-    patch: int
+    patch_size: int
     representations: bool
 
 
@@ -97,7 +97,7 @@ def build(
             "`models.create` takes for every network: rename the key"
         )
     config = loading.complete(kind, stated, "model.")
-    check_sides(variant, image_size, config.patch)
+    check_sides(variant, image_size, config.patch_size)
     image_shape = (*image_size, channels)
     with fields.guarded(f"model.variant={variant!r}"):
         module = config.build(num_classes, image_shape)
@@ -109,7 +109,7 @@ def build(
     with fields.guarded(f"model.variant={variant!r}"):
         names = _check(module, num_classes, image_shape, config.dtype, variant)
     options = fields.to_dict(config)
-    return Network(module, options, config.patch, "pre_logits" in names)
+    return Network(module, options, config.patch_size, "pre_logits" in names)
 
 
 def check_sides(variant: str, image_size: Sequence[int], patch: int) -> None:

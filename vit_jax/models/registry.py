@@ -42,24 +42,24 @@ class Model:
       module: the Flax module; nothing outside this package uses it.
       options: what `create` takes to build it again, defaults included.
       image_shape: (height, width, channels) of its input.
-      patch: side of what becomes one token (or one of the last features), in pixels.
+      patch_size: side of what becomes one token (or one of the last features), in pixels.
       representations: whether `apply` returns "pre_logits".
     """
 
     module: nn.Module
     options: dict
     image_shape: tuple[int, int, int]
-    patch: int
+    patch_size: int
     representations: bool = True
 
     @property
     def grid(self) -> tuple[int, int]:
         """Patches down and across."""
-        return tuple(math.ceil(side / self.patch) for side in self.image_shape[:2])
+        return tuple(math.ceil(side / self.patch_size) for side in self.image_shape[:2])
 
     @property
     def has_encoder(self) -> bool:
-        """Whether it is a Vision Transformer or a hybrid, which `inside` needs."""
+        """Whether it is a Vision Transformer or a hybrid, which `intermediates` needs."""
         return isinstance(self.module, vit.VisionTransformer)
 
     @property
@@ -78,7 +78,7 @@ class Model:
         return self.has_encoder and self.module.scan
 
     @property
-    def extra(self) -> int:
+    def num_prefix_tokens(self) -> int:
         """Number of tokens in front of the patches."""
         return getattr(self.module, "num_prefix_tokens", 0)
 
@@ -114,12 +114,14 @@ class Model:
         rngs = {"dropout": key} if train else None
         return self.module.apply({"params": params}, images, train=train, rngs=rngs)
 
-    def inside(self, params: Params, images: jax.Array) -> Iterator[Layer]:
+    def intermediates(self, params: Params, images: jax.Array) -> Iterator[Layer]:
         """Yields attention and tokens of each block, see intermediates.layers."""
         return intermediates.layers(self.module, params, images)
 
-    def finish(self, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-        """Returns the outputs of `apply`, from the last tokens of `inside`."""
+    def classify_tokens(
+        self, params: Params, tokens: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns the outputs of `apply`, from the last tokens of `intermediates`."""
         return intermediates.classify_tokens(self.module, params, tokens)
 
     def gradients(
@@ -175,7 +177,7 @@ def create(
         built.module,
         built.options | data | {"platform": platform},
         (*image_size, channels),
-        built.patch,
+        built.patch_size,
         built.representations,
     )
 
@@ -197,14 +199,14 @@ def _create_published(
     if options.get("depth", 0) + sum(options.get("stage_depths", ())) > MAX_BLOCKS:
         image = {"image_size": image_size, "channels": channels}
         raise UserError(_too_deep(variant, options, image))
-    patch = parsed.patch
+    patch = parsed.patch_size
     if parsed.resnet:
         _check_stem(options["stage_depths"], options["stem_width"])
         patch *= 4 * 2 ** max(0, len(options["stage_depths"]) - 1)
     if parsed.size:
         network.check_sides(variant, image_size, patch)
-        build = functools.partial(vit.VisionTransformer, patch=parsed.patch)
-        known = _fields(vit.VisionTransformer) - {"patch"}
+        build = functools.partial(vit.VisionTransformer, patch_size=parsed.patch_size)
+        known = _fields(vit.VisionTransformer) - {"patch_size"}
         known -= {"flatten"}  # It follows from the platform.
         known -= set() if parsed.resnet else {"stage_depths", "stem_width"}
     else:
@@ -238,11 +240,11 @@ def side_multiple(variant: str) -> int:
     """
     kind = VARIANTS.find(variant, "model")
     if issubclass(kind, NetworkConfig):
-        return kind.patch
+        return kind.patch_size
     if variants.parse(variant).size is None:  # A ResNet takes any image.
         return 1
     # No pixels are a multiple of every patch.
-    return create(variant, num_classes=0, image_size=(0, 0)).patch
+    return create(variant, num_classes=0, image_size=(0, 0)).patch_size
 
 
 def _too_deep(variant: str, options: dict, image: dict) -> str:

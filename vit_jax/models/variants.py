@@ -73,12 +73,12 @@ class Variant:
 
     Attributes:
       size: of the encoder; None for a ResNet.
-      patch: side of a patch, in pixels or in features of the stem.
+      patch_size: side of a patch, in pixels or in features of the stem.
       resnet: the stem or the whole network; None for a plain encoder.
     """
 
     size: Size | None
-    patch: int
+    patch_size: int
     resnet: ResNet | None
 
 

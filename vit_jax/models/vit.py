@@ -154,7 +154,7 @@ class VisionTransformer(nn.Module):
 
     Attributes:
       num_classes: L; 0 is no classifier.
-      patch: side of the square patches, in pixels or in features of the stem.
+      patch_size: side of the square patches, in pixels or in features of the stem.
       width: D.
       depth: number of blocks.
       num_heads: attention heads per block.
@@ -187,7 +187,7 @@ class VisionTransformer(nn.Module):
     """
 
     num_classes: int
-    patch: int
+    patch_size: int
     width: int
     depth: int
     num_heads: int
@@ -243,8 +243,8 @@ class VisionTransformer(nn.Module):
             x = resnet.stem(x, self.stage_depths, self.stem_width, self.dtype)
         x = nn.Conv(
             self.width,
-            (self.patch, self.patch),
-            strides=(self.patch, self.patch),
+            (self.patch_size, self.patch_size),
+            strides=(self.patch_size, self.patch_size),
             padding="VALID",
             dtype=self.dtype,
             name="embedding",

@@ -330,7 +330,7 @@ def test_a_diverged_model_is_told(ask, monkeypatch):
     def nothing(*_):
         return {"logits": np.full((1, 5), np.nan, np.float32)}
 
-    monkeypatch.setattr(models.Model, "finish", nothing)
+    monkeypatch.setattr(models.Model, "classify_tokens", nothing)
     answer = ask("POST", "/api/see?name=x", explored.picture(8))
     assert "tiny1's output for x is not finite" in sentence(answer, 500)
 

@@ -152,7 +152,7 @@ def test_the_attention_of_one_layer_is_there_at_a_time(
     def count():
         return sum(array.shape == (1, 3, 16, 16) for array in jax.live_arrays())
 
-    inside, before, counts = models.Model.inside, count(), []
+    inside, before, counts = models.Model.intermediates, count(), []
 
     def watched(self, params, images):
         def layer(found):
@@ -161,7 +161,7 @@ def test_the_attention_of_one_layer_is_there_at_a_time(
 
         return map(layer, inside(self, params, images))
 
-    monkeypatch.setattr(models.Model, "inside", watched)
+    monkeypatch.setattr(models.Model, "intermediates", watched)
     explored_models[0].run(photograph, "photograph")
     assert counts == [1, 1, 1, 1]
 

@@ -75,7 +75,7 @@ def transfer(folder, *, model, variant, dataset, mean, std=0.0003, mode="full"):
         "overrides": {"batch_size": 24},
         "trials": [
             {
-                "rate": rate,
+                "learning_rate": rate,
                 "steps": 500,
                 "score": score,
                 "seconds": 12.5,
@@ -83,8 +83,15 @@ def transfer(folder, *, model, variant, dataset, mean, std=0.0003, mode="full"):
             }
             for rate, score in trials
         ]
-        + [{"rate": 1e9, "steps": None, "score": None, "diverged": "loss is NaN"}],
-        "best": {"rate": 0.01},
+        + [
+            {
+                "learning_rate": 1e9,
+                "steps": None,
+                "score": None,
+                "diverged": "loss is NaN",
+            }
+        ],
+        "best": {"learning_rate": 0.01},
         "runs": [
             {
                 "seed": seed,

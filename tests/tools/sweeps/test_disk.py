@@ -10,7 +10,7 @@ from vit_jax.training.config import TrainConfig
 from vit_jax.training.optim import SgdConfig
 from vit_jax.training.sweep import SweepCache
 
-ROWS = [{"rate": 0.5, "score": None}]
+ROWS = [{"learning_rate": 0.5, "score": None}]
 
 
 @pytest.mark.parametrize(

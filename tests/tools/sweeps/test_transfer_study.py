@@ -50,7 +50,7 @@ def test_a_study_reports_its_trials_its_choice_and_its_runs(done, checkpoint):
         [8, 12],
         3,
     ]
-    assert [trial["rate"] for trial in report["trials"]] == list(RATES)
+    assert [trial["learning_rate"] for trial in report["trials"]] == list(RATES)
     *scored, diverged = report["trials"]
     assert all(0 <= trial["score"] <= 1 and trial["seconds"] > 0 for trial in scored)
     assert diverged["score"] is None
@@ -65,7 +65,7 @@ def test_a_study_reports_its_trials_its_choice_and_its_runs(done, checkpoint):
     for run in (*report["runs"], *scored):
         assert run["compute"]["images_seen"] == 3 * 8
     for run in report["runs"]:
-        assert run["rate"] == report["best"]["rate"]
+        assert run["learning_rate"] == report["best"]["learning_rate"]
 
 
 def test_the_test_split_is_neither_opened_nor_read_before_the_choice(done):
@@ -166,7 +166,7 @@ def test_trials_are_rows_of_one_table(done):
     assert list(map(json.loads, lines)) == report["trials"]
     with (workdir / "trials.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["rate"]) for row in rows] == list(RATES)
+    assert [float(row["learning_rate"]) for row in rows] == list(RATES)
     assert float(rows[0]["score"]) == report["trials"][0]["score"]
     assert rows[-1]["score"] == ""
 
@@ -191,12 +191,16 @@ def test_tensorboard_shows_settings_and_scores_of_all_runs_in_one_view(done):
         sessions[path.parent.name] = settings, scores
         assert named == set(scores)
     assert sessions["seed1"][0] == {
-        "rate": report["best"]["rate"],
+        "learning_rate": report["best"]["learning_rate"],
         "seed": 1,
         "part": "test",
     }
     assert sessions["seed1"][1]["top1"] == pytest.approx(report["runs"][1]["top1"])
-    assert sessions["rate0.02"][0] == {"rate": 0.02, "seed": 0, "part": "held_out"}
+    assert sessions["rate0.02"][0] == {
+        "learning_rate": 0.02,
+        "seed": 0,
+        "part": "held_out",
+    }
     assert len(sessions) == 5
 
 
@@ -214,12 +218,12 @@ def events_of(path):
 
 
 def trials(**scores):
-    return [{"rate": float(k[1:]), "score": v} for k, v in scores.items()]
+    return [{"learning_rate": float(k[1:]), "score": v} for k, v in scores.items()]
 
 
 def test_the_best_rate_is_the_highest_score_and_of_equals_the_lowest():
     best = transfer.choose(trials(r1=0.5, r2=0.75, r3=0.75, r4=0.25))
-    assert best == {"rate": 2.0, "score": 0.75, "edge": False, "tied": [3.0]}
+    assert best == {"learning_rate": 2.0, "score": 0.75, "edge": False, "tied": [3.0]}
 
 
 @pytest.mark.parametrize("scores", [{"r1": 0.5, "r2": 0.1}, {"r1": 0.1, "r2": 0.5}])
@@ -229,7 +233,7 @@ def test_a_winner_at_the_edge_is_marked(scores):
 
 def test_a_rate_that_diverged_cannot_win_but_bounds_the_sweep():
     best = transfer.choose(trials(r1=0.1, r2=0.5, r3=None))
-    assert (best["rate"], best["edge"]) == (2.0, False)
+    assert (best["learning_rate"], best["edge"]) == (2.0, False)
     with pytest.raises(UserError, match=r"every rate diverged \(1, 2\): state lower"):
         transfer.choose(trials(r1=None, r2=None))
 
@@ -248,14 +252,14 @@ def test_one_rate_leaves_nothing_to_choose(checkpoint, pretrained, tmp_path):
     watched.events.clear()
     report = study(checkpoint, pretrained, tmp_path / "one", (0.02,), seeds=1).run()
     assert report["trials"] == []
-    assert report["best"] == {"rate": 0.02}
+    assert report["best"] == {"learning_rate": 0.02}
     assert report["std"] is None
     assert ("open", "train[90%:]") not in watched.events
 
 
 def test_the_first_trial_is_told_apart_from_those_that_share():
     rows = [{"seconds": s, "start_seconds": s / 2} for s in (30.0, 10.0, 12.0)]
-    line = transfer.sharing([*rows, {"rate": 1, "score": None}])
+    line = transfer.sharing([*rows, {"learning_rate": 1, "score": None}])
     assert "15.0 s to its first step, each after it 5.5" in line
     assert "30.0 s in all, each after it 11.0" in line
     assert transfer.sharing(rows[:1]) == transfer.sharing([]) == ""

@@ -208,7 +208,12 @@ def test_a_task_that_fails_does_not_stop_the_others(benchmark, monkeypatch, caps
 
 
 def came_to(top1):
-    return {"best": {"rate": 0.1}, "runs": runs(top1), "mean": top1, "std": None}
+    return {
+        "best": {"learning_rate": 0.1},
+        "runs": runs(top1),
+        "mean": top1,
+        "std": None,
+    }
 
 
 def test_when_all_tasks_fail_the_file_says_why(benchmark, monkeypatch):

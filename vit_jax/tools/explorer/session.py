@@ -201,7 +201,9 @@ class ExploredModel:
         self._names, self._sigmoid = (), pretrained.loss == "sigmoid"
         if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
-        self.extra = ["CLS", "DIST"][: self._model.extra]  # In front of the patches.
+        self.extra = ["CLS", "DIST"][
+            : self._model.num_prefix_tokens
+        ]  # In front of the patches.
 
     def describe(self) -> dict:
         """Returns what the page needs to know about the model, for JSON."""
@@ -269,7 +271,7 @@ class ExploredModel:
     ) -> tuple[prediction.Prediction, ...]:
         if not self._names:
             return ()
-        outputs = self._model.finish(self._loaded.params, tokens)
+        outputs = self._model.classify_tokens(self._loaded.params, tokens)
         logits = np.asarray(outputs["logits"])[0]
         check_finite(logits, f"{self.name}'s output for {name}")
         return prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
@@ -279,7 +281,7 @@ class ExploredModel:
     ) -> Iterator[tuple[Array, Array]]:
         """Yields attention and tokens of each layer, computed on demand."""
         loaded = self._loaded
-        return loaded.model.inside(loaded.params, loaded.normalize(pixels[None]))
+        return loaded.model.intermediates(loaded.params, loaded.normalize(pixels[None]))
 
     def _black_image(self) -> UInt8[np.ndarray, "h w c"]:
         return np.zeros(self._model.image_shape, np.uint8)

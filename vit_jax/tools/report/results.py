@@ -154,7 +154,9 @@ def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
         folder = f"{point['model']}-{point['images']}/pretrain"
         places.setdefault(title, []).append((point["model"], folder))
     if transfer:
-        trials = [f"rate{trial['rate']:g}" for trial in transfer.get("trials", [])]
+        trials = [
+            f"rate{trial['learning_rate']:g}" for trial in transfer.get("trials", [])
+        ]
         seeds = [f"seed{run['seed']}" for run in transfer["runs"]]
         places["transfer"] = [(name, f"trials/{name}") for name in trials]
         places["transfer"] += [(name, f"runs/{name}") for name in seeds]

@@ -57,10 +57,10 @@ def transfers(runs: Sequence[Run]) -> tuple[Block, ...]:
 
 def _sweep(run: Run, told: dict) -> Table:
     trials = told.get("trials", [])
-    best = (told.get("best") or {}).get("rate")
+    best = (told.get("best") or {}).get("learning_rate")
     rows = [
         (
-            f"rate {trial['rate']:g}{', chosen' if trial['rate'] == best else ''}",
+            f"rate {trial['learning_rate']:g}{', chosen' if trial['learning_rate'] == best else ''}",
             "held-out part of train",
             "diverged" if "diverged" in trial else _fraction(trial.get("score")),
             number(trial.get("seconds")),

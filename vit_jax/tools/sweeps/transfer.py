@@ -23,7 +23,7 @@ from vit_jax.training import lock
 from vit_jax.training.sweep import SweepCache
 
 FILE = "transfer.json"
-_TRIALS = {"rate": "g", "steps": "d", "score": ".2%"}
+_TRIALS = {"learning_rate": "g", "steps": "d", "score": ".2%"}
 _TRIALS |= {"seconds": ".1f", "start_seconds": ".1f"}
 _RUNS = {"seed": "d", "top1": ".2%", "seconds": ".1f"}
 
@@ -69,10 +69,10 @@ class Study:
         guard = TestSplitGuard(task.recipe.test)
         with opened_by(guard):
             trials = self._choose(shared) if len(task.rates) > 1 else []
-            best = choose(trials) if trials else {"rate": task.rates[0]}
+            best = choose(trials) if trials else {"learning_rate": task.rates[0]}
             say(on_choice(best, trials, task))
             guard.release()
-            finals = self._test(best["rate"], shared)
+            finals = self._test(best["learning_rate"], shared)
         scores = [run["top1"] for run in finals]
         report = {
             "kind": "transfer",
@@ -94,7 +94,7 @@ class Study:
         say(runs.format_table(finals, _RUNS))
         say(
             f"{task.recipe.title}: {task.config.model.variant} at rate "
-            f"{best['rate']:g}: top-1 {spread(report['mean'], report['std'])}, "
+            f"{best['learning_rate']:g}: top-1 {spread(report['mean'], report['std'])}, "
             f"{len(scores)} runs"
         )
         return report
@@ -120,7 +120,7 @@ class Study:
             folder = epath.Path(self.workdir) / name
             together = together and not folder.exists()
             report = runs.train(config, folder, shared, keep=False)
-            trial = {"rate": rate, "steps": report.get("steps"), "score": None}
+            trial = {"learning_rate": rate, "steps": report.get("steps"), "score": None}
             if "diverged" in report:
                 trial["diverged"] = report["diverged"]
                 say(f"rate {rate:g} diverged: {report['diverged']}")
@@ -158,7 +158,7 @@ class Study:
             finals.append(
                 {
                     "seed": seed,
-                    "rate": rate,
+                    "learning_rate": rate,
                     "steps": report["steps"],
                     "top1": score,
                     "seconds": report["wall_seconds"],
@@ -169,7 +169,7 @@ class Study:
         return finals
 
     def _note(self, name, rate, seed, part, score) -> None:
-        settings = {"rate": rate, "seed": seed, "part": part}
+        settings = {"learning_rate": rate, "seed": seed, "part": part}
         scores = {} if score is None else {"top1": score}
         runs.write_hparams(self.workdir, name, settings, scores)
 
@@ -189,18 +189,18 @@ def choose(trials: Sequence[dict]) -> dict:
     """
     scored = [trial for trial in trials if trial["score"] is not None]
     if not scored:
-        rates = ", ".join(f"{trial['rate']:g}" for trial in trials)
+        rates = ", ".join(f"{trial['learning_rate']:g}" for trial in trials)
         raise UserError(
             f"every rate diverged ({rates}): state lower ones by --learning_rates"
         )
-    best = max(scored, key=lambda trial: (trial["score"], -trial["rate"]))
-    rates = [trial["rate"] for trial in trials]
+    best = max(scored, key=lambda trial: (trial["score"], -trial["learning_rate"]))
+    rates = [trial["learning_rate"] for trial in trials]
     return {
-        "rate": best["rate"],
+        "learning_rate": best["learning_rate"],
         "score": best["score"],
-        "edge": len(rates) > 1 and best["rate"] in (min(rates), max(rates)),
+        "edge": len(rates) > 1 and best["learning_rate"] in (min(rates), max(rates)),
         "tied": [
-            trial["rate"]
+            trial["learning_rate"]
             for trial in scored
             if trial["score"] == best["score"] and trial is not best
         ],
@@ -243,15 +243,13 @@ def say(text: str) -> None:
 def on_choice(best: dict, trials: Sequence[dict], task: Task) -> str:
     """Says how the rate was chosen, and what there is to doubt about it."""
     if not trials:
-        return f"rate {best['rate']:g} alone is stated: nothing to choose"
-    text = (
-        f"rate {best['rate']:g} is best on {task.recipe.held_out}: {best['score']:.2%}"
-    )
+        return f"rate {best['learning_rate']:g} alone is stated: nothing to choose"
+    text = f"rate {best['learning_rate']:g} is best on {task.recipe.held_out}: {best['score']:.2%}"
     if best["tied"]:
         others = ", ".join(f"{rate:g}" for rate in best["tied"])
         text += f"; {others} score the same, and the lowest is taken"
     if best["edge"]:
-        side = "below" if best["rate"] == min(task.rates) else "above"
+        side = "below" if best["learning_rate"] == min(task.rates) else "above"
         text += (
             f"; warning: it is at the edge of the sweep, a better one may lie {side}: "
             "state more --learning_rates (in another --workdir)"

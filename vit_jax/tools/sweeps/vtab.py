@@ -21,7 +21,7 @@ from vit_jax.training import lock
 from vit_jax.training.sweep import SweepCache
 
 FILE = "vtab.json"
-_COLUMNS = {"task": "", "group": "", "rate": "g", "mean": ".2%", "std": ".2%"}
+_COLUMNS = {"task": "", "group": "", "learning_rate": "g", "mean": ".2%", "std": ".2%"}
 # Keys of a task's report that vtab.json keeps.
 _KEPT = ("resolution", "overrides", "best", "runs", "mean", "std", "failed")
 GROUPS = ("natural", "specialised", "structured")
@@ -201,7 +201,7 @@ def _refuse_all(missing: Mapping[str, dict]) -> None:
 def table(report: dict) -> str:
     """Formats a report as text, with absent and failed tasks."""
     rows = [
-        {"task": name, "rate": task["best"]["rate"], **task}
+        {"task": name, "learning_rate": task["best"]["learning_rate"], **task}
         for name, task in report["tasks"].items()
         if "runs" in task
     ]

@@ -293,7 +293,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     flat, options, notes = surgery.norm_every_token(flat, options)
     flat, options, more = surgery.learn_positions(flat, options, model.grid)
     notes += more
-    options["patch"] = model.patch
+    options["patch"] = model.patch_size
     if options["posemb"] == "none":
         tokens = math.prod(model.grid) + 1 + options["distillation"]
         flat[POSITIONS] = np.zeros((1, tokens, options["width"]), np.float32)

@@ -206,7 +206,7 @@ def _image_size(
     source: str,
 ) -> tuple[tuple[int, int], int]:
     """Returns the image size of the position embeddings, and the number of patches."""
-    patch = models.create(**sizes, num_classes=0).patch
+    patch = models.create(**sizes, num_classes=0).patch_size
     if facts.image_size is not None:
         grid = tuple(math.ceil(side / patch) for side in facts.image_size)
         if embedding is None or embedding.shape[1] - math.prod(grid) in (
