@@ -106,7 +106,7 @@ def load_config(flags: argparse.Namespace):
 
 
 def tell_unread(config) -> None:
-    """Says that a data folder is not read where images are made or come with a library.
+    """Prints that a data folder is not read where images are made or come with a library.
 
     Args:
       config: complete config; `quick` versions of recipes are on made images.

@@ -71,7 +71,7 @@ def replace_text(path: epath.Path, text: str) -> None:
 
 
 def replace_bytes(path: epath.Path, content: bytes) -> None:
-    """Does as `replace_text`."""
+    """Replaces a file by bytes, see `replace_text`."""
     new = path.parent / f".{path.name}.new"
     try:
         new.write_bytes(content)

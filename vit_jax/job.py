@@ -14,7 +14,7 @@ from vit_jax.errors import (
 
 
 def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
-    """Does the work of a job, in every process of it.
+    """Runs the work of a job, in every process of it.
 
     Joins the other processes first, if there are any.
 

@@ -1,4 +1,4 @@
-"""Puts runs beside the paper: python -m vit_jax.report RUN... --out=report/
+"""Compares runs with the paper: python -m vit_jax.report RUN... --out=report/
 
 RUN is the workdir of a training run, or a folder that evaluate, transfer, VTAB-1k or a
 scaling study wrote; of the runs inside it the compute and, where they are still there,

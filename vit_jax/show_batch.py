@@ -51,7 +51,7 @@ def main(flags: argparse.Namespace) -> None:
 
 
 def see(source, config, count: int) -> tuple:
-    """Makes the first images of a run as the training step does.
+    """Prepares the first images of a run as the training step does.
 
     Args:
       source: training split.

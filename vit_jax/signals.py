@@ -41,12 +41,12 @@ def catch(*, trains: bool) -> None:
 
 
 def interrupted() -> bool:
-    """Tells whether Ctrl-C has raised KeyboardInterrupt."""
+    """Returns whether Ctrl-C has raised KeyboardInterrupt."""
     return _interrupted.is_set()
 
 
 def unread() -> bool:
-    """Tells whether the reader of stdout or stderr has gone away."""
+    """Returns whether the reader of stdout or stderr has gone away."""
     poll = select.poll()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         poll.register(stream.fileno(), 0)

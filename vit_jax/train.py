@@ -37,7 +37,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def new_workdir(name: str) -> str:
-    """Names a folder under runs/ that does not exist yet."""
+    """Returns a folder under runs/ that does not exist yet."""
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
     return next(name for name in names if not Path(name).exists())

@@ -83,7 +83,7 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
 
 
 def default_workdir(flags: argparse.Namespace) -> str:
-    """Names a folder under runs/, the same whenever the command is."""
+    """Returns a folder under runs/, the same whenever the command is."""
     words = filter(None, (masked(flags.model), flags.dataset, flags.data_dir))
     parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in words)
     return f"runs/transfer/{'_'.join(parts)}"

@@ -160,7 +160,7 @@ def _expand(cls: type, raw: Mapping, where: str) -> dict:
 
 
 def _expand_section(about: Section, value: object, where: str, text_key: str) -> dict:
-    """Does as `_expand`, for a section that a text for a key may stand for."""
+    """Expands a section, or a text that stands for one of its keys; see `_expand`."""
     if text_key and isinstance(value, str):
         value = {text_key: value}
     _check_mapping(about, value, where)

@@ -237,7 +237,7 @@ def _inverse(odd: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " N"]:
 
 
 def _in_words(changes: list[_Change], here: Entries, class_names) -> Iterator[str]:
-    """Puts changes in words, at most a few of each kind."""
+    """Describes changes, at most a few of each kind."""
     told: dict[str, list[str]] = {}
     _, labels, sizes = _hashed(here)
 
@@ -290,7 +290,7 @@ def _in_words(changes: list[_Change], here: Entries, class_names) -> Iterator[st
 
 
 def _in_all(difference: UInt64[np.ndarray, "cells 4"], what: str) -> str:
-    """Says what differs where no single entry can be named."""
+    """Describes what differs where no single entry can be named."""
     number, names, labels, _ = difference.any(0)
     part = "sizes or contents"
     if number or names:

@@ -248,7 +248,7 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainBatch:
-    """Makes rows first..first+rows-1 of a step's batch."""
+    """Loads rows first..first+rows-1 of a step's batch."""
 
     loader: Loader
     batch_size: int
@@ -292,7 +292,7 @@ class _TrainBatch:
 
 @dataclasses.dataclass(frozen=True)
 class _EvalBatch:
-    """Makes rows first..first+rows-1 of an evaluation batch."""
+    """Loads rows first..first+rows-1 of an evaluation batch."""
 
     loader: Loader
     batch_size: int

@@ -107,7 +107,7 @@ def listening(listener: Callable[[int], None]) -> Iterator[None]:
 
 
 def tell_killed(number: int, workers: int) -> None:
-    """Tells the listeners that a loader process was killed; prints it without any.
+    """Calls the listeners because a loader process was killed; prints it without any.
 
     Args:
       number: of the signal.
@@ -125,7 +125,7 @@ def tell_killed(number: int, workers: int) -> None:
 
 
 def killed(number: int) -> str:
-    """Puts the death of a loader process by a signal into words."""
+    """Returns a sentence on the death of a loader process by a signal."""
     why = ", as when the machine runs out of memory" if number == signal.SIGKILL else ""
     return f"a loader process was killed by {signal.Signals(number).name}{why}"
 

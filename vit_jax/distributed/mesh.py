@@ -219,7 +219,7 @@ def data_shards(devices: np.ndarray) -> dict[int, tuple[int, int]]:
 
 
 def to_devices(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict:
-    """Makes global arrays of each process's shard of a batch."""
+    """Builds global arrays from each process's shard of a batch."""
     sharding = batched(mesh)
     # The transfer is intended, but with several processes JAX counts it as implicit.
     with jax.transfer_guard_host_to_device("allow"):

@@ -280,7 +280,7 @@ def _held_out(
 
 
 def _place(features: np.ndarray, labels: np.ndarray, num_classes: int) -> tuple:
-    """Puts examples on the device in blocks, the last padded with weights of 0."""
+    """Copies examples to the device in blocks, the last padded with weights of 0."""
     rows = min(len(labels), max(1, _BLOCK // num_classes))
     blocks = -(-len(labels) // rows)
 

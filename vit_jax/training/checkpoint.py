@@ -84,7 +84,7 @@ class Checkpointer:
         self._good = time.monotonic()  # When `latest` was saved, or this start began.
 
     def verify(self) -> list[str]:
-        """Lets `latest` be the newest checkpoint that is intact; puts others aside.
+        """Sets `latest` to the newest checkpoint that is intact; renames damaged ones.
 
         Returns:
           Notes on what is unusual about it.
@@ -244,7 +244,7 @@ class Checkpointer:
         return f"{self.safe()}; free space or lower checkpoint.max_to_keep"
 
     def safe(self) -> str:
-        """Says which checkpoint is good, for a message."""
+        """Returns which checkpoint is good, for a message."""
         if self.latest is None:
             return f"there is no checkpoint in {self._workdir}"
         return f"the checkpoint of step {self.latest} is safe in {self._workdir}"

@@ -137,7 +137,7 @@ class LocalCheckpointer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def restore(self, newer_than: int) -> Restored:
-        """Puts the newest step together that the hosts hold; all processes call it.
+        """Restores the newest step that the hosts hold together; all processes call it.
 
         Args:
           newer_than: step of the checkpoint in the workdir, 0 for none.

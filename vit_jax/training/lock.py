@@ -110,7 +110,7 @@ def probe(workdir: str | os.PathLike) -> None:
 
 
 class _Lock:
-    """Takes the lock of a workdir and keeps it until `release`.
+    """Acquires the lock of a workdir and keeps it until `release`.
 
     Args:
       path: of the lock file.
@@ -150,7 +150,7 @@ class _Lock:
         self._beating.start()
 
     def release(self) -> None:
-        """Lets the next start have the workdir."""
+        """Releases the workdir for the next start."""
         self._done.set()
         # A disk or bucket that hangs must not keep the other hosts waiting for an error.
         self._beating.join(_LOOK_SECONDS)
@@ -269,7 +269,7 @@ def _who(found: dict) -> str:
 
 
 def _boot() -> str:
-    """Names this start of this machine, whose file locks end with their processes."""
+    """Returns an id of this boot, with whose end all its file locks have ended."""
     with contextlib.suppress(OSError):
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()  # Not Linux.

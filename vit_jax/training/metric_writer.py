@@ -92,7 +92,7 @@ class MetricWriter:
             self._try(self._write_lines)
 
     def has(self, step: int, part: str) -> bool:
-        """Tells whether a metric with `part` in its name is written for a step."""
+        """Returns whether a metric with `part` in its name is written for a step."""
         return any(
             line["step"] == step and any(part in name for name in line)
             for line in self._lines

@@ -124,7 +124,7 @@ def _check_complete(pretrained: Pretrained) -> None:
 
 @contextlib.contextmanager
 def _staged(out: pathlib.Path, is_file: bool) -> Iterator[pathlib.Path]:
-    """Gives a place to write to; what is there in the end becomes `out`."""
+    """Yields a path to write to; what is there in the end becomes `out`."""
     staging = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

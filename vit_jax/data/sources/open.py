@@ -163,7 +163,7 @@ class Excluding:
 
 
 def exclude(source, path: str) -> Excluding:
-    """Leaves the records named in a file out of a source.
+    """Returns a source without the records that a file names.
 
     Args:
       source: data set.

@@ -260,7 +260,7 @@ def _make(
     named: Mapping[str, object],
     image_size: Sequence[int],
 ) -> object:
-    """Makes a transform of its arguments; their bounds are checked."""
+    """Builds a transform from its arguments, and checks their bounds."""
     try:
         given = inspect.signature(cls).bind(*args, **named).arguments
         names = [field.name for field in dataclasses.fields(cls)]

@@ -202,7 +202,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def setup(self) -> None:
-        """Gives all reads of a request one deadline."""
+        """Sets one deadline for all reads of a request."""
         super().setup()
         self.rfile.close()
         self.reader = DeadlineReader(self.connection)

@@ -1,4 +1,4 @@
-"""Makes a data set from a job: staging, shards in processes, description, manifest."""
+"""Builds a data set from a job: staging, shards in processes, description, manifest."""
 
 import concurrent.futures
 import contextlib
@@ -196,7 +196,7 @@ class _Stopped(Exception):
 
 
 def build(job: Job, target: pathlib.Path, processes: int = 1) -> dict:
-    """Makes a data set, or finishes one that was interrupted.
+    """Builds a data set, or finishes one that was interrupted.
 
     Args:
       job: what to make.
@@ -232,7 +232,7 @@ def build(job: Job, target: pathlib.Path, processes: int = 1) -> dict:
 
 
 def _make_shards(job: Job, place: Staging, processes: int) -> list[dict]:
-    """Makes the shards that are not finished; returns the notes of all shards."""
+    """Builds the shards that are not finished; returns the notes of all shards."""
     notes = {s: place.finished(s.file_name(job.dataset)) for s in job.shards}
     todo = [shard for shard, note in notes.items() if note is None]
     total = sum(shard.stop - shard.start for shard in job.shards)
@@ -262,7 +262,7 @@ def _make_shards(job: Job, place: Staging, processes: int) -> list[dict]:
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
-    """Makes one shard at a time.
+    """Builds one shard at a time.
 
     Attributes:
       job: what to make.
@@ -277,7 +277,7 @@ class _Worker:
     check: Callable[[], None]
 
     def make(self, shard: Shard) -> dict:
-        """Makes a shard; writes and returns the note on it."""
+        """Builds a shard; writes and returns the note on it."""
         file_name, skipped = shard.file_name(self.job.dataset), []
         records = self._counted(self.job.records(shard, skipped), shard)
         written = shards.write(self.place.folder / file_name, records)

@@ -50,7 +50,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Names the folder of its runs."""
+        """Returns the folder of its runs."""
         return f"{self.model}-{self.images}"
 
     @property

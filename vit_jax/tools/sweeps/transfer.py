@@ -215,7 +215,7 @@ def _absolute(data_dir: str) -> str:
 
 
 def sharing(trials: Sequence[dict]) -> str:
-    """Says what the first trial took and what those after it; "" if they are too few."""
+    """Returns a line on the time of the first trial and of later ones; "" if too few."""
     first, *others = [trial for trial in trials if "seconds" in trial] or [None]
     if not others:
         return ""
@@ -230,7 +230,7 @@ def sharing(trials: Sequence[dict]) -> str:
 
 
 def spread(mean: float, std: float | None) -> str:
-    """Puts a mean and its deviation, fractions, into words."""
+    """Formats a mean and its deviation, which are fractions."""
     return f"{mean:.2%}" + ("" if std is None else f" ± {100 * std:.2f}")
 
 
@@ -241,7 +241,7 @@ def say(text: str) -> None:
 
 
 def on_choice(best: dict, trials: Sequence[dict], task: Task) -> str:
-    """Says how the rate was chosen, and what there is to doubt about it."""
+    """Returns a line on how the rate was chosen, and what there is to doubt about it."""
     if not trials:
         return f"rate {best['learning_rate']:g} alone is stated: nothing to choose"
     text = f"rate {best['learning_rate']:g} is best on {task.recipe.held_out}: {best['score']:.2%}"

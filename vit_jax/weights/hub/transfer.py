@@ -291,7 +291,7 @@ def _stream(
     immutable: bool,
     headers: Mapping[str, str],
 ) -> bool:
-    """Makes one request and writes its body; returns whether the file is complete."""
+    """Sends a request, writes its body; returns whether the file is complete."""
     from huggingface_hub import constants, get_session
     from tqdm import tqdm
 
