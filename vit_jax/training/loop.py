@@ -6,6 +6,7 @@ import os
 import jax
 
 from vit_jax.data import fingerprint, pipeline
+from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import compilation
 from vit_jax.distributed import mesh as meshes
@@ -25,6 +26,7 @@ from vit_jax.training.periodic_actions import (
 from vit_jax.training.resume_check import Restored
 from vit_jax.training.sweep import SweepCache
 from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
+from vit_jax.training.train_state import TrainState
 from vit_jax.training.train_step import (
     BackgroundCompilation,
     TrainSetup,
@@ -237,33 +239,19 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
     # Report.
     skipped = int(meshes.process_allgather(skipped=skipped)["skipped"].sum())
     skipped //= replicas_per_shard
-    seconds, device_seconds = clock.elapsed()
-    report = {
-        "config": config.name,
-        "commit": commit,
-        "devices": jax.device_count(),
-        "device_kind": jax.devices()[0].device_kind,
-        "steps": total,
-        "variant": config.model.variant,
-        "dataset": data.name,
-        "examples": len(source),
-        "init": masked(config.init.checkpoint),
-        "wall_seconds": round(seconds, 3),
-        "compute": run_report.compute_record(
-            images=total * config.batch_size,
-            flops_per_image=setup.task.training_flops(),
-            device_kind=jax.devices()[0].device_kind,
-            devices=jax.device_count(),
-            device_seconds=device_seconds,
-        ),
-        "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
-        "compile_seconds": round(compilations.seconds, 3),
-        "images_per_second": round(logger.images_per_second, 3) or None,
-        "skipped_images": skipped,
-        "class_names": list(source.class_names),
-        "final": final,
-        "params_sha256": run_report.params_sha256(setup.to_disk(state).params),
-    }
+    report = _make_report(
+        config,
+        setup,
+        source,
+        state,
+        commit=commit,
+        clock=clock,
+        startup=startup,
+        compile_seconds=compilations.seconds,
+        images_per_second=logger.images_per_second,
+        skipped=skipped,
+        final=final,
+    )
     if start >= total:
         logger.info(f"this run is finished ({total} steps): evaluating only")
         scores = evaluations.run(start, state)
@@ -279,6 +267,50 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
     checkpoints.demand(total, "the training is done and reported")
     local.remove()
     return report
+
+
+def _make_report(
+    config: TrainConfig,
+    setup: TrainSetup,
+    source: Source,
+    state: TrainState,
+    *,
+    commit: str | None,
+    clock: RunClock,
+    startup: StartupTimer,
+    compile_seconds: float,
+    images_per_second: float,
+    skipped: int,
+    final: dict,
+) -> dict:
+    """Returns the content of `report.json`, see `train`."""
+    seconds, device_seconds = clock.elapsed()
+    return {
+        "config": config.name,
+        "commit": commit,
+        "devices": jax.device_count(),
+        "device_kind": jax.devices()[0].device_kind,
+        "steps": setup.total_steps,
+        "variant": config.model.variant,
+        "dataset": config.data.name,
+        "examples": len(source),
+        "init": masked(config.init.checkpoint),
+        "wall_seconds": round(seconds, 3),
+        "compute": run_report.compute_record(
+            images=setup.total_steps * config.batch_size,
+            flops_per_image=setup.task.training_flops(),
+            device_kind=jax.devices()[0].device_kind,
+            devices=jax.device_count(),
+            device_seconds=device_seconds,
+        ),
+        "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
+        "compile_seconds": round(compile_seconds, 3),
+        "images_per_second": round(images_per_second, 3) or None,
+        "skipped_images": skipped,
+        "class_names": list(source.class_names),
+        "final": final,
+        "params_sha256": run_report.params_sha256(setup.to_disk(state).params),
+    }
 
 
 def restore_or_init(
