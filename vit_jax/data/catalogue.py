@@ -150,7 +150,7 @@ _VTAB_STEPS = {
 }
 
 
-def _of_task(name: str, task: vtab.Task) -> Entry:
+def _of_task(name: str, task: vtab.VtabTask) -> Entry:
     return Entry(
         f"vtab/{name}",
         task.tfds,

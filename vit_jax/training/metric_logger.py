@@ -125,15 +125,15 @@ class MetricLogger:
         own = meshes.process_allgather(skipped=skipped, waited=self.stall_timer.seconds)
         waited, lost = float(own["waited"].max()), int(own["skipped"].sum())
         lost //= self._replicas
-        memory, laps = device_memory(), self.step_timer.summary()
+        memory, timings = device_memory(), self.step_timer.summary()
         speed = self._progress.log(
             step,
             values["loss"],
             waited,
-            laps["checkpoint_stall"],
+            timings["checkpoint_stall"],
             memory.get("memory_gib", 0.0),
         )
-        values = values | speed | laps | memory | self._startup.new_metrics()
+        values = values | speed | timings | memory | self._startup.new_metrics()
         values["compile_seconds"] = self._compilations.seconds
         values |= {"skipped": lost} if lost else {}
         values |= {"failed_saves": failed_saves} if failed_saves else {}

@@ -91,7 +91,7 @@ def test_a_run_that_looks_at_test_too_early_is_refused(
 ):
     found = study(checkpoint, pretrained, tmp_path / "peeping")
     peeping = found.task.final(0.02, 0)
-    monkeypatch.setattr(fine_tuning.Task, "trial", lambda task, rate: peeping)
+    monkeypatch.setattr(fine_tuning.TransferTask, "trial", lambda task, rate: peeping)
     watched.events.clear()
     with pytest.raises(
         UserError, match="split 'test' of watched:open_source is sealed"

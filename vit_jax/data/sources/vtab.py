@@ -67,7 +67,7 @@ def zero_one_pixels(record: Mapping) -> UInt8[np.ndarray, "H W C"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class VtabTask:
     """A task of VTAB-1k.
 
     Attributes:
@@ -124,52 +124,52 @@ _N, _S, _T = "natural", "specialised", "structured"
 
 # fmt: off
 TASKS = {
-    "caltech101": Task(
+    "caltech101": VtabTask(
         "caltech101:3.*.*", _N, 102, "train[2754:2954]", "test", _CROP_FLIP),
-    "cifar100": Task(
+    "cifar100": VtabTask(
         "cifar100:3.*.*", _N, 100, "train[45000:45200]", "test", _CROP_FLIP),
-    "dtd": Task("dtd:3.*.*", _N, 47, _VALIDATION, "test", _CROP_FLIP),
-    "flowers102": Task(
+    "dtd": VtabTask("dtd:3.*.*", _N, 47, _VALIDATION, "test", _CROP_FLIP),
+    "flowers102": VtabTask(
         "oxford_flowers102:2.*.*", _N, 102, _VALIDATION, "test", _CROP_FLIP),
-    "pets": Task(
+    "pets": VtabTask(
         "oxford_iiit_pet:3.*.*", _N, 37, "train[2944:3144]", "test", _CROP_FLIP,
         newer="oxford_iiit_pet:4.*.*"),  # Mends broken files, adds boxes.
-    "sun397": Task("sun397/tfds:4.*.*", _N, 397, _VALIDATION, "test", _CROP_FLIP),
-    "svhn": Task(
+    "sun397": VtabTask("sun397/tfds:4.*.*", _N, 397, _VALIDATION, "test", _CROP_FLIP),
+    "svhn": VtabTask(
         "svhn_cropped:3.*.*", _N, 10, "train[65931:66131]", "test", _CROP_FLIP),
-    "camelyon": Task("patch_camelyon:2.*.*", _S, 2, _VALIDATION, "test", _CROP_FLIP),
-    "eurosat": Task(
+    "camelyon": VtabTask("patch_camelyon:2.*.*", _S, 2, _VALIDATION, "test", _CROP_FLIP),
+    "eurosat": VtabTask(
         "eurosat/rgb:2.*.*", _S, 10, "train[16200:16400]", "train[21600:]", _CROP_FLIP),
-    "resisc45": Task(
+    "resisc45": VtabTask(
         "resisc45:3.*.*", _S, 45, "train[18900:19100]", "train[25200:]", _CROP_FLIP),
-    "retinopathy": Task(
+    "retinopathy": VtabTask(
         "diabetic_retinopathy_detection/btgraham-300:3.*.*", _S, 5, _VALIDATION, "test",
         _CROP_FLIP),
-    "clevr_count": Task(
+    "clevr_count": VtabTask(
         "clevr:3.*.*", _T, 8, "train[63000:63200]", "validation", _FLIP, clevr_count),
-    "clevr_distance": Task(
+    "clevr_distance": VtabTask(
         "clevr:3.*.*", _T, 6, "train[63000:63200]", "validation", _FLIP,
         clevr_distance),
-    "dmlab": Task("dmlab:2.0.1", _T, 6, _VALIDATION, "test", _FLIP),
-    "dsprites_position": Task(
+    "dmlab": VtabTask("dmlab:2.0.1", _T, 6, _VALIDATION, "test", _FLIP),
+    "dsprites_position": VtabTask(
         "dsprites:2.*.*", _T, 16, "train[589824:590024]", "train[663552:]", _PLAIN,
         Grouped("label_x_position", 32, 16), zero_one_pixels),
-    "dsprites_orientation": Task(
+    "dsprites_orientation": VtabTask(
         "dsprites:2.*.*", _T, 16, "train[589824:590024]", "train[663552:]", _CROP,
         Grouped("label_orientation", 40, 16), zero_one_pixels),
-    "kitti_distance": Task(
+    "kitti_distance": VtabTask(
         "kitti:3.1.0", _T, 4, _VALIDATION, "test", _FLIP, kitti_distance),
-    "norb_azimuth": Task(
+    "norb_azimuth": VtabTask(
         "smallnorb:2.*.*", _T, 18, "test[:200]", "test[50%:]", _CROP,
         Feature("label_azimuth")),
-    "norb_elevation": Task(
+    "norb_elevation": VtabTask(
         "smallnorb:2.*.*", _T, 9, "test[:200]", "test[50%:]", _CROP_FLIP,
         Feature("label_elevation")),
 }
 # fmt: on
 
 
-def task(name: str) -> Task:
+def task(name: str) -> VtabTask:
     """Returns the task that data.name asks for, as "vtab/clevr_count".
 
     Raises:

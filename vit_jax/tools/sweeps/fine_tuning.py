@@ -64,7 +64,7 @@ _PARTS = ("data.split", "data.exclude", "data.num_examples", "evals")
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class TransferTask:
     """A data set to fine-tune a checkpoint on.
 
     Attributes:
@@ -109,7 +109,7 @@ def task(
     layer_decay: float = 0.0,
     rates: tuple[float, ...] = (),
     overrides: Mapping[str, object] | None = None,
-) -> Task:
+) -> TransferTask:
     """Completes a recipe for a checkpoint; opens the training split, nothing else.
 
     Args:
@@ -147,7 +147,7 @@ def task(
             f"as of {described}: else set --config.data.mean and --config.data.std"
         )
     chosen = tuple(sorted(set(rates or recipe.rates)))
-    return Task(recipe, config, chosen, tuple(notes), mode, overrides)
+    return TransferTask(recipe, config, chosen, tuple(notes), mode, overrides)
 
 
 def usual_size(pretrained: Pretrained) -> tuple[int, int]:
@@ -242,7 +242,7 @@ def _inherited(options: Mapping[str, object]) -> dict:
     }
 
 
-def check_feasible(task: Task) -> None:
+def check_feasible(task: TransferTask) -> None:
     """Raises early if a task cannot be completed, before anything is written.
 
     It opens the training split, mostly one record of it, and nothing of the test split.
@@ -272,7 +272,7 @@ def check_feasible(task: Task) -> None:
         train_step.build_train_setup(final, mesh, examples)
 
 
-def _sizes(task: Task) -> Mapping[str, int]:
+def _sizes(task: TransferTask) -> Mapping[str, int]:
     """Returns split name -> number of records, {} if unknown."""
     recipe, name = task.recipe, task.recipe.dataset
     if not source_type(name).numbered:
@@ -284,7 +284,7 @@ def _sizes(task: Task) -> Mapping[str, int]:
     return {} if numbering is None else numbering.sizes
 
 
-def _length(task: Task, split: str, sizes: Mapping[str, int]) -> int:
+def _length(task: TransferTask, split: str, sizes: Mapping[str, int]) -> int:
     if sizes:
         parts = splits.select(split, sizes, task.recipe.title)
         return sum(len(numbers) for _, numbers in parts)

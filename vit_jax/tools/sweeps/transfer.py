@@ -17,7 +17,7 @@ from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
 from vit_jax.printing import printable
 from vit_jax.tools.sweeps import runs
-from vit_jax.tools.sweeps.fine_tuning import Task, check_feasible
+from vit_jax.tools.sweeps.fine_tuning import TransferTask, check_feasible
 from vit_jax.tools.sweeps.runs import TestSplitGuard
 from vit_jax.training import lock
 from vit_jax.training.sweep import SweepCache
@@ -40,7 +40,7 @@ class Study:
     """
 
     model: str
-    task: Task
+    task: TransferTask
     workdir: str | os.PathLike
     seeds: int = 3
 
@@ -240,7 +240,7 @@ def say(text: str) -> None:
         print("\n".join(map(printable, text.split("\n"))), flush=True)
 
 
-def on_choice(best: dict, trials: Sequence[dict], task: Task) -> str:
+def on_choice(best: dict, trials: Sequence[dict], task: TransferTask) -> str:
     """Returns a line on how the rate was chosen, and what there is to doubt about it."""
     if not trials:
         return f"rate {best['learning_rate']:g} alone is stated: nothing to choose"
