@@ -133,15 +133,15 @@ def test_a_workdir_gives_its_average_or_its_last_parameters(tmp_path, capsys):
         "evals": {"val": "val"},
     }
     loop.train(config.complete(raw), str(workdir))
-    for name, flags in (("average", ()), ("raw", ("--no_ema",))):
+    for name, flags in (("averaged parameters", ()), ("parameters", ("--no_ema",))):
         run("--model", workdir, "--to=timm", "--out", tmp_path / name, *flags)
-        assert f"  {name} parameters of step 2\n" in capsys.readouterr().out
+        assert f"  {name} of step 2\n" in capsys.readouterr().out
         expected = weights.open_pretrained(workdir, use_ema=not flags)
         found = weights.open_pretrained(tmp_path / name)
         assert same_params(found.params, expected.params)
         assert found.options["image_size"] == (12, 12)
     scores = convert.read_scores(str(workdir))
-    assert scores.keys() == {"val/raw/top1", "val/ema/top1"}
+    assert scores.keys() == {"val/params/top1", "val/ema/top1"}
     assert all(name.endswith("/top1") for name in scores)
 
 

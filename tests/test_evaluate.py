@@ -452,7 +452,7 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)
     trained = json.loads((tmp_path / "report.json").read_text())["final"]["val"]
     capsys.readouterr()
-    for raw, kind in ((["--no_ema"], "raw"), ([], "ema")):
+    for raw, kind in ((["--no_ema"], "params"), ([], "ema")):
         arguments = words(place, "classification", "--json", *raw, model=tmp_path)
         evaluate.main(cli.parse(evaluate.parser(), arguments))
         found = json.loads(capsys.readouterr().out.splitlines()[-1])["test"]

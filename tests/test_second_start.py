@@ -59,7 +59,7 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(tmp_path):
     image = tmp_path / "image.png"
     cv2.imwrite(str(image), np.arange(64, dtype=np.uint8).reshape(8, 8) * 3)
     words = f"--model={tmp_path}/first", "--json", str(image)
-    said = f"{tmp_path}/first: average parameters of step 3\n"
+    said = f"{tmp_path}/first: averaged parameters of step 3\n"
     once = start(cache, *words, verb="predict", said=said)
     more = entries(cache)
     assert set(more) > set(kept[1])

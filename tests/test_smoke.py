@@ -68,7 +68,7 @@ def test_recipes_take_three_steps_on_made_data(tmp_path):
         report = json.loads((tmp_path / recipe / "report.json").read_text())
         assert report["steps"] == 3
         for kinds in report["final"].values():
-            assert np.isfinite(kinds["raw"]["loss"])
+            assert np.isfinite(kinds["params"]["loss"])
 
 
 def test_the_loop_imports_in_few_seconds_and_without_frameworks():
@@ -116,7 +116,7 @@ def final(workdir):
 def test_digits_reach_their_accuracy_and_so_does_the_fine_tuning(tmp_path):
     # docs/benchmarks.md has three seeds; one takes long enough here.
     found = final(train("--config=configs/digits.py", f"--workdir={tmp_path}/digits"))
-    assert found["raw"]["top1"] >= 0.96
+    assert found["params"]["top1"] >= 0.96
     assert found["ema"]["top1"] >= 0.96
 
     tuned = train(
@@ -126,8 +126,8 @@ def test_digits_reach_their_accuracy_and_so_does_the_fine_tuning(tmp_path):
     )
     lines = (tuned / "metrics.jsonl").read_text().splitlines()
     scores = [
-        x["test/raw/top1"] for x in map(json.loads, lines) if "test/raw/top1" in x
+        x["test/params/top1"] for x in map(json.loads, lines) if "test/params/top1" in x
     ]
     assert scores[0] > 0.2  # Chance is a tenth.
-    assert final(tuned)["raw"]["top1"] >= 0.975
+    assert final(tuned)["params"]["top1"] >= 0.975
     assert final(tuned)["ema"]["top1"] >= 0.975

@@ -82,7 +82,7 @@ def assert_same(one, two):
         workdirs.load(one, use_ema=False).params,
         workdirs.load(two, use_ema=False).params,
     )
-    a, b = report(one)["final"]["val"]["raw"], report(two)["final"]["val"]["raw"]
+    a, b = report(one)["final"]["val"]["params"], report(two)["final"]["val"]["params"]
     assert a["examples"] == b["examples"] == 37
     assert abs(a["loss"] - b["loss"]) < 1e-5
 

@@ -62,7 +62,7 @@ def collect(setting, params=None, wants=ALL, source=None, **sizes):
         MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())]
     )
     shardings = sharding.parameters(own, mesh, min_size=60)
-    params = params or {"raw": own}
+    params = params or {"params": own}
     step = forward_passes.make_eval_step(
         model, config.data, mesh, shardings, wants, ALLOWED
     )
@@ -91,7 +91,7 @@ def direct(setting):
 def test_each_example_counts_once_on_any_mesh(setting, sizes):
     features, logits = direct(setting)
     labels = setting[-1].labels
-    found = collect(setting, **sizes)["raw"]
+    found = collect(setting, **sizes)["params"]
     np.testing.assert_array_equal(found.records, np.arange(EXAMPLES))
     np.testing.assert_array_equal(found.labels, labels)
     assert found.values["features"].dtype == np.float32
@@ -116,16 +116,16 @@ def test_each_example_counts_once_on_any_mesh(setting, sizes):
 def test_sets_of_parameters_are_taken_side_by_side(setting):
     _, _, params, _ = setting
     zeros = jax.tree.map(jnp.zeros_like, params)
-    found = collect(setting, {"raw": params, "ema": zeros}, data=1)
+    found = collect(setting, {"params": params, "ema": zeros}, data=1)
     np.testing.assert_allclose(found["ema"].values["loss"], np.log(7), rtol=1e-6)
-    assert (found["raw"].values["loss"] != found["ema"].values["loss"]).all()
+    assert (found["params"].values["loss"] != found["ema"].values["loss"]).all()
     assert not found["ema"].values["features"].any()
 
 
 def test_only_what_is_wanted_is_computed(setting):
-    found = collect(setting, wants=("features",), data=1)["raw"]
+    found = collect(setting, wants=("features",), data=1)["params"]
     assert set(found.values) == {"features"}
-    found = collect(setting, wants=("tops",), data=1)["raw"]
+    found = collect(setting, wants=("tops",), data=1)["params"]
     assert set(found.values) == {"tops", "confidence"}
 
 
@@ -138,7 +138,7 @@ def test_a_model_without_a_head_gives_features(setting):
     found = collect((config, model, bare, source), wants=("features",), data=1)
     expected = collect(setting, wants=("features",), data=1)
     np.testing.assert_array_equal(
-        found["raw"].values["features"], expected["raw"].values["features"]
+        found["params"].values["features"], expected["params"].values["features"]
     )
 
 
@@ -161,8 +161,8 @@ def test_a_damaged_image_is_left_out(setting):
         record_id = describe
 
     skipping = fields.replace(config, {"data.on_error": "skip"})
-    found = collect((skipping, *rest, source), source=Torn(), data=1)["raw"]
-    whole = collect(setting, data=1)["raw"]
+    found = collect((skipping, *rest, source), source=Torn(), data=1)["params"]
+    whole = collect(setting, data=1)["params"]
     kept = np.delete(np.arange(EXAMPLES), (0, 30))
     np.testing.assert_array_equal(found.records, kept)
     for name, values in found.values.items():
@@ -176,7 +176,7 @@ def test_a_pass_can_be_abandoned(setting):
     with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
         found = forward_passes.collect_outputs(
             forward_passes.make_eval_step(model, config.data, mesh),
-            {"raw": params},
+            {"params": params},
             batches,
             mesh,
             stop=lambda: next(asked),
@@ -189,10 +189,10 @@ def test_an_empty_evaluation_is_refused(setting):
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
     step = forward_passes.make_eval_step(model, config.data, mesh)
     with pytest.raises(UserError, match="no example"):
-        forward_passes.collect_outputs(step, {"raw": params}, [], mesh)
+        forward_passes.collect_outputs(step, {"params": params}, [], mesh)
 
 
 def test_outputs_are_plain_arrays(setting):
-    found = collect(setting, data=8)["raw"]
+    found = collect(setting, data=8)["params"]
     for value in dataclasses.asdict(found)["values"].values():
         assert type(value) is np.ndarray

@@ -43,9 +43,9 @@ def test_accuracies_of_fewer_images_than_shots_say_so_beside_the_number():
         ["25shot_l2_1_std", "10.00%"],
         ["100shot", "80.00% (1 class has fewer images)"],
     ]
-    assert run_report.scores_line({"few": {"raw": scores}}) == (
-        "top-1: few/raw/5shot 50.00%, few/raw/25shot 75.00% (3 classes have fewer "
-        "images), few/raw/100shot 80.00% (1 class has fewer images)"
+    assert run_report.scores_line({"few": {"params": scores}}) == (
+        "top-1: few/params/5shot 50.00%, few/params/25shot 75.00% (3 classes have fewer "
+        "images), few/params/100shot 80.00% (1 class has fewer images)"
     )
 
 

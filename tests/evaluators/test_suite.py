@@ -91,7 +91,7 @@ def features_of(model, params, source):
 def test_every_kind_is_scored_as_its_own_function_does(devices, passed):
     config = config_of({"val": "val", "few": FEW, "knn": KNN, "probe": PROBE})
     suite, model = suite_of(config, devices)
-    params = {"raw": params_of(model), "ema": params_of(model, 1)}
+    params = {"params": params_of(model), "ema": params_of(model, 1)}
     scores = suite.run(params)
     # Train once and val once, though three or four of them ask for it.
     assert passed == [83, 83]
@@ -114,34 +114,34 @@ def test_every_kind_is_scored_as_its_own_function_does(devices, passed):
         assert scores["probe"][kind]["l2"] in PROBE["l2"]
         assert scores["probe"][kind]["top1"] > 0.3
         assert scores["val"][kind]["examples"] == 83
-    assert scores["few"]["raw"] != scores["few"]["ema"]
-    assert suite.confusions["val"]["raw"].counts.sum() == 83
+    assert scores["few"]["params"] != scores["few"]["ema"]
+    assert suite.confusions["val"]["params"].counts.sum() == 83
     assert not suite.confusions["few"]
 
 
 def test_only_the_support_is_looked_at_where_nothing_else_is_asked(passed):
     config = config_of({"few": FEW})
     suite, model = suite_of(config)
-    alone = suite.run({"raw": params_of(model)})
+    alone = suite.run({"params": params_of(model)})
     support, test = passed
     assert 15 <= support < 5 * 3 * 4 < 83 == test
     both, _ = suite_of(config_of({"few": FEW, "knn": KNN}))
-    assert both.run({"raw": params_of(model)})["few"] == alone["few"]
+    assert both.run({"params": params_of(model)})["few"] == alone["few"]
 
 
 def test_further_strengths_are_told_beside_the_first(passed):
     spec = FEW | {"l2": (64.0, 1024.0), "shots": (3,)}
     suite, model = suite_of(config_of({"one": FEW, "two": spec}))
-    found = suite.run({"raw": params_of(model)})
-    two = found["two"]["raw"]
+    found = suite.run({"params": params_of(model)})
+    two = found["two"]["params"]
     assert set(two) == {"3shot", "3shot_std", "3shot_l2_1024", "3shot_l2_1024_std"}
-    assert two["3shot_l2_1024"] == found["one"]["raw"]["3shot"]
+    assert two["3shot_l2_1024"] == found["one"]["params"]["3shot"]
 
 
 def test_classes_with_few_examples_are_counted():
     spec = FEW | {"train": "train[:12]", "shots": (1, 3)}
     suite, model = suite_of(config_of({"few": spec}))
-    found = suite.run({"raw": params_of(model)})["few"]["raw"]
+    found = suite.run({"params": params_of(model)})["few"]["params"]
     # Twelve records are two or three of each of the five classes.
     assert "1shot_short" not in found
     assert found["3shot_short"] == 3
@@ -176,7 +176,7 @@ def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_pat
     ]
     for name, steps in {"val": [3, 6], "few": [2, 4, 6], "knn": [5, 6]}.items():
         metric = {"val": "top1", "few": "3shot", "knn": "top1"}[name]
-        for kind in ("raw", "ema"):
+        for kind in ("params", "ema"):
             key = f"{name}/{kind}/{metric}"
             assert [x["step"] for x in lines if key in x] == steps
     pretrained = open_pretrained(tmp_path, use_ema=False)
@@ -185,7 +185,7 @@ def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_pat
     config = configuration.complete(alone | {"optim": {"learning_rate": 1.0}})
     scores, confusions, _ = suite.evaluate(pretrained, pretrained.preprocess, config)
     for name, found in scores.items():
-        raw = report["final"][name]["raw"]
+        raw = report["final"][name]["params"]
         assert found["weights"] == {
             k: pytest.approx(v, rel=1e-5) for k, v in raw.items()
         }
@@ -195,7 +195,7 @@ def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_pat
 @pytest.mark.parametrize("kind", [FEW, KNN, PROBE, "val"])
 def test_each_kind_can_be_abandoned(kind):
     suite, model = suite_of(config_of({"one": kind}))
-    params = {"raw": params_of(model)}
+    params = {"params": params_of(model)}
     asked = []
     assert suite.run(params, lambda: asked.append(1)) is not None
     for last in {1, len(asked) // 2, len(asked)}:
@@ -214,10 +214,10 @@ def test_another_data_set_has_its_own_classes_and_preparation(tmp_path):
         "knn": {"kind": "knn"} | digits,
     }
     suite, model = suite_of(config_of(evals))
-    found = suite.run({"raw": params_of(model)})
+    found = suite.run({"params": params_of(model)})
     # Of random features; a tenth is chance.
-    assert found["few"]["raw"]["5shot"] > 0.2
-    assert found["knn"]["raw"]["top1"] > 0.25
+    assert found["few"]["params"]["5shot"] > 0.2
+    assert found["knn"]["params"]["top1"] > 0.25
     with pytest.raises(UserError, match=r"evals.top: digits has 10 classes, but .* 5"):
         suite_of(config_of({"top": {"name": "digits", "split": "test"}}))
 
@@ -228,7 +228,7 @@ def test_what_travels_with_weights_prepares_the_images(passed):
     scores = []
     for preprocess in (None, whole, zoomed):
         suite, model = suite_of(config_of({"val": "val"}), preprocess=preprocess)
-        scores.append(suite.run({"raw": params_of(model)})["val"]["raw"])
+        scores.append(suite.run({"params": params_of(model)})["val"]["params"])
     assert scores[0] == scores[1]  # The images have that size.
     assert scores[2]["loss"] != scores[1]["loss"]
     assert scores[2]["examples"] == 83
@@ -246,7 +246,7 @@ def test_what_travels_with_weights_prepares_the_images(passed):
 def test_what_does_not_fit_is_refused(spec, message):
     with pytest.raises(UserError, match=message):
         suite, model = suite_of(config_of({"one": spec}))
-        suite.run({"raw": params_of(model)})
+        suite.run({"params": params_of(model)})
 
 
 def test_the_evaluations_of_a_run_read_val_where_no_split_is_stated():

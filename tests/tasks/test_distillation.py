@@ -110,7 +110,7 @@ def test_a_student_trains_resumes_and_keeps_its_teacher(teacher, tmp_path):
     logged = json.loads(lines[0])
     for name in ("class_loss", "distillation_loss", "teacher_top1"):
         assert np.isfinite(logged[f"train/{name}"])
-    assert set(report["final"]["val"]) == {"raw", "ema"}
+    assert set(report["final"]["val"]) == {"params", "ema"}
     # As if it had been killed after step 2: it goes on from there to the same end.
     kill_after(2, tmp_path / "run")
     again = loop.train(config, tmp_path / "run")

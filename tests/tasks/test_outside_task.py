@@ -221,7 +221,7 @@ def test_it_is_the_init_of_a_classification(run, tmp_path):
     loaded = weights.open_pretrained(workdir).params
     assert_equal(jax.device_get(begun.state.params), loaded)
     report = loop.train(config, tmp_path / "run")
-    assert set(report["final"]["val"]) == {"raw", "ema"}
+    assert set(report["final"]["val"]) == {"params", "ema"}
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -56,7 +56,7 @@ def test_report_holds_what_was_asked(base):
         "",
     )
     assert len(report["params_sha256"]) == 64
-    for kind in ("raw", "ema"):
+    for kind in ("params", "ema"):
         scores = report["final"]["val"][kind]
         assert 0 <= scores["top1"] <= 1
         assert scores["examples"] == 20
@@ -103,7 +103,7 @@ def test_tensorboard_shows_scalars_config_and_images(base):
         for value in event.summary.value:
             seen.setdefault(value.tag, []).append((event.step, value))
     assert [step for step, _ in seen["train/loss"]] == [2, 4, 6]
-    assert [step for step, _ in seen["val/raw/top1"]] == [6]
+    assert [step for step, _ in seen["val/params/top1"]] == [6]
     (config,) = [v for tag, v in seen.items() if tag.startswith("config")]
     assert b'"batch_size": 8' in config[0][1].tensor.string_val[0]
     assert any(
@@ -202,10 +202,10 @@ def test_fine_tuning_starts_from_the_average_at_another_resolution(
     )
     report = loop.train(config, tmp_path)
     out = capsys.readouterr().out
-    assert f"start: average parameters of step 6 from {workdir}" in out
+    assert f"start: averaged parameters of step 6 from {workdir}" in out
     assert "position embeddings: resized from (2, 3) to (4, 5)" in out
     assert "head: replaced by a linear layer of zeros" in out
-    assert np.isfinite(report["final"]["val"]["raw"]["loss"])
+    assert np.isfinite(report["final"]["val"]["params"]["loss"])
 
 
 def test_checkpoint_carries_config_and_class_names(tmp_path):
@@ -253,7 +253,7 @@ def test_a_finished_run_takes_further_evaluations(base, tmp_path):
     final = loop.train(more, copy)["final"]
     assert final["val"] == report["final"]["val"]
     assert set(final) == {"val", "more"}
-    assert "more/raw/top1" in lines(copy)[-1]
+    assert "more/params/top1" in lines(copy)[-1]
 
 
 def test_a_run_that_lost_its_report_does_not_make_up_a_speed(base, tmp_path):

@@ -41,14 +41,14 @@ def test_lines_that_a_kill_or_a_bad_disk_damaged_are_dropped(tmp_path, damage):
 
 def test_other_processes_know_what_is_written_but_write_nothing(tmp_path):
     writer = MetricWriter(tmp_path, 0)
-    writer.scalars(5, {"val/raw/top1": 0.5})
+    writer.scalars(5, {"val/params/top1": 0.5})
     writer.close()
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     other = MetricWriter(tmp_path, 5, active=False)
-    assert other.has(5, "val/raw/")
-    assert not other.has(5, "test/raw/")
-    assert not other.has(4, "val/raw/")
-    other.scalars(6, {"val/raw/top1": 0.6})
+    assert other.has(5, "val/params/")
+    assert not other.has(5, "test/params/")
+    assert not other.has(4, "val/params/")
+    other.scalars(6, {"val/params/top1": 0.6})
     other.close()
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 

@@ -40,10 +40,10 @@ def test_table_shows_each_evaluation_and_set_of_parameters():
         "wall_seconds": 1.25,
         "images_per_second": None,
         "params_sha256": "f" * 64,
-        "final": {"val": {"raw": scores, "ema": scores}},
+        "final": {"val": {"params": scores, "ema": scores}},
     }
     table = run_report.format_report(report)
-    assert re.search(r"val +raw +12.3[45]% +1.5000", table)
+    assert re.search(r"val +params +12.3[45]% +1.5000", table)
     assert re.search(r"val +ema ", table)
     assert "images/s       not measured in this start" in table
 
@@ -53,5 +53,7 @@ def test_commit_is_that_of_this_code_or_none(tmp_path):
 
 
 def test_line_names_every_accuracy():
-    scores = {"test": {"raw": {"top1": 0.5, "loss": 1.0}, "ema": {"top1": 0.25}}}
-    assert run_report.scores_line(scores) == "top-1: test/raw 50.00%, test/ema 25.00%"
+    scores = {"test": {"params": {"top1": 0.5, "loss": 1.0}, "ema": {"top1": 0.25}}}
+    assert (
+        run_report.scores_line(scores) == "top-1: test/params 50.00%, test/ema 25.00%"
+    )

@@ -156,8 +156,8 @@ def test_workdir_is_opened_like_any_other_checkpoint(run, average):
     assert found.preprocess == Preprocess(
         (12, 12), (0.4, 0.4, 0.4), (0.2, 0.3, 0.4), squash=True
     )
-    kind = "average" if average else "raw"
-    assert found.notes == (f"{kind} parameters of step 6",)
+    averaged = "averaged " if average else ""
+    assert found.notes == (f"{averaged}parameters of step 6",)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_run_starts_from_a_workdir_and_says_of_which_step(run):
     folder, _ = run(config)
     config = complete(init=str(folder), data={"mean": (0.4, 0.4, 0.4)})
     _, lines = begin(config)
-    assert lines[0] == f"start: average parameters of step 6 from {folder}"
+    assert lines[0] == f"start: averaged parameters of step 6 from {folder}"
     assert not any(line.startswith("differs") for line in lines)
 
 

@@ -214,7 +214,7 @@ def collect_outputs(
 
     Args:
       step: from `make_eval_step`.
-      params: name of a set ("raw", "ema") to parameters.
+      params: name of a set ("params", "ema") to parameters.
       batches: of this process, from `pipeline.eval_batches`; every process has the same
         number.
       mesh: of all devices.

@@ -102,7 +102,7 @@ def fewer_images(metric: str, scores: dict[str, float]) -> str:
     """Returns " (3 classes have fewer images)" of a few-shot accuracy; "" if none has.
 
     Args:
-      metric: name in `scores`, as "25shot", "25shot_l2_1" or "few/raw/25shot".
+      metric: name in `scores`, as "25shot", "25shot_l2_1" or "few/params/25shot".
       scores: with "25shot_short", the number of classes with fewer images, if any.
     """
     shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)

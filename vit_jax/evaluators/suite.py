@@ -169,7 +169,7 @@ class Suite:
         """Scores sets of parameters.
 
         Args:
-          params: name of a set ("raw", "ema") to parameters.
+          params: name of a set ("params", "ema") to parameters.
           stop: called before every batch and every solution; True stops.
           names: of the evaluations; all if None.
 

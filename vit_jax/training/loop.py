@@ -52,7 +52,7 @@ def train(
 
     Returns:
       The content of `report.json`: config, commit, devices, steps, wall_seconds,
-      compute, images_per_second, final ({evaluation: {"raw": {"top1": ...}, "ema":
+      compute, images_per_second, final ({evaluation: {"params": {"top1": ...}, "ema":
       ...}}), params_sha256 and more.
 
     Raises:

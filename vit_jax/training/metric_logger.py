@@ -163,7 +163,7 @@ class MetricLogger:
 
     def has_scores(self, step: int, name: str) -> bool:
         """Returns whether the scores of an evaluation are written for a step."""
-        return self._writer.has(step, f"{name}/raw/")
+        return self._writer.has(step, f"{name}/params/")
 
     @contextlib.contextmanager
     def pause(self):

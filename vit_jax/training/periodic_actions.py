@@ -109,11 +109,11 @@ class Evaluations:
         """Runs the evaluations that are due after a step.
 
         Returns:
-          Scores as of `Suite.run`, of the parameters ("raw") and of their moving
+          Scores as of `Suite.run`, of the parameters ("params") and of their moving
           average ("ema") if there is one; None if preemption interrupted them.
         """
         backbone = self._setup.task.backbone
-        params = {"raw": backbone(state.params, state.extra)}
+        params = {"params": backbone(state.params, state.extra)}
         if state.average is not None:
             params["ema"] = backbone(state.average, state.extra)
 

@@ -20,7 +20,7 @@ from vit_jax.files import replace_text
 
 FILE = "report.json"
 # Parameters to quote where an evaluation has several, in this order.
-_QUOTED = ("ema", "weights", "raw")
+_QUOTED = ("ema", "weights", "params")
 
 
 def params_sha256(params: dict) -> str:
@@ -108,7 +108,7 @@ def quoted_scores(kinds: dict) -> tuple[str, dict]:
     """Returns the name and scores of the parameters to quote: averaged if there are any.
 
     Args:
-      kinds: parameters ("ema", "weights" or "raw") -> metrics of one evaluation.
+      kinds: parameters ("ema", "weights" or "params") -> metrics of one evaluation.
     """
     name = next((kind for kind in _QUOTED if kind in kinds), next(iter(kinds), ""))
     return name, kinds.get(name, {})

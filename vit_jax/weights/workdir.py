@@ -40,7 +40,7 @@ class Checkpoint:
     Attributes:
       params: of the network, nested dict of float32 arrays.
       options: of the network, arguments of `models.create`.
-      kind: "raw" or "average".
+      kind: "params", or "ema" for their moving average.
       step: optimiser steps taken.
       config: of the run, as plain dicts.
       class_names: in label order; empty if the data set has none.
@@ -102,7 +102,7 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in network["options"].items()
         },
-        kind="average" if averaged else "raw",
+        kind="ema" if averaged else "params",
         step=int(path.name),
         config=stored.custom_metadata["config"],
         class_names=tuple(stored.custom_metadata["class_names"]),
@@ -127,7 +127,8 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
     # A network of the user's own is imported, or said to be missing, before all else.
     models.VARIANTS.find(found.options["variant"], f"{workdir}: model")
     preprocess = _preprocess(data)
-    notes = [f"{found.kind} parameters of step {found.step}"]
+    averaged = "averaged " if found.kind == "ema" else ""
+    notes = [f"{averaged}parameters of step {found.step}"]
     if preprocess is None:
         notes.append(
             f"data.eval_transform={data['eval_transform']!r} is no resize and crop; an evaluation "

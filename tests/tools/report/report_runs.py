@@ -43,7 +43,7 @@ def training(folder, *, variant, dataset, init="", top1=0.5, images=None, batch=
         "init": init,
         "wall_seconds": 17.5,
         "compute": compute(40 * batch, 0.0625),
-        "final": {"test": {"raw": {"top1": top1 / 2}, "ema": {"top1": top1}}},
+        "final": {"test": {"params": {"top1": top1 / 2}, "ema": {"top1": top1}}},
     }
     if images is None and not init:
         report["compute"] = compute(7 * 303_000_000, 223.5)
@@ -54,7 +54,7 @@ def training(folder, *, variant, dataset, init="", top1=0.5, images=None, batch=
         line = {"step": step, "train/loss": 2.3 / step**0.5, "train/top1": 0.1}
         lines.append(line)
         if step % 10 == 0:
-            scores = {"test/raw/top1": step / 100, "test/ema/top1": step / 90}
+            scores = {"test/params/top1": step / 100, "test/ema/top1": step / 90}
             lines.append({"step": step} | scores)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     # A run that goes on may be in the middle of a line.

@@ -120,7 +120,7 @@ def test_curves_are_by_step_and_by_images(parts):
     assert same.x == tuple(64 * step for step in scratch.x)
     assert same.y == scratch.y
     labels = [series.label for series in charts["top1_by_step"].series]
-    assert "scratch: test raw" in labels
+    assert "scratch: test params" in labels
     assert "scratch: test ema" in labels
     assert not any("train" in label for label in labels)
 

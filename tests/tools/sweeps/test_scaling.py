@@ -169,9 +169,9 @@ def test_a_study_leaves_what_reports_read(done):
         for part in ("pretrain", "finetune")
     }
     final = told["pretrain"]["final"]
-    assert point["upstream"] == final["test"]["raw"]["top1"]
-    assert point["fewshot"] == {"5": final["fewshot"]["raw"]["5shot"]}
-    assert point["finetuned"] == told["finetune"]["final"]["test"]["raw"]["top1"]
+    assert point["upstream"] == final["test"]["params"]["top1"]
+    assert point["fewshot"] == {"5": final["fewshot"]["params"]["5shot"]}
+    assert point["finetuned"] == told["finetune"]["final"]["test"]["params"]["top1"]
     assert point["exaflops"] == told["pretrain"]["compute"]["exaflops"] > 0
     assert point["images_seen"] == 4 * 64
     assert point["compute"] == {part: told[part]["compute"] for part in told}
@@ -198,7 +198,7 @@ def test_a_finished_study_trains_nothing_again(done, monkeypatch):
 
 def test_what_diverges_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     used = {"images_seen": 256, "exaflops": 0.5, "device_days": 0.25}
-    scored = {"test": {"raw": {"top1": 0.5}}, "fewshot": {"raw": {"5shot": 0.25}}}
+    scored = {"test": {"params": {"top1": 0.5}}, "fewshot": {"params": {"5shot": 0.25}}}
 
     def train(config, folder, shared, keep):
         begun.append(folder.removeprefix(f"{tmp_path}/"))
