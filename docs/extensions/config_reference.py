@@ -35,16 +35,12 @@ def _transforms() -> list[str]:
     for name, cls in parse.all_transforms().items():
         where = "device" if cls.runs_on == "device" else "loader"
         where += ", also for evaluation" if getattr(cls, "in_eval", False) else ""
-        rows.append((f"`{parse.usage(name, cls)}`", _doc(cls), where))
+        rows.append((f"`{parse.usage(name, cls)}`", reference.summary(cls), where))
     return [
         "## Transforms, in `data.train_transform` and `data.eval_transform`",
         "A line of them is read from left to right: `inception_crop | flip`.",
         _rows(("transform", "what it does", "where it runs"), rows),
     ]
-
-
-def _doc(cls: type) -> str:
-    return (cls.__doc__ or "").split("\n")[0]
 
 
 def _section(group: KeyGroup) -> list[str]:

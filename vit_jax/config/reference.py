@@ -36,7 +36,7 @@ def groups(cls: type, section: str = "") -> Iterator[KeyGroup]:
       cls: dataclass of the config, or of a section.
       section: dotted key of the section.
     """
-    yield KeyGroup(section, "", "", _doc(cls) if section else "", _keys(cls))
+    yield KeyGroup(section, "", "", summary(cls) if section else "", _keys(cls))
     yield from _sections(cls, section)
 
 
@@ -66,11 +66,12 @@ def _choice(path: str, about: Choice, doc: str) -> Iterator[KeyGroup]:
             if key != by and (key not in shared or told[0] != first[key][0])
         }
         # A pattern says less than the docstring.
-        title, doc = (_doc(cls), "") if about.patterns else (name, _doc(cls))
+        title, doc = (summary(cls), "") if about.patterns else (name, summary(cls))
         yield KeyGroup(path, by, title, doc, own)
 
 
-def _doc(cls: type) -> str:
+def summary(cls: type) -> str:
+    """Returns the first line of the docstring of a class; "" without one."""
     return (cls.__doc__ or "").split("\n")[0]
 
 
