@@ -11,9 +11,9 @@ from ml_collections import ConfigDict
 
 import vit_jax
 from vit_jax.config import fields, loading
+from vit_jax.config.lengths import RunLength, length_in_steps
 from vit_jax.errors import UserError
-from vit_jax.training import config, schedules
-from vit_jax.training.schedules import RunLength
+from vit_jax.training import config
 
 
 def stated(**sections):
@@ -263,14 +263,14 @@ def test_list_and_string_become_the_tuple_that_a_key_takes():
 )
 def test_length_is_in_steps_epochs_or_a_fraction(given, expected):
     node = config.complete(stated(optim=given)).optim
-    length = schedules.length_in_steps(node, "warmup", RunLength(200, 10.0))
+    length = length_in_steps(node, "warmup", RunLength(200, 10.0))
     assert length == expected
 
 
 def test_length_stated_twice_is_refused():
     node = config.complete(stated(optim={"warmup_steps": 7, "warmup_epochs": 1})).optim
     with pytest.raises(UserError, match=r"warmup_steps=7 and warmup_epochs=1.0: keep"):
-        schedules.length_in_steps(node, "warmup", RunLength(200, 10.0))
+        length_in_steps(node, "warmup", RunLength(200, 10.0))
 
 
 def test_run_is_as_long_as_its_steps_or_its_epochs():

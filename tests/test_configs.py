@@ -14,9 +14,9 @@ from configs.common import parse_arg, quick
 from configs.transfer import DATASETS, SWEEP
 from vit_jax import models
 from vit_jax.config import fields
+from vit_jax.config.lengths import RunLength, length_in_steps
 from vit_jax.errors import UserError
 from vit_jax.training import config
-from vit_jax.training.schedules import RunLength, length_in_steps
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "paper_tables.json"

@@ -15,9 +15,9 @@ from one_process import run
 
 from vit_jax import models
 from vit_jax.config import fields
+from vit_jax.config.lengths import RunLength
 from vit_jax.training import config as configuration
 from vit_jax.training import optim, train_state
-from vit_jax.training.schedules import RunLength
 
 ROOT = pathlib.Path(__file__).parent.parent
 RECIPES = sorted(

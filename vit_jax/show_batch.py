@@ -64,12 +64,15 @@ def see(source, config, count: int) -> tuple:
     import jax
     import numpy as np
 
+    from vit_jax.config.lengths import RunLength
     from vit_jax.data import pipeline
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
     data = dataclasses.replace(config.data, num_workers=0)
-    task = config.task.build(config.build_model(), data)
+    examples = len(source)
+    run = RunLength(config.num_steps(examples), examples / config.batch_size)
+    task = config.task.build(config.build_model(), data, run)
     with pipeline.train_batches(
         source,
         data,

@@ -20,7 +20,7 @@ class CenterLossConfig(ClassificationConfig):
     weight: float = key(0.01, "Weight of half the squared distance.")
     decay: float = key(0.9, "Decay of the centres per step.", below=1)
 
-    def build(self, model, data, saved=None):
+    def build(self, model, data, run, saved=None):
         return CenterLoss(self, model, data)
 
 

@@ -95,7 +95,7 @@ def cosine(a, b):
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
-@pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d"])
+@pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d", "sincos2d_mae"])
 @pytest.mark.parametrize("place", ["stem", "every", "shared"])
 def test_position_similarity_is_the_cosine_of_what_is_added_to_patches(kind, place):
     model, params = random_model(posemb=kind, posemb_placement=place)

@@ -144,7 +144,7 @@ def test_gelu_flavours_differ_a_little():
             r"option stage_depths=\(1,\) is not one of B/16",
         ),
         ("B/16", {"pool": "tok"}, "pool='tok' is not one of token, gap, map, none"),
-        ("B/16", {"posemb": "2d"}, "posemb='2d' is not one of learned, none"),
+        ("B/16", {"posemb": "2d"}, "posemb='2d' is not one of learned, learned2d"),
         (
             "B/16",
             {"posemb_placement": "all"},

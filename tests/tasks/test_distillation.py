@@ -13,6 +13,7 @@ from helpers import tiny_config
 
 from vit_jax import models, weights
 from vit_jax.config import fields
+from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.distributed.mesh import MeshConfig
@@ -166,7 +167,8 @@ def test_a_teacher_of_unknown_preprocessing_gets_the_students_images(
         "data.mean=(0.5, 0.25, 0.125) and data.std=(0.5,)"
     )
     images = jnp.ones((1, 8, 12, 3))
-    task = config.task.build(models.create("Ti/4", num_classes=5), config.data)
+    model = models.create("Ti/4", num_classes=5)
+    task = config.task.build(model, config.data, RunLength(4, 1.0))
     assert task._of_teacher(images) is images
 
 
@@ -270,9 +272,8 @@ def test_one_classifier_learns_from_both(teacher):
 def test_a_teacher_that_does_not_fit_is_refused(teacher, sections, message):
     config = config_of(teacher, **sections)
     with pytest.raises(UserError, match=message):
-        config.task.build(
-            models.create("Ti/4", num_classes=5, image_size=(8, 12)), config.data
-        )
+        model = models.create("Ti/4", num_classes=5, image_size=(8, 12))
+        config.task.build(model, config.data, RunLength(4, 1.0))
 
 
 def test_keys_of_another_task_are_refused():

@@ -39,7 +39,7 @@ from vit_jax.tasks.classification import Classification, ClassificationConfig
 class ColourConfig(ClassificationConfig):
     """Classes, and the mean colour, which a decoder tells from the features."""
 
-    def build(self, model, data, saved=None):
+    def build(self, model, data, run, saved=None):
         return Colour(self, model, data)
 
 
@@ -67,7 +67,7 @@ class Colour(Classification):
 class TwinsConfig(ClassificationConfig):
     """The same, with a moving average of the parameters as what is handed on."""
 
-    def build(self, model, data, saved=None):
+    def build(self, model, data, run, saved=None):
         return Twins(self, model, data)
 
 
@@ -92,7 +92,7 @@ class Twins(Colour):
 class ScatteredConfig(ClassificationConfig):
     """A backbone that is put together from two places."""
 
-    def build(self, model, data, saved=None):
+    def build(self, model, data, run, saved=None):
         return Scattered(self, model, data)
 
 

@@ -6,10 +6,10 @@ from flax.traverse_util import flatten_dict
 from helpers import tiny_config
 
 from vit_jax import models
+from vit_jax.config.lengths import RunLength
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.training import optim
-from vit_jax.training.schedules import RunLength
 
 DECAY, DEPTH = 0.6, 3
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
+from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
 from vit_jax.training import optim, train_step
-from vit_jax.training.schedules import RunLength
 
 TOTAL, WARMUP, PEAK = 100, 10, 0.5
 PARAMS = {

@@ -130,12 +130,13 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     per_layer = model.options["posemb_placement"] == "every"
     name = f"posembed_{layer if per_layer else 'input'}"
     embedding = params[stacking.ENCODER].get(name, {})
-    if model.options["posemb"] == "learned":
+    kind = model.options["posemb"]
+    if kind == "learned":
         return np.asarray(embedding["pos_embedding"], np.float64)[
             0, model.num_prefix_tokens :
         ]
-    if model.options["posemb"] == "sincos2d":
-        fixed = vit.sincos2d(model.grid, model.options["width"])
+    if kind.startswith("sincos2d"):
+        fixed = vit.sincos2d(model.grid, model.options["width"], kind)
         return np.asarray(fixed, np.float64)
     (Y, X), half = model.grid, model.options["width"] // 2
     rows, columns = (

@@ -4,6 +4,7 @@ All of it is read off traced computations; nothing is computed, and no parameter
 ever made.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -254,6 +255,25 @@ def forward_flops(model: Model) -> int | None:
     try:
         return 2 * macs_per_image(model)
     except UserError:
+        return None
+
+
+def flops(forward: Callable[[Model], jax.Array], model: Model) -> int | None:
+    """Returns the floating-point operations of a computation with a network.
+
+    Args:
+      forward: computes with the network it is given, on one image; it is traced.
+      model: handed to it, with attention as einsums, which can be counted.
+
+    Returns:
+      2 for each multiply-accumulate; None where no trace shows them.
+    """
+    if model.has_encoder:
+        module = model.module.clone(attention_impl="einsum")
+        model = dataclasses.replace(model, module=module)
+    try:
+        return 2 * macs(lambda: forward(model))
+    except ValueError:
         return None
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import flax.linen as nn
 import jax
@@ -113,6 +113,38 @@ class Model:
         """
         rngs = {"dropout": key} if train else None
         return self.module.apply({"params": params}, images, train=train, rngs=rngs)
+
+    def encode(
+        self,
+        params: Params,
+        images: jax.Array,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+        edit_patches: Callable[[jax.Array], jax.Array] | None = None,
+        visible: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the tokens of the encoder; for networks with `has_encoder`.
+
+        Args:
+          params, images, train, key: as of `apply`.
+          edit_patches: changes the patch embeddings (batch, patches, width), before
+            the positions are added.
+          visible: indices (batch, V) of the patches that the encoder sees; all if
+            None. With positions at the stem alone.
+
+        Returns:
+          (batch, prefix tokens + patches that are seen, width).
+        """
+        return self.module.apply(
+            {"params": params},
+            images,
+            train=train,
+            edit_patches=edit_patches,
+            visible=visible,
+            classify=False,
+            rngs={"dropout": key} if train else None,
+        )
 
     def intermediates(self, params: Params, images: jax.Array) -> Iterator[Layer]:
         """Yields attention and tokens of each block, see intermediates.layers."""
@@ -327,7 +359,7 @@ def _check_encoder(module: vit.VisionTransformer) -> None:
             f"model width {module.width} does not divide into "
             f"{module.num_heads} heads: change model.width or model.num_heads"
         )
-    if module.posemb in ("learned2d", "sincos2d") and module.width % 4:
+    if "2d" in module.posemb and module.width % 4:
         raise UserError(
             f"model width {module.width} is not a multiple of 4, as "
             f"posemb={module.posemb} needs: change model.width or model.posemb"

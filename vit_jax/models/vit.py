@@ -14,7 +14,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from vit_jax.config.fields import key
 from vit_jax.models import attention as attending
@@ -30,7 +30,10 @@ from vit_jax.models.layers import (
 from vit_jax.models.variants import CONFIGS, ModelConfig
 
 POOLS = ("token", "gap", "map", "none")
-POSITION_KINDS = ("learned", "none", "learned2d", "relative", "sincos2d")
+POSITION_KINDS = (
+    *("learned", "learned2d", "sincos2d", "sincos2d_mae"),
+    *("relative", "none"),
+)
 POSITION_PLACES = ("stem", "every", "shared")
 
 
@@ -75,8 +78,9 @@ class ViTConfig(ModelConfig):
     )
     posemb: str = key(
         "learned",
-        'Position embeddings: "learned", "learned2d", "sincos2d", "relative" or "none".',
-        choices=("learned", "learned2d", "sincos2d", "relative", "none"),
+        'Position embeddings: "learned", "learned2d", "sincos2d", "sincos2d_mae", '
+        '"relative" or "none".',
+        choices=POSITION_KINDS,
     )
     posemb_placement: str = key(
         "stem",
@@ -89,6 +93,7 @@ class ViTConfig(ModelConfig):
                 "learned": "stem",
                 "learned2d": "stem",
                 "sincos2d": "stem",
+                "sincos2d_mae": "stem",
                 "relative": "every",
             }
         },
@@ -219,24 +224,37 @@ class VisionTransformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, images: Float[Array, "B Y X C"], *, train: bool = False
-    ) -> dict[str, Float[Array, "..."]]:
-        """Classifies images.
+        self,
+        images: Float[Array, "B Y X C"],
+        *,
+        train: bool = False,
+        edit_patches: Callable[[Array], Array] | None = None,
+        visible: Int[Array, "B V"] | None = None,
+        classify: bool = True,
+    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
+        """Classifies images, or encodes their tokens.
 
         Args:
           images: normalised; both sides are multiples of the patch.
           train: whether dropout and stochastic depth are active (needs an rng
             "dropout").
+          edit_patches: changes the patch embeddings (B, YX, D), row by row, before
+            the positions are added, as by a mask token.
+          visible: indices of the V patches of each image that the encoder sees; all of
+            them if None. Positions must be added at the stem alone.
+          classify: whether there is a classifier; without, the result are the tokens
+            of the encoder, the prefix first.
 
         Returns:
           "pre_logits" (B, D), the features that few-shot evaluation uses (with
           distillation the class token's), and "logits" (B, L), float32; with head
           "none" (B, N, D) and (B, N, L).
         """
-        x, grid = self._embed(images)
-        return self._classify(self._encoder(Encoder, grid)(x, train=train))
+        x, grid = self._embed(images, edit_patches)
+        x = self._encoder(Encoder, grid)(x, train=train, visible=visible)
+        return self._classify(x) if classify else x
 
-    def _embed(self, images):
+    def _embed(self, images, edit_patches=None):
         """Returns the input tokens of the encoder, and the grid of patches."""
         x = images
         if self.stem_width:
@@ -251,6 +269,7 @@ class VisionTransformer(nn.Module):
         )(x)
         B, *grid, D = x.shape
         x = x.reshape(B, -1, D)
+        x = edit_patches(x) if edit_patches else x
         names = ["cls"] if self.pool == "token" or self.class_token else []
         names += ["dist"] if self.distillation else []
         tokens = [self.param(n, nn.initializers.zeros, (1, 1, D)) for n in names]
@@ -443,10 +462,25 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B N D"], *, train: bool = False
-    ) -> Float[Array, "B N D"]:
-        """Returns the normalised tokens of the last block."""
+        self,
+        x: Float[Array, "B N D"],
+        *,
+        train: bool = False,
+        visible: Int[Array, "B V"] | None = None,
+    ) -> Float[Array, "B M D"]:
+        """Returns the normalised tokens of the last block.
+
+        Args:
+          x: input tokens.
+          train: whether dropout and stochastic depth are active.
+          visible: the patches to go on with after the positions, see
+            VisionTransformer.
+        """
         x, layers = self._begin(x, train)
+        if visible is not None:
+            P = self.num_prefix_tokens
+            patches = jnp.take_along_axis(x[:, P:], visible[..., None], axis=1)
+            x = jnp.concatenate([x[:, :P], patches], axis=1)
         if self.scan and not self.is_initializing():
             x = self._scan(x, layers)
         else:
@@ -556,8 +590,8 @@ class AddPositions(nn.Module):
     Attributes:
       kind: "learned": a vector per token. "learned2d": learned vectors of the column and
         of the row, each of half the width, concatenated. "sincos2d": the same with
-        fixed sines and cosines (arXiv:2104.02057, section 4.1). "none" and "relative":
-        nothing. The 2-D kinds are 0 for prefix tokens.
+        fixed sines and cosines (arXiv:2104.02057, section 4.1), of big_vision's wave
+        lengths; "sincos2d_mae": of MAE's. "none" and "relative": nothing. The 2-D kinds are 0 for prefix tokens.
       grid: Y and X.
       num_prefix_tokens: P.
     """
@@ -582,8 +616,8 @@ class AddPositions(nn.Module):
                 for name, side in zip(("row", "column"), self.grid, strict=True)
             )
             embedding = self._pad_prefix(_on_grid(rows, columns))
-        elif self.kind == "sincos2d":
-            embedding = self._pad_prefix(sincos2d(self.grid, D))
+        elif self.kind.startswith("sincos2d"):
+            embedding = self._pad_prefix(sincos2d(self.grid, D, self.kind))
         else:
             return x
         return x + embedding.astype(x.dtype)
@@ -592,17 +626,21 @@ class AddPositions(nn.Module):
         return jnp.pad(embedding, ((self.num_prefix_tokens, 0), (0, 0)))[None]
 
 
-def sincos2d(grid: tuple[int, int], width: int) -> Float[Array, "YX D"]:
+def sincos2d(
+    grid: tuple[int, int], width: int, kind: str = "sincos2d"
+) -> Float[Array, "YX D"]:
     """Returns fixed embeddings: sines and cosines of the column, then of the row.
 
     Args:
       grid: rows and columns.
       width: D, a multiple of 4.
+      kind: "sincos2d", with wave lengths from 2 pi to 20,000 pi, as big_vision has
+        them, or "sincos2d_mae", which ends one step before, as MoCo v3 and MAE do.
 
-    Source: MoCo v3 (arXiv:2104.02057, section 4.1), with wave lengths from 2 pi to
-    20,000 pi as big_vision has them.
+    Source: MoCo v3 (arXiv:2104.02057, section 4.1).
     """
-    rates = 10_000.0 ** -jnp.linspace(0, 1, width // 4)
+    inclusive = kind == "sincos2d"
+    rates = 10_000.0 ** -jnp.linspace(0, 1, width // 4, endpoint=inclusive)
     rows, columns = (
         jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
         for angles in (jnp.outer(jnp.arange(side), rates) for side in grid)

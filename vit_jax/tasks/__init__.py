@@ -2,8 +2,14 @@
 
 from vit_jax.tasks.classification import ClassificationConfig
 from vit_jax.tasks.distillation import DistillationConfig
+from vit_jax.tasks.mae import MaeConfig
+from vit_jax.tasks.masked_patch import MaskedPatchConfig
+from vit_jax.tasks.simmim import SimMimConfig
 
 TASKS = {
     "classification": ClassificationConfig,
     "distillation": DistillationConfig,
+    "masked_patch": MaskedPatchConfig,
+    "mae": MaeConfig,
+    "simmim": SimMimConfig,
 }

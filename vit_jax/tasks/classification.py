@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
+from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
@@ -37,7 +38,11 @@ class ClassificationConfig(TaskConfig):
     )
 
     def build(
-        self, model: Model, data: DataConfig, saved: dict | None = None
+        self,
+        model: Model,
+        data: DataConfig,
+        run: RunLength,
+        saved: dict | None = None,
     ) -> "Classification":
         return Classification(self, model, data)
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from vit_jax import models
 from vit_jax.config.fields import key
+from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
@@ -62,7 +63,11 @@ class DistillationConfig(ClassificationConfig):
     )
 
     def build(
-        self, model: Model, data: DataConfig, saved: dict | None = None
+        self,
+        model: Model,
+        data: DataConfig,
+        run: RunLength,
+        saved: dict | None = None,
     ) -> "Distillation":
         return Distillation(self, model, data, saved)
 

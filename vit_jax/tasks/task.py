@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from vit_jax.config.fields import key
+from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
@@ -100,6 +101,45 @@ class Task(Protocol):
         """
         return extra
 
+    def held_out_metrics(
+        self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns metrics of images that are not trained on, for `evals` of kind "task".
+
+        Args:
+          params, extra: of the state.
+          batch: "image" (B, Y, X, C), normalised, "index" (B,), the number of each
+            record.
+          rng: the same at every evaluation.
+
+        Returns:
+          Name to a number for each image, (B,); their mean is reported. Empty for a
+          task that has none.
+        """
+        return {}
+
+    def pictures(
+        self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns pictures of what the task sees and answers, for the log and figures.
+
+        Args:
+          params, extra, batch, rng: as of `held_out_metrics`.
+
+        Returns:
+          Name to images (B, Y, X, C), normalised as those of the batch, in the order
+          in which they are shown side by side. Empty for a task that has none.
+        """
+        return {}
+
+    def warning(self, metrics: dict[str, float]) -> str:
+        """Returns what is wrong with the training, and what to change; "" if nothing.
+
+        Args:
+          metrics: of a step that is logged; it is called at each of them, in order.
+        """
+        return ""
+
     def backbone(self, params: dict, extra: Tree) -> dict:
         """Returns the parameters of `model`: one of the two, or a dict within one.
 
@@ -172,12 +212,19 @@ class TaskConfig:
 
     name: str = key("classification", "What is learnt.")
 
-    def build(self, model: Model, data: DataConfig, saved: dict | None = None) -> Task:
+    def build(
+        self,
+        model: Model,
+        data: DataConfig,
+        run: RunLength,
+        saved: dict | None = None,
+    ) -> Task:
         """Returns the task.
 
         Args:
           model: network of `config.model`.
           data: `config.data`.
+          run: length of the run, for what changes in its course.
           saved: what `Task.metadata` returned when the run began, from its checkpoint;
             None for a run that begins.
         """

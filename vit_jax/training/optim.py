@@ -10,16 +10,14 @@ import numpy as np
 import optax
 
 from vit_jax.config.fields import choice, epochs, key
+from vit_jax.config.lengths import RunLength, length_in_steps, length_key
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.training.schedules import (
     SCHEDULES,
     Number,
-    RunLength,
     Schedule,
     ScheduleConfig,
-    length_in_steps,
-    length_key,
 )
 
 

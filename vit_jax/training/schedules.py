@@ -3,32 +3,17 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.config import fields
 from vit_jax.config.fields import epochs, key
+from vit_jax.config.lengths import RunLength, length_in_steps, length_key
 from vit_jax.errors import UserError
 
 Number = jax.Array | float
 Schedule = Callable[[jax.Array | int], Number]
-
-
-class RunLength(NamedTuple):
-    """The length of a run.
-
-    Attributes:
-      total_steps: optimiser steps.
-      steps_per_epoch: training examples by batch size.
-      key: config key that states the length, for messages.
-    """
-
-    total_steps: int
-    steps_per_epoch: float
-    key: str = "total_steps"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,39 +148,3 @@ SCHEDULES = {
     "step": StepConfig,
     "constant": ConstantConfig,
 }
-
-
-def length_in_steps(section: object, name: str, run: RunLength) -> int:
-    """Returns a length in steps that is stated as steps, epochs or a fraction.
-
-    Args:
-      section: of a config, with `{name}_steps`, `{name}_epochs`, `{name}_fraction`.
-      name: of the length, as "warmup".
-      run: length of the run.
-
-    Raises:
-      UserError: more than one of them is set.
-    """
-    units = dict(zip(_units(name), (1, run.steps_per_epoch, run.total_steps)))
-    given = {unit: getattr(section, unit) for unit in units if getattr(section, unit)}
-    if len(given) > 1:
-        stated = " and ".join(f"{unit}={value}" for unit, value in given.items())
-        raise UserError(
-            f"config states {stated}: keep one of them, set the others to 0"
-        )
-    return sum(max(1, round(value * units[unit])) for unit, value in given.items())
-
-
-def length_key(section: object, name: str) -> str | None:
-    """Returns the key that states a length, or None if it is 0."""
-    return next((unit for unit in _units(name) if getattr(section, unit)), None)
-
-
-def depends_on_epochs(section: object) -> bool:
-    """Returns whether a length in a section of a config is stated in epochs."""
-    stated = fields.flatten(fields.to_dict(section)).items()
-    return any(value for name, value in stated if name.endswith("_epochs"))
-
-
-def _units(name: str) -> tuple[str, str, str]:
-    return f"{name}_steps", f"{name}_epochs", f"{name}_fraction"

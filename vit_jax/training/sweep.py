@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.config import fields
+from vit_jax.config.lengths import RunLength, depends_on_epochs
 from vit_jax.data.config import DataConfig
 from vit_jax.distributed import mesh as meshes
 from vit_jax.evaluators.suite import Suite
 from vit_jax.models import Model
 from vit_jax.training import optim, train_step
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.schedules import RunLength, depends_on_epochs
 from vit_jax.training.train_step import Step, TrainSetup
 
 

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from vit_jax import models
+from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.sharding import ShardingConfig
@@ -20,7 +21,7 @@ from vit_jax.tasks.task import Task, backbone_path
 from vit_jax.training import optim
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.optim import OptimConfig
-from vit_jax.training.schedules import RunLength, Schedule
+from vit_jax.training.schedules import Schedule
 from vit_jax.training.train_state import (
     TrainState,
     create_train_state,
@@ -125,7 +126,9 @@ def build_train_setup(
     total_steps = config.num_steps(num_examples)
     steps_per_epoch = num_examples / config.batch_size
     model = config.build_model(mesh.devices.flat[0].platform)
-    task = config.task.build(model, config.data, saved)
+    stated = "epochs" if config.epochs else "total_steps"
+    run = RunLength(total_steps, steps_per_epoch, stated)
+    task = config.task.build(model, config.data, run, saved)
     if not isinstance(task, Task):
         raise UserError(
             f"task.name={config.task.name!r}: its `build` returned {task!r}, which lacks a "
@@ -138,8 +141,6 @@ def build_train_setup(
     params, extra = jax.eval_shape(init)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
     peak = config.optim.peak_learning_rate(config.batch_size)
-    stated = "epochs" if config.epochs else "total_steps"
-    run = RunLength(total_steps, steps_per_epoch, stated)
     rate = optim.learning_rate(config.optim, peak, run)
     tx = optim.optimizer(config.optim, params, rate, run)
     create = functools.partial(

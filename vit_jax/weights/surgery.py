@@ -497,11 +497,11 @@ def learn_positions(
             f"posemb={kind} at posemb_placement={options['posemb_placement']} exists in neither timm "
             "nor Hugging Face: write it with --to=safetensors"
         )
-    if kind not in ("sincos2d", "learned2d"):
+    if "2d" not in kind:
         return flat, options, []
     flat, num_prefix_tokens = dict(flat), sum(name in flat for name in _TOKENS)
-    if kind == "sincos2d":
-        vectors = np.asarray(vit.sincos2d(grid, options["width"]))
+    if kind.startswith("sincos2d"):
+        vectors = np.asarray(vit.sincos2d(grid, options["width"], kind))
     else:
         rows, columns = (
             np.asarray(flat.pop(POSITIONS.replace("pos_emb", f"{name}_emb")))

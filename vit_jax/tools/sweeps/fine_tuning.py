@@ -9,6 +9,7 @@ import jax
 
 from vit_jax import models
 from vit_jax.config import fields, loading
+from vit_jax.config.lengths import depends_on_epochs
 from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import folder
@@ -20,7 +21,6 @@ from vit_jax.evaluators import forward_passes
 from vit_jax.tools.sweeps import recipes, runs
 from vit_jax.training import train_step
 from vit_jax.training.config import TrainConfig, complete
-from vit_jax.training.schedules import depends_on_epochs
 from vit_jax.weights.pretrained import Pretrained, describe_preprocess
 
 # Frozen parameters of each mode; only the head is new in all of them.

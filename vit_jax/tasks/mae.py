@@ -1,0 +1,286 @@
+"""Masked autoencoders (MAE, arXiv:2111.06377).
+
+The encoder sees the visible patches and the class token only; a small decoder, which is
+thrown away after pretraining, predicts the pixels of the others. Losses and masks are
+those of facebookresearch/mae. Letters: B images, N patches, V visible ones, D and W
+width of encoder and decoder, P side of a patch, C channels.
+"""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from vit_jax.config.fields import key
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+from vit_jax.models import Model, cost, vit
+from vit_jax.tasks.masking import MaskedImageTask, fill, patchify, ranks, unpatchify
+from vit_jax.tasks.task import TaskConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaeConfig(TaskConfig):
+    """Pixels of hidden patches, from the visible ones alone (MAE)."""
+
+    name: str = key("mae", "What is learnt.")
+    mask_ratio: float = key(
+        0.75,
+        "Part of the patches that is hidden; 0 hides none, and the loss counts all.",
+        below=1,
+    )
+    normalize_targets: bool = key(
+        True, "Pixels less the mean of their patch, by its standard deviation."
+    )
+    decoder_width: int = key(512, "Features a token of the decoder.", at_least=4)
+    decoder_depth: int = key(8, "Blocks of the decoder.", at_least=1)
+    decoder_num_heads: int = key(16, "Attention heads a block.", at_least=1)
+    decoder_mlp_dim: int = key(0, "Hidden units of its MLPs; 0 is 4 times its width.")
+
+    def build(
+        self,
+        model: Model,
+        data: DataConfig,
+        run: RunLength,
+        saved: dict | None = None,
+    ) -> "Mae":
+        return Mae(self, model, data)
+
+
+class Mae(MaskedImageTask):
+    """See `task.Task`; parameters are "network" and "decoder".
+
+    Args:
+      config: `config.task`.
+      model: encoder, with its positions at the stem.
+      data: `config.data`.
+
+    Raises:
+      UserError: no patch is left, or encoder or decoder cannot be.
+    """
+
+    def __init__(self, config: MaeConfig, model: Model, data: DataConfig):
+        super().__init__("mae", model, data)
+        self.config = config
+        self.num_visible = int(self.num_patches * (1 - config.mask_ratio))
+        if not self.num_visible:
+            raise UserError(
+                f"task.mask_ratio={config.mask_ratio} leaves none of the "
+                f"{self.num_patches} patches visible: lower it"
+            )
+        options = model.options
+        if options["posemb"] == "relative" or options["posemb_placement"] != "stem":
+            raise UserError(
+                f"task.name='mae' needs positions at the stem, since the encoder sees "
+                f"only some patches, not model.posemb={options['posemb']!r} with "
+                f"model.posemb_placement={options['posemb_placement']!r}"
+            )
+        width, num_heads = config.decoder_width, config.decoder_num_heads
+        if width % num_heads or width % 4:
+            raise UserError(
+                f"task.decoder_width={width} is not a multiple of 4 and of "
+                f"task.decoder_num_heads={num_heads}: change one of them"
+            )
+        module = model.module
+        self.decoder = Decoder(
+            grid=model.grid,
+            num_prefix_tokens=module.num_prefix_tokens,
+            width=width,
+            depth=config.decoder_depth,
+            num_heads=num_heads,
+            mlp_dim=config.decoder_mlp_dim or 4 * width,
+            outputs=model.patch_size**2 * data.channels,
+            like=module,
+        )
+
+    def init(self, rng):
+        network_key, class_key, decoder_key = jax.random.split(rng, 3)
+        network = dict(self.model.init(network_key))
+        # As the original: the patch embedding as a linear map, the token not 0.
+        kernel = network["embedding"]["kernel"]
+        flat = kernel.reshape(-1, kernel.shape[-1]).shape
+        kernel = nn.initializers.xavier_uniform()(network_key, flat).reshape(
+            kernel.shape
+        )
+        network["embedding"] = network["embedding"] | {"kernel": kernel}
+        if "cls" in network:
+            shape = network["cls"].shape
+            network["cls"] = nn.initializers.normal(0.02)(class_key, shape)
+        tokens = self.num_visible + self.model.num_prefix_tokens
+        latent = jnp.zeros((1, tokens, self.model.options["width"]))
+        hidden = jnp.zeros((1, self.num_patches), jnp.int32)
+        decoder = self.decoder.init(decoder_key, latent, hidden)["params"]
+        return {"network": network, "decoder": decoder}, None
+
+    def loss(self, params, extra, batch, rng):
+        predicted, mask = self.predict(params, batch, train=True, key=rng)
+        loss = self.errors(predicted, batch["image"], mask).mean()
+        return loss, ({"loss": loss}, None)
+
+    def predict(
+        self,
+        params: dict,
+        batch: dict,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+        model: Model | None = None,
+    ) -> tuple[Float[Array, "B N PPC"], Float[Array, "B N"]]:
+        """Returns the predictions for all patches, and 1 where a patch was hidden.
+
+        Args:
+          params: of `init`.
+          batch: image (B, Y, X, C), normalised, and noise (B, N); the patches of the
+            lowest noise are visible, in ascending order.
+          train, key: as of `Model.apply`.
+          model: computes in place of the task's own.
+        """
+        model = model or self.model
+        images = batch["image"].astype(model.options["dtype"])
+        place, visible = ranks(batch["noise"]), jnp.argsort(batch["noise"], axis=1)
+        visible = visible[:, : self.num_visible]
+        latent = model.encode(
+            params["network"], images, train=train, key=key, visible=visible
+        )
+        predicted = self.decoder.apply({"params": params["decoder"]}, latent, place)
+        mask = (place >= self.num_visible).astype(jnp.float32)
+        return predicted.astype(jnp.float32), mask
+
+    def targets(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B N PPC"]:
+        """Returns what is predicted of normalised images."""
+        patches = patchify(images.astype(jnp.float32), self.model.patch_size)
+        if not self.config.normalize_targets:
+            return patches
+        mean, deviation = _statistics(patches)
+        return (patches - mean) / deviation
+
+    def errors(
+        self,
+        predicted: Float[Array, "B N PPC"],
+        images: Float[Array, "B Y X C"],
+        mask: Float[Array, "B N"],
+    ) -> Float[Array, " B"]:
+        """Returns the mean square error over the hidden patches of each image."""
+        errors = jnp.square(predicted - self.targets(images)).mean(-1)
+        if not self.config.mask_ratio:
+            return errors.mean(-1)
+        return (errors * mask).sum(-1) / mask.sum(-1)
+
+    def held_out_metrics(self, params, extra, batch, rng):
+        batch = batch | self.draw(batch["index"], rng)
+        predicted, mask = self.predict(params, batch)
+        return {"loss": self.errors(predicted, batch["image"], mask)}
+
+    def pictures(self, params, extra, batch, rng):
+        batch = batch | self.draw(batch["index"], rng)
+        images, side = batch["image"], self.model.patch_size
+        predicted, mask = self.predict(params, batch)
+        if self.config.normalize_targets:
+            # Shown with the mean and contrast of the patches that were hidden.
+            mean, deviation = _statistics(patchify(images, side))
+            predicted = predicted * deviation + mean
+        return {
+            "original": images,
+            "masked": fill(images, mask, 0.0, side),
+            "reconstruction": unpatchify(predicted, self.model.grid, side),
+            "reconstruction and visible": fill(images, mask, predicted, side),
+        }
+
+    def training_flops(self):
+        shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
+        batch = {
+            "image": jnp.zeros((1, *self.model.image_shape)),
+            "noise": jnp.zeros((1, self.num_patches)),
+        }
+
+        def forward(model):
+            params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            return self.predict(params, batch, model=model)
+
+        found = cost.flops(forward, self.model)
+        return None if found is None else 3 * found
+
+
+class Decoder(nn.Module):
+    """Predicts all patches from the tokens of the visible ones.
+
+    Attributes:
+      grid: patches down and across.
+      num_prefix_tokens: tokens of the encoder before the patches.
+      width, depth, num_heads, mlp_dim: of the decoder's blocks.
+      outputs: values predicted for a patch.
+      like: encoder, whose activation, epsilon and way of computing it shares.
+    """
+
+    grid: tuple[int, int]
+    num_prefix_tokens: int
+    width: int
+    depth: int
+    num_heads: int
+    mlp_dim: int
+    outputs: int
+    like: vit.VisionTransformer
+
+    @nn.compact
+    def __call__(
+        self, latent: Float[Array, "B V D"], place: Int[Array, "B N"]
+    ) -> Float[Array, "B N outputs"]:
+        """Returns predictions of all patches.
+
+        Args:
+          latent: tokens of the encoder: the prefix, then the visible patches.
+          place: of each patch among the visible ones; from V on it is hidden.
+        """
+        like, P = self.like, self.num_prefix_tokens
+        dense = functools.partial(
+            nn.Dense, kernel_init=nn.initializers.xavier_uniform(), dtype=like.dtype
+        )
+        x = dense(self.width, name="embedding")(latent)
+        token = self.param(
+            "mask_token", nn.initializers.normal(0.02), (1, 1, self.width)
+        )
+        visible = x[:, P:]
+        taken = place.clip(0, visible.shape[1] - 1)[..., None]
+        patches = jnp.where(
+            (place < visible.shape[1])[..., None],
+            jnp.take_along_axis(visible, taken, axis=1),
+            token.astype(x.dtype),
+        )
+        x = jnp.concatenate([x[:, :P], patches], axis=1)
+        x = vit.Encoder(
+            block=functools.partial(
+                vit.Block,
+                num_heads=self.num_heads,
+                hidden=self.mlp_dim,
+                activation=like.activation,
+                layer_norm_eps=like.layer_norm_eps,
+                dtype=like.dtype,
+                flatten=like.flatten,
+            ),
+            grid=self.grid,
+            num_prefix_tokens=P,
+            final_norm=True,
+            depth=self.depth,
+            num_heads=self.num_heads,
+            posemb="sincos2d_mae",
+            posemb_placement="stem",
+            dropout=0.0,
+            drop_path_rate=0.0,
+            layer_norm_eps=like.layer_norm_eps,
+            dtype=like.dtype,
+            scan=False,
+            remat_policy=like.remat_policy,
+            name="Transformer",
+        )(x)
+        return dense(self.outputs, name="head")(x[:, P:])
+
+
+def _statistics(patches: Float[Array, "B N PPC"]) -> tuple[Array, Array]:
+    """Returns mean and standard deviation of the pixels of each patch, (B, N, 1)."""
+    mean = patches.mean(-1, keepdims=True)
+    variance = patches.var(-1, keepdims=True, ddof=1)
+    return mean, jnp.sqrt(variance + 1e-6)

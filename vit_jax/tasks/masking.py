@@ -1,0 +1,145 @@
+"""What tasks that hide patches share: images without labels, masks, patches as pixels.
+
+Letters: B images, Y by X pixels, C channels, N patches, P the side of a patch, D width.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import parse
+from vit_jax.errors import UserError
+from vit_jax.models import Model
+from vit_jax.tasks.task import Batch, Task
+
+
+class MaskedImageTask(Task):
+    """A task that hides a part of each image and predicts it; labels are not read.
+
+    The parameters are those of the network under "network", and the task's own. What is
+    drawn for an image depends on its position in the run, so a run is the same on any
+    mesh, in any number of microbatches, and after a resume.
+
+    Args:
+      name: of the task, for messages.
+      model: a Vision Transformer without a classifier.
+      data: `config.data`.
+
+    Raises:
+      UserError: there are classes, or the network has no patches to hide.
+    """
+
+    def __init__(self, name: str, model: Model, data: DataConfig):
+        check_unlabelled(name, data)
+        if not model.has_encoder or model.module.stem_width:
+            raise UserError(
+                f"task.name={name!r} hides patches of the image, which "
+                f"model.variant={model.options['variant']!r} has not: take a Vision "
+                "Transformer, as B/16"
+            )
+        self.model, self.data = model, data
+        self._ops = parse.parse_train(data.train_transform, data.image_size).device
+        self.num_patches = math.prod(model.grid)
+
+    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns image (B, Y, X, C) and index (B,)."""
+        shape = (batch_size, *self.data.image_size, self.data.channels)
+        return {
+            "image": jax.ShapeDtypeStruct(shape, np.uint8),
+            "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
+        }
+
+    def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
+        """Returns image (B, Y, X, C), normalised, and what is drawn for it."""
+        images, _ = transforms.apply(
+            self._ops, batch["image"], no_labels(batch), batch["index"], rng
+        )
+        images = transforms.normalize(images, self.data.mean, self.data.std)
+        return {"image": images} | self.draw(batch["index"], rng)
+
+    def draw(self, index: UInt32[Array, " B"], rng: jax.Array) -> Batch:
+        """Returns the random numbers of images, (B, ...)."""
+        key = jax.random.fold_in(rng, _MASKS)
+        return {"noise": transforms.example_uniform(index, key, self.num_patches)}
+
+    def backbone(self, params, extra):
+        return params["network"]
+
+    def pixels(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B Y X C"]:
+        """Returns normalised images as fractions of 255."""
+        mean, std = (
+            np.asarray(v, np.float32).reshape(1, 1, 1, -1)
+            for v in (self.data.mean, self.data.std)
+        )
+        return images.astype(jnp.float32) * std + mean
+
+
+# Keeps the random bits of masks apart from those of the transforms, which count from 0.
+_MASKS = 0x6D61736B
+
+
+def no_labels(batch: Batch) -> Float[Array, "B 1"]:
+    """Returns what transforms take for labels where there are none."""
+    return jnp.zeros((len(batch["index"]), 1), jnp.float32)
+
+
+def check_unlabelled(name: str, data: DataConfig) -> None:
+    """Raises UserError if the config states classes, which no one would learn."""
+    if data.num_classes:
+        raise UserError(
+            f"data.num_classes={data.num_classes} with task.name={name!r}, which reads no "
+            "labels: set data.num_classes to 0"
+        )
+
+
+def ranks(noise: Float[Array, "B N"]) -> Int[Array, "B N"]:
+    """Returns the place of each number among those of its row, 0 the lowest."""
+    return jnp.argsort(jnp.argsort(noise, axis=1), axis=1)
+
+
+def patchify(images: Float[Array, "B Y X C"], side: int) -> Float[Array, "B N PPC"]:
+    """Cuts images into patches row by row; their pixels row by row, channels last."""
+    B, Y, X, C = images.shape
+    x = images.reshape(B, Y // side, side, X // side, side, C)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, side * side * C)
+
+
+def unpatchify(
+    patches: Float[Array, "B N PPC"], grid: Sequence[int], side: int
+) -> Float[Array, "B Y X C"]:
+    """Puts patches together: the inverse of `patchify`.
+
+    Args:
+      patches: as of `patchify`.
+      grid: patches down and across.
+      side: of a patch, in pixels.
+    """
+    rows, columns = grid
+    B, _, size = patches.shape
+    x = patches.reshape(B, rows, columns, side, side, size // side**2)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, rows * side, columns * side, -1)
+
+
+def fill(
+    images: Float[Array, "B Y X C"],
+    mask: Float[Array, "B N"],
+    patches: Float[Array, "B N PPC"] | float,
+    side: int,
+) -> Float[Array, "B Y X C"]:
+    """Returns images whose hidden patches are replaced.
+
+    Args:
+      images: of B images.
+      mask: 1 where a patch is hidden.
+      patches: what takes their places.
+      side: of a patch, in pixels.
+    """
+    grid = images.shape[1] // side, images.shape[2] // side
+    shown = jnp.where(mask[..., None] > 0, patches, patchify(images, side))
+    return unpatchify(shown, grid, side)

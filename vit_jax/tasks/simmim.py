@@ -1,0 +1,153 @@
+"""SimMIM (arXiv:2111.09886): hidden patches from all tokens, by one linear layer.
+
+Units of pixels are hidden, the same for any patch size; a mask token takes the place of
+the embeddings of their patches, and the absolute error of their pixels is the loss, as in
+microsoft/SimMIM. Letters: B images, N patches, U units, D width, P side of a patch, C
+channels.
+"""
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import device as transforms
+from vit_jax.errors import UserError
+from vit_jax.models import Model
+from vit_jax.tasks.masking import MaskedImageTask, fill, patchify, ranks, unpatchify
+from vit_jax.tasks.task import TaskConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimMimConfig(TaskConfig):
+    """Pixels of hidden units, from all tokens (SimMIM)."""
+
+    name: str = key("simmim", "What is learnt.")
+    mask_ratio: float = key(
+        0.6, "Part of the units that is hidden, rounded up.", above=0, below=1
+    )
+    mask_unit: int = key(
+        32, "Side of a unit, in pixels, a multiple of the patch.", at_least=1
+    )
+
+    def build(
+        self,
+        model: Model,
+        data: DataConfig,
+        run: RunLength,
+        saved: dict | None = None,
+    ) -> "SimMim":
+        return SimMim(self, model, data)
+
+
+class SimMim(MaskedImageTask):
+    """See `task.Task`; parameters are "network", "mask_token" and "decoder".
+
+    Args:
+      config: `config.task`.
+      model: encoder.
+      data: `config.data`.
+
+    Raises:
+      UserError: the units do not fit the patches and the image, or all are hidden.
+    """
+
+    def __init__(self, config: SimMimConfig, model: Model, data: DataConfig):
+        super().__init__("simmim", model, data)
+        self.config, unit = config, config.mask_unit
+        if unit % model.patch_size or any(side % unit for side in data.image_size):
+            raise UserError(
+                f"task.mask_unit={unit} must be a multiple of the patch "
+                f"({model.patch_size}) and divide data.image_size={data.image_size}"
+            )
+        self._units = tuple(side // unit for side in data.image_size)
+        num_units = math.prod(self._units)
+        self._num_hidden = math.ceil(num_units * config.mask_ratio)
+        if self._num_hidden == num_units:
+            raise UserError(
+                f"task.mask_ratio={config.mask_ratio} hides all {num_units} units of "
+                f"{unit} pixels: lower it, or task.mask_unit"
+            )
+        size = model.patch_size**2 * data.channels
+        self._decoder = nn.Dense(size, dtype=model.options["dtype"])
+
+    def draw(self, index, rng):
+        key = jax.random.fold_in(rng, 0x756E6974)
+        noise = transforms.example_uniform(index, key, math.prod(self._units))
+        hidden = (ranks(noise) < self._num_hidden).astype(jnp.float32)
+        hidden = hidden.reshape(-1, *self._units)
+        times = self.config.mask_unit // self.model.patch_size
+        hidden = hidden.repeat(times, axis=1).repeat(times, axis=2)
+        return {"mask": hidden.reshape(len(hidden), -1)}
+
+    def init(self, rng):
+        network_key, token_key, decoder_key = jax.random.split(rng, 3)
+        width = self.model.options["width"]
+        token = nn.initializers.truncated_normal(0.02)(token_key, (1, 1, width))
+        decoder = self._decoder.init(decoder_key, jnp.zeros((1, width)))["params"]
+        network = self.model.init(network_key)
+        return {"network": network, "mask_token": token, "decoder": decoder}, None
+
+    def predict(
+        self, params: dict, batch: dict, *, train: bool = False, key=None
+    ) -> Float[Array, "B N PPC"]:
+        """Returns the predictions for all patches.
+
+        Args:
+          params: of `init`.
+          batch: image (B, Y, X, C), normalised, and mask (B, N), 1 where it is hidden.
+          train, key: as of `Model.apply`.
+        """
+
+        def hide(patches):
+            token = params["mask_token"].astype(patches.dtype)
+            return jnp.where(batch["mask"][..., None] > 0, token, patches)
+
+        images = batch["image"].astype(self.model.options["dtype"])
+        x = self.model.encode(
+            params["network"], images, train=train, key=key, edit_patches=hide
+        )
+        x = x[:, self.model.num_prefix_tokens :]
+        return self._decoder.apply({"params": params["decoder"]}, x)
+
+    def errors(
+        self,
+        predicted: Float[Array, "B N PPC"],
+        images: Float[Array, "B Y X C"],
+        mask: Float[Array, "B N"],
+    ) -> Float[Array, " B"]:
+        """Returns the mean absolute error over the hidden pixels of each image.
+
+        The original adds 1e-5 to the number of hidden pixels of a batch; here it is of
+        an image, and there are always some.
+        """
+        target = patchify(images.astype(jnp.float32), self.model.patch_size)
+        errors = jnp.abs(predicted.astype(jnp.float32) - target).mean(-1)
+        return (errors * mask).sum(-1) / mask.sum(-1)
+
+    def loss(self, params, extra, batch, rng):
+        predicted = self.predict(params, batch, train=True, key=rng)
+        loss = self.errors(predicted, batch["image"], batch["mask"]).mean()
+        return loss, ({"loss": loss}, None)
+
+    def held_out_metrics(self, params, extra, batch, rng):
+        batch = batch | self.draw(batch["index"], rng)
+        predicted = self.predict(params, batch)
+        return {"loss": self.errors(predicted, batch["image"], batch["mask"])}
+
+    def pictures(self, params, extra, batch, rng):
+        batch = batch | self.draw(batch["index"], rng)
+        images, mask, side = batch["image"], batch["mask"], self.model.patch_size
+        predicted = self.predict(params, batch).astype(jnp.float32)
+        return {
+            "original": images,
+            "masked": fill(images, mask, 0.0, side),
+            "reconstruction": unpatchify(predicted, self.model.grid, side),
+            "reconstruction and visible": fill(images, mask, predicted, side),
+        }
