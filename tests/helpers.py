@@ -1,4 +1,6 @@
-"""A complete config for tests, with what a test wants to differ."""
+"""What tests share: a complete config, and a run as if it had been killed."""
+
+import shutil
 
 from vit_jax.training import config as configuration
 
@@ -35,3 +37,11 @@ def tiny_config(**sections):
         else:
             raw[name] = value
     return configuration.complete(raw)
+
+
+def kill_after(step, workdir):
+    """Leaves a finished run as if it had been killed after a step."""
+    for path in (workdir / "checkpoints").iterdir():
+        if int(path.name) > step:
+            shutil.rmtree(path)
+    (workdir / "report.json").unlink()

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from helpers import tiny_config
 
 from vit_jax import cli, convert, models, weights
 from vit_jax.errors import UserError
@@ -607,4 +608,31 @@ def test_as_a_process(tmp_path, source):
     )
     wrong = convert("--to=torch", "--out", tmp_path / "x")
     assert wrong.returncode == 2
-    assert "invalid choice: 'torch'" in wrong.stderr
+    assert wrong.stderr.startswith("error: --to=torch is not one of ")
+
+
+@pytest.mark.parametrize(("to", "name"), [("mae", "a.pth"), ("hf_mae", "a")])
+def test_a_run_of_mae_is_written_with_its_decoder(tmp_path, capsys, to, name):
+    config = tiny_config(
+        task={"name": "mae", "decoder_width": 12, "decoder_num_heads": 3},
+        model={"posemb": "sincos2d_mae", "activation": "gelu"},
+        data={"num_classes": 0, "image_size": (16, 16)},
+        ema={"decay": 0.5},
+        total_steps=2,
+        evals={},
+    )
+    loop.train(config, tmp_path / "run")
+    out = tmp_path / name
+    run("--model", tmp_path / "run", "--to", to, "--out", out)
+    assert "load it in Python:" in capsys.readouterr().out
+    found = weights.open_pretrained(out, num_heads=3)
+    for use_ema in (True, False):
+        trained = weights.open_pretrained(
+            tmp_path / "run", use_ema=use_ema, with_task=True
+        )
+        for tree in ("params", "task_params"):
+            same = same_params(getattr(found, tree), getattr(trained, tree))
+            assert same == use_ema
+    assert found.task["decoder_depth"] == 8
+    # The network alone is what is read, unless one asks for more.
+    assert not weights.open_pretrained(tmp_path / "run").task_params

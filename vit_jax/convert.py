@@ -6,6 +6,8 @@ a place such as hf://owner/name. --to is one of
   hf           a folder for from_pretrained of transformers
   google       an .npz file with the published names
   safetensors  a file of this project, with all that a model needs
+  mae          a .pth file for facebookresearch/mae, with a run's decoder
+  hf_mae       a folder for ViTMAE of transformers, likewise
 Class names and preprocessing travel with the weights where the format has a place for
 them; flags replace what the source says. --push=owner/name uploads the result with a
 model card. Exit codes: 0 done, 2 bad input (one line says what; nothing is left of
@@ -62,11 +64,15 @@ def open_weights(flags: argparse.Namespace):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax import weights
     from vit_jax.evaluators import forward_passes, prediction
+    from vit_jax.weights.formats import registry
     from vit_jax.weights.pretrained import check_preprocess, describe_preprocess
 
     names = prediction.read_labels(flags.labels) if flags.labels else ()
     found = weights.open_pretrained(
-        flags.model, use_ema=not flags.no_ema, num_heads=flags.num_heads
+        flags.model,
+        use_ema=not flags.no_ema,
+        num_heads=flags.num_heads,
+        with_task=registry.WRITERS[flags.to].with_task,
     )
     num_classes = found.options["num_classes"]
     if names and len(names) != num_classes:
@@ -102,9 +108,8 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    formats = ("timm", "hf", "google", "safetensors")
     add("--model", required=True, metavar="CHECKPOINT", help="see above")
-    add("--to", required=True, choices=formats, help="see above")
+    add("--to", required=True, metavar="FORMAT", help="see above")
     add("--out", required=True, help="folder or file to make")
     add("--overwrite", action="store_true", help="replace what is there")
     add(

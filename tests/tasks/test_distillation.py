@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import pathlib
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import kill_after, tiny_config
 
 from vit_jax import models, weights
 from vit_jax.config import fields
@@ -116,14 +115,6 @@ def test_a_student_trains_resumes_and_keeps_its_teacher(teacher, tmp_path):
     kill_after(2, tmp_path / "run")
     again = loop.train(config, tmp_path / "run")
     assert again["params_sha256"] == report["params_sha256"]
-
-
-def kill_after(step, workdir):
-    """Leaves a finished run as if it had been killed after a step."""
-    for path in (workdir / "checkpoints").iterdir():
-        if int(path.name) > step:
-            shutil.rmtree(path)
-    (workdir / "report.json").unlink()
 
 
 def exported(teacher, path, **changes):

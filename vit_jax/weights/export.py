@@ -30,6 +30,9 @@ def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
       out: file or folder.
       overwrite: whether what is there may be replaced.
     """
+    if to not in WRITERS:
+        known = ", ".join(sorted(WRITERS))
+        raise UserError(f"--to={to} is not one of {known}: choose one of them")
     suffix = WRITERS[to].suffix
     if suffix and out.suffix != suffix:
         raise UserError(f"--out={out}: --to={to} writes one file: name it *{suffix}")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 import jax
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.config.fields import is_custom, key
@@ -103,7 +103,11 @@ class Loaded:
 
 
 def open_pretrained(
-    checkpoint: str | os.PathLike, *, use_ema: bool = True, num_heads: int = 0
+    checkpoint: str | os.PathLike,
+    *,
+    use_ema: bool = True,
+    num_heads: int = 0,
+    with_task: bool = False,
 ) -> Pretrained:
     """Reads a checkpoint of any known format.
 
@@ -114,6 +118,7 @@ def open_pretrained(
       use_ema: read the averaged parameters of a workdir if it has them.
       num_heads: attention heads, for files that do not state them (timm's without a
         config).
+      with_task: read what a workdir's task has beside the network too.
 
     Returns:
       The checkpoint under the names and options of this project.
@@ -124,7 +129,7 @@ def open_pretrained(
     name = os.fspath(checkpoint)
     path = download.download(name)
     if workdir.has_checkpoint(path):
-        found = workdir.load_pretrained(path, use_ema=use_ema)
+        found = workdir.load_pretrained(path, use_ema=use_ema, with_task=with_task)
         return dataclasses.replace(found, source=name)
     if "://" in os.fspath(path):  # A folder in a bucket can only be a workdir.
         raise UserError(
@@ -190,9 +195,15 @@ def load(
         checkpoint, use_ema=use_ema, num_heads=model.options.get("num_heads", 0)
     )
     source = models.create(**found.options)
+    given, theirs, learned = found.params, source.options, []
+    if _learns_positions(theirs, model.options):
+        flat, theirs, learned = surgery.learn_positions(
+            flatten_dict(given, sep="/"), theirs, source.grid
+        )
+        given = unflatten_dict(flat, sep="/")
     try:
         params, rows = surgery.fit(
-            found.params,
+            given,
             jax.eval_shape(initial),
             grid=model.grid,
             old_grid=source.grid,
@@ -203,18 +214,17 @@ def load(
             init=initial,
         )
     except UserError as error:
-        theirs, ours = (
-            options["variant"] for options in (source.options, model.options)
-        )
-        if theirs == ours:
+        variants = [o["variant"] for o in (source.options, model.options)]
+        if len(set(variants)) == 1:
             raise
         raise UserError(
-            f"{error}; the checkpoint is a {theirs} and the model a {ours}"
+            f"{error}; the checkpoint is a {variants[0]} and the model a {variants[1]}"
         ) from error
     rows += [
         FitRow("differs", f"{key} {old} in the checkpoint, {new} in the model")
-        for key, old, new in _differences(source.options, model.options)
+        for key, old, new in _differences(theirs, model.options)
     ]
+    found = dataclasses.replace(found, notes=(*found.notes, *learned))
     if model.stacked:
         params = stacking.stack(params)
     return Loaded(params, tuple(rows), found)
@@ -267,6 +277,13 @@ def load_initial(
     return stacking.unstack(loaded.params), lines + _compare_normalisation(
         found.preprocess, data
     )
+
+
+def _learns_positions(theirs: dict, ours: dict) -> bool:
+    """Returns whether a model learns positions that are fixed or factored in a source."""
+    placed = [options.get("posemb_placement") for options in (theirs, ours)]
+    factored = "2d" in theirs.get("posemb", "") and ours.get("posemb") == "learned"
+    return factored and placed == ["stem", "stem"]
 
 
 def _differences(old: dict, new: dict) -> list[tuple]:

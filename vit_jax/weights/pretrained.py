@@ -25,7 +25,7 @@ INTERPOLATIONS = {
     "area": Image.Resampling.BOX,
 }
 
-_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 # Our name of the learned position embeddings.
 POSITIONS = "Transformer/posembed_input/pos_embedding"
@@ -68,13 +68,16 @@ class Pretrained:
       params: nested dict of numpy arrays under our names.
       options: arguments of `models.create` that build the network of the parameters:
         variant, num_classes, image_size, channels, pool, activation, ...
-      format: "google", "big_vision", "bit", "timm", "hugging_face", "workdir" or
-        "vit_jax".
+      format: "google", "big_vision", "bit", "timm", "hugging_face", "mae", "workdir"
+        or "vit_jax".
       source: path or address of the checkpoint, for messages.
       preprocess: of its images; None if unknown.
       class_names: in label order; empty if unknown.
       loss: "softmax", or "sigmoid" if every class has an independent probability.
       notes: a line for each thing that reading changed or dropped.
+      task: `config.task` of the training; empty if unknown.
+      task_params: what its task had beside the network, such as {"decoder": ...}, nested
+        dict of numpy arrays; empty if there is none, or it was not asked for.
     """
 
     params: dict
@@ -85,6 +88,8 @@ class Pretrained:
     class_names: tuple[str, ...] = ()
     loss: str = "softmax"
     notes: tuple[str, ...] = ()
+    task: dict = dataclasses.field(default_factory=dict)
+    task_params: dict = dataclasses.field(default_factory=dict)
 
 
 def prepare_image(
@@ -222,7 +227,7 @@ def default_preprocess(
     """
     if format != "timm":
         return Preprocess(image_size, squash=True)
-    more = _IMAGENET if distillation else {}
+    more = IMAGENET if distillation else {}
     return Preprocess(image_size, interpolation="bicubic", crop_fraction=0.9, **more)
 
 

@@ -44,6 +44,8 @@ class Checkpoint:
       step: optimiser steps taken.
       config: of the run, as plain dicts.
       class_names: in label order; empty if the data set has none.
+      task_params: what the task has beside the network's parameters; empty unless asked
+        for.
     """
 
     params: dict
@@ -52,6 +54,7 @@ class Checkpoint:
     step: int
     config: dict
     class_names: tuple[str, ...]
+    task_params: dict = dataclasses.field(default_factory=dict)
 
 
 def has_checkpoint(workdir: str | os.PathLike) -> bool:
@@ -59,12 +62,15 @@ def has_checkpoint(workdir: str | os.PathLike) -> bool:
     return bool(steps(workdir))
 
 
-def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
+def load(
+    workdir: str | os.PathLike, *, use_ema: bool = True, with_task: bool = False
+) -> Checkpoint:
     """Reads the network of the newest checkpoint; all else stays on disk.
 
     Args:
       workdir: of a training run.
       use_ema: load the averaged parameters if the run kept them.
+      with_task: load the other parameters of its task too, averaged as well.
 
     Returns:
       The checkpoint.
@@ -89,15 +95,20 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
     if averaged:  # It has the structure of the parameters.
         keys[0] = "average"
     find = functools.partial(functools.reduce, operator.getitem, keys)
-    target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), find(stored.metadata))
+    target = find(stored.metadata)
     for key in reversed(keys):
         target = {key: target}
+    if with_task:
+        kind = "average" if averaged else "params"
+        target |= {kind: stored.metadata[kind]}
+    target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), target)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        params = find(ocp.load(path, target))
+        loaded = ocp.load(path, target)
     return Checkpoint(
-        params=params,
+        params=find(loaded),
+        task_params=_others(loaded[kind], keys[1:]) if with_task else {},
         options={
             name: tuple(value) if isinstance(value, list) else value
             for name, value in network["options"].items()
@@ -109,7 +120,21 @@ def load(workdir: str | os.PathLike, *, use_ema: bool = True) -> Checkpoint:
     )
 
 
-def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pretrained:
+def _others(params: dict, path: list[str]) -> dict:
+    """Returns parameters without those at a path; all of them if it leads elsewhere."""
+    if not path:
+        return {}
+    first, *rest = path
+    if first not in params:
+        return params
+    inner = _others(params[first], rest)
+    others = {name: value for name, value in params.items() if name != first}
+    return others | ({first: inner} if inner else {})
+
+
+def load_pretrained(
+    workdir: str | os.PathLike, *, use_ema: bool = True, with_task: bool = False
+) -> Pretrained:
     """Reads the newest checkpoint in the form that every format has.
 
     A network of the user's own module is imported from where Python finds modules.
@@ -122,7 +147,7 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
     Raises:
       UserError: as `load`, or the module of its network is not found.
     """
-    found = load(workdir, use_ema=use_ema)
+    found = load(workdir, use_ema=use_ema, with_task=with_task)
     data = found.config["data"]
     # A network of the user's own is imported, or said to be missing, before all else.
     models.VARIANTS.find(found.options["variant"], f"{workdir}: model")
@@ -143,6 +168,8 @@ def load_pretrained(workdir: str | os.PathLike, *, use_ema: bool = True) -> Pret
         class_names=found.class_names,
         loss=found.config["task"].get("loss", "softmax"),
         notes=tuple(notes),
+        task=found.config["task"],
+        task_params=found.task_params,
     )
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import pathlib
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_a_registered_format_is_read_and_written(own_format, tmp_path):
 def test_an_unknown_file_is_told_every_format(own_format, tmp_path):
     np.savez(tmp_path / "a.npz", some=np.ones(2))
     message = (
-        r"known formats \(Hugging Face, timm, BiT, google, big_vision, own exports, "
+        r"known formats \(Hugging Face, timm, MAE, BiT, google, big_vision, own exports, "
         r"reversed\): its 1 arrays have names such as some"
     )
     with pytest.raises(UserError, match=message):
@@ -69,7 +70,8 @@ def test_an_unknown_file_is_told_every_format(own_format, tmp_path):
 @pytest.mark.parametrize("to", sorted(registry.WRITERS))
 def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
     out = tmp_path / f"a{registry.WRITERS[to].suffix}"
-    export.export(checkpoint(encoder()), to, out)
+    plain = {"num_classes": 0, "activation": "gelu"} if "mae" in to else {}
+    export.export(checkpoint(encoder(**plain)), to, out)
     tensors = files.read(out)
     reader = registry.find_reader(tensors)
     others = [
@@ -77,11 +79,18 @@ def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
         for name, other in registry.READERS.items()
         if other is not reader and other.recognises(tensors)
     ]
-    # Exported files have the names of google's, and are recognised by their header.
-    assert others == (["google"] if to == "safetensors" else [])
+    # Exported files have the names of google's, and are recognised by their header;
+    # ViTMAE has those of other models of transformers, and a config.json of its own.
+    also = {"safetensors": ["google"], "hf_mae": ["Hugging Face"]}
+    assert others == also.get(to, [])
     assert dataclasses.asdict(reader.read(tensors, 3))["source"] == str(out)
 
 
 def test_the_flag_has_every_writer():
-    (flag,) = (a for a in convert.parser()._actions if a.dest == "to")
-    assert set(flag.choices) == registry.WRITERS.keys()
+    with pytest.raises(
+        UserError, match="--to=torch is not one of google, hf, "
+    ) as error:
+        export.check("torch", pathlib.Path("a"))
+    for name in registry.WRITERS:
+        assert name in str(error.value)
+        assert f"\n  {name} " in convert.__doc__

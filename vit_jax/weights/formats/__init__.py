@@ -6,10 +6,11 @@ Messages list them in this order.
 # isort: off
 from vit_jax.weights.formats import hugging_face
 from vit_jax.weights.formats import timm
+from vit_jax.weights.formats import mae
 from vit_jax.weights.formats import bit
 from vit_jax.weights.formats import google
 from vit_jax.weights.formats import big_vision
 from vit_jax.weights.formats import native
 # isort: on
 
-__all__ = ["big_vision", "bit", "google", "hugging_face", "native", "timm"]
+__all__ = ["big_vision", "bit", "google", "hugging_face", "mae", "native", "timm"]

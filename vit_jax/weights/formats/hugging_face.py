@@ -112,7 +112,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
       UserError: this project has no such network.
     """
     facts = read_config(tensors.sidecars.get("config.json", {}))
-    flat, notes = _rename(tensors.flat), []
+    flat, notes = rename(tensors.flat), []
     classified = {"classifier.weight", "cls_classifier.weight"} & flat.keys()
     if classified and "pooler.dense.weight" in flat:
         flat = {k: v for k, v in flat.items() if not k.startswith("pooler.")}
@@ -142,7 +142,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     }
     if not tensors.sidecars.get("config.json"):
         notes.append("config.json: none, so exact GELU and epsilon 1e-12")
-    table = _table(form)
+    table = encoder_table(form)
     _check_names(flat, {entry.theirs for entry in table}, tensors.path)
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
     preprocess, more = read_preprocess(
@@ -309,7 +309,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         )
     else:
         notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
-    arrays = torch_file.to_their_arrays(flat, _table(options))
+    arrays = torch_file.to_their_arrays(flat, encoder_table(options))
     prefix = files["config.json"]["model_type"] + "."
     heads = ("classifier.", "cls_classifier.", "distillation_classifier.")
     if options["num_classes"]:  # The models without a classifier have no prefix.
@@ -361,7 +361,7 @@ def _find_prefix(names: Collection[str]) -> str | None:
     return next((p for p in _PREFIXES if p + _ANCHOR in names), None)
 
 
-def _rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Renames arrays as in files, without the prefix."""
     prefix = _find_prefix(flat) or ""
     renamed = {}
@@ -373,7 +373,7 @@ def _rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return renamed
 
 
-def _table(options: dict) -> list[ArrayEntry]:
+def encoder_table(options: dict) -> list[ArrayEntry]:
     """Returns the entries of an encoder, without the prefix.
 
     Args:

@@ -41,6 +41,8 @@ class Writer:
       library: name by which the hub knows the library that loads it; "" if none.
       any_network: whether it holds every network, not only Vision Transformers, hybrids
         and BiT ResNets.
+      with_task: whether it has a place for what a task has beside the network, which is
+        then read too.
     """
 
     write: Callable[[Pretrained, Path], list[str]]
@@ -48,6 +50,7 @@ class Writer:
     usage: Callable[[Pretrained, str, bool], str] | None = None
     library: str = ""
     any_network: bool = False
+    with_task: bool = False
 
 
 READERS: dict[str, Reader] = {}  # By the name in messages.

@@ -129,7 +129,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
         facts.num_heads, num_heads, width, form["depth"]
     )
     notes += more
-    table = _transformer_table(form)
+    table = transformer_table(form)
     timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
     if form["stem_width"]:
         notes.append(_STEM_NOTE)
@@ -292,7 +292,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             "nothing, so logits differ, by what the images have at their border"
         )
     if "depth" in options:
-        table = _transformer_table
+        table = transformer_table
         if options["representation_layer"]:
             raise UserError(
                 "representation_layer=True: timm has no tanh layer before the classifier: "
@@ -333,7 +333,7 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     return f'import timm\nmodel = timm.create_model("{source}:{path}", pretrained=True)'
 
 
-def _transformer_table(options: dict) -> list[ArrayEntry]:
+def transformer_table(options: dict) -> list[ArrayEntry]:
     """Returns the entries of an encoder or hybrid.
 
     Args:

@@ -16,6 +16,7 @@ import math
 import os
 import pickle
 import pickletools
+import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -77,6 +78,72 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         raise UserError(
             f"{path} is not a readable PyTorch file: {error or type(error).__name__}"
         ) from error
+
+
+def write(
+    path: str | os.PathLike, content: Mapping[str, Mapping[str, np.ndarray]]
+) -> None:
+    """Writes a file that `torch.load` reads, also with `weights_only`.
+
+    Args:
+      path: of the file; its folder exists.
+      content: state dicts of float32 arrays, by the name under which they are stored,
+        such as "model".
+    """
+    storages: list[np.ndarray] = []
+    parts = [pickle.PROTO, b"\2", pickle.EMPTY_DICT, pickle.MARK]
+    for key, arrays in content.items():
+        parts += [_text(key), pickle.EMPTY_DICT, pickle.MARK]
+        for name, value in arrays.items():
+            parts += [_text(name), _pickled_tensor(value.shape, len(storages))]
+            storages.append(np.asarray(value, "<f4", order="C"))
+        parts.append(pickle.SETITEMS)
+    parts += [pickle.SETITEMS, pickle.STOP]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", b"".join(parts))
+        archive.writestr("archive/byteorder", "little")
+        for i, value in enumerate(storages):
+            archive.writestr(f"archive/data/{i}", value.tobytes())
+        archive.writestr("archive/version", "3\n")
+
+
+def _pickled_tensor(shape: tuple[int, ...], storage: int) -> bytes:
+    """Returns the opcodes of a tensor that is the whole of a storage, row by row."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    place = _tuple(
+        _text("storage"),
+        _global("torch", "FloatStorage"),
+        _text(str(storage)),
+        _text("cpu"),
+        _integer(math.prod(shape)),
+    )
+    hooks = _global("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
+    arguments = _tuple(
+        place + pickle.BINPERSID,
+        _integer(0),
+        _tuple(*map(_integer, shape)),
+        _tuple(*map(_integer, strides)),
+        pickle.NEWFALSE,
+        hooks,
+    )
+    return _global("torch._utils", "_rebuild_tensor_v2") + arguments + pickle.REDUCE
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+
+
+def _integer(value: int) -> bytes:
+    return pickle.BININT + struct.pack("<i", value)
+
+
+def _global(module: str, name: str) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
+
+
+def _tuple(*parts: bytes) -> bytes:
+    return pickle.MARK + b"".join(parts) + pickle.TUPLE
 
 
 def check_expansion(expanded: int, size: int, what: str) -> None:

@@ -1,0 +1,431 @@
+"""Masked autoencoders: facebookresearch/mae's files, and ViTMAE of transformers.
+
+Both have the encoder under the names of timm or of transformers' ViT, and those of
+pretraining a decoder beside it, which becomes `Pretrained.task_params`. Encoders without
+one are told by their fixed positions, or by their config.json.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import save_file
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models import vit
+from vit_jax.weights import surgery
+from vit_jax.weights.formats import hugging_face, timm, torch_file
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
+from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense, norm
+from vit_jax.weights.pretrained import (
+    IMAGENET,
+    POSITIONS,
+    Preprocess,
+    Pretrained,
+)
+
+_KIND = "sincos2d_mae"
+_CLOSE = 1e-6  # Of a table that was computed elsewhere.
+_DECODER = "decoder_"  # Before the names of timm.
+_HF_DECODER = "decoder."
+_MASK_TOKEN = "mask_token"
+# Names of the blocks in published files, and as transformers 5.23 saves them.
+_HF_BLOCKS = ("decoder_layers.", "decoder_encoder.layer.")
+# Heads of all published decoders, which are 512 wide.
+_PUBLISHED = {512: 16}
+
+
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    flat, config = tensors.flat, tensors.sidecars.get("config.json", {})
+    if hugging_face.recognises(tensors):
+        stated = config.get("model_type") == "vit_mae"
+        return stated or f"{_HF_DECODER}decoder_embed.weight" in flat
+    if not timm.recognises(tensors) or "architecture" in config:
+        return False
+    if f"{_DECODER}embed.weight" in flat:
+        return True
+    # A classifier's positions were trained, be they as close to these as may be.
+    if "pos_embed" not in flat or "head.weight" in flat:
+        return False
+    side = math.isqrt(flat["pos_embed"].shape[-2] - 1)
+    return _is_fixed(flat["pos_embed"], (side, side))
+
+
+def _is_fixed(embedding: np.ndarray, grid: tuple[int, int]) -> bool:
+    """Returns whether positions (1, 1 + patches, width) are the fixed ones of MAE."""
+    shape = 1, 1 + math.prod(grid)
+    if embedding.shape[:-1] != shape or embedding.shape[-1] % 4:
+        return False
+    table = _table(grid, embedding.shape[-1])
+    return np.allclose(embedding, table, rtol=0, atol=_CLOSE)
+
+
+def _table(grid: tuple[int, int], width: int) -> np.ndarray:
+    """Returns the fixed positions with a row of zeros for the class token."""
+    table = np.asarray(vit.sincos2d(grid, width, _KIND))
+    return surgery.prepend_zero_rows(table[None], 1)
+
+
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
+    """Reads a checkpoint.
+
+    Args:
+      tensors: of the file or folder.
+      num_heads: attention heads of the encoder if config.json does not state them; 0
+        means those of the known sizes, or one per 64 features.
+
+    Returns:
+      The encoder under our names, and the task with its decoder.
+
+    Raises:
+      UserError: this project has no such network.
+    """
+    in_hf = hugging_face.recognises(tensors)
+    prefix = _HF_DECODER if in_hf else _DECODER
+    # The mask token stands among the arrays of the encoder in facebookresearch's files.
+    decoder = {
+        name.removeprefix(prefix): value
+        for name, value in tensors.flat.items()
+        if name.startswith(prefix) or name == _MASK_TOKEN
+    }
+    rest = {k: v for k, v in tensors.flat.items() if not k.startswith(prefix)}
+    rest.pop(_MASK_TOKEN, None)
+    tensors = dataclasses.replace(tensors, flat=rest)
+    library = hugging_face if in_hf else timm
+    found = library.read(tensors, num_heads)
+    options, params, notes = dict(found.options), dict(found.params), [*found.notes]
+    positions = params["Transformer"]["posembed_input"]["pos_embedding"]
+    grid = models.create(**options).grid
+    if _is_fixed(positions, grid):
+        params["Transformer"] = {
+            k: v for k, v in params["Transformer"].items() if k != "posembed_input"
+        }
+        options["posemb"] = _KIND
+        notes.append(f"position embeddings: the fixed ones, {_KIND}")
+    task, task_params = {}, {}
+    if decoder:
+        config = tensors.sidecars.get("config.json", {})
+        task, task_params, more = _read_decoder(
+            decoder, config, options, tensors.path, in_hf=in_hf
+        )
+        notes += more
+    size = options["image_size"]
+    preprocess = found.preprocess or Preprocess(
+        size, interpolation="bicubic", crop_fraction=224 / 256, **IMAGENET
+    )
+    return dataclasses.replace(
+        found,
+        params=params,
+        options=options,
+        format="mae",
+        preprocess=preprocess,
+        notes=tuple(notes),
+        task=task,
+        task_params=task_params,
+    )
+
+
+def _read_decoder(
+    flat: dict[str, np.ndarray],
+    config: dict,
+    options: dict,
+    source: str,
+    *,
+    in_hf: bool,
+) -> tuple[dict, dict, list[str]]:
+    """Returns `config.task`, its parameters, and a line for what was assumed.
+
+    Args:
+      flat: arrays of the decoder, without their prefix.
+      config: content of config.json.
+      options: of the encoder.
+      source: for messages.
+      in_hf: whether the names are those of transformers.
+    """
+    notes = []
+    if in_hf:
+        flat = {_file_name(name): value for name, value in flat.items()}
+        flat = hugging_face.rename(flat)
+    width, depth = len(flat[_embed(in_hf)]), _depth(flat)
+    num_heads = config.get("decoder_num_attention_heads", 0)
+    if not num_heads:
+        heads = models.create(**options).options["num_heads"]
+        num_heads = _PUBLISHED.get(width, heads)
+        if width % num_heads:
+            raise UserError(
+                f"{source}: nothing says how many heads its decoder has, and its width, "
+                f"{width}, does not divide into {num_heads}: give those of the encoder "
+                "by --num_heads, if they are the same, or leave the decoder out"
+            )
+        notes.append(f"decoder's heads: nothing says how many, so {num_heads}")
+    table = _decoder_table(width, depth, num_heads, in_hf=in_hf)
+    positions = flat.pop(_positions(in_hf))
+    known = {entry.theirs for entry in table}
+    if wrong := sorted(known ^ flat.keys()):
+        what = "missing" if wrong[0] in known else "not supported"
+        raise UserError(
+            f"{source}: {wrong[0]} of the decoder is {what}: give the whole file of a "
+            "masked autoencoder"
+        )
+    if not _is_fixed(positions, models.create(**options).grid):
+        raise UserError(
+            f"{source}: the positions of the decoder are not the fixed ones of MAE "
+            f"({_KIND}), which its decoder has here: leave the decoder out"
+        )
+    ours = torch_file.to_our_arrays(flat, table, source)
+    if "norm_pix_loss" not in config:
+        notes.append(
+            "targets: nothing says whether they were normalised, so taken as MAE's own "
+            "are (task.normalize_targets=True)"
+        )
+    hidden = ours["Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"].shape[1]
+    task = {
+        "name": "mae",
+        "mask_ratio": config.get("mask_ratio", 0.75),
+        "normalize_targets": config.get("norm_pix_loss", True),
+        "decoder_width": width,
+        "decoder_depth": depth,
+        "decoder_num_heads": num_heads,
+        "decoder_mlp_dim": hidden,
+    }
+    return task, {"decoder": unflatten_dict(ours, sep="/")}, notes
+
+
+def _file_name(name: str) -> str:
+    """Returns the name of a decoder's array as if it were of an encoder."""
+    for blocks in _HF_BLOCKS:
+        name = re.sub(f"^{re.escape(blocks)}", "encoder.layer.", name)
+    return name
+
+
+def _embed(in_hf: bool) -> str:
+    return "decoder_embed.weight" if in_hf else "embed.weight"
+
+
+def _positions(in_hf: bool) -> str:
+    return "decoder_pos_embed" if in_hf else "pos_embed"
+
+
+def _depth(flat: dict[str, np.ndarray]) -> int:
+    blocks = (re.match(r"(?:blocks|encoder\.layer)\.(\d+)\.", name) for name in flat)
+    return len({match[1] for match in blocks if match})
+
+
+def _decoder_table(
+    width: int, depth: int, num_heads: int, *, in_hf: bool
+) -> list[ArrayEntry]:
+    """Returns the entries of a decoder but its positions, without their prefix.
+
+    Its blocks have the names of the encoder's; transformers calls the rest of it
+    `decoder.decoder_...`.
+    """
+    # Only its blocks are taken, which know neither patches nor classes.
+    sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_dim": 1}
+    options = models.create("Ti/16", num_classes=0, **sizes).options
+    options = {"stem_width": 0, **options}
+    library = hugging_face.encoder_table if in_hf else timm.transformer_table
+    more, blocks = ("decoder_", "encoder.") if in_hf else ("", "blocks.")
+    return [
+        *dense(f"{more}embed", "embedding"),
+        ArrayEntry(_MASK_TOKEN, (_MASK_TOKEN,), SAME),
+        *(entry for entry in library(options) if entry.theirs.startswith(blocks)),
+        *norm(f"{more}norm", "Transformer/encoder_norm"),
+        *dense(f"{more}pred", "head"),
+    ]
+
+
+def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
+    """Writes a file that facebookresearch/mae loads, with the decoder if there is one.
+
+    Args:
+      pretrained: with parameters that fit its options.
+      path: of the file; its folder exists.
+
+    Returns:
+      A line for each thing that was rewritten or left out.
+
+    Raises:
+      UserError: their code has no such network.
+    """
+    arrays, notes, options = _encoder(pretrained, in_hf=False)
+    height, width = options["image_size"]
+    if height != width:
+        raise UserError(
+            f"image_size={height}x{width}: facebookresearch/mae takes square images: "
+            "write it with --to=hf_mae or --to=safetensors"
+        )
+    eps = options["layer_norm_eps"]
+    if 0 < eps < 1e-6:
+        notes.append(f"layer_norm_eps: {eps:g} became 1e-6, which their code has")
+    elif eps != 1e-6:
+        raise UserError(
+            f"layer_norm_eps={eps}: facebookresearch/mae has 1e-6: write it with "
+            "--to=hf_mae or --to=safetensors"
+        )
+    for name, value in _decoder(pretrained, options, in_hf=False).items():
+        arrays[name if name == _MASK_TOKEN else f"{_DECODER}{name}"] = value
+    torch_file.write(path, {"model": arrays})
+    return notes + _left_out(pretrained)
+
+
+def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
+    """Writes a folder that ViTMAE of transformers loads.
+
+    Args:
+      pretrained: with parameters that fit its options.
+      folder: existing; model.safetensors, config.json and, if the preprocessing is
+        known, preprocessor_config.json are written to it.
+
+    Returns:
+      A line for each thing that was rewritten or left out.
+
+    Raises:
+      UserError: transformers has no such network or image processor.
+    """
+    arrays, notes, options = _encoder(pretrained, in_hf=True)
+    config = hugging_face.write_config(options, (), "softmax")
+    del config["encoder_stride"]
+    config |= {"model_type": "vit_mae", "architectures": ["ViTMAEModel"]}
+    if decoder := _decoder(pretrained, options, in_hf=True):
+        arrays = {f"vit.{name}": value for name, value in arrays.items()}
+        for name, value in decoder.items():
+            name = re.sub(r"^encoder\.layer\.", _HF_BLOCKS[0], name)
+            arrays[f"{_HF_DECODER}{name}"] = value
+        task, sizes = pretrained.task, _sizes(pretrained)
+        config |= {
+            "architectures": ["ViTMAEForPreTraining"],
+            "mask_ratio": task["mask_ratio"],
+            "norm_pix_loss": task["normalize_targets"],
+            "decoder_hidden_size": sizes["width"],
+            "decoder_num_hidden_layers": sizes["depth"],
+            "decoder_num_attention_heads": sizes["num_heads"],
+            "decoder_intermediate_size": sizes["mlp_dim"],
+        }
+    contents = {"config.json": config}
+    if pretrained.preprocess:
+        contents["preprocessor_config.json"] = hugging_face.write_preprocess(
+            pretrained.preprocess, options["channels"]
+        )
+    folder = pathlib.Path(folder)
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return notes
+
+
+def _encoder(
+    pretrained: Pretrained, *, in_hf: bool
+) -> tuple[dict[str, np.ndarray], list[str], dict]:
+    """Returns the arrays of the encoder, lines for what was rewritten, its options.
+
+    Raises:
+      UserError: it is no encoder of a masked autoencoder.
+    """
+    model = models.create(**pretrained.options)
+    options = {"stem_width": 0, "depth": 0, **model.options}
+    to = "--to=hf_mae" if in_hf else "--to=mae"
+    wanted = {
+        "stem_width": 0,
+        "distillation": False,
+        "representation_layer": False,
+        "activation": "gelu",
+    }
+    if in_hf:
+        wanted |= {"num_classes": 0, "pool": "token", "activation": None}
+    wrong = [k for k, v in wanted.items() if v is not None and options.get(k) != v]
+    if not options["depth"] or wrong:
+        name = wrong[0] if options["depth"] else "variant"
+        raise UserError(
+            f"{to}: masked autoencoders have no {name}={options.get(name)!r}: write it "
+            "with --to=timm or --to=safetensors"
+        )
+    if options["pool"] not in ("token", "gap") or "cls" not in pretrained.params:
+        raise UserError(
+            f"{to}: masked autoencoders have a class token, and pool it or the patches, "
+            f"not pool={options['pool']!r} with class_token={options['class_token']}: "
+            "write it with --to=timm or --to=safetensors"
+        )
+    flat = flatten_dict(pretrained.params, sep="/")
+    flat, options, notes = surgery.learn_positions(flat, options, model.grid)
+    if options["posemb"] == "none":
+        shape = (1, math.prod(model.grid) + 1, options["width"])
+        flat[POSITIONS] = np.zeros(shape, np.float32)
+        options["posemb"] = "learned"
+        notes.append("position embeddings: none, written as zeros")
+    options["patch"] = model.patch_size
+    library = hugging_face.encoder_table if in_hf else timm.transformer_table
+    return torch_file.to_their_arrays(flat, library(options)), notes, options
+
+
+def _has_decoder(pretrained: Pretrained) -> bool:
+    """Returns whether there is a decoder of a masked autoencoder."""
+    return pretrained.task.get("name") == "mae" and bool(pretrained.task_params)
+
+
+def _sizes(pretrained: Pretrained) -> dict:
+    """Returns width, depth, num_heads and mlp_dim of a decoder."""
+    flat = flatten_dict(pretrained.task_params["decoder"], sep="/")
+    first = "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"
+    width, hidden = flat[first].shape
+    return {
+        "width": width,
+        "depth": len(pretrained.task_params["decoder"]["Transformer"]) - 1,
+        "num_heads": pretrained.task["decoder_num_heads"],
+        "mlp_dim": hidden,
+    }
+
+
+def _decoder(
+    pretrained: Pretrained, options: dict, *, in_hf: bool
+) -> dict[str, np.ndarray]:
+    """Returns the arrays of the decoder without their prefix; none if there is none."""
+    if not _has_decoder(pretrained):
+        return {}
+    sizes = _sizes(pretrained)
+    del sizes["mlp_dim"]
+    flat = flatten_dict(pretrained.task_params["decoder"], sep="/")
+    table = _decoder_table(**sizes, in_hf=in_hf)
+    grid = models.create(**pretrained.options).grid
+    positions = {_positions(in_hf): _table(grid, sizes["width"])}
+    return positions | torch_file.to_their_arrays(flat, table)
+
+
+def _left_out(pretrained: Pretrained) -> list[str]:
+    """Returns lines for what travels with weights and has no place in a file."""
+    lines = []
+    if pretrained.preprocess:
+        lines.append("preprocessing: their code has its own, ImageNet's mean and std")
+    if pretrained.class_names:
+        lines.append("class names: the file has no place for them")
+    return lines
+
+
+def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
+    """Returns Python lines that load a written checkpoint."""
+    del pretrained, on_hub
+    return (
+        f'state = torch.load("{path}")["model"]\n'
+        "model.load_state_dict(state)  # Of facebookresearch/mae, of the same size."
+    )
+
+
+def _hf_usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
+    """Returns Python lines that load a written checkpoint."""
+    del on_hub
+    name = "ViTMAEForPreTraining" if _has_decoder(pretrained) else "ViTMAEModel"
+    return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
+
+
+READERS["MAE"] = Reader(recognises, read)
+WRITERS["mae"] = Writer(write, suffix=".pth", usage=_usage, with_task=True)
+WRITERS["hf_mae"] = Writer(
+    write_hugging_face, usage=_hf_usage, library="transformers", with_task=True
+)
