@@ -217,12 +217,16 @@ class MaskedPatch(MaskedImageTask):
         Args:
           images: normalised.
         """
-        pixels = jnp.round(255 * self.pixels(images)).astype(jnp.int32)
-        cells = patchify(pixels, self._cell).reshape(len(pixels), -1, self._cell**2, 3)
-        classes = _color_classes(cells.sum(2), 255 * self._cell**2)
+        sums = self._sums(images, self._cell)
+        classes = _color_classes(sums, 255 * self._cell**2)
         across = self.model.grid[1] * (self.model.patch_size // self._cell)
-        classes = classes.reshape(len(pixels), -1, across, 1)
+        classes = classes.reshape(len(sums), -1, across, 1)
         return patchify(classes, self.model.patch_size // self._cell)
+
+    def _sums(self, images: Float[Array, "B Y X C"], side: int) -> Int[Array, "B M 3"]:
+        """Returns the sums of the pixels, 0 to 255, of each square of an image."""
+        pixels = jnp.round(255 * self.pixels(images)).astype(jnp.int32)
+        return patchify(pixels, side).reshape(len(pixels), -1, side**2, 3).sum(2)
 
     def colors_of_neighbors(
         self, images: Float[Array, "B Y X C"], chosen: Bool[Array, "B N"]
@@ -231,15 +235,14 @@ class MaskedPatch(MaskedImageTask):
 
         Of the up to eight neighbours of a patch; of all patches where there is none.
         """
-        pixels, (rows, columns) = self.pixels(images), self.model.grid
-        means = patchify(pixels, self.model.patch_size)
-        means = means.reshape(len(pixels), -1, self.model.patch_size**2, 3).mean(2)
+        (rows, columns), side = self.model.grid, self.model.patch_size
         shown = ~chosen[..., None]
-        colors = jnp.where(shown, means, 0)
-        # The last channel counts.
-        x = jnp.concatenate([colors, shown], axis=-1).reshape(-1, rows, columns, 4)
+        colors = jnp.where(shown, self._sums(images, side), 0)
+        # The last channel is the largest sum.
+        full = 255 * side**2 * shown
+        x = jnp.concatenate([colors, full], axis=-1).reshape(-1, rows, columns, 4)
         window = (1, 3, 3, 1)
-        around = jax.lax.reduce_window(x, 0.0, jax.lax.add, window, (1,) * 4, "SAME")
+        around = jax.lax.reduce_window(x, 0, jax.lax.add, window, (1,) * 4, "SAME")
         everywhere = x.sum((1, 2), keepdims=True)
         x = jnp.where(around[..., 3:] > 0, around, everywhere).reshape(*chosen.shape, 4)
         return _color_classes(x[..., :3], x[..., 3:])

@@ -1,0 +1,167 @@
+"""SimMIM: features, reconstruction, loss and gradients of microsoft/SimMIM."""
+
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import kill_after, tiny_config
+from safetensors.numpy import load_file
+
+from vit_jax import models, weights
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+from vit_jax.tasks import masking
+from vit_jax.tasks.simmim import SimMimConfig
+from vit_jax.training import loop
+from vit_jax.weights.formats import timm
+from vit_jax.weights.formats.files import Tensors
+
+# Of microsoft/SimMIM d3e29bc; tests/golden/README.md.
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+IO = np.load(GOLDEN / "simmim.io.npz")
+CASE = "vit_absolute"
+RUN = RunLength(4, 1.0)
+SIDE = 8  # Of a patch; 3 channels.
+
+
+@pytest.fixture(scope="module")
+def original():
+    """The golden network and what is beside it, under our names."""
+    flat = load_file(GOLDEN / f"simmim_{CASE}.safetensors")
+    encoder = {k.removeprefix("encoder."): v for k, v in flat.items()}
+    decoder = {
+        leaf: encoder.pop(f"decoder.0.{name}")
+        for leaf, name in (("kernel", "weight"), ("bias", "bias"))
+    }
+    token = encoder.pop("mask_token")
+    for i in range(2):  # Their attention has no bias of the keys.
+        query, value = (encoder.pop(f"blocks.{i}.attn.{n}_bias") for n in "qv")
+        biases = [query, np.zeros_like(query), value]
+        encoder[f"blocks.{i}.attn.qkv.bias"] = np.concatenate(biases)
+    # It pools the patches: its last norm is after that, and none is in the encoder.
+    found = timm.read(Tensors(encoder, {}, {}, "case"), 3)
+    # The channels of PixelShuffle stand before the pixels of a patch.
+    kernel = decoder["kernel"].reshape(3, SIDE * SIDE, 24).transpose(2, 1, 0)
+    bias = decoder["bias"].reshape(3, SIDE * SIDE).T
+    params = {
+        "network": found.params,
+        "mask_token": token,
+        "decoder": {"kernel": kernel.reshape(24, -1), "bias": bias.reshape(-1)},
+    }
+    return models.create(**found.options), params
+
+
+def build(original, **keys):
+    keys = {"mask_unit": SIDE, "mask_ratio": 0.6} | keys
+    data = DataConfig(image_size=(32, 32), num_classes=0)
+    return SimMimConfig(**keys).build(original[0], data, RUN)
+
+
+BATCH = {
+    "image": jnp.asarray(IO["image"].transpose(0, 2, 3, 1)),
+    "mask": jnp.asarray(IO[f"{CASE}/mask"].reshape(2, -1), jnp.float32),
+}
+
+
+def test_reconstruction_and_loss_are_the_originals(original):
+    task, (_, params) = build(original), original
+    predicted = jax.jit(task.predict)(params, BATCH)
+    images = masking.unpatchify(predicted, (4, 4), SIDE)
+    expected = IO[f"{CASE}/reconstruction"].transpose(0, 2, 3, 1)
+    np.testing.assert_allclose(images, expected, rtol=0, atol=1e-5)
+    loss, (metrics, _) = task.loss(params, None, BATCH, jax.random.key(0))
+    assert float(loss) == pytest.approx(float(IO[f"{CASE}/loss"]), abs=1e-5)
+    assert metrics["loss"] == loss
+
+
+def test_features_are_the_originals(original):
+    task, (model, params) = build(original), original
+
+    def hide(patches):
+        return jnp.where(BATCH["mask"][..., None] > 0, params["mask_token"], patches)
+
+    tokens = model.encode(params["network"], BATCH["image"], edit_patches=hide)
+    expected = IO[f"{CASE}/features"].reshape(2, 24, -1).transpose(0, 2, 1)
+    np.testing.assert_allclose(tokens[:, 1:], expected, rtol=0, atol=1e-5)
+    assert task.num_patches == 16
+
+
+def test_gradients_are_the_originals(original):
+    task, (_, params) = build(original), original
+    grads = jax.grad(lambda p: task.loss(p, None, BATCH, jax.random.key(0))[0])(params)
+    expected = IO[f"{CASE}/grad/encoder.mask_token"]
+    np.testing.assert_allclose(grads["mask_token"], expected, rtol=0, atol=1e-5)
+    bias = grads["decoder"]["bias"].reshape(SIDE * SIDE, 3).T.reshape(-1)
+    expected = IO[f"{CASE}/grad/decoder.0.bias"]
+    np.testing.assert_allclose(bias, expected, rtol=0, atol=1e-5)
+
+
+def test_units_are_hidden_whole_and_rounded_up(original):
+    task = build(original, mask_unit=16, mask_ratio=0.6)
+    index = jnp.arange(1_000, dtype=jnp.uint32)
+    mask = np.asarray(task.draw(index, jax.random.key(1))["mask"])
+    units = mask.reshape(-1, 2, 2, 2, 2).transpose(0, 1, 3, 2, 4).reshape(-1, 4, 4)
+    assert set(units.mean(-1).ravel()) == {0.0, 1.0}
+    assert (units.mean(-1).sum(1) == math.ceil(0.6 * 4)).all()
+    np.testing.assert_allclose(units.mean((0, 2)), 0.75, atol=0.05)
+    # It depends on an image's position in the run alone.
+    part = task.draw(index[jnp.array([7, 3])], jax.random.key(1))["mask"]
+    np.testing.assert_array_equal(part, mask[[7, 3]])
+
+
+def test_pictures_and_metrics_of_images_that_are_not_trained_on(original):
+    task, (_, params) = build(original), original
+    batch = {"image": BATCH["image"], "index": jnp.arange(2, dtype=jnp.uint32)}
+    rng = jax.random.key(3)
+    metrics = task.held_out_metrics(params, None, batch, rng)
+    drawn = batch | task.draw(batch["index"], rng)
+    loss, _ = task.loss(params, None, drawn, rng)
+    assert metrics["loss"].shape == (2,)
+    assert float(metrics["loss"].mean()) == pytest.approx(float(loss), rel=1e-6)
+    found = task.pictures(params, None, batch, rng)
+    mask = np.asarray(drawn["mask"]).astype(bool)
+    cut = {k: np.asarray(masking.patchify(v, SIDE)) for k, v in found.items()}
+    assert not cut["masked"][mask].any()
+    both = cut["reconstruction and visible"]
+    np.testing.assert_array_equal(both[~mask], cut["original"][~mask])
+    np.testing.assert_array_equal(both[mask], cut["reconstruction"][mask])
+
+
+def test_a_run_resumes_exactly_and_hands_on_its_network(tmp_path):
+    config = tiny_config(
+        task={"name": "simmim", "mask_unit": 4},
+        data={"num_classes": 0},
+        total_steps=4,
+        checkpoint_every_steps=2,
+        evals={},
+    )
+    report = loop.train(config, tmp_path / "run")
+    kill_after(2, tmp_path / "run")
+    again = loop.train(config, tmp_path / "run")
+    assert again["params_sha256"] == report["params_sha256"]
+    found = weights.open_pretrained(tmp_path / "run", with_task=True)
+    assert set(found.task_params) == {"mask_token", "decoder"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mask_unit": 12}, r"task.mask_unit=12 must be a multiple of the patch \(8\)"),
+        (
+            {"mask_unit": 24},
+            r"task.mask_unit=24 must .* divide data.image_size=\(32, 32",
+        ),
+        (
+            {"mask_unit": 16, "mask_ratio": 0.9},
+            "task.mask_ratio=0.9 hides all 4 units of 16 pixels: lower it",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(original, keys, message):
+    with pytest.raises(UserError, match=message) as error:
+        build(original, **keys)
+    assert "\n" not in str(error.value)
