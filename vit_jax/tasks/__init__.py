@@ -2,6 +2,7 @@
 
 from vit_jax.tasks.classification import ClassificationConfig
 from vit_jax.tasks.distillation import DistillationConfig
+from vit_jax.tasks.linear_probe import LinearProbeConfig
 from vit_jax.tasks.mae import MaeConfig
 from vit_jax.tasks.masked_patch import MaskedPatchConfig
 from vit_jax.tasks.simmim import SimMimConfig
@@ -9,6 +10,7 @@ from vit_jax.tasks.simmim import SimMimConfig
 TASKS = {
     "classification": ClassificationConfig,
     "distillation": DistillationConfig,
+    "linear_probe": LinearProbeConfig,
     "masked_patch": MaskedPatchConfig,
     "mae": MaeConfig,
     "simmim": SimMimConfig,

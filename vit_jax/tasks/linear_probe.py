@@ -1,0 +1,140 @@
+"""Linear probe: a classifier of the features of a network that stays as it is.
+
+As MAE's (arXiv:2111.06377, appendix A.1): a BatchNorm without scale and shift, whose
+epsilon is 1e-6, then a linear map, the only thing that is trained. What a workdir hands
+on is the network with both folded into its classifier, so that it is a classifier like
+any other. Letters: B images, D features, L classes.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+from vit_jax.models import Model, cost
+from vit_jax.tasks.classification import Classification, ClassificationConfig, top1
+from vit_jax.tasks.task import Tree
+
+# As torch.nn.BatchNorm1d(D, affine=False, eps=1e-6).
+_MOMENTUM, _EPSILON = 0.1, 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearProbeConfig(ClassificationConfig):
+    """Images and their labels, from the features of a frozen network."""
+
+    name: str = key("linear_probe", "What is learnt.")
+
+    def build(
+        self,
+        model: Model,
+        data: DataConfig,
+        run: RunLength,
+        saved: dict | None = None,
+    ) -> "LinearProbe":
+        return LinearProbe(self, model, data)
+
+
+class LinearProbe(Classification):
+    """See `task.Task`; the parameters are "head", and the network is beside them.
+
+    The statistics of the BatchNorm are those of a microbatch over all devices.
+
+    Args:
+      config: `config.task`.
+      model: with a classifier.
+      data: `config.data`.
+
+    Raises:
+      UserError: the network has no features, no classifier or two.
+    """
+
+    def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):
+        super().__init__(config, model, data)
+        options = model.options
+        if not options["num_classes"]:
+            raise UserError(
+                "data.num_classes=0 with task.name='linear_probe', which learns from "
+                "labels: set data.num_classes to the number of classes"
+            )
+        if not model.representations:
+            raise UserError(
+                f"task.name='linear_probe' needs the features of model.variant="
+                f"{options['variant']!r}, which returns no 'pre_logits': return them"
+            )
+        if options.get("distillation"):
+            raise UserError(
+                "task.name='linear_probe' trains one classifier, but "
+                "model.distillation=True has two: set it to False"
+            )
+
+    def init(self, rng: jax.Array) -> tuple[dict, Tree]:
+        network_key, head_key = jax.random.split(rng)
+        network = self.model.init(network_key)
+        D, L = network["head"]["kernel"].shape
+        kernel = nn.initializers.normal(0.01)(head_key, (D, L))
+        head = {"kernel": kernel, "bias": jnp.zeros(L)}
+        extra = {"network": network, "mean": jnp.zeros(D), "variance": jnp.ones(D)}
+        return {"head": head}, _folded(extra, head)
+
+    def backbone(self, params, extra):
+        return extra["network"]
+
+    def with_backbone(self, params, extra, network):
+        # The classifier of what is probed is not used.
+        return params, _folded(extra | {"network": network}, params["head"])
+
+    def loss(self, params, extra, batch, rng):
+        images = batch["image"].astype(self.model.options["dtype"])
+        outputs = self.model.apply(jax.lax.stop_gradient(extra["network"]), images)
+        return self.probe_loss(params, outputs["pre_logits"], batch["label"])
+
+    def probe_loss(
+        self,
+        params: dict,
+        features: Float[Array, "B D"],
+        labels: Float[Array, "B L"],
+    ) -> tuple[Float[Array, ""], tuple[dict, dict]]:
+        """Returns the loss, metrics and statistics of given features.
+
+        Args:
+          params: of `init`.
+          features: of the frozen network.
+          labels: that sum to 1.
+        """
+        mean, variance = features.mean(0), features.var(0)
+        normal = (features - mean[None]) / jnp.sqrt(variance + _EPSILON)[None]
+        head = params["head"]
+        logits = normal @ head["kernel"] + head["bias"][None]
+        loss = self.base_loss(logits, labels)
+        # The running variance is unbiased, and that of the batch is not, as in PyTorch.
+        count = len(features)
+        stats = {"mean": mean, "variance": variance * (count / max(1, count - 1))}
+        return loss, ({"loss": loss, "top1": top1(logits, labels)}, stats)
+
+    def update(self, extra, params, stats, step):
+        kept = 1 - _MOMENTUM
+        moved = {k: kept * extra[k] + _MOMENTUM * stats[k] for k in stats}
+        return _folded(extra | moved, params["head"])
+
+    def training_flops(self):
+        """See `Task`; the network has no backward pass."""
+        forward = cost.forward_flops(self.model)
+        shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
+        # The forward pass has the product of the head once, training thrice.
+        return forward and forward + 4 * shapes["head"]["kernel"].size
+
+
+def _folded(extra: dict, head: dict) -> dict:
+    """Returns the state with the BatchNorm and the head as the network's classifier."""
+    factor = jax.lax.rsqrt(extra["variance"] + _EPSILON)
+    kernel = head["kernel"] * factor[:, None]
+    bias = head["bias"] - extra["mean"] @ kernel
+    network = {**extra["network"], "head": {"kernel": kernel, "bias": bias}}
+    return {**extra, "network": network}
