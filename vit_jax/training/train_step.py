@@ -16,6 +16,7 @@ from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.models import stacking
 from vit_jax.tasks.task import Task, backbone_path
 from vit_jax.training import optim
@@ -72,6 +73,19 @@ class TrainSetup(NamedTuple):
     train_step: Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
     metadata: dict
+
+    @property
+    def trained_task(self) -> TrainedTask:
+        """The task, as evaluations see it."""
+        task = self.task
+        return TrainedTask(
+            task.backbone,
+            task.held_out_metrics,
+            task.pictures,
+            (self.shapes.params, self.shapes.extra),
+            (self.shardings.params, self.shardings.extra),
+            self.model.image_shape,
+        )
 
     def initial_state(self) -> TrainState:
         """Returns the first state, initialised on the devices that hold each part."""
