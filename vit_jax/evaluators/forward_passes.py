@@ -36,8 +36,6 @@ CONFIDENCE = "confidence"  # Comes with TOPS.
 TASK = "task"  # Metrics of the task in training, as "task/loss".
 
 _BATCH = ("image", "label", "index", "mask")
-# As in the library of the checkpoint.
-_POSEMB_RESIZE = {"timm": "bicubic", "hugging_face": "bicubic"}
 
 Weights = dict | tuple  # Parameters of a network, or a state, see `TrainedTask`.
 Step = Callable[[Weights, dict], dict]
@@ -174,7 +172,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
         old_grid=source.grid,
         head="keep",
         allow_mismatch=None,
-        posemb_resize=_POSEMB_RESIZE.get(pretrained.format, "linear"),
+        posemb_resize=source.options.get("posemb_resize", "linear"),
     )
     return model, params
 
