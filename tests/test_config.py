@@ -211,7 +211,7 @@ def test_choice_brings_its_keys():
         (stated(evals={"val": 3}), "evals.val=3 is a section, .* as evals.val.kind"),
         (stated(optim=3), "optim=3 is a section, .* as optim.name"),
         (stated(evals="test"), "evals='test' is a section, .* as evals.name"),
-        (stated(data={"num_classes": 0}), "data.num_classes=0 must be at least 1"),
+        (stated(data={"num_classes": -1}), "data.num_classes=-1 must be at least 0"),
         (
             stated(profile_steps=(15, 10)),
             r"profile_steps=\(15, 10\) is not \(first step, last",

@@ -18,8 +18,8 @@ from vit_jax import cli, models, predict, weights
 from vit_jax.data import inputs
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
+from vit_jax.models import posemb
 from vit_jax.training import config, loop
-from vit_jax.weights import surgery
 from vit_jax.weights.formats import native, timm
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -376,21 +376,19 @@ def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("format", "method"),
-    [("timm", "bicubic"), ("hugging_face", "bicubic"), ("google", "linear")],
+    "method", ["bicubic", "linear", "bicubic_plain", "bicubic_dino"]
 )
-def test_positions_are_resized_as_in_the_library_of_the_weights(
-    pretrained, format, method
-):
+def test_positions_are_resized_as_the_network_says(pretrained, method):
     size = dataclasses.replace(PREPROCESS, image_size=(32, 40))
     classifier = prediction.Classifier(
-        replaced(pretrained, format=format), preprocess=size
+        replaced(pretrained, options=OPTIONS | {"posemb_resize": method}),
+        preprocess=size,
     )
     old, new = (
         params["Transformer"]["posembed_input"]["pos_embedding"]
         for params in (pretrained.params, classifier._params)
     )
-    expected = surgery.resize_positions(
+    expected = posemb.resize_positions(
         old, (2, 3), (4, 5), num_prefix_tokens=1, method=method
     )
     np.testing.assert_allclose(new, expected, atol=1e-6)

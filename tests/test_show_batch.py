@@ -51,7 +51,7 @@ def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypat
 
     loaded = config.load(str(recipe), {"total_steps": 1, "mesh.data": 1})
     source = open_source(loaded.data, "train")
-    images, labels = show_batch.see(source, loaded, 99)  # A whole batch.
+    images, labels, _ = show_batch.see(source, loaded, 99)  # A whole batch.
     monkeypatch.setattr(Classification, "prepare", keep)
     monkeypatch.setattr(loop.meshes, "create", _one_device)
     loop.train(loaded, tmp_path / "run")

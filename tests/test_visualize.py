@@ -109,7 +109,9 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
     assert code == 1
     assert err.startswith(f"{images / 'torn.png'}: cannot be decoded")
     stems = [*WEIGHT_FIGURES, *DATASET_FIGURES]
-    stems += [f"{kind}/{stem}" for kind in IMAGE_FIGURES for stem in SINGLE]
+    # The network has no task of pretraining.
+    kinds = {*IMAGE_FIGURES} - {"reconstruction"}
+    stems += [f"{kind}/{stem}" for kind in kinds for stem in SINGLE]
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files == {f"{s}.{form}" for s in stems for form in ("png", "svg", "npz")}
     assert set(out.split()) == {f"{tmp_path / stem}.png" for stem in stems}

@@ -2,7 +2,8 @@
 
 Writes a PNG with the first images of a run as they reach the model: cropped, augmented
 and mixed as `data.train_transform` says, and the normalisation undone. Below each its
-class, or the shares of several after mixup. Where the run's batch is larger than the
+class, or the shares of several after mixup, unless the task learns without labels. An
+image of which the model sees several crops stands there with each of them. Where the run's batch is larger than the
 sheet, the first image is mixed with the last of the sheet instead of the last of the
 batch. Exit codes: 0 done, 2 bad input (one line says what).
 """
@@ -34,11 +35,21 @@ def main(flags: argparse.Namespace) -> None:
     from vit_jax.analysis import contact_sheet
     from vit_jax.data.sources.open import open_source
 
-    count = min(flags.rows * flags.columns, config.batch_size)
+    room = flags.rows * flags.columns
+    count = min(room, config.batch_size)
     contact_sheet.check(count, flags.columns, config.data.image_size)
     source = open_source(config.data, config.data.split)
-    images, labels = see(source, config, count)
-    captions = contact_sheet.captions(labels, source.class_names)
+    images, labels, views = see(source, config, count)
+    classes = [[]] * len(images)
+    if labels is not None:
+        classes = contact_sheet.captions(labels, source.class_names)
+    captions = [
+        classes[i] + ([view] if len(views) > 1 else [])
+        for i in range(len(images) // len(views))
+        for view in views
+    ]
+    images, captions = images[:room], captions[:room]
+    contact_sheet.check(len(images), flags.columns, images.shape[1:3])
     sheet = contact_sheet.draw(images, captions, flags.columns)
     try:
         sheet.save(out)
@@ -59,13 +70,16 @@ def see(source, config, count: int) -> tuple:
       count: of images, at most.
 
     Returns:
-      Images (B, Y, X, C), uint8, and labels (B, classes), B at most a batch of the run.
+      Images (B * V, Y, X, C), uint8, the V views of each example one after the other,
+      smaller ones with a white border; labels (B, classes), or None of a task without;
+      and the names of the views. B is at most a batch of the run.
     """
     import jax
     import numpy as np
 
     from vit_jax.config.lengths import RunLength
     from vit_jax.data import pipeline
+    from vit_jax.data.transforms import parse
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
@@ -73,6 +87,7 @@ def see(source, config, count: int) -> tuple:
     examples = len(source)
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
     task = config.task.build(config.build_model(), data, run)
+    parse.check_batch(task.batch_spec(config.batch_size), data)
     with pipeline.train_batches(
         source,
         data,
@@ -84,10 +99,30 @@ def see(source, config, count: int) -> tuple:
         (batch,) = batches
     key, _ = jax.random.split(train_state.run_key(config.seed))  # As the step does.
     prepared = jax.jit(task.prepare)(batch, key)
-    images, labels = prepared["image"], prepared["label"]
     mean, std = (np.asarray(values, np.float32) for values in (data.mean, data.std))
-    pixels = (np.asarray(images) * std + mean) * 255
-    return pixels.round().clip(0, 255).astype(np.uint8), np.asarray(labels)
+    views, names = [], []
+    for name, images in prepared.items():
+        if images.ndim < 4:
+            continue
+        pixels = (np.asarray(images) * std + mean) * 255
+        pixels = pixels.round().clip(0, 255).astype(np.uint8)
+        pixels = pixels.reshape(len(pixels), -1, *pixels.shape[-3:])
+        views.append(pixels)
+        names += [f"{name} {number + 1}" for number in range(pixels.shape[1])]
+    sides = np.max([pixels.shape[2:4] for pixels in views], axis=0).tolist()
+    images = np.concatenate([_pad(pixels, *sides) for pixels in views], axis=1)
+    labels = prepared.get("label")
+    labels = None if labels is None else np.asarray(labels)
+    return images.reshape(-1, *images.shape[2:]), labels, names
+
+
+def _pad(images, height: int, width: int):
+    """Adds a white border: (B, V, y, x, C) to (B, V, height, width, C)."""
+    import numpy as np
+
+    room = height - images.shape[2], width - images.shape[3]
+    border = [(n // 2, n - n // 2) for n in room]
+    return np.pad(images, [(0, 0)] * 2 + border + [(0, 0)], constant_values=255)
 
 
 def parser() -> cli.Parser:

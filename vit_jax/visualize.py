@@ -16,6 +16,9 @@ something for):
                 than 12 layers some, or those of --layers
     rollout     the same over all layers, on the image
     relevance   which patches spoke for the most probable classes, or for --classes
+    reconstruction
+                what a network that was pretrained to predict hidden patches makes of
+                the images: a sheet
 
 Each is written as PNG, SVG (dark on dark screens) and its numbers as npz, and named as
 soon as it is there. Only the first --shown images get figures of their own. Needs

@@ -179,6 +179,8 @@ def available_figures(loaded: LoadedModel, num_images: int | None) -> tuple[str,
         unsupported.add("posemb")
     if not options["num_classes"]:
         unsupported.add("relevance")
+    if loaded.pictures is None:
+        unsupported.add("reconstruction")
     names = FIGURES if _has_attention(loaded) and num_images != 0 else WEIGHT_FIGURES
     return tuple(name for name in names if name not in unsupported)
 
@@ -220,6 +222,12 @@ def _create_plots(
                 f"{each.name}: no attention to draw; give a Vision Transformer or a "
                 f"hybrid, or draw only {','.join(WEIGHT_FIGURES)}"
             )
+    if "reconstruction" in options.figures and loaded.pictures is None:
+        raise UserError(
+            f"{loaded.name}: no task that predicts images travels with it; give the "
+            "workdir of a run of masked_patch, mae or simmim, or a file of MAE with its "
+            "decoder"
+        )
     stems, image_options = UniqueStems(), options.image_options
     query = plots.Query(loaded, image_options.query)
     chunk_size, _ = chunk_and_batch_size(loaded, options)
@@ -235,6 +243,7 @@ def _create_plots(
         "relevance": lambda: plots.RelevancePlot(
             loaded, stems, image_options, chunk_size
         ),
+        "reconstruction": lambda: plots.ReconstructionPlot(loaded, UniqueStems()),
     }
     return tuple(
         [create() for name, create in creators.items() if name in options.figures]

@@ -34,6 +34,9 @@ class LoadedModel:
       model, params: the model and its parameters.
       preprocess: image size, crop and normalisation.
       class_names: in label order; empty if unknown.
+      pictures: function of the parameters and of normalised images (B, Y, X, C) to name
+        -> images of what the task of pretraining sees and answers, normalised too; None
+        if it has none.
     """
 
     name: str
@@ -41,6 +44,7 @@ class LoadedModel:
     params: Params
     preprocess: Preprocess
     class_names: tuple[str, ...] = ()
+    pictures: Callable[[Params, Array], dict[str, Array]] | None = None
 
     @classmethod
     def from_pretrained(
@@ -88,6 +92,21 @@ class LoadedModel:
             jnp.asarray(pixels), preprocess.mean, preprocess.std
         )
         return images.astype(self.model.options["dtype"])
+
+    def draw_task(
+        self, pixels: UInt8[np.ndarray, "B Y X C"]
+    ) -> dict[str, UInt8[np.ndarray, "B Y X C"]]:
+        """Returns what the task of pretraining sees and answers, see `pictures`."""
+        images = self.normalize(pixels).astype(jnp.float32)
+        found = jax.device_get(jax.jit(self.pictures)(self.params, images))
+        mean, std = (
+            np.asarray(values, np.float32)
+            for values in (self.preprocess.mean, self.preprocess.std)
+        )
+        return {
+            name: (255 * (values * std + mean)).round().clip(0, 255).astype(np.uint8)
+            for name, values in found.items()
+        }
 
     def class_name(self, label: int) -> str:
         """Returns the name of a class, or "class LABEL" if names are unknown."""

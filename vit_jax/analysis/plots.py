@@ -484,6 +484,36 @@ class RolloutPlot:
             yield Picture(f"rollout/{self._stems.stem(name)}", figure, data)
 
 
+class ReconstructionPlot:
+    """What the task of pretraining sees of images, and makes of it: a sheet.
+
+    Args:
+      loaded: a model with `pictures`.
+      stems: file names.
+    """
+
+    def __init__(self, loaded: LoadedModel, stems: UniqueStems):
+        self._loaded, self._stems = loaded, stems
+
+    def update(self, layer: Layer, images: range) -> None:
+        """Keeps nothing: the task has a forward pass of its own."""
+
+    def draw(self, batch: Batch) -> Iterator[Picture]:
+        """Draws a row for each image: as it is, hidden in part, and predicted."""
+        found = self._loaded.draw_task(batch.pixels[0])
+        rows = zip(*found.values(), strict=True)
+        figure = canvas.draw_tiles(
+            [tile.repeat(3 // tile.shape[-1], -1) for row in rows for tile in row],
+            len(found),
+            title=f"{self._loaded.name}: reconstruction",
+            captions=list(found),
+            tile_width=1.6,
+        )
+        data = {name.replace(" ", "_"): images for name, images in found.items()}
+        stem = self._stems.stem("reconstruction")
+        yield Picture(stem, figure, data | {"images": np.array(batch.names)})
+
+
 class RelevancePlot:
     """Relevance of the patches to some classes, over the image.
 

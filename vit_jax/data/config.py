@@ -76,8 +76,8 @@ class DataConfig(ReaderConfig):
 
     num_classes: int = key(
         0,
-        "Number of classes; labels outside [0, classes) are an error.",
-        at_least=1,
+        "Number of classes; labels outside [0, classes) are an error. 0: labels are "
+        "not read, for tasks that learn without.",
         below=2**31,
         formerly="data.classes",
     )

@@ -48,9 +48,11 @@ def train_batches(
       num_data_shards: number of shards.
 
     Returns:
-      An iterator to be closed, of dicts: image uint8 (b, h, w, c); label int32 (b,);
-      index uint32 (b,), the row's position in the run modulo 2**32; skipped int32
-      (b,), how many damaged records were passed over to fill the row.
+      An iterator to be closed, of dicts: image uint8 (b, h, w, c), or the arrays that
+      the last host transform returns, each (b, ...); label int32 (b,), unless
+      `data.num_classes` is 0; index uint32 (b,), the row's position in the run modulo
+      2**32; skipped int32 (b,), how many damaged records were passed over to fill the
+      row.
 
     Raises:
       UserError: a record is damaged or does not fit the config; raised by `next`.
@@ -58,9 +60,9 @@ def train_batches(
     local = _local(batch_size, num_data_shards)
     parsed = parse.parse_train(data.train_transform, data.image_size)
     in_memory = None if source.images is None else source.images.shape[1:3]
-    size = parse.loaded_size(parsed, data.image_size, in_memory)
+    shapes = parse.loaded_shapes(parsed, data.image_size, data.channels, in_memory)
     loader = Loader.from_config(
-        source, data, "data.train_transform", parsed.host, seed, size
+        source, data, "data.train_transform", parsed.host, seed, shapes
     )
     load = _TrainBatch(loader, batch_size, data_shard * local, local)
     return Batches(load, range(start, stop), data)
@@ -98,7 +100,8 @@ def eval_batches(
     local = _local(batch_size, num_data_shards)
     if host is None:
         host = parse.parse_eval(data.eval_transform, data.image_size)
-    loader = Loader.from_config(source, data, "data.eval_transform", host, seed=0)
+    shapes = {"image": (*data.image_size, data.channels)}
+    loader = Loader.from_config(source, data, "data.eval_transform", host, 0, shapes)
     load = _EvalBatch(loader, batch_size, data_shard * local, local)
     return Batches(load, range(-(-len(source) // batch_size)), data)
 
@@ -120,8 +123,9 @@ class Loader:
       source: the data set.
       ops: host operations in order.
       key: config key of the operations, for messages.
-      shape: height, width and channels of the images that it makes.
-      num_classes: number of classes.
+      channels: of an image, 1 or 3.
+      shapes: of each array that it makes of an image, by its name.
+      num_classes: number of classes; 0: labels are not read.
       on_error: "raise" or "skip".
       seed: of the run.
     """
@@ -129,7 +133,8 @@ class Loader:
     source: Source
     ops: tuple
     key: str
-    shape: tuple[int, int, int]
+    channels: int
+    shapes: dict[str, tuple[int, ...]]
     num_classes: int
     on_error: str
     seed: int
@@ -142,14 +147,11 @@ class Loader:
         key: str,
         ops: tuple,
         seed: int,
-        size: tuple[int, int] | None = None,
+        shapes: dict[str, tuple[int, ...]],
     ) -> "Loader":
-        """Returns a loader of the values that it needs of `config.data`.
-
-        `size` is of the loaded images, where it is not `data.image_size`.
-        """
-        shape = (*(size or data.image_size), data.channels)
-        return cls(source, ops, key, shape, data.num_classes, data.on_error, seed)
+        """Returns a loader of the values that it needs of `config.data`."""
+        of_data = data.channels, shapes, data.num_classes, data.on_error
+        return cls(source, ops, key, *of_data, seed)
 
     @property
     def gathers(self) -> bool:
@@ -158,14 +160,14 @@ class Loader:
 
     def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
         """Returns image, label and skipped of records that lie in memory."""
-        self._check_shape(self.source.images.shape[1:], "images")
-        return {
-            "image": self.source.images[records],
-            "label": self.source.labels[records].astype(np.int32),
-            "skipped": np.zeros(len(records), np.int32),
-        }
+        images = self.source.images
+        self._check_shapes({"image": images.shape[1:]}, "images")
+        batch = {"image": images[records], "skipped": np.zeros(len(records), np.int32)}
+        if self.num_classes:
+            batch["label"] = self.source.labels[records].astype(np.int32)
+        return batch
 
-    def load(self, record: int, position: int) -> tuple[np.ndarray, int]:
+    def load(self, record: int, position: int) -> Batch:
         """Reads and transforms one record.
 
         Args:
@@ -173,11 +175,11 @@ class Loader:
           position: of the row in the run; with the seed it fixes the random choices.
 
         Returns:
-          Image of `shape`, and label.
+          Arrays of `shapes`, and label.
 
         Raises:
           DamagedImage: the record cannot be read.
-          UserError: the label or the image's size is not as the config says.
+          UserError: the label or an array's shape is not as the config says.
         """
         try:
             item = self.source[record]
@@ -187,7 +189,10 @@ class Loader:
             error.add_note(f"while reading {self._name(record)}")
             raise
         name = self._name(record)
-        check_label(item["label"], self.num_classes, name)
+        label = {}
+        if self.num_classes:
+            check_label(item["label"], self.num_classes, name)
+            label["label"] = item["label"]
         bits = np.random.Philox(
             key=np.array([self.seed % 2**64, _STREAM], np.uint64),
             counter=np.array([0, 0, 0, position], np.uint64),
@@ -203,17 +208,18 @@ class Loader:
             raise UserError(f"{self.key}: {name}: {error}") from error
         except UserError as error:  # Of a transform of the user's.
             raise UserError(f"{name}: {error}") from error
-        self._check_shape(image.shape, name)
-        return image, item["label"]
+        arrays = image if isinstance(image, dict) else {"image": image}
+        self._check_shapes({key: a.shape for key, a in arrays.items()}, name)
+        return arrays | label
 
     def _open(
         self, data: bytes | np.ndarray, rng: np.random.Generator
-    ) -> tuple[np.ndarray, tuple]:
+    ) -> tuple[np.ndarray | dict[str, np.ndarray], tuple]:
         """Returns pixels, and the operations that are still to be done on them."""
         fused = self.ops and hasattr(self.ops[0], "from_file")
         if fused and isinstance(data, bytes):
-            return self.ops[0].from_file(data, self.shape[-1], rng), self.ops[1:]
-        return decode.decode(data, self.shape[-1]), self.ops
+            return self.ops[0].from_file(data, self.channels, rng), self.ops[1:]
+        return decode.decode(data, self.channels), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:
         """Raises UserError for a damaged record, unless the config says to skip it."""
@@ -225,25 +231,30 @@ class Loader:
 
     def empty(self, rows: int) -> Batch:
         """Returns a batch of blank rows."""
-        return {
-            "image": np.zeros((rows, *self.shape), np.uint8),
-            "label": np.zeros(rows, np.int32),
-            "skipped": np.zeros(rows, np.int32),
+        arrays = {
+            name: np.zeros((rows, *shape), np.uint8)
+            for name, shape in self.shapes.items()
         }
+        numbers = ("label", "skipped") if self.num_classes else ("skipped",)
+        return arrays | {name: np.zeros(rows, np.int32) for name in numbers}
 
     def _name(self, record: int) -> str:
         """Returns the data set, split and number of a record, for a message."""
         name = self.source.describe(record)  # Of a file its path, which has no number.
         return name if str(record) in name.split() else f"{name} (record {record})"
 
-    def _check_shape(self, shape: tuple[int, ...], name: str) -> None:
-        if tuple(shape) != self.shape:
-            found, wanted = ("x".join(map(str, s)) for s in (shape, self.shape))
-            raise UserError(
-                f"{self.key} gives {name} of {found} (height, width, channels), but "
-                f"data.image_size and data.channels say {wanted}: end the operations "
-                "with resize or a crop, or change data.image_size"
-            )
+    def _check_shapes(self, shapes: dict[str, tuple[int, ...]], name: str) -> None:
+        if shapes == self.shapes:
+            return
+        found, wanted = map(parse.in_words, (shapes, self.shapes))
+        says = "data.image_size and data.channels say"
+        remedy = "end the operations with resize or a crop, or change data.image_size"
+        if self.ops and hasattr(self.ops[-1], "output_shapes"):
+            says, remedy = "its `output_shapes` says", "make them equal"
+        raise UserError(
+            f"{self.key} gives {name} of {found} (height, width, channels), but {says} "
+            f"{wanted}: {remedy}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,18 +284,17 @@ class _TrainBatch:
         batch = self.loader.empty(self.rows)
         for row in range(self.rows):
             record, position = int(records[row]), int(positions[row])
-            image, label, skipped = self._load_readable(record, position)
-            batch["image"][row], batch["label"][row] = image, label
-            batch["skipped"][row] = skipped
+            for name, values in self._load_readable(record, position).items():
+                batch[name][row] = values
         return batch
 
-    def _load_readable(self, record: int, position: int) -> tuple:
+    def _load_readable(self, record: int, position: int) -> Batch:
         """Loads a record or, if skipping is on, the next one that is readable."""
         examples = len(self.loader.source)
         for skipped in range(examples):
             try:
                 here = (record + skipped) % examples
-                return *self.loader.load(here, position), skipped
+                return self.loader.load(here, position) | {"skipped": skipped}
             except decode.DamagedImage as error:
                 self.loader.refuse(here, error)
         raise UserError(f"none of the {examples} records can be read")
@@ -313,10 +323,13 @@ class _EvalBatch:
         for row in np.flatnonzero(there):
             record = int(records[row])
             try:
-                batch["image"][row], batch["label"][row] = self.loader.load(record, 0)
+                loaded = self.loader.load(record, 0)
             except decode.DamagedImage as error:
                 self.loader.refuse(record, error)
                 batch["skipped"][row], batch["mask"][row] = 1, False
+                continue
+            for name, values in loaded.items():
+                batch[name][row] = values
         return batch
 
 

@@ -5,11 +5,10 @@ import os
 import re
 
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.errors import UserError
-
-_CLASSES = 10  # For made-up images alone; other sets know their own.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Spec:
             name=self.name,
             data_dir=self.data_dir,
             split=self.split,
-            num_classes=_CLASSES,
+            num_classes=SYNTHETIC_CLASSES,  # Other sets know their own.
         )
         # Nothing is trained, so that the checks against a config's classes do not apply.
         return open_unchecked(data, self.split)

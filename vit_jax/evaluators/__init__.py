@@ -9,6 +9,14 @@ from vit_jax.evaluators import label_sets
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import knn
 from vit_jax.evaluators import probe
+from vit_jax.evaluators import task_metrics
 # isort: on
 
-__all__ = ["classification", "fewshot", "knn", "label_sets", "probe"]
+__all__ = [
+    "classification",
+    "fewshot",
+    "knn",
+    "label_sets",
+    "probe",
+    "task_metrics",
+]

@@ -6,6 +6,7 @@ examples, B rows of a batch, D features, K classes, T the best classes that are 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,12 @@ TOP = 5  # Classes that are kept per example, best first.
 # Names of the outputs of a pass; see `Outputs`.
 FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted"
 CONFIDENCE = "confidence"  # Comes with TOPS.
+TASK = "task"  # Metrics of the task in training, as "task/loss".
 
 _BATCH = ("image", "label", "index", "mask")
-# As in the library of the checkpoint.
-_POSEMB_RESIZE = {"timm": "bicubic", "hugging_face": "bicubic"}
 
-Step = Callable[[dict, dict], dict]
+Weights = dict | tuple  # Parameters of a network, or a state, see `TrainedTask`.
+Step = Callable[[Weights, dict], dict]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,44 @@ class Outputs:
       values: name to an array of N rows: FEATURES, float32 (N, D), the input of the
         classifier; TOPS, int32 (N, T), the best classes, with "confidence", (N,), the
         softmax probability of the first; LOSS, (N,), the softmax cross-entropy in nats;
-        RESTRICTED, (N,), the best class among those allowed.
+        RESTRICTED, (N,), the best class among those allowed; for TASK each metric,
+        (N,), as "task/loss".
     """
 
     records: np.ndarray
     labels: np.ndarray
     values: dict[str, np.ndarray]
+
+
+class TrainedTask(NamedTuple):
+    """The task of a run, as evaluations see it.
+
+    A state is what the task knows of the run's: its parameters and what is beside them.
+
+    Attributes:
+      backbone, held_out_metrics, pictures: methods of `tasks.task.Task`.
+      shapes: of a state, with a jax.ShapeDtypeStruct for each array.
+      shardings: of a state.
+      image_shape: (height, width, channels) of its images.
+    """
+
+    backbone: Callable
+    held_out_metrics: Callable
+    pictures: Callable
+    shapes: tuple
+    shardings: tuple
+    image_shape: tuple[int, int, int]
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The names of its metrics of images that it is not trained on."""
+        batch = {
+            "image": jax.ShapeDtypeStruct((2, *self.image_shape), jnp.float32),
+            "index": jax.ShapeDtypeStruct((2,), jnp.uint32),
+        }
+        key = jax.eval_shape(jax.random.key, 0)
+        found = jax.eval_shape(self.held_out_metrics, *self.shapes, batch, key)
+        return tuple(found)
 
 
 def open_weights(
@@ -139,7 +172,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
         old_grid=source.grid,
         head="keep",
         allow_mismatch=None,
-        posemb_resize=_POSEMB_RESIZE.get(pretrained.format, "linear"),
+        posemb_resize=source.options.get("posemb_resize", "linear"),
     )
     return model, params
 
@@ -151,6 +184,7 @@ def make_eval_step(
     shardings: dict | None = None,
     names: Iterable[str] = (TOPS, LOSS),
     allowed: Sequence[int] = (),
+    trained: TrainedTask | None = None,
 ) -> Step:
     """Builds the jitted evaluation step: (params, batch) -> outputs by name.
 
@@ -161,24 +195,34 @@ def make_eval_step(
       shardings: of the parameters; replicated if None.
       names: of the outputs, see `Outputs`.
       allowed: classes among which RESTRICTED chooses.
+      trained: task of a run, whose states then stand in place of parameters.
 
     Returns:
       Function of parameters and of a batch (image uint8 (B, Y, X, C), label (B,),
       index (B,), mask (B,)). Every device gets all rows of the result.
     """
+    shardings = trained.shardings if trained else shardings
     names = frozenset(names)
     allowed = np.asarray(allowed, np.int32)
 
     def eval_step(params, batch):
-        images = transforms.normalize(batch["image"], data.mean, data.std).astype(
-            model.options["dtype"]
-        )
+        images = transforms.normalize(batch["image"], data.mean, data.std)
+        found = {name: batch[name] for name in _BATCH[1:]}
+        if trained is not None:
+            state, params = params, trained.backbone(*params)
+        if TASK in names:
+            batch_of_task = {"image": images, "index": batch["index"]}
+            with sharding.activations(mesh):
+                metrics = trained.held_out_metrics(*state, batch_of_task, _key())
+            found |= {f"{TASK}/{name}": value for name, value in metrics.items()}
+        if names == {TASK}:
+            return found
+        images = images.astype(model.options["dtype"])
         with sharding.activations(mesh):
             outputs = model.apply(params, images)
-        found = {name: batch[name] for name in _BATCH[1:]}
         if FEATURES in names:
             found[FEATURES] = outputs["pre_logits"].astype(jnp.float32)
-        if names == {FEATURES}:
+        if names <= {FEATURES, TASK}:
             return found
         logits = outputs["logits"].astype(jnp.float32)
         log_probs = jax.nn.log_softmax(logits)
@@ -201,9 +245,48 @@ def make_eval_step(
     )
 
 
+def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Step:
+    """Builds the jitted function of a state and a batch to the task's pictures.
+
+    Args:
+      trained: task of a run.
+      data: `config.data`: mean and std are read.
+      mesh: of all devices.
+
+    Returns:
+      Function of a state and of a batch (image uint8 (B, Y, X, C), index (B,)) to name
+      -> images (B, Y, X, C), 0..255. Every device gets all of them.
+    """
+    mean, std = (
+        np.asarray(v, np.float32).reshape(1, 1, 1, -1) for v in (data.mean, data.std)
+    )
+
+    def picture_step(state, batch):
+        images = transforms.normalize(batch["image"], data.mean, data.std)
+        batch = {"image": images, "index": batch["index"]}
+        with sharding.activations(mesh):
+            found = trained.pictures(*state, batch, _key())
+        return {
+            name: (255 * (image * std + mean)).round().clip(0, 255).astype(jnp.uint8)
+            for name, image in found.items()
+        }
+
+    replicated = meshes.replicated(mesh)
+    return jax.jit(
+        picture_step,
+        in_shardings=(trained.shardings, meshes.batched(mesh)),
+        out_shardings=replicated,
+    )
+
+
+def _key() -> jax.Array:
+    """Returns the key of what tasks draw in evaluations: the same each time."""
+    return jax.random.key(0)
+
+
 def collect_outputs(
     step: Step,
-    params: dict[str, dict],
+    params: dict[str, Weights],
     batches: Iterable[dict],
     mesh: Mesh,
     stop: Callable[[], bool] = lambda: False,

@@ -31,12 +31,14 @@ class RequiredOutputs(NamedTuple):
       names: of the outputs, see `forward_passes.Outputs`.
       rows: indices of the records that it reads; all if None.
       allowed: classes among which the output RESTRICTED chooses.
+      num_pictures: images of which the task's pictures are shown.
     """
 
     split: EvalSplit
     names: frozenset[str]
     rows: np.ndarray | None = None
     allowed: tuple[int, ...] = ()
+    num_pictures: int = 0
 
 
 class Scored(NamedTuple):

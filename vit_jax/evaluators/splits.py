@@ -14,6 +14,7 @@ from jaxtyping import Integer
 from vit_jax.config.fields import epochs, key
 from vit_jax.data import catalogue, pipeline
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folder import WHOLE, is_split
 from vit_jax.data.sources.open import exclude, open_unchecked
@@ -229,6 +230,8 @@ class EvalSplits:
             split = getattr(config, "train", "") or "train"
             of_set = {"image_key": "image", "label_key": "label", "split": split}
             stated = of_set | {"exclude": "", "num_examples": 0} | stated
+        if not self._data.num_classes:  # The run reads no labels, but evaluations do.
+            stated["num_classes"] = SYNTHETIC_CLASSES
         return dataclasses.replace(self._data, **stated)
 
     def _check(self, name: str, found: EvalSplit) -> None:

@@ -51,18 +51,21 @@ class Suite:
       data: `config.data`.
       batch_size: images per batch, over all devices.
       mesh: of all devices.
-      shardings: of the parameters; replicated if None.
+      shardings: of the parameters; replicated if None. Not read with `trained`.
       preprocess: of the images if an evaluation states none; by `data.eval_transform` if
         None.
       class_names: of the model, in the order of its outputs; empty if unknown.
       finite: whether outputs of the classifier that are not finite are an error, as
         features are in any case. In training the loop checks the loss instead.
       order: splits to look for if an evaluation states none.
+      trained: task of a run; `run` then takes its states in place of parameters.
 
     Attributes:
       notes: lines for the user.
       confusions: evaluation to set of parameters to the confusion matrix of the last
         `run`, of evaluations that have one.
+      pictures: evaluation to set of parameters to strips of the task's pictures, uint8
+        (B, Y, X, C), likewise.
 
     Raises:
       UserError: a split cannot be opened, or does not fit the model.
@@ -81,12 +84,15 @@ class Suite:
         *,
         finite: bool = False,
         order: Sequence[str] = VALIDATIONS,
+        trained: forward_passes.TrainedTask | None = None,
     ):
+        self._trained = trained
         self._model, self._data, self._mesh = model, data, mesh
         self._batch_size = batch_size
         self._shardings = shardings
         self._data_shard, self._num_data_shards = meshes.data_shard(mesh)
         self._steps: dict[tuple, forward_passes.Step] = {}
+        self._picture_step: forward_passes.Step | None = None
         self._finite = (forward_passes.FEATURES,)
         if finite:
             self._finite += (forward_passes.CONFIDENCE, forward_passes.LOSS)
@@ -99,14 +105,25 @@ class Suite:
         self._check_outputs()
         self.notes = splits.notes
         self.confusions: dict[str, dict[str, Confusion]] = {}
+        self.pictures: dict[str, dict[str, np.ndarray]] = {}
 
     def _check_outputs(self) -> None:
-        """Raises UserError if an evaluation requires what the network does not return."""
-        if self._model.representations:
-            return
+        """Raises UserError if an evaluation requires what nothing returns."""
         for name, evaluator in self._evaluators.items():
             needed = evaluator.required_outputs().values()
-            if any(forward_passes.FEATURES in one.names for one in needed):
+            needed = frozenset().union(*(one.names for one in needed))
+            if forward_passes.TASK in needed and self._trained is None:
+                raise UserError(
+                    f"evals.{name} is an evaluation of a run's task, which is there in "
+                    "training alone: leave it out"
+                )
+            if forward_passes.TASK in needed and not self._trained.metric_names:
+                raise UserError(
+                    f"evals.{name} is an evaluation of the task, which has no metrics of "
+                    "images that it is not trained on: leave it out, or take one of "
+                    "features, as kind='knn'"
+                )
+            if forward_passes.FEATURES in needed and not self._model.representations:
                 raise UserError(
                     f"evals.{name} is an evaluation of features, but the network of "
                     f"model.variant={self._model.options['variant']!r} returns no "
@@ -162,14 +179,15 @@ class Suite:
 
     def run(
         self,
-        params: dict[str, dict],
+        params: dict[str, forward_passes.Weights],
         stop: Callable[[], bool] = lambda: False,
         names: Sequence[str] | None = None,
     ) -> Scores | None:
         """Scores sets of parameters.
 
         Args:
-          params: name of a set ("params", "ema") to parameters.
+          params: name of a set ("params", "ema") to parameters, or to states of
+            `trained`.
           stop: called before every batch and every solution; True stops.
           names: of the evaluations; all if None.
 
@@ -191,13 +209,16 @@ class Suite:
             if scored is None:
                 return None
             results[name] = scored
+            for one in required[name].values():
+                if one.num_pictures:
+                    self.pictures[name] = self._draw(one, params)
             later = {r.split for x in names[i + 1 :] for r in required[x].values()}
             outputs = {split: x for split, x in outputs.items() if split in later}
         return results
 
     def _pass(
         self,
-        params: dict[str, dict],
+        params: dict[str, forward_passes.Weights],
         split: EvalSplit,
         required: Sequence[RequiredOutputs],
         stop: Callable[[], bool],
@@ -217,6 +238,7 @@ class Suite:
                 self._shardings,
                 names,
                 allowed,
+                self._trained,
             )
         rows = None
         if all(r.rows is not None for r in required):
@@ -237,6 +259,29 @@ class Suite:
             params_name: dataclasses.replace(outputs, records=rows[outputs.records])
             for params_name, outputs in found.items()
         }
+
+    def _draw(self, required: RequiredOutputs, states: dict[str, tuple]) -> dict:
+        """Returns the task's pictures of the first images of a split, side by side."""
+        split = required.split
+        rows = np.arange(min(required.num_pictures, len(split.source)))
+        if self._picture_step is None:
+            self._picture_step = forward_passes.make_picture_step(
+                self._trained, self._data, self._mesh
+            )
+        size = _full_batch(len(rows), self._mesh)
+        shard = self._data_shard, self._num_data_shards
+        with split.batches(rows, size, *shard) as batches:
+            (batch,) = batches
+        batch = meshes.to_devices(
+            {key: batch[key] for key in ("image", "index")}, self._mesh
+        )
+        strips = {}
+        for params_name, state in states.items():
+            found = jax.device_get(self._picture_step(state, batch))
+            if found:
+                strip = np.concatenate(list(found.values()), axis=2)
+                strips[params_name] = strip[: len(rows)]
+        return strips
 
     def _score(self, name, params, required, outputs, stop) -> dict | None:
         scores, self.confusions[name] = {}, {}

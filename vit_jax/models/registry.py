@@ -14,7 +14,15 @@ from vit_jax.config import fields
 from vit_jax.config.fields import Choice
 from vit_jax.errors import UserError
 from vit_jax.models import attention as attending
-from vit_jax.models import intermediates, network, resnet, stacking, variants, vit
+from vit_jax.models import (
+    intermediates,
+    network,
+    posemb,
+    resnet,
+    stacking,
+    variants,
+    vit,
+)
 from vit_jax.models.intermediates import AttentionGradient, Layer
 from vit_jax.models.network import NetworkConfig
 
@@ -144,6 +152,42 @@ class Model:
             visible=visible,
             classify=False,
             rngs={"dropout": key} if train else None,
+        )
+
+    def at_size(self, image_size: Sequence[int]) -> "Model":
+        """Returns the same network for images of another height and width.
+
+        Raises:
+          UserError: a side is not a multiple of the patch.
+        """
+        return create(**{**self.options, "image_size": tuple(image_size)})
+
+    def resize_positions(self, params: Params, to: "Model") -> Params:
+        """Returns the parameters for the network at another size of image.
+
+        Position embeddings are resized as `options["posemb_resize"]` says; it can be
+        traced and differentiated.
+
+        Args:
+          params: as from `init`.
+          to: of `at_size`.
+
+        Raises:
+          UserError: relative positions, of which there is one for each offset.
+        """
+        if not self.has_encoder:
+            return params
+        if self.module.posemb == "relative":
+            raise UserError(
+                "model.posemb='relative' has positions for one size of image alone: take "
+                "'learned'"
+            )
+        return posemb.resize_in_params(
+            params,
+            self.grid,
+            to.grid,
+            num_prefix_tokens=self.num_prefix_tokens,
+            method=self.module.posemb_resize,
         )
 
     def intermediates(self, params: Params, images: jax.Array) -> Iterator[Layer]:
@@ -347,6 +391,7 @@ def _check_encoder(module: vit.VisionTransformer) -> None:
         ("pool", vit.POOLS),
         ("posemb", vit.POSITION_KINDS),
         ("posemb_placement", vit.POSITION_PLACES),
+        ("posemb_resize", posemb.RESIZE_METHODS),
         ("remat_policy", stacking.REMAT_POLICIES),
     ):
         if getattr(module, name) not in known:

@@ -28,6 +28,7 @@ from vit_jax.models.layers import (
     classify,
     drop_path,
 )
+from vit_jax.models.posemb import RESIZE_METHODS
 from vit_jax.models.variants import CONFIGS, ModelConfig
 
 POOLS = ("token", "gap", "map", "none")
@@ -98,6 +99,13 @@ class ViTConfig(ModelConfig):
                 "relative": "every",
             }
         },
+    )
+    posemb_resize: str = key(
+        "linear",
+        'How learned ones are resized for images of another size: "linear" (Google\'s), '
+        '"bicubic" (timm\'s, DINOv2\'s with registers), "bicubic_plain" (MAE\'s), '
+        "\"bicubic_dino\" (DINO's, DINOv2's); models/posemb.py.",
+        choices=tuple(RESIZE_METHODS),
     )
     dropout: float = key(
         0.0,
@@ -179,6 +187,8 @@ class VisionTransformer(nn.Module):
         attention.
       posemb_placement: where they are added: at the "stem", separately at "every" layer,
         or "shared" by all layers (arXiv:2010.11929, table 8). "relative" has no stem.
+      posemb_resize: how learned ones are resized for images of another size, one of
+        posemb.RESIZE_METHODS; the module does not read it.
       dropout: rate after every dense layer but query, key, value (and the two of the
         head), and after adding the position embeddings.
       drop_path_rate: drop rate of the last block, falling linearly to 0 at the first.
@@ -207,6 +217,7 @@ class VisionTransformer(nn.Module):
     fc_norm: bool = False
     posemb: str = "learned"
     posemb_placement: str = "stem"
+    posemb_resize: str = "linear"
     dropout: float = 0.0
     drop_path_rate: float = 0.0
     head_bias_init: float = 0.0

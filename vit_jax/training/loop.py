@@ -115,7 +115,7 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
         data,
         config.batch_size,
         mesh,
-        setup.task.backbone(setup.shardings.params, setup.shardings.extra),
+        trained=setup.trained_task,
     )
     log_interval = Interval(config.log_every_steps, config.log_every_epochs, setup)
     save_interval = Interval(
@@ -206,6 +206,8 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
                 values = pending.fetch()
             step_timer.mark("device step")
             if log:
+                if warning := setup.task.warning(values):
+                    logger.info(f"step {step}/{total}  warning: {warning}")
                 logger.log_metrics(
                     step,
                     values,

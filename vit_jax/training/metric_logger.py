@@ -141,13 +141,16 @@ class MetricLogger:
             self._advised = self._progress.advise(speed, self._config.data)
         self._writer.scalars(step, {f"train/{k}": v for k, v in values.items()})
 
-    def log_scores(self, step: int, scores: dict, confusions: dict) -> None:
+    def log_scores(
+        self, step: int, scores: dict, confusions: dict, pictures: dict
+    ) -> None:
         """Prints the scores of evaluations, and writes those not written yet.
 
         Args:
           step: steps taken.
           scores: evaluation to set of parameters to metrics.
           confusions: the same to `classification.Confusion`, of some.
+          pictures: the same to strips of pictures, of some.
         """
         for name, kinds in scores.items():
             if self.has_scores(step, name):
@@ -157,6 +160,8 @@ class MetricLogger:
                 if jax.process_index() == 0:
                     picture = np.asarray(classification.draw_confusion(table))[None]
                     self.images(f"{name}/{kind}/confusion", picture, step)
+            for kind, strips in pictures.get(name, {}).items():
+                self.images(f"{name}/{kind}/pictures", strips, step)
         self.info(
             f"step {step}/{self._setup.total_steps}  {run_report.scores_line(scores)}"
         )

@@ -116,9 +116,10 @@ class MetricWriter:
             self._try(self._write_events)
 
     def images(self, name: str, images: np.ndarray, step: int) -> None:
-        """Shows up to 16 images, uint8 (B, Y, X, C), in TensorBoard."""
+        """Shows up to 16 images, uint8 (..., Y, X, C), in TensorBoard."""
         if self._active:
-            shown = images[:16].repeat(3 // images.shape[-1], axis=-1)
+            shown = images.reshape(-1, *images.shape[-3:])[:16]
+            shown = shown.repeat(3 // images.shape[-1], axis=-1)
             image = summary.image(name, shown, dataformats="NHWC")
             self._unseen.append((step, image))
             self._try(self._write_events)

@@ -112,10 +112,9 @@ class Evaluations:
           Scores as of `Suite.run`, of the parameters ("params") and of their moving
           average ("ema") if there is one; None if preemption interrupted them.
         """
-        backbone = self._setup.task.backbone
-        params = {"params": backbone(state.params, state.extra)}
+        params = {"params": (state.params, state.extra)}
         if state.average is not None:
-            params["ema"] = backbone(state.average, state.extra)
+            params["ema"] = (state.average, state.extra)
 
         def stop():
             self._watchdog.reset(f"a part of the evaluation of step {step}")
@@ -123,5 +122,7 @@ class Evaluations:
 
         scores = self._suite.run(params, stop, self.due(step))
         if scores is not None:
-            self._logger.log_scores(step, scores, self._suite.confusions)
+            self._logger.log_scores(
+                step, scores, self._suite.confusions, self._suite.pictures
+            )
         return scores

@@ -16,6 +16,7 @@ from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength, depends_on_epochs
 from vit_jax.data.config import DataConfig
 from vit_jax.distributed import mesh as meshes
+from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.evaluators.suite import Suite
 from vit_jax.models import Model
 from vit_jax.training import optim, train_step
@@ -64,16 +65,16 @@ class SweepCache:
         data: DataConfig,
         batch_size: int,
         mesh: Mesh,
-        shardings: dict,
+        trained: TrainedTask,
     ) -> Suite:
         """Returns a `Suite` with these arguments."""
         named = {name: fields.to_dict(spec) for name, spec in evals.items()}
-        places = [str(place.spec) for place in jax.tree.leaves(shardings)]
+        places = [str(place.spec) for place in jax.tree.leaves(trained.shardings)]
         decisive = [model.options, named, fields.to_dict(data), batch_size, places]
         key = _key(decisive, mesh)
         if self._suite is None or self._suite[0] != key:
             self._suite = None  # Its images go before those of the next are read.
-            suite = Suite(model, evals, data, batch_size, mesh, shardings)
+            suite = Suite(model, evals, data, batch_size, mesh, trained=trained)
             self._suite = key, suite
         return self._suite[1]
 

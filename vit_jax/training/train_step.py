@@ -12,10 +12,12 @@ from jax.sharding import Mesh
 
 from vit_jax import models
 from vit_jax.config.lengths import RunLength
+from vit_jax.data.transforms import parse
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.models import stacking
 from vit_jax.tasks.task import Task, backbone_path
 from vit_jax.training import optim
@@ -72,6 +74,19 @@ class TrainSetup(NamedTuple):
     train_step: Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
     metadata: dict
+
+    @property
+    def trained_task(self) -> TrainedTask:
+        """The task, as evaluations see it."""
+        task = self.task
+        return TrainedTask(
+            task.backbone,
+            task.held_out_metrics,
+            task.pictures,
+            (self.shapes.params, self.shapes.extra),
+            (self.shardings.params, self.shardings.extra),
+            self.model.image_shape,
+        )
 
     def initial_state(self) -> TrainState:
         """Returns the first state, initialised on the devices that hold each part."""
@@ -134,6 +149,8 @@ def build_train_setup(
             f"task.name={config.task.name!r}: its `build` returned {task!r}, which lacks a "
             "method of `Task` (vit_jax/tasks/task.py)"
         )
+    batch_spec = task.batch_spec(config.batch_size)
+    parse.check_batch(batch_spec, config.data)
 
     def init():
         return task.init(init_key(config.seed))
@@ -184,7 +201,7 @@ def build_train_setup(
         train_step=jit_step(step, mesh, shardings, donate=not config.debug_nans),
         batch_shapes={
             name: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=batch_sharding)
-            for name, form in task.batch_spec(config.batch_size).items()
+            for name, form in batch_spec.items()
         },
         metadata={
             "task": task.metadata(),

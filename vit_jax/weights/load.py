@@ -12,7 +12,7 @@ from vit_jax import models
 from vit_jax.config.fields import is_custom, key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
+from vit_jax.models import posemb, stacking
 from vit_jax.weights import surgery, workdir
 from vit_jax.weights.formats import files, registry, torch_file
 from vit_jax.weights.hub import download
@@ -55,9 +55,10 @@ class InitConfig:
         formerly="init_head",
     )
     posemb_resize: str = key(
-        "linear",
-        'Resizing of position embeddings; or "bicubic".',
-        choices=("linear", "bicubic"),
+        "",
+        'Resizing of position embeddings, as `model.posemb_resize`; "": as it was '
+        "trained.",
+        choices=("", *posemb.RESIZE_METHODS),
         formerly="init_posemb",
     )
     allow_mismatch: tuple[str, ...] = key(
@@ -167,7 +168,7 @@ def load(
     head: str = "keep",
     head_bias_init: float = 0.0,
     allow_mismatch: Sequence[str] = (),
-    posemb_resize: str = "linear",
+    posemb_resize: str = "",
     use_ema: bool = True,
     init: Callable[[], dict] | None = None,
 ) -> Loaded:
@@ -176,7 +177,8 @@ def load(
     Args:
       checkpoint, use_ema: see `open_pretrained`.
       model: to fit the parameters to.
-      head, head_bias_init, allow_mismatch, posemb_resize: see `surgery.fit`.
+      head, head_bias_init, allow_mismatch: see `surgery.fit`.
+      posemb_resize: likewise; "" is as the checkpoint's network says.
       init: returns the initial values of parameters that may be missing; `model.init`
         with key 0 if None.
 
@@ -210,7 +212,8 @@ def load(
             head=head,
             head_bias_init=head_bias_init,
             allow_mismatch=allow_mismatch,
-            posemb_resize=posemb_resize,
+            posemb_resize=posemb_resize
+            or source.options.get("posemb_resize", "linear"),
             init=initial,
         )
     except UserError as error:

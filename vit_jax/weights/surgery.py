@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 
 from vit_jax.errors import UserError
-from vit_jax.models import vit
+from vit_jax.models import posemb, vit
 from vit_jax.weights.pretrained import POSITIONS
 
 HEADS = ("keep", "new", "drop")
@@ -66,8 +66,7 @@ def fit(
       head: "keep"; "new" for a classifier of zeros, with a new layer before it;
         or "drop", for a model without classes.
       head_bias_init: initial bias of a new classifier.
-      posemb_resize: "linear" (corners aligned, as in Google's code) or "bicubic"
-        (antialiased, as in timm).
+      posemb_resize: of position embeddings, one of posemb.RESIZE_METHODS.
       allow_mismatch: regular expressions of names that may be missing, and then keep
         their initial values, or be left over; None for commands without such a flag.
       init: returns the model's initial parameters; needed if any of them is kept.
@@ -165,9 +164,9 @@ def _fit_positions(
     method: str,
 ) -> list[FitRow]:
     """Resizes position embeddings, and fits the rows of the prefix tokens."""
-    if method not in RESIZE_MATRICES:
+    if method not in posemb.RESIZE_METHODS:
         raise UserError(
-            f"posemb_resize={method!r} is not one of {', '.join(RESIZE_MATRICES)}"
+            f"posemb_resize={method!r} is not one of {', '.join(posemb.RESIZE_METHODS)}"
         )
     how = "" if method == "linear" else f", {method}"
     rows = []
@@ -180,7 +179,7 @@ def _fit_positions(
             has, needs = ([t for t in _TOKENS if t in tree] for tree in (given, wanted))
             cells = old_grid or square_grid(old.shape[1] - len(has))
             if cells != grid:
-                given[name] = resize_positions(
+                given[name] = posemb.resize_positions(
                     old, cells, grid, num_prefix_tokens=len(has), method=method
                 )
                 action = f"resized from {cells} to {grid}{how}"
@@ -191,7 +190,7 @@ def _fit_positions(
                 action = f"rows of {_names(has)} made rows of {_names(needs)}"
                 rows.append(FitRow(label, action, before.shape, given[name].shape))
         elif name.endswith(_TABLES) and old.shape != shape:
-            given[name] = resize_table(old, shape[0], method=method)
+            given[name] = posemb.resize_table(old, shape[0], method=method)
             rows.append(FitRow(name, f"resized{how}", old.shape, shape))
     return rows
 
@@ -323,53 +322,6 @@ def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
     return allowed
 
 
-def resize_positions(
-    embedding: Float[np.ndarray, "1 N D"],
-    old_grid: tuple[int, int],
-    grid: tuple[int, int],
-    *,
-    num_prefix_tokens: int,
-    method: str = "linear",
-) -> Float[np.ndarray, "1 M D"]:
-    """Resizes position embeddings in 2-D (arXiv:2010.11929, section 3.2).
-
-    Args:
-      embedding: rows of the prefix tokens, then of the patches row by row.
-      old_grid: rows and columns of its patches.
-      grid: rows and columns of the new patches.
-      num_prefix_tokens: number of prefix tokens, whose rows are kept.
-      method: a key of RESIZE_MATRICES.
-
-    Returns:
-      Embedding of the same prefix tokens and the new patches.
-
-    Raises:
-      UserError: the embedding has another number of rows.
-    """
-    _, N, D = embedding.shape
-    rows = num_prefix_tokens + math.prod(old_grid)
-    if N != rows:
-        raise UserError(
-            f"position embedding has {N} rows, but {num_prefix_tokens} extra tokens and "
-            f"a grid of {old_grid[0]}x{old_grid[1]} make {rows}"
-        )
-    patches = embedding[0, num_prefix_tokens:].reshape(*old_grid, D)
-    down, across = (
-        RESIZE_MATRICES[method](o, n) for o, n in zip(old_grid, grid, strict=True)
-    )
-    patches = np.einsum("ij,jkd,lk->ild", down, patches, across, optimize=True)
-    patches = patches.reshape(1, -1, D).astype(embedding.dtype)
-    return np.concatenate([embedding[:, :num_prefix_tokens], patches], axis=1)
-
-
-def resize_table(
-    embedding: Float[np.ndarray, "N D"], length: int, *, method: str = "linear"
-) -> Float[np.ndarray, "M D"]:
-    """Resizes the position embeddings of rows or columns in 1-D."""
-    matrix = RESIZE_MATRICES[method](len(embedding), length)
-    return (matrix @ embedding).astype(embedding.dtype)
-
-
 def resize_patch_kernel(
     kernel: Float[np.ndarray, "P P C D"], patch: int
 ) -> Float[np.ndarray, "p p C D"]:
@@ -405,46 +357,10 @@ def convert_input_channels(
     )
 
 
-def _linear_corners(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of a linear interpolation with aligned corners.
-
-    Source: google-research/vision_transformer's zoom of order 1.
-    """
-    if old == 1:
-        return np.ones((new, 1))
-    # A single new point takes the first, as scipy.ndimage.zoom does.
-    return _triangle(np.linspace(0, old - 1, new), old)
-
-
 def _bilinear(old: int, new: int) -> Float[np.ndarray, "new old"]:
     """Returns the matrix of a bilinear resize of pixels without antialiasing."""
     at = (np.arange(new) + 0.5) * old / new - 0.5
-    return _triangle(np.clip(at, 0, old - 1), old)
-
-
-def _triangle(at: Sequence[float] | np.ndarray, old: int) -> np.ndarray:
-    """Returns the weights of the two neighbours of each point, out of `old`."""
-    return np.maximum(0, 1 - np.abs(np.asarray(at)[:, None] - np.arange(old)))
-
-
-def _bicubic_antialiased(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of an antialiased bicubic resize of pixels.
-
-    Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), with which
-    timm resizes position embeddings; Pillow's BICUBIC is the same filter.
-    """
-    scale = old / new
-    stretch = max(scale, 1.0)  # The filter grows with the step when shrinking.
-    centres = (np.arange(new) + 0.5) * scale
-    distance = np.abs(np.arange(old) + 0.5 - centres[:, None]) / stretch
-    # Keys' cubic with a = -0.5.
-    near = 1.5 * distance**3 - 2.5 * distance**2 + 1
-    far = -0.5 * distance**3 + 2.5 * distance**2 - 4 * distance + 2
-    weights = np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
-    return weights / weights.sum(axis=1, keepdims=True)
-
-
-RESIZE_MATRICES = {"linear": _linear_corners, "bicubic": _bicubic_antialiased}
+    return posemb.triangle(np.clip(at, 0, old - 1), old)
 
 
 def prepend_zero_rows(embedding: np.ndarray, rows: int) -> np.ndarray:

@@ -157,7 +157,7 @@ def test_a_device_transform_draws_by_the_place_in_the_run():
 
 def test_its_size_counts_for_an_enlargement():
     ops = parse.parse_train("resize((8, 5)) | wrong:Half | upsample", SIZE)
-    assert parse.loaded_size(ops, SIZE) == (4, 3)
+    assert parse.loaded_shapes(ops, SIZE, 3) == {"image": (4, 3, 3)}
     (half,) = parse.parse_eval("wrong:Half()", SIZE)
     image = half(np.zeros((7, 9, 3), np.uint8), None)
     assert image.shape == (4, 5, 3)

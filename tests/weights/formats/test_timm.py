@@ -81,8 +81,9 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path, name):
     assert_same(found.params, random_flat(model))
     again = models.create(**found.options).options
     # Sizes have more than one name.
-    same = options.keys() - {"variant"}
+    same = options.keys() - {"variant", "posemb_resize"}
     assert {k: again[k] for k in same} == {k: options[k] for k in same}
+    assert again.get("posemb_resize") in (None, "bicubic")
     channels = options["channels"]
     assert found.preprocess.mean == PREPROCESS.mean[: 3 if channels == 3 else None]
     assert found.class_names == pretrained.class_names

@@ -21,6 +21,7 @@ from vit_jax.data.splits import Numbered, Numbering
 from vit_jax.errors import UserError
 
 DEFAULT_EXAMPLES = 64  # Of each split of the synthetic set.
+SYNTHETIC_CLASSES = 10  # Of the synthetic set where `data.num_classes` is 0.
 DIGIT_NAMES = tuple("0123456789")
 _CHANNELS = (1, 3)
 _SHAPE = "not (N, H, W), (N, H, W, 1) or (N, H, W, 3); change the shape"
@@ -309,7 +310,8 @@ def _digits(data: DataConfig, split: str) -> ArraySource:
 
 def _synthetic(data: DataConfig, split: str) -> ArraySource:
     size, number = data.image_size, data.num_examples
-    return open_synthetic(split, size, data.channels, data.num_classes, number)
+    classes = data.num_classes or SYNTHETIC_CLASSES
+    return open_synthetic(split, size, data.channels, classes, number)
 
 
 SOURCES["digits"] = SourceType(

@@ -14,6 +14,9 @@ from vit_jax.errors import UserError
 class Source(Protocol):
     """Labelled images that can be read in any order.
 
+    Where `data.num_classes` is 0, labels are not read: `labels` may be None or raise, and
+    records may lack them.
+
     Attributes:
       class_names: names in label order; may be empty.
       images: uint8 array (N, H, W, C) if the set lies in memory, else None.

@@ -35,9 +35,11 @@ def open_custom(data: DataConfig, split: str):
             f"data.name={data.name!r} is {open_source!r}: it must be a function of "
             "`config.data` and a split expression"
         )
+    labelled = bool(data.num_classes)
     with guarded(data.name):
         source = open_source(data, split)
-        missing = [name for name in _MEMBERS if not hasattr(source, name)]
+        members = [name for name in _MEMBERS if labelled or name != "labels"]
+        missing = [name for name in members if not hasattr(source, name)]
     missing += [
         name for name in ("__len__", "__getitem__") if not hasattr(type(source), name)
     ]
@@ -47,10 +49,10 @@ def open_custom(data: DataConfig, split: str):
             f"{', '.join(missing)}: see Source in vit_jax/data/sources/base.py"
         )
     with guarded(data.name):
-        _check_arrays(data.name, source)
+        _check_arrays(data.name, source, labelled)
     if isinstance(source, arrays.ArraySource):  # It runs no more code of theirs.
         return source
-    return CustomSource(data.name, source)
+    return CustomSource(data.name, source, labelled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +62,12 @@ class CustomSource:
     Attributes:
       name: `data.name`.
       source: what the user's function returned.
+      labelled: whether its labels are read.
     """
 
     name: str
     source: object
+    labelled: bool = True
 
     # Not by `__getattr__`: since Python 3.12 what it gives does not count for a protocol.
     @property
@@ -76,7 +80,7 @@ class CustomSource:
 
     @property
     def labels(self):
-        return self.source.labels
+        return self.source.labels if self.labelled else None
 
     def __len__(self) -> int:
         with guarded(self.name):
@@ -85,10 +89,11 @@ class CustomSource:
     def __getitem__(self, i: int) -> dict:
         with guarded(self.name, f" for record {i}"):
             item = self.source[i]
-            image, label = item["image"], _whole(item["label"])
+            image = item["image"]
+            label = {"label": _whole(item["label"])} if self.labelled else {}
             if not isinstance(image, bytes | np.ndarray):
                 raise TypeError('"image" is neither bytes nor an array')
-            return {"image": image, "label": label}
+            return {"image": image, **label}
 
     def describe(self, i: int) -> str:
         with guarded(self.name, f" for record {i}"):
@@ -125,10 +130,10 @@ def _whole(label) -> int:
         return int(value.item())
 
 
-def _check_arrays(name: str, source) -> None:
+def _check_arrays(name: str, source, labelled: bool) -> None:
     """Raises UserError for images or labels in memory that cannot be taken as they are."""
-    images, labels = source.images, source.labels
-    if labels is not None or images is not None:
+    images, labels = source.images, source.labels if labelled else None
+    if labelled and (labels is not None or images is not None):
         if not hasattr(labels, "dtype"):
             raise UserError(
                 f"data.name={name!r} returned labels of type {type(labels).__name__}; "
@@ -145,10 +150,11 @@ def _check_arrays(name: str, source) -> None:
             "(N, H, W, C); convert them, or let open_arrays of "
             "vit_jax.data.sources.arrays do it"
         )
-    if not len(images) == len(labels) == len(source):
+    if labelled and len(labels) != len(images) or len(images) != len(source):
+        number = f", {len(labels)} labels" if labelled else ""
         raise UserError(
-            f"data.name={name!r} returned {len(images)} images, {len(labels)} labels "
-            f"and a length of {len(source)}; make them equal"
+            f"data.name={name!r} returned {len(images)} images{number} and a length of "
+            f"{len(source)}; make them equal"
         )
 
 

@@ -81,6 +81,18 @@ def _open(data: DataConfig, split: str) -> Source:
 
 
 def _check(source: Source, data: DataConfig, split: str) -> None:
+    if data.num_classes:
+        _check_classes(source, data)
+    stated = split == data.split and data.num_examples
+    generated = source_type(data.name).generated
+    if stated and not generated and data.num_examples != len(source):
+        raise UserError(
+            f"data.num_examples={data.num_examples}, but split {split!r} of {data.name} has "
+            f"{len(source)}: set --config.data.num_examples={len(source)}"
+        )
+
+
+def _check_classes(source: Source, data: DataConfig) -> None:
     known = len(source.class_names)
     if known and known != data.num_classes:
         raise UserError(
@@ -91,13 +103,6 @@ def _check(source: Source, data: DataConfig, split: str) -> None:
         bad = (source.labels < 0) | (source.labels >= data.num_classes)
         for i in np.flatnonzero(bad)[:1].tolist():
             check_label(int(source.labels[i]), data.num_classes, source.describe(i))
-    stated = split == data.split and data.num_examples
-    generated = source_type(data.name).generated
-    if stated and not generated and data.num_examples != len(source):
-        raise UserError(
-            f"data.num_examples={data.num_examples}, but split {split!r} of {data.name} has "
-            f"{len(source)}: set --config.data.num_examples={len(source)}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +130,11 @@ class Excluding:
         return len(self.source) - len(self.gaps)
 
     def __getitem__(self, i: int) -> dict:
-        if self.images is not None:
-            return {"image": self.images[i], "label": int(self.labels[i])}
-        return self.source[self._inner(i)]
+        if self.images is None:
+            return self.source[self._inner(i)]
+        if self.labels is None:
+            return {"image": self.images[i]}
+        return {"image": self.images[i], "label": int(self.labels[i])}
 
     def describe(self, i: int) -> str:
         return self.source.describe(self._inner(i))
@@ -193,7 +200,10 @@ def exclude(source, path: str) -> Excluding:
     gaps = found - np.arange(len(found))
     if source.images is None:
         return Excluding(source, gaps)
-    images, labels = (np.delete(a, found, 0) for a in (source.images, source.labels))
+    images, labels = (
+        None if values is None else np.delete(values, found, 0)
+        for values in (source.images, source.labels)
+    )
     if isinstance(source, ArraySource):  # Else all images would stay in memory twice.
         blank = np.broadcast_to(np.uint8(0), source.images.shape)
         source = dataclasses.replace(source, images=blank)

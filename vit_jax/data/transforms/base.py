@@ -40,7 +40,14 @@ class HostTransform(Protocol):
 
     It may also have `output_size(before)`: the height and width of its result for
     images of a height and width, or None if they differ from image to image. Without
-    it the size stays. A field named `size` that the line leaves out is
+    it the size stays.
+
+    The last one of a line may return several arrays instead, as a dict of uint8 arrays
+    with "image" among them, each of one or more crops: (..., h, w, C). It then has
+    `output_shapes(channels)` in place of `output_size`: name to shape, of one image. A
+    batch holds these arrays under their names; the task takes them from there.
+
+    A field named `size` that the line leaves out is
     `data.image_size`. `expand()` makes it stand for others: it returns the transforms
     to put in its place and those to put at the end of the line, as text.
     """
@@ -49,8 +56,8 @@ class HostTransform(Protocol):
 
     def __call__(
         self, image: UInt8[np.ndarray, "H W C"], rng: np.random.Generator
-    ) -> UInt8[np.ndarray, "h w C"]:
-        """Returns the transformed image.
+    ) -> UInt8[np.ndarray, "h w C"] | dict[str, UInt8[np.ndarray, "... h w C"]]:
+        """Returns the transformed image, or several arrays made of it.
 
         Args:
           image: pixels; not to be written to.

@@ -7,6 +7,7 @@ channels.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import cv2
@@ -45,6 +46,8 @@ class InceptionCrop:
       antialias: whether detail that is too fine for the result is averaged.
       rough: whether chroma of JPEG files is repeated, not interpolated, which is
         faster; needs the extra `fast`.
+      interpolation: "fast" for `resize_fast`; "bicubic" for Pillow's antialiased
+        filter, with which MAE and DINO were trained.
     """
 
     runs_on: ClassVar[str] = "host"
@@ -56,11 +59,16 @@ class InceptionCrop:
     rough: Given = key(
         False, "Repeat the chroma of JPEG files; needs the extra `fast`."
     )
+    interpolation: Given = key(
+        "fast", "Filter of the resize.", choices=("fast", "bicubic")
+    )
 
     def __post_init__(self):
         check_arguments(self)
         check_size(self.size)
         check_part(self.area, self.ratio)
+        if not self.antialias and self.interpolation != "fast":
+            raise ValueError("antialias=False is of interpolation='fast' alone")
         if self.rough:
             try:
                 decode.import_simplejpeg()
@@ -68,7 +76,7 @@ class InceptionCrop:
                 raise ValueError(f"rough=True {error}") from error
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        return self._cut(image, self.box(*image.shape[:2], rng))
+        return self.cut(image, self.box(*image.shape[:2], rng))
 
     def from_file(self, data: bytes, channels: int, rng: np.random.Generator) -> After:
         """Decodes, crops and resizes, and decodes only what the part needs.
@@ -90,24 +98,34 @@ class InceptionCrop:
         if header is None:
             return self(decode.decode(data, channels), rng)
         box = self.box(header.height, header.width, rng)
-        top, _, height, width = box
-        target = pair(self.size)
-        times = min(height / target[0], width / target[1])
-        shrink = next((n for n in decode.JPEG_SHRINKS if n <= times), 1)
-        stop = top + height
-        pixels = decode.decode_jpeg(data, header, channels, stop, shrink, self.rough)
-        if pixels is None:  # Damaged, or for Pillow alone.
-            return self._cut(decode.decode(data, channels), box)
-        if shrink == 1:
-            return self._cut(pixels, box)
-        return resize_box(pixels, tuple(x / shrink for x in box), target)
+        sizes = [pair(self.size)]
+        pixels, shrink = decode_parts(data, header, channels, [box], sizes, self.rough)
+        return self.cut(pixels, box, shrink)
 
     def output_size(self, before: Size | None) -> Size:
         return pair(self.size)
 
-    def _cut(self, image: Before, box: tuple[int, int, int, int]) -> After:
+    def cut(
+        self, image: Before, box: tuple[int, int, int, int], shrink: int = 1
+    ) -> After:
+        """Cuts a part out and resizes it.
+
+        Args:
+          image: pixels.
+          box: from `box`, of the image before it was shrunk.
+          shrink: times that the image is smaller than it was.
+        """
+        filters = Image.Resampling
+        bicubic = self.interpolation == "bicubic"
+        if shrink > 1:
+            box = tuple(x / shrink for x in box)
+            resample = filters.BICUBIC if bicubic else filters.BILINEAR
+            return resize_box(image, box, pair(self.size), resample)
         top, left, height, width = box
         part = image[top : top + height, left : left + width]
+        if bicubic:  # Pixels beside the part do not count, as in torchvision.
+            whole = (0, 0, height, width)
+            return resize_box(part, whole, pair(self.size), filters.BICUBIC)
         return resize_fast(part, pair(self.size), self.antialias)
 
     def box(
@@ -214,6 +232,43 @@ class RandomCrop:
         return pair(self.size)
 
 
+def decode_parts(
+    data: bytes,
+    header: decode.JpegHeader,
+    channels: int,
+    boxes: Sequence[Box],
+    sizes: Sequence[Size],
+    rough: bool = False,
+) -> tuple[Before, int]:
+    """Decodes an image file once for several parts of it, and only what they need.
+
+    Args:
+      data: content of the file.
+      header: from `decode.plain_header`.
+      channels: 3 for RGB, 1 for grey.
+      boxes: top, left, height and width of each part.
+      sizes: height and width that each is resized to.
+      rough: as of `InceptionCrop`.
+
+    Returns:
+      Pixels down to the end of the lowest part, and how many times they are shrunk: if
+      all parts are at least twice their results, a JPEG is shrunk while it is decoded.
+
+    Raises:
+      DamagedImage: as `decode.decode`.
+    """
+    times = min(
+        min(height / size[0], width / size[1])
+        for (_, _, height, width), size in zip(boxes, sizes, strict=True)
+    )
+    shrink = next((n for n in decode.JPEG_SHRINKS if n <= times), 1)
+    stop = max(top + height for top, _, height, _ in boxes)
+    pixels = decode.decode_jpeg(data, header, channels, stop, shrink, rough)
+    if pixels is None:  # Damaged, or for Pillow alone.
+        return decode.decode(data, channels), 1
+    return pixels, shrink
+
+
 class TooLong(ValueError):
     """A resize by the short side would give more than `MAX_RESIZED` pixels."""
 
@@ -272,13 +327,19 @@ def resize_bilinear(image: Before, size: tuple[int, int]) -> After:
     return resize_box(image, (0, 0, *image.shape[:2]), size)
 
 
-def resize_box(image: Before, box: Box, size: tuple[int, int]) -> After:
-    """Resizes a part with Pillow's antialiased bilinear filter.
+def resize_box(
+    image: Before,
+    box: Box,
+    size: tuple[int, int],
+    resample: Image.Resampling = Image.Resampling.BILINEAR,
+) -> After:
+    """Resizes a part with an antialiased filter of Pillow's.
 
     Args:
       image: to cut the part from.
       box: top, left, height and width in pixels, which may be fractions.
       size: height and width of the result.
+      resample: the filter.
     """
     top, left, height, width = box
     # Rounding may carry a fraction past the border by less than it matters.
@@ -286,9 +347,7 @@ def resize_box(image: Before, box: Box, size: tuple[int, int]) -> After:
     grey = image.shape[-1] == 1
     # Pillow knows one or three channels, and one has no axis of its own.
     picture = Image.fromarray(image[..., 0] if grey else np.ascontiguousarray(image))
-    picture = picture.resize(
-        size[::-1], Image.Resampling.BILINEAR, box=(left, top, right, bottom)
-    )
+    picture = picture.resize(size[::-1], resample, box=(left, top, right, bottom))
     out = np.array(picture)
     return out[..., None] if grey else out
 

@@ -1,9 +1,9 @@
 """Image transforms as a readable line: "inception_crop(224) | flip | mixup(0.2)".
 
 Transforms stand between bars and take Python literals, by position or by name. Host
-transforms (host.py, randaugment.py) run in the loader, image by image; device
-transforms (device.py) run in the training step, on the batch, and come last. The size
-of a crop or resize is `data.image_size` unless given, as 224 or as (160, 224).
+transforms (host.py, randaugment.py, multi_crop.py) run in the loader, image by image;
+device transforms (device.py) run in the training step, on the batch, and come last. The
+size of a crop or resize is `data.image_size` unless given, as 224 or as (160, 224).
 
 A transform of the user's is named with its module: "my_module:MyTransform(0.5) | flip".
 base.py says what it has to have.
@@ -23,13 +23,24 @@ from typing import NamedTuple
 import numpy as np
 
 from vit_jax.config import fields
+from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.transforms import host, randaugment
+from vit_jax.data.transforms import host, multi_crop, randaugment
 from vit_jax.data.transforms.base import Size, check_arguments, size_after
 from vit_jax.errors import UserError
 
 # Each transform by its name; those of the device import JAX, see `all_transforms`.
-HOST_TRANSFORMS = {**host.TRANSFORMS, **randaugment.TRANSFORMS}
+HOST_TRANSFORMS = {
+    **host.TRANSFORMS,
+    **multi_crop.TRANSFORMS,
+    **randaugment.TRANSFORMS,
+}
+# Arrays of a batch that are not of a host transform.
+_RESERVED = ("label", "index", "skipped", "mask")
+_FORWARDED = (
+    *("runs_on", "in_eval", "mixes_examples", "expand"),
+    *("output_size", "output_shapes"),
+)
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
 )
@@ -65,16 +76,28 @@ class CustomTransform:
             return self._checked_image(self.transform(image, *args))
 
     def __getattr__(self, name: str):
-        if name in ("runs_on", "in_eval", "mixes_examples", "output_size", "expand"):
+        if name in _FORWARDED:
             return getattr(self.transform, name)
         raise AttributeError(name)
 
-    def _checked_image(self, image) -> np.ndarray:
+    def _checked_image(self, image) -> np.ndarray | dict[str, np.ndarray]:
+        if hasattr(self.transform, "output_shapes"):
+            return self._checked_views(image)
         found = f"{getattr(image, 'dtype', type(image))} {getattr(image, 'shape', '')}"
         array = isinstance(image, np.ndarray)
         if not array or image.dtype != np.uint8 or image.ndim != 3:
             raise UserError(f"{self.stated} returned {found}, not uint8 (H, W, C)")
         return image
+
+    def _checked_views(self, arrays) -> dict[str, np.ndarray]:
+        found = arrays if isinstance(arrays, dict) else {"": arrays}
+        kinds = {name: getattr(a, "dtype", type(a)) for name, a in found.items()}
+        if found is not arrays or any(kind != np.uint8 for kind in kinds.values()):
+            raise UserError(
+                f"{self.stated} returned {kinds}, not a dict of uint8 arrays, which "
+                "`output_shapes` tells of"
+            )
+        return arrays
 
     def _checked_batch(self, result, labels, *_) -> tuple:
         shapes = [getattr(array, "shape", ()) for array in result]
@@ -94,8 +117,9 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
       image_size: default height and width in pixels.
 
     Raises:
-      UserError: unknown transform or argument, a host after a device transform, two
-        that mix examples, or an enlargement to another size than the image's.
+      UserError: unknown transform or argument, a host after a device transform, one
+        after a transform that returns several arrays, two that mix examples, or an
+        enlargement to another size than the image's.
     """
     known = all_transforms()
     parse = lambda text: _parse("data.train_transform", text, known, image_size)
@@ -115,26 +139,79 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
             last += [found for _, found in at_end]
         else:
             before.append(transform)
+    _check_host(spec, before)
     device += last
     _check_device(spec, device, image_size)
     return Transforms(tuple(before), tuple(device))
 
 
-def loaded_size(
-    transforms: Transforms, image_size: Sequence[int], in_memory: Size | None = None
-) -> Size:
-    """Returns the height and width that the loader makes of the training images.
-
-    It is `image_size` unless the device enlarges them.
+def loaded_shapes(
+    transforms: Transforms,
+    image_size: Sequence[int],
+    channels: int,
+    in_memory: Size | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the arrays that the loader makes of a training image.
 
     Args:
       transforms: `parse_train(...)`.
       image_size: `data.image_size`.
+      channels: `data.channels`.
       in_memory: height and width of the images of a source that holds them.
+
+    Returns:
+      {"image": (height, width, channels)}, or what the last host transform says in
+      `output_shapes`.
 
     Raises:
       UserError: images are enlarged, but nothing says from which size.
     """
+    if transforms.host and hasattr(transforms.host[-1], "output_shapes"):
+        shapes = transforms.host[-1].output_shapes(channels)
+        return {name: tuple(shape) for name, shape in shapes.items()}
+    size = _loaded_size(transforms, image_size, in_memory)
+    return {"image": (*size, channels)}
+
+
+def in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns shapes for a message: "224x224x3", or "image of 2x224x224x3, ..."."""
+    texts = {name: "x".join(map(str, shape)) for name, shape in shapes.items()}
+    if texts.keys() == {"image"}:
+        return texts["image"]
+    return ", ".join(f"{name} of {text}" for name, text in texts.items())
+
+
+def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
+    """Checks that the loader makes the arrays that a task takes.
+
+    Args:
+      spec: name to array or shape with a leading batch axis, see `Task.batch_spec`.
+      data: `config.data`.
+
+    Raises:
+      UserError: it makes others.
+    """
+    if "label" in spec and not data.num_classes:
+        raise UserError(
+            f"data.num_classes={data.num_classes}: labels are not read, but this task "
+            "learns from them: set --config.data.num_classes to the number of classes"
+        )
+    transforms = parse_train(data.train_transform, data.image_size)
+    views = Transforms(transforms.host, ())  # The device may enlarge them.
+    made = loaded_shapes(views, data.image_size, data.channels)
+    wanted = {k: v.shape[1:] for k, v in spec.items() if k not in _RESERVED}
+    dims = {name: len(shape) for name, shape in made.items()}
+    if any(len(shape) != dims.get(name) for name, shape in wanted.items()):
+        raise UserError(
+            f"data.train_transform={data.train_transform!r} makes {in_words(made)}, but "
+            f"this task takes {in_words(wanted)}: change its last operation of the loader"
+        )
+
+
+def _loaded_size(
+    transforms: Transforms, image_size: Sequence[int], in_memory: Size | None = None
+) -> Size:
+    """Returns height and width: `image_size` unless the device enlarges the images."""
     resizing = [op for op in transforms.device if hasattr(op, "output_size")]
     if not resizing:
         return tuple(image_size)
@@ -172,7 +249,9 @@ def names_custom(spec: str) -> bool:
 
 
 def _in_eval(transform: object) -> bool:
-    return transform.runs_on == "host" and getattr(transform, "in_eval", False)
+    several = hasattr(transform, "output_shapes")  # Evaluations read one image.
+    in_eval = getattr(transform, "in_eval", False) and not several
+    return transform.runs_on == "host" and in_eval
 
 
 def all_transforms() -> dict[str, type]:
@@ -181,6 +260,23 @@ def all_transforms() -> dict[str, type]:
     from vit_jax.data.transforms import device
 
     return {**HOST_TRANSFORMS, **device.TRANSFORMS}
+
+
+def _check_host(spec: str, host: list) -> None:
+    for transform in host[:-1]:
+        if hasattr(transform, "output_shapes"):
+            raise UserError(
+                f"data.train_transform={spec!r}: {_name(transform)} returns several "
+                "arrays, so it must be the last of those that run in the loader"
+            )
+    for transform in host[-1:]:
+        shapes = getattr(transform, "output_shapes", lambda _: {"image": ()})(3)
+        if "image" not in shapes or set(shapes) & set(_RESERVED):
+            raise UserError(
+                f"data.train_transform={spec!r}: {_name(transform)} returns "
+                f"{', '.join(shapes)}: one array must be called image, and none "
+                f"{', '.join(_RESERVED)}"
+            )
 
 
 def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:

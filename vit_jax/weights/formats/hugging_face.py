@@ -269,6 +269,7 @@ def _model_options(
         "distillation": form["distillation"],
         "representation_layer": form["representation_layer"],
         "activation": facts.activation,
+        "posemb_resize": "bicubic",
         "layer_norm_eps": facts.epsilon,
     }
 

@@ -152,6 +152,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
         "num_classes": form["num_classes"],
         **{name: form[name] for name in (*kept, "posemb")},
         "activation": facts.activation,
+        "posemb_resize": "bicubic",
         "layer_norm_eps": facts.epsilon,
     }
     return ours, options, notes

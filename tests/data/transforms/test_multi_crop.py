@@ -1,0 +1,148 @@
+"""Multi-crop, and the bicubic filter that it shares with the inception crop."""
+
+import pathlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data import decode
+from vit_jax.data.pipeline import eval_batches, train_batches
+from vit_jax.data.sources.open import open_source
+from vit_jax.data.transforms.host import InceptionCrop
+from vit_jax.data.transforms.multi_crop import MultiCrop
+from vit_jax.errors import UserError
+
+# Of Pillow, torchvision and timm; tests/golden/README.md.
+GOLDEN = np.load(pathlib.Path(__file__).parents[2] / "golden" / "augment.npz")
+
+
+def rng(i=0):
+    return np.random.Generator(np.random.Philox(i))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_bicubic_crop_is_that_of_torchvision(number):
+    *box, size = GOLDEN[f"crop_{number}/box_and_size"].tolist()
+    found = InceptionCrop(size, interpolation="bicubic").cut(GOLDEN["picture"], (*box,))
+    np.testing.assert_array_equal(found, GOLDEN[f"crop_{number}/bicubic"])
+    other = InceptionCrop(size).cut(GOLDEN["picture"], (*box,))
+    assert np.abs(found.astype(int) - other).max() > 3
+
+
+def test_crops_are_those_of_pillow_in_the_order_drawn(natural):
+    op = MultiCrop((20, 24), small_size=8, num_small=3)
+    views = op(natural[0], rng(5))
+    assert {k: v.shape for k, v in views.items()} == op.output_shapes(3)
+    assert op.output_shapes(3) == {
+        "image": (2, 20, 24, 3),
+        "small_crops": (3, 8, 8, 3),
+    }
+    draw = rng(5)
+    large, small = InceptionCrop(1, area=op.area), InceptionCrop(1, area=op.small_area)
+    boxes = [
+        crop.box(*natural[0].shape[:2], draw) for crop in [large] * 2 + [small] * 3
+    ]
+    crops = [*views["image"], *views["small_crops"]]
+    for (top, left, height, width), crop in zip(boxes, crops, strict=True):
+        part = Image.fromarray(natural[0]).crop((left, top, left + width, top + height))
+        size = crop.shape[1::-1]
+        expected = part.resize(size, Image.Resampling.BICUBIC)
+        np.testing.assert_array_equal(crop, np.asarray(expected))
+
+
+def test_areas_of_large_and_small_crops_are_in_their_bounds():
+    op = MultiCrop(8)
+    boxes = np.array([op._boxes(1100, 1300, rng(i)) for i in range(50)])
+    areas = boxes[:, :, 2] * boxes[:, :, 3] / (1100 * 1300)
+    assert areas.shape == (50, 10)
+    large, small = areas[:, :2], areas[:, 2:]
+    assert 0.39 < large.min() < 0.45
+    assert 0.9 < large.max() <= 1
+    assert 0.049 < small.min() < 0.07
+    assert 0.37 < small.max() < 0.401
+    assert len({tuple(box) for box in boxes.reshape(-1, 4).tolist()}) == 500
+
+
+@pytest.mark.parametrize("options", [{}, {"num_small": 0}, {"interpolation": "fast"}])
+def test_a_file_is_decoded_once_with_the_same_result(
+    natural, encode, options, monkeypatch
+):
+    op = MultiCrop(96, small_size=32, **options)
+    image = np.asarray(Image.fromarray(natural[0]).resize((167, 113)))
+    for kind in ("JPEG", "PNG"):
+        data, calls = encode(image, kind), []
+        expected = op(decode.decode(data, 3), rng(1))
+        with monkeypatch.context() as patch:
+            for name in ("decode", "decode_jpeg"):
+                real = getattr(decode, name)
+                patch.setattr(
+                    decode, name, lambda *a, r=real, c=calls: c.append(1) or r(*a)
+                )
+            found = op.from_file(data, 3, rng(1))
+        assert len(calls) == 1
+        assert found.keys() == expected.keys()
+        assert ("small_crops" in found) == (op.num_small > 0)
+        for name in found:
+            np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_a_large_file_is_shrunk_while_it_is_decoded(encode, natural):
+    image = np.asarray(Image.fromarray(natural[0]).resize((1600, 1200)))
+    data = encode(image, "JPEG")
+    op = MultiCrop(64, small_size=32)
+    found, exact = op.from_file(data, 3, rng()), op(decode.decode(data, 3), rng())
+    for name in found:
+        error = np.abs(found[name].astype(int) - exact[name])
+        assert 0 < error.mean() < 1
+
+
+def test_grey_images_keep_their_one_channel(natural):
+    views = MultiCrop(16, small_size=8)(natural[0][..., :1], rng())
+    assert [v.shape for v in views.values()] == [(2, 16, 16, 1), (8, 8, 8, 1)]
+
+
+def test_a_line_takes_the_size_of_the_config(data_config, folder):
+    line = "multi_crop(small_size=(5, 6), num_small=2) | flip"
+    data = data_config(name="folder", data_dir=str(folder), train_transform=line)
+    source = open_source(data, "train")
+    keys = {"batch_size": 6, "seed": 3, "start": 0, "stop": 3}
+    with train_batches(source, data, **keys) as found:
+        whole = list(found)
+    for batch in whole:
+        assert batch["image"].shape == (6, 2, 13, 17, 3)
+        assert batch["small_crops"].shape == (6, 2, 5, 6, 3)
+        assert batch["label"].shape == (6,)
+        assert (batch["image"][:, 0] != batch["image"][:, 1]).any((1, 2, 3)).all()
+    with train_batches(source, data, **keys | {"start": 1}) as found:
+        for batch, expected in zip(found, whole[1:], strict=True):
+            for name in expected:
+                np.testing.assert_array_equal(batch[name], expected[name])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("multi_crop(num_small=-1)", "num_small=-1 must be at least 0"),
+        ("multi_crop(area=(0, 1))", r"area=\(0, 1\) is not 0 < least"),
+        ("multi_crop(small_size=0)", "size=0 is not a whole number"),
+        ("multi_crop(interpolation='box')", "interpolation='box' is not one of fast"),
+        ("inception_crop(interpolation='no')", "='no' is not one of fast, bicubic"),
+        (
+            "inception_crop(antialias=False, interpolation='bicubic')",
+            "antialias=False is of interpolation='fast' alone",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(data_config, line, message):
+    data = data_config(train_transform=line)
+    with pytest.raises(UserError, match=message):
+        train_batches(
+            open_source(data, "train"), data, batch_size=2, seed=0, start=0, stop=1
+        )
+
+
+def test_evaluation_refuses_several_crops(data_config):
+    data = data_config(eval_transform="multi_crop")
+    with pytest.raises(UserError, match="unknown operation 'multi_crop'"):
+        eval_batches(open_source(data, "train"), data, batch_size=2)

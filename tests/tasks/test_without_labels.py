@@ -1,0 +1,324 @@
+"""Runs of a task that reads no labels, on plain images and on several views of them."""
+
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_config
+from PIL import Image
+
+from vit_jax import cli, show_batch
+from vit_jax.data import pipeline
+from vit_jax.data.fingerprint import fingerprint
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed.mesh import MeshConfig
+from vit_jax.errors import UserError
+from vit_jax.training import loop, train_step
+
+MODULES = {
+    # Features of all views of an image shall be equal, and those of images differ.
+    "views_task": '''
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax.data.transforms import device, parse
+from vit_jax.tasks.task import Task, TaskConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViewsConfig(TaskConfig):
+    """Views of an image."""
+
+    def build(self, model, data, run, saved=None):
+        return Views(model, data)
+
+
+class Views(Task):
+    def __init__(self, model, data):
+        self.model, self._data = model, data
+        transforms = parse.parse_train(data.train_transform, data.image_size)
+        self._ops = transforms.device
+        self._shapes = parse.loaded_shapes(transforms, data.image_size, data.channels)
+
+    def batch_spec(self, batch_size):
+        spec = {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
+        for name, shape in self._shapes.items():
+            spec[name] = jax.ShapeDtypeStruct((batch_size, *shape), np.uint8)
+        return spec
+
+    def init(self, rng):
+        return self.model.init(rng), None
+
+    def prepare(self, batch, rng):
+        found, nothing = {}, jnp.zeros((len(batch["index"]), 0))
+        for name in self._shapes:
+            images = batch[name]
+            if images.ndim == 5:
+                views = [images[:, i] for i in range(images.shape[1])]
+            else:
+                views = [images]
+            for i, view in enumerate(views):
+                key = jax.random.fold_in(rng, i)
+                views[i], _ = device.apply(
+                    self._ops, view, nothing, batch["index"], key
+                )
+            views = jnp.stack(views, 1)
+            shape = views.shape
+            flat = views.reshape(-1, *shape[2:])
+            flat = device.normalize(flat, self._data.mean, self._data.std)
+            found[name] = flat.reshape(shape)
+        return found
+
+    def loss(self, params, extra, batch, rng):
+        images = batch["image"]
+        flat = images.reshape(-1, *images.shape[2:])
+        found = self.model.apply(params, flat, train=True, key=rng)["pre_logits"]
+        found = found.reshape(*images.shape[:2], -1)
+        loss = found.var(1).mean() - 0.1 * found.var(0).mean()
+        return loss, ({"loss": loss}, None)
+''',
+    "no_labels": """
+import numpy as np
+
+
+class Source:
+    class_names = ()
+    images = None
+
+    def __len__(self):
+        return 20
+
+    @property
+    def labels(self):
+        raise RuntimeError("labels are read")
+
+    def __getitem__(self, i):
+        return Item(image=np.full((11, 13, 3), 12 * i, np.uint8))
+
+    def describe(self, i):
+        return f"record {i}"
+
+    def record_id(self, i):
+        return f"train/{i}"
+
+
+class InMemory(Source):
+    images = np.arange(20, dtype=np.uint8)[:, None, None, None] + np.zeros(
+        (20, 8, 12, 3), np.uint8
+    )
+
+
+class Item(dict):
+    def __missing__(self, key):
+        raise RuntimeError(f"{key} is read")
+
+
+def open_source(data, split):
+    return Source()
+
+
+def open_in_memory(data, split):
+    return InMemory()
+""",
+    "quarters": '''
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarters:
+    """The whole image and its four quarters."""
+
+    runs_on = "host"
+    wrong: str = ""
+
+    def __call__(self, image, rng):
+        h, w = image.shape[0] // 2, image.shape[1] // 2
+        parts = [image[:h, :w], image[:h, w:], image[h:, :w], image[h:, w:]]
+        if self.wrong == "shape":
+            parts = parts[:3]
+        if self.wrong == "dtype":
+            parts = np.float32(parts)
+        if self.wrong == "image":
+            return image
+        return {"image": image, "parts": np.stack(parts)}
+
+    def output_shapes(self, channels):
+        if self.wrong == "name":
+            return {"image": (8, 12, channels), "label": (2,)}
+        return {"image": (8, 12, channels), "parts": [4, 4, 6, channels]}
+''',
+}
+KNN = {"kind": "knn", "train": "train", "test": "val", "k": 3}
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def config(line="resize", evals=None, data=None, **keys):
+    data = {"num_classes": 0, "train_transform": line, "eval_transform": "resize"} | (
+        data or {}
+    )
+    keys = {"task": {"name": "views_task:ViewsConfig"}, "total_steps": 2} | keys
+    return tiny_config(data=data, evals=evals or {}, **keys)
+
+
+def batches(found, stop=2):
+    source = open_source(found.data, "train")
+    with pipeline.train_batches(
+        source, found.data, batch_size=8, seed=3, start=0, stop=stop
+    ) as made:
+        return list(made)
+
+
+@pytest.mark.parametrize("name", ["open_source", "open_in_memory"])
+@pytest.mark.parametrize("line", ["", "resize"])
+def test_labels_that_raise_are_not_read(name, line):
+    if name == "open_source":
+        line = "resize"
+    found = config(line, data={"name": f"no_labels:{name}", "num_examples": 20})
+    for batch in batches(found):
+        assert batch.keys() == {"image", "index", "skipped"}
+        assert batch["image"].shape == (8, 8, 12, 3)
+    fingerprint(open_source(found.data, "train"))
+
+
+def test_records_are_left_out_of_a_source_without_labels(tmp_path):
+    (tmp_path / "ids").write_text("train/3\ntrain/7\n")
+    data = {"name": "no_labels:open_in_memory", "num_examples": 0}
+    found = config("", data=data | {"exclude": str(tmp_path / "ids")})
+    source = open_source(found.data, "train")
+    assert len(source) == 18
+    assert source[3].keys() == {"image"}
+    values = {int(v) for batch in batches(found, 9) for v in batch["image"][:, 0, 0, 0]}
+    assert values == set(range(20)) - {3, 7}
+
+
+def test_a_run_without_labels_resumes_and_is_evaluated_on_labelled_data(tmp_path):
+    evals = {
+        "knn": KNN | {"name": "synthetic"},
+        "few": {"kind": "fewshot", "name": "synthetic", "shots": (1,), "seeds": 1},
+        "probe": {"kind": "probe", "name": "synthetic"},
+    }
+    found = config(
+        evals=evals, data={"name": "no_labels:open_source", "num_examples": 20}
+    )
+    report = loop.train(found, tmp_path / "run")
+    assert set(report["final"]) == {"knn", "few", "probe"}
+    again = loop.train(found, tmp_path / "run")
+    assert again["params_sha256"] == report["params_sha256"]
+
+
+def test_evaluations_read_the_labels_of_the_data_set_that_training_does_not(tmp_path):
+    evals = {"knn": KNN}
+    report = loop.train(config(evals=evals), tmp_path / "run")
+    assert 0 <= report["final"]["knn"]["params"]["top1"] <= 1
+    with pytest.raises(UserError, match=r"evals.val: .* but the model tells 0 classes"):
+        loop.train(config(evals={"val": "val"}), tmp_path / "other")
+
+
+def test_a_task_that_learns_from_labels_refuses_to_have_none(tmp_path):
+    found = config(task={"name": "classification"})
+    message = r"data.num_classes=0: .* set --config.data.num_classes to"
+    with pytest.raises(UserError, match=message):
+        loop.train(found, tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        show_batch.see(open_source(found.data, "train"), found, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_transform_of_ones_own_may_return_several_arrays(workers):
+    found = config("resize | quarters:Quarters", data={"num_workers": workers})
+    plain = batches(config("resize"))
+    for batch, alone in zip(batches(found), plain, strict=True):
+        assert batch.keys() == {"image", "parts", "index", "skipped"}
+        assert batch["parts"].shape == (8, 4, 4, 6, 3)
+        np.testing.assert_array_equal(batch["image"], alone["image"])
+        np.testing.assert_array_equal(batch["parts"][:, 3], alone["image"][:, 4:, 6:])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("quarters:Quarters('shape')", r"parts of 3x4x6x3 .* says image of 8x12x3, pa"),
+        (
+            "quarters:Quarters('dtype')",
+            r"returned \{.*float32.*\}, not a dict of uint8",
+        ),
+        ("quarters:Quarters('image')", r"returned .*, not a dict of uint8 arrays"),
+        ("quarters:Quarters('name')", "none label, index, skipped, mask"),
+        ("quarters:Quarters | resize", "quarters returns several arrays, .* the last"),
+        ("multi_crop | randaugment", "multicrop returns several arrays, .* the last"),
+    ],
+)
+def test_what_is_wrong_with_several_arrays_is_named(line, message):
+    with pytest.raises(UserError, match=message):
+        batches(config(line))
+
+
+def test_a_task_of_one_image_refuses_several_views():
+    found = config(
+        "multi_crop", data={"num_classes": 5}, task={"name": "classification"}
+    )
+    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
+    message = (
+        r"makes image of 2x8x12x3, small_crops of 8x96x96x3, but this task takes 8"
+    )
+    with pytest.raises(UserError, match=message):
+        train_step.build_train_setup(found, mesh, 20)
+
+
+def test_a_run_on_views_logs_them_and_resumes_exactly(tmp_path):
+    line = "multi_crop(small_size=4, num_small=3) | flip"
+    keys = {"total_steps": 4, "checkpoint_every_steps": 2, "ema": {"decay": 0.0}}
+    whole = loop.train(config(line, evals={"knn": KNN}, **keys), tmp_path / "whole")
+    first, workdir = config(line, evals={"knn": KNN}, **keys), tmp_path / "run"
+    loop.train(first, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "4")  # As after a kill in step 3.
+    (workdir / "report.json").unlink()
+    resumed = loop.train(first, workdir)
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    (events,) = (tmp_path / "whole").rglob("*tfevents*")
+    assert b"train/images" in events.read_bytes()
+
+
+RECIPE = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict()
+    c.seed, c.total_steps, c.batch_size = 3, 6, 4
+    c.data = dict(name="synthetic", num_classes=0, num_examples=9, image_size=(16, 12))
+    c.data.train_transform = "multi_crop(small_size=8, num_small=3) | flip"
+    c.task = dict(name="views_task:ViewsConfig")
+    c.optim = dict(learning_rate=0.01)
+    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
+    return c
+"""
+
+
+def test_show_batch_shows_every_view(tmp_path):
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    out = tmp_path / "sheet.png"
+    words = [f"--config={tmp_path / 'recipe.py'}", f"--out={out}", "--columns=5"]
+    show_batch.main(cli.parse(show_batch.parser(), [*words, "--rows=2"]))
+    with Image.open(out) as sheet:
+        pixels = np.asarray(sheet).astype(int)
+    # Ten cells: two examples with five views each, which all show something.
+    cell = pixels.shape[1] // 5
+    for row in range(2):
+        for column in range(5):
+            top, left = row * (pixels.shape[0] // 2) + 50, column * cell + 40
+            assert pixels[top : top + 30, left : left + 30].std() > 5

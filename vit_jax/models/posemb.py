@@ -1,0 +1,189 @@
+"""Position embeddings for images of another size.
+
+Every method is linear and separable: a matrix for the rows and one for the columns, so
+that it can be differentiated, and applied on the host or within a jitted function.
+Letters: N and M tokens, D model width.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+
+_Embedding = Float[np.ndarray, "1 N D"] | Float[Array, "1 N D"]
+
+
+def linear_corners(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of a linear interpolation with aligned corners.
+
+    Source: google-research/vision_transformer's zoom of order 1.
+    """
+    if old == 1:
+        return np.ones((new, 1))
+    # A single new point takes the first, as scipy.ndimage.zoom does.
+    return triangle(np.linspace(0, old - 1, new), old)
+
+
+def triangle(at: Sequence[float] | np.ndarray, old: int) -> np.ndarray:
+    """Returns the weights of the two neighbours of each point, out of `old`."""
+    return np.maximum(0, 1 - np.abs(np.asarray(at)[:, None] - np.arange(old)))
+
+
+def bicubic_antialiased(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of an antialiased bicubic resize of pixels.
+
+    Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), with which
+    timm resizes position embeddings, and DINOv2 those of networks with registers;
+    Pillow's BICUBIC is the same filter.
+    """
+    scale = old / new
+    stretch = max(scale, 1.0)  # The filter grows with the step when shrinking.
+    centres = (np.arange(new) + 0.5) * scale
+    distance = np.abs(np.arange(old) + 0.5 - centres[:, None]) / stretch
+    weights = _keys_cubic(distance, -0.5)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def bicubic_plain(
+    old: int, new: int, shift: float = 0.0
+) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of a bicubic resize of pixels without antialiasing.
+
+    Source: torch.nn.functional.interpolate(mode="bicubic"), with which MAE and DeiT
+    resize position embeddings.
+
+    Args:
+      old, new: points before and after.
+      shift: added to `new` where the step is worked out.
+    """
+    at = (np.arange(new) + 0.5) * old / (new + shift) - 0.5
+    taps = np.floor(at)[:, None] + np.arange(-1, 3)
+    weights = _keys_cubic(np.abs(taps - at[:, None]), -0.75)
+    matrix = np.zeros((new, old))
+    rows = np.broadcast_to(np.arange(new)[:, None], taps.shape)
+    np.add.at(matrix, (rows, taps.clip(0, old - 1).astype(int)), weights)
+    return matrix
+
+
+def bicubic_dino(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix with which DINO, and DINOv2 without registers, were trained.
+
+    Source: facebookresearch/dino, which scales by (new + 0.1) / old.
+    """
+    return bicubic_plain(old, new, shift=0.1)
+
+
+def _keys_cubic(distance: np.ndarray, a: float) -> np.ndarray:
+    """Returns the weights of Keys' cubic at distances of at least 0."""
+    near = (a + 2) * distance**3 - (a + 3) * distance**2 + 1
+    far = a * distance**3 - 5 * a * distance**2 + 8 * a * distance - 4 * a
+    return np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
+
+
+RESIZE_METHODS = {
+    "linear": linear_corners,
+    "bicubic": bicubic_antialiased,
+    "bicubic_plain": bicubic_plain,
+    "bicubic_dino": bicubic_dino,
+}
+
+
+def resize_positions(
+    embedding: _Embedding,
+    old_grid: tuple[int, int],
+    grid: tuple[int, int],
+    *,
+    num_prefix_tokens: int,
+    method: str = "linear",
+) -> Float[np.ndarray, "1 M D"] | Float[Array, "1 M D"]:
+    """Resizes position embeddings in 2-D (arXiv:2010.11929, section 3.2).
+
+    Args:
+      embedding: rows of the prefix tokens, then of the patches row by row.
+      old_grid: rows and columns of its patches.
+      grid: rows and columns of the new patches.
+      num_prefix_tokens: number of prefix tokens, whose rows are kept.
+      method: a key of RESIZE_METHODS.
+
+    Returns:
+      Embedding of the same prefix tokens and the new patches; itself on the same grid.
+
+    Raises:
+      UserError: the embedding has another number of rows.
+    """
+    _, N, D = embedding.shape
+    rows = num_prefix_tokens + math.prod(old_grid)
+    if N != rows:
+        raise UserError(
+            f"position embedding has {N} rows, but {num_prefix_tokens} extra tokens and "
+            f"a grid of {old_grid[0]}x{old_grid[1]} make {rows}"
+        )
+    if old_grid == grid:
+        return embedding
+    down, across = (
+        RESIZE_METHODS[method](o, n) for o, n in zip(old_grid, grid, strict=True)
+    )
+    patches = embedding[0, num_prefix_tokens:].reshape(*old_grid, D)
+    if isinstance(embedding, np.ndarray):
+        patches = np.einsum("ij,jkd,lk->ild", down, patches, across, optimize=True)
+        concatenate = np.concatenate
+    else:
+        down, across = (jnp.asarray(m, embedding.dtype) for m in (down, across))
+        exact = jax.lax.Precision.HIGHEST
+        patches = jnp.einsum("ij,jkd,lk->ild", down, patches, across, precision=exact)
+        concatenate = jnp.concatenate
+    patches = patches.reshape(1, -1, D).astype(embedding.dtype)
+    return concatenate([embedding[:, :num_prefix_tokens], patches], axis=1)
+
+
+def resize_table(
+    embedding: Float[np.ndarray, "N D"] | Float[Array, "N D"],
+    length: int,
+    *,
+    method: str = "linear",
+) -> Float[np.ndarray, "M D"] | Float[Array, "M D"]:
+    """Resizes the position embeddings of rows or columns in 1-D."""
+    matrix = RESIZE_METHODS[method](len(embedding), length)
+    if not isinstance(embedding, np.ndarray):
+        matrix = jnp.asarray(matrix, embedding.dtype)
+    return (matrix @ embedding).astype(embedding.dtype)
+
+
+def resize_in_params(
+    params: Mapping,
+    old_grid: tuple[int, int],
+    grid: tuple[int, int],
+    *,
+    num_prefix_tokens: int,
+    method: str,
+) -> dict:
+    """Returns the parameters of a Vision Transformer for a grid of another size.
+
+    Args:
+      params: of the network, blocks one by one or stacked; no relative positions.
+      old_grid, grid, num_prefix_tokens, method: as of `resize_positions`.
+    """
+    encoder = dict(params[stacking.ENCODER])
+    for name, tables in encoder.items():
+        if not name.startswith("posembed_"):
+            continue
+        encoder[name] = found = dict(tables)
+        if "pos_embedding" in found:
+            found["pos_embedding"] = resize_positions(
+                found["pos_embedding"],
+                old_grid,
+                grid,
+                num_prefix_tokens=num_prefix_tokens,
+                method=method,
+            )
+        for side, axis in zip(grid, ("row", "column"), strict=True):
+            table = found.get(f"{axis}_embedding")
+            if table is not None and len(table) != side:
+                found[f"{axis}_embedding"] = resize_table(table, side, method=method)
+    return {**params, stacking.ENCODER: encoder}

@@ -1,0 +1,332 @@
+"""DINO (arXiv:2104.14294): a student predicts what its own moving average answers.
+
+The teacher sees two large crops of each image, the student these and small ones; every
+other crop's answer is predicted. As in facebookresearch/dino. Letters: B images, G large
+and S small crops of each, V both together, Y by X pixels, C channels, D width, K outputs.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import parse
+from vit_jax.errors import UserError
+from vit_jax.models import Model, cost
+from vit_jax.tasks.dino_losses import Head, centered, cross_entropies
+from vit_jax.tasks.masking import check_unlabelled, no_labels
+from vit_jax.tasks.task import Batch, Task, TaskConfig
+
+NUM_LARGE = 2  # Large crops of an image; the teacher sees these alone.
+_LOGS = 5  # Logs in a row after which a collapse is told.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DinoConfig(TaskConfig):
+    """The answers of the student's own moving average (DINO)."""
+
+    name: str = key("dino", "What is learnt.")
+    num_outputs: int = key(65_536, "Outputs of the head.", at_least=2)
+    hidden_dim: int = key(2_048, "Hidden units of its two layers.", at_least=1)
+    bottleneck_dim: int = key(256, "Features before its last layer.", at_least=1)
+    free_gain: bool = key(
+        False, "Learn the lengths of the last layer's weights; without, they are 1."
+    )
+    student_temperature: float = key(0.1, "Of the student's softmax.", above=0)
+    teacher_temperature: float = key(
+        0.04, "Of the teacher's, after a warmup ...", above=0
+    )
+    teacher_temperature_start: float = key(
+        0.04, "... from this, linear from epoch to epoch ...", above=0
+    )
+    teacher_temperature_epochs: int = key(0, "... in so many epochs.")
+    teacher_momentum: float = key(
+        0.996,
+        "Weight of the old teacher in the first step; it rises to 1 by half a cosine.",
+        at_most=1,
+    )
+    center_momentum: float = key(
+        0.9, "Weight of the old centre of the teacher's outputs.", at_most=1
+    )
+    large_transforms: tuple[str, ...] = key(
+        ("", ""),
+        "Transforms on the device of the first and of the second large crop, as of "
+        "`data.train_transform`.",
+    )
+    small_transform: str = key("", "Those of the small crops.")
+
+    def __post_init__(self):
+        if len(self.large_transforms) != NUM_LARGE:
+            raise UserError(
+                f"task.large_transforms={self.large_transforms} must be {NUM_LARGE} "
+                "lines, one for each large crop"
+            )
+
+    def build(
+        self,
+        model: Model,
+        data: DataConfig,
+        run: RunLength,
+        saved: dict | None = None,
+    ) -> "Dino":
+        return Dino(self, model, data, run)
+
+
+class Dino(Task):
+    """See `task.Task`; parameters are "network" and "head", those of the student.
+
+    The state beside them is the teacher, the centre of its outputs, and the steps taken.
+    The network that is handed on is the teacher's.
+
+    Args:
+      config: `config.task`.
+      model: network of student and teacher, without a classifier.
+      data: `config.data`; its `train_transform` ends with `multi_crop`.
+      run: length of the run.
+
+    Raises:
+      UserError: there are classes, no crops, or crops that the patches do not divide.
+    """
+
+    def __init__(
+        self, config: DinoConfig, model: Model, data: DataConfig, run: RunLength
+    ):
+        check_unlabelled(config.name, data)
+        if not model.representations:
+            raise UserError(
+                f"model.variant={model.options['variant']!r} returns no 'pre_logits', "
+                "which DINO compares: return them"
+            )
+        self.model, self.config, self._data, self._run = model, config, data, run
+        host, device = parse.parse_train(data.train_transform, data.image_size)
+        last = host[-1] if host else None
+        shapes = getattr(last, "output_shapes", lambda _: {})(data.channels)
+        if device or shapes.get("image", ())[:1] != (NUM_LARGE,):
+            raise UserError(
+                f"data.train_transform={data.train_transform!r} with task.name='dino' "
+                "must end with multi_crop: what follows it is stated by "
+                "task.large_transforms and task.small_transform"
+            )
+        self._shapes = shapes
+        lines = zip(
+            (*config.large_transforms, config.small_transform),
+            ("task.large_transforms",) * NUM_LARGE + ("task.small_transform",),
+            strict=True,
+        )
+        self._ops = [_device_ops(line, where, data) for line, where in lines]
+        self.small_model = model
+        if "small_crops" in shapes:
+            sides = shapes["small_crops"][1:3]
+            if any(side % model.patch_size for side in sides):
+                raise UserError(
+                    f"data.train_transform={data.train_transform!r}: small crops of "
+                    f"{sides} are no multiples of the patch, {model.patch_size}: change "
+                    "small_size"
+                )
+            self.small_model = model.at_size(sides)
+        self.head = Head(
+            config.hidden_dim,
+            config.bottleneck_dim,
+            config.num_outputs,
+            config.free_gain,
+        )
+        self._collapsed: dict[str, int] = {}
+
+    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns image (B, G, Y, X, C), small_crops (B, S, y, x, C) and index (B,)."""
+        return {
+            name: jax.ShapeDtypeStruct((batch_size, *shape), np.uint8)
+            for name, shape in self._shapes.items()
+        } | {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
+
+    def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
+        """Returns the same, transformed and normalised."""
+        crops = {
+            "image": [batch["image"][:, i] for i in range(NUM_LARGE)],
+            "small_crops": [
+                batch["small_crops"][:, i]
+                for i in range(self._shapes.get("small_crops", (0,))[0])
+            ],
+        }
+        found = {}
+        for name, views in crops.items():
+            for i, view in enumerate(views):
+                number = i if name == "image" else NUM_LARGE + i
+                view, _ = transforms.apply(
+                    self._ops[min(number, NUM_LARGE)],
+                    view,
+                    no_labels(batch),
+                    batch["index"],
+                    jax.random.fold_in(rng, number),
+                )
+                view = transforms.normalize(view, self._data.mean, self._data.std)
+                found.setdefault(name, []).append(view)
+        return {name: jnp.stack(views, axis=1) for name, views in found.items()}
+
+    def init(self, rng):
+        network_key, head_key = jax.random.split(rng)
+        network = dict(self.model.init(network_key))
+        features = jnp.zeros((1, self.num_features))
+        params = {
+            "network": network,
+            "head": self.head.init(head_key, features)["params"],
+        }
+        extra = {
+            "teacher": jax.tree.map(jnp.copy, params),
+            "center": jnp.zeros(self.config.num_outputs),
+            "step": jnp.zeros([], jnp.int32),
+        }
+        return params, extra
+
+    @property
+    def num_features(self) -> int:
+        """Width of the features that the head gets."""
+        images = jax.ShapeDtypeStruct((1, *self.model.image_shape), jnp.float32)
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0))
+        found = jax.eval_shape(self.model.apply, shapes, images)
+        return found["pre_logits"].shape[-1]
+
+    def loss(self, params, extra, batch, rng):
+        student = self.answers(params, batch, train=True, key=rng)
+        large = {"image": batch["image"]}
+        teacher = jax.lax.stop_gradient(self.answers(extra["teacher"], large))
+        temperature = self.teacher_temperature(extra["step"])
+        targets = centered(teacher, extra["center"], temperature)
+        loss = cross_entropies(student / self.config.student_temperature, targets)
+        entropy = -(targets * jnp.log(jnp.maximum(targets, 1e-30))).sum(-1).mean()
+        metrics = {
+            "loss": loss.mean(),
+            "teacher_entropy": entropy,
+            "teacher_momentum": self.teacher_momentum(extra["step"]),
+            "teacher_temperature": temperature,
+        }
+        return loss.mean(), (metrics, {"center": teacher.mean((0, 1))})
+
+    def answers(
+        self,
+        params: dict,
+        batch: Batch,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+    ) -> Float[Array, "B V K"]:
+        """Returns the head's outputs for the crops of a batch, float32.
+
+        Args:
+          params: of student or teacher.
+          batch: image (B, G, Y, X, C) and, unless it is left out, small_crops.
+          train, key: as of `Model.apply`.
+        """
+        keys = (None, None) if key is None else jax.random.split(key)
+        features = [self._features(self.model, params, batch["image"], train, keys[0])]
+        if "small_crops" in batch:
+            crops, model = batch["small_crops"], self.small_model
+            features.append(self._features(model, params, crops, train, keys[1]))
+        features = jnp.concatenate(features, axis=1)
+        return self.head.apply({"params": params["head"]}, features)
+
+    def _features(self, model, params, crops, train, key) -> Float[Array, "B V D"]:
+        """Returns the features of crops of one size."""
+        B, V = crops.shape[:2]
+        images = crops.reshape(B * V, *crops.shape[2:]).astype(model.options["dtype"])
+        network = params["network"]
+        if model is not self.model:
+            network = self.model.resize_positions(network, model)
+        found = model.apply(network, images, train=train, key=key)["pre_logits"]
+        return found.reshape(B, V, -1)
+
+    def teacher_temperature(self, step: jax.Array) -> Float[Array, ""]:
+        """Returns the temperature of the teacher, after so many steps."""
+        config = self.config
+        last = max(1, config.teacher_temperature_epochs - 1)
+        epoch = jnp.floor(step / self._run.steps_per_epoch)
+        part = jnp.minimum(epoch / last, 1) if config.teacher_temperature_epochs else 1
+        start, end = config.teacher_temperature_start, config.teacher_temperature
+        return jnp.asarray(start + (end - start) * part, jnp.float32)
+
+    def teacher_momentum(self, step: jax.Array) -> Float[Array, ""]:
+        """Returns the weight of the old teacher, after so many steps."""
+        part = 0.5 * (1 + jnp.cos(math.pi * step / self._run.total_steps))
+        return jnp.asarray(1 + (self.config.teacher_momentum - 1) * part, jnp.float32)
+
+    def update(self, extra, params, stats, step):
+        momentum, decay = self.teacher_momentum(step - 1), self.config.center_momentum
+        # Not t + (1 - m)(p - t), which would leave a teacher of momentum 1 moving by
+        # rounding.
+        mix = lambda old, new: momentum * old + (1 - momentum) * new
+        return {
+            "teacher": jax.tree.map(mix, extra["teacher"], params),
+            "center": decay * extra["center"] + (1 - decay) * stats["center"],
+            "step": step,
+        }
+
+    def warning(self, metrics):
+        """See `Task`: a collapse, which is told once it has lasted for some logs."""
+        part = metrics["teacher_entropy"] / math.log(self.config.num_outputs)
+        now = {
+            "to one output (entropy 0)": part < 0.005,
+            "to equal outputs (entropy ln K)": part > 0.995,
+        }
+        self._collapsed = {
+            how: self._collapsed.get(how, 0) + 1 for how, is_so in now.items() if is_so
+        }
+        for how, logs in self._collapsed.items():
+            if logs >= _LOGS:
+                remedy = (
+                    "raise task.teacher_temperature_start or lower task.center_momentum"
+                    if "one" in how
+                    else "lower task.teacher_temperature, or raise task.teacher_momentum"
+                )
+                return (
+                    f"the teacher has collapsed {how} for {logs} logs, so nothing is "
+                    f"learnt: {remedy}, or lower the learning rate"
+                )
+        return ""
+
+    def backbone(self, params, extra):
+        return extra["teacher"]["network"]
+
+    def with_backbone(self, params, extra, network):
+        copy = jax.tree.map(jnp.copy, network)
+        teacher = extra["teacher"] | {"network": copy}
+        return params | {"network": network}, extra | {"teacher": teacher}
+
+    def training_flops(self):
+        """See `Task`; the teacher has no backward pass."""
+        small = self._shapes.get("small_crops", (0,))[0]
+        large = cost.forward_flops(self.model)
+        if large is None:
+            return None
+        head = 2 * sum(
+            leaf.size
+            for leaf in jax.tree.leaves(
+                jax.eval_shape(self.init, jax.random.key(0))[0]["head"]
+            )
+        )
+        views = NUM_LARGE * (large + head)
+        rest = small * (cost.forward_flops(self.small_model) + head) if small else 0
+        return 3 * (views + rest) + views
+
+
+def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
+    """Returns the transforms of a line.
+
+    Raises:
+      UserError: one of them runs in the loader, changes the size or mixes examples.
+    """
+    host, device = parse.parse_train(line, data.image_size)
+    wrong = [*host, *(op for op in device if hasattr(op, "output_size"))]
+    wrong += [op for op in device if getattr(op, "mixes_examples", False)]
+    if wrong:
+        raise UserError(
+            f"{where}={line!r}: {type(wrong[0]).__name__} does not keep the crops of an "
+            "image apart and of their size, on the device: take it out"
+        )
+    return device

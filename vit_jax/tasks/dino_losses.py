@@ -1,0 +1,139 @@
+"""Head and losses of DINO (arXiv:2104.14294) and DINOv2 (arXiv:2304.07193).
+
+Functions of the outputs of a student and of its teacher, as in facebookresearch/dino and
+facebookresearch/dinov2; all in float32. Over a batch that is split between devices they
+are those of the whole batch. Letters: B images, G large crops, V all crops, N patches,
+M tokens, D width, K outputs.
+"""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from vit_jax.models.layers import gelu_erf
+
+
+class Head(nn.Module):
+    """The projection head: three layers, normalised, then one of unit weights.
+
+    Attributes:
+      hidden_dim: units of the two hidden layers.
+      bottleneck_dim: features that are normalised.
+      num_outputs: K.
+      free_gain: whether the lengths of the last layer's weights are learnt.
+    """
+
+    hidden_dim: int
+    bottleneck_dim: int
+    num_outputs: int
+    free_gain: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B K"]:
+        """Returns the outputs, float32."""
+        sizes = self.hidden_dim, self.hidden_dim, self.bottleneck_dim
+        for i, size in enumerate(sizes):
+            x = gelu_erf(x) if i else x
+            init = nn.initializers.truncated_normal(0.02)
+            x = nn.Dense(size, kernel_init=init, name=f"Dense_{i}")(x)
+        x = x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+        # Of PyTorch's linear layers; the lengths do not matter.
+        bound = 1 / math.sqrt(self.bottleneck_dim)
+        direction = self.param(
+            "last_layer",
+            lambda key, shape: jax.random.uniform(
+                key, shape, minval=-bound, maxval=bound
+            ),
+            (self.bottleneck_dim, self.num_outputs),
+        )
+        x = x @ (direction / jnp.linalg.norm(direction, axis=0, keepdims=True))
+        if self.free_gain:
+            x = x * self.param("gain", nn.initializers.ones, (self.num_outputs,))
+        return x
+
+
+def cross_entropies(
+    logits: Float[Array, "B V K"], targets: Float[Array, "B G K"]
+) -> Float[Array, " B"]:
+    """Returns the mean cross-entropy over all pairs of different crops of each image.
+
+    Args:
+      logits: of the student, by its temperature; its first G crops are the teacher's.
+      targets: probabilities of the teacher.
+    """
+    log_probs = jax.nn.log_softmax(logits)
+    V, G = logits.shape[1], targets.shape[1]
+    # The sum over all pairs is a product of sums.
+    total = (log_probs.sum(1) * targets.sum(1)).sum(-1)
+    equal = (log_probs[:, :G] * targets).sum((-2, -1))
+    return (equal - total) / (G * (V - 1))
+
+
+def centered(
+    outputs: Float[Array, "*B K"],
+    center: Float[Array, " K"],
+    temperature: Array | float,
+) -> Float[Array, "*B K"]:
+    """Returns the probabilities of a teacher whose outputs are centred."""
+    return jax.nn.softmax((outputs - center) / temperature)
+
+
+def sinkhorn_knopp(
+    outputs: Float[Array, "M K"], temperature: Array | float, rounds: int = 3
+) -> Float[Array, "M K"]:
+    """Returns the probabilities of a teacher, with all outputs used equally.
+
+    Rows and columns of exp(outputs / temperature) are scaled in turn (SwAV,
+    arXiv:2006.09882), in logarithms, so that nothing overflows.
+
+    Args:
+      outputs: of all crops of the batch.
+      temperature: of the teacher.
+      rounds: of scaling.
+    """
+    M, K = outputs.shape
+    logs = outputs / temperature
+    for _ in range(rounds):
+        logs -= jax.nn.logsumexp(logs, axis=0, keepdims=True) + math.log(K)
+        logs -= jax.nn.logsumexp(logs, axis=1, keepdims=True) + math.log(M)
+    return jnp.exp(logs + math.log(M))
+
+
+def patch_loss(
+    logits: Float[Array, "B N K"],
+    targets: Float[Array, "B N K"],
+    mask: Bool[Array, "B N"],
+) -> Float[Array, ""]:
+    """Returns the loss of the patches that the student did not see (iBOT).
+
+    The mean cross-entropy over the masked patches of each image; an image without any
+    counts 0 (arXiv:2111.07832).
+
+    Args:
+      logits: of the student's patch tokens, by its temperature.
+      targets: probabilities of the teacher for the same patches, which it saw.
+      mask: which were masked.
+    """
+    losses = -(targets * jax.nn.log_softmax(logits)).sum(-1)
+    return ((losses * mask).sum(-1) / mask.sum(-1).clip(1)).mean()
+
+
+def koleo(features: Float[Array, "B D"], epsilon: float = 1e-8) -> Float[Array, ""]:
+    """Returns the negative logarithm of the distance to the nearest other image.
+
+    It spreads the features of a batch (Kozachenko-Leonenko, arXiv:1806.03198). Infinite
+    for a single image.
+
+    Args:
+      features: class tokens.
+      epsilon: added to the distances.
+    """
+    lengths = jnp.linalg.norm(features, axis=-1, keepdims=True)
+    x = features / jnp.maximum(lengths, epsilon)
+    similar = jax.lax.stop_gradient(x @ x.T) - 2 * jnp.eye(len(x))
+    nearest = x[similar.argmax(1)]
+    distance = jnp.linalg.norm(x - nearest + epsilon, axis=-1)
+    return -jnp.log(distance + epsilon).mean()
