@@ -102,7 +102,7 @@ def example_uniform(
 
 
 def where_drawn(
-    p: float | int,
+    p: Given,
     changed: Num[Array, "B H W C"],
     images: Images,
     index: UInt32[Array, " B"],
