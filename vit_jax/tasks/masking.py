@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
@@ -103,7 +103,7 @@ def ranks(noise: Float[Array, "B N"]) -> Int[Array, "B N"]:
     return jnp.argsort(jnp.argsort(noise, axis=1), axis=1)
 
 
-def patchify(images: Float[Array, "B Y X C"], side: int) -> Float[Array, "B N PPC"]:
+def patchify(images: Num[Array, "B Y X C"], side: int) -> Num[Array, "B N PPC"]:
     """Cuts images into patches row by row; their pixels row by row, channels last."""
     B, Y, X, C = images.shape
     x = images.reshape(B, Y // side, side, X // side, side, C)
@@ -128,7 +128,7 @@ def unpatchify(
 
 def fill(
     images: Float[Array, "B Y X C"],
-    mask: Float[Array, "B N"],
+    mask: Float[Array, "B N"] | Bool[Array, "B N"],
     patches: Float[Array, "B N PPC"] | float,
     side: int,
 ) -> Float[Array, "B Y X C"]:
@@ -136,7 +136,7 @@ def fill(
 
     Args:
       images: of B images.
-      mask: 1 where a patch is hidden.
+      mask: 1 or True where a patch is hidden.
       patches: what takes their places.
       side: of a patch, in pixels.
     """
