@@ -197,7 +197,10 @@ def test_choice_brings_its_keys():
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (stated(optim={"name": "adm"}), "optim.name='adm' is not one of adam, sgd"),
+        (
+            stated(optim={"name": "adm"}),
+            "optim.name='adm' is not one of adam, sgd, lars, lamb",
+        ),
         (stated(optim={"name": ["sgd"]}), r"optim.name=\['sgd'\] is not one of"),
         (stated(init={"head": "a"}), "init.head='a' is not one of new, keep, drop"),
         (stated(seed="1"), r"seed='1' is str, but it takes int \(as 0\)"),

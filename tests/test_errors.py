@@ -130,7 +130,7 @@ def says(line, *parts):
         ),
         pytest.param(
             ["--config.optim.name=adamw"],
-            ["optim.name='adamw'", "adam, sgd"],
+            ["optim.name='adamw'", "adam, sgd, lars, lamb"],
             id="config value that is no choice",
         ),
         pytest.param(

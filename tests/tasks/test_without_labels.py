@@ -281,7 +281,7 @@ def test_a_task_of_one_image_refuses_several_views():
 
 
 def test_a_run_on_views_logs_them_and_resumes_exactly(tmp_path):
-    line = "multi_crop(small_size=4, num_small=3) | flip"
+    line = "multi_crop(small_size=4, num_small=3) | flip | grayscale | gaussian_blur"
     keys = {"total_steps": 4, "checkpoint_every_steps": 2, "ema": {"decay": 0.0}}
     whole = loop.train(config(line, evals={"knn": KNN}, **keys), tmp_path / "whole")
     first, workdir = config(line, evals={"knn": KNN}, **keys), tmp_path / "run"

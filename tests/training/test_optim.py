@@ -1,3 +1,5 @@
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
 from vit_jax.training import optim, train_step
 
+# Of facebookresearch/dino 7c446df; tests/golden/README.md.
+DINO = np.load(pathlib.Path(__file__).parents[1] / "golden" / "dino_schedules.npz")
 TOTAL, WARMUP, PEAK = 100, 10, 0.5
 PARAMS = {
     "embedding": {"kernel": jnp.full((3, 2), 2.0), "bias": jnp.full(2, 2.0)},
@@ -66,6 +70,41 @@ def test_step_drops_at_each_boundary():
     assert rate(WARMUP) == rate(29) == pytest.approx(PEAK)
     assert rate(30) == rate(69) == pytest.approx(PEAK / 5)
     assert rate(70) == rate(TOTAL) == pytest.approx(PEAK / 25)
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "steps_per_epoch", "warmup_epochs", "end"),
+    [("schedule", 100, 10, 10.0, 1e-6), ("train", 3, 2, 1.0, 1e-5)],
+)
+def test_the_schedules_are_those_of_dino(
+    name, epochs, steps_per_epoch, warmup_epochs, end
+):
+    config = tiny_config(
+        optim={
+            "learning_rate": 0.002,
+            "schedule": {"name": "cosine", "end_learning_rate": end},
+            "warmup_epochs": warmup_epochs,
+            "warmup_ends_at_peak": True,
+            "weight_decay": 0.04,
+            "weight_decay_end": 0.4,
+        }
+    )
+    run = RunLength(epochs * steps_per_epoch, float(steps_per_epoch))
+    steps = jnp.arange(run.total_steps)
+    rate = jax.vmap(optim.learning_rate(config.optim, 0.002, run))(steps)
+    np.testing.assert_allclose(rate, DINO[f"{name}/lr"], atol=1e-8, rtol=2e-6)
+    decay = jax.vmap(optim.weight_decay(config.optim, run))(steps)
+    np.testing.assert_allclose(decay, DINO[f"{name}/wd"], atol=1e-6)
+
+
+def test_the_warmup_reaches_the_peak_in_its_last_step_where_that_is_stated():
+    rate = rates(warmup={"warmup_steps": WARMUP, "warmup_ends_at_peak": True})
+    assert rate(0) == 0
+    assert rate(1) == pytest.approx(PEAK / (WARMUP - 1))
+    assert rate(WARMUP - 1) == rate(WARMUP) == pytest.approx(PEAK)
+    assert rate(WARMUP + 1) < PEAK
+    one = rates(warmup={"warmup_steps": 1, "warmup_ends_at_peak": True})
+    assert (one(0), one(1)) == (0, PEAK)
 
 
 @pytest.mark.parametrize("boundaries", [(70, 30), (30, TOTAL), (WARMUP,)])
@@ -134,6 +173,16 @@ def test_weight_decay_mask_is_a_regular_expression():
     updates = update(ZEROS, weight_decay=0.1, weight_decay_mask=("^head/",))
     assert not updates["embedding"]["kernel"].any()
     assert updates["head"]["kernel"].all()
+
+
+def test_weight_decay_changes_from_step_to_step():
+    keys = {"weight_decay": 0.1, "weight_decay_end": 0.5}
+    for steps, expected in ((1, 0.1), (51, 0.3), (76, 0.5 - 0.2 * (1 - np.sqrt(0.5)))):
+        updates = update(ZEROS, steps=steps, **keys)
+        assert updates["head"]["kernel"] == pytest.approx(-PEAK * expected * 2.0)
+        assert not updates["embedding"]["bias"].any()
+    rising = update(ZEROS, steps=51, weight_decay_end=0.5)  # From 0.
+    assert rising["head"]["kernel"] == pytest.approx(-PEAK * 0.25 * 2.0)
 
 
 @pytest.mark.parametrize("key", ["weight_decay_mask", "freeze"])

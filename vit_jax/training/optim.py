@@ -1,4 +1,4 @@
-"""Optimisers: Adam or SGD, weight decay, clipping, layer decay, freezing."""
+"""Optimisers: Adam, SGD, LARS, LAMB; weight decay, clipping, layer decay, freezing."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ from vit_jax.training.schedules import (
 class OptimConfig:
     """What `config.optim` states of every optimiser."""
 
-    name: str = key("adam", '"adam" or "sgd".')
+    name: str = key("adam", '"adam", "sgd", "lars" or "lamb".')
     learning_rate: float = key(0.0, "Peak learning rate: this ...", in_step=False)
     base_learning_rate: float = key(
         0.0,
@@ -37,7 +37,15 @@ class OptimConfig:
     warmup_steps: int = key(0, "Linear warmup in steps, or else ...")
     warmup_epochs: float = epochs("... in epochs, or else ...")
     warmup_fraction: float = key(0.0, "... as a fraction of the run.")
+    warmup_ends_at_peak: bool = key(
+        False,
+        "Reach the peak in the last step of the warmup, not in the one after it, as "
+        "DINO's code does.",
+    )
     weight_decay: float = key(0.0, "Decoupled from the loss, times the scheduled rate.")
+    weight_decay_end: float = key(
+        0.0, "Half a cosine over the run leads from `weight_decay` to this; 0 is off."
+    )
     weight_decay_mask: tuple[str, ...] = key(
         (r"/kernel$",), "Regular expressions: what weight decay touches."
     )
@@ -45,6 +53,9 @@ class OptimConfig:
         0.0, "Rate of a layer by that of the one above it; 0 is off.", at_most=1
     )
     grad_clip_norm: float = key(0.0, "Largest global gradient norm; 0 is off.")
+    grad_clip_norm_per_parameter: float = key(
+        0.0, "Largest gradient norm of each parameter by itself; 0 is off."
+    )
     grad_accum_steps: int = key(
         1,
         "Microbatches per step.",
@@ -80,6 +91,17 @@ class OptimConfig:
         """Returns what makes a direction of the gradients."""
         raise NotImplementedError
 
+    def direction(
+        self, params: dict, decay: list[optax.GradientTransformation]
+    ) -> list[optax.GradientTransformation]:
+        """Returns what makes a step of the gradients, up to the learning rate.
+
+        Args:
+          params: model parameters, as arrays or shapes.
+          decay: what adds the weight decay; empty if there is none.
+        """
+        return [*self.moments(), *decay]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamConfig(OptimConfig):
@@ -101,7 +123,7 @@ class AdamConfig(OptimConfig):
 class SgdConfig(OptimConfig):
     """SGD with momentum."""
 
-    name: str = key("sgd", '"adam" or "sgd".')
+    name: str = key("sgd", "")
     momentum: float = key(
         0.9, "Decay of the sum of gradients, a step; 0 is plain SGD.", below=1
     )
@@ -119,7 +141,58 @@ class SgdConfig(OptimConfig):
         ]
 
 
-OPTIMIZERS = {"adam": AdamConfig, "sgd": SgdConfig}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LarsConfig(OptimConfig):
+    """LARS (arXiv:1708.03888), in the form of MAE's linear probe.
+
+    What `weight_decay_mask` matches has weight decay and a trust ratio, both before the
+    momentum; the rest is SGD with momentum.
+    """
+
+    name: str = key("lars", "")
+    momentum: float = key(0.9, "Decay of the sum of steps.", below=1)
+    trust_coefficient: float = key(
+        0.001, "Norm of a step by that of its parameter.", above=0
+    )
+
+    def moments(self) -> list[optax.GradientTransformation]:
+        # Not optax.lars, which multiplies by the rate before the momentum.
+        return [optax.trace(decay=self.momentum, accumulator_dtype=self.mu_dtype)]
+
+    def direction(
+        self, params: dict, decay: list[optax.GradientTransformation]
+    ) -> list[optax.GradientTransformation]:
+        mask = match(params, self.weight_decay_mask, "optim.weight_decay_mask")
+        trust = scale_by_trust_ratio(mask, self.trust_coefficient)
+        return [*decay, trust, *self.moments()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LambConfig(AdamConfig):
+    """LAMB (arXiv:1904.00962), in the form of timm, as DeiT III trains with.
+
+    What weight decay touches has a trust ratio; the rest is Adam. timm also clips the
+    gradient: `grad_clip_norm=1.0`.
+    """
+
+    name: str = key("lamb", "")
+    eps: float = key(1e-6, "Added to the root of that, by which steps are divided.")
+
+    def direction(
+        self, params: dict, decay: list[optax.GradientTransformation]
+    ) -> list[optax.GradientTransformation]:
+        if not decay:
+            return self.moments()
+        mask = match(params, self.weight_decay_mask, "optim.weight_decay_mask")
+        return [*self.moments(), *decay, scale_by_trust_ratio(mask)]
+
+
+OPTIMIZERS = {
+    "adam": AdamConfig,
+    "sgd": SgdConfig,
+    "lars": LarsConfig,
+    "lamb": LambConfig,
+}
 
 
 def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
@@ -144,9 +217,33 @@ def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
             f"the warmup takes {warmup} steps but the run only {run.total_steps}: lower "
             f"optim.{length_key(optim, 'warmup')} or raise {run.key}"
         )
-    ramp = optax.linear_schedule(0.0, peak, max(1, warmup))
+    ramp = optax.linear_schedule(
+        0.0, peak, max(1, warmup - 1 if optim.warmup_ends_at_peak else warmup)
+    )
     rest = optim.schedule.build(peak, warmup, run)
     return optax.join_schedules([ramp, rest], [warmup])
+
+
+def weight_decay(optim: OptimConfig, run: RunLength) -> Number | Schedule:
+    """Returns the weight decay, as a function of the step if it changes.
+
+    Args:
+      optim: section `optim`.
+      run: length of the run.
+
+    Returns:
+      A number, or a function from the steps already taken to that of the next one.
+    """
+    start, end = optim.weight_decay, optim.weight_decay_end
+    if not end:
+        return start
+
+    def at(step):
+        return end + 0.5 * (start - end) * (
+            1 + jnp.cos(jnp.pi * step / run.total_steps)
+        )
+
+    return at
 
 
 def optimizer(
@@ -164,9 +261,9 @@ def optimizer(
       run: length of the run.
 
     Returns:
-      optax transformation: clipping, Adam or momentum, weight decay that is decoupled
-      from the loss and multiplied by the scheduled rate, the rate, its decay from layer
-      to layer, freezing.
+      optax transformation: clipping, the optimiser's direction with weight decay that is
+      decoupled from the loss and multiplied by the scheduled rate, the rate, its decay
+      from layer to layer, freezing.
 
     Raises:
       UserError: a regular expression of `weight_decay_mask` or `freeze` matches no
@@ -175,10 +272,13 @@ def optimizer(
     chain = []
     if optim.grad_clip_norm:
         chain.append(optax.clip_by_global_norm(optim.grad_clip_norm))
-    chain += optim.moments()
-    if optim.weight_decay:
+    if optim.grad_clip_norm_per_parameter:
+        chain.append(clip_by_parameter_norm(optim.grad_clip_norm_per_parameter))
+    decay = []
+    if optim.weight_decay or optim.weight_decay_end:
         mask = match(params, optim.weight_decay_mask, "optim.weight_decay_mask")
-        chain.append(_decay(optim.weight_decay, mask))
+        decay = [_decay(weight_decay(optim, run), mask)]
+    chain += optim.direction(params, decay)
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.layer_decay:
         chain.append(scale_by_layer(params, optim.layer_decay))
@@ -250,20 +350,114 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
     )
 
 
-def _decay(weight: float, mask: dict) -> optax.GradientTransformation:
+_FUSED = re.compile(r"/(query|key|value)/")
+
+
+def parameter_norms(tree: dict) -> dict:
+    """Returns the norm of each parameter.
+
+    A parameter is what PyTorch's code of these methods has as one: each of several
+    stacked blocks has its own, and query, key and value of an attention share one.
+
+    Args:
+      tree: nested dict of parameters, or of their gradients or updates.
+
+    Returns:
+      Nested dict of norms, float32, which broadcast against the parameters.
+    """
+    squares = {}
+
+    def name(keys):
+        path = "/".join(key.key for key in keys)
+        return _FUSED.sub("/qkv/", path), int(stacking.is_stacked(path))
+
+    def add(keys, leaf):
+        path, first = name(keys)
+        axes = tuple(range(first, leaf.ndim))
+        own = jnp.square(leaf.astype(jnp.float32)).sum(axes)
+        squares[path] = squares.get(path, 0) + own
+
+    def norm(keys, leaf):
+        path, first = name(keys)
+        shape = leaf.shape[:first] + (1,) * (leaf.ndim - first)
+        return jnp.sqrt(squares[path]).reshape(shape)
+
+    jax.tree.map_with_path(add, tree)
+    return jax.tree.map_with_path(norm, tree)
+
+
+def clip_by_parameter_norm(limit: float) -> optax.GradientTransformation:
+    """Clips the gradient of each parameter by itself, as DINO does.
+
+    Args:
+      limit: largest norm, see `parameter_norms`.
+
+    Returns:
+      Transformation without a state.
+    """
+
+    def update(updates, params=None):
+        del params
+        return jax.tree.map(
+            # PyTorch's form: the sum keeps a norm of 0 from being divided by.
+            lambda u, n: u * jnp.minimum(1, limit / (n + 1e-6)).astype(u.dtype),
+            updates,
+            parameter_norms(updates),
+        )
+
+    return optax.stateless(update)
+
+
+def scale_by_trust_ratio(
+    mask: dict, coefficient: float = 1.0
+) -> optax.GradientTransformation:
+    """Scales the update of each parameter to the norm of the parameter.
+
+    optax.scale_by_trust_ratio would take the stacked blocks of a scan as one parameter.
+
+    Args:
+      mask: from `match`: what is scaled.
+      coefficient: norm of an update by that of its parameter.
+
+    Returns:
+      Transformation without a state. A parameter or an update of norm 0 is not scaled.
+    """
+
+    def scale(update, norm, of_parameter, masked):
+        both = masked & (norm > 0) & (of_parameter > 0)
+        ratio = coefficient * of_parameter / jnp.where(norm > 0, norm, 1)
+        return update * jnp.where(both, ratio, 1).astype(update.dtype)
+
+    def update(updates, params):
+        norms = parameter_norms(updates), parameter_norms(params)
+        return jax.tree.map(scale, updates, *norms, mask)
+
+    return optax.stateless(update)
+
+
+def _decay(weight: Number | Schedule, mask: dict) -> optax.GradientTransformation:
     """Adds `weight` times what is masked of the parameters."""
-    plain = optax.add_decayed_weights(weight, jax.tree.map(np.any, mask))
+    plain = optax.add_decayed_weights(0.0, jax.tree.map(np.any, mask))
+
+    def init(params):
+        if not callable(weight):
+            return plain.init(params)
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
 
     def update(updates, state, params):
+        now = weight
+        if callable(weight):
+            now = weight(state.count)
+            state = optax.ScaleByScheduleState(state.count + 1)
         updates = jax.tree.map(
-            lambda u, p, m: u + weight * p * m if np.any(m) else u,
+            lambda u, p, m: u + now * p * m if np.any(m) else u,
             updates,
             params,
             mask,
         )
         return updates, state
 
-    return optax.GradientTransformation(plain.init, update)
+    return optax.GradientTransformation(init, update)
 
 
 def _freeze(mask: dict, until: int) -> optax.GradientTransformation:

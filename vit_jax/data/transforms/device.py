@@ -101,6 +101,28 @@ def example_uniform(
     return jax.vmap(lambda k: jax.random.uniform(k, (count,)))(example_keys(index, key))
 
 
+def where_drawn(
+    p: Given,
+    changed: Num[Array, "B H W C"],
+    images: Images,
+    index: UInt32[Array, " B"],
+    key: Key[Array, ""],
+) -> Num[Array, "B H W C"]:
+    """Returns the changed image of each example with probability p, else the image.
+
+    Args:
+      p: probability, the same for all examples.
+      changed: images after an operation.
+      images: the same before it.
+      index: position of each example in the run, modulo 2**32.
+      key: of the operation, the same at every step.
+    """
+    if p == 1:
+        return changed
+    drawn = example_uniform(index, key, 1)[:, 0] < p
+    return jnp.where(drawn[:, None, None, None], changed, images)
+
+
 @dataclasses.dataclass(frozen=True)
 class Flip:
     """Flips left and right with probability 0.5 per example."""
@@ -206,6 +228,7 @@ class ColorJitter:
       contrast: the same, about the image's mean grey.
       saturation: the same, about each pixel's grey.
       hue: largest turn either way; 0.5 is half the circle, where red becomes cyan.
+      p: probability for an image.
     """
 
     runs_on: ClassVar[str] = "device"
@@ -214,6 +237,7 @@ class ColorJitter:
     contrast: Given = field(0.4, "Largest change of the factor.")
     saturation: Given = field(0.4, "Largest change of the factor.")
     hue: Given = field(0.0, "Largest turn, as a fraction of the circle.", at_most=0.5)
+    p: Given = field(1.0, "Probability for an image.", at_most=1)
 
     def __post_init__(self):
         check_arguments(self)
@@ -226,7 +250,9 @@ class ColorJitter:
             factors.append(least + u[:, i] * (1 + strength - least))
         order = jnp.argsort(u[:, 4:], axis=1)
         turn = self.hue * (2 * u[:, 3] - 1) if self.hue else None
-        return jitter(images, *factors, turn, order), labels
+        changed = jitter(images, *factors, turn, order)
+        drawn_by = jax.random.fold_in(key, 1)
+        return where_drawn(self.p, changed, images, index, drawn_by), labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,9 +460,9 @@ def jitter(
     # three are one blend, away from black, from the mean grey or from the pixel's grey.
     for i in range(4):
         now = order[:, i]
-        grey = _grey(x)
-        mean = grey.mean((1, 2, 3), keepdims=True)
-        base = jnp.where(wide(now == 1), mean, grey) * wide(now != 0)
+        own = grey(x)
+        mean = own.mean((1, 2, 3), keepdims=True)
+        base = jnp.where(wide(now == 1), mean, own) * wide(now != 0)
         factor = wide(jnp.take_along_axis(factors, now[:, None], axis=1)[:, 0])
         changed = jnp.clip(factor * x + (1 - factor) * base, 0, 255)
         if hue is not None and x.shape[-1] == 3:
@@ -471,7 +497,8 @@ def turn_hue(
     return value[..., None] - chroma[..., None] * short
 
 
-def _grey(x: Float[Array, "B H W C"]) -> Float[Array, "B H W 1"]:
+def grey(x: Float[Array, "B H W C"]) -> Float[Array, "B H W 1"]:
+    """Returns the grey of each pixel, as Pillow's mode L but not rounded."""
     if x.shape[-1] == 1:
         return x
     weights = jnp.array(_GREY, jnp.float32)[None, None, None, :]

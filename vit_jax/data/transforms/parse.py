@@ -2,8 +2,9 @@
 
 Transforms stand between bars and take Python literals, by position or by name. Host
 transforms (host.py, randaugment.py, multi_crop.py) run in the loader, image by image;
-device transforms (device.py) run in the training step, on the batch, and come last. The
-size of a crop or resize is `data.image_size` unless given, as 224 or as (160, 224).
+device transforms (device.py, photometric.py) run in the training step, on the batch, and
+come last. The size of a crop or resize is `data.image_size` unless given, as 224 or as
+(160, 224).
 
 A transform of the user's is named with its module: "my_module:MyTransform(0.5) | flip".
 base.py says what it has to have.
@@ -257,9 +258,9 @@ def _in_eval(transform: object) -> bool:
 def all_transforms() -> dict[str, type]:
     """Returns every transform of ours by its name."""
     # Only here, so that loader processes start without JAX.
-    from vit_jax.data.transforms import device
+    from vit_jax.data.transforms import device, photometric
 
-    return {**HOST_TRANSFORMS, **device.TRANSFORMS}
+    return {**HOST_TRANSFORMS, **device.TRANSFORMS, **photometric.TRANSFORMS}
 
 
 def _check_host(spec: str, host: list) -> None:

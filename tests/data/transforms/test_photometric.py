@@ -1,0 +1,193 @@
+"""Grey, blur, solarisation and the probability of colour jitter, against Pillow."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import ndimage, stats
+
+from vit_jax.data.transforms import device as device_transforms
+from vit_jax.data.transforms import parse, photometric
+from vit_jax.data.transforms.device import ColorJitter
+from vit_jax.data.transforms.photometric import GaussianBlur, Grayscale, Solarize
+from vit_jax.errors import UserError
+
+# Of Pillow and torchvision; tests/golden/README.md.
+GOLDEN = np.load(pathlib.Path(__file__).parents[2] / "golden" / "augment.npz")
+PICTURE = GOLDEN["picture"]
+KEY = jax.random.key(7)
+# How far Pillow's three box blurs lie from a Gaussian on this picture, whose border is
+# mirrored: worst and mean, of 255. With a repeated border, as Pillow's, it is less.
+PILLOW = {0.5: (3.47, 0.65), 1: (4.32, 0.59), 1.5: (4.47, 0.64), 2: (7.88, 0.66)}
+
+
+def images(count, image=PICTURE, dtype=jnp.uint8):
+    return jnp.broadcast_to(jnp.asarray(image, dtype), (count, *image.shape))
+
+
+def run(op, batch, key=KEY, start=0):
+    """Applies an operation to a batch of which no labels are known."""
+    index = jnp.arange(start, start + len(batch), dtype=jnp.uint32)
+    labels = jnp.zeros((len(batch), 0))
+    found, same = jax.jit(lambda *args: op(*args, key))(batch, labels, index)
+    assert same.shape == labels.shape
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(Grayscale(p=1), "grey"), (Solarize(p=1), "solarize")]
+)
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.float32])
+def test_grey_and_solarisation_are_pillows(op, name, dtype):
+    (found,) = run(op, images(1, dtype=dtype))
+    assert np.abs(found - GOLDEN[name].astype(float)).max() <= 1
+    assert np.abs(found - PICTURE.astype(float)).max() > 50
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
+def test_changes_of_colour_are_torchvisions(name):
+    keys = [key for key in GOLDEN.files if key.startswith(f"{name}_pillow/")]
+    assert len(keys) == 2
+    for key in keys:
+        amount = jnp.full(1, float(key.partition("/")[2]))
+        one = jnp.ones(1)
+        amounts = {"brightness": one, "contrast": one, "saturation": one, "hue": None}
+        amounts[name] = amount
+        order = jnp.arange(4)[None]
+        (found,) = device_transforms.jitter(images(1), **amounts, order=order)
+        exact = GOLDEN[key.replace("pillow", "float")] * 255
+        assert np.abs(found - exact).max() < 0.02
+        # Pillow rounds the mean grey, and hue and saturation to 256 values.
+        error = np.abs(found - GOLDEN[key].astype(float))
+        assert error.max() <= (9.01 if name == "hue" else 1.2)
+        assert error.mean() < (1.5 if name == "hue" else 0.6)
+
+
+@pytest.mark.parametrize("radius", [0.1, 0.5, 1, 1.5, 2])
+def test_the_blur_is_a_gaussian(radius):
+    batch = images(3)
+    radii = jnp.asarray([radius, 0.7, 1.9])  # Each example has its own.
+    found = np.asarray(jax.jit(photometric.blur, static_argnums=2)(batch, radii, 8))
+    for ours, sigma in zip(found, radii.tolist(), strict=True):
+        exact = ndimage.gaussian_filter(
+            PICTURE.astype(float), (sigma, sigma, 0), mode="nearest", radius=(8, 8, 0)
+        )
+        np.testing.assert_allclose(ours, exact, atol=2e-3)
+    pillow = GOLDEN[f"blur_pillow/{radius}"].astype(float)
+    worst, mean = PILLOW.get(radius, (0, 0))
+    error = np.abs(found[0] - pillow)
+    assert error.max() <= worst + 0.01
+    assert error.mean() <= mean + 0.01
+
+
+def test_a_kernel_reaches_far_enough_for_the_largest_radius(monkeypatch):
+    reached = []
+    monkeypatch.setattr(
+        photometric, "blur", lambda x, radius, reach: reached.append(reach) or x
+    )
+    for most in (0.5, 2.0, 3.1):
+        GaussianBlur(radius=(0.1, most))(
+            images(1), jnp.zeros((1, 0)), jnp.zeros(1, jnp.uint32), KEY
+        )
+    assert reached == [2, 8, 13]
+
+
+def test_radii_are_uniform_in_their_range():
+    # The blur of a step tells its radius: the slope in its middle.
+    step = np.zeros((9, 40, 1), np.uint8)
+    step[:, 20:] = 255
+    found = run(GaussianBlur(p=1, radius=(0.5, 2.5)), images(800, step))
+    slopes = found[:, 4, 20, 0] / 255
+    # With taps summing to 1 the pixel right of the step holds half plus half a tap.
+    offsets = np.arange(-10, 11)
+    radii = np.linspace(0.5, 2.5, 2001)
+    taps = np.exp(-((offsets / radii[:, None]) ** 2) / 2)
+    taps /= taps.sum(1, keepdims=True)
+    known = 0.5 + taps[:, 10] / 2
+    drawn = np.interp(-slopes, -known, radii)
+    assert stats.kstest(drawn, "uniform", (0.5, 2)).pvalue > 0.001
+    assert stats.kstest(drawn, "uniform", (0.3, 2.2)).pvalue < 1e-6
+
+
+OPS = [
+    Grayscale(p=0.3),
+    GaussianBlur(p=0.3),
+    Solarize(p=0.3),
+    ColorJitter(0.4, 0.4, 0.2, 0.1, p=0.3),
+]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: type(op).__name__)
+def test_each_acts_with_its_probability(op):
+    small = PICTURE[:12, :10]
+    found = run(op, images(1000, small))
+    changed = np.abs(found - small.astype(float)).max((1, 2, 3)) > 0
+    # A weak blur or jitter may change nothing that shows.
+    assert 0.25 < changed.mean() < 0.35
+    assert stats.binomtest(int(changed.sum()), 1000, 0.3).pvalue > 1e-4
+    # Neighbours are drawn apart, and a step later others.
+    assert 0.02 < (changed[1:] & changed[:-1]).mean() < 0.16
+    later = run(op, images(1000, small), start=1000)
+    assert (later != found).any()
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: type(op).__name__)
+def test_choices_follow_the_place_in_the_run_alone(op):
+    batch = jnp.stack([jnp.roll(images(1)[0], i, axis=0) for i in range(16)])
+    whole = run(op, batch)
+    np.testing.assert_array_equal(run(op, batch[5:11], start=5), whole[5:11])
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.NamedSharding(mesh, jax.P("data"))
+    spread = run(op, jax.device_put(batch, place))
+    np.testing.assert_allclose(spread, whole, atol=2e-3)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: type(op).__name__)
+def test_grey_images_are_taken_too(op):
+    grey = PICTURE[..., :1]
+    found = run(op, images(40, grey))
+    assert found.shape == (40, *grey.shape)
+    assert (found >= 0).all()
+    assert (found <= 255.01).all()
+
+
+def test_jitter_without_a_probability_is_as_before():
+    jitter = ColorJitter(0.4, 0.4, 0.2, 0.1)
+    always = run(jitter, images(6))
+    some = run(ColorJitter(0.4, 0.4, 0.2, 0.1, p=0.5), images(6))
+    acted = (some != PICTURE).any((1, 2, 3))
+    assert 0 < acted.sum() < 6
+    np.testing.assert_allclose(some[acted], always[acted], atol=1e-3)
+    index, labels = jnp.arange(6, dtype=jnp.uint32), jnp.zeros((6, 0))
+    text = str(jax.make_jaxpr(lambda *a: jitter(*a, KEY))(images(6), labels, index))
+    # No second draw that would cost time, or change a bit.
+    assert text.count("random_bits") == 1
+
+
+def test_the_lines_of_dino_are_read():
+    line = "color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale | gaussian_blur(0.1)"
+    ops = parse.parse_train(f"multi_crop | flip | {line} | solarize(0.2)", (8, 12))
+    assert ops.device[1:] == (
+        ColorJitter(0.4, 0.4, 0.2, 0.1, 0.8),
+        Grayscale(0.2),
+        GaussianBlur(0.1, (0.1, 2.0)),
+        Solarize(0.2, 128.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("grayscale(p=1.5)", "p=1.5 must be at most 1"),
+        ("gaussian_blur(radius=(0, 2))", r"radius=\(0, 2\) is not 0 < least <= most"),
+        ("gaussian_blur(radius=(2, 1))", r"radius=\(2, 1\) is not 0 < least <= most"),
+        ("solarize(threshold=300)", "threshold=300 must be at most 255"),
+        ("color_jitter(p=-1)", "p=-1 must be at least 0"),
+        ("solarize | resize", "resize runs in the loader, so it must stand before"),
+    ],
+)
+def test_bad_arguments_are_named(line, message):
+    with pytest.raises(UserError, match=message):
+        parse.parse_train(line, (8, 12))

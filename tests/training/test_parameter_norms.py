@@ -1,0 +1,204 @@
+"""What depends on the norm of each parameter: LARS, LAMB, and clipping one by one."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import tiny_config
+
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+from vit_jax.training import loop, optim
+from vit_jax.training.schedules import RunLength
+
+# Of facebookresearch/mae and timm; tests/golden/README.md.
+GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden" / "optimisers.npz")
+NAMES = ("kernel", "bias", "zero")
+MATRICES = ("kernel$", "zero$")
+RUN = RunLength(100, 7.0)
+
+
+def transformation(params, rate=0.5, **options):
+    config = tiny_config(optim=options)
+    return optim.optimizer(config.optim, params, lambda step: rate, RUN)
+
+
+def golden(part):
+    return {name: jnp.asarray(GOLDEN[f"{part}/{name}"], jnp.float32) for name in NAMES}
+
+
+def steps(**options):
+    """Yields the parameters of the golden case after each of its steps."""
+    params = golden("start")
+    tx = transformation(params, **{"weight_decay_mask": MATRICES} | options)
+    state = tx.init(params)
+    for step in range(3):
+        updates, state = tx.update(golden(f"gradient_{step}"), state, params)
+        params = optax.apply_updates(params, updates)
+        yield params
+
+
+# In timm's run weight decay touched the bias as well.
+LAMB = {
+    "name": "lamb",
+    "rate": 0.01,
+    "grad_clip_norm": 1.0,
+    "weight_decay_mask": (".",),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("lars_wd0", {"name": "lars"}),
+        ("lars_wd0.1", {"name": "lars", "weight_decay": 0.1}),
+        ("lamb_wd0", LAMB),
+        ("lamb_wd0.05", LAMB | {"weight_decay": 0.05}),
+    ],
+)
+def test_steps_are_those_of_mae_and_timm(case, options):
+    for step, params in enumerate(steps(**options)):
+        for name in NAMES:
+            expected = GOLDEN[f"{case}/step{step}/{name}"]
+            np.testing.assert_allclose(params[name], expected, atol=1e-6)
+
+
+def test_other_numbers_than_theirs_show():
+    for options in (
+        {"name": "lars", "momentum": 0.8},
+        {"name": "lars", "trust_coefficient": 0.002},
+    ):
+        *_, params = steps(**options)
+        error = np.abs(params["kernel"] - GOLDEN["lars_wd0/step2/kernel"])
+        assert error.max() > 1e-4
+
+
+def encoder(rng, depth=3):
+    """Parameters of some blocks, and what stands beside them."""
+    shapes = {
+        "query": {"kernel": (6, 2, 3), "bias": (2, 3)},
+        "key": {"kernel": (6, 2, 3), "bias": (2, 3)},
+        "value": {"kernel": (6, 2, 3), "bias": (2, 3)},
+        "out": {"kernel": (2, 3, 6), "bias": (6,)},
+    }
+    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    is_shape = lambda x: isinstance(x, tuple)
+    blocks = {
+        f"encoderblock_{i}": {
+            "attention": jax.tree.map(draw, shapes, is_leaf=is_shape),
+            "scale": (i + 1) * draw((6,)),
+        }
+        for i in range(depth)
+    }
+    head = {"kernel": draw((6, 5)), "bias": draw((5,))}
+    return {"Transformer": blocks, "head": head}
+
+
+def test_query_key_and_value_share_a_norm_and_others_have_their_own():
+    tree = encoder(np.random.default_rng(0))
+    norms = optim.parameter_norms(tree)
+    block, of_block = (t["Transformer"]["encoderblock_1"] for t in (tree, norms))
+    for name in ("kernel", "bias"):
+        three = [block["attention"][k][name] for k in ("query", "key", "value")]
+        whole = np.linalg.norm([np.linalg.norm(x) for x in three])
+        for k in ("query", "key", "value"):
+            np.testing.assert_allclose(of_block["attention"][k][name], whole, 1e-6)
+    own = [(block["scale"], of_block["scale"])]
+    own += [(tree["head"][k], norms["head"][k]) for k in ("kernel", "bias")]
+    for leaf, norm in own:
+        np.testing.assert_allclose(norm, np.linalg.norm(leaf), 1e-6)
+        assert norm.ndim == leaf.ndim
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "sgd", "momentum": 0.9, "grad_clip_norm_per_parameter": 1.5},
+        {"name": "lars", "weight_decay": 0.1},
+        {"name": "lars", "weight_decay_mask": ("_1/.*kernel$", "head/kernel")},
+        {"name": "lamb", "weight_decay": 0.1},
+        {"name": "adam", "weight_decay": 0.1, "weight_decay_end": 0.4},
+    ],
+    ids=str,
+)
+def test_stacked_blocks_move_as_those_one_by_one(options):
+    rng = np.random.default_rng(1)
+    params, grads = encoder(rng), [encoder(rng) for _ in range(3)]
+
+    def train(params, convert):
+        tx = transformation(params, **options)
+        state = tx.init(params)
+        for grad in grads:
+            updates, state = tx.update(convert(grad), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    plain = train(params, lambda tree: tree)
+    stacked = train(stacking.stack(params), stacking.stack)
+    assert "encoderblock" in stacked["Transformer"]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6),
+        stacking.unstack(stacked),
+        plain,
+    )
+
+
+def test_each_gradient_is_clipped_by_itself():
+    params = {"a": {"kernel": jnp.zeros((3, 2))}, "b": {"kernel": jnp.zeros(4)}}
+    grads = {"a": {"kernel": jnp.full((3, 2), 3.0)}, "b": {"kernel": jnp.full(4, 0.1)}}
+    tx = transformation(
+        params, name="sgd", momentum=0.0, grad_clip_norm_per_parameter=0.3
+    )
+    updates, _ = tx.update(grads, tx.init(params), params)
+    norm = 3 * np.sqrt(6)
+    expected = -0.5 * 3 * 0.3 / (norm + 1e-6)
+    np.testing.assert_allclose(updates["a"]["kernel"], expected, rtol=1e-6)
+    np.testing.assert_allclose(updates["b"]["kernel"], -0.05, rtol=1e-6)
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    updates, _ = tx.update(zeros, tx.init(params), params)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_a_run_resumes_with_its_optimiser(tmp_path, name, scan):
+    keys = {
+        "optim": {
+            "name": name,
+            "learning_rate": 0.01,
+            "weight_decay": 0.05,
+            "weight_decay_end": 0.2,
+            "grad_clip_norm_per_parameter": 0.5,
+        },
+        "model": {"depth": 2, "scan": scan},
+        "evals": {},
+    }
+    whole = loop.train(tiny_config(**keys), tmp_path / "whole")
+    half, workdir = tiny_config(**keys), tmp_path / "run"
+    loop.train(half, workdir)
+    (workdir / "report.json").unlink()
+    (workdir / "checkpoints" / "6").rename(tmp_path / "gone")  # As after a kill.
+    resumed = loop.train(half, workdir)
+    assert resumed["params_sha256"] == whole["params_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"name": "lars", "trust_coefficient": 0.0},
+            "trust_coefficient=0.0 must be above 0",
+        ),
+        ({"name": "lars", "momentum": 1.0}, "momentum=1.0 must be below 1"),
+        ({"name": "lars", "b1": 0.9}, "optim.b1"),
+        ({"weight_decay_end": -0.1}, "weight_decay_end=-0.1 must be at least 0"),
+        ({"grad_clip_norm_per_parameter": -1.0}, "must be at least 0"),
+        ({"name": "lars", "weight_decay_mask": ("^none",)}, "matches none of the"),
+    ],
+)
+def test_bad_values_are_named(options, message):
+    with pytest.raises(UserError, match=message):
+        transformation(golden("start"), **options)
