@@ -2,10 +2,10 @@
 
 Writes a PNG with the first images of a run as they reach the model: cropped, augmented
 and mixed as `data.train_transform` says, and the normalisation undone. Below each its
-class, or the shares of several after mixup, unless the task learns without labels. An
-image of which the model sees several crops stands there with each of them. Where the run's batch is larger than the
-sheet, the first image is mixed with the last of the sheet instead of the last of the
-batch. Exit codes: 0 done, 2 bad input (one line says what).
+class, or the shares of several after mixup, unless the task learns without labels. Of
+several crops of an image each is shown. Where the run's batch is larger than the sheet,
+the first image is mixed with the last of the sheet instead of the last of the batch. Exit
+codes: 0 done, 2 bad input (one line says what).
 """
 
 import argparse

@@ -194,8 +194,8 @@ def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
     """
     if "label" in spec and not data.num_classes:
         raise UserError(
-            f"data.num_classes={data.num_classes}: labels are not read, but this task "
-            "learns from them: set --config.data.num_classes to the number of classes"
+            "data.num_classes=0: labels are not read, but this task learns from them: "
+            "set --config.data.num_classes to the number of classes"
         )
     transforms = parse_train(data.train_transform, data.image_size)
     views = Transforms(transforms.host, ())  # The device may enlarge them.
