@@ -51,6 +51,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.task.small_transform = f"{JITTER} | gaussian_blur(0.5)"
 
     c.optim = dict(name="adam", base_learning_rate=5e-4, warmup_epochs=10)
+    c.optim.warmup_ends_at_peak = True  # As its code has it.
     c.optim.schedule = dict(name="cosine", end_learning_rate=1e-6)
     # All parameters of two axes and more: also the class token and the positions.
     c.optim.weight_decay, c.optim.weight_decay_end = 0.04, 0.4

@@ -8,7 +8,15 @@ from flax.traverse_util import unflatten_dict
 from helpers import tiny_config
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
-from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
+from trees import (
+    SIZE,
+    assert_same,
+    checkpoint,
+    counted_by_kind,
+    encoder,
+    random_flat,
+    save,
+)
 
 from vit_jax import models, weights
 from vit_jax.config import fields
@@ -302,6 +310,18 @@ def test_posemb_resize_reaches_the_surgery(tmp_path):
     )
     _, lines = begin(config)
     assert any("resized from (3, 3) to (4, 2), bicubic" in line for line in lines)
+
+
+@pytest.mark.parametrize("stated", ["", "linear"])
+def test_positions_of_a_file_are_resized_as_its_library_does(tmp_path, stated):
+    timm.write(checkpoint(encoder()), tmp_path)
+    config = complete(
+        init={"checkpoint": str(tmp_path), "posemb_resize": stated},
+        data={"image_size": (16, 8)},
+    )
+    _, lines = begin(config)
+    how = "" if stated else ", bicubic"
+    assert any(f"resized from (3, 3) to (4, 2){how}  " in line for line in lines)
 
 
 def test_workdir_of_a_resnet_knows_its_blocks(run):

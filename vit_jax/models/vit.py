@@ -106,6 +106,7 @@ class ViTConfig(ModelConfig):
         '"bicubic" (timm\'s, DINOv2\'s with registers), "bicubic_plain" (MAE\'s), '
         "\"bicubic_dino\" (DINO's, DINOv2's); models/posemb.py.",
         choices=tuple(RESIZE_METHODS),
+        only_if={"posemb": ("learned", "learned2d")},
     )
     dropout: float = key(
         0.0,

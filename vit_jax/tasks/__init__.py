@@ -1,6 +1,7 @@
 """What is learnt: each task is a file here, named by `config.task.name`."""
 
 from vit_jax.tasks.classification import ClassificationConfig
+from vit_jax.tasks.dino import DinoConfig
 from vit_jax.tasks.distillation import DistillationConfig
 from vit_jax.tasks.linear_probe import LinearProbeConfig
 from vit_jax.tasks.mae import MaeConfig
@@ -14,4 +15,5 @@ TASKS = {
     "masked_patch": MaskedPatchConfig,
     "mae": MaeConfig,
     "simmim": SimMimConfig,
+    "dino": DinoConfig,
 }

@@ -51,7 +51,9 @@ class Head(nn.Module):
         )
         x = x @ (direction / jnp.linalg.norm(direction, axis=0, keepdims=True))
         if self.free_gain:
-            x = x * self.param("gain", nn.initializers.ones, (self.num_outputs,))
+            shape = (1,) * (x.ndim - 1) + (-1,)
+            gain = self.param("gain", nn.initializers.ones, (self.num_outputs,))
+            x = x * gain.reshape(shape)
         return x
 
 
@@ -78,6 +80,7 @@ def centered(
     temperature: Array | float,
 ) -> Float[Array, "*B K"]:
     """Returns the probabilities of a teacher whose outputs are centred."""
+    center = center.reshape((1,) * (outputs.ndim - 1) + (-1,))
     return jax.nn.softmax((outputs - center) / temperature)
 
 

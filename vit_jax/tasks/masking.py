@@ -136,7 +136,7 @@ def fill(
 
     Args:
       images: of B images.
-      mask: 1 where a patch is hidden.
+      mask: 1 or True where a patch is hidden.
       patches: what takes their places.
       side: of a patch, in pixels.
     """
