@@ -177,12 +177,15 @@ def image_flags(flags: argparse.Namespace) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def open_weights(flags: argparse.Namespace, checkpoint: str = ""):
+def open_weights(
+    flags: argparse.Namespace, checkpoint: str = "", *, with_task: bool = False
+):
     """Opens weights for a verb, which has a flag --labels besides `add_weights_flags`.
 
     Args:
       flags: from `parse`.
       checkpoint: one beside --model: the flags on images and classes are not for it.
+      with_task: whether to read what the task of its training has beside the network.
 
     Returns:
       The checkpoint, how its images are prepared, and the class names of --labels, empty
@@ -201,6 +204,7 @@ def open_weights(flags: argparse.Namespace, checkpoint: str = ""):
         image_flags(flags) if own else {},
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
+        with_task=with_task,
         tell=tell,
     )
     return found, preprocess, names

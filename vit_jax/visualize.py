@@ -27,6 +27,7 @@ Exit codes: 0 done, 1 some images could not be read (a line each says why), 2 ba
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 
@@ -126,12 +127,16 @@ def draw(flags: argparse.Namespace, loaded, images, options, other) -> int:
 def load_model(flags: argparse.Namespace, checkpoint: str):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax.analysis.loaded_model import LoadedModel
+    from vit_jax.tasks.pretrained import pictures
 
-    found, preprocess, classes = cli.open_weights(flags, checkpoint)
+    found, preprocess, classes = cli.open_weights(flags, checkpoint, with_task=True)
     given = flags.name if checkpoint == flags.model else ""
     names = classes or found.class_names  # Either has to be one a class.
-    return LoadedModel.from_pretrained(
+    loaded = LoadedModel.from_pretrained(
         given or _name(checkpoint), found, preprocess, names
+    )
+    return dataclasses.replace(
+        loaded, pictures=pictures(found, loaded.model, preprocess)
     )
 
 

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 from helpers import tiny_config
+from PIL import Image
 
-from vit_jax import weights
+from vit_jax import cli, visualize, weights
 from vit_jax.data import pipeline
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
@@ -159,3 +160,28 @@ def test_the_task_is_evaluated_in_training_alone(tmp_path):
     ):
         loop.train(config_of("dino", evals=evals), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_the_reconstruction_is_drawn(run, tmp_path, capsys):
+    name, workdir, _ = run
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    for number in range(2):
+        Image.fromarray(pixels + number).save(tmp_path / f"{number}.png")
+    words = [f"--model={workdir}", "--figure=reconstruction", f"--out={tmp_path}/out"]
+    words += ["--images", str(tmp_path / "0.png"), str(tmp_path / "1.png")]
+    flags = cli.parse(visualize.parser(), words)
+    if name == "dino":
+        with pytest.raises(UserError, match="no task that predicts images travels"):
+            visualize.main(flags)
+        return
+    assert not visualize.main(flags)
+    found = np.load(tmp_path / "out" / "reconstruction.npz")
+    original = found["original"]
+    np.testing.assert_array_equal(original[0], pixels)
+    names = set(found) - {"images", "original"}
+    assert len(names) == 3
+    for shown in names:
+        assert found[shown].shape == original.shape
+        assert (found[shown] != original).any()
+    with Image.open(tmp_path / "out" / "reconstruction.png") as sheet:
+        assert min(sheet.size) > 100

@@ -98,12 +98,13 @@ def open_weights(
     *,
     use_ema: bool,
     num_heads: int,
+    with_task: bool = False,
     tell: Callable[[str], None],
 ) -> tuple[Pretrained, Preprocess]:
     """Opens weights, and returns the preprocessing of their images.
 
     Args:
-      checkpoint, use_ema, num_heads: as in `weights.open_pretrained`.
+      checkpoint, use_ema, num_heads, with_task: as in `weights.open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
       tell: called with a line about each thing that was guessed.
 
@@ -113,7 +114,9 @@ def open_weights(
     Raises:
       UserError: there is no checkpoint, or it cannot be read.
     """
-    found = weights.open_pretrained(checkpoint, use_ema=use_ema, num_heads=num_heads)
+    found = weights.open_pretrained(
+        checkpoint, use_ema=use_ema, num_heads=num_heads, with_task=with_task
+    )
     for note in found.notes:  # Such as a guessed number of heads.
         tell(f"{checkpoint}: {note}")
     preprocess = dataclasses.replace(preprocessing_of(found), **given)

@@ -8,6 +8,7 @@ width of encoder and decoder, P side of a patch, C channels.
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -26,6 +27,8 @@ from vit_jax.tasks.task import TaskConfig
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaeConfig(TaskConfig):
     """Pixels of hidden patches, from the visible ones alone (MAE)."""
+
+    has_pictures: ClassVar[bool] = True
 
     name: str = key("mae", "What is learnt.")
     mask_ratio: float = key(

@@ -8,6 +8,7 @@ N patches, S cells of a patch, D width, L colour classes, P side of a patch.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -31,6 +32,8 @@ NUM_COLORS = _LEVELS**3
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedPatchConfig(TaskConfig):
     """Colours of corrupted patches (masked patch prediction)."""
+
+    has_pictures: ClassVar[bool] = True
 
     name: str = key("masked_patch", "What is learnt.")
     mask_ratio: float = key(

@@ -8,6 +8,7 @@ channels.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -27,6 +28,8 @@ from vit_jax.tasks.task import TaskConfig
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimMimConfig(TaskConfig):
     """Pixels of hidden units, from all tokens (SimMIM)."""
+
+    has_pictures: ClassVar[bool] = True
 
     name: str = key("simmim", "What is learnt.")
     mask_ratio: float = key(

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 import operator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 
@@ -209,6 +209,9 @@ def _replace(tree: dict, path: list[str], value: Tree) -> Tree:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """What `config.task` states of every task."""
+
+    # Whether it has `Task.pictures`, and needs no more than parameters for them.
+    has_pictures: ClassVar[bool] = False
 
     name: str = key("classification", "What is learnt.")
 

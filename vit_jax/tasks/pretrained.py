@@ -1,0 +1,53 @@
+"""The task that weights were trained by, as far as it travels with them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jax.numpy as jnp
+
+from vit_jax.config import loading
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.models import Model
+from vit_jax.tasks import TASKS
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+Pictures = Callable[[dict, jax.Array], dict[str, jax.Array]]
+
+
+def pictures(
+    pretrained: Pretrained, model: Model, preprocess: Preprocess
+) -> Pictures | None:
+    """Returns what draws the answers of the task that weights were trained by.
+
+    Args:
+      pretrained: opened with its task.
+      model: its network, as images are given to it.
+      preprocess: of the images.
+
+    Returns:
+      Function of the network's parameters and of normalised images (B, Y, X, C) to
+      `Task.pictures` of them; what is drawn is the same for an image in the same place.
+      None if no task travels with the weights, or it has no pictures.
+    """
+    kind = TASKS.get(pretrained.task.get("name", ""))
+    if kind is None or not kind.has_pictures or not pretrained.task_params:
+        return None
+    data = DataConfig(
+        image_size=tuple(preprocess.image_size),
+        channels=model.image_shape[-1],
+        mean=tuple(preprocess.mean),
+        std=tuple(preprocess.std),
+    )
+    config = loading.complete(kind, pretrained.task, "task.")
+    task = config.build(model, data, RunLength(1, 1.0))
+    others = jax.device_put(pretrained.task_params)
+
+    def draw(network, images):
+        params = {"network": network, **others}
+        index = jnp.arange(len(images), dtype=jnp.uint32)
+        batch = {"image": images, "index": index}
+        return task.pictures(params, None, batch, jax.random.key(0))
+
+    return draw
