@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import jax.numpy as jnp
 
 from vit_jax.config import loading
 from vit_jax.config.lengths import RunLength
