@@ -136,6 +136,7 @@ class Dino(Task):
             config.bottleneck_dim,
             config.num_outputs,
             config.free_gain,
+            model.options["dtype"],
         )
         self._collapsed: dict[str, int] = {}
 

@@ -24,12 +24,14 @@ class Head(nn.Module):
       bottleneck_dim: features that are normalised.
       num_outputs: K.
       free_gain: whether the lengths of the last layer's weights are learnt.
+      dtype: of the products; features are normalised in float32.
     """
 
     hidden_dim: int
     bottleneck_dim: int
     num_outputs: int
     free_gain: bool = False
+    dtype: str = "float32"
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B K"]:
@@ -38,7 +40,8 @@ class Head(nn.Module):
         for i, size in enumerate(sizes):
             x = gelu_erf(x) if i else x
             init = nn.initializers.truncated_normal(0.02)
-            x = nn.Dense(size, kernel_init=init, name=f"Dense_{i}")(x)
+            x = nn.Dense(size, dtype=self.dtype, kernel_init=init, name=f"Dense_{i}")(x)
+        x = x.astype(jnp.float32)
         x = x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
         # Of PyTorch's linear layers; the lengths do not matter.
         bound = 1 / math.sqrt(self.bottleneck_dim)
@@ -49,7 +52,12 @@ class Head(nn.Module):
             ),
             (self.bottleneck_dim, self.num_outputs),
         )
-        x = x @ (direction / jnp.linalg.norm(direction, axis=0, keepdims=True))
+        unit = direction / jnp.linalg.norm(direction, axis=0, keepdims=True)
+        x = jnp.matmul(
+            x.astype(self.dtype),
+            unit.astype(self.dtype),
+            preferred_element_type=jnp.float32,
+        )
         if self.free_gain:
             shape = (1,) * (x.ndim - 1) + (-1,)
             gain = self.param("gain", nn.initializers.ones, (self.num_outputs,))
