@@ -97,7 +97,13 @@ def quick(config: ConfigDict) -> ConfigDict:
         )
     c.data.update(name="synthetic", split="train", num_examples=20, num_workers=0)
     c.data.image_size = (2 * token, 2 * token)
-    c.evals = {name: "val" for name in c.get("evals", {})}
+    # Of the same kind, on the splits that the made data has.
+    c.evals = {
+        name: "val"
+        if isinstance(e, str)
+        else dict(kind=e.get("kind", "classification"))
+        for name, e in c.get("evals", {}).items()
+    }
     # One evaluation and one checkpoint, at the end.
     c.log_every_steps, c.eval_every_steps, c.checkpoint_every_steps = 1, 0, 1_000
     for name in ("log_every_epochs", "eval_every_epochs", "checkpoint_every_epochs"):
@@ -115,3 +121,33 @@ def quick(config: ConfigDict) -> ConfigDict:
     most = {"freeze_steps": 1, "grad_accum_steps": 2}
     c.optim = optim | {k: min(n, optim[k]) for k, n in most.items() if k in optim}
     return c
+
+
+def images_of(data: str, config: ConfigDict, *, labelled: bool = False) -> None:
+    """Sets the images of a recipe that learns without labels, or of what follows it.
+
+    Args:
+      data: "imagenet"; "cifar10", which comes with a network and a batch that a CPU can
+        train; or another set, of which only the name is known.
+      config: of the recipe; its model and batch size are set already.
+      labelled: whether it learns classes.
+    """
+    c = config
+    c.data = dict(name=data, split="train", num_classes=0)
+    c.data.eval_transform = "resize_small(256) | central_crop"
+    c.data.mean = (0.485, 0.456, 0.406)
+    c.data.std = (0.229, 0.224, 0.225)
+    test, num_classes = "validation", 1_000
+    if data == "imagenet":  # The number of images is from the TFDS catalogue.
+        c.data.update(name="imagenet2012", num_examples=1_281_167)
+    elif data == "cifar10":
+        test, num_classes = "test", 10
+        c.data.update(num_examples=50_000, image_size=(32, 32), eval_transform="")
+        c.model.update(variant="Ti/4", width=192, depth=6, num_heads=6, mlp_dim=384)
+        c.model.update(dtype="float32", scan=False)
+        c.batch_size = 256
+    if labelled:
+        c.data.num_classes, c.evals = num_classes, dict(val=test)
+    else:
+        c.evals = dict(val=dict(kind="task", split=test))
+        c.evals.knn = dict(kind="knn", test=test, every_epochs=20)

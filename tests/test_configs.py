@@ -6,7 +6,10 @@ import json
 import pathlib
 import re
 
+import jax
+import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from configs import bit_hyperrule
@@ -16,7 +19,7 @@ from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength, length_in_steps
 from vit_jax.errors import UserError
-from vit_jax.training import config
+from vit_jax.training import config, optim
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "paper_tables.json"
@@ -363,3 +366,93 @@ def test_bit_hyperrule_is_the_protocol(dataset):
     assert ("mixup(0.1)" in c.data.train_transform) == (
         not dataset.startswith("oxford")
     )
+
+
+@pytest.mark.parametrize("variant", ["B/16", "L/16", "H/14"])
+def test_mae_is_the_protocol(variant):
+    """Tables 8 to 10 of arXiv:2111.06377, and facebookresearch/mae where it differs."""
+    c = config.load(spec("mae", model=variant))
+    assert (c.epochs, c.batch_size, c.optim.warmup_epochs) == (1600, 4096, 40)
+    assert c.optim.peak_learning_rate(c.batch_size) == pytest.approx(2.4e-3)
+    assert (c.optim.b1, c.optim.b2, c.optim.weight_decay) == (0.9, 0.95, 0.05)
+    assert (c.task.mask_ratio, c.task.normalize_targets) == (0.75, True)
+    sizes = c.task.decoder_width, c.task.decoder_depth, c.task.decoder_num_heads
+    assert sizes == (512, 8, 16)
+    assert (c.data.num_classes, c.model.posemb) == (0, "sincos2d_mae")
+
+    c = config.load(spec("mae", model=variant, stage="finetune"))
+    small = variant == "B/16"
+    found = c.epochs, c.batch_size, c.optim.warmup_epochs, c.optim.weight_decay
+    assert found == (100 if small else 50, 1024, 5, 0.05)
+    assert c.optim.base_learning_rate == (5e-4 if small else 1e-3)
+    assert c.optim.layer_decay == (0.65 if small else 0.75)
+    rates = {"B/16": 0.1, "L/16": 0.2, "H/14": 0.3}
+    assert c.model.drop_path_rate == rates[variant]
+    assert (c.task.label_smoothing, c.optim.schedule.end_learning_rate) == (0.1, 1e-6)
+
+    c = config.load(spec("mae", model=variant, stage="linear"))
+    assert (c.task.name, c.optim.name, c.optim.momentum) == (
+        "linear_probe",
+        "lars",
+        0.9,
+    )
+    assert c.optim.peak_learning_rate(c.batch_size) == pytest.approx(6.4)
+    found = c.epochs, c.batch_size, c.optim.warmup_epochs, c.optim.weight_decay
+    assert found == (90, 16_384, 10, 0.0)
+
+
+def test_simmim_is_the_protocol():
+    """Appendix A of arXiv:2111.09886, and the configs of microsoft/SimMIM."""
+    c = config.load(spec("simmim"))
+    found = c.epochs, c.batch_size, c.optim.warmup_epochs, c.optim.weight_decay
+    assert found == (800, 2048, 10, 0.05)
+    assert c.optim.peak_learning_rate(512) == pytest.approx(1e-4)
+    run = RunLength(c.num_steps(c.data.num_examples), c.data.num_examples / 2048)
+    rate = optim.learning_rate(c.optim, 1.0, run)
+    for epoch, expected in ((10, 1.0), (699, 1.0), (701, 0.1), (799, 0.1)):
+        found = float(rate(round(epoch * run.steps_per_epoch)))
+        assert found == pytest.approx(expected)
+    assert (c.task.mask_ratio, c.task.mask_unit) == (0.6, 32)
+    short = config.load(spec("simmim", epochs=100))
+    assert short.optim.peak_learning_rate(512) == pytest.approx(2e-4)
+    c = config.load(spec("simmim", stage="finetune"))
+    found = c.epochs, c.optim.warmup_epochs, c.optim.layer_decay
+    assert found == (100, 20, 0.65)
+    assert c.optim.peak_learning_rate(512) == pytest.approx(1.25e-3)
+    assert c.model.drop_path_rate == 0.1
+
+
+def test_masked_patch_is_appendix_b():
+    """Section B.1.2 of arXiv:2010.11929."""
+    c = config.load(spec("masked_patch"))
+    assert (c.model.variant, c.total_steps, c.batch_size) == ("B/16", 1_000_000, 4096)
+    assert (c.optim.name, c.optim.learning_rate, c.optim.warmup_steps) == (
+        "adam",
+        2e-4,
+        10_000,
+    )
+    assert c.optim.schedule.name == "cosine"
+    shares = c.task.mask_ratio, c.task.mask_share, c.task.swap_share
+    assert shares == (0.5, 0.8, 0.1)
+
+
+@pytest.mark.parametrize("stem", ["mae", "simmim", "masked_patch"])
+def test_weight_decay_of_what_is_learnt_without_labels_matches_parameters(stem):
+    c = config.load(spec(stem, quick=True))
+    task = c.task.build(c.build_model(), c.data, RunLength(3, 1.0))
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    mask = optim.match(params, c.optim.weight_decay_mask, "optim.weight_decay_mask")
+    decayed = {path for path, yes in flatten_dict(mask, sep="/").items() if np.any(yes)}
+    assert "network/embedding/kernel" in decayed
+    assert not any(path.endswith(("bias", "scale")) for path in decayed)
+    tokens = {"mae": {"network/cls", "decoder/mask_token"}, "simmim": {"mask_token"}}
+    also = {path for path in decayed if not path.endswith("/kernel")}
+    assert also == tokens.get(stem, set())
+
+
+def test_what_simmim_trains_is_what_its_fine_tuning_reads():
+    one, other = (
+        config.load(spec("simmim", stage=s)) for s in ("pretrain", "finetune")
+    )
+    for name in ("variant", "pool", "class_token", "fc_norm", "posemb", "activation"):
+        assert getattr(one.model, name) == getattr(other.model, name)
