@@ -116,6 +116,7 @@ def test_heads_and_hidden_units_are_split_in_every_encoder(variant):
         {"posemb": "relative", "posemb_placement": "shared"},
         {"scan": True},
         {"variant": "R50+B/16", "pool": "map"},
+        {"activation": "swiglu", "layer_scale_init": 0.1, "num_register_tokens": 4},
     ],
 )
 def test_the_default_splits_every_head_and_position_embedding(options):
@@ -128,6 +129,10 @@ def test_the_default_splits_every_head_and_position_embedding(options):
         assert specs["MAPHead_0/MlpBlock_0/Dense_1/kernel"] == ("model", "fsdp")
         query = specs["MAPHead_0/MultiHeadDotProductAttention_0/query/kernel"]
         assert query == ("fsdp", "model", None)
+    if options.get("activation") == "swiglu":
+        for name in ("gate", "Dense_0"):
+            found = specs[f"Transformer/encoderblock_0/MlpBlock_3/{name}/kernel"]
+            assert found == ("fsdp", "model")
     if options.get("posemb") == "relative":
         relative = [spec for path, spec in specs.items() if "relative" in path]
         assert relative

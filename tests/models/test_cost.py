@@ -20,6 +20,11 @@ SMALL = {  # Every kind of unit, and more than one equal one.
         "B/4",
         VIT | {"pool": "map", "posemb": "relative", "posemb_placement": "shared"},
     ),
+    "gated": (
+        "B/4",
+        VIT
+        | {"activation": "swiglu", "num_register_tokens": 3, "layer_scale_init": 1.0},
+    ),
     "hybrid": ("R50+B/16", VIT | {"stage_depths": (2, 1, 1), "stem_width": 32}),
     "resnet": ("R50x1", {"stage_depths": (2, 1), "stem_width": 32}),
 }

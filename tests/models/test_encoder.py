@@ -17,6 +17,12 @@ KINDS = {
     "every": {"posemb_placement": "every"},
     "shared": {"posemb": "learned2d", "posemb_placement": "shared", "pool": "gap"},
     "relative": {"posemb": "relative", "posemb_placement": "every"},
+    "DINOv2": {
+        "num_register_tokens": 4,
+        "layer_scale_init": 0.1,
+        "activation": "swiglu",
+        "drop_path_rate": 0.5,
+    },
     "relative shared": {
         "posemb": "relative",
         "posemb_placement": "shared",

@@ -48,6 +48,7 @@ def test_layers_are_those_of_a_network_written_out(pool):
         {"posemb": "relative", "posemb_placement": "every", "activation": "gelu"},
         {"posemb": "relative", "posemb_placement": "shared", "layer_norm_eps": 1e-2},
         {"variant": "R50+B/32", "stage_depths": (1,), "stem_width": 32},
+        {"num_register_tokens": 2, "layer_scale_init": 0.5, "activation": "swiglu"},
         {"dtype": "bfloat16", "pool": "map"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),

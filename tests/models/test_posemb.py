@@ -84,7 +84,7 @@ def test_mae_resizes_its_fixed_positions(side):
         {"posemb_resize": "bicubic_dino"},
         {"posemb_placement": "every", "posemb_resize": "bicubic"},
         {"posemb": "learned2d", "pool": "gap", "posemb_placement": "shared"},
-        {"distillation": True},
+        {"distillation": True, "num_register_tokens": 2},
     ],
     ids=str,
 )

@@ -51,6 +51,18 @@ def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
     )
 
 
+@pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d"])
+def test_register_tokens_have_no_position(kind):
+    add = vit.AddPositions(kind, (Y, X), num_prefix_tokens=3, num_register_tokens=2)
+    zeros = jnp.zeros((1, 3 + Y * X, D))
+    params = random_like(add.init(jax.random.key(0), zeros))
+    out = add.apply(params, zeros)[0]
+    np.testing.assert_array_equal(out[1:3], 0)
+    plain = vit.AddPositions(kind, (Y, X), num_prefix_tokens=1)
+    expected = plain.apply(params, zeros[:, 2:])[0]
+    np.testing.assert_array_equal(jnp.concatenate([out[:1], out[3:]]), expected)
+
+
 @pytest.mark.parametrize("kind", ["learned", "learned2d"])
 def test_stem_and_shared_have_one_table_and_every_layer_its_own(kind):
     count = {

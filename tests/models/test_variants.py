@@ -69,6 +69,31 @@ def test_variant_has_its_number_of_parameters(variant):
     assert count(models.create(variant, num_classes=1000)) == COUNTS[variant]
 
 
+# As timm's networks of these names have; facebookresearch/dinov2 says 21, 86, 300 and
+# 1,100 M.
+DINOV2 = {"num_classes": 0, "image_size": (518, 518), "layer_scale_init": 1e-5}
+GATED = {"activation": "swiglu", "mlp_dim": 4096}
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "expected"),
+    [
+        ("S/14", {}, 22_056_192),
+        ("B/14", {}, 86_579_712),
+        ("L/14", {}, 304_367_616),
+        ("g/14", {"width": 1536, "num_heads": 24, **GATED}, 1_136_479_232),
+    ],
+)
+@pytest.mark.parametrize("registers", [0, 4])
+def test_networks_of_dinov2_have_their_number_of_parameters(
+    variant, options, expected, registers
+):
+    model = models.create(
+        variant, **DINOV2, **options, num_register_tokens=registers, scan=True
+    )
+    assert count(model) == expected + registers * model.options["width"]
+
+
 def test_every_variant_has_a_count_and_every_count_a_variant():
     assert set(COUNTS) == set(variants.NAMES)
     sizes = {name.split("/")[0] for name in variants.NAMES if "+" not in name}

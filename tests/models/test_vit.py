@@ -150,6 +150,11 @@ def test_gelu_flavours_differ_a_little():
             {"posemb_placement": "all"},
             "posemb_placement='all' is not one of stem, every",
         ),
+        (
+            "B/16",
+            {"activation": "relu"},
+            "activation='relu' is not one of gelu_tanh, gelu, swiglu",
+        ),
         ("B/16", {"posemb": "relative"}, "posemb_placement='stem' has no meaning"),
         ("B/16", {"pool": "map", "distillation": True}, "needs pool=token, not map"),
         (

@@ -69,6 +69,7 @@ def test_the_resnet_of_a_hybrid_is_its_input(variant):
         {"posemb": "relative", "posemb_placement": "shared"},
         {"posemb": "sincos2d", "pool": "gap", "class_token": True},
         {"distillation": True, "fc_norm": True, "representation_layer": True},
+        {"num_register_tokens": 2, "layer_scale_init": 0.1, "activation": "swiglu"},
     ],
 )
 def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
@@ -77,6 +78,11 @@ def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
     for name, factor in found.items():
         if name.startswith(("head", "fc_norm", "pre_logits", "MAPHead_0")):
             assert factor == 1, name
+    if options.get("num_register_tokens"):
+        assert found["register_tokens"] == found["cls"] == DECAY ** (DEPTH + 1)
+        block = "Transformer/encoderblock_0"
+        for name in ("LayerScale_1/gamma", "MlpBlock_3/gate/kernel"):
+            assert found[f"{block}/{name}"] == pytest.approx(DECAY**DEPTH)
     if options.get("posemb_placement") == "every":
         of_last = [f for name, f in found.items() if f"embedding_{DEPTH - 1}" in name]
         of_last += [f for name, f in found.items() if f"posembed_{DEPTH - 1}/" in name]

@@ -132,9 +132,8 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     embedding = params[stacking.ENCODER].get(name, {})
     kind = model.options["posemb"]
     if kind == "learned":
-        return np.asarray(embedding["pos_embedding"], np.float64)[
-            0, model.num_prefix_tokens :
-        ]
+        patches = model.grid[0] * model.grid[1]
+        return np.asarray(embedding["pos_embedding"], np.float64)[0, -patches:]
     if kind.startswith("sincos2d"):
         fixed = vit.sincos2d(model.grid, model.options["width"], kind)
         return np.asarray(fixed, np.float64)

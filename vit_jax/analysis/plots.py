@@ -171,10 +171,7 @@ class NormPlot:
     """Norms of the tokens by depth."""
 
     def __init__(self, loaded: LoadedModel):
-        self._name, self._num_prefix_tokens = (
-            loaded.name,
-            loaded.model.num_prefix_tokens,
-        )
+        self._name, self._prefix = loaded.name, loaded.model.prefix_tokens
         self._histogram = representations.NormHistogram()
         self._buffer, self._prefix_sums, self._num_images = _LayerBuffer(), 0.0, 0
 
@@ -185,8 +182,8 @@ class NormPlot:
     def end_batch(self, batch: Batch) -> None:
         """Adds the batch to the histogram and the sums."""
         norms = self._buffer.pop(len(batch.names))
-        self._histogram.update(list(norms[..., self._num_prefix_tokens :]))
-        prefix = norms[..., : self._num_prefix_tokens].sum(1, dtype=np.float64)
+        self._histogram.update(list(norms[..., len(self._prefix) :]))
+        prefix = norms[..., : len(self._prefix)].sum(1, dtype=np.float64)
         self._prefix_sums = self._prefix_sums + prefix
         self._num_images += len(batch.names)
 
@@ -196,7 +193,7 @@ class NormPlot:
         low, _, median, _, high = quantiles.T
         prefix = self._prefix_sums / self._num_images
         lines = [("longest", maximum), ("99 %", high), ("median", median), ("1 %", low)]
-        lines += zip(("class token", "distillation token"), prefix.T, strict=False)
+        lines += zip(self._prefix, prefix.T, strict=True)
         layers = tuple(range(1, len(maximum) + 1))
         chart = Chart(
             "norms",

@@ -48,8 +48,8 @@ _MODEL_RULES = (
     (r"MultiHeadDotProductAttention_\d+/(query|key|value)/bias$", ("model",)),
     (r"MultiHeadDotProductAttention_\d+/out/kernel$", ("model",)),
     (r"(^|/)relative_embedding(_\d+)?$", ("model",)),
-    (r"MlpBlock_\d+/Dense_0/kernel$", (None, "model")),
-    (r"MlpBlock_\d+/Dense_0/bias$", ("model",)),
+    (r"MlpBlock_\d+/(Dense_0|gate)/kernel$", (None, "model")),
+    (r"MlpBlock_\d+/(Dense_0|gate)/bias$", ("model",)),
     (r"MlpBlock_\d+/Dense_1/kernel$", ("model",)),
 )
 # Names of the axes of activations in the models.

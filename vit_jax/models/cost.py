@@ -181,12 +181,11 @@ def tokens(model: Model) -> int:
     """Returns the length of the encoder's sequence, 0 for a network without one.
 
     Args:
-      model: with class and distillation tokens, they count.
+      model: its class, distillation and register tokens count.
     """
     if not model.has_encoder:
         return 0
-    class_token = model.options["pool"] == "token" or model.options["class_token"]
-    return math.prod(model.grid) + class_token + model.options["distillation"]
+    return math.prod(model.grid) + model.num_prefix_tokens
 
 
 def macs_per_image(model: Model) -> int:

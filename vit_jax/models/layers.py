@@ -227,13 +227,33 @@ def flatten_tokens(x: Float[Array, "B N D"]) -> Float[Array, "BN D"]:
     return x.reshape(-1, x.shape[-1])
 
 
+class LayerScale(nn.Module):
+    """Multiplies each feature of a residual branch (arXiv:2103.17239, section 2).
+
+    Attributes:
+      init: initial factor of all features.
+    """
+
+    init: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        """Scales each token."""
+        fill = nn.initializers.constant(self.init)
+        gamma = self.param("gamma", fill, x.shape[-1:], jnp.float32)
+        return x * jnp.asarray(gamma, x.dtype).reshape(1, 1, -1)
+
+
 class Mlp(nn.Module):
     """Two dense layers with a GELU between them and dropout after each.
 
+    With "swiglu" the first layer is multiplied with the SiLU of a third, "gate"
+    (arXiv:2002.05202).
+
     Attributes:
-      hidden: units of the first layer.
+      hidden: units of the first layer, and of the gate.
       dropout: rate.
-      activation: a key of ACTIVATIONS.
+      activation: a key of ACTIVATIONS, or "swiglu".
       dtype: of the computation.
       flatten: see flatten_tokens.
     """
@@ -264,12 +284,18 @@ class Mlp(nn.Module):
         def dropout(x, key):
             return nn.Dropout(self.dropout, deterministic=key is None)(x, rng=key)
 
+        def to_hidden(x, name):
+            between = () if self.flatten else ("tokens",)
+            x = dense(self.hidden, name)(x)
+            return nn.with_logical_constraint(x, ("batch", *between, "mlp"))
+
         x = flatten_tokens(x) if self.flatten else x
-        x = dense(self.hidden, "Dense_0")(x)
-        between = () if self.flatten else ("tokens",)
-        x = nn.with_logical_constraint(x, ("batch", *between, "mlp"))
-        x = dropout(ACTIVATIONS[self.activation](x), first)
-        x = dropout(dense(D, "Dense_1")(x), second)
+        if self.activation == "swiglu":
+            x = nn.silu(to_hidden(x, "gate")) * to_hidden(x, "Dense_0")
+        else:
+            x = ACTIVATIONS[self.activation](to_hidden(x, "Dense_0"))
+        x = dense(D, "Dense_1")(dropout(x, first))
+        x = dropout(x, second)
         return x.reshape(shape)
 
 

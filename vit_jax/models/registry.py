@@ -86,9 +86,14 @@ class Model:
         return self.has_encoder and self.module.scan
 
     @property
+    def prefix_tokens(self) -> tuple[str, ...]:
+        """Names of the tokens in front of the patches: "class token", "register 1"."""
+        return getattr(self.module, "prefix_tokens", ())
+
+    @property
     def num_prefix_tokens(self) -> int:
         """Number of tokens in front of the patches."""
-        return getattr(self.module, "num_prefix_tokens", 0)
+        return len(self.prefix_tokens)
 
     def init(self, key: jax.Array) -> Params:
         """Draws initial parameters, a nested dict of float32 arrays.
@@ -186,7 +191,7 @@ class Model:
             params,
             self.grid,
             to.grid,
-            num_prefix_tokens=self.num_prefix_tokens,
+            num_prefix_tokens=self.num_prefix_tokens - self.module.num_register_tokens,
             method=self.module.posemb_resize,
         )
 
@@ -389,6 +394,7 @@ def _check_encoder(module: vit.VisionTransformer) -> None:
     """Raises UserError unless the options fit each other."""
     for name, known in (
         ("pool", vit.POOLS),
+        ("activation", vit.MLP_ACTIVATIONS),
         ("posemb", vit.POSITION_KINDS),
         ("posemb_placement", vit.POSITION_PLACES),
         ("posemb_resize", posemb.RESIZE_METHODS),

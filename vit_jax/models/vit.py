@@ -21,7 +21,9 @@ from vit_jax.config.fields import key
 from vit_jax.models import attention as attending
 from vit_jax.models import resnet, stacking
 from vit_jax.models.layers import (
+    ACTIVATIONS,
     LayerNorm,
+    LayerScale,
     MapHead,
     Mlp,
     MultiHeadAttention,
@@ -37,6 +39,7 @@ POSITION_KINDS = (
     *("relative", "none"),
 )
 POSITION_PLACES = ("stem", "every", "shared")
+MLP_ACTIVATIONS = (*ACTIVATIONS, "swiglu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,11 @@ class ViTConfig(ModelConfig):
         below=2**31,
         formerly="model.heads",
     )
-    mlp_dim: int = key(0, "Hidden units of the MLP, likewise.", below=2**31)
+    mlp_dim: int = key(
+        0,
+        "Hidden units of the MLP, likewise; of a gated one those behind the gate.",
+        below=2**31,
+    )
     pool: str = key(
         "token",
         'Classifier input: "token", "gap" (mean) or "map" (attention).',
@@ -67,6 +74,12 @@ class ViTConfig(ModelConfig):
     )
     distillation: bool = key(
         False, "DeiT's second token, whose classifier is averaged in."
+    )
+    num_register_tokens: int = key(
+        0,
+        "Learnt tokens without position in front of the patches, which the pools "
+        '"token" and "gap" leave out (arXiv:2309.16588).',
+        below=1_000,
     )
     representation_layer: bool = key(
         False,
@@ -122,9 +135,15 @@ class ViTConfig(ModelConfig):
     )
     activation: str = key(
         "gelu_tanh",
-        '"gelu_tanh" (Google\'s) or "gelu" (exact: timm, Hugging Face).',
-        choices=("gelu_tanh", "gelu"),
+        'Of the MLP: "gelu_tanh" (Google\'s), "gelu" (exact: timm, Hugging Face) or '
+        '"swiglu" (gated: DINOv2\'s g/14).',
+        choices=MLP_ACTIVATIONS,
         formerly="model.gelu",
+    )
+    layer_scale_init: float = key(
+        0.0,
+        "Initial LayerScale, the learnt factors behind attention and MLP "
+        "(arXiv:2103.17239); 0: there are none.",
     )
     layer_norm_eps: float = key(
         1e-6, "Epsilon of the LayerNorms.", formerly="model.epsilon"
@@ -181,6 +200,8 @@ class VisionTransformer(nn.Module):
       class_token: whether there is a class token with another `pool`.
       distillation: whether a second token has a second classifier; the logits are the
         mean of both (DeiT, arXiv:2012.12877, section 4).
+      num_register_tokens: learnt tokens without position in front of the patches
+        (arXiv:2309.16588), which the pools "token" and "gap" leave out.
       representation_layer: whether there is a tanh layer of width D before the classifier
         (the paper's pretraining head).
       fc_norm: whether the final LayerNorm is after the pooling (timm's fc_norm).
@@ -194,7 +215,8 @@ class VisionTransformer(nn.Module):
         head), and after adding the position embeddings.
       drop_path_rate: drop rate of the last block, falling linearly to 0 at the first.
       head_bias_init: initial bias of the classifier.
-      activation: "gelu_tanh" or "gelu".
+      activation: one of MLP_ACTIVATIONS.
+      layer_scale_init: of layers.LayerScale behind attention and MLP; 0 for none.
       layer_norm_eps: epsilon of the LayerNorms.
       dtype: of the computation; parameters and logits are float32.
       scan: whether the blocks run as one scan over stacked parameters, see stacking.
@@ -214,6 +236,7 @@ class VisionTransformer(nn.Module):
     pool: str = "token"
     class_token: bool = False
     distillation: bool = False
+    num_register_tokens: int = 0
     representation_layer: bool = False
     fc_norm: bool = False
     posemb: str = "learned"
@@ -223,6 +246,7 @@ class VisionTransformer(nn.Module):
     drop_path_rate: float = 0.0
     head_bias_init: float = 0.0
     activation: str = "gelu_tanh"
+    layer_scale_init: float = 0.0
     layer_norm_eps: float = 1e-6
     dtype: str = "float32"
     scan: bool = False
@@ -231,9 +255,17 @@ class VisionTransformer(nn.Module):
     flatten: bool = True
 
     @property
+    def prefix_tokens(self) -> tuple[str, ...]:
+        """Names of the tokens before the patches, in their order."""
+        names = ["class token"] if self.pool == "token" or self.class_token else []
+        names += ["distillation token"] if self.distillation else []
+        registers = range(1, self.num_register_tokens + 1)
+        return (*names, *(f"register {i}" for i in registers))
+
+    @property
     def num_prefix_tokens(self) -> int:
-        """Number of class and distillation tokens before the patches."""
-        return (self.pool == "token" or self.class_token) + self.distillation
+        """Number of tokens before the patches."""
+        return len(self.prefix_tokens)
 
     @nn.compact
     def __call__(
@@ -286,7 +318,12 @@ class VisionTransformer(nn.Module):
         names = ["cls"] if self.pool == "token" or self.class_token else []
         names += ["dist"] if self.distillation else []
         tokens = [self.param(n, nn.initializers.zeros, (1, 1, D)) for n in names]
-        tokens = [jnp.broadcast_to(t.astype(x.dtype), (B, 1, D)) for t in tokens]
+        if R := self.num_register_tokens:
+            init = nn.initializers.normal(1e-6)
+            tokens.append(self.param("register_tokens", init, (1, R, D)))
+        tokens = [
+            jnp.broadcast_to(t.astype(x.dtype), (B, *t.shape[1:])) for t in tokens
+        ]
         return jnp.concatenate([*tokens, x], axis=1), tuple(grid)
 
     def _encoder(self, kind, grid):
@@ -295,6 +332,7 @@ class VisionTransformer(nn.Module):
             block=block_of(self),
             grid=grid,
             num_prefix_tokens=self.num_prefix_tokens,
+            num_register_tokens=self.num_register_tokens,
             final_norm=not self.fc_norm,
             depth=self.depth,
             num_heads=self.num_heads,
@@ -354,6 +392,7 @@ def block_of(module: VisionTransformer) -> functools.partial:
         hidden=module.mlp_dim,
         dropout=module.dropout,
         activation=module.activation,
+        layer_scale_init=module.layer_scale_init,
         layer_norm_eps=module.layer_norm_eps,
         dtype=module.dtype,
         attention_impl=module.attention_impl,
@@ -367,6 +406,7 @@ class Block(nn.Module):
     Attributes:
       num_heads, hidden, dropout, activation, dtype, attention_impl, flatten: see
         MultiHeadAttention and Mlp.
+      layer_scale_init: see VisionTransformer.
       layer_norm_eps: epsilon of the LayerNorms.
     """
 
@@ -374,6 +414,7 @@ class Block(nn.Module):
     hidden: int
     dropout: float = 0.0
     activation: str = "gelu_tanh"
+    layer_scale_init: float = 0.0
     layer_norm_eps: float = 1e-6
     dtype: str = "float32"
     attention_impl: str = "einsum"
@@ -400,7 +441,9 @@ class Block(nn.Module):
         def norm(name, x):
             return LayerNorm(self.layer_norm_eps, self.dtype, name=name)(x)
 
-        def add(x, branch, key):
+        def add(x, branch, key, scale):
+            if self.layer_scale_init:
+                branch = LayerScale(self.layer_scale_init, name=scale)(branch)
             x = x + (branch if rate is None else drop_path(branch, rate, key))
             return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
 
@@ -413,7 +456,7 @@ class Block(nn.Module):
             name="MultiHeadDotProductAttention_1",
         )(y, y, relative)
         y = nn.Dropout(self.dropout, deterministic=key is None)(y, rng=keys[0])
-        x = add(x, y, keys[1])
+        x = add(x, y, keys[1], "LayerScale_1")
 
         mlp = Mlp(
             self.hidden,
@@ -423,7 +466,8 @@ class Block(nn.Module):
             self.flatten,
             name="MlpBlock_3",
         )
-        return add(x, mlp(norm("LayerNorm_2", x), keys[2]), keys[3])
+        y = mlp(norm("LayerNorm_2", x), keys[2])
+        return add(x, y, keys[3], "LayerScale_3")
 
 
 class BlockInputs(NamedTuple):
@@ -454,6 +498,7 @@ class Encoder(nn.Module):
       block: function from a name to a block.
       grid: rows and columns of patches.
       num_prefix_tokens: tokens before the patches.
+      num_register_tokens: how many of them, the last, have no position.
       final_norm: whether there is a LayerNorm after the last block.
       others: see VisionTransformer.
     """
@@ -472,6 +517,7 @@ class Encoder(nn.Module):
     dtype: str
     scan: bool
     remat_policy: str
+    num_register_tokens: int = 0
 
     @nn.compact
     def __call__(
@@ -571,7 +617,11 @@ class Encoder(nn.Module):
 
         def table(name):
             add = AddPositions(
-                self.posemb, self.grid, self.num_prefix_tokens, name=name
+                self.posemb,
+                self.grid,
+                self.num_prefix_tokens,
+                self.num_register_tokens,
+                name=name,
             )
             return add(jnp.zeros((1, *x.shape[1:]), x.dtype))
 
@@ -607,20 +657,27 @@ class AddPositions(nn.Module):
         lengths; "sincos2d_mae": of MAE's. "none" and "relative": nothing. The 2-D kinds are 0 for prefix tokens.
       grid: Y and X.
       num_prefix_tokens: P.
+      num_register_tokens: how many of them, the last, have no position of any kind.
     """
 
     kind: str
     grid: tuple[int, int]
     num_prefix_tokens: int
+    num_register_tokens: int = 0
 
     @nn.compact
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         """Returns the tokens plus their position embeddings."""
         _, N, D = x.shape
         if self.kind == "learned":
+            R = self.num_register_tokens
             embedding = self.param(
-                "pos_embedding", _position_init, (1, N, D), jnp.float32
+                "pos_embedding", _position_init, (1, N - R, D), jnp.float32
             )
+            if R:
+                before, after = jnp.split(embedding, [self.num_prefix_tokens - R], 1)
+                none = jnp.zeros((1, R, D))
+                embedding = jnp.concatenate([before, none, after], axis=1)
         elif self.kind == "learned2d":
             rows, columns = (
                 self.param(

@@ -481,7 +481,7 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
 
 
 _INPUT = re.compile(
-    r"(cls|dist)$|(embedding|conv_root|gn_root|block\d+)/"
+    r"(cls|dist|register_tokens)$|(embedding|conv_root|gn_root|block\d+)/"
     r"|Transformer/(posembed_input|posembed_0)/"
 )
 # What is added before or within a block belongs to it.

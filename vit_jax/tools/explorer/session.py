@@ -201,9 +201,12 @@ class ExploredModel:
         self._names, self._sigmoid = (), pretrained.loss == "sigmoid"
         if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
-        self.extra = ["CLS", "DIST"][
-            : self._model.num_prefix_tokens
-        ]  # In front of the patches.
+        names = {"class token": "CLS", "distillation token": "DIST"}
+        # In front of the patches.
+        self.extra = [
+            names.get(name, name.replace("register ", "REG"))
+            for name in self._model.prefix_tokens
+        ]
 
     def describe(self) -> dict:
         """Returns what the page needs to know about the model, for JSON."""

@@ -18,6 +18,7 @@ _ENCODER = (
     "num_heads",
     "mlp_dim",
     "pool",
+    "num_register_tokens",
     "activation",
     "layer_norm_eps",
 )
