@@ -213,7 +213,7 @@ def test_pictures_show_what_was_visible_and_the_rest_as_predicted(original):
         task = task_of(original, normalize_targets=normalize)
         batch = {"image": BATCH["image"], "index": jnp.arange(3, dtype=jnp.uint32)}
         rng = jax.random.key(2)
-        found = task.pictures(params_of(original), None, batch, rng)
+        found = task.pictures(params_of(original), None, batch, rng)._asdict()
         drawn = batch | task.draw(batch["index"], rng)
         predicted, mask = task.predict(params_of(original), drawn)
         mask = mask.astype(bool)
@@ -222,7 +222,7 @@ def test_pictures_show_what_was_visible_and_the_rest_as_predicted(original):
         np.testing.assert_array_equal(patches, IO["patches"])
         np.testing.assert_array_equal(cut["masked"][~mask], patches[~mask])
         assert not cut["masked"][mask].any()
-        both = cut["reconstruction and visible"]
+        both = cut["reconstruction_and_visible"]
         np.testing.assert_array_equal(both[~mask], patches[~mask])
         np.testing.assert_array_equal(both[mask], cut["reconstruction"][mask])
         if normalize:

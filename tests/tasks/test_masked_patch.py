@@ -222,7 +222,7 @@ def test_pictures_and_metrics_of_images_that_are_not_trained_on(target):
     metrics = task.held_out_metrics(params, extra, batch, jax.random.key(5))
     assert all(value.shape == (3,) for value in metrics.values())
     assert ("color_accuracy" in metrics) == (target != "pixels")
-    found = task.pictures(params, extra, batch, jax.random.key(5))
+    found = task.pictures(params, extra, batch, jax.random.key(5))._asdict()
     assert next(iter(found)) == "original"
     assert all(value.shape == images.shape for value in found.values())
     again = task.held_out_metrics(params, extra, batch, jax.random.key(5))

@@ -122,11 +122,11 @@ def test_pictures_and_metrics_of_images_that_are_not_trained_on(original):
     loss, _ = task.loss(params, None, drawn, rng)
     assert metrics["loss"].shape == (2,)
     assert float(metrics["loss"].mean()) == pytest.approx(float(loss), rel=1e-6)
-    found = task.pictures(params, None, batch, rng)
+    found = task.pictures(params, None, batch, rng)._asdict()
     mask = np.asarray(drawn["mask"]).astype(bool)
     cut = {k: np.asarray(masking.patchify(v, SIDE)) for k, v in found.items()}
     assert not cut["masked"][mask].any()
-    both = cut["reconstruction and visible"]
+    both = cut["reconstruction_and_visible"]
     np.testing.assert_array_equal(both[~mask], cut["original"][~mask])
     np.testing.assert_array_equal(both[mask], cut["reconstruction"][mask])
 

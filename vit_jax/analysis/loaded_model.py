@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,9 @@ class LoadedModel:
       model, params: the model and its parameters.
       preprocess: image size, crop and normalisation.
       class_names: in label order; empty if unknown.
-      pictures: function of the parameters and of normalised images (B, Y, X, C) to name
-        -> images of what the task of pretraining sees and answers, normalised too; None
-        if it has none.
+      pictures: function of the parameters and of normalised images (B, Y, X, C) to a
+        NamedTuple of images that the task of pretraining sees and answers, normalised
+        too; None if it has none.
     """
 
     name: str
@@ -44,7 +45,7 @@ class LoadedModel:
     params: Params
     preprocess: Preprocess
     class_names: tuple[str, ...] = ()
-    pictures: Callable[[Params, Array], dict[str, Array]] | None = None
+    pictures: Callable[[Params, Array], NamedTuple] | None = None
 
     @classmethod
     def from_pretrained(
@@ -105,7 +106,7 @@ class LoadedModel:
         )
         return {
             name: (255 * (values * std + mean)).round().clip(0, 255).astype(np.uint8)
-            for name, values in found.items()
+            for name, values in found._asdict().items()
         }
 
     def class_name(self, label: int) -> str:

@@ -503,12 +503,11 @@ class ReconstructionPlot:
             [tile.repeat(3 // tile.shape[-1], -1) for row in rows for tile in row],
             len(found),
             title=f"{self._loaded.name}: reconstruction",
-            captions=list(found),
+            captions=[name.replace("_", " ") for name in found],
             tile_width=1.6,
         )
-        data = {name.replace(" ", "_"): images for name, images in found.items()}
         stem = self._stems.stem("reconstruction")
-        yield Picture(stem, figure, data | {"images": np.array(batch.names)})
+        yield Picture(stem, figure, found | {"images": np.array(batch.names)})
 
 
 class RelevancePlot:

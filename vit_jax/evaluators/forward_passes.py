@@ -257,8 +257,8 @@ def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Ste
       mesh: of all devices.
 
     Returns:
-      Function of a state and of a batch (image uint8 (B, Y, X, C), index (B,)) to name
-      -> images (B, Y, X, C), 0..255. Every device gets all of them.
+      Function of a state and of a batch (image uint8 (B, Y, X, C), index (B,)) to a
+      NamedTuple of images (B, Y, X, C), 0..255, or None. Every device gets all of them.
     """
     mean, std = (
         np.asarray(v, np.float32).reshape(1, 1, 1, -1) for v in (data.mean, data.std)
@@ -269,10 +269,10 @@ def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Ste
         batch = {"image": images, "index": batch["index"]}
         with sharding.activations(mesh):
             found = trained.pictures(*state, batch, _key())
-        return {
-            name: (255 * (image * std + mean)).round().clip(0, 255).astype(jnp.uint8)
-            for name, image in found.items()
-        }
+        return jax.tree.map(
+            lambda x: (255 * (x * std + mean)).round().clip(0, 255).astype(jnp.uint8),
+            found,
+        )
 
     replicated = meshes.replicated(mesh)
     return jax.jit(

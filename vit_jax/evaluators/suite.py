@@ -278,8 +278,8 @@ class Suite:
         strips = {}
         for params_name, state in states.items():
             found = jax.device_get(self._picture_step(state, batch))
-            if found:
-                strip = np.concatenate(list(found.values()), axis=2)
+            if found is not None:
+                strip = np.concatenate(found, axis=2)
                 strips[params_name] = strip[: len(rows)]
         return strips
 

@@ -21,7 +21,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, vit
 from vit_jax.tasks.masking import MaskedImageTask, fill, patchify, ranks, unpatchify
-from vit_jax.tasks.task import TaskConfig
+from vit_jax.tasks.task import Pictures, TaskConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,12 +186,12 @@ class Mae(MaskedImageTask):
             # Shown with the mean and contrast of the patches that were hidden.
             mean, deviation = _statistics(patchify(images, side))
             predicted = predicted * deviation + mean
-        return {
-            "original": images,
-            "masked": fill(images, mask, 0.0, side),
-            "reconstruction": unpatchify(predicted, self.model.grid, side),
-            "reconstruction and visible": fill(images, mask, predicted, side),
-        }
+        return Pictures(
+            images,
+            fill(images, mask, 0.0, side),
+            unpatchify(predicted, self.model.grid, side),
+            fill(images, mask, predicted, side),
+        )
 
     def training_flops(self):
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))

@@ -23,7 +23,7 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.tasks.masking import MaskedImageTask, fill, patchify, ranks, unpatchify
-from vit_jax.tasks.task import TaskConfig
+from vit_jax.tasks.task import Pictures, TaskConfig
 
 _LEVELS = 8  # Of a channel: 3 bits.
 NUM_COLORS = _LEVELS**3
@@ -260,12 +260,12 @@ class MaskedPatch(MaskedImageTask):
         predicted, chosen = self.predict(params, batch), self.chosen(batch)
         if self._in_colors:
             predicted = self._shown(predicted)
-        return {
-            "original": images,
-            "corrupted": fill(images, chosen, 0.0, side),
-            "prediction": unpatchify(predicted, self.model.grid, side),
-            "prediction and visible": fill(images, chosen, predicted, side),
-        }
+        return Pictures(
+            images,
+            fill(images, chosen, 0.0, side),
+            unpatchify(predicted, self.model.grid, side),
+            fill(images, chosen, predicted, side),
+        )
 
     def _shown(self, logits: Float[Array, "B N outputs"]) -> Float[Array, "B N PPC"]:
         """Returns patches, normalised, whose cells have the likeliest colours."""

@@ -10,14 +10,15 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.models import Model
 from vit_jax.tasks import TASKS
+from vit_jax.tasks.task import Pictures
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
-Pictures = Callable[[dict, jax.Array], dict[str, jax.Array]]
+Draw = Callable[[dict, jax.Array], Pictures]
 
 
 def pictures(
     pretrained: Pretrained, model: Model, preprocess: Preprocess
-) -> Pictures | None:
+) -> Draw | None:
     """Returns what draws the answers of the task that weights were trained by.
 
     Args:

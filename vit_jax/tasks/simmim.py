@@ -22,7 +22,7 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.tasks.masking import MaskedImageTask, fill, patchify, ranks, unpatchify
-from vit_jax.tasks.task import TaskConfig
+from vit_jax.tasks.task import Pictures, TaskConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,9 +148,9 @@ class SimMim(MaskedImageTask):
         batch = batch | self.draw(batch["index"], rng)
         images, mask, side = batch["image"], batch["mask"], self.model.patch_size
         predicted = self.predict(params, batch).astype(jnp.float32)
-        return {
-            "original": images,
-            "masked": fill(images, mask, 0.0, side),
-            "reconstruction": unpatchify(predicted, self.model.grid, side),
-            "reconstruction and visible": fill(images, mask, predicted, side),
-        }
+        return Pictures(
+            images,
+            fill(images, mask, 0.0, side),
+            unpatchify(predicted, self.model.grid, side),
+            fill(images, mask, predicted, side),
+        )

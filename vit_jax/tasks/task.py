@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 import operator
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -21,6 +21,22 @@ from vit_jax.models import Model, cost
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
 Batch = dict[str, jax.Array]
+
+
+class Pictures(NamedTuple):
+    """What a task sees and answers: images (B, Y, X, C), normalised as those of a batch.
+
+    Attributes:
+      original: as it is.
+      masked: what the network sees of it.
+      reconstruction: what it answers, for all of the image.
+      reconstruction_and_visible: the same where something was hidden.
+    """
+
+    original: jax.Array
+    masked: jax.Array
+    reconstruction: jax.Array
+    reconstruction_and_visible: jax.Array
 
 
 @runtime_checkable
@@ -120,17 +136,16 @@ class Task(Protocol):
 
     def pictures(
         self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
-    ) -> dict[str, jax.Array]:
+    ) -> "Pictures | None":
         """Returns pictures of what the task sees and answers, for the log and figures.
 
         Args:
           params, extra, batch, rng: as of `held_out_metrics`.
 
         Returns:
-          Name to images (B, Y, X, C), normalised as those of the batch, in the order
-          in which they are shown side by side. Empty for a task that has none.
+          The pictures; None for a task that has none.
         """
-        return {}
+        return None
 
     def warning(self, metrics: dict[str, float]) -> str:
         """Returns what is wrong with the training, and what to change; "" if nothing.

@@ -15,7 +15,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from vit_jax.errors import UserError
-from vit_jax.evaluators.result_tables import fewer_images
+from vit_jax.evaluators.result_tables import fewer_images, text
 from vit_jax.files import replace_text
 
 FILE = "report.json"
@@ -96,12 +96,16 @@ def flatten_scores(scores: dict) -> dict[str, float]:
 
 
 def scores_line(scores: dict) -> str:
-    """Returns the accuracies of all evaluations as one line."""
+    """Returns the accuracies of all evaluations as one line, and the losses of others."""
     flat = flatten_scores(scores)
     tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
+    losses = {k[:-5]: v for k, v in flat.items() if k.endswith("/loss")}
+    losses = {k: v for k, v in losses.items() if k not in tops}
     tops |= {k: v for k, v in flat.items() if re.fullmatch(r".*/\d+shot", k)}
-    shown = (f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items())
-    return "top-1: " + ", ".join(shown)
+    tops = [f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items()]
+    losses = [f"{k} {v:.4f}" for k, v in losses.items()]
+    named = {"top-1: ": tops, "loss: ": losses}
+    return "  ".join(name + ", ".join(words) for name, words in named.items() if words)
 
 
 def quoted_scores(kinds: dict) -> tuple[str, dict]:
@@ -138,7 +142,7 @@ def _scores(scores: dict[str, float]) -> str:
     if "top1" not in scores:
         shown = {k: v for k, v in scores.items() if re.fullmatch(r"\d+shot", k)}
         return "  ".join(
-            f"{k} {v:.2%}{fewer_images(k, scores)}"
+            f"{k} {text(k, v)}{fewer_images(k, scores)}"
             for k, v in (shown or scores).items()
         )
     loss = f" {scores['loss']:>8.4f}" if "loss" in scores else ""
