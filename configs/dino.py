@@ -13,7 +13,7 @@ move in the first epoch, and each parameter's gradient is clipped by itself.
 
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick
+from configs.common import images_of, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("S/16", "S/8", "B/16", "B/8", "L/16"),
@@ -29,19 +29,15 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c = ConfigDict()
     c.seed, c.epochs, c.batch_size = 0, 100, 1024
 
-    c.data = dict(name="imagenet2012", split="train", num_classes=0)
-    c.data.num_examples = 1_281_167  # Of train, from the TFDS catalogue.
+    c.model = dict(variant=arg.model, activation="gelu", drop_path_rate=0.1)
+    c.model.update(posemb_resize="bicubic_dino", dtype="bfloat16")
+    images_of(arg.data, c)
+    del c.evals.val  # The task has no metrics of held-out images.
     c.data.train_transform = (
         "multi_crop(small_size=96, num_small=8, area=(0.4, 1.0), "
         "small_area=(0.05, 0.4))"
     )
-    c.data.eval_transform = "resize_small(256) | central_crop"
-    c.data.mean = (0.485, 0.456, 0.406)
-    c.data.std = (0.229, 0.224, 0.225)
-    c.evals = dict(knn=dict(kind="knn", test="validation", every_epochs=10))
-
-    c.model = dict(variant=arg.model, activation="gelu", drop_path_rate=0.1)
-    c.model.update(posemb_resize="bicubic_dino", dtype="bfloat16")
+    c.evals.knn.every_epochs = 10
     c.task = dict(name="dino", num_outputs=65_536, teacher_momentum=0.996)
     c.task.update(teacher_temperature=0.04, teacher_temperature_start=0.04)
     c.task.large_transforms = (
@@ -73,20 +69,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 
 def on_cifar10(c: ConfigDict) -> None:
-    """Changes the recipe for images of 32 pixels, and a network that a CPU can train.
-
-    Crops, outputs and temperatures as of github.com/hananshafi/
-    vits-for-small-scale-datasets (arXiv:2210.07240).
-    """
-    c.epochs, c.batch_size = 20, 256
-    c.data.update(name="cifar10", num_examples=50_000, image_size=(32, 32))
+    """Changes what github.com/hananshafi/vits-for-small-scale-datasets has else."""
+    c.epochs, c.evals.knn.every_epochs = 20, 5
     c.data.train_transform = (
         "multi_crop(small_size=16, num_small=4, area=(0.5, 1.0), small_area=(0.2, 0.5))"
     )
-    c.data.eval_transform = ""
-    c.evals = dict(knn=dict(kind="knn", test="test", every_epochs=5))
-    c.model.update(variant="Ti/4", width=192, depth=6, num_heads=6, mlp_dim=384)
-    c.model.dtype = "float32"
     c.task.update(num_outputs=1_024, hidden_dim=512, free_gain=True)
     c.task.update(teacher_temperature=0.07, teacher_temperature_epochs=5)
     c.optim.warmup_epochs = 2
