@@ -28,7 +28,8 @@ import generated
 COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 # In the order in which their commands are run.
 PAGES = ("getting_started", "finetuning", "weights", "evaluation", "gallery")
-PAGES += ("pretraining", "launch", "compile", "extending")
+PAGES += ("pretraining", "pretraining_without_labels", "launch", "compile")
+PAGES += ("extending",)
 
 
 def blocks(page):
