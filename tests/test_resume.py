@@ -34,11 +34,28 @@ def get_config(arg=None):
     return c
 """
 
+# Student, teacher, centre, and crops of two sizes; labels are for the evaluation alone.
+WITHOUT_LABELS = (
+    CONFIG.replace("get_config", "labelled")
+    + """
+def get_config(arg=None):
+    c = labelled()
+    c.data.num_classes = 0
+    c.data.train_transform = "multi_crop(small_size=(4, 8), num_small=2)"
+    c.model.drop_path_rate = 0.2
+    c.task = dict(name="dino", num_outputs=24, hidden_dim=16, bottleneck_dim=8)
+    c.task.large_transforms = ("flip | gaussian_blur(1.0)", "solarize(0.2)")
+    c.evals = dict(val=dict(kind="knn", test="val"))
+    return c
+"""
+)
+CONFIGS = {"labels": CONFIG, "dino": WITHOUT_LABELS}
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def config(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("configs") / "resumed.py"
-    path.write_text(CONFIG)
+    path.write_text(CONFIGS[request.param])
     return path
 
 

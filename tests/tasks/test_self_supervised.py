@@ -108,15 +108,18 @@ def alone(request):
     return request.param, *losses_of(config_of(request.param), 1)
 
 
+FSDP = {"mesh": {"data": 2, "fsdp": 4}, "sharding": {"min_size": 1}}
+MICROBATCHES = {"optim": {"learning_rate": 0.01, "grad_accum_steps": 4}}
+
+
 @pytest.mark.parametrize(
     ("devices", "sections"),
     [
-        (8, {"mesh": {"data": 8}}),
-        (8, {"mesh": {"data": 2, "fsdp": 4}, "sharding": {"min_size": 1}}),
-        (1, {"optim": {"learning_rate": 0.01, "grad_accum_steps": 4}}),
-        (1, {"model": {"scan": True}}),
+        pytest.param(8, {"mesh": {"data": 8}}, id="8 devices"),
+        pytest.param(8, FSDP, id="fsdp", marks=pytest.mark.slow),
+        pytest.param(1, MICROBATCHES, id="microbatches", marks=pytest.mark.slow),
+        pytest.param(1, {"model": {"scan": True}}, id="scan", marks=pytest.mark.slow),
     ],
-    ids=["8 devices", "fsdp", "microbatches", "scan"],
 )
 def test_it_is_the_same_on_any_mesh(alone, devices, sections):
     name, losses, network = alone
@@ -134,6 +137,7 @@ def test_it_is_the_same_on_any_mesh(alone, devices, sections):
     assert all("'key']['bias']" in path for path in far)
 
 
+@pytest.mark.slow
 def test_bfloat16_trains(run, tmp_path):
     name, _, report = run
     config = config_of(name, model={"dtype": "bfloat16"}, total_steps=2)
