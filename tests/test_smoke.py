@@ -13,8 +13,6 @@ import pytest
 from hosts import xla_flags
 from one_process import run
 
-from vit_jax import models
-from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
 from vit_jax.training import config as configuration
 from vit_jax.training import optim, train_state
@@ -30,30 +28,29 @@ RECIPES = sorted(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_initialises(recipe):
     config = configuration.load(f"{ROOT}/configs/{recipe}.py")
-    model = models.create(
-        **fields.to_dict(config.model),
-        num_classes=config.data.num_classes,
-        image_size=config.data.image_size,
-        channels=config.data.channels,
-    )
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    assert params["head"]["kernel"].shape[1] == config.data.num_classes
-
-    # Every mask matches, and the schedule starts and ends where it should.
     examples = config.data.num_examples or 10_000_000
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
+    task = config.task.build(config.build_model(), config.data, run)
+    params, extra = jax.eval_shape(task.init, jax.random.key(0))
+    network = task.backbone(params, extra)
+    assert ("head" in network) == bool(config.data.num_classes)
+    if config.data.num_classes:
+        assert network["head"]["kernel"].shape[1] == config.data.num_classes
+
+    # Every mask matches, and the schedule starts and ends where it should.
     peak = config.optim.peak_learning_rate(config.batch_size)
     rate = optim.learning_rate(config.optim, peak, run)
     tx = optim.optimizer(config.optim, params, rate, run)
     total = run.total_steps
     state = jax.eval_shape(
         lambda p: train_state.create_train_state(
-            p, None, tx, seed=0, average=config.ema.decay > 0
+            p, extra, tx, seed=0, average=config.ema.decay > 0
         ),
         params,
     )
     assert (state.average is None) == (config.ema.decay == 0)
-    assert float(rate(total)) <= 1e-5 < config.optim.learning_rate
+    # SimMIM ends with a tenth of its rate.
+    assert float(rate(total)) <= max(1e-5, peak / 10) < peak
 
 
 @pytest.mark.slow
@@ -68,7 +65,7 @@ def test_recipes_take_three_steps_on_made_data(tmp_path):
         report = json.loads((tmp_path / recipe / "report.json").read_text())
         assert report["steps"] == 3
         for kinds in report["final"].values():
-            assert np.isfinite(kinds["params"]["loss"])
+            assert np.isfinite(list(kinds["params"].values())).all()
 
 
 def test_the_loop_imports_in_few_seconds_and_without_frameworks():
