@@ -314,7 +314,7 @@ def test_posemb_resize_reaches_the_surgery(tmp_path):
 
 @pytest.mark.parametrize("stated", ["", "linear"])
 def test_positions_of_a_file_are_resized_as_its_library_does(tmp_path, stated):
-    timm.write(checkpoint(encoder()), tmp_path)
+    timm.write(checkpoint(encoder(posemb_resize="bicubic")), tmp_path)
     config = complete(
         init={"checkpoint": str(tmp_path), "posemb_resize": stated},
         data={"image_size": (16, 8)},

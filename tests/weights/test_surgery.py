@@ -1,5 +1,6 @@
 import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
@@ -380,3 +381,30 @@ def test_kernels_of_grey_and_rgb_images_agree_on_grey_ones():
 def test_other_channels_are_refused():
     with pytest.raises(UserError, match="images of 4 channels and the model for 3"):
         surgery.convert_input_channels(np.ones((2, 2, 4, 3)), 3)
+
+
+# LayerScale.
+
+
+def test_layer_scale_is_multiplied_in_for_a_model_without():
+    scaled, plain = encoder(layer_scale_init=0.1), encoder()
+    flat = random_flat(scaled)
+    fitted, rows = fit(flat, plain)
+    action = "multiplied into the layers in front of it"
+    assert FitRow("LayerScale", action) in rows
+    images = np.random.default_rng(0).normal(size=(2, *plain.image_shape))
+    images = jnp.asarray(images, jnp.float32)
+    expected = scaled.apply(unflatten_dict(flat, sep="/"), images)["logits"]
+    np.testing.assert_allclose(
+        plain.apply(fitted, images)["logits"], expected, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_layer_scale_that_a_checkpoint_lacks_is_one():
+    scaled, flat = encoder(layer_scale_init=0.1), random_flat(encoder())
+    fitted, rows = fit(dict(flat), scaled)
+    assert FitRow("LayerScale", "none in the checkpoint, so ones") in rows
+    block = fitted["Transformer"]["encoderblock_1"]
+    for name in ("LayerScale_1", "LayerScale_3"):
+        np.testing.assert_array_equal(block[name]["gamma"], np.ones(12))
+        assert block[name]["gamma"].dtype == np.float32

@@ -217,12 +217,8 @@ def load(
             init=initial,
         )
     except UserError as error:
-        variants = [o["variant"] for o in (source.options, model.options)]
-        if len(set(variants)) == 1:
-            raise
-        raise UserError(
-            f"{error}; the checkpoint is a {variants[0]} and the model a {variants[1]}"
-        ) from error
+        hints = _hints(source.options, model.options)
+        raise UserError("; ".join([str(error), *hints])) from error
     rows += [
         FitRow("differs", f"{key} {old} in the checkpoint, {new} in the model")
         for key, old, new in _differences(theirs, model.options)
@@ -280,6 +276,24 @@ def load_initial(
     return stacking.unstack(loaded.params), lines + _compare_normalisation(
         found.preprocess, data
     )
+
+
+def _hints(theirs: dict, ours: dict) -> list[str]:
+    """Returns what may be the reason that a checkpoint does not fit a model."""
+    hints = []
+    if theirs["variant"] != ours["variant"]:
+        hints.append(
+            f"the checkpoint is a {theirs['variant']} and the model a {ours['variant']}"
+        )
+    registers, gated = (
+        [options.get(name) for options in (theirs, ours)]
+        for name in ("num_register_tokens", "activation")
+    )
+    if registers[0] != registers[1]:
+        hints.append(f"the checkpoint has model.num_register_tokens={registers[0]}")
+    if gated[0] != gated[1] and "swiglu" in gated:
+        hints.append(f"the checkpoint has model.activation={gated[0]!r}")
+    return hints
 
 
 def _learns_positions(theirs: dict, ours: dict) -> bool:

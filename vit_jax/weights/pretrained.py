@@ -68,8 +68,8 @@ class Pretrained:
       params: nested dict of numpy arrays under our names.
       options: arguments of `models.create` that build the network of the parameters:
         variant, num_classes, image_size, channels, pool, activation, ...
-      format: "google", "big_vision", "bit", "timm", "hugging_face", "mae", "workdir"
-        or "vit_jax".
+      format: "google", "big_vision", "bit", "timm", "hugging_face", "mae", "dino",
+        "dinov2", "workdir" or "vit_jax".
       source: path or address of the checkpoint, for messages.
       preprocess: of its images; None if unknown.
       class_names: in label order; empty if unknown.

@@ -7,7 +7,7 @@ after.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,6 +25,11 @@ _CLASSIFIERS = ("head", "head_dist")
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
 _TOKENS = ("cls", "dist")  # In the order of their rows.
 _TABLES = ("/row_embedding", "/column_embedding")
+# A block's LayerScale, and the layer in front of it.
+_SCALES = {
+    "LayerScale_1/gamma": "MultiHeadDotProductAttention_1/out",
+    "LayerScale_3/gamma": "MlpBlock_3/Dense_1",
+}
 FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
 
 
@@ -85,6 +90,7 @@ def fit(
         *_swap_head(given, wanted, head, head_bias_init),
         *_fit_positions(given, wanted, grid, old_grid, posemb_resize),
         *_fit_input(given, wanted),
+        *_fit_layer_scale(given, wanted),
     ]
     fresh, more = check_keys(
         given, wanted, allow_mismatch, new=_PRE_LOGITS if head == "new" else ()
@@ -239,6 +245,51 @@ def _fit_input(given: dict, wanted: dict) -> list[FitRow]:
     return rows
 
 
+def _fit_layer_scale(given: dict, wanted: dict) -> list[FitRow]:
+    """Multiplies LayerScale in for a model without, and adds ones for one with it."""
+    has, needs = (
+        {name for name in tree if name.endswith(tuple(_SCALES))}
+        for tree in (given, wanted)
+    )
+    if has and not needs:
+        _multiply_layer_scale(given, has)
+        return [FitRow("LayerScale", "multiplied into the layers in front of it")]
+    if needs and not has:
+        given |= {n: np.ones(wanted[n].shape, wanted[n].dtype) for n in needs}
+        return [FitRow("LayerScale", "none in the checkpoint, so ones")]
+    return []
+
+
+def _multiply_layer_scale(flat: dict[str, np.ndarray], names: Collection[str]) -> None:
+    """Removes LayerScale by multiplying it into the layers in front, in place."""
+    for name in names:
+        block, leaf = name.rsplit("/", 2)[0], "/".join(name.rsplit("/", 2)[1:])
+        gamma, layer = flat.pop(name), f"{block}/{_SCALES[leaf]}"
+        for part in ("kernel", "bias"):
+            if f"{layer}/{part}" in flat:  # `check_keys` reports what is missing.
+                flat[f"{layer}/{part}"] = flat[f"{layer}/{part}"] * gamma
+
+
+def fold_layer_scale(
+    flat: dict[str, np.ndarray], options: Mapping
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Multiplies LayerScale (arXiv:2103.17239) into the layers in front of it.
+
+    Args:
+      flat: our arrays by name.
+      options: all options of `models.Model`.
+
+    Returns:
+      Both for a network without LayerScale, and a note.
+    """
+    if not options["layer_scale_init"]:
+        return flat, dict(options), []
+    flat = {name: np.asarray(value) for name, value in flat.items()}
+    _multiply_layer_scale(flat, [n for n in flat if n.endswith(tuple(_SCALES))])
+    note = "LayerScale: multiplied into the layers in front of it"
+    return flat, {**options, "layer_scale_init": 0.0}, [note]
+
+
 def check_keys(
     given: dict[str, np.ndarray],
     wanted: Mapping,
@@ -367,6 +418,22 @@ def prepend_zero_rows(embedding: np.ndarray, rows: int) -> np.ndarray:
     """Prepends rows of zeros to position embeddings of shape (1, N, D)."""
     zeros = np.zeros((1, rows, embedding.shape[2]), embedding.dtype)
     return np.concatenate([zeros, embedding], axis=1)
+
+
+def note_resize(options: Mapping, library: str) -> list[str]:
+    """Returns a note if a library resizes positions otherwise than they were trained.
+
+    Args:
+      options: all options of `models.Model`.
+      library: its name.
+    """
+    if options["posemb"] != "learned" or options["posemb_resize"] != "bicubic_dino":
+        return []
+    note = (
+        f"position embeddings: for images of another size {library} resizes them "
+        "otherwise than the network was trained, and features differ there"
+    )
+    return [note]
 
 
 def norm_every_token(

@@ -60,8 +60,8 @@ def test_a_registered_format_is_read_and_written(own_format, tmp_path):
 def test_an_unknown_file_is_told_every_format(own_format, tmp_path):
     np.savez(tmp_path / "a.npz", some=np.ones(2))
     message = (
-        r"known formats \(Hugging Face, timm, MAE, BiT, google, big_vision, own exports, "
-        r"reversed\): its 1 arrays have names such as some"
+        r"known formats \(Hugging Face, timm, DINO, Hugging Face DINOv2, MAE, BiT, google, "
+        r"big_vision, own exports, reversed\): its 1 arrays have names such as some"
     )
     with pytest.raises(UserError, match=message):
         weights.open_pretrained(tmp_path / "a.npz")
@@ -70,7 +70,8 @@ def test_an_unknown_file_is_told_every_format(own_format, tmp_path):
 @pytest.mark.parametrize("to", sorted(registry.WRITERS))
 def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
     out = tmp_path / f"a{registry.WRITERS[to].suffix}"
-    plain = {"num_classes": 0, "activation": "gelu"} if "mae" in to else {}
+    bare = to.removeprefix("hf_") in ("mae", "dinov2")
+    plain = {"num_classes": 0, "activation": "gelu", "mlp_dim": 24} if bare else {}
     export.export(checkpoint(encoder(**plain)), to, out)
     tensors = files.read(out)
     reader = registry.find_reader(tensors)
@@ -80,8 +81,10 @@ def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
         if other is not reader and other.recognises(tensors)
     ]
     # Exported files have the names of google's, and are recognised by their header;
-    # ViTMAE has those of other models of transformers, and a config.json of its own.
-    also = {"safetensors": ["google"], "hf_mae": ["Hugging Face"]}
+    # ViTMAE and DINOv2 have those of other models of transformers, and a config.json of
+    # their own; MAE without its fixed positions is a backbone as of DINO.
+    also = {"safetensors": ["google"], "mae": ["timm"]}
+    also |= {"hf_mae": ["Hugging Face"], "hf_dinov2": ["Hugging Face"]}
     assert others == also.get(to, [])
     assert dataclasses.asdict(reader.read(tensors, 3))["source"] == str(out)
 

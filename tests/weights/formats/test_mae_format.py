@@ -119,7 +119,7 @@ def test_an_encoder_alone_is_told_by_its_fixed_positions(tmp_path):
     assert found.preprocess.mean == (0.485, 0.456, 0.406)
     moved = arrays | {"pos_embed": arrays["pos_embed"] + np.float32(1e-3)}
     found = weights.open_pretrained(stored(tmp_path / "b.pth", moved), num_heads=4)
-    assert (found.format, found.options["posemb"]) == ("timm", "learned")
+    assert (found.format, found.options["posemb"]) == ("dino", "learned")
     head = {"head.weight": np.ones((3, 32), np.float32), "head.bias": np.ones(3)}
     head = {name: value.astype(np.float32) for name, value in head.items()}
     path = stored(tmp_path / "c.pth", arrays | head)

@@ -87,11 +87,6 @@ def test_what_no_parameter_tells_is_told_from_the_architecture(refusal, architec
     ("change", "message"),
     [
         (adds("norm_pre.weight", 12), "pre-norm (norm_pre) is not supported"),
-        (adds("reg_token", 1, 4, 12), "4 register tokens are not supported"),
-        (
-            adds("reg_token", 1, 1, 12),
-            "1 register token (reg_token) is not supported",
-        ),
         (
             adds(f"{BLOCK}.attn.q_norm.weight", 4),
             "norms of queries and keys (q_norm, k_norm) are not supported",

@@ -55,6 +55,13 @@ MODELS = {
         image_size=(12, 20), activation="gelu", layer_norm_eps=1e-5
     ),
     "no positions": lambda: encoder(image_size=(12, 20), posemb="none"),
+    "registers": lambda: encoder(
+        image_size=(12, 20), num_register_tokens=2, layer_scale_init=0.1
+    ),
+    "gated": lambda: encoder(image_size=(12, 20), activation="swiglu", pool="gap"),
+    "gated, registers": lambda: encoder(
+        image_size=(12, 20), activation="swiglu", num_register_tokens=1, posemb="none"
+    ),
     "no classes": lambda: encoder(image_size=(12, 20), num_classes=0),
     "hybrid": lambda: encoder("R26+S/32", image_size=(64, 96)),
     "root": lambda: encoder("R+Ti/16", image_size=(32, 96)),
@@ -81,9 +88,8 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path, name):
     assert_same(found.params, random_flat(model))
     again = models.create(**found.options).options
     # Sizes have more than one name.
-    same = options.keys() - {"variant", "posemb_resize"}
+    same = options.keys() - {"variant"}
     assert {k: again[k] for k in same} == {k: options[k] for k in same}
-    assert again.get("posemb_resize") in (None, "bicubic")
     channels = options["channels"]
     assert found.preprocess.mean == PREPROCESS.mean[: 3 if channels == 3 else None]
     assert found.class_names == pretrained.class_names
@@ -202,18 +208,32 @@ def test_crop_fractions_give_the_same_pixels_in_timm(tmp_path):
     assert int(224 / config["pretrained_cfg"]["crop_pct"]) == 232
 
 
-def test_layer_scale_is_multiplied_into_the_layers_in_front_of_it(tmp_path):
-    model = encoder(image_size=(12, 20))
+def test_layer_scale_is_read_under_its_names_in_timm_and_deit(tmp_path):
+    model = encoder(image_size=(12, 20), layer_scale_init=0.5)
     arrays, config = write(tmp_path, model)
+    assert config["model_args"]["init_values"] == 0.5
     for i in range(2):
-        for name, layer in (("ls1.gamma", "attn.proj"), ("gamma_2", "mlp.fc2")):
-            gamma = 2.0 ** np.arange(-6, 6, dtype=np.float32)
-            arrays[f"blocks.{i}.{name}"] = gamma
-            arrays[f"blocks.{i}.{layer}.weight"] /= gamma[:, None]
-            arrays[f"blocks.{i}.{layer}.bias"] /= gamma
+        for name in ("1", "2"):
+            arrays[f"blocks.{i}.gamma_{name}"] = arrays.pop(
+                f"blocks.{i}.ls{name}.gamma"
+            )
     found = read(arrays, config)
-    assert_same(found.params, random_flat(model))  # Powers of two do not round.
-    assert found.notes == ("LayerScale: multiplied into the layers in front of it",)
+    assert_same(found.params, random_flat(model))
+    assert (found.options["layer_scale_init"], found.notes) == (0.5, ())
+
+
+def test_positions_of_register_tokens_are_added_to_the_tokens(tmp_path):
+    model = encoder(image_size=(12, 20), num_register_tokens=3)
+    arrays, config = write(tmp_path, model)
+    assert arrays["pos_embed"].shape == (1, 1 + 3 + 15, 12)
+    np.testing.assert_array_equal(arrays["pos_embed"][:, 1:4], 0)
+    assert_same(read(arrays, config).params, random_flat(model))
+    arrays["pos_embed"][:, 1:4] = 2
+    found = read(arrays, config)
+    expected = random_flat(model)
+    expected["register_tokens"] = expected["register_tokens"] + 2
+    assert_same(found.params, expected)
+    assert found.notes == ("positions of register tokens: added to the tokens",)
 
 
 def test_what_a_file_leaves_out_is_zero(tmp_path):

@@ -45,11 +45,17 @@ NETWORKS = {
     "rope": ("vit_small_patch16_rope_224", {}, ROPE),
     "rope, positions": ("vit_small_patch16_rope_ape_224", {}, ROPE),
     "rope, learned": ("vit_small_patch16_rope_mixed_ape_224", {}, ROPE),
-    "rope, registers": ("vit_small_patch16_dinov3", {}, "4 register tokens are not"),
+    "rope, registers": ("vit_small_patch16_dinov3", {}, ROPE),
     "rope, SwiGLU": ("eva02_tiny_patch14_224", {"img_size": 56}, GATED),
     "post-norm": ("vit_base_patch16_rpn_224", {}, r"post-norm \(.*\) is not supported"),
-    "registers": ("vit_base_patch16_reg4_gap_256", {}, "4 register tokens are not"),
-    "register": ("test_vit2", {}, r"1 register token \(reg_token\) is not supported"),
+    "registers": ("vit_base_patch16_reg4_gap_256", {}, None),
+    "registers, DINOv2": ("vit_small_patch14_reg4_dinov2", {"img_size": 56}, None),
+    "registers, map": (
+        "vit_so150m_patch16_reg4_map_256",
+        {},
+        "register tokens of such a network are not supported",
+    ),
+    "register": ("test_vit2", {}, None),
     "pre-norm": (
         "vit_base_patch16_clip_224",
         {},
@@ -58,7 +64,12 @@ NETWORKS = {
     "SwiGLU": (
         "vit_giant_patch14_dinov2",
         {"img_size": 56, "embed_dim": 48},
-        GATED,
+        None,
+    ),
+    "SwiGLU, registers": (
+        "vit_giant_patch14_reg4_dinov2",
+        {"img_size": 56, "embed_dim": 48},
+        None,
     ),
     "relative positions": (
         "vit_relpos_small_patch16_224",
@@ -186,11 +197,14 @@ def test_every_vision_transformer_is_read_by_its_facts_or_refused(tmp_path):
             continue
         block, options = network.blocks[0], models.create(**found.options).options
         kinds = [type(part).__name__ for part in (block, block.attn, block.mlp)]
-        assert kinds == ["Block", "Attention", "Mlp"], name
+        gated = options["activation"] == "swiglu"
+        mlp = "GluMlp" if gated else "Mlp"
+        assert kinds == ["Block", "Attention", mlp], name
         facts = block.attn.num_heads, block.norm1.eps, network.global_pool
         pools = {"token": "token", "gap": "avg", "map": "map", "none": ""}
         ours = options["num_heads"], options["layer_norm_eps"], pools[options["pool"]]
         assert ours == facts, name
         tanh = "Tanh" in type(block.mlp.act).__name__
-        assert options["activation"] == ("gelu_tanh" if tanh else "gelu"), name
-    assert len(read) == 106
+        plain = "gelu_tanh" if tanh else "gelu"
+        assert options["activation"] == ("swiglu" if gated else plain), name
+    assert len(read) == 118

@@ -260,7 +260,10 @@ TINY = {
         ("ViT", {"patch_size": (8, 4)}, r"patch \(8, 4\) is not square"),
         ("ViTMSN", {}, None),
         ("ViTMAE", {"mask_ratio": 0.0}, None),
-        ("Dinov2", {}, "model_type='dinov2' in config.json is not one of vit, deit"),
+        ("Dinov2", {}, None),
+        ("Dinov2", {"qkv_bias": False, "hidden_act": "gelu_new"}, None),
+        ("Dinov2", {"use_swiglu_ffn": True, "mlp_ratio": 3}, None),
+        ("Dinov2WithRegisters", {"num_register_tokens": 3}, None),
         ("Beit", {}, "model_type='beit' in config.json is not one of vit, deit"),
         ("IJepa", {}, "model_type='ijepa' in config.json is not one of vit, deit"),
     ],
@@ -281,7 +284,7 @@ def test_models_of_transformers_are_equal_or_refused(tmp_path, kind, changes, re
     outputs = theirs(network, images)
     expected = (
         outputs.pooler_output
-        if found.options["representation_layer"]
+        if found.options.get("representation_layer")
         else outputs.last_hidden_state[:, 0]
     )
     np.testing.assert_allclose(ours(found, images), expected, rtol=0, atol=1e-4)

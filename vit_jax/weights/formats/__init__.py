@@ -6,6 +6,8 @@ Messages list them in this order.
 # isort: off
 from vit_jax.weights.formats import hugging_face
 from vit_jax.weights.formats import timm
+from vit_jax.weights.formats import dino
+from vit_jax.weights.formats import hugging_face_dinov2
 from vit_jax.weights.formats import mae
 from vit_jax.weights.formats import bit
 from vit_jax.weights.formats import google
@@ -13,4 +15,14 @@ from vit_jax.weights.formats import big_vision
 from vit_jax.weights.formats import native
 # isort: on
 
-__all__ = ["big_vision", "bit", "google", "hugging_face", "mae", "native", "timm"]
+__all__ = [
+    "big_vision",
+    "bit",
+    "dino",
+    "google",
+    "hugging_face",
+    "hugging_face_dinov2",
+    "mae",
+    "native",
+    "timm",
+]

@@ -91,7 +91,8 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         _check_network(options)
         flat, options, more = surgery.norm_every_token(flat, options)
         flat, options, written = surgery.learn_positions(flat, options, model.grid)
-        notes += more + written
+        flat, options, folded = surgery.fold_layer_scale(flat, options)
+        notes += more + written + folded
         if options["activation"] != "gelu_tanh":
             notes.append(
                 "activation: gelu became gelu_tanh, Google's: logits differ in the third digit"
@@ -144,6 +145,8 @@ def _check_network(options: dict) -> None:
             ("class_token", (options["pool"] == "token", False)),
             ("distillation", (False,)),
             ("fc_norm", (options["pool"] == "token", False)),
+            ("num_register_tokens", (0,)),
+            ("activation", ("gelu_tanh", "gelu")),
             ("posemb", ("learned", "learned2d", "sincos2d")),
         )
         if options[name] not in known

@@ -64,6 +64,8 @@ _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
 # One network, trained in different ways; masking of patches is for training only.
 _MODEL_TYPES = ("vit", "deit", "vit_msn", "vit_mae")
 _SIGMOID = "multi_label_classification"
+# Of config.json, with the value of `model.posemb_resize`; transformers ignores it.
+RESIZE_KEY = "posemb_resize"
 _WRITABLE = ("nearest", "lanczos", "bilinear", "bicubic")
 
 
@@ -80,6 +82,8 @@ class HuggingFaceConfig:
       loss: "softmax" or "sigmoid".
       pooler: activation after the pooler's dense layer.
       query_bias: whether query, key and value have biases.
+      posemb_resize: how position embeddings were resized in training; "" if unknown.
+      plain_vit: whether it is of type "vit".
     """
 
     num_heads: int = 0
@@ -90,6 +94,8 @@ class HuggingFaceConfig:
     loss: str = "softmax"
     pooler: str = "tanh"
     query_bias: bool = True
+    posemb_resize: str = ""
+    plain_vit: bool = False
 
 
 def recognises(tensors: Tensors) -> bool:
@@ -119,7 +125,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         notes.append("pooler: dropped, because the classifier does not see it")
     _check_network(flat, facts, tensors.path)
     if not facts.query_bias:
-        flat, more = _add_qkv_biases(flat)
+        flat, more = add_qkv_biases(flat)
         notes += more
     distilled = "embeddings.distillation_token" in flat
     if distilled and "classifier.weight" in flat:
@@ -149,9 +155,12 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         tensors.sidecars.get("preprocessor_config.json", {})
     )
     names = facts.class_names
+    options = _model_options(ours, form, facts, tensors.path)
+    if options["posemb_resize"] == "bicubic_dino" and not facts.posemb_resize:
+        more = [*more, "neither classifier nor pooler: taken for a ViT of DINO"]
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
-        options=_model_options(ours, form, facts, tensors.path),
+        options=options,
         format="hugging_face",
         source=tensors.path,
         preprocess=preprocess,
@@ -210,7 +219,7 @@ def _check_names(flat: dict[str, np.ndarray], known: set[str], source: str) -> N
             )
 
 
-def _add_qkv_biases(
+def add_qkv_biases(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Adds biases of zero to queries, keys and values without biases."""
@@ -250,28 +259,54 @@ def _model_options(
 ) -> dict:
     rest = {name: value for name, value in ours.items() if name != POSITIONS}
     sizes = linen.transformer_options(rest)
-    patch = ours["embedding/kernel"].shape[0]
-    patches = ours[POSITIONS].shape[1] - 1 - form["distillation"]
-    size = facts.image_size
-    if size is None or math.prod(side // patch for side in size) != patches:
-        side = math.isqrt(patches)
-        if side * side != patches:
-            raise UserError(
-                f"{source} has position embeddings of {patches} patches, which are no "
-                "square grid: keep its config.json beside it"
-            )
-        size = (side * patch, side * patch)
+    # ViTs of DINO are the only published ones that have neither.
+    plain = not form["num_classes"] and not form["representation_layer"]
+    resize = "bicubic_dino" if plain and facts.plain_vit else "bicubic"
     return {
         **sizes,
-        "image_size": size,
+        "image_size": find_image_size(
+            ours, facts, num_prefix_tokens=1 + form["distillation"], source=source
+        ),
         "num_classes": form["num_classes"],
         "pool": "token",
         "distillation": form["distillation"],
         "representation_layer": form["representation_layer"],
         "activation": facts.activation,
-        "posemb_resize": "bicubic",
+        "posemb_resize": facts.posemb_resize or resize,
         "layer_norm_eps": facts.epsilon,
     }
+
+
+def find_image_size(
+    ours: dict[str, np.ndarray],
+    facts: HuggingFaceConfig,
+    *,
+    num_prefix_tokens: int,
+    source: str,
+) -> tuple[int, int]:
+    """Returns the height and width that position embeddings are of.
+
+    Args:
+      ours: our arrays by name.
+      facts: of config.json.
+      num_prefix_tokens: rows of the embeddings before those of the patches.
+      source: for messages.
+
+    Raises:
+      UserError: they are of no square, and config.json does not tell their sides.
+    """
+    patch = ours["embedding/kernel"].shape[0]
+    patches = ours[POSITIONS].shape[1] - num_prefix_tokens
+    size = facts.image_size
+    if size is not None and math.prod(side // patch for side in size) == patches:
+        return size
+    side = math.isqrt(patches)
+    if side * side != patches:
+        raise UserError(
+            f"{source} has position embeddings of {patches} patches, which are no "
+            "square grid: keep its config.json beside it"
+        )
+    return side * patch, side * patch
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
@@ -293,7 +328,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     _check_writable(options)
     flat, options, notes = surgery.norm_every_token(flat, options)
     flat, options, more = surgery.learn_positions(flat, options, model.grid)
-    notes += more
+    flat, options, folded = surgery.fold_layer_scale(flat, options)
+    notes += more + folded + surgery.note_resize(options, "transformers")
     options["patch"] = model.patch_size
     if options["posemb"] == "none":
         tokens = math.prod(model.grid) + 1 + options["distillation"]
@@ -329,6 +365,13 @@ def _check_writable(options: dict) -> None:
         raise UserError(
             f"variant={options['variant']!r}: Hugging Face's ViT has no ResNet: write it "
             "with --to=timm or --to=google"
+        )
+    for name, plain in (("num_register_tokens", 0), ("activation", "gelu")):
+        if options[name] in (plain, "gelu_tanh"):
+            continue
+        raise UserError(
+            f"{name}={options[name]!r}: Hugging Face's ViT has none: write it with "
+            "--to=hf_dinov2 or --to=timm"
         )
     if options["pool"] != "token":
         raise UserError(
@@ -390,22 +433,8 @@ def encoder_table(options: dict) -> list[ArrayEntry]:
     ]
     for i in range(options["depth"]):
         theirs, ours = f"encoder.layer.{i}", f"Transformer/encoderblock_{i}"
-        attention = f"{ours}/MultiHeadDotProductAttention_1"
         table += norm(f"{theirs}.layernorm_before", f"{ours}/LayerNorm_0")
-        for name in ("query", "key", "value"):
-            table += [
-                ArrayEntry(
-                    f"{theirs}.attention.attention.{name}.{kind}",
-                    (f"{attention}/{name}/{leaf}",),
-                    to_heads(num_heads),
-                )
-                for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
-            ]
-        table += dense(
-            f"{theirs}.attention.output.dense",
-            f"{attention}/out",
-            from_heads(num_heads),
-        )
+        table += attention_table(theirs, ours, num_heads)
         table += norm(f"{theirs}.layernorm_after", f"{ours}/LayerNorm_2")
         table += dense(f"{theirs}.intermediate.dense", f"{ours}/MlpBlock_3/Dense_0")
         table += dense(f"{theirs}.output.dense", f"{ours}/MlpBlock_3/Dense_1")
@@ -419,6 +448,27 @@ def encoder_table(options: dict) -> list[ArrayEntry]:
     elif options["num_classes"]:
         table += dense("classifier", "head")
     return table
+
+
+def attention_table(theirs: str, ours: str, num_heads: int) -> list[ArrayEntry]:
+    """Returns the entries of the attention of a block.
+
+    Args:
+      theirs, ours: name of the block.
+      num_heads: of the attention.
+    """
+    attention = f"{ours}/MultiHeadDotProductAttention_1"
+    table = [
+        ArrayEntry(
+            f"{theirs}.attention.attention.{name}.{kind}",
+            (f"{attention}/{name}/{leaf}",),
+            to_heads(num_heads),
+        )
+        for name in ("query", "key", "value")
+        for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
+    ]
+    theirs = f"{theirs}.attention.output.dense"
+    return table + dense(theirs, f"{attention}/out", from_heads(num_heads))
 
 
 def read_config(config: Mapping) -> HuggingFaceConfig:
@@ -458,6 +508,8 @@ def read_config(config: Mapping) -> HuggingFaceConfig:
         loss="sigmoid" if config.get("problem_type") == _SIGMOID else "softmax",
         pooler=config.get("pooler_act", "tanh"),
         query_bias=config.get("qkv_bias", True),
+        posemb_resize=config.get(RESIZE_KEY, ""),
+        plain_vit=config["model_type"] == "vit",
     )
 
 
@@ -543,6 +595,8 @@ def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dic
         "encoder_stride": options["patch"],
         "dtype": "float32",
     }
+    if options["posemb"] == "learned":
+        config[RESIZE_KEY] = options["posemb_resize"]
     if options["num_classes"]:
         names = class_names or [f"LABEL_{i}" for i in range(options["num_classes"])]
         config["id2label"] = {str(i): name for i, name in enumerate(names)}

@@ -136,6 +136,10 @@ def transformer_options(flat: dict[str, np.ndarray]) -> dict:
         mlp_dim=hidden.shape[-1],
     )
     name, options = nearest_size(size)
+    if f"{block}/LayerScale_1/gamma" in flat:
+        options["layer_scale_init"] = 1.0  # What it began with, the file does not say.
+    if "register_tokens" in flat:
+        options["num_register_tokens"] = flat["register_tokens"].shape[1]
     patch, channels = kernel.shape[0], kernel.shape[2]
     if "conv_root/kernel" in flat:
         channels, stem_width = flat["conv_root/kernel"].shape[2:]
@@ -163,7 +167,10 @@ def nearest_size(size: variants.Size) -> tuple[str, dict]:
             if value != getattr(known, field)
         }
 
-    name = min(variants.SIZES, key=lambda name: len(differing(name)))
+    def distance(name):
+        return len(differing(name)), abs(variants.SIZES[name].width - size.width)
+
+    name = min(variants.SIZES, key=distance)
     return name, differing(name)
 
 

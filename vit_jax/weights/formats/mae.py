@@ -336,6 +336,7 @@ def _encoder(
         "stem_width": 0,
         "distillation": False,
         "representation_layer": False,
+        "num_register_tokens": 0,
         "activation": "gelu",
     }
     if in_hf:
@@ -355,6 +356,8 @@ def _encoder(
         )
     flat = flatten_dict(pretrained.params, sep="/")
     flat, options, notes = surgery.learn_positions(flat, options, model.grid)
+    flat, options, folded = surgery.fold_layer_scale(flat, options)
+    notes += folded
     if options["posemb"] == "none":
         shape = (1, math.prod(model.grid) + 1, options["width"])
         flat[POSITIONS] = np.zeros(shape, np.float32)

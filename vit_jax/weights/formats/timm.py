@@ -27,6 +27,7 @@ from vit_jax.weights.formats.torch_file import (
     ArrayEntry,
     dense,
     from_heads,
+    gated,
     norm,
     to_heads,
 )
@@ -68,8 +69,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     Raises:
       UserError: this project has no such network.
     """
-    timm_config.check_parameters(tensors.flat, tensors.path)
-    facts = timm_config.read(tensors.sidecars.get("config.json", {}))
+    config = tensors.sidecars.get("config.json", {})
+    timm_config.check_parameters(tensors.flat, config, tensors.path)
+    facts = timm_config.read(config)
     build = _read_resnet if "stem.conv.weight" in tensors.flat else _read_transformer
     ours, options, notes = build(tensors, facts, num_heads)
     return Pretrained(
@@ -117,12 +119,11 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
             "network has none (model_args, pos_embed): give weights of a network with "
             "learned position embeddings"
         )
-    for name, value in tensors.flat.items():
-        if name.startswith("blocks."):  # Before LayerScale turns integers into floats.
-            torch_file.check_floating(name, value, tensors.path)
-    flat, notes = _fold_layer_scale(dict(tensors.flat))
-    flat, more = _add_qkv_biases(flat)
-    notes += more
+    # DeiT III's own code has other names of LayerScale.
+    flat = {
+        re.sub(r"\.gamma_(\d)$", r".ls\1.gamma", k): v for k, v in tensors.flat.items()
+    }
+    flat, notes = _add_qkv_biases(flat)
     form = _form(flat, facts, tensors.path)
     width = len(flat["patch_embed.proj.weight"])
     form["num_heads"], more = torch_file.choose_num_heads(
@@ -137,24 +138,35 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
 
     embedding = ours.pop(POSITIONS, None)
     sizes = linen.transformer_options(ours)
+    if "layer_scale_init" in sizes:
+        sizes["layer_scale_init"] = facts.layer_scale_init
     num_prefix_tokens = ("cls" in ours) + ("dist" in ours)
     sizes["image_size"], rows = _image_size(
         embedding, num_prefix_tokens, sizes, facts, tensors.path
     )
     if embedding is not None:
         missing = num_prefix_tokens + rows - embedding.shape[1]
-        if missing:
+        if missing < 0:  # Register tokens have positions too.
+            of_registers = slice(num_prefix_tokens, num_prefix_tokens - missing)
+            added = embedding[:, of_registers]
+            ours["register_tokens"] = ours["register_tokens"] + added
+            embedding = np.delete(embedding, of_registers, axis=1)
+            if added.any():
+                notes.append("positions of register tokens: added to the tokens")
+        elif missing:
             notes.append("position embeddings of extra tokens: none in the file, so 0")
-        ours[POSITIONS] = surgery.prepend_zero_rows(embedding, missing)
+            embedding = surgery.prepend_zero_rows(embedding, missing)
+        ours[POSITIONS] = embedding
     kept = ("pool", "class_token", "distillation", "representation_layer", "fc_norm")
     options = {
         **sizes,
         "num_classes": form["num_classes"],
         **{name: form[name] for name in (*kept, "posemb")},
-        "activation": facts.activation,
-        "posemb_resize": "bicubic",
+        "activation": form["activation"],
         "layer_norm_eps": facts.epsilon,
     }
+    if embedding is not None:
+        options["posemb_resize"] = facts.posemb_resize
     return ours, options, notes
 
 
@@ -193,6 +205,9 @@ def _form(
         "pool": head,
         "class_token": beside,
         "distillation": "dist_token" in flat,
+        "num_register_tokens": np.shape(flat.get("reg_token", ((),)))[1],
+        "layer_scale_init": float("blocks.0.ls1.gamma" in flat),
+        "activation": "swiglu" if timm_config.is_gated(flat) else facts.activation,
         "representation_layer": "pre_logits.fc.weight" in flat,
         "fc_norm": "fc_norm.weight" in flat,
         "posemb": "learned" if "pos_embed" in flat else "none",
@@ -208,16 +223,19 @@ def _image_size(
 ) -> tuple[tuple[int, int], int]:
     """Returns the image size of the position embeddings, and the number of patches."""
     patch = models.create(**sizes, num_classes=0).patch_size
+    with_registers = num_prefix_tokens + sizes.get("num_register_tokens", 0)
     if facts.image_size is not None:
         grid = tuple(math.ceil(side / patch) for side in facts.image_size)
         if embedding is None or embedding.shape[1] - math.prod(grid) in (
             0,
             num_prefix_tokens,
+            with_registers,
         ):
             return facts.image_size, math.prod(grid)
     if embedding is None:
         return sizes["image_size"], 0
-    for rows in (embedding.shape[1] - num_prefix_tokens, embedding.shape[1]):
+    for prefix in (num_prefix_tokens, 0, with_registers):
+        rows = embedding.shape[1] - prefix
         side = math.isqrt(rows)
         if side * side == rows:
             return (side * patch, side * patch), rows
@@ -225,30 +243,6 @@ def _image_size(
         f"{source} has position embeddings of {embedding.shape[1] - num_prefix_tokens} patches, "
         "which are no square grid: keep its config.json beside it"
     )
-
-
-def _fold_layer_scale(
-    flat: dict[str, np.ndarray],
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Multiplies LayerScale (arXiv:2103.17239) into the preceding layers.
-
-    Args:
-      flat: under timm's names, or those of DeiT III's own code.
-
-    Returns:
-      The arrays without `ls1.gamma` and its like, and a note.
-    """
-    flat = {re.sub(r"\.gamma_(\d)$", r".ls\1.gamma", k): v for k, v in flat.items()}
-    scales = [name for name in flat if re.search(r"\.ls[12]\.gamma$", name)]
-    for name in scales:
-        gamma, block = flat.pop(name), name[: -len(".ls1.gamma")]
-        layer = f"{block}.{'attn.proj' if '.ls1.' in name else 'mlp.fc2'}"
-        if f"{layer}.weight" not in flat or f"{layer}.bias" not in flat:
-            continue  # The table of entries reports what is missing.
-        flat[f"{layer}.weight"] = gamma[:, None] * flat[f"{layer}.weight"]
-        flat[f"{layer}.bias"] = gamma * flat[f"{layer}.bias"]
-    note = "LayerScale: multiplied into the layers in front of it"
-    return flat, [note] if scales else []
 
 
 def _add_qkv_biases(
@@ -301,7 +295,9 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             )
         flat, options, notes = surgery.norm_every_token(flat, options)
         flat, options, more = surgery.learn_positions(flat, options, model.grid)
-        notes += more
+        notes += more + surgery.note_resize(options, "timm")
+        if options["num_register_tokens"] and options["posemb"] == "learned":
+            flat[POSITIONS] = _with_registers(flat[POSITIONS], options, model)
         options["patch"] = flat["embedding/kernel"].shape[0]
         if 0 < options["layer_norm_eps"] < 1e-6:
             notes.append(
@@ -328,6 +324,15 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     return notes
 
 
+def _with_registers(
+    embedding: np.ndarray, options: dict, model: models.Model
+) -> np.ndarray:
+    """Adds zeros to position embeddings as those of register tokens."""
+    R = options["num_register_tokens"]
+    zeros = np.zeros((1, R, embedding.shape[2]), embedding.dtype)
+    return np.insert(embedding, [model.num_prefix_tokens - R], zeros, axis=1)
+
+
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     """Returns Python lines that load a written checkpoint."""
     source = "hf-hub" if on_hub else "local-dir"
@@ -339,7 +344,8 @@ def transformer_table(options: dict) -> list[ArrayEntry]:
 
     Args:
       options: depth, num_heads, stem_width, stage_depths, num_classes, pool, class_token,
-        distillation, representation_layer, fc_norm and posemb of `models.Model`.
+        distillation, num_register_tokens, representation_layer, fc_norm, posemb,
+        activation and layer_scale_init of `models.Model`.
     """
     table = dense("patch_embed.proj", "embedding", CONV)
     if options["stem_width"]:
@@ -348,10 +354,12 @@ def transformer_table(options: dict) -> list[ArrayEntry]:
         table.append(ArrayEntry("cls_token", ("cls",), SAME))
     if options["distillation"]:
         table.append(ArrayEntry("dist_token", ("dist",), SAME))
+    if options["num_register_tokens"]:
+        table.append(ArrayEntry("reg_token", ("register_tokens",), SAME))
     if options["posemb"] != "none":
         table.append(ArrayEntry("pos_embed", (POSITIONS,), SAME))
     for i in range(options["depth"]):
-        table += _block_table(i, options["num_heads"])
+        table += _block_table(i, options)
     if options["fc_norm"]:
         table += norm("fc_norm", "fc_norm")
     else:
@@ -405,9 +413,18 @@ def _stem_table(blocks: tuple[int, ...]) -> list[ArrayEntry]:
     return table
 
 
-def _block_table(i: int, num_heads: int) -> list[ArrayEntry]:
+def _block_table(i: int, options: dict) -> list[ArrayEntry]:
     theirs, ours = f"blocks.{i}", f"Transformer/encoderblock_{i}"
-    attention = f"{ours}/MultiHeadDotProductAttention_1"
+    attention, mlp = f"{ours}/MultiHeadDotProductAttention_1", f"{ours}/MlpBlock_3"
+    num_heads = options["num_heads"]
+    first = dense(f"{theirs}.mlp.fc1", f"{mlp}/Dense_0")
+    if options["activation"] == "swiglu":
+        first = gated(f"{theirs}.mlp.fc1", mlp)
+    scales = [
+        ArrayEntry(f"{theirs}.ls{i}.gamma", (f"{ours}/LayerScale_{place}/gamma",), SAME)
+        for i, place in ((1, 1), (2, 3))
+        if options["layer_scale_init"]
+    ]
     return [
         *norm(f"{theirs}.norm1", f"{ours}/LayerNorm_0"),
         *_heads_table(
@@ -415,8 +432,9 @@ def _block_table(i: int, num_heads: int) -> list[ArrayEntry]:
         ),
         *dense(f"{theirs}.attn.proj", f"{attention}/out", from_heads(num_heads)),
         *norm(f"{theirs}.norm2", f"{ours}/LayerNorm_2"),
-        *dense(f"{theirs}.mlp.fc1", f"{ours}/MlpBlock_3/Dense_0"),
-        *dense(f"{theirs}.mlp.fc2", f"{ours}/MlpBlock_3/Dense_1"),
+        *first,
+        *dense(f"{theirs}.mlp.fc2", f"{mlp}/Dense_1"),
+        *scales,
     ]
 
 

@@ -24,12 +24,13 @@ _EQUAL = (
     rf"deit3?_(tiny|small|medium|base|large|huge)(_distilled)?_patch1[46]_\d+{_OLD}",
     r"vit_base_patch(16|32)_plus_\d+",
     r"vit_small_patch16_36x1_224",
-    r"vit_(small|base|large)_patch14_dinov2",
+    r"vit_(small|base|large|giant)_patch14(_reg4)?_dinov2",
+    r"vit_(betwixt|medium|base)_patch16_reg[14]_gap_\d+",
     r"vit_(medium|betwixt|base|huge|giant)_patch1[46]_gap_\d+",
     r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip(_gap)?_\d+",
     r"flexivit_(small|base|large)",
     r"eva_large_patch14_\d+",
-    r"test_vit",
+    r"test_vit2?",
     r"vit_(tiny_r_s16_p8|(small|base)_r26_s32|base_r50_s16|large_r50_s32)_\d+(_in21k)?",
     r"vit_base_resnet50_(224_in21k|384)",
     r"resnetv2_(50x1|50x3|101x1|101x3|152x2|152x4)_bit(m|m_in21k)?",
@@ -44,6 +45,7 @@ _UNSEEN = (
     ),
     (r"_rpn_", "post-norm (LayerNorms behind the branches of a block) is"),
     (r"quickgelu", "QuickGELU is"),
+    (r"_reg\d+_|^test_vit3$", "register tokens of such a network are"),
     (r"_clip_", "pre-norm (norm_pre) is"),
 )
 
@@ -65,8 +67,8 @@ _SEEN = (
 
 # Parts of a network, in which an array without an entry changes the output.
 _PARTS = re.compile(
-    r"(blocks|patch_embed|norm|fc_norm|attn_pool|cls_token|dist_token|pos_embed"
-    r"|stem|stages)(\.|$)"
+    r"(blocks|patch_embed|norm|fc_norm|attn_pool|cls_token|dist_token|reg_token"
+    r"|pos_embed|stem|stages)(\.|$)"
 )
 
 # Arguments that the parameters show, that have no effect at inference, or that `read`
@@ -98,6 +100,9 @@ _HYBRIDS = {
     (3, 4, 6, 3): "vit_large_r50_s32_224",
 }
 
+# Of config.json, with the value of `model.posemb_resize`; timm ignores it.
+_RESIZE_KEY = "posemb_resize"
+
 # Values of global_pool, and our heads.
 POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
 
@@ -108,8 +113,10 @@ class TimmConfig:
 
     Attributes:
       num_heads: attention heads; 0 if unknown.
-      activation: "gelu_tanh" or "gelu".
+      activation: "gelu_tanh" or "gelu"; a gated MLP has another.
+      layer_scale_init: what LayerScale began with.
       epsilon: of the LayerNorms.
+      posemb_resize: how position embeddings were resized in training.
       pool: timm's global_pool; None if unknown.
       pools_prefix: whether the class token is pooled with the patches.
       no_positions: whether it has no position embeddings.
@@ -121,7 +128,9 @@ class TimmConfig:
 
     num_heads: int = 0
     activation: str = "gelu"
+    layer_scale_init: float = 1.0
     epsilon: float = 1e-6
+    posemb_resize: str = "bicubic"
     pool: str | None = None
     pools_prefix: bool = False
     no_positions: bool = False
@@ -134,6 +143,7 @@ class TimmConfig:
 # Values that only timm's code has (timm 1.0.31), by the name of the architecture.
 _HEADS = (
     (r"^vit_base_patch16_gap_224", 16),
+    (r"^vit_giant_patch14_(reg4_)?dinov2$", 24),
     (r"_(huge|giant|gigantic|giantopt|so400m)_", 16),
     (r"^test_vit", 2),
 )
@@ -141,6 +151,7 @@ _TANH = (
     r"^vit_(base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
     r"|^vit_large_patch16_siglip_(gap_)?512"
 )
+_GATED = r"^vit_giant_patch14_(reg4_)?dinov2$"
 _EPSILON_5 = r"_clip_"  # Of these only files that this project wrote are read.
 _INTERPOLATIONS = {
     "nearest": "nearest",
@@ -181,6 +192,8 @@ def read(config: Mapping) -> TimmConfig:
     notes = []
     size = images.get("input_size", (3, 224, 224))[1:]
     return TimmConfig(
+        layer_scale_init=float(args.get("init_values") or 1.0),
+        posemb_resize=_posemb_resize(config, images, name),
         num_heads=args.get("num_heads") or next(heads, 0),
         activation=activation,
         epsilon=1e-5 if re.search(_EPSILON_5, name) else 1e-6,
@@ -192,6 +205,18 @@ def read(config: Mapping) -> TimmConfig:
         class_names=_class_names(config, images),
         notes=tuple(notes),
     )
+
+
+def _posemb_resize(config: Mapping, images: Mapping, name: str) -> str:
+    """Returns how position embeddings were resized in training.
+
+    That of DINO, and of DINOv2 without registers, is not how timm resizes them.
+    """
+    if _RESIZE_KEY in config:  # Only this project writes it.
+        return config[_RESIZE_KEY]
+    tag = images.get("tag") or config["architecture"].partition(".")[2]
+    dino = name.endswith(("_dino", "patch14_dinov2")) or tag == "dino"
+    return "bicubic_dino" if dino else "bicubic"
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
@@ -278,6 +303,8 @@ def write(
     }
     if class_names:
         config["label_names"] = list(class_names)
+    if not resnet and options["posemb"] == "learned":
+        config[_RESIZE_KEY] = options["posemb_resize"]
     return config
 
 
@@ -321,7 +348,8 @@ def choose_architecture(options: Mapping) -> tuple[str, dict, dict]:
 
 def _choose_transformer(options: Mapping) -> tuple[str, dict, dict]:
     name = _transformer_name(options)
-    width, mlp_dim = options["width"], options["mlp_dim"]
+    gated = options["activation"] == "swiglu"
+    width, mlp_dim = options["width"], options["mlp_dim"] * (1 + gated)
     ratio = mlp_dim / width
     if int(width * ratio) != mlp_dim:  # timm truncates the product.
         ratio = math.nextafter(ratio, math.inf)
@@ -339,8 +367,14 @@ def _choose_transformer(options: Mapping) -> tuple[str, dict, dict]:
         "class_token": options["pool"] == "token" or options["class_token"],
         "fc_norm": options["fc_norm"],
         "pos_embed": "none" if options["posemb"] == "none" else "learn",
-        "act_layer": options["activation"],
     }
+    if not gated:
+        args["act_layer"] = options["activation"]
+    if options["layer_scale_init"] or name.endswith("dinov2"):
+        args["init_values"] = options["layer_scale_init"] or None
+    if options["num_register_tokens"]:
+        # Their positions are zeros, so that all others stay as they are.
+        args |= {"reg_tokens": options["num_register_tokens"], "no_embed_class": False}
     if options["pool"] == "map":
         args["pool_include_prefix"] = True
     if options["layer_norm_eps"] == 1e-5:
@@ -361,6 +395,17 @@ def _transformer_name(options: Mapping) -> str:
     """Returns the name of the architecture of an encoder or hybrid."""
     size, patches = _SIZE_NAMES.get(options["width"], ("", ()))
     odd = options["layer_norm_eps"] != 1e-6
+    gated = options["activation"] == "swiglu"
+    if gated and (odd or options["stem_width"] or options["distillation"]):
+        raise UserError(
+            "activation='swiglu': timm has gated MLPs in plain encoders with "
+            "layer_norm_eps=1e-6 alone: write it with --to=safetensors"
+        )
+    if options["num_register_tokens"] and options["distillation"]:
+        raise UserError(
+            "distillation=True: timm has no distillation token beside register tokens: "
+            "write it with --to=safetensors"
+        )
     if options["stem_width"]:
         if (
             options["stage_depths"] not in _HYBRIDS
@@ -381,6 +426,8 @@ def _transformer_name(options: Mapping) -> str:
     if options["distillation"]:
         size = size if size in ("tiny", "small") else "base"
         return f"deit_{size}_distilled_patch16_224"
+    if gated:  # The only ones there.
+        return "vit_giant_patch14_dinov2"
     if odd:  # The only plain encoders there with that epsilon, except for a first norm.
         return "vit_base_patch16_clip_224"
     if options["patch"] in patches:
@@ -411,22 +458,22 @@ def _choose_resnet(options: Mapping) -> tuple[str, dict, dict]:
     return f"resnetv2_{layers[blocks]}x{factor}_bit", args, traits
 
 
-def check_parameters(flat: Mapping[str, np.ndarray], source: str) -> None:
+def check_parameters(
+    flat: Mapping[str, np.ndarray], config: Mapping, source: str
+) -> None:
     """Raises UserError if parameters show a feature that no model here has.
 
     Args:
       flat: arrays by timm's names.
+      config: content of config.json; empty if there is none.
       source: for messages.
     """
     found = [
         what for pattern, what in _SEEN if any(map(re.compile(pattern).match, flat))
     ]
-    if "reg_token" in flat:
-        count = flat["reg_token"].shape[1]
-        words = "register token (reg_token) is" if count == 1 else "register tokens are"
-        found.append(f"{count} {words}")
     first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
-    if first is not None and second is not None and len(first) == 2 * second.shape[-1]:
+    known = "architecture" not in config or re.search(_GATED, _architecture_of(config))
+    if is_gated(flat) and not known:
         found.append(f"a gated MLP ({second.shape[-1]} of {len(first)} features) is")
     if "blocks.0.norm1.weight" in flat:
         if "blocks.0.norm1.bias" not in flat:
@@ -435,6 +482,14 @@ def check_parameters(flat: Mapping[str, np.ndarray], source: str) -> None:
             found.append("an encoder without a final norm is")
     if found:
         raise _unsupported(source, *found)
+
+
+def is_gated(flat: Mapping[str, np.ndarray]) -> bool:
+    """Returns whether the MLPs have two first layers in one, as SwiGLU has."""
+    first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
+    if first is None or second is None:
+        return False
+    return len(first) == 2 * second.shape[-1]
 
 
 def check_names(flat: Mapping, known: Collection[str], source: str) -> None:

@@ -30,8 +30,9 @@ from vit_jax.models import variants
 Arrays = list[np.ndarray]
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+TEACHER = "teacher"
 # Names under which training scripts store parameters, averaged ones first.
-_CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict")
+_CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict", TEACHER)
 # A pickle holds names and shapes, some hundred bytes per tensor. Python's objects for it
 # take up to a hundred times its size.
 _PICKLE_BYTES = 16 << 20
@@ -49,10 +50,11 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
     Args:
       path: of a state dict, or of a checkpoint that has one under "model_ema",
-        "state_dict_ema", "model" or "state_dict".
+        "state_dict_ema", "model", "state_dict" or, as DINO does, "teacher".
 
     Returns:
-      Arrays by name; float16 and bfloat16 are widened to float32.
+      Arrays by name; float16 and bfloat16 are widened to float32. Names of a teacher
+      begin with "teacher.".
 
     Raises:
       UserError: damaged, no state dict, or it names anything but tensors.
@@ -164,10 +166,10 @@ def check_expansion(expanded: int, size: int, what: str) -> None:
 def _state_dict(content: Any) -> dict[str, "_Tensor"]:
     if not isinstance(content, dict):
         raise TypeError(f"it holds a {type(content).__name__}, not a state dict")
-    inner = [content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)]
+    key = next((k for k in _CONTAINERS if isinstance(content.get(k), dict)), None)
     tensors = {
         name: value
-        for name, value in (inner[0] if inner else content).items()
+        for name, value in (content if key is None else content[key]).items()
         if isinstance(value, _Tensor)
     }
     if not tensors:
@@ -176,6 +178,8 @@ def _state_dict(content: Any) -> dict[str, "_Tensor"]:
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in tensors):
             tensors = {k.removeprefix(prefix): v for k, v in tensors.items()}
+    if key == TEACHER:
+        return {f"{TEACHER}.{name}": value for name, value in tensors.items()}
     return tensors
 
 
@@ -397,6 +401,11 @@ SAME = _one(lambda a: a, lambda a: a)
 LINEAR = _one(np.transpose, np.transpose)  # (out, in) and (in, out).
 # (out, in, Y, X) and (Y, X, in, out).
 CONV = _one(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
+# Two dense layers in one, one after the other, weight or bias.
+PAIR = ArrayLayout(
+    lambda a: [half.T for half in np.split(a, 2)],
+    lambda arrays: np.concatenate([a.T for a in arrays]),
+)
 # A classifier written as a 1x1 convolution: (out, in, 1, 1) and (in, out).
 POINTWISE = _one(
     lambda a: a.reshape(a.shape[:2]).T, lambda a: a.T.reshape(*a.T.shape, 1, 1)
@@ -434,6 +443,16 @@ def dense(theirs: str, ours: str, layout: ArrayLayout = LINEAR) -> list[ArrayEnt
     return [
         ArrayEntry(f"{theirs}.weight", (f"{ours}/kernel",), layout),
         ArrayEntry(f"{theirs}.bias", (f"{ours}/bias",), SAME),
+    ]
+
+
+def gated(theirs: str, mlp: str) -> list[ArrayEntry]:
+    """Returns the entries of a gated MLP's first layer, the gate and then the value."""
+    return [
+        ArrayEntry(
+            f"{theirs}.{kind}", (f"{mlp}/gate/{leaf}", f"{mlp}/Dense_0/{leaf}"), PAIR
+        )
+        for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
     ]
 
 

@@ -1,0 +1,427 @@
+"""Files of DINO and DINOv2, of their own code, timm and transformers, in and out."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from helpers import tiny_config
+from import_timm import import_timm
+from safetensors.numpy import load_file, save_file
+from trees import assert_same, checkpoint, encoder
+
+from vit_jax import models, weights
+from vit_jax.config import fields
+from vit_jax.errors import UserError
+from vit_jax.evaluators import forward_passes
+from vit_jax.tools.explorer.session import ExploredModel
+from vit_jax.weights import export
+from vit_jax.weights.formats import dino, files, timm, torch_file
+from vit_jax.weights.load import load_initial
+from vit_jax.weights.pretrained import Preprocess
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"
+DINO = np.load(GOLDEN / "dino_forward.npz")
+DINOV2 = np.load(GOLDEN / "dinov2.io.npz")
+SIZES = ("32x32", "48x48", "24x24", "40x28")
+PLACES = {
+    "facebook": "facebook.safetensors",
+    "timm": "timm.safetensors",
+    "transformers": "hf",
+}
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def at_size(found, size):
+    """Network and parameters for a size such as "48x32", and its images."""
+    sides = tuple(map(int, size.split("x")))
+    preprocess = forward_passes.preprocessing_of(found)
+    preprocess = dataclasses.replace(preprocess, image_size=sides)
+    return forward_passes.fit_network(found, preprocess)
+
+
+def tokens_of(found, size, images):
+    """Tokens of the network after the final norm."""
+    model, params = at_size(found, size)
+    return np.asarray(jax.jit(model.encode)(params, images))
+
+
+def nhwc(images):
+    return jnp.asarray(images.transpose(0, 2, 3, 1))
+
+
+def opened(place):
+    return weights.open_pretrained(place, num_heads=3)
+
+
+def backbone_of_dino():
+    arrays = load_file(GOLDEN / "dino_student.safetensors")
+    return {
+        name.removeprefix("backbone."): value
+        for name, value in arrays.items()
+        if name.startswith("backbone.")
+    }
+
+
+@pytest.mark.parametrize("size", ["32x32", "16x16", "20x20", "48x32", "12x28", "40x40"])
+def test_dino_gives_the_features_of_the_original_at_any_size(size):
+    found = opened(GOLDEN / "dino_student.safetensors")
+    assert found.format == "dino"
+    assert found.options["posemb_resize"] == "bicubic_dino"
+    images = nhwc(DINO[f"{size}/image"])
+    tokens = tokens_of(found, size, images)
+    np.testing.assert_allclose(tokens[:, 0], DINO[f"{size}/cls"], rtol=0, atol=1e-5)
+
+
+def test_dino_has_the_attention_and_tokens_of_the_original():
+    found = opened(GOLDEN / "dino_student.safetensors")
+    model, params = at_size(found, "32x32")
+    images = nhwc(DINO["32x32/image"])
+    layers = list(model.intermediates(params, images))
+    expected = DINO["32x32/last_attention"]
+    np.testing.assert_allclose(layers[-1].attention, expected, rtol=0, atol=1e-5)
+    # The original normalises the tokens of each block.
+    norm = params["Transformer"]["encoder_norm"]
+    for i, layer in enumerate(layers):
+        x = np.asarray(layer.tokens)
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        x = x * norm["scale"] + norm["bias"]
+        expected = DINO[f"32x32/intermediate_{i}"]
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("network", ["mlp_reg0", "mlp_reg4", "swiglu_reg4"])
+def test_dinov2_gives_the_tokens_of_the_original_at_any_size(network, place, size):
+    found = opened(GOLDEN / f"dinov2_{network}" / PLACES[place])
+    registers = int(network[-1])
+    assert found.options.get("num_register_tokens", 0) == registers
+    tokens = tokens_of(found, size, nhwc(DINOV2[f"{size}/image"]))
+    parts = np.split(tokens, [1, 1 + registers], axis=1)
+    expected = DINOV2[f"{network}/{size}/cls"]
+    np.testing.assert_allclose(parts[0][:, 0], expected, rtol=0, atol=1e-5)
+    expected = DINOV2[f"{network}/{size}/patches"]
+    np.testing.assert_allclose(parts[2], expected, rtol=0, atol=1e-5)
+    if registers:
+        expected = DINOV2[f"{network}/{size}/registers"]
+        np.testing.assert_allclose(parts[1], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("network", ["mlp_reg0", "mlp_reg4", "swiglu_reg4"])
+def test_dinov2_of_all_libraries_is_one_network(network):
+    folder = GOLDEN / f"dinov2_{network}"
+    facebook, theirs, of_timm = (
+        opened(folder / PLACES[name]) for name in ("facebook", "transformers", "timm")
+    )
+    assert facebook.format == theirs.format == of_timm.format == "dinov2"
+    assert_same(theirs.params, flatten_dict(facebook.params, sep="/"))
+    assert models.create(**theirs.options) == models.create(**facebook.options)
+    assert models.create(**facebook.options).options["activation"] == (
+        "swiglu" if "swiglu" in network else "gelu"
+    )
+    for found in (facebook, theirs):
+        assert "mask token: dropped, which only pretraining has" in found.notes
+        size = found.options["image_size"]
+        assert found.preprocess == Preprocess(size, *IMAGENET, "bicubic", 224 / 256)
+    # timm adds the position of the class token to it where there are registers.
+    same = of_timm.params["Transformer"]["encoderblock_1"]
+    assert_same(
+        facebook.params["Transformer"]["encoderblock_1"], flatten_dict(same, sep="/")
+    )
+
+
+def test_the_mask_token_replaces_patches_as_in_the_original():
+    arrays = load_file(GOLDEN / "dinov2_mlp_reg4" / "facebook.safetensors")
+    found = opened(GOLDEN / "dinov2_mlp_reg4" / "facebook.safetensors")
+    model, params = at_size(found, "32x32")
+    mask = jnp.asarray(DINOV2["masks"])[..., None]
+    token = jnp.asarray(arrays["mask_token"])[None]
+    tokens = model.encode(
+        params,
+        nhwc(DINOV2["32x32/image"]),
+        edit_patches=lambda patches: jnp.where(mask, token, patches),
+    )
+    expected = DINOV2["mlp_reg4/masked/patches"]
+    np.testing.assert_allclose(tokens[:, 5:], expected, rtol=0, atol=1e-5)
+
+
+def tensors(arrays, **sidecars):
+    return files.Tensors(dict(arrays), {}, sidecars, "file")
+
+
+def test_a_backbone_alone_is_taken_for_one_of_dino_and_a_line_says_so(tmp_path):
+    save_file(backbone_of_dino(), tmp_path / "a.safetensors")
+    found = opened(tmp_path / "a.safetensors")
+    assert (found.format, found.options["num_classes"]) == ("dino", 0)
+    assert any("taken for a backbone of DINO" in note for note in found.notes)
+    assert found.preprocess.crop_fraction == 224 / 256
+    whole = opened(GOLDEN / "dino_student.safetensors")
+    assert_same(found.params, flatten_dict(whole.params, sep="/"))
+    assert "projection head: dropped, which only pretraining has" in whole.notes
+
+
+@pytest.mark.parametrize("name", ["head.weight", "fc_norm.weight", "dist_token"])
+def test_other_networks_of_such_names_are_none_of_dino(name):
+    arrays = backbone_of_dino() | {name: np.zeros((3, 24), np.float32)}
+    assert not dino.recognises(tensors(arrays))
+    assert dino.recognises(tensors(backbone_of_dino()))
+    config = {"architecture": "vit_tiny_patch16_224"}
+    assert not dino.recognises(tensors(backbone_of_dino(), **{"config.json": config}))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_of_a_training_checkpoint_the_teacher_is_taken(tmp_path, wrapped):
+    teacher = load_file(GOLDEN / "dino_student.safetensors")
+    if wrapped:
+        teacher = {f"module.{name}": value for name, value in teacher.items()}
+    student = {f"module.{k}": 0 * v for k, v in teacher.items()}
+    torch_file.write(tmp_path / "a.pth", {"student": student, "teacher": teacher})
+    found = opened(tmp_path / "a.pth")
+    expected = opened(GOLDEN / "dino_student.safetensors")
+    assert_same(found.params, flatten_dict(expected.params, sep="/"))
+    assert found.notes[0] == "teacher: its backbone is taken, and not the student's"
+
+
+def test_blocks_in_chunks_are_those_one_by_one(tmp_path):
+    arrays = load_file(GOLDEN / "dinov2_mlp_reg4" / "facebook.safetensors")
+    chunks = {
+        re.sub(r"^blocks\.(\d)", r"blocks.\1.\1", k): v for k, v in arrays.items()
+    }
+    teacher = {f"backbone.{name}": value for name, value in chunks.items()}
+    torch_file.write(tmp_path / "a.pth", {"teacher": teacher})
+    expected = opened(GOLDEN / "dinov2_mlp_reg4" / "facebook.safetensors")
+    found = opened(tmp_path / "a.pth")
+    assert_same(found.params, flatten_dict(expected.params, sep="/"))
+    assert (found.format, found.options) == ("dinov2", expected.options)
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architecture": "vit_small_patch16_224.dino"}, "bicubic_dino"),
+        ({"architecture": "vit_small_patch16_224_dino"}, "bicubic_dino"),
+        (
+            {"architecture": "vit_base_patch8_224", "pretrained_cfg": {"tag": "dino"}},
+            "bicubic_dino",
+        ),
+        ({"architecture": "vit_small_patch14_dinov2.lvd142m"}, "bicubic_dino"),
+        ({"architecture": "vit_small_patch14_reg4_dinov2.lvd142m"}, "bicubic"),
+        ({"architecture": "vit_small_patch16_224.augreg_in21k"}, "bicubic"),
+    ],
+)
+def test_timm_tells_by_the_name_how_positions_are_resized(config, method):
+    config |= {"model_args": {"num_heads": 3}}
+    found = timm.read(tensors(backbone_of_dino(), **{"config.json": config}))
+    assert found.options["posemb_resize"] == method
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "method"),
+    [
+        ("vit", {}, "bicubic_dino"),
+        ("vit", {"num_classes": 3}, "bicubic"),
+        ("vit", {"representation_layer": True}, "bicubic"),
+        ("vit_msn", {}, "bicubic"),
+    ],
+)
+def test_a_vit_of_transformers_without_pooler_is_of_dino(
+    tmp_path, kind, change, method
+):
+    options = {"num_classes": 0, "activation": "gelu"} | change
+    export.export(checkpoint(encoder(**options), class_names=()), "hf", tmp_path / "a")
+    path = tmp_path / "a" / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": kind}
+    del config["posemb_resize"]  # Only this project writes it.
+    path.write_text(json.dumps(config))
+    assert opened(tmp_path / "a").options["posemb_resize"] == method
+
+
+def test_classifiers_of_dinov2_are_refused(tmp_path):
+    shutil.copytree(GOLDEN / "dinov2_mlp_reg4" / "hf", tmp_path / "a")
+    arrays = load_file(tmp_path / "a" / "model.safetensors")
+    arrays = {f"dinov2_with_registers.{name}": value for name, value in arrays.items()}
+    arrays["classifier.weight"] = np.zeros((3, 48), np.float32)
+    save_file(arrays, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(UserError, match="class token and the mean of the patches"):
+        opened(tmp_path / "a")
+
+
+@pytest.mark.parametrize("to", ["timm", "hf_dinov2", "safetensors"])
+@pytest.mark.parametrize("network", ["mlp_reg0", "mlp_reg4", "swiglu_reg4"])
+def test_dinov2_is_written_and_read_to_the_bit(tmp_path, network, to):
+    found = opened(GOLDEN / f"dinov2_{network}" / "facebook.safetensors")
+    out = tmp_path / ("a.safetensors" if to == "safetensors" else "a")
+    _, notes = export.export(found, to, out)
+    told = [note for note in notes if "another size" in note]
+    assert len(told) == (network == "mlp_reg0" and to != "safetensors")
+    again = opened(out)
+    assert_same(again.params, flatten_dict(found.params, sep="/"))
+    assert models.create(**again.options) == models.create(**found.options)
+    if to != "hf_dinov2":  # It states whole pixels.
+        assert again.preprocess == found.preprocess
+    assert forward_passes.preprocessing_of(again).mean == IMAGENET[0]
+
+
+@pytest.mark.parametrize("to", ["timm", "hf"])
+def test_dino_is_written_and_read_to_the_bit(tmp_path, to):
+    found = opened(GOLDEN / "dino_student.safetensors")
+    export.export(found, to, tmp_path / "a")
+    again = opened(tmp_path / "a")
+    assert_same(again.params, flatten_dict(found.params, sep="/"))
+    assert models.create(**again.options) == models.create(**found.options)
+
+
+@pytest.mark.parametrize("to", ["hf", "google"])
+def test_layer_scale_is_multiplied_in_where_a_format_has_none(tmp_path, to):
+    found = opened(GOLDEN / "dinov2_mlp_reg0" / "facebook.safetensors")
+    out = tmp_path / ("a.npz" if to == "google" else "a")
+    _, notes = export.export(found, to, out)
+    assert "LayerScale: multiplied into the layers in front of it" in notes
+    again = weights.open_pretrained(out)
+    options = again.options | {"activation": "gelu", "posemb_resize": "bicubic_dino"}
+    again = dataclasses.replace(again, options=options)
+    tokens = tokens_of(again, "32x32", nhwc(DINOV2["32x32/image"]))
+    expected = DINOV2["mlp_reg0/32x32/cls"]
+    np.testing.assert_allclose(tokens[:, 0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("hf", {"num_register_tokens": 2}, "num_register_tokens=2: Hugging Face's ViT"),
+        ("hf", {"activation": "swiglu"}, "activation='swiglu': Hugging Face's ViT has"),
+        ("google", {"num_register_tokens": 2}, "num_register_tokens=2: Google's code"),
+        ("google", {"activation": "swiglu"}, "activation='swiglu': Google's code has"),
+        ("mae", {"num_register_tokens": 2}, "have no num_register_tokens=2: write it"),
+        (
+            "timm",
+            {"activation": "swiglu", "layer_norm_eps": 1e-5},
+            "timm has gated MLPs in plain encoders with layer_norm_eps=1e-6 alone",
+        ),
+        (
+            "timm",
+            {"num_register_tokens": 2, "distillation": True},
+            "timm has no distillation token beside register tokens",
+        ),
+        ("hf_dinov2", {"num_classes": 3}, "num_classes=3: Dinov2Model of transformers"),
+        ("hf_dinov2", {"mlp_dim": 25}, "mlp_dim=25: Dinov2Model .* has 48 and what"),
+        (
+            "hf_dinov2",
+            {"pool": "gap"},
+            "pool='gap': Dinov2Model of transformers has no",
+        ),
+    ],
+)
+def test_what_a_format_has_no_place_for_is_refused(tmp_path, to, options, message):
+    options = {"num_classes": 0, "activation": "gelu"} | options
+    suffix = {"google": ".npz", "mae": ".pth"}.get(to, "")
+    found = checkpoint(encoder(**options), class_names=())
+    with pytest.raises(UserError, match=message):
+        export.export(found, to, tmp_path / f"a{suffix}")
+
+
+def fine_tuned(**options):
+    """Config of a run that begins with DINOv2, for images of another size."""
+    path = GOLDEN / "dinov2_swiglu_reg4" / "facebook.safetensors"
+    found = opened(path)
+    model = models.create(**found.options).options
+    names = ("width", "depth", "num_heads", "mlp_dim", "activation", "posemb_resize")
+    stated = {name: model[name] for name in (*names, "num_register_tokens")}
+    return tiny_config(
+        data={"image_size": (40, 28), "num_classes": 5},
+        model={"variant": "B/4", "layer_scale_init": 1.0, **stated, **options},
+        init={"checkpoint": str(path)},
+    )
+
+
+def begun(config):
+    model = models.create(
+        **fields.to_dict(config.model), num_classes=5, image_size=(40, 28), channels=3
+    )
+    init = functools.partial(model.init, jax.random.key(0))
+    params, lines = load_initial(
+        config.init, config.data, model, init, head_bias_init=0.0
+    )
+    return model, params, lines
+
+
+def test_fine_tuning_begins_with_the_features_of_dinov2_at_another_size():
+    model, params, lines = begun(fine_tuned())
+    assert any("resized from (8, 8) to (10, 7), bicubic" in line for line in lines)
+    images = nhwc(DINOV2["40x28/image"])
+
+    @jax.jit
+    def loss(params):
+        outputs = model.apply(params, images, train=True, key=jax.random.key(0))
+        return -jax.nn.log_softmax(outputs["logits"])[:, 2].sum(), outputs["pre_logits"]
+
+    slopes, features = jax.grad(loss, has_aux=True)(params)
+    expected = DINOV2["swiglu_reg4/40x28/cls"]
+    np.testing.assert_allclose(features, expected, rtol=0, atol=1e-5)
+    assert np.abs(slopes["head"]["kernel"]).max() > 0
+
+
+def test_layer_scale_is_multiplied_into_a_model_that_has_none():
+    _, params, lines = begun(fine_tuned(layer_scale_init=0.0))
+    assert not any("LayerScale" in name for name in flatten_dict(params, sep="/"))
+    action = "LayerScale: multiplied into the layers in front of it"
+    assert any(action in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_register_tokens": 0},
+            "register_tokens is left over.*has model.num_register_tokens=4",
+        ),
+        ({"activation": "gelu"}, "gate/bias is left .* has model.activation='swiglu'"),
+    ],
+)
+def test_a_model_that_lacks_a_part_is_told_its_key(options, message):
+    with pytest.raises(UserError, match=message):
+        begun(fine_tuned(**options))
+
+
+def test_the_explorer_names_registers_and_shows_the_patches_alone(encode):
+    found = opened(GOLDEN / "dinov2_mlp_reg4" / "facebook.safetensors")
+    preprocess = dataclasses.replace(found.preprocess, image_size=(24, 36))
+    explored = ExploredModel(found, preprocess=preprocess)
+    assert explored.describe()["extra"] == ["CLS", "REG1", "REG2", "REG3", "REG4"]
+    assert explored.describe()["grid"] == (6, 9)
+    picture = np.random.default_rng(0).integers(0, 255, (30, 50, 3), np.uint8)
+    rows = explored.run(encode(picture, "PNG"), "a picture").rows
+    assert rows.scales.shape == (5 + 54, 2, 4, 5 + 1)
+    assert rows.levels.shape == (5 + 54, 2, 4, 54)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("network", ["mlp_reg0", "mlp_reg4", "swiglu_reg4"])
+@pytest.mark.parametrize("to", ["timm", "hf_dinov2"])
+def test_the_libraries_load_what_we_write_and_agree(tmp_path, network, to):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    their_timm = import_timm()  # Beside a torchvision that may lack its operators.
+    found = opened(GOLDEN / f"dinov2_{network}" / "facebook.safetensors")
+    export.export(found, to, tmp_path / "a")
+    images = torch.tensor(DINOV2["32x32/image"])
+    with torch.no_grad():
+        if to == "timm":
+            model = their_timm.create_model(f"local-dir:{tmp_path}/a", pretrained=True)
+            features = model.eval()(images)
+        else:
+            transformers = pytest.importorskip("transformers", reason="extra parity")
+            model, info = transformers.AutoModel.from_pretrained(
+                tmp_path / "a", output_loading_info=True
+            )
+            assert {name: value for name, value in info.items() if value} == {}
+            features = model(images).pooler_output
+    expected = DINOV2[f"{network}/32x32/cls"]
+    np.testing.assert_allclose(features.numpy(), expected, rtol=0, atol=1e-5)
