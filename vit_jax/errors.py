@@ -22,6 +22,10 @@ class NoSplit(UserError):
     """A data set has no split of that name."""
 
 
+class NoLabels(UserError):
+    """A data set has no labels, but they are to be read."""
+
+
 class Diverged(UserError):
     """Training came to numbers that are not finite; the line names the step."""
 

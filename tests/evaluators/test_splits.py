@@ -130,3 +130,27 @@ def test_train_and_test_folders_are_taken_alike_by_every_verb(recipe, test, tmp_
         shutil.rmtree(tmp_path / "test")
         shutil.copytree(tmp_path / test, tmp_path / "test")
         check(test, "test")
+
+
+@pytest.mark.parametrize("label", [None, -1, "absent"])
+def test_labels_that_stand_for_none_are_told_before_a_run(tmp_path, label):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    Image.new("RGB", (7, 9)).save(tmp_path / "image.png")
+    cells = [(tmp_path / "image.png").read_bytes()] * 3
+    columns = {"label": pa.array([label] * 3, pa.int64())} if label != "absent" else {}
+    pq.write_table(pa.table({"image": cells} | columns), tmp_path / "train.parquet")
+    match = {
+        None: "this column of parquet is empty",
+        -1: "parquet train record 0 has label -1",
+        "absent": "parquet has no such column",
+    }[label]
+    data = DataConfig(name="parquet", data_dir=str(tmp_path), num_classes=0)
+    read = splits.EvalSplits(data)
+    with pytest.raises(UserError, match=f"evals.one needs labels: .*{match}.*; or "):
+        read.open("one", NeighboursConfig(), "train", model_classes=False)
+    found = read.open(
+        "two", NeighboursConfig(), "train", model_classes=False, labelled=False
+    )
+    assert len(found.source) == 3
+    assert found.data.num_classes == 0

@@ -119,8 +119,19 @@ class Item(dict):
         raise RuntimeError(f"{key} is read")
 
 
+class InBytes(Source):
+    labels = None
+
+    def __getitem__(self, i):
+        return {"image": np.zeros((11, 13, 3), np.uint8)}
+
+
 def open_source(data, split):
     return Source()
+
+
+def open_in_bytes(data, split):
+    return InBytes()
 
 
 def open_in_memory(data, split):
@@ -227,6 +238,73 @@ def test_evaluations_read_the_labels_of_the_data_set_that_training_does_not(tmp_
     assert 0 <= report["final"]["knn"]["params"]["top1"] <= 1
     with pytest.raises(UserError, match=r"evals.val: .* but the model tells 0 classes"):
         loop.train(config(evals={"val": "val"}), tmp_path / "other")
+
+
+def write_images(root, *names):
+    for i, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(i).integers(0, 256, (15, 19, 3), np.uint8)
+        Image.fromarray(pixels).save(root / name)
+
+
+TRAIN = tuple(f"train/{i}.png" for i in range(9))
+MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_num_heads": 2}
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_a_folder_without_classes_is_learnt_from_and_evaluated(tmp_path, order):
+    images = tmp_path / "images"
+    write_images(images, "train/x/a.png", "train/x/y/b.png", *TRAIN)
+    write_images(images, "val/e.png", "val/z/f.png", "val/z/g.png")
+    write_images(tmp_path / "pets", "train/ant/a.png", "train/bee/b.png")
+    write_images(tmp_path / "pets", "val/ant/a.png", "val/bee/b.png")
+    data = {"name": "folder", "data_dir": str(images), "num_examples": 11}
+    pets = KNN | {"name": "folder", "data_dir": str(tmp_path / "pets")}
+    evals = dict(zip(order, ({"kind": "task"}, pets), strict=True))
+    found = config(evals=evals, data=data, task=MAE)
+    report = loop.train(found, tmp_path / "run")
+    task, knn = (report["final"][name]["params"] for name in order)
+    assert np.isfinite(task["loss"])
+    assert knn["top1"] in (0, 0.5, 1)
+    again = loop.train(found, tmp_path / "run")
+    assert again["params_sha256"] == report["params_sha256"]
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_images_that_need_labels_and_not_are_read_with(tmp_path, order):
+    evals = dict(zip(order, ({"kind": "task", "split": "val"}, KNN), strict=True))
+    report = loop.train(config(evals=evals, task=MAE), tmp_path / "run")
+    assert set(report["final"]) == {"a", "b"}
+
+
+def test_features_of_images_without_labels_are_not_evaluated(tmp_path):
+    write_images(tmp_path / "images", *TRAIN, "val/c.png")
+    data = {"name": "folder", "data_dir": str(tmp_path / "images"), "num_examples": 0}
+    found = config(evals={"near": KNN}, data=data)
+    message = (
+        r"evals\.near needs labels: .*images/train has no class folders: it must look "
+        r"like .*; or state a labelled data set by evals\.near\.name and evals\.near\.data"
+    )
+    with pytest.raises(UserError, match=message):
+        loop.train(found, tmp_path / "run")
+    found = config(
+        evals={"near": KNN}, data={"name": "no_labels:open_in_bytes", "num_examples": 0}
+    )
+    message = r"evals\.near needs labels: data\.name=.* gives record 0 no .label.: add"
+    with pytest.raises(UserError, match=message):
+        loop.train(found, tmp_path / "run")
+
+
+def test_a_set_of_images_without_a_split_to_test_on_says_how_to_state_it(tmp_path):
+    write_images(tmp_path / "images", *TRAIN)
+    data = {"name": "folder", "data_dir": str(tmp_path / "images"), "num_examples": 0}
+    found = config(evals={"task": {"kind": "task"}}, data=data, task=MAE)
+    message = (
+        r"evals\.task: .* has no folder 'val' or 'validation' or 'test' with images: "
+        r"add it, or state split=, as all$"
+    )
+    with pytest.raises(UserError, match=message):
+        loop.train(found, tmp_path / "run")
 
 
 def test_a_task_that_learns_from_labels_refuses_to_have_none(tmp_path):

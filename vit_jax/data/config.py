@@ -39,7 +39,7 @@ class ReaderConfig:
     image_key: str = key(
         "image", "TFDS feature or Parquet column of the images, and ..."
     )
-    label_key: str = key("label", "... of their labels.")
+    label_key: str = key("label", "... of their labels, where labels are read.")
     num_workers: int = key(
         0,
         "Loader processes; 0 loads in threads of this process.",
@@ -77,7 +77,7 @@ class DataConfig(ReaderConfig):
     num_classes: int = key(
         0,
         "Number of classes; labels outside [0, classes) are an error. 0: labels are "
-        "not read, for tasks that learn without.",
+        "not read, for tasks that learn without, and need not exist.",
         below=2**31,
         formerly="data.classes",
     )

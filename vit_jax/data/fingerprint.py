@@ -82,9 +82,15 @@ def in_memory(names: Sequence[str], labels, images) -> Entries:
     return Entries("records", names, labels, sizes)
 
 
-def unchecked(stored: dict) -> str:
-    """Returns a line on what of the data is not compared at a resume, or ""."""
-    lacking = [part for part in ("labels", "sizes") if not stored[part]]
+def unchecked(stored: dict, *, labelled: bool) -> str:
+    """Returns a line on what of the data is not compared at a resume, or "".
+
+    Args:
+      stored: from `fingerprint`.
+      labelled: whether the run reads labels.
+    """
+    parts = ("labels", "sizes") if labelled else ("sizes",)
+    lacking = [part for part in parts if not stored[part]]
     if not lacking or stored["what"] == "shards":  # Whose checksums cover the labels.
         return ""
     return (

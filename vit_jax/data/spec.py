@@ -5,7 +5,6 @@ import os
 import re
 
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.errors import UserError
@@ -30,18 +29,15 @@ class Spec:
         return f"{self.name}{where}#{self.split}"
 
     def open(self) -> Source:
-        """Opens the split, whatever its number of classes.
+        """Opens the split without its labels.
 
         Raises:
           UserError: the data set or the split does not exist.
         """
         data = DataConfig(
-            name=self.name,
-            data_dir=self.data_dir,
-            split=self.split,
-            num_classes=SYNTHETIC_CLASSES,  # Other sets know their own.
+            name=self.name, data_dir=self.data_dir, split=self.split, num_classes=0
         )
-        # Nothing is trained, so that the checks against a config's classes do not apply.
+        # Nothing is trained, so that the checks against a config's sizes do not apply.
         return open_unchecked(data, self.split)
 
 

@@ -35,7 +35,7 @@ FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted"
 CONFIDENCE = "confidence"  # Comes with TOPS.
 TASK = "task"  # Metrics of the task in training, as "task/loss".
 
-_BATCH = ("image", "label", "index", "mask")
+_BATCH = ("image", "label", "index", "mask")  # The label only if the split has one.
 
 Weights = dict | tuple  # Parameters of a network, or a state, see `TrainedTask`.
 Step = Callable[[Weights, dict], dict]
@@ -48,7 +48,7 @@ class Outputs:
     Attributes:
       records: indices of the examples in their source, (N,), without damaged ones that
         were skipped.
-      labels: (N,).
+      labels: (N,); empty if the split is read without.
       values: name to an array of N rows: FEATURES, float32 (N, D), the input of the
         classifier; TOPS, int32 (N, T), the best classes, with "confidence", (N,), the
         softmax probability of the first; LOSS, (N,), the softmax cross-entropy in nats;
@@ -201,8 +201,9 @@ def make_eval_step(
       trained: task of a run, whose states then stand in place of parameters.
 
     Returns:
-      Function of parameters and of a batch (image uint8 (B, Y, X, C), label (B,),
-      index (B,), mask (B,)). Every device gets all rows of the result.
+      Function of parameters and of a batch (image uint8 (B, Y, X, C), index (B,),
+      mask (B,), and label (B,) unless the split is read without). Every device gets
+      all rows of the result.
     """
     shardings = trained.shardings if trained else shardings
     names = frozenset(names)
@@ -210,7 +211,7 @@ def make_eval_step(
 
     def eval_step(params, batch):
         images = transforms.normalize(batch["image"], data.mean, data.std)
-        found = {name: batch[name] for name in _BATCH[1:]}
+        found = {name: batch[name] for name in _BATCH[1:] if name in batch}
         if trained is not None:
             state, params = params, trained.backbone(*params)
         if TASK in names:
@@ -317,14 +318,15 @@ def collect_outputs(
     for batch in batches:
         if stop():
             return None
-        on_device = meshes.to_devices({name: batch[name] for name in _BATCH}, mesh)
+        arrays = {name: batch[name] for name in _BATCH if name in batch}
+        on_device = meshes.to_devices(arrays, mesh)
         running = {name: step(params[name], on_device) for name in params}
         # The outputs of a batch are fetched while the device runs the next.
         _add(tables, pending)
         pending = running
     _add(tables, pending)
     results = {name: table.outputs() for name, table in tables.items()}
-    if not all(len(outputs.labels) for outputs in results.values()):
+    if not all(len(outputs.records) for outputs in results.values()):
         raise UserError("the evaluation split has no example: check config.evals")
     return results
 

@@ -14,12 +14,13 @@ from jaxtyping import Integer
 from vit_jax.config.fields import epochs, key
 from vit_jax.data import catalogue, pipeline
 from vit_jax.data.config import DataConfig
+from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folder import WHOLE, is_split
 from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
-from vit_jax.errors import NoSplit, UserError
+from vit_jax.errors import NoLabels, NoSplit, UserError
 from vit_jax.weights.pretrained import Preprocess, prepare_image, resized_size
 
 # Keys of `config.data` that an evaluation of another data set states itself.
@@ -170,7 +171,13 @@ class EvalSplits:
         self.notes: list[str] = []
 
     def open(
-        self, name: str, config: EvalConfig, split: str, *, model_classes: bool
+        self,
+        name: str,
+        config: EvalConfig,
+        split: str,
+        *,
+        model_classes: bool,
+        labelled: bool = True,
     ) -> EvalSplit:
         """Opens a split.
 
@@ -179,19 +186,33 @@ class EvalSplits:
           config: of the evaluation; KEYS are read.
           split: its expression; "" is the first of `order` that exists.
           model_classes: whether the labels must be classes of the model.
+          labelled: whether the labels are read in a run that reads none.
 
         Raises:
-          UserError: the set or the split does not exist, or has other classes.
+          UserError: the set or the split does not exist, or has other classes or no
+            labels.
         """
-        data = self._data_of(config)
-        key = (*(getattr(data, k) for k in KEYS), split)
+        data = self._data_of(config, labelled=labelled)
+        of_split = (*(getattr(data, k) for k in KEYS), split)
+        key = (*of_split, bool(data.num_classes))
+        if (*of_split, True) in self._opened:  # One pass does for both.
+            key = (*of_split, True)
         if key not in self._opened:
-            source, opened, data = open_first_split(
-                name, data, split, self._order, model_classes=model_classes
-            )
+            try:
+                source, opened, data = open_first_split(
+                    name, data, split, self._order, model_classes=model_classes
+                )
+                if data.num_classes and not model_classes:
+                    _check_labelled(source)
+            except NoLabels as error:
+                raise UserError(
+                    f"evals.{name} needs labels: {error}; or state a labelled data set "
+                    f"by evals.{name}.name and evals.{name}.data_dir"
+                ) from error
             if data.exclude and split == data.split:
                 source = exclude(source, data.exclude)
-            data = dataclasses.replace(data, num_classes=_MANY)
+            if data.num_classes:
+                data = dataclasses.replace(data, num_classes=_MANY)
             host = self._host_ops(source, data, stated=bool(config.eval_transform))
             self._opened[key] = EvalSplit(opened, source, data, host)
         found = self._opened[key]
@@ -223,14 +244,15 @@ class EvalSplits:
         """Returns the split to learn from if a config states none."""
         return "train" if config.name else self._data.split
 
-    def _data_of(self, config: EvalConfig) -> DataConfig:
+    def _data_of(self, config: EvalConfig, *, labelled: bool) -> DataConfig:
         """Returns `config.data` with the keys that an evaluation states."""
         stated = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
         if config.name:
             split = getattr(config, "train", "") or "train"
             of_set = {"image_key": "image", "label_key": "label", "split": split}
             stated = of_set | {"exclude": "", "num_examples": 0} | stated
-        if not self._data.num_classes:  # The run reads no labels, but evaluations do.
+        # A run that reads no labels may have evaluations that do.
+        if labelled and not self._data.num_classes:
             stated["num_classes"] = SYNTHETIC_CLASSES
         return dataclasses.replace(self._data, **stated)
 
@@ -260,6 +282,16 @@ class EvalSplits:
         return (CheckpointPreprocess(self._preprocess, data.channels),)
 
 
+def _check_labelled(source: Source) -> None:
+    """Raises NoLabels if the first label stands for none, as -1 of many test splits."""
+    try:
+        label = source[0]["label"]
+    except (DamagedImage, OSError):  # Left to `data.on_error`.
+        return
+    if label < 0:
+        raise NoLabels(f"{source.describe(0)} has label {label}")
+
+
 def open_first_split(
     name: str,
     data: DataConfig,
@@ -283,6 +315,7 @@ def open_first_split(
 
     Raises:
       NoSplit: the split does not exist.
+      NoLabels: it has no labels, and `data.num_classes` is not 0.
     """
     splits = [split] if split else _unstated(data.name, order)
     if data.name == "folder":
@@ -298,10 +331,13 @@ def open_first_split(
     raise first
 
 
-def first_in_folder(data_dir: str, order: Sequence[str] = TESTS) -> str:
+def first_in_folder(
+    data_dir: str, order: Sequence[str] = TESTS, *, labelled: bool = True
+) -> str:
     """Returns the first split of `order` that a folder has, or ""."""
     root = os.path.expanduser(data_dir)
-    return next((name for name in order if is_split(root, name)), "")
+    there = (name for name in order if is_split(root, name, labelled=labelled))
+    return next(there, "")
 
 
 def _unstated(name: str, order: Sequence[str]) -> Sequence[str]:
@@ -319,7 +355,7 @@ def _in_folder(
     model_classes: bool,
 ) -> tuple[Sequence[str], DataConfig]:
     """Returns the splits that a folder has, and `data` with one of them as `split`."""
-    root = os.path.expanduser(data.data_dir)
+    root, labelled = os.path.expanduser(data.data_dir), bool(data.num_classes)
 
     def exists(split):
         first = split_names(split)[0]
@@ -328,20 +364,22 @@ def _in_folder(
     if stated:
         found = list(filter(exists, splits))
     else:
-        found = list(filter(None, [first_in_folder(root, splits)]))
+        found = list(filter(None, [first_in_folder(root, splits, labelled=labelled)]))
     # Class folders without splits are read whole, if nothing is learnt from them.
     if not found and model_classes and not stated and not exists(data.split):
         found = [WHOLE]
     if not found and os.path.isdir(root):
         how = f"split=, as {WHOLE}"
-        if not model_classes:
+        if labelled and not model_classes:
             how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
+        if labelled:
+            how += " if its folders are the classes"
         lacking = " or ".join(map(repr, splits))
         if not stated:
-            lacking += " of class folders with images"
+            lacking += f" {'of class folders ' if labelled else ''}with images"
         raise NoSplit(
             f"evals.{name}: {data.data_dir} has no folder {lacking}: add it, or state "
-            f"{how} if its folders are the classes"
+            f"{how}"
         )
     found = found or list(splits)
     if not exists(data.split):  # Its class folders define the classes.

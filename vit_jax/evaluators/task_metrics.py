@@ -33,7 +33,10 @@ class TaskMetrics:
 
     def __init__(self, name: str, config: TaskMetricsConfig, splits: EvalSplits):
         self._num_pictures = config.num_pictures
-        self.splits = (splits.open(name, config, config.split, model_classes=False),)
+        split = splits.open(
+            name, config, config.split, model_classes=False, labelled=False
+        )
+        self.splits = (split,)
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
         names = frozenset((TASK,))

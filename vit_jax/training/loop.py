@@ -151,7 +151,8 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
     step_timer, stall_timer = logger.step_timer, logger.stall_timer
     logger.log_header(len(source))
     trace = timers.Trace(config.profile_steps, workdir, start, active=is_first)
-    unchecked = fingerprint.unchecked(checkpoints.data)
+    labelled = bool(data.num_classes)
+    unchecked = fingerprint.unchecked(checkpoints.data, labelled=labelled)
     notes += [*setup.task.notes, unchecked, uncached, trace.note]
     for note in filter(None, notes):
         logger.info(note)

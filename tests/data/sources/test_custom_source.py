@@ -317,7 +317,7 @@ def f(data, split): return S()
     ("item", "match"),
     [
         ("1 / 0", "ZeroDivisionError for record [0-2]: division by zero"),
-        ("{'image': b''}", "KeyError for record [0-2]: 'label'"),
+        ("{'image': b''}", 'record_1:f\' gives record [0-2] no "label": add it'),
         ("{'image': b'', 'label': 'cat'}", "TypeError for record [0-2]: 'str'"),
         (
             "{'image': [9, 9], 'label': 1}",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vit_jax.data import decode, inputs, pipeline
+from vit_jax.data.fingerprint import differences, fingerprint, unchecked
 from vit_jax.data.sources import folder as folder_reader
 from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.data.sources.open import open_source
@@ -87,7 +88,8 @@ def test_a_missing_folder_says_how_it_must_look(data_config, tmp_path):
 
 def test_a_split_without_classes_is_a_user_error(data, folder):
     (folder / "empty").mkdir()
-    with pytest.raises(UserError, match="empty has no class folders"):
+    match = r"empty has no class folders: .*; or set .*num_classes=0 to learn without"
+    with pytest.raises(UserError, match=match):
         open_source(data, "empty")
 
 
@@ -298,3 +300,155 @@ def test_names_with_underscores_are_classes_and_images(data, folder, tmp_path):
     # Predict reads the same files.
     found = [path for path, _ in inputs.find([str(where)])]
     assert sorted(found) == sorted(str(folder / path) for path in source.paths)
+
+
+@pytest.fixture
+def unlabelled(tmp_path, photograph, encode, data_config):
+    """A folder of images at several depths, without classes: 7 to train on, 2 others."""
+    names = ("a.jpg", "b.PNG", "c.webp", "000/a.jpg", "000/x/d.jpg", "000/x/y/e.png")
+    for i, name in enumerate((*names, "001/f.gif")):
+        write_image(tmp_path / "train" / name, np.roll(photograph, i, 1), encode)
+    for name in ("g.png", "deep/h.png"):
+        write_image(tmp_path / "val" / name, photograph, encode)
+    for name in ("notes.txt", ".hidden.png", "__MACOSX/a.png"):
+        write_image(tmp_path / "train" / name, photograph, encode)
+    keys = {"train_transform": "", "eval_transform": "", "image_size": (37, 53)}
+    return data_config(name="folder", data_dir=str(tmp_path), num_classes=0, **keys)
+
+
+def write_image(path, pixels, encode):
+    formats = {".jpg": "JPEG", ".webp": "WEBP", ".gif": "GIF"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode(pixels, formats.get(path.suffix, "PNG")))
+
+
+def rows_of(source, data, steps=7, **shard):
+    """Returns the batches of a run over a source."""
+    batches = pipeline.train_batches(
+        source, data, batch_size=4, seed=3, start=0, stop=steps, **shard
+    )
+    with batches:
+        return list(batches)
+
+
+def test_without_labels_every_image_below_a_split_is_a_record(unlabelled, tmp_path):
+    source = open_source(unlabelled, "train")
+    assert (len(source), source.class_names) == (7, ())
+    ids = [source.record_id(i) for i in range(7)]
+    assert {"train/a.jpg", "train/b.PNG", "train/000/x/y/e.png"} < set(ids)
+    for i, name in enumerate(ids):
+        assert source[i].keys() == {"image"}
+        assert source.describe(i) == str(tmp_path / name)
+        assert decode.decode(source[i]["image"]).shape == (37, 53, 3)
+    (batch, *_) = rows_of(source, unlabelled)
+    assert batch.keys() == {"image", "index", "skipped"}
+
+    first, rest = (open_source(unlabelled, f"train[{s}]") for s in (":3", "3:"))
+    assert first.paths + rest.paths == ids
+    assert len(open_source(unlabelled, "train+val")) == 9
+    # The order is hashed from the path below data_dir, as with labels.
+    whole = open_source(unlabelled, "all")
+    assert [path for path in whole.paths if path in ids] == ids
+    assert len(whole) == 9
+
+
+def test_images_that_lie_in_data_dir_itself_are_the_split_all(unlabelled):
+    inner = dataclasses.replace(
+        unlabelled, data_dir=f"{unlabelled.data_dir}/train", split="all[:4]"
+    )
+    train, rest = open_source(inner, "all[:4]"), open_source(inner, "all[4:]")
+    assert (len(train), len(rest)) == (4, 3)
+    assert {"a.jpg", "000/x/d.jpg"} < {*train.paths, *rest.paths}
+    match = r"'train': no folder .* has 000, 001; all images below it are one split "
+    with pytest.raises(UserError, match=rf"{match}named 'all': write .*split=all\["):
+        open_source(dataclasses.replace(inner, split="train"), "train")
+
+
+def test_folders_of_classes_are_read_without_labels_in_the_same_order(
+    data_config, folder, photograph, encode
+):
+    write_image(folder / "train" / "of_no_class.png", photograph, encode)
+    (folder / "train" / "dog").mkdir()  # An error only where it is a class.
+    data = data_config(name="folder", data_dir=str(folder), num_classes=0)
+    source = open_source(data, "train")
+    (folder / "train" / "dog").rmdir()
+    with_labels = open_source(dataclasses.replace(data, num_classes=3), "train")
+    kept = [path for path in source.paths if path != "train/of_no_class.png"]
+    assert kept == with_labels.paths
+    assert len(source) == 20
+
+
+def test_every_host_loads_its_rows_of_a_folder_without_labels(unlabelled):
+    source = open_source(unlabelled, "train")
+    hosts = [
+        rows_of(source, unlabelled, data_shard=i, num_data_shards=2) for i in range(2)
+    ]
+    for whole, *parts in zip(rows_of(source, unlabelled), *hosts, strict=True):
+        for name, values in whole.items():
+            found = np.concatenate([part[name] for part in parts])
+            np.testing.assert_array_equal(found, values)
+
+
+def test_records_without_labels_are_excluded_by_name(unlabelled, tmp_path):
+    (tmp_path / "ids").write_text("train/000/x/d.jpg\ntrain/a.jpg\nval/g.png\n")
+    data = dataclasses.replace(unlabelled, exclude=str(tmp_path / "ids"))
+    source = open_source(data, "train")
+    ids = [source.record_id(i) for i in range(len(source))]
+    assert len(ids) == 5
+    assert not {"train/000/x/d.jpg", "train/a.jpg"} & set(ids)
+    (tmp_path / "ids").write_text("train/none.jpg\n")
+    with pytest.raises(UserError, match="line 1 names record 'train/none.jpg'"):
+        open_source(data, "train")
+
+
+def test_a_damaged_image_without_label_is_named_or_skipped(unlabelled, tmp_path):
+    (tmp_path / "train/000/x/d.jpg").write_bytes(b"no image")
+    source = open_source(unlabelled, "train")
+    with pytest.raises(UserError, match=r"train/000/x/d\.jpg .*on_error=skip"):
+        rows_of(source, unlabelled)
+    data = dataclasses.replace(unlabelled, on_error="skip")
+    assert sum(batch["skipped"].sum() for batch in rows_of(source, data)) >= 3
+    with pipeline.eval_batches(source, data, batch_size=4) as batches:
+        found = list(batches)
+    assert sum(batch["skipped"].sum() for batch in found) == 1
+    assert sum(batch["mask"].sum() for batch in found) == 6
+    assert "label" not in found[0]
+
+
+def test_a_resumed_run_recognises_images_without_labels(unlabelled, tmp_path):
+    stored = fingerprint(open_source(unlabelled, "train"))
+    assert unchecked(stored, labelled=False) == ""
+    assert differences(stored, open_source(unlabelled, "train")) == []
+    (tmp_path / "train/a.jpg").rename(tmp_path / "train/new.jpg")
+    found = differences(stored, open_source(unlabelled, "train"))
+    assert found == ["image files renamed: 'train/new.jpg' (had another name)"]
+    (tmp_path / "train/new.jpg").rename(tmp_path / "train/a.jpg")
+    (tmp_path / "train/001/f.gif").unlink()
+    found = differences(stored, open_source(unlabelled, "train"))
+    assert found == ["7 records are now 6", "image files gone: one"]
+
+
+def test_a_split_without_images_is_a_user_error(unlabelled, tmp_path, caplog):
+    (tmp_path / "empty" / "deep").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"empty has no images \(.*: add some, or name"):
+        open_source(unlabelled, "empty")
+    open_source(unlabelled, "train")
+    assert caplog.messages == [
+        f"{tmp_path}: folder 'empty' has no images; it is skipped"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [("train/up", "train"), ("train/a.png", "val/g.png"), ("again", "train")],
+)
+def test_links_back_are_an_error_without_labels_too(unlabelled, tmp_path, link, target):
+    (tmp_path / link).symlink_to(tmp_path / target)
+    with pytest.raises(UserError, match=rf"{link} is a link back into the data set"):
+        open_source(unlabelled, link.split("/")[0])
+
+
+def test_a_linked_split_is_read_without_labels(unlabelled, elsewhere, tmp_path):
+    (tmp_path / "outside").symlink_to(elsewhere)
+    paths = open_source(unlabelled, "outside").paths
+    assert sorted(paths) == ["outside/deep/z.png", "outside/x.png", "outside/y.png"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from vit_jax.data import decode, pipeline
+from vit_jax.data.fingerprint import differences, fingerprint
 from vit_jax.data.sources import arrays, parquet
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
@@ -246,6 +247,71 @@ def test_a_row_without_image_or_label_is_a_damaged_record(
         source[1]
     with pytest.raises(decode.DamagedImage, match=r"is empty \(0 bytes\)"):
         decode.decode(source[2]["image"])
+
+
+def write_unlabelled(path, cells, **columns):
+    """Writes a file of images and of other columns."""
+    rows = [{"bytes": data, "path": None} for data in cells]
+    pq.write_table(pa.table({"image": rows} | columns), path, row_group_size=4)
+
+
+NOTHING = {
+    "no column": {},
+    "nulls": {"label": pa.array([None] * 9, pa.int64())},
+    "null type": {"label": pa.nulls(9)},
+    "some": {"label": pa.array([None, 1] * 4 + [2])},
+    "minus one": {"label": pa.array([-1] * 9)},
+    "text": {"label": ["cat"] * 9},
+}
+
+
+@pytest.mark.parametrize("memory", [0, 2**29])
+@pytest.mark.parametrize("columns", NOTHING.values(), ids=NOTHING)
+def test_a_file_without_labels_is_read_without(
+    data_config, tmp_path, encode, monkeypatch, columns, memory
+):
+    monkeypatch.setattr(arrays, "_MEMORY", memory)
+    cells = [encode(np.full((8, 8, 3), n, np.uint8), "PNG") for n in range(9)]
+    write_unlabelled(tmp_path / "train.parquet", cells, **columns)
+    data = data_config(
+        name="parquet", data_dir=str(tmp_path), num_classes=0, image_size=(8, 8)
+    )
+    data = dataclasses.replace(data, train_transform="", eval_transform="")
+    source = open_source(data, "train[1:]")
+    assert (source.images is None) == (not memory)
+    assert (len(source), source.class_names, source.labels) == (8, (), None)
+    assert [corner(source[i]) for i in range(8)] == list(range(1, 9))
+    assert source[3].keys() == {"image"}
+    stored = fingerprint(source)
+    assert differences(stored, source) == []
+    with pipeline.eval_batches(source, data, batch_size=8) as batches:
+        (batch,) = batches
+    assert batch.keys() == {"image", "index", "mask", "skipped"}
+    np.testing.assert_array_equal(batch["image"][:, 0, 0, 0], range(1, 9))
+    assert not batch["skipped"].any()
+    cells[4] = encode(np.full((8, 8, 3), 77, np.uint8), "PNG")
+    write_unlabelled(tmp_path / "train.parquet", cells, **columns)
+    (line,) = differences(stored, open_source(data, "train[1:]"))
+    assert "replaced: 'train" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("no column", "parquet has no such column; it has image"),
+        ("nulls", "this column of parquet is empty; name another of image, label"),
+        ("null type", "this column of parquet holds null, not class numbers"),
+    ],
+)
+def test_with_classes_a_file_without_labels_says_what_to_do(
+    data_config, tmp_path, images, kind, match
+):
+    path = tmp_path / "train.parquet"
+    write_unlabelled(path, [images(i) for i in range(9)], **NOTHING[kind])
+    data = data_config(name="parquet", data_dir=str(tmp_path))
+    match = rf"data\.label_key='label': {match}; or set .*num_classes=0"
+    with pytest.raises(UserError, match=match):
+        open_source(data, "train")
 
 
 @pytest.fixture

@@ -5,10 +5,11 @@ import pytest
 from tfds_sets import builder_class, png
 
 from vit_jax.data import pipeline
+from vit_jax.data.fingerprint import differences, fingerprint
 from vit_jax.data.sources import arrays
 from vit_jax.data.sources.arrays import ArraySource
-from vit_jax.data.sources.open import open_source
-from vit_jax.errors import UserError
+from vit_jax.data.sources.open import open_source, open_unchecked
+from vit_jax.errors import NoLabels, UserError
 from vit_jax.tools.preparing import metadata
 
 SIZES = {"train": 23, "test": 7}
@@ -197,3 +198,48 @@ def test_a_bucket_without_its_packages_says_what_to_install(make, monkeypatch):
     monkeypatch.setattr(reader, "builder_from_files", without_gcsfs)
     with pytest.raises(UserError, match=r"'gs://bucket/~sets'.*-e '\.\[gcs\]'"):
         open_source(make(data_dir="gs://bucket/~sets"), "train")
+
+
+@pytest.fixture(scope="module")
+def unlabelled(tmp_path_factory):
+    """Prepares a set without a class number."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    features = {"picture": tfds.features.Image(shape=(5, 9, 3), encoding_format="png")}
+    splits = {"train": lambda: ({"picture": png(pixels(i))} for i in range(11))}
+    code = tmp_path_factory.mktemp("code")
+    builder = builder_class("no_class", "1.0.0", features, splits, code)
+    where = tmp_path_factory.mktemp("tfds")
+    builder(data_dir=where, file_format="array_record").download_and_prepare()
+    return where
+
+
+@pytest.mark.parametrize("memory", [0, 2**29])
+def test_a_set_without_labels_is_read_without(make, unlabelled, monkeypatch, memory):
+    monkeypatch.setattr(arrays, "_MEMORY", memory)
+    keys = {"name": "no_class", "data_dir": str(unlabelled), "label_key": "label"}
+    data = make(**keys, num_classes=0, image_size=(5, 9), train_transform="")
+    source = open_source(data, "train[2:]")
+    assert (source.images is None) == (not memory)
+    assert (len(source), source.class_names, source.labels) == (9, (), None)
+    assert source[3].keys() == {"image"}
+    stored = fingerprint(source)
+    assert differences(stored, open_source(data, "train[2:]")) == []
+    batches = pipeline.train_batches(
+        source, data, batch_size=9, seed=0, start=0, stop=1
+    )
+    with batches:
+        (batch,) = batches
+    assert batch.keys() == {"image", "index", "skipped"}
+    assert len(set(batch["image"][:, 0, 0, 0])) == 9
+    match = r"label_key='label': no_class has no such feature; .*; or set .*classes=0"
+    with pytest.raises(UserError, match=match):
+        open_source(make(**keys), "train")
+    with pytest.raises(NoLabels, match="it has picture$"):
+        open_unchecked(make(**keys), "train")
+
+
+def test_labels_that_exist_are_not_read_without_classes(make, monkeypatch):
+    with_labels = open_source(make(), "train")
+    source = open_source(make(num_classes=0, label_key="absent"), "train")
+    assert (source.labels, source.class_names) == (None, ())
+    np.testing.assert_array_equal(source.images, with_labels.images)

@@ -39,28 +39,30 @@ class ArraySource(Numbered):
     Attributes:
       name: data set and split, for messages.
       images: uint8, records by height by width by channels.
-      labels: class numbers, one a record.
+      labels: class numbers, one a record; None where they are not read.
       class_names: may be empty.
       numbering: which records of the data set these are; else each is its own number.
     """
 
     name: str
     images: UInt8[np.ndarray, "N H W C"]
-    labels: Integer[np.ndarray, " N"]
+    labels: Integer[np.ndarray, " N"] | None
     class_names: tuple[str, ...] = ()
     numbering: Numbering | None = None
 
     def __post_init__(self):
         if self.numbering is None:
             whole = Numbering(
-                {self.name: len(self.labels)}, [(self.name, range(len(self.labels)))]
+                {self.name: len(self.images)}, [(self.name, range(len(self.images)))]
             )
             object.__setattr__(self, "numbering", whole)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.images)
 
     def __getitem__(self, i: int) -> dict:
+        if self.labels is None:
+            return {"image": self.images[i]}
         return {"image": self.images[i], "label": int(self.labels[i])}
 
     def entries(self) -> Entries:
@@ -235,17 +237,18 @@ def small_in_memory(source, channels: int):
         shape = decode.decode(source[0]["image"], channels).shape
         if max(shape[:2]) > _SMALL_IMAGE or math.prod(shape) * len(source) > _MEMORY:
             return source
-        images = np.empty((len(source), *shape), np.uint8)
-        labels = np.empty(len(source), np.int64)
+        images, labels = np.empty((len(source), *shape), np.uint8), []
         for start in range(0, len(source), 1000):
             numbers = range(start, min(start + 1000, len(source)))
             for i, record in zip(numbers, source.read(numbers), strict=True):
                 image = decode.decode(record["image"], channels)
                 if image.shape != shape:
                     return source
-                images[i], labels[i] = image, record["label"]
+                images[i] = image
+                labels += [record["label"]] if "label" in record else []
     except decode.DamagedImage:
         return source
+    labels = np.array(labels, np.int64) if labels else None
     return ArraySource(
         source.name, images, labels, source.class_names, source.numbering
     )

@@ -12,10 +12,10 @@ from vit_jax.errors import UserError
 
 @runtime_checkable
 class Source(Protocol):
-    """Labelled images that can be read in any order.
+    """Images, with labels or without, that can be read in any order.
 
     Where `data.num_classes` is 0, labels are not read: `labels` may be None or raise, and
-    records may lack them.
+    records may lack them. Otherwise opening a set that has none raises NoLabels.
 
     Attributes:
       class_names: names in label order; may be empty.

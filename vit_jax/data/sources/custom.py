@@ -6,6 +6,7 @@ whoever started the command. What that code raises ends the command with one lin
 
 import dataclasses
 import operator
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import arrays
 from vit_jax.data.sources.base import SOURCES, SourceType
-from vit_jax.errors import UserError
+from vit_jax.errors import NoLabels, UserError
 
 _MEMBERS = ("class_names", "images", "labels", "describe", "record_id")
 
@@ -26,6 +27,7 @@ def open_custom(data: DataConfig, split: str):
       The `Source` that it returns.
 
     Raises:
+      NoLabels: the source says nothing of labels.
       UserError: no such module or function, what it returns is no source, its images in
         memory are not uint8 (N, H, W, C), each with a label, or it raised.
     """
@@ -44,7 +46,8 @@ def open_custom(data: DataConfig, split: str):
         name for name in ("__len__", "__getitem__") if not hasattr(type(source), name)
     ]
     if missing:
-        raise UserError(
+        error = NoLabels if missing == ["labels"] else UserError
+        raise error(
             f"data.name={data.name!r} returned {type(source).__name__}, which lacks "
             f"{', '.join(missing)}: see Source in vit_jax/data/sources/base.py"
         )
@@ -90,10 +93,18 @@ class CustomSource:
         with guarded(self.name, f" for record {i}"):
             item = self.source[i]
             image = item["image"]
-            label = {"label": _whole(item["label"])} if self.labelled else {}
+            label = {"label": self._label(item, i)} if self.labelled else {}
             if not isinstance(image, bytes | np.ndarray):
                 raise TypeError('"image" is neither bytes nor an array')
             return {"image": image, **label}
+
+    def _label(self, item: Mapping, i: int) -> int:
+        try:
+            return _whole(item["label"])
+        except KeyError as error:
+            raise NoLabels(
+                f'data.name={self.name!r} gives record {i} no "label": add it'
+            ) from error
 
     def describe(self, i: int) -> str:
         with guarded(self.name, f" for record {i}"):

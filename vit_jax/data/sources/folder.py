@@ -1,10 +1,11 @@
 """Image folders: data_dir/<split>/<class>/**/image files.
 
-A folder without splits, data_dir/<class>/**, is one split named "all". Files and folders
-whose names begin with ".", and folders named __pycache__ or __MACOSX, are no data. Links
-that lead out of data_dir are followed, since sets are often put together from links; one
-that leads back into it would count images twice, perhaps under two labels, and is an
-error.
+A folder without splits, data_dir/<class>/**, is one split named "all". Where labels are
+not read (`data.num_classes` is 0), folders are no classes: a split is every image below
+its folder, data_dir/<split>/**. Files and folders whose names begin with ".", and folders
+named __pycache__ or __MACOSX, are no data. Links that lead out of data_dir are followed,
+since sets are often put together from links; one that leads back into it would count
+images twice, perhaps under two labels, and is an error.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.base import SOURCES, SourceType
-from vit_jax.errors import NoSplit, UserError
+from vit_jax.errors import NoLabels, NoSplit, UserError
 
 # Which files are images; what they hold is found from their content.
 EXTENSIONS = (
@@ -40,7 +41,7 @@ class FolderSource:
 
     root: str
     paths: list[str]
-    labels_of_paths: list[int]
+    labels_of_paths: list[int] | None
     class_names: tuple[str, ...]
     sizes: Integer[np.ndarray, " N"]
     images = labels = None  # Not in memory.
@@ -52,6 +53,8 @@ class FolderSource:
         # Unbuffered, as a whole: half the time of `read_bytes`.
         with open(self.describe(i), "rb", buffering=0) as file:
             image = file.read()
+        if self.labels_of_paths is None:
+            return {"image": image}
         return {"image": image, "label": self.labels_of_paths[i]}
 
     def describe(self, i: int) -> str:
@@ -61,7 +64,9 @@ class FolderSource:
         return self.paths[i]
 
     def entries(self) -> Entries:
-        labels = np.array(self.labels_of_paths, np.int64)
+        labels = self.labels_of_paths
+        if labels is not None:
+            labels = np.array(labels, np.int64)
         return Entries("image files", self.paths, labels, self.sizes)
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
@@ -75,7 +80,12 @@ class FolderSource:
 
 
 def open_folder(
-    data_dir: str, split: str, train_split: str, only: Sequence[str] = ()
+    data_dir: str,
+    split: str,
+    train_split: str,
+    only: Sequence[str] = (),
+    *,
+    labelled: bool = True,
 ) -> FolderSource:
     """Lists the image files of a split.
 
@@ -88,9 +98,12 @@ def open_folder(
       train_split: expression of the training split, whose first folder defines the
         classes: its folders' names, sorted.
       only: the classes to read, in the order of their numbers; none is all.
+      labelled: whether folders are classes. Otherwise each image below the folder of a
+        split is a record, and there are no classes.
 
     Raises:
       NoSplit: its folder is missing.
+      NoLabels: its folder has no class folders.
       UserError: a folder is empty or cannot be listed, a class is not one of training,
         or a link leads back into data_dir.
     """
@@ -101,11 +114,16 @@ def open_folder(
             "data_dir/<split>/<class>/*.jpg"
         )
     first = splits.names(train_split)[0]
-    classes = list(only) or _class_folders(root, first)
+    classes = list(only)
+    if labelled and not only:
+        classes = _class_folders(root, first)
     if split == train_split and not only and _folder(root, first) != root:
-        _name_other_folders(root)
+        _name_other_folders(root, labelled)
     files = {}
     for name in splits.names(split):
+        if not labelled:
+            files[name] = _unlabelled_files(root, name)
+            continue
         there = _class_folders(root, name)
         extra = sorted(set(there) - set(classes))
         if extra and not only:
@@ -126,7 +144,7 @@ def open_folder(
     return FolderSource(
         root=str(root),
         paths=[path for path, _, _ in chosen],
-        labels_of_paths=[label for _, label, _ in chosen],
+        labels_of_paths=[label for _, label, _ in chosen] if labelled else None,
         class_names=tuple(classes),
         sizes=np.array([size for _, _, size in chosen], np.int64),
     )
@@ -141,14 +159,16 @@ def split_folders(data_dir: str | os.PathLike) -> list[str]:
     return [name for name in visible_folders(data_dir) if is_split(data_dir, name)]
 
 
-def is_split(data_dir: str | os.PathLike, name: str) -> bool:
+def is_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -> bool:
     """Returns whether a folder of data_dir holds a class folder with images.
 
-    One that cannot be listed counts as a split: opening it raises the error.
+    Without labels it need only hold images. One that cannot be listed counts as a split:
+    opening it raises the error.
     """
     folder = os.path.join(data_dir, name)
+    has_data = _any_folder_with_images if labelled else _has_images
     try:
-        return os.path.isdir(folder) and _any_folder_with_images(_entries(folder))
+        return os.path.isdir(folder) and has_data(_entries(folder))
     except UserError:
         return True
 
@@ -156,13 +176,12 @@ def is_split(data_dir: str | os.PathLike, name: str) -> bool:
 def _any_folder_with_images(entries: list[os.DirEntry]) -> bool:
     # Links are not followed here, since they may lead in a circle: opening checks them.
     return any(
-        is_folder(entry) and (entry.is_symlink() or _has_images(entry.path))
+        is_folder(entry) and (entry.is_symlink() or _has_images(_entries(entry.path)))
         for entry in entries
     )
 
 
-def _has_images(folder: str) -> bool:
-    entries = _entries(folder)
+def _has_images(entries: list[os.DirEntry]) -> bool:
     return any(
         entry.name.lower().endswith(EXTENSIONS) and not is_folder(entry)
         for entry in entries
@@ -170,35 +189,48 @@ def _has_images(folder: str) -> bool:
 
 
 @functools.cache
-def _name_other_folders(root: pathlib.Path) -> None:
+def _name_other_folders(root: pathlib.Path, labelled: bool) -> None:
     """Logs the folders beside the splits that are not splits, once per process."""
-    found = set(split_folders(root))
     for name in visible_folders(root):
-        if name not in found:
+        if not is_split(root, name, labelled=labelled):
             logging.getLogger(__name__).warning(
-                "%s: folder %r has no class folder with images; it is skipped",
+                "%s: folder %r has no class folder with images; it is skipped"
+                if labelled
+                else "%s: folder %r has no images; it is skipped",
                 root,
                 name,
             )
 
 
 def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
-    """Returns where the class folders of a split lie."""
+    """Returns where the class folders, or the images, of a split lie."""
     whole = split == WHOLE and not (root / WHOLE).is_dir()
     return root if whole else root / split
 
 
-def _class_folders(root: pathlib.Path, split: str) -> list[str]:
+def _check_split(root: pathlib.Path, split: str, whole: str) -> None:
+    """Raises NoSplit if a split has no folder.
+
+    Args:
+      root: data_dir.
+      split: name of the split.
+      whole: what of `root` is the split named "all", for the message.
+    """
     folder, there = _folder(root, split), visible_folders(root)
     if folder != root and split not in there:
         raise NoSplit(
             f"split {split!r}: no folder {folder}; {root} has "
-            f"{', '.join(there) or 'no folders'}; if those are classes, they are one "
+            f"{', '.join(there) or 'no folders'}; {whole} one "
             f"split named {WHOLE!r}: write --config.data.split={WHOLE}[:90%]"
         )
+
+
+def _class_folders(root: pathlib.Path, split: str) -> list[str]:
+    _check_split(root, split, "if those are classes, they are")
+    folder = _folder(root, split)
     classes = visible_folders(folder)
     if not classes:
-        raise UserError(
+        raise NoLabels(
             f"{folder} has no class folders: it must look like {folder}/<class>/*.jpg"
         )
     return classes
@@ -256,6 +288,21 @@ def _files(
             )
         label = classes.index(class_name)
         found += [(path, label, size) for path, size in images]
+    return sorted(found, key=lambda item: _digest(item[0]))
+
+
+def _unlabelled_files(root: pathlib.Path, split: str) -> list[tuple[str, None, int]]:
+    """Returns what `_files` does of all images of a split, without labels."""
+    _check_split(root, split, "all images below it are")
+    folder = _folder(root, split)
+    start = os.path.relpath(folder, root)
+    images = _images(root, start, os.path.realpath(root), ())
+    if not images:
+        raise UserError(
+            f"{folder} has no images ({', '.join(EXTENSIONS)}): add some, or name "
+            "another split"
+        )
+    found = [(path, None, size) for path, size in images]
     return sorted(found, key=lambda item: _digest(item[0]))
 
 
@@ -317,7 +364,8 @@ def _digest(path: str) -> bytes:
 
 
 def _folder_of_config(data: DataConfig, split: str) -> FolderSource:
-    return open_folder(data.data_dir, split, data.split)
+    labelled = bool(data.num_classes)
+    return open_folder(data.data_dir, split, data.split, labelled=labelled)
 
 
 def _objectnet(data: DataConfig, split: str) -> FolderSource:
@@ -365,7 +413,7 @@ OBJECTNET_CLASSES = {
 SOURCES["folder"] = SourceType(
     open=_folder_of_config,
     pattern="folder",
-    help="Image files, `data.data_dir`/SPLIT/CLASS/**.",
+    help="Image files, `data.data_dir`/SPLIT/CLASS/**; without labels SPLIT/**.",
     numbered=False,
 )
 SOURCES["objectnet"] = SourceType(

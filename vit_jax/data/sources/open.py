@@ -20,7 +20,7 @@ from vit_jax.data.fingerprint import Entries, entries, in_memory
 from vit_jax.data.sources import tfds
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.base import SOURCES, Source, SourceType, check_label
-from vit_jax.errors import UserError
+from vit_jax.errors import NoLabels, UserError
 
 # Of a config, a split and what opens it, the innermost last.
 Opener = Callable[[DataConfig, str, Callable[[], Source]], Source]
@@ -52,7 +52,12 @@ def open_source(data: DataConfig, split: str) -> Source:
     Raises:
       UserError: the set, the split, a size, or a label is not as the config says.
     """
-    source = open_unchecked(data, split)
+    try:
+        source = open_unchecked(data, split)
+    except NoLabels as error:
+        raise UserError(
+            f"{error}; or set --config.data.num_classes=0 to learn without labels"
+        ) from error
     _check(source, data, split)
     if data.exclude and split == data.split:
         source = exclude(source, data.exclude)
@@ -60,7 +65,12 @@ def open_source(data: DataConfig, split: str) -> Source:
 
 
 def open_unchecked(data: DataConfig, split: str) -> Source:
-    """Opens a split as `open_source` does, whatever classes and size it has."""
+    """Opens a split as `open_source` does, whatever classes and size it has.
+
+    Raises:
+      NoLabels: it has no labels, and `data.num_classes` is not 0.
+      UserError: there is no such set or split.
+    """
     if _openers:
         return _openers[-1](data, split, lambda: _open(data, split))
     return _open(data, split)

@@ -23,7 +23,7 @@ from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
 from vit_jax.data.sources.base import SOURCES, SourceType
-from vit_jax.errors import UserError
+from vit_jax.errors import NoLabels, UserError
 
 _PREFIX = "hf://datasets/"
 _NAME = re.compile(
@@ -53,7 +53,7 @@ class ParquetSource(splits.Numbered):
       first_groups: first group of each file.
       starts: split -> its first row over the files.
       image_key: column of the images.
-      label_key: column of the class numbers.
+      label_key: column of the class numbers; None: labels are not read.
       class_names: may be empty.
       numbering: which records of the data set these are.
     """
@@ -66,7 +66,7 @@ class ParquetSource(splits.Numbered):
     first_groups: Integer[np.ndarray, " F"]
     starts: Mapping[str, int]
     image_key: str
-    label_key: str
+    label_key: str | None
     class_names: tuple[str, ...]
     numbering: splits.Numbering
     images = labels = None  # Not in memory.
@@ -78,28 +78,34 @@ class ParquetSource(splits.Numbered):
         split, _, number = self.record_id(i).rpartition("/")
         row = self.starts[split] + int(number)
         group = int(np.searchsorted(self.groups, row, side="right")) - 1
-        images, labels = self._group(group)
+        columns = self._group(group)
         at = row - int(self.groups[group])
-        label = labels[at].as_py()
-        if label is None:
-            raise DamagedImage(f"has no label in column {self.label_key!r}")
-        return {"image": _bytes(images[at].as_py()), "label": label}
+        record = {"image": _bytes(columns[0][at].as_py())}
+        if self.label_key is not None:
+            record["label"] = columns[1][at].as_py()
+            if record["label"] is None:
+                raise DamagedImage(f"has no label in column {self.label_key!r}")
+        return record
 
     def read(self, numbers: range) -> list[dict]:
         """Reads neighbouring records, each row group once."""
         return [self[i] for i in numbers]
 
     def entries(self) -> Entries:
-        found = [_sums(path, self.label_key) for path in self.files]
         names = [os.path.relpath(path, self.root) for path in self.files]
-        labels, sizes = np.array(found, np.int64).T
-        return Entries("shards", names, labels, sizes)
+        labels, sizes = None, [_sum_of_metadata(path) for path in self.files]
+        if self.label_key is not None:
+            labels = [_sum_of_labels(path, self.label_key) for path in self.files]
+            labels = np.array(labels, np.int64)
+        return Entries("shards", names, labels, np.array(sizes, np.int64))
 
     def _group(self, group: int) -> list:
-        """Returns the image and the label column of a row group."""
+        """Returns the image column of a row group, then that of the labels if read."""
         file = int(self.group_files[group])
         path, at = self.files[file], group - int(self.first_groups[file])
-        columns = [self.image_key, self.label_key]
+        columns = [self.image_key]
+        if self.label_key is not None:
+            columns.append(self.label_key)
         if getattr(_local, "group", None) != (path, at, columns):
             try:
                 table = _open(path).read_row_group(at, columns=columns)
@@ -115,7 +121,7 @@ class ParquetSource(splits.Numbered):
 
 
 def open_parquet(
-    name: str, data_dir: str, split: str, image_key: str, label_key: str
+    name: str, data_dir: str, split: str, image_key: str, label_key: str | None
 ) -> ParquetSource:
     """Opens a split of Parquet files.
 
@@ -124,9 +130,10 @@ def open_parquet(
       data_dir: for "parquet", the folder that holds the files of all splits.
       split: split expression.
       image_key: column with the images: bytes, or the hub's {bytes, path}.
-      label_key: column with the class numbers.
+      label_key: column with the class numbers; None if labels are not read.
 
     Raises:
+      NoLabels: no such column of class numbers, or nothing in it.
       UserError: no such set, split or column, or a file is damaged.
     """
     if is_hub(name):
@@ -153,7 +160,10 @@ def open_parquet(
 
     by_file = [groups for key in lengths for groups in lengths[key]]
     used = tuple(path for key in lengths for path in files[key])
-    class_names = _class_names(used[0], name, image_key, label_key)
+    _check_image_column(used[0], name, image_key)
+    class_names = ()
+    if label_key is not None:
+        class_names = _class_names(used, name, label_key)
     rows = [length for groups in by_file for length in groups]
     counts = [len(groups) for groups in by_file]
     first_rows = np.cumsum([0, *(sizes[key] for key in lengths)])
@@ -251,22 +261,27 @@ def _open(path: str):
     return _local.files[path]
 
 
-def _sums(path: str, label_key: str) -> tuple[int, int]:
-    """Returns checksums of a file's labels, and of its size and metadata.
-
-    The metadata has the place, size and statistics of every piece of a column.
-    """
+def _sum_of_labels(path: str, label_key: str) -> int:
+    """Returns a checksum of a file's labels."""
     import pyarrow.parquet as pq
 
     # Its own threads, as of `read_table`, cost six times as much here.
     with pq.ParquetFile(path, memory_map=True) as reader:
         labels = reader.read(columns=[label_key], use_threads=False).column(0)
     values = labels.to_numpy().astype(np.float64)  # Whole numbers, or none (NaN).
+    return zlib.crc32(values.tobytes())
+
+
+def _sum_of_metadata(path: str) -> int:
+    """Returns a checksum of a file's size and metadata.
+
+    The metadata has the place, size and statistics of every piece of a column.
+    """
     with open(path, "rb") as file:
         size = file.seek(-8, os.SEEK_END) + 8
         length = int.from_bytes(file.read(4), "little")
         file.seek(-8 - length, os.SEEK_END)
-        return zlib.crc32(values.tobytes()), zlib.crc32(file.read(length), size)
+        return zlib.crc32(file.read(length), size)
 
 
 def _group_lengths(path: str, name: str) -> list[int]:
@@ -283,28 +298,57 @@ def _group_lengths(path: str, name: str) -> list[int]:
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
-def _class_names(
-    path: str, name: str, image_key: str, label_key: str
-) -> tuple[str, ...]:
-    """Checks the two columns; returns the class names that the hub stores with them."""
-    import pyarrow as pa
+def _check_image_column(path: str, name: str, image_key: str) -> None:
     import pyarrow.parquet as pq
 
     schema = pq.read_schema(path)
-    for config_key, column in (("image_key", image_key), ("label_key", label_key)):
-        if column not in schema.names:
-            raise UserError(
-                f"data.{config_key}={column!r}: {name} has no such column; "
-                f"it has {', '.join(schema.names)}"
-            )
-    if not pa.types.is_integer(schema.field(label_key).type):
+    if image_key not in schema.names:
         raise UserError(
+            f"data.image_key={image_key!r}: {name} has no such column; "
+            f"it has {', '.join(schema.names)}"
+        )
+
+
+def _class_names(paths: Sequence[str], name: str, label_key: str) -> tuple[str, ...]:
+    """Checks the labels; returns the class names that the hub stores with them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(paths[0])
+    if label_key not in schema.names:
+        raise NoLabels(
+            f"data.label_key={label_key!r}: {name} has no such column; "
+            f"it has {', '.join(schema.names)}"
+        )
+    if not pa.types.is_integer(schema.field(label_key).type):
+        raise NoLabels(
             f"data.label_key={label_key!r}: this column of {name} holds "
             f"{schema.field(label_key).type}, not class numbers"
+        )
+    if all(_is_empty(path, label_key) for path in paths):
+        raise NoLabels(
+            f"data.label_key={label_key!r}: this column of {name} is empty; name "
+            f"another of {', '.join(schema.names)}"
         )
     stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     feature = stored.get("info", {}).get("features", {}).get(label_key, {})
     return tuple(feature.get("names") or ())
+
+
+def _is_empty(path: str, column: str) -> bool:
+    """Returns whether the statistics of a file say that a column has no value."""
+    import pyarrow.parquet as pq
+
+    metadata = pq.read_metadata(path)
+    at = metadata.schema.names.index(column)
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        statistics = group.column(at).statistics
+        if statistics is None or not statistics.has_null_count:
+            return False
+        if statistics.null_count < group.num_rows:
+            return False
+    return True
 
 
 def _bytes(cell: bytes | Mapping | None) -> bytes:
@@ -340,7 +384,7 @@ def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
 
 
 def _of_config(data: DataConfig, split: str) -> ParquetSource | ArraySource:
-    keys = data.image_key, data.label_key
+    keys = data.image_key, data.label_key if data.num_classes else None
     source = open_parquet(data.name, data.data_dir, split, *keys)
     return small_in_memory(source, data.channels)
 

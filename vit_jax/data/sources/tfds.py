@@ -16,7 +16,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
 from vit_jax.data.sources.base import SOURCES, SourceType
-from vit_jax.errors import UserError
+from vit_jax.errors import NoLabels, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TfdsSource(splits.Numbered):
       name: data set and split, for messages.
       records: what TFDS stores of each, images encoded.
       image: record -> encoded bytes or uint8 HWC array.
-      label: record -> class number.
+      label: record -> class number; None: labels are not read.
       class_names: may be empty.
       numbering: which records of the data set these are.
       shards: the files that they lie in; of each the number of records, and the bytes
@@ -48,7 +48,7 @@ class TfdsSource(splits.Numbered):
     name: str
     records: Sequence
     image: Callable[[Mapping], object]
-    label: Callable[[Mapping], int]
+    label: Callable[[Mapping], int] | None
     class_names: tuple[str, ...]
     numbering: splits.Numbering
     shards: Mapping[os.PathLike, tuple[int, int]]
@@ -86,6 +86,8 @@ class TfdsSource(splits.Numbered):
         return Entries("shards", names, None, np.array(sums, np.int64))
 
     def _named(self, record: dict) -> dict:
+        if self.label is None:
+            return {"image": self.image(record)}
         return {"image": self.image(record), "label": int(self.label(record))}
 
 
@@ -94,7 +96,7 @@ def open_tfds(
     data_dir: str,
     split: str,
     image: str | Callable[[Mapping], object],
-    label: str | Callable[[Mapping], int],
+    label: str | Callable[[Mapping], int] | None,
     *,
     title: str = "",
 ) -> TfdsSource:
@@ -106,10 +108,12 @@ def open_tfds(
       data_dir: where it was prepared, a folder or gs://...; "" is TFDS's default.
       split: split expression.
       image: feature that holds the image, or what makes it of a record.
-      label: feature that holds the class number, or what makes it of a record.
+      label: feature that holds the class number, or what makes it of a record; None if
+        labels are not read.
       title: the set's name in messages, if not `name`.
 
     Raises:
+      NoLabels: no such feature of the class number.
       UserError: not prepared, not as ArrayRecord, or no such split or feature.
     """
     import tensorflow_datasets as tfds
@@ -117,7 +121,8 @@ def open_tfds(
     builder = _builder(name, data_dir)
     features = builder.info.features
     image = _feature("image_key", image, name, features)
-    label = _feature("label_key", label, name, features)
+    if label is not None:
+        label = _feature("label_key", label, name, features)
     sizes = {key: info.num_examples for key, info in builder.info.splits.items()}
     numbering = splits.Numbering.of(split, sizes, title or name)
 
@@ -166,13 +171,14 @@ def _feature(key, feature, name, features):
     if callable(feature):
         return feature
     if feature not in features:
-        raise UserError(
+        error = NoLabels if key == "label_key" else UserError
+        raise error(
             f"data.{key}={feature!r}: {name} has no such feature; "
             f"it has {', '.join(sorted(features))}"
         )
     # ClassLabel is a scalar too. A plain array may hold an image.
     if key == "label_key" and features[feature].shape != ():
-        raise UserError(
+        raise NoLabels(
             f"data.{key}={feature!r}: this feature of {name} holds no single class "
             f"number but {type(features[feature]).__name__}; choose another of "
             f"{', '.join(sorted(features))}"
@@ -291,7 +297,7 @@ def _builder(name: str, data_dir: str):
 
 
 def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
-    keys = data.image_key, data.label_key
+    keys = data.image_key, data.label_key if data.num_classes else None
     source = open_tfds(data.name, data.data_dir, split, *keys)
     return small_in_memory(source, data.channels)
 
