@@ -99,13 +99,15 @@ class Timm:
         return self._torch.cuda.max_memory_allocated()
 
 
-class _OfJax:
+class OfJax:
+    """A contender that runs in JAX."""
+
     def peak(self):
         """Returns the most memory that the device held, in bytes; None if unknown."""
         return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-class Plain(_OfJax):
+class Plain(OfJax):
     """Plain Linen with a plain training step, float32, with our weights."""
 
     def __init__(self, variant, images, labels, *, params):
@@ -146,7 +148,7 @@ class Plain(_OfJax):
         return float(loss)
 
 
-class Baseline(_OfJax):
+class Baseline(OfJax):
     """benchmarks/baseline_vit.py: scan, full rematerialisation, bfloat16, Adam."""
 
     def __init__(self, variant, images, labels):
@@ -180,7 +182,7 @@ class Baseline(_OfJax):
         return float(loss)
 
 
-class Ours(_OfJax):
+class Ours(OfJax):
     """The product: `Model.apply` under jit, and the step of `training.train_step`."""
 
     def __init__(

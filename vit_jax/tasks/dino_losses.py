@@ -52,14 +52,16 @@ class Head(nn.Module):
             ),
             (self.bottleneck_dim, self.num_outputs),
         )
-        unit = direction / jnp.linalg.norm(direction, axis=0, keepdims=True)
         x = jnp.matmul(
             x.astype(self.dtype),
-            unit.astype(self.dtype),
+            direction.astype(self.dtype),
             preferred_element_type=jnp.float32,
         )
+        # Not before the product, with which XLA would fuse it on a CPU: then it computes
+        # the lengths again for each row of x.
+        shape = (1,) * (x.ndim - 1) + (-1,)
+        x = x / jnp.linalg.norm(direction, axis=0).reshape(shape)
         if self.free_gain:
-            shape = (1,) * (x.ndim - 1) + (-1,)
             gain = self.param("gain", nn.initializers.ones, (self.num_outputs,))
             x = x * gain.reshape(shape)
         return x
