@@ -149,5 +149,5 @@ def images_of(data: str, config: ConfigDict, *, labelled: bool = False) -> None:
     if labelled:
         c.data.num_classes, c.evals = num_classes, dict(val=test)
     else:
-        c.evals = dict(val=dict(kind="task", split=test))
-        c.evals.knn = dict(kind="knn", test=test, every_epochs=20)
+        c.evals = dict(knn=dict(kind="knn", test=test, every_epochs=20))
+        c.evals.val = dict(kind="task", split=test)
