@@ -282,3 +282,11 @@ def test_of_two_starts_the_second_ends_and_a_killed_one_is_followed_at_once(tmp_
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == sorted(set(steps))
+
+
+def test_a_name_that_no_file_can_have_is_told(tmp_path):
+    workdir = tmp_path / ("(" * 300)
+    said = r"--workdir=.*File name too long"
+    with pytest.raises(UserError, match=said), lock.held(workdir):
+        raise AssertionError("it cannot be held")
+    assert not any(tmp_path.iterdir())

@@ -49,8 +49,9 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
     Raises:
       UserError: it cannot be written, or another start writes it.
     """
-    path = _absolute(workdir)
-    new = not path.exists()
+    path, new = _absolute(workdir), False
+    with contextlib.suppress(OSError):  # `probe` tells what is wrong with its name.
+        new = not path.exists()
     probe(workdir)
     lock = None
     if jax.process_index() == 0:
