@@ -1,7 +1,14 @@
-"""Which process a number means: when it started, and where numbers are counted."""
+"""Which process a number means, and how the child processes of this one end."""
 
+import multiprocessing
 import os
 import pathlib
+from collections.abc import Callable
+from multiprocessing import util
+
+_JOIN_SECONDS = 1  # They die of a signal; a host that leaves is waited for.
+
+_after_children: list[Callable[[], None]] = []
 
 
 def started(pid: int | str) -> str:
@@ -24,3 +31,21 @@ def namespace() -> str:
         return str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError:
         return "0"
+
+
+def after_children(function: Callable[[], None]) -> None:
+    """Has a function called when this process ends, after its child processes."""
+    _after_children.append(function)
+    # Of negative priority: when the children have ended. `atexit` is too early.
+    util.Finalize(None, function, exitpriority=-1)
+
+
+def end_children() -> None:
+    """Does before an `os._exit` what Python does to child processes at its own exit."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(_JOIN_SECONDS)
+    for function in _after_children:
+        function()

@@ -2,12 +2,16 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 QUIET = """
 import multiprocessing
 import pathlib
+import sys
 from vit_jax.training import config
 from vit_jax.data import pipeline, workers
 from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import failures
 
 if __name__ == "__main__":
     raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
@@ -24,14 +28,17 @@ if __name__ == "__main__":
         pathlib.Path(f"/dev/shm/{workers._prefix()}left").touch()
     assert list(batches) == []
     print(len(kept), multiprocessing.active_children(), workers._prefix())
+    if sys.argv[1] == "exit_process":
+        failures.exit_process(0)
 """
 
 
-def test_closing_leaves_no_process_no_shared_memory_and_no_noise(tmp_path):
+@pytest.mark.parametrize("end", ["return", "exit_process"])
+def test_closing_leaves_no_process_no_shared_memory_and_no_noise(tmp_path, end):
     script = tmp_path / "quiet.py"
     script.write_text(QUIET)
     run = subprocess.run(
-        [sys.executable, "-W", "error", script],
+        [sys.executable, "-W", "error", script, end],
         check=False,
         capture_output=True,
         text=True,

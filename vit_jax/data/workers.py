@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker, shared_memory, util
+from multiprocessing import resource_tracker, shared_memory
 
 from vit_jax import processes
 from vit_jax.errors import keep_warnings_from_raising
@@ -150,8 +150,7 @@ def _remove_own_at_exit() -> None:
     One that dies in the moment between making a segment and telling Python's process
     that removes them has told nobody.
     """
-    # Of negative priority: when the loader processes have ended. `atexit` is too early.
-    util.Finalize(None, _remove_own, exitpriority=-1)
+    processes.after_children(_remove_own)
 
 
 def _remove_own() -> None:

@@ -31,6 +31,7 @@ from collections.abc import Callable
 import jax
 from jax._src import distributed as service  # As Orbax: there is no public API.
 
+from vit_jax import processes
 from vit_jax.distributed import crash_reporter
 from vit_jax.errors import (
     EXIT_CRASH,
@@ -252,7 +253,7 @@ class FailureBroadcast:
             if process_index() == 0 or time.monotonic() > until:
                 return None
             time.sleep(_POLL_SECONDS / 10)
-        _stop_loaders()
+        processes.end_children()
         crash_reporter.clear()
         return EXIT_TRY_AGAIN, self._gone
 
@@ -318,7 +319,7 @@ def _end_lost(reason: str) -> None:
     """Ends this process because process 0 is gone, with which nothing can be agreed."""
     crash_reporter.clear()
     os.write(2, f"error: {reason}\n".encode())
-    _stop_loaders()
+    processes.end_children()
     os._exit(EXIT_TRY_AGAIN)
 
 
@@ -334,7 +335,7 @@ def exit_process(code: int) -> None:
 def _end(code: int, everyone: int, *, failed: bool) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    _stop_loaders()
+    processes.end_children()
     if process_count() > 1:
         key_value_set(f"{_LEAVING}/{process_index()}", "")
         if process_index() == 0:
@@ -344,11 +345,6 @@ def _end(code: int, everyone: int, *, failed: bool) -> None:
                 time.sleep(_POLL_SECONDS / 10)
             time.sleep(_POLL_SECONDS / 2)  # What they do after they have said so.
     os._exit(code)
-
-
-def _stop_loaders() -> None:
-    for child in multiprocessing.active_children():  # os._exit leaves them running.
-        child.terminate()
 
 
 def _exiting(failed: bool) -> set[str]:
