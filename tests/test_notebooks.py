@@ -38,6 +38,7 @@ def test_there_is_a_notebook_for_each_purpose():
     wanted = (
         "finetune_your_images",
         "inspect_attention",
+        "pretrain_without_labels",
         "quickstart",
         "tpu_pretraining",
     )
@@ -217,12 +218,17 @@ def small_model(folder):
     return str(folder / "small")
 
 
+def of_pretraining_without_labels(folder):
+    return {"epochs": 6, "finetune_steps": 3, "seeds": 1}  # 5 epochs are warmup.
+
+
 def of_pods(folder):
     return {"topology": "v5e:2x2", "compile_recipe": "configs/b16_i21k.py:quick"}
 
 
 SMALL = {
     "inspect_attention": of_attention,
+    "pretrain_without_labels": of_pretraining_without_labels,
     "quickstart": of_quickstart,
     "finetune_your_images": of_finetuning,
     "tpu_pretraining": of_pods,
@@ -230,6 +236,7 @@ SMALL = {
 # Printed where a notebook has done what it is for.
 EXPECTED = {
     "inspect_attention": "]]",  # Of the distances.
+    "pretrain_without_labels": "pretrained test mean",
     "quickstart": "timm.create_model",
     "finetune_your_images": "timm.create_model",
     # The compiler's report where there is the compiler.

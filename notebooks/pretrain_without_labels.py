@@ -1,0 +1,202 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Pretrain without labels
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/vit_jax/blob/main/notebooks/pretrain_without_labels.ipynb)
+#
+# Pretrains a small ViT on handwritten digits as a masked autoencoder (MAE), shows what it
+# reconstructs, scores its features, and fine-tunes it on a few labels beside the same
+# network from scratch: about three minutes on 2 CPU cores, and nothing is downloaded but
+# the packages.
+
+# %% [markdown]
+# The first cell fetches the repository (OWNER stands for the account where it is
+# published) and installs it where it is not, as in a fresh Colab; else it does nothing.
+# On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`. After it, restart the runtime if it
+# asks for that, and go on with the next cell. Not yet run on Colab.
+
+# %%
+import sys
+
+# !{sys.executable} -c "import vit_jax" 2>/dev/null || (git init -q && git pull -q --depth=1 https://github.com/OWNER/vit_jax main && {sys.executable} -m pip install -q -r requirements.txt -e .)
+
+# %%
+import dataclasses
+import os
+import pathlib
+
+import numpy as np
+from IPython.display import display
+
+import vit_jax
+from vit_jax import weights
+from vit_jax.analysis import contact_sheet
+from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.data.sources.open import open_source
+from vit_jax.evaluators import forward_passes
+from vit_jax.tasks import pretrained
+from vit_jax.training import config
+from vit_jax.training import loop
+from vit_jax.training.sweep import SweepCache
+
+os.chdir(pathlib.Path(vit_jax.__file__).parents[1])  # Where configs/ is.
+
+# %% tags=["parameters"]
+workdir = "runs/pretrain_without_labels"
+epochs = 300
+finetune_steps = 400
+seeds = 3  # Fine-tuning runs of each kind.
+
+# %% [markdown]
+# ## Splits
+#
+# | split | images | use |
+# |---|---|---|
+# | `train[:80%]` | 1,154 | pretraining, without labels; the neighbours of k-NN |
+# | `train[:10%]` | 144 | fine-tuning, with labels |
+# | `train[80%:]` | 288 | validation: lengths and rates below were chosen by it |
+# | `test` | 355 | scored once per run, at its end |
+
+# %%
+train, few, validation = "train[:80%]", "train[:10%]", "train[80%:]"
+
+# %% [markdown]
+# ## Pretrain
+#
+# The recipe of the digits, with another task. MAE hides three quarters of the patches, and
+# predicts their pixels from the others. `data.num_classes=0` means that no labels are
+# read; only the k-NN evaluations read those of their own splits. Kind `task` is MAE's own
+# loss on images that it is not trained on.
+
+# %%
+changes = {
+    "epochs": epochs,
+    "data.split": train,
+    "data.num_examples": 0,  # The recipe states the size of the whole split.
+    "data.num_classes": 0,
+    "model.representation_layer": False,
+    "model.pool": "gap",  # k-NN compares the means of the patches.
+    "task.name": "mae",
+    "task.mask_ratio": 0.75,
+    "task.decoder_width": 32,
+    "task.decoder_depth": 2,
+    "task.decoder_num_heads": 2,
+    "ema.decay": 0.0,
+    "log_every_steps": 500,
+    "eval_every_steps": 1_000,
+    "evals": {
+        "task": {"kind": "task", "split": validation},
+        "knn": {"kind": "knn", "test": validation},
+        "knn_test": {"kind": "knn", "test": "test", "every": 1_000_000},
+    },
+}
+settings = config.load("configs/digits.py", changes)
+pretraining = loop.train(settings, f"{workdir}/mae")
+
+# %% [markdown]
+# ## Look at the reconstruction
+#
+# From top to bottom: digits of the validation split, the quarter of each that the encoder
+# sees, the prediction for all patches, and the prediction where patches were hidden. MAE
+# predicts pixels normalised by mean and standard deviation of their patch. The pictures
+# take these two numbers from the hidden patch itself, which flatters the model.
+# `python -m vit_jax.visualize --figure=reconstruction` draws the same from image files.
+
+# %%
+found = weights.open_pretrained(f"{workdir}/mae", with_task=True)
+preprocess = forward_passes.preprocessing_of(found)
+loaded = LoadedModel.from_pretrained("mae", found, preprocess)
+loaded = dataclasses.replace(
+    loaded, pictures=pretrained.pictures(found, loaded.model, preprocess)
+)
+digits = open_source(settings.data, validation)
+drawn = loaded.draw_task(np.stack([loaded.prepare(i) for i in digits.images[:6]]))
+captions = [name.split("_and_") for name in drawn for _ in range(6)]
+sheet = contact_sheet.draw(np.concatenate(list(drawn.values())), captions, 6)
+display(sheet, include=["image/png"])
+
+# %% [markdown]
+# ## k-NN before and after
+#
+# The untrained features are those of a run of one step, whose learning rate is still 0.
+# Both vote with the labels of `train[:80%]`.
+
+# %%
+one_step = {"epochs": 0, "total_steps": 1}
+one_step |= {"optim.warmup_epochs": 0, "optim.warmup_steps": 1}
+untrained = loop.train(
+    config.load("configs/digits.py", changes | one_step), f"{workdir}/untrained"
+)
+
+# %%
+for name, report in {"before": untrained, "after": pretraining}.items():
+    scores = {
+        kind: report["final"][kind]["params"]["top1"] for kind in ("knn", "knn_test")
+    }
+    print(f"{name:8}validation {scores['knn']:.1%}, test {scores['knn_test']:.1%}")
+
+# %% [markdown]
+# ## Fine-tune on 144 labels
+#
+# The same network, data, augmentation and number of steps, from the pretrained weights
+# and from scratch, each with the learning rate that scored best on the validation split
+# among 0.002, 0.004 and 0.008 (one seed; from scratch, 0.016 was one image better). All
+# runs share one compiled step.
+
+# %%
+supervised = {
+    "epochs": 0,
+    "total_steps": finetune_steps,
+    "data.split": few,
+    "data.num_examples": 0,
+    "model.representation_layer": False,
+    "model.pool": "gap",
+    "optim.warmup_epochs": 0,
+    "optim.warmup_fraction": 0.1,
+    "ema.decay": 0.0,
+    "log_every_steps": finetune_steps,
+    "eval_every_steps": 0,  # Only at the end.
+    "evals": {"val": validation, "test": "test"},
+}
+starts = {
+    "scratch": {"optim.learning_rate": 0.008},
+    "pretrained": {"optim.learning_rate": 0.004, "init": f"{workdir}/mae"},
+}
+cache, reports = SweepCache(), {name: [] for name in starts}
+for name, start in starts.items():
+    for seed in range(seeds):
+        tuning = config.load("configs/digits.py", supervised | start | {"seed": seed})
+        reports[name].append(
+            loop.train(tuning, f"{workdir}/{name}/{seed}", sweep=cache)
+        )
+
+# %%
+for name, runs in reports.items():
+    for split in ("val", "test"):
+        scores = [run["final"][split]["params"]["top1"] for run in runs]
+        each = " ".join(f"{score:.1%}" for score in scores)
+        print(f"{name:10} {split:4} mean {np.mean(scores):.1%} of {each}")
+
+# %% [markdown]
+# What to make of it:
+#
+# - The splits are small: 10 images of the test split are 2.8 points. There is one
+#   pretraining, hence no measure of how much another would differ.
+# - Pretraining saves steps more than it raises the limit: the network from scratch gains
+#   by longer training, the pretrained one does not. After 3,000 steps at 0.004 they scored
+#   86.5 % and 87.2 % on the validation split (one seed).
+# - Images so small and so well aligned are near their class already as pixels: k-NN on
+#   those, with the same labels, has 95.5 % on the validation split and 97.7 % on the test
+#   split. Here MAE's features beat those of an untrained network, not the pixels.
