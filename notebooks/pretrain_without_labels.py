@@ -152,8 +152,10 @@ for name, report in {"before": untrained, "after": pretraining}.items():
 #
 # The same network, data, augmentation and number of steps, from the pretrained weights
 # and from scratch, each with the learning rate that scored best on the validation split
-# among 0.002, 0.004 and 0.008 (one seed; from scratch, 0.016 was one image better). All
-# runs share one compiled step.
+# among 0.002, 0.004 and 0.008 (one seed; from scratch, 0.016 was one image better). 400
+# steps of three seeds were chosen after one run each of 1,000 steps: validation 87.8 %
+# pretrained and 80.9 % from scratch, test 87.0 % and 85.4 %. All runs share one compiled
+# step.
 
 # %%
 supervised = {
