@@ -48,6 +48,8 @@ def pretrain(c: ConfigDict, arg) -> None:
     c.data.train_transform = f"{CROP.format((0.2, 1.0))} | flip"
     c.model.posemb = "sincos2d_mae"
     c.task = dict(name="mae", mask_ratio=0.75, normalize_targets=True)
+    if arg.data == "cifar10":
+        c.task.update(decoder_width=128, decoder_depth=2, decoder_num_heads=4)
     c.optim.update(b1=0.9, b2=0.95, base_learning_rate=1.5e-4, warmup_epochs=40)
     c.optim.weight_decay = 0.05  # Times the scheduled rate.
     c.optim.weight_decay_mask = (r"/kernel$", r"/(cls|mask_token)$")

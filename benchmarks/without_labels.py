@@ -1,0 +1,267 @@
+"""Pretraining without labels on CIFAR-10 against none, in equal minutes.
+
+Run: PYTHONPATH=. python benchmarks/without_labels.py --data_dir=DIR --out=runs/proof \\
+         [--minutes=15] [--epochs=3] [--seeds=0] [--only="scratch;mae"] [--plot=FILE.png]
+
+One network (6 blocks of width 128, 4 heads, patch 4, 0.8 M parameters) is pretrained by
+each task of configs/{masked_patch,mae,simmim,dino}.py for so many minutes of a speed that a
+short trial measures. It is then scored by k-NN and by a linear probe on its frozen
+features, and fine-tuned on a tenth of the labels and on all of them: --epochs passes over
+the whole set, or half as many steps on the tenth. "scratch" is fine-tuned from random
+weights; "longer" too, for the minutes of the pretraining in addition. The last lines are
+controls that must fail: DINO without a moving teacher, DINO without centring, and MAE that
+hides (nearly) nothing.
+
+Every run is a command, which is printed. Runs that are done are kept: the script goes on
+where it was ended, and several calls with different --only may share a folder. The table
+and the plot show medians over the seeds of all that is done in --out.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import shlex
+import statistics
+import subprocess
+import sys
+
+NETWORK = {"width": 128, "depth": 6, "num_heads": 4, "mlp_dim": 256}
+BATCH, EXAMPLES, CLASSES = 128, 50_000, 10
+OUTPUTS = 1_024  # Of DINO's head.
+TASKS = ("masked_patch", "mae", "simmim", "dino")
+CONTROLS = {
+    "dino, momentum 0": ("dino", {"task.teacher_momentum": 0.0}),
+    "dino, no centring": ("dino", {"task.center_momentum": 1.0}),
+    "mae, 1 patch hidden": ("mae", {"task.mask_ratio": 1 / 64}),
+}
+NAMES = ("scratch", "longer", *TASKS, *CONTROLS)
+TRIAL = 30  # Steps by which a run's speed is measured.
+COLUMNS = {
+    "steps": "steps of pretraining",
+    "knn": "k-NN",
+    "probe": "linear probe",
+    "tenth": "10 % of the labels",
+    "all": "all labels",
+}
+# Published rates are for thousands of images a step and hundreds of epochs. Not tuned.
+RATES = {
+    "masked_patch": {"optim.learning_rate": 1e-3},
+    "mae": {"optim.base_learning_rate": 2e-3},
+    "simmim": {"optim.base_learning_rate": 2e-3},
+    "dino": {
+        "optim.base_learning_rate": 1e-3,
+        "optim.freeze_epochs": 0.1,
+        "task.num_outputs": OUTPUTS,
+        "task.teacher_temperature_epochs": 0,
+    },
+}
+FEATURES = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict(dict(batch_size=500))
+    c.data = dict(name="cifar10", data_dir={data_dir!r})
+    c.evals = dict(knn=dict(kind="knn", train="train", test="test"))
+    c.evals.probe = dict(kind="probe", train="train", test="test", held_out=0.1)
+    return c
+"""
+
+
+def command(words, cwd):
+    """Runs a command of the project, which it prints; returns what that prints."""
+    print("$", shlex.join(["python", *words]), flush=True)
+    words = [sys.executable, *words]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def train(config, workdir, keys, args):
+    """Trains, if that was not done; returns report.json."""
+    if not (workdir / "report.json").exists():
+        keys = {"data.data_dir": args.data_dir, "batch_size": BATCH} | keys
+        keys |= {f"model.{name}": value for name, value in NETWORK.items()}
+        flags = [f"--config.{name}={value}" for name, value in keys.items()]
+        words = ["-m", "vit_jax.train", f"--config={config}", *flags]
+        command([*words, f"--workdir={workdir}"], args.root)
+    return json.loads((workdir / "report.json").read_text())
+
+
+def length(config, steps):
+    """Returns the keys of a run of so many steps, a tenth of which is the warm-up."""
+    units = ("steps", "fraction" if "cifar10.py" in config else "epochs")
+    warmup = {f"optim.warmup_{unit}": 0 for unit in units}
+    return warmup | {
+        "epochs": 0,
+        "total_steps": steps,
+        "optim.warmup_steps": max(1, steps // 10),
+        "log_every_steps": min(50, max(1, steps // 10)),
+        "checkpoint_every_epochs": 0,
+        "checkpoint_every_steps": steps,
+        "eval_every_epochs": 0,
+        "eval_every_steps": steps,
+    }
+
+
+def steps_of(name, config, keys, args):
+    """Returns how many steps of a run fit the minutes, from a short trial of it."""
+    keys = keys | length(config, TRIAL)
+    report = train(config, args.out / f"{name}_trial", keys, args)
+    return int(60 * args.minutes * report["images_per_second"] / BATCH)
+
+
+def pretrain(name, seed, args):
+    """Pretrains for the minutes of the budget; returns the workdir and the steps."""
+    task, changes = CONTROLS.get(name, (name, {}))
+    config = f"configs/{task}.py:data=cifar10"
+    keys = RATES[task] | {"model.activation": "gelu", "evals": "{}"}
+    steps = steps_of(task, config, keys, args)
+    if name in CONTROLS:
+        steps = min(steps, args.control_steps)
+    workdir = args.out / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
+    train(
+        config, workdir, keys | changes | {"seed": seed} | length(config, steps), args
+    )
+    return workdir, steps
+
+
+def fine_tune(workdir, init, steps, seed, split, args):
+    """Trains on labels, with or without a checkpoint; returns the test accuracy."""
+    keys = {
+        "seed": seed,
+        "data.split": split,
+        "data.num_examples": 0,
+        "model.pool": "gap",
+        "model.class_token": True,
+        "model.activation": "gelu",
+    }
+    if init:
+        keys["init"] = init
+    config = "configs/cifar10.py:size=small"
+    report = train(config, workdir, keys | length(config, steps), args)
+    return report["final"]["test"]["params"]["top1"]
+
+
+def features(workdir, args):
+    """Returns the accuracies of k-NN and of a linear probe on frozen features."""
+    config = args.out / "features.py"
+    config.write_text(FEATURES.format(data_dir=args.data_dir))
+    words = ["-m", "vit_jax.evaluate", f"--config={config}", f"--model={workdir}"]
+    found = json.loads(command([*words, "--json"], args.root).splitlines()[-1])
+    return {"knn": found["knn"], "probe": found["probe"]["top1"]}
+
+
+def last_metrics(workdir):
+    """Returns the metrics of the last step that was logged."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [found for found in map(json.loads, lines) if "train/loss" in found][-1]
+
+
+def measure(name, seed, args):
+    """Returns the scores of one way of pretraining and one seed."""
+    found, workdir, init = {}, args.out / f"{name}_{seed}", None
+    steps = round(args.epochs * EXAMPLES / BATCH)
+    if name == "longer":
+        trial = {"model.pool": "gap", "model.activation": "gelu"}
+        steps += steps_of("longer", "configs/cifar10.py:size=small", trial, args)
+    elif name != "scratch":
+        workdir, found["steps"] = pretrain(name, seed, args)
+        metrics = last_metrics(workdir)
+        found["loss"] = metrics["train/loss"]
+        if "dino" in name:  # 0 is a collapse to one output, 1 one to equal outputs.
+            found["entropy"] = metrics["train/teacher_entropy"] / math.log(OUTPUTS)
+        found |= features(workdir, args)
+        init = workdir
+    if name in CONTROLS:
+        return found
+    for column, split, part in (("tenth", "train[:10%]", 2), ("all", "train", 1)):
+        if column == "tenth" and name == "longer":
+            continue  # "scratch" has a hundred passes over the tenth.
+        target = workdir.with_name(f"{workdir.name}_{column}")
+        found[column] = fine_tune(target, init, steps // part, seed, split, args)
+    return found
+
+
+def results(out):
+    """Returns the medians over seeds of what is done, by name."""
+    found = {}
+    for name in NAMES:
+        runs = [json.loads(p.read_text()) for p in out.glob(f"{name}_*.result.json")]
+        if runs:
+            medians = {c: statistics.median(run[c] for run in runs) for c in runs[0]}
+            found[name] = medians | {"seeds": len(runs)}
+    return found
+
+
+def table(found):
+    """Prints a table of the results."""
+    heads = ("pretraining", "seeds", *COLUMNS.values(), "teacher's entropy / ln K")
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    for name, medians in found.items():
+        cells = [name, str(medians["seeds"])]
+        for column in (*COLUMNS, "entropy"):
+            form = {"steps": "{:,.0f}", "entropy": "{:.3f}"}.get(column, "{:.1%}")
+            cells.append(form.format(medians[column]) if column in medians else "")
+        print(f"| {' | '.join(cells)} |")
+
+
+def plot(found, path, title):
+    """Draws a bar for each score of each way of pretraining."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    scores = list(COLUMNS)[1:]
+    figure, grid = pyplot.subplots(1, len(scores), figsize=(11, 3.4), sharey=True)
+    names = list(found)[::-1]
+    for place, column in zip(grid, scores, strict=True):
+        values = [100 * found[name].get(column, math.nan) for name in names]
+        colors = ["#b0b0b0" if name in CONTROLS else "#2a6f97" for name in names]
+        bars = place.barh(names, values, color=colors)
+        labels = ["" if math.isnan(value) else f"{value:.1f}" for value in values]
+        place.bar_label(bars, labels, padding=2, fontsize=8)
+        place.axvline(100 / CLASSES, color="black", linewidth=0.8, linestyle=":")
+        place.set_xlim(0, 100)
+        place.set_title(COLUMNS[column], fontsize=10)
+        place.set_xlabel("accuracy in % (dotted: chance)", fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    """Reads the flags, runs what is missing, prints the table and draws the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--data_dir", required=True, help="of CIFAR-10 as TFDS has it, in ArrayRecord")
+    add("--out", type=pathlib.Path, required=True)
+    add("--minutes", type=float, default=15.0, help="of each pretraining")
+    add("--epochs", type=float, default=3.0, help="of fine-tuning on all labels")
+    add("--seeds", default="0", help="as 0,1,2")
+    add("--only", default=";".join(NAMES), help="names, separated by semicolons")
+    add("--control_steps", type=int, default=150, help="at most, of a control")
+    add("--plot", help="PNG to write")
+    args = parser.parse_args()
+    args.root = pathlib.Path(__file__).resolve().parents[1]
+    args.data_dir, args.out = (
+        str(pathlib.Path(args.data_dir).resolve()),
+        args.out.resolve(),
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    for seed in map(int, args.seeds.split(",")):
+        for name in filter(None, args.only.split(";")):
+            place = args.out / f"{name}_{seed}.result.json"
+            if not place.exists():
+                place.write_text(json.dumps(measure(name, seed, args)))
+    found = results(args.out)
+    table(found)
+    if args.plot:
+        title = f"CIFAR-10, {args.minutes:g} minutes of pretraining"
+        plot(found, args.plot, f"{title}, {args.epochs:g} epochs of fine-tuning")
+
+
+if __name__ == "__main__":
+    main()
