@@ -44,9 +44,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 
 def pretrain(c: ConfigDict, arg) -> None:
-    c.epochs = arg.epochs
+    c.epochs, c.model.posemb = arg.epochs, "sincos2d_mae"
     c.data.train_transform = f"{CROP.format((0.2, 1.0))} | flip"
-    c.model.posemb = "sincos2d_mae"
     c.task = dict(name="mae", mask_ratio=0.75, normalize_targets=True)
     if arg.data == "cifar10":
         c.task.update(decoder_width=128, decoder_depth=2, decoder_num_heads=4)
