@@ -93,7 +93,7 @@ def test_loss_and_accuracy_are_the_golden_ones():
     logits = jnp.asarray(IO["logits"].astype(np.float32))
     batch = CORRUPTION | {"image": normalised(task, IO["pictures"])}
     extra = {"color_counts": jnp.zeros(512)}
-    found = task._metrics(logits, extra, batch)
+    found = task.metrics(extra, batch, logits, task.chosen(batch))
     assert float(found["loss"].mean()) == pytest.approx(float(IO["loss"]), abs=1e-6)
     assert float(found["color_accuracy"].mean()) == float(IO["accuracy"])
 
@@ -102,7 +102,7 @@ def test_square_error_of_pixels_counts_the_chosen_patches():
     task = build(target="pixels")
     batch = CORRUPTION | {"image": normalised(task, IO["pictures"])}
     predicted = jax.random.normal(jax.random.key(0), IO["pixels"].shape)
-    found = task._metrics(predicted, None, batch)
+    found = task.metrics(None, batch, predicted, task.chosen(batch))
     targets = IO["pictures"].reshape(3, 4, 8, 4, 8, 3).transpose(0, 1, 3, 2, 4, 5)
     targets = (targets.reshape(3, 16, 192) / 255 - 0.5) / 0.5
     errors = np.square(np.asarray(predicted) - targets).mean(-1)
@@ -206,7 +206,7 @@ def test_predictions_of_colors_are_shown_where_they_belong():
     task = build(target="colors_4x4", data=IMAGENET)
     classes = task.colors(normalised(task, IO["pictures"]))
     logits = jax.nn.one_hot(classes, 512).reshape(3, 16, -1)
-    shown = task._shown(logits)
+    shown = task.pixels_of(logits, None)
     images = unpatchify(shown, (4, 4), 8)
     # The middle of each level, so that they have the same colours again.
     np.testing.assert_array_equal(task.colors(images), classes)

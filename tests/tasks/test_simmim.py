@@ -69,7 +69,7 @@ BATCH = {
 
 def test_reconstruction_and_loss_are_the_originals(original):
     task, (_, params) = build(original), original
-    predicted = jax.jit(task.predict)(params, BATCH)
+    predicted, _ = jax.jit(task.predict)(params, BATCH)
     images = masking.unpatchify(predicted, (4, 4), SIDE)
     expected = IO[f"{CASE}/reconstruction"].transpose(0, 2, 3, 1)
     np.testing.assert_allclose(images, expected, rtol=0, atol=1e-5)

@@ -20,8 +20,8 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, vit
-from vit_jax.tasks.masking import MaskedImageTask, fill, patchify, ranks, unpatchify
-from vit_jax.tasks.task import Pictures, TaskConfig
+from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
+from vit_jax.tasks.task import TaskConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,11 +119,6 @@ class Mae(MaskedImageTask):
         decoder = self.decoder.init(decoder_key, latent, hidden)["params"]
         return {"network": network, "decoder": decoder}, None
 
-    def loss(self, params, extra, batch, rng):
-        predicted, mask = self.predict(params, batch, train=True, key=rng)
-        loss = self.errors(predicted, batch["image"], mask).mean()
-        return loss, ({"loss": loss}, None)
-
     def predict(
         self,
         params: dict,
@@ -133,13 +128,10 @@ class Mae(MaskedImageTask):
         key: jax.Array | None = None,
         model: Model | None = None,
     ) -> tuple[Float[Array, "B N PPC"], Float[Array, "B N"]]:
-        """Returns the predictions for all patches, and 1 where a patch was hidden.
+        """See `MaskedImageTask`; the patches of the lowest noise (B, N) are visible.
 
         Args:
-          params: of `init`.
-          batch: image (B, Y, X, C), normalised, and noise (B, N); the patches of the
-            lowest noise are visible, in ascending order.
-          train, key: as of `Model.apply`.
+          params, batch, train, key: as there.
           model: computes in place of the task's own.
         """
         model = model or self.model
@@ -161,37 +153,18 @@ class Mae(MaskedImageTask):
         mean, deviation = _statistics(patches)
         return (patches - mean) / deviation
 
-    def errors(
-        self,
-        predicted: Float[Array, "B N PPC"],
-        images: Float[Array, "B Y X C"],
-        mask: Float[Array, "B N"],
-    ) -> Float[Array, " B"]:
-        """Returns the mean square error over the hidden patches of each image."""
-        errors = jnp.square(predicted - self.targets(images)).mean(-1)
-        if not self.config.mask_ratio:
-            return errors.mean(-1)
-        return (errors * mask).sum(-1) / mask.sum(-1)
+    def metrics(self, extra, batch, predicted, mask):
+        """See `MaskedImageTask`: the mean square error over the hidden patches."""
+        errors = jnp.square(predicted - self.targets(batch["image"])).mean(-1)
+        counted = mask if self.config.mask_ratio else jnp.ones_like(mask)
+        return {"loss": mean_over(errors, counted)}
 
-    def held_out_metrics(self, params, extra, batch, rng):
-        batch = batch | self.draw(batch["index"], rng)
-        predicted, mask = self.predict(params, batch)
-        return {"loss": self.errors(predicted, batch["image"], mask)}
-
-    def pictures(self, params, extra, batch, rng):
-        batch = batch | self.draw(batch["index"], rng)
-        images, side = batch["image"], self.model.patch_size
-        predicted, mask = self.predict(params, batch)
-        if self.config.normalize_targets:
-            # Shown with the mean and contrast of the patches that were hidden.
-            mean, deviation = _statistics(patchify(images, side))
-            predicted = predicted * deviation + mean
-        return Pictures(
-            images,
-            fill(images, mask, 0.0, side),
-            unpatchify(predicted, self.model.grid, side),
-            fill(images, mask, predicted, side),
-        )
+    def pixels_of(self, predicted, images):
+        """See `MaskedImageTask`; with the mean and contrast of what was hidden."""
+        if not self.config.normalize_targets:
+            return predicted
+        mean, deviation = _statistics(patchify(images, self.model.patch_size))
+        return predicted * deviation + mean
 
     def training_flops(self):
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))

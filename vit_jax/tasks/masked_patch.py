@@ -22,8 +22,8 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model
-from vit_jax.tasks.masking import MaskedImageTask, fill, patchify, ranks, unpatchify
-from vit_jax.tasks.task import Pictures, TaskConfig
+from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
+from vit_jax.tasks.task import TaskConfig
 
 _LEVELS = 8  # Of a channel: 3 bits.
 NUM_COLORS = _LEVELS**3
@@ -150,16 +150,7 @@ class MaskedPatch(MaskedImageTask):
         patches = jnp.where(swapped[..., None], others, patches)
         return jnp.where(masked[..., None], token.astype(patches.dtype), patches)
 
-    def predict(
-        self, params: dict, batch: dict, *, train: bool = False, key=None
-    ) -> Float[Array, "B N outputs"]:
-        """Returns the predictions for all patches, float32.
-
-        Args:
-          params: of `init`.
-          batch: image (B, Y, X, C), normalised, and those of `draw`.
-          train, key: as of `Model.apply`.
-        """
+    def predict(self, params, batch, *, train=False, key=None):
         x = self.model.encode(
             params["network"],
             batch["image"].astype(self.model.options["dtype"]),
@@ -168,32 +159,28 @@ class MaskedPatch(MaskedImageTask):
             edit_patches=lambda x: self.corrupt(x, params["mask_token"], batch),
         )
         x = x[:, self.model.num_prefix_tokens :].astype(jnp.float32)
-        return self._decoder.apply({"params": params["decoder"]}, x)
+        predicted = self._decoder.apply({"params": params["decoder"]}, x)
+        return predicted, self.chosen(batch)
 
     def loss(self, params, extra, batch, rng):
-        predicted = self.predict(params, batch, train=True, key=rng)
-        found = self._metrics(predicted, extra, batch)
-        stats = None
+        loss, (metrics, stats) = super().loss(params, extra, batch, rng)
         if self._in_colors:
             targets = self.colors(batch["image"])
             counts = jnp.zeros(NUM_COLORS).at[targets.reshape(-1)].add(1)
             stats = {"color_share": counts / targets.size}
-        metrics = {name: value.mean() for name, value in found.items()}
-        return metrics["loss"], (metrics, stats)
+        return loss, (metrics, stats)
 
     def update(self, extra, params, stats, step):
         if not self._in_colors:
             return extra
         return {"color_counts": extra["color_counts"] + stats["color_share"]}
 
-    def _metrics(self, predicted, extra, batch) -> dict[str, Float[Array, " B"]]:
-        """Returns the loss of each image and, for colours, accuracies."""
-        chosen = self.chosen(batch)
+    def metrics(self, extra, batch, predicted, mask):
+        """See `MaskedImageTask`; for colours also accuracies."""
 
         def over_chosen(values):
             """Averages (B, N) or (B, N, S) over what was chosen."""
-            values = values.reshape(*chosen.shape, -1).mean(-1)
-            return (values * chosen).sum(-1) / self._num_corrupted
+            return mean_over(values.reshape(*mask.shape, -1).mean(-1), mask)
 
         if not self._in_colors:
             images = batch["image"].astype(jnp.float32)
@@ -203,7 +190,7 @@ class MaskedPatch(MaskedImageTask):
         logits = predicted.reshape(*targets.shape, NUM_COLORS)
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets)
         commonest = extra["color_counts"].argmax()
-        neighbors = self.colors_of_neighbors(batch["image"], chosen)
+        neighbors = self.colors_of_neighbors(batch["image"], mask)
         return {
             "loss": over_chosen(losses),
             "color_accuracy": over_chosen(logits.argmax(-1) == targets),
@@ -250,28 +237,13 @@ class MaskedPatch(MaskedImageTask):
         x = jnp.where(around[..., 3:] > 0, around, everywhere).reshape(*chosen.shape, 4)
         return _color_classes(x[..., :3], x[..., 3:])
 
-    def held_out_metrics(self, params, extra, batch, rng):
-        batch = batch | self.draw(batch["index"], rng)
-        return self._metrics(self.predict(params, batch), extra, batch)
-
-    def pictures(self, params, extra, batch, rng):
-        batch = batch | self.draw(batch["index"], rng)
-        images, side = batch["image"], self.model.patch_size
-        predicted, chosen = self.predict(params, batch), self.chosen(batch)
-        if self._in_colors:
-            predicted = self._shown(predicted)
-        return Pictures(
-            images,
-            fill(images, chosen, 0.0, side),
-            unpatchify(predicted, self.model.grid, side),
-            fill(images, chosen, predicted, side),
-        )
-
-    def _shown(self, logits: Float[Array, "B N outputs"]) -> Float[Array, "B N PPC"]:
-        """Returns patches, normalised, whose cells have the likeliest colours."""
-        B, N, _ = logits.shape
+    def pixels_of(self, predicted, images):
+        """See `MaskedImageTask`; cells have the likeliest of the colours."""
+        if not self._in_colors:
+            return predicted
+        B, N, _ = predicted.shape
         cells = self.model.patch_size // self._cell
-        classes = logits.reshape(B, N, cells, cells, NUM_COLORS).argmax(-1)
+        classes = predicted.reshape(B, N, cells, cells, NUM_COLORS).argmax(-1)
         levels = jnp.stack([classes // _LEVELS**i % _LEVELS for i in range(3)], axis=-1)
         pixels = ((levels + 0.5) / _LEVELS).repeat(self._cell, 2).repeat(self._cell, 3)
         pixels = pixels.reshape(B, N * self.model.patch_size, -1, 3)

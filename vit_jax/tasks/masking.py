@@ -3,6 +3,7 @@
 Letters: B images, Y by X pixels, C channels, N patches, P the side of a patch, D width.
 """
 
+import abc
 import math
 from collections.abc import Sequence
 
@@ -16,7 +17,9 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import Model
-from vit_jax.tasks.task import Batch, Task
+from vit_jax.tasks.task import Batch, Pictures, Task, Tree
+
+Mask = Float[Array, "B N"] | Bool[Array, "B N"]  # 1 or True where a patch is hidden.
 
 
 class MaskedImageTask(Task):
@@ -25,6 +28,8 @@ class MaskedImageTask(Task):
     The parameters are those of the network under "network", and the task's own. What is
     drawn for an image depends on its position in the run, so a run is the same on any
     mesh, in any number of microbatches, and after a resume.
+
+    A task of this kind defines `init`, `predict` and `metrics`.
 
     Args:
       name: of the task, for messages.
@@ -68,6 +73,67 @@ class MaskedImageTask(Task):
         key = jax.random.fold_in(rng, _MASKS)
         return {"noise": transforms.example_uniform(index, key, self.num_patches)}
 
+    @abc.abstractmethod
+    def predict(
+        self,
+        params: dict,
+        batch: Batch,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+    ) -> tuple[Float[Array, "B N outputs"], Mask]:
+        """Returns the predictions for all patches, and which were hidden.
+
+        Args:
+          params: of `init`.
+          batch: image (B, Y, X, C), normalised, and those of `draw`.
+          train, key: as of `Model.apply`.
+        """
+
+    @abc.abstractmethod
+    def metrics(
+        self,
+        extra: Tree,
+        batch: Batch,
+        predicted: Float[Array, "B N outputs"],
+        mask: Mask,
+    ) -> dict[str, Float[Array, " B"]]:
+        """Returns numbers for each image, "loss" among them.
+
+        Args:
+          extra: of the state.
+          batch: as of `predict`.
+          predicted, mask: what it returns.
+        """
+
+    def pixels_of(
+        self, predicted: Float[Array, "B N outputs"], images: Float[Array, "B Y X C"]
+    ) -> Float[Array, "B N PPC"]:
+        """Returns the patches, normalised, that predictions mean; here they are them."""
+        return predicted
+
+    def loss(self, params, extra, batch, rng):
+        predicted, mask = self.predict(params, batch, train=True, key=rng)
+        found = self.metrics(extra, batch, predicted, mask)
+        means = {name: value.mean() for name, value in found.items()}
+        return means["loss"], (means, None)
+
+    def held_out_metrics(self, params, extra, batch, rng):
+        batch = batch | self.draw(batch["index"], rng)
+        return self.metrics(extra, batch, *self.predict(params, batch))
+
+    def pictures(self, params, extra, batch, rng):
+        batch = batch | self.draw(batch["index"], rng)
+        images, side = batch["image"], self.model.patch_size
+        predicted, mask = self.predict(params, batch)
+        patches = self.pixels_of(predicted, images)
+        return Pictures(
+            images,
+            fill(images, mask, 0.0, side),
+            unpatchify(patches, self.model.grid, side),
+            fill(images, mask, patches, side),
+        )
+
     def backbone(self, params, extra):
         return params["network"]
 
@@ -103,6 +169,11 @@ def ranks(noise: Float[Array, "B N"]) -> Int[Array, "B N"]:
     return jnp.argsort(jnp.argsort(noise, axis=1), axis=1)
 
 
+def mean_over(values: Num[Array, "B N"], mask: Mask) -> Float[Array, " B"]:
+    """Returns the mean of the values of each image over its hidden patches."""
+    return (values * mask).sum(-1) / mask.sum(-1)
+
+
 def patchify(images: Num[Array, "B Y X C"], side: int) -> Num[Array, "B N PPC"]:
     """Cuts images into patches row by row; their pixels row by row, channels last."""
     B, Y, X, C = images.shape
@@ -128,7 +199,7 @@ def unpatchify(
 
 def fill(
     images: Float[Array, "B Y X C"],
-    mask: Float[Array, "B N"] | Bool[Array, "B N"],
+    mask: Mask,
     patches: Float[Array, "B N PPC"] | float,
     side: int,
 ) -> Float[Array, "B Y X C"]:
@@ -136,7 +207,7 @@ def fill(
 
     Args:
       images: of B images.
-      mask: 1 or True where a patch is hidden.
+      mask: of the images.
       patches: what takes their places.
       side: of a patch, in pixels.
     """

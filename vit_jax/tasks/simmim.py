@@ -13,7 +13,6 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
@@ -21,8 +20,8 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model
-from vit_jax.tasks.masking import MaskedImageTask, fill, patchify, ranks, unpatchify
-from vit_jax.tasks.task import Pictures, TaskConfig
+from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
+from vit_jax.tasks.task import TaskConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,60 +96,27 @@ class SimMim(MaskedImageTask):
         network = self.model.init(network_key)
         return {"network": network, "mask_token": token, "decoder": decoder}, None
 
-    def predict(
-        self, params: dict, batch: dict, *, train: bool = False, key=None
-    ) -> Float[Array, "B N PPC"]:
-        """Returns the predictions for all patches.
-
-        Args:
-          params: of `init`.
-          batch: image (B, Y, X, C), normalised, and mask (B, N), 1 where it is hidden.
-          train, key: as of `Model.apply`.
-        """
+    def predict(self, params, batch, *, train=False, key=None):
+        mask = batch["mask"]
 
         def hide(patches):
             token = params["mask_token"].astype(patches.dtype)
-            return jnp.where(batch["mask"][..., None] > 0, token, patches)
+            return jnp.where(mask[..., None] > 0, token, patches)
 
         images = batch["image"].astype(self.model.options["dtype"])
         x = self.model.encode(
             params["network"], images, train=train, key=key, edit_patches=hide
         )
         x = x[:, self.model.num_prefix_tokens :]
-        return self._decoder.apply({"params": params["decoder"]}, x)
+        predicted = self._decoder.apply({"params": params["decoder"]}, x)
+        return predicted.astype(jnp.float32), mask
 
-    def errors(
-        self,
-        predicted: Float[Array, "B N PPC"],
-        images: Float[Array, "B Y X C"],
-        mask: Float[Array, "B N"],
-    ) -> Float[Array, " B"]:
-        """Returns the mean absolute error over the hidden pixels of each image.
+    def metrics(self, extra, batch, predicted, mask):
+        """See `MaskedImageTask`: the mean absolute error over the hidden pixels.
 
         The original adds 1e-5 to the number of hidden pixels of a batch; here it is of
         an image, and there are always some.
         """
-        target = patchify(images.astype(jnp.float32), self.model.patch_size)
-        errors = jnp.abs(predicted.astype(jnp.float32) - target).mean(-1)
-        return (errors * mask).sum(-1) / mask.sum(-1)
-
-    def loss(self, params, extra, batch, rng):
-        predicted = self.predict(params, batch, train=True, key=rng)
-        loss = self.errors(predicted, batch["image"], batch["mask"]).mean()
-        return loss, ({"loss": loss}, None)
-
-    def held_out_metrics(self, params, extra, batch, rng):
-        batch = batch | self.draw(batch["index"], rng)
-        predicted = self.predict(params, batch)
-        return {"loss": self.errors(predicted, batch["image"], batch["mask"])}
-
-    def pictures(self, params, extra, batch, rng):
-        batch = batch | self.draw(batch["index"], rng)
-        images, mask, side = batch["image"], batch["mask"], self.model.patch_size
-        predicted = self.predict(params, batch).astype(jnp.float32)
-        return Pictures(
-            images,
-            fill(images, mask, 0.0, side),
-            unpatchify(predicted, self.model.grid, side),
-            fill(images, mask, predicted, side),
-        )
+        images = batch["image"].astype(jnp.float32)
+        targets = patchify(images, self.model.patch_size)
+        return {"loss": mean_over(jnp.abs(predicted - targets).mean(-1), mask)}

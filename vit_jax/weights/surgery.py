@@ -497,3 +497,16 @@ def learn_positions(
     flat[POSITIONS] = prepend_zero_rows(vectors[None], num_prefix_tokens)
     options["posemb"] = "learned"
     return flat, options, [f"position embeddings: {kind} written out as values"]
+
+
+def store_positions(
+    flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Does as `learn_positions`, and stores zeros where there are none."""
+    flat, options, notes = learn_positions(flat, options, grid)
+    if options["posemb"] == "none":
+        tokens = math.prod(grid) + sum(name in flat for name in _TOKENS)
+        zeros = np.zeros((1, tokens, options["width"]), np.float32)
+        flat, options = flat | {POSITIONS: zeros}, options | {"posemb": "learned"}
+        notes = [*notes, "position embeddings: none, written as zeros"]
+    return flat, options, notes

@@ -327,34 +327,52 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
     _check_writable(options)
     flat, options, notes = surgery.norm_every_token(flat, options)
-    flat, options, more = surgery.learn_positions(flat, options, model.grid)
+    flat, options, more = surgery.store_positions(flat, options, model.grid)
     flat, options, folded = surgery.fold_layer_scale(flat, options)
     notes += more + folded + surgery.note_resize(options, "transformers")
     options["patch"] = model.patch_size
-    if options["posemb"] == "none":
-        tokens = math.prod(model.grid) + 1 + options["distillation"]
-        flat[POSITIONS] = np.zeros((1, tokens, options["width"]), np.float32)
-        notes.append("position embeddings: none, written as zeros")
-
-    folder = pathlib.Path(folder)
-    files = {
-        "config.json": write_config(options, pretrained.class_names, pretrained.loss)
-    }
-    if pretrained.preprocess:
-        files["preprocessor_config.json"] = write_preprocess(
-            pretrained.preprocess, options["channels"]
-        )
-    else:
-        notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
+    config = write_config(options, pretrained.class_names, pretrained.loss)
     arrays = torch_file.to_their_arrays(flat, encoder_table(options))
-    prefix = files["config.json"]["model_type"] + "."
+    prefix = config["model_type"] + "."
     heads = ("classifier.", "cls_classifier.", "distillation_classifier.")
     if options["num_classes"]:  # The models without a classifier have no prefix.
         arrays = {
             k if k.startswith(heads) else prefix + k: v for k, v in arrays.items()
         }
+    preprocess, channels = pretrained.preprocess, options["channels"]
+    return notes + write_folder(folder, arrays, config, preprocess, channels)
+
+
+def write_folder(
+    folder: str | os.PathLike,
+    arrays: dict[str, np.ndarray],
+    config: dict,
+    preprocess: Preprocess | None,
+    channels: int,
+) -> list[str]:
+    """Writes the files that `from_pretrained` of transformers loads.
+
+    Args:
+      folder: existing.
+      arrays: by their names, for model.safetensors.
+      config: content of config.json.
+      preprocess: for preprocessor_config.json, or None if it is not known.
+      channels: of the images.
+
+    Returns:
+      A line for a file that is left out.
+
+    Raises:
+      UserError: transformers has no such image processor; nothing is written.
+    """
+    contents, notes = {"config.json": config}, []
+    if preprocess:
+        contents["preprocessor_config.json"] = write_preprocess(preprocess, channels)
+    else:
+        notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
+    folder = pathlib.Path(folder)
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    for name, content in files.items():
+    for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return notes
 

@@ -3,15 +3,11 @@
 Files have the names of transformers 4, which version 5 still writes.
 """
 
-import json
-import math
 import os
-import pathlib
 import re
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -74,12 +70,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "together is not supported: give the weights of Dinov2Model, without it"
         )
     config = tensors.sidecars.get("config.json", {})
-    facts = hugging_face.HuggingFaceConfig(epsilon=_DEFAULT_EPS)
-    if config:  # Its keys are those of a ViT.
-        as_vit = {"layer_norm_eps": _DEFAULT_EPS, **config, "model_type": "vit"}
-        facts = hugging_face.read_config(as_vit)
-    else:
-        notes.append("config.json: none, so exact GELU and epsilon 1e-6")
+    facts, more = _read_config(config)
+    notes += more
     if flat.pop(_MASK_TOKEN, None) is not None:
         notes.append("mask token: dropped, which only pretraining has")
     if not facts.query_bias:
@@ -100,13 +92,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         "num_register_tokens": 0 if registers is None else registers.shape[1],
     }
     table = _table(form)
-    known = {entry.theirs for entry in table}
-    if wrong := sorted(known ^ flat.keys()):
-        what = "missing" if wrong[0] in known else "not supported"
-        raise UserError(
-            f"{tensors.path}: {wrong[0]} is {what}: give the whole file of a Dinov2Model "
-            "or Dinov2WithRegistersModel"
-        )
+    network = "a Dinov2Model or Dinov2WithRegistersModel"
+    torch_file.check_names(flat, table, tensors.path, network=network)
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
     rest = {name: value for name, value in ours.items() if name != POSITIONS}
     sizes = linen.transformer_options(rest)
@@ -133,6 +120,15 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         preprocess=preprocess or dino.preprocess(sizes["image_size"]),
         notes=(*notes, *more),
     )
+
+
+def _read_config(config: dict) -> tuple[hugging_face.HuggingFaceConfig, list[str]]:
+    """Returns what config.json says, whose keys are those of a ViT, and a note."""
+    if not config:
+        facts = hugging_face.HuggingFaceConfig(epsilon=_DEFAULT_EPS)
+        return facts, ["config.json: none, so exact GELU and epsilon 1e-6"]
+    as_vit = {"layer_norm_eps": _DEFAULT_EPS, **config, "model_type": "vit"}
+    return hugging_face.read_config(as_vit), []
 
 
 def _table(options: dict) -> list[ArrayEntry]:
@@ -187,12 +183,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     _check_writable(options)
     flat = flatten_dict(pretrained.params, sep="/")
     flat, options, notes = surgery.norm_every_token(flat, options)
-    flat, options, more = surgery.learn_positions(flat, options, model.grid)
+    flat, options, more = surgery.store_positions(flat, options, model.grid)
     notes += more + surgery.note_resize(options, "transformers")
-    if options["posemb"] == "none":
-        shape = (1, math.prod(model.grid) + 1, options["width"])
-        flat[POSITIONS] = np.zeros(shape, np.float32)
-        notes.append("position embeddings: none, written as zeros")
     table = _table(options)
     if not options["layer_scale_init"]:
         scales = [e.ours[0] for e in table if e.ours[0].endswith("/gamma")]
@@ -202,18 +194,11 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     registers = options["num_register_tokens"]
     if registers:  # That network always has one.
         arrays[_MASK_TOKEN] = np.zeros((1, options["width"]), np.float32)
-    contents = {"config.json": _config(options, model.patch_size)}
-    if pretrained.preprocess:
-        contents["preprocessor_config.json"] = hugging_face.write_preprocess(
-            pretrained.preprocess, options["channels"]
-        )
-    else:
-        notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
-    folder = pathlib.Path(folder)
-    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    return notes
+    config = _config(options, model.patch_size)
+    preprocess, channels = pretrained.preprocess, options["channels"]
+    return notes + hugging_face.write_folder(
+        folder, arrays, config, preprocess, channels
+    )
 
 
 def _check_writable(options: dict) -> None:

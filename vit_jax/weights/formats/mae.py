@@ -6,15 +6,12 @@ one are told by their fixed positions, or by their config.json.
 """
 
 import dataclasses
-import json
 import math
 import os
-import pathlib
 import re
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -26,7 +23,6 @@ from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense, norm
 from vit_jax.weights.pretrained import (
     IMAGENET,
-    POSITIONS,
     Preprocess,
     Pretrained,
 )
@@ -168,13 +164,9 @@ def _read_decoder(
         notes.append(f"decoder's heads: nothing says how many, so {num_heads}")
     table = _decoder_table(width, depth, num_heads, in_hf=in_hf)
     positions = flat.pop(_positions(in_hf))
-    known = {entry.theirs for entry in table}
-    if wrong := sorted(known ^ flat.keys()):
-        what = "missing" if wrong[0] in known else "not supported"
-        raise UserError(
-            f"{source}: {wrong[0]} of the decoder is {what}: give the whole file of a "
-            "masked autoencoder"
-        )
+    torch_file.check_names(
+        flat, table, source, part=" of the decoder", network="a masked autoencoder"
+    )
     if not _is_fixed(positions, models.create(**options).grid):
         raise UserError(
             f"{source}: the positions of the decoder are not the fixed ones of MAE "
@@ -309,16 +301,10 @@ def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> lis
             "decoder_num_attention_heads": sizes["num_heads"],
             "decoder_intermediate_size": sizes["mlp_dim"],
         }
-    contents = {"config.json": config}
-    if pretrained.preprocess:
-        contents["preprocessor_config.json"] = hugging_face.write_preprocess(
-            pretrained.preprocess, options["channels"]
-        )
-    folder = pathlib.Path(folder)
-    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    return notes
+    preprocess, channels = pretrained.preprocess, options["channels"]
+    return notes + hugging_face.write_folder(
+        folder, arrays, config, preprocess, channels
+    )
 
 
 def _encoder(
@@ -355,14 +341,9 @@ def _encoder(
             "write it with --to=timm or --to=safetensors"
         )
     flat = flatten_dict(pretrained.params, sep="/")
-    flat, options, notes = surgery.learn_positions(flat, options, model.grid)
+    flat, options, notes = surgery.store_positions(flat, options, model.grid)
     flat, options, folded = surgery.fold_layer_scale(flat, options)
     notes += folded
-    if options["posemb"] == "none":
-        shape = (1, math.prod(model.grid) + 1, options["width"])
-        flat[POSITIONS] = np.zeros(shape, np.float32)
-        options["posemb"] = "learned"
-        notes.append("position embeddings: none, written as zeros")
     options["patch"] = model.patch_size
     library = hugging_face.encoder_table if in_hf else timm.transformer_table
     return torch_file.to_their_arrays(flat, library(options)), notes, options

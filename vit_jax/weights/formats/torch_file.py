@@ -533,6 +533,31 @@ def to_our_arrays(
     return ours
 
 
+def check_names(
+    flat: Mapping[str, np.ndarray],
+    table: Iterable[ArrayEntry],
+    source: str,
+    *,
+    part: str = "",
+    network: str,
+) -> None:
+    """Raises UserError unless the arrays are those of a table, no more and no less.
+
+    Args:
+      flat: theirs by name.
+      table: of the network.
+      source: for messages, as are:
+      part: what the arrays are of, as " of the decoder".
+      network: what is stored whole.
+    """
+    known = {entry.theirs for entry in table}
+    if wrong := sorted(known ^ flat.keys()):
+        what = "missing" if wrong[0] in known else "not supported"
+        raise UserError(
+            f"{source}: {wrong[0]}{part} is {what}: give the whole file of {network}"
+        )
+
+
 def check_floating(name: str, value: np.ndarray, source: str) -> None:
     """Raises UserError if an array holds integers, whose scale is unknown."""
     if not np.issubdtype(value.dtype, np.floating):
