@@ -10,21 +10,18 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import device as transforms
-from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
+from vit_jax.tasks.dino_crops import NUM_LARGE, Crops
 from vit_jax.tasks.dino_losses import Head, centered, cross_entropies
-from vit_jax.tasks.masking import check_unlabelled, no_labels
+from vit_jax.tasks.masking import check_unlabelled
 from vit_jax.tasks.task import Batch, Task, TaskConfig
 
-NUM_LARGE = 2  # Large crops of an image; the teacher sees these alone.
 _LOGS = 5  # Logs in a row after which a collapse is told.
 
 
@@ -104,26 +101,12 @@ class Dino(Task):
                 f"model.variant={model.options['variant']!r} returns no 'pre_logits', "
                 "which DINO compares: return them"
             )
-        self.model, self.config, self._data, self._run = model, config, data, run
-        host, device = parse.parse_train(data.train_transform, data.image_size)
-        last = host[-1] if host else None
-        shapes = getattr(last, "output_shapes", lambda _: {})(data.channels)
-        if device or shapes.get("image", ())[:1] != (NUM_LARGE,):
-            raise UserError(
-                f"data.train_transform={data.train_transform!r} with task.name='dino' "
-                "must end with multi_crop: what follows it is stated by "
-                "task.large_transforms and task.small_transform"
-            )
-        self._shapes = shapes
-        lines = zip(
-            (*config.large_transforms, config.small_transform),
-            ("task.large_transforms",) * NUM_LARGE + ("task.small_transform",),
-            strict=True,
-        )
-        self._ops = [_device_ops(line, where, data) for line, where in lines]
+        self.model, self.config, self._run = model, config, run
+        lines = config.large_transforms, config.small_transform
+        self.crops = Crops(*lines, data)
         self.small_model = model
-        if "small_crops" in shapes:
-            sides = shapes["small_crops"][1:3]
+        if self.crops.num_small:
+            sides = self.crops.shapes["small_crops"][1:3]
             if any(side % model.patch_size for side in sides):
                 raise UserError(
                     f"data.train_transform={data.train_transform!r}: small crops of "
@@ -140,36 +123,11 @@ class Dino(Task):
         )
         self._collapsed: dict[str, int] = {}
 
-    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns image (B, G, Y, X, C), small_crops (B, S, y, x, C) and index (B,)."""
-        return {
-            name: jax.ShapeDtypeStruct((batch_size, *shape), np.uint8)
-            for name, shape in self._shapes.items()
-        } | {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
+    def batch_spec(self, batch_size):
+        return self.crops.batch_spec(batch_size)
 
-    def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
-        """Returns the same, transformed and normalised."""
-        crops = {
-            "image": [batch["image"][:, i] for i in range(NUM_LARGE)],
-            "small_crops": [
-                batch["small_crops"][:, i]
-                for i in range(self._shapes.get("small_crops", (0,))[0])
-            ],
-        }
-        found = {}
-        for name, views in crops.items():
-            for i, view in enumerate(views):
-                number = i if name == "image" else NUM_LARGE + i
-                view, _ = transforms.apply(
-                    self._ops[min(number, NUM_LARGE)],
-                    view,
-                    no_labels(batch),
-                    batch["index"],
-                    jax.random.fold_in(rng, number),
-                )
-                view = transforms.normalize(view, self._data.mean, self._data.std)
-                found.setdefault(name, []).append(view)
-        return {name: jnp.stack(views, axis=1) for name, views in found.items()}
+    def prepare(self, batch, rng):
+        return self.crops.prepare(batch, rng)
 
     def init(self, rng):
         network_key, head_key = jax.random.split(rng)
@@ -301,8 +259,7 @@ class Dino(Task):
 
     def training_flops(self):
         """See `Task`; the teacher has no backward pass."""
-        small = self._shapes.get("small_crops", (0,))[0]
-        large = cost.forward_flops(self.model)
+        large, small = cost.forward_flops(self.model), self.crops.num_small
         if large is None:
             return None
         head = 2 * sum(
@@ -314,20 +271,3 @@ class Dino(Task):
         views = NUM_LARGE * (large + head)
         rest = small * (cost.forward_flops(self.small_model) + head) if small else 0
         return 3 * (views + rest) + views
-
-
-def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
-    """Returns the transforms of a line.
-
-    Raises:
-      UserError: one of them runs in the loader, changes the size or mixes examples.
-    """
-    host, device = parse.parse_train(line, data.image_size)
-    wrong = [*host, *(op for op in device if hasattr(op, "output_size"))]
-    wrong += [op for op in device if getattr(op, "mixes_examples", False)]
-    if wrong:
-        raise UserError(
-            f"{where}={line!r}: {type(wrong[0]).__name__} does not keep the crops of an "
-            "image apart and of their size, on the device: take it out"
-        )
-    return device
