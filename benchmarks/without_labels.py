@@ -10,7 +10,7 @@ features, and fine-tuned on a tenth of the labels and on all of them: --epochs p
 the whole set, or half as many steps on the tenth. "scratch" is fine-tuned from random
 weights; "longer" too, for the minutes of the pretraining in addition. The last lines are
 controls that must fail: DINO without a moving teacher, DINO without centring, and MAE that
-hides (nearly) nothing.
+hides nothing.
 
 Every run is a command, which is printed. Runs that are done are kept: the script goes on
 where it was ended, and several calls with different --only may share a folder. The table
@@ -33,7 +33,7 @@ TASKS = ("masked_patch", "mae", "simmim", "dino")
 CONTROLS = {
     "dino, momentum 0": ("dino", {"task.teacher_momentum": 0.0}),
     "dino, no centring": ("dino", {"task.center_momentum": 1.0}),
-    "mae, 1 patch hidden": ("mae", {"task.mask_ratio": 1 / 64}),
+    "mae, nothing hidden": ("mae", {"task.mask_ratio": 0.0}),
 }
 NAMES = ("scratch", "longer", *TASKS, *CONTROLS)
 TRIAL = 30  # Steps by which a run's speed is measured.

@@ -6,16 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config
 
-from vit_jax import models, weights
+from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.tasks import masked_patch
 from vit_jax.tasks.masked_patch import MaskedPatchConfig
 from vit_jax.tasks.masking import unpatchify
-from vit_jax.training import loop
 
 # A plain computation in NumPy; tests/golden/README.md.
 IO = np.load(pathlib.Path(__file__).parents[1] / "golden" / "mpp.io.npz")
@@ -227,24 +225,6 @@ def test_pictures_and_metrics_of_images_that_are_not_trained_on(target):
     assert all(value.shape == images.shape for value in found.values())
     again = task.held_out_metrics(params, extra, batch, jax.random.key(5))
     assert float(again["loss"][0]) == float(metrics["loss"][0])
-
-
-def test_a_run_counts_colors_resumes_exactly_and_hands_on_its_network(tmp_path):
-    config = tiny_config(
-        task={"name": "masked_patch"},
-        data={"num_classes": 0},
-        optim={"name": "sgd", "learning_rate": 0.1},
-        total_steps=4,
-        checkpoint_every_steps=2,
-        evals={},
-    )
-    report = loop.train(config, tmp_path / "run")
-    kill_after(2, tmp_path / "run")
-    again = loop.train(config, tmp_path / "run")
-    assert again["params_sha256"] == report["params_sha256"]
-    found = weights.open_pretrained(tmp_path / "run", with_task=True)
-    assert set(found.task_params) == {"mask_token", "decoder"}
-    assert "head" not in found.params and "Transformer" in found.params
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,13 @@ TASKS = {
     "simmim": {"name": "simmim", "mask_unit": 4},
     "dino": DINO,
 }
+# What a workdir holds beside the network.
+TASK_PARAMS = {
+    "masked_patch": {"mask_token", "decoder"},
+    "mae": {"decoder"},
+    "simmim": {"mask_token", "decoder"},
+    "dino": {"head"},
+}
 KNN = {"kind": "knn", "train": "train", "test": "val", "k": 3}
 
 
@@ -61,9 +68,10 @@ def test_it_is_evaluated_in_training(run):
 
 def test_its_workdir_is_a_model(run):
     name, workdir, _ = run
-    found = weights.open_pretrained(workdir)
+    found = weights.open_pretrained(workdir, with_task=True)
     assert found.options["num_classes"] == 0
-    assert "head" not in found.params
+    assert "head" not in found.params and "Transformer" in found.params
+    assert found.task_params.keys() == TASK_PARAMS[name]
     config = tiny_config(init={"checkpoint": str(workdir)}, total_steps=2)
     report = loop.train(config, workdir.parent / f"{name}_tuned")
     assert "top1" in report["final"]["val"]["params"]

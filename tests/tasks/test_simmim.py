@@ -7,16 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config
 from safetensors.numpy import load_file
 
-from vit_jax import models, weights
+from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.tasks import masking
 from vit_jax.tasks.simmim import SimMimConfig
-from vit_jax.training import loop
 from vit_jax.weights.formats import timm
 from vit_jax.weights.formats.files import Tensors
 
@@ -129,22 +127,6 @@ def test_pictures_and_metrics_of_images_that_are_not_trained_on(original):
     both = cut["reconstruction_and_visible"]
     np.testing.assert_array_equal(both[~mask], cut["original"][~mask])
     np.testing.assert_array_equal(both[mask], cut["reconstruction"][mask])
-
-
-def test_a_run_resumes_exactly_and_hands_on_its_network(tmp_path):
-    config = tiny_config(
-        task={"name": "simmim", "mask_unit": 4},
-        data={"num_classes": 0},
-        total_steps=4,
-        checkpoint_every_steps=2,
-        evals={},
-    )
-    report = loop.train(config, tmp_path / "run")
-    kill_after(2, tmp_path / "run")
-    again = loop.train(config, tmp_path / "run")
-    assert again["params_sha256"] == report["params_sha256"]
-    found = weights.open_pretrained(tmp_path / "run", with_task=True)
-    assert set(found.task_params) == {"mask_token", "decoder"}
 
 
 @pytest.mark.parametrize(
