@@ -31,7 +31,7 @@ TASK_PARAMS = {
     "masked_patch": {"mask_token", "decoder"},
     "mae": {"decoder"},
     "simmim": {"mask_token", "decoder"},
-    "dino": {"head"},
+    "dino": {"head", "network"},  # The student; the network is the teacher.
 }
 KNN = {"kind": "knn", "train": "train", "test": "val", "k": 3}
 
