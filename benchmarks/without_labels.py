@@ -44,15 +44,19 @@ COLUMNS = {
     "tenth": "10 % of the labels",
     "all": "all labels",
 }
-# Published rates are for thousands of images a step and hundreds of epochs. Not tuned.
+# Published rates are for thousands of images a step and hundreds of epochs. Not tuned but
+# for one thing: at DINO's published temperature, momentum and half of this rate, the teacher
+# had not left equal outputs after 220 steps.
 RATES = {
     "masked_patch": {"optim.learning_rate": 1e-3},
     "mae": {"optim.base_learning_rate": 2e-3},
     "simmim": {"optim.base_learning_rate": 2e-3},
     "dino": {
-        "optim.base_learning_rate": 1e-3,
+        "optim.base_learning_rate": 2e-3,
         "optim.freeze_epochs": 0.1,
         "task.num_outputs": OUTPUTS,
+        "task.teacher_momentum": 0.99,
+        "task.teacher_temperature": 0.04,
         "task.teacher_temperature_epochs": 0,
     },
 }
