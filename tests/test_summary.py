@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from vit_jax import summary
+from vit_jax import models, summary
 from vit_jax.errors import UserError
-from vit_jax.models import variants
 
 ROOT = pathlib.Path(__file__).parents[1]
 DIGITS = str(ROOT / "configs" / "digits.py")
@@ -64,7 +63,7 @@ def test_json_has_exact_numbers(capsys):
 
 def test_all_variants_are_the_default_and_fit_the_default_resolution():
     found = summary.find(None, None, num_classes=5)
-    assert [model.options["variant"] for model, _ in found] == list(variants.NAMES)
+    assert [model.options["variant"] for model, _ in found] == [*models.names()]
     assert all(as_asked for _, as_asked in found)
 
 

@@ -94,9 +94,8 @@ def find(
       UserError: no such variant, or variant and resolution are stated and do not fit.
     """
     from vit_jax import models
-    from vit_jax.models import variants
 
-    names = variants.NAMES if variant is None else variant.split(",")
+    names = models.names() if variant is None else variant.split(",")
     sides = _sides(resolution)
     found = []
     for name in names:

@@ -41,16 +41,17 @@ class ShardingConfig:
 
 _BYTES = 4  # Per parameter, which is a float32.
 _TRAINED = 16  # With its gradient and two moments of Adam.
-# Heads and hidden units, by the names of models/layers.py. The products between the
+# Heads and hidden units, by the names of models/layers.py and of the two Dense layers of
+# any MLP. The products between the
 # two kernels of each pair need no exchange, and their output is summed once.
 _MODEL_RULES = (
     (r"MultiHeadDotProductAttention_\d+/(query|key|value)/kernel$", (None, "model")),
     (r"MultiHeadDotProductAttention_\d+/(query|key|value)/bias$", ("model",)),
     (r"MultiHeadDotProductAttention_\d+/out/kernel$", ("model",)),
     (r"(^|/)relative_embedding(_\d+)?$", ("model",)),
-    (r"MlpBlock_\d+/(Dense_0|gate)/kernel$", (None, "model")),
-    (r"MlpBlock_\d+/(Dense_0|gate)/bias$", ("model",)),
-    (r"MlpBlock_\d+/Dense_1/kernel$", ("model",)),
+    (r"(^|/)(Dense_0|gate)/kernel$", (None, "model")),
+    (r"(^|/)(Dense_0|gate)/bias$", ("model",)),
+    (r"(^|/)Dense_1/kernel$", ("model",)),
 )
 # Names of the axes of activations in the models.
 _ACTIVATIONS = (

@@ -1,6 +1,23 @@
 """The networks: `create(variant, ...)` gives a `Model`."""
 
+from vit_jax.models import mixer
 from vit_jax.models.network import NetworkConfig
-from vit_jax.models.registry import VARIANTS, Model, Params, create, side_multiple
+from vit_jax.models.registry import (
+    VARIANTS,
+    Model,
+    Params,
+    create,
+    names,
+    side_multiple,
+)
 
-__all__ = ["VARIANTS", "Model", "NetworkConfig", "Params", "create", "side_multiple"]
+__all__ = [
+    "VARIANTS",
+    "Model",
+    "NetworkConfig",
+    "Params",
+    "create",
+    "mixer",
+    "names",
+    "side_multiple",
+]

@@ -23,11 +23,13 @@ class NetworkConfig(ModelConfig):
     """What `config.model` states of a network; the base of its keys.
 
     Attributes:
-      patch_size: what the sides of images must be multiples of; a key of this name, or a
-        constant, replaces it.
+      patch_size: what the sides of images must be multiples of; a key of this name, a
+        constant or a property replaces it.
+      names: the variants that are published.
     """
 
     patch_size: ClassVar[int] = 1
+    names: ClassVar[tuple[str, ...]] = ()
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
         """Returns the network.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.config import fields
+from vit_jax.config import fields, loading
 from vit_jax.config.fields import Choice
 from vit_jax.errors import UserError
 from vit_jax.models import attention as attending
@@ -178,9 +178,16 @@ class Model:
           to: of `at_size`.
 
         Raises:
-          UserError: relative positions, of which there is one for each offset.
+          UserError: relative positions, of which there is one for each offset; or a
+            network of another kind with parameters for each place, as an MLP-Mixer.
         """
         if not self.has_encoder:
+            shapes = (jax.eval_shape(m.init, jax.random.key(0)) for m in (self, to))
+            if len({str(shape) for shape in shapes}) > 1:
+                raise UserError(
+                    f"model.variant={self.options['variant']!r} has parameters for one "
+                    "size of image alone: take another variant"
+                )
             return params
         if self.module.posemb == "relative":
             raise UserError(
@@ -313,6 +320,12 @@ def _create_published(
     return Model(module, used, (*image_size, channels), patch)
 
 
+def names() -> tuple[str, ...]:
+    """Returns every variant that is published."""
+    kinds = [k for k in variants.CONFIGS.values() if issubclass(k, NetworkConfig)]
+    return variants.NAMES + sum((kind.names for kind in kinds), ())
+
+
 def side_multiple(variant: str) -> int:
     """Returns what image sides must be multiples of; 1 if any will do.
 
@@ -321,7 +334,7 @@ def side_multiple(variant: str) -> int:
     """
     kind = VARIANTS.find(variant, "model")
     if issubclass(kind, NetworkConfig):
-        return kind.patch_size
+        return loading.complete(kind, {"variant": variant}, "model.").patch_size
     if variants.parse(variant).size is None:  # A ResNet takes any image.
         return 1
     # No pixels are a multiple of every patch.

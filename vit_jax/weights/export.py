@@ -6,7 +6,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -67,7 +67,7 @@ def export(
         or the place cannot be written.
     """
     check(to, out, overwrite=overwrite)
-    _check_network(pretrained, to)
+    write = _find_write(pretrained, to)
     _check_complete(pretrained)
     notes, names = [], pretrained.class_names
     if names and len(names) != pretrained.options["num_classes"]:
@@ -77,13 +77,19 @@ def export(
         )
         pretrained = dataclasses.replace(pretrained, class_names=())
     with _staged(out, bool(WRITERS[to].suffix)) as place:
-        notes += WRITERS[to].write(pretrained, place)
+        notes += write(pretrained, place)
     files = [out / name for name in _NAMES] if out.is_dir() else [out]
     return [file for file in files if file.exists()], notes
 
 
-def _check_network(pretrained: Pretrained, to: str) -> None:
-    """Raises UserError unless a format can hold the network."""
+def _find_write(
+    pretrained: Pretrained, to: str
+) -> Callable[[Pretrained, pathlib.Path], list[str]]:
+    """Returns what writes the network in a format.
+
+    Raises:
+      UserError: the format cannot hold it.
+    """
     variant = pretrained.options["variant"]
     if is_custom(variant):
         raise UserError(
@@ -91,13 +97,15 @@ def _check_network(pretrained: Pretrained, to: str) -> None:
             "of a module of yours, and reading files of weights imports no module: keep "
             "its workdir"
         )
-    if WRITERS[to].any_network:
-        return
-    if issubclass(models.VARIANTS.find(variant, "model"), models.NetworkConfig):
+    writer, kind = WRITERS[to], models.VARIANTS.find(variant, "model")
+    if kind in writer.networks:
+        return writer.networks[kind]
+    if not writer.any_network and issubclass(kind, models.NetworkConfig):
         raise UserError(
             f"--to={to}: the format has no network such as model.variant={variant!r}: "
             "write it with --to=safetensors"
         )
+    return writer.write
 
 
 def _check_complete(pretrained: Pretrained) -> None:

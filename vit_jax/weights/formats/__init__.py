@@ -12,6 +12,7 @@ from vit_jax.weights.formats import mae
 from vit_jax.weights.formats import bit
 from vit_jax.weights.formats import google
 from vit_jax.weights.formats import big_vision
+from vit_jax.weights.formats import mixer
 from vit_jax.weights.formats import native
 # isort: on
 
@@ -23,6 +24,7 @@ __all__ = [
     "hugging_face",
     "hugging_face_dinov2",
     "mae",
+    "mixer",
     "native",
     "timm",
 ]

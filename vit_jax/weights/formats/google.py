@@ -24,6 +24,10 @@ from vit_jax.weights.pretrained import (
     describe_preprocess,
 )
 
+ACTIVATION_NOTE = (
+    "activation: gelu became gelu_tanh, Google's: logits differ in the third digit"
+)
+
 
 def recognises(tensors: Tensors) -> bool:
     """Returns whether a file is in this format."""
@@ -86,7 +90,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     model = models.create(**pretrained.options)
     flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
     notes = ["class names, preprocessing, loss: the format has no place for them"]
-    notes += _note_preprocess(pretrained.preprocess)
+    notes += note_preprocess(pretrained.preprocess)
     if "depth" in options:
         _check_network(options)
         flat, options, more = surgery.norm_every_token(flat, options)
@@ -94,9 +98,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         flat, options, folded = surgery.fold_layer_scale(flat, options)
         notes += more + written + folded
         if options["activation"] != "gelu_tanh":
-            notes.append(
-                "activation: gelu became gelu_tanh, Google's: logits differ in the third digit"
-            )
+            notes.append(ACTIVATION_NOTE)
         if options["layer_norm_eps"] != 1e-6:
             notes.append(
                 f"layer_norm_eps: {options['layer_norm_eps']:g} became 1e-6, Google's"
@@ -121,8 +123,8 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     return notes
 
 
-def _note_preprocess(given: Preprocess | None) -> list[str]:
-    """Returns a note if readers would assume another preprocessing than the given."""
+def note_preprocess(given: Preprocess | None) -> list[str]:
+    """Returns a note if readers of npz would assume another preprocessing."""
     if given is None:
         return []
     half = (0.5,) * len(given.mean), (0.5,) * len(given.std)

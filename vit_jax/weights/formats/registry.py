@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vit_jax.errors import UserError
+from vit_jax.models import NetworkConfig
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import Pretrained
 
@@ -41,6 +42,8 @@ class Writer:
       library: name by which the hub knows the library that loads it; "" if none.
       any_network: whether it holds every network, not only Vision Transformers, hybrids
         and BiT ResNets.
+      networks: of further networks that it holds, by the dataclass of their config, what
+        writes them in the place of `write`. The modules of their formats put it there.
       with_task: whether it has a place for what a task has beside the network, which is
         then read too.
     """
@@ -50,6 +53,9 @@ class Writer:
     usage: Callable[[Pretrained, str, bool], str] | None = None
     library: str = ""
     any_network: bool = False
+    networks: dict[type[NetworkConfig], Callable[[Pretrained, Path], list[str]]] = (
+        dataclasses.field(default_factory=dict)
+    )
     with_task: bool = False
 
 

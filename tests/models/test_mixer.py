@@ -1,0 +1,160 @@
+"""MLP-Mixers against google-research/vision_transformer, and as any other network."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict
+from helpers import tiny_config
+from jax.sharding import PartitionSpec
+
+from vit_jax import models, weights
+from vit_jax.config import fields
+from vit_jax.distributed import sharding
+from vit_jax.errors import UserError
+from vit_jax.models import cost
+from vit_jax.models.mixer import SIZES
+from vit_jax.training import config as configuration
+from vit_jax.training import loop
+from vit_jax.weights import export
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+TINY = {"width": 16, "depth": 2, "tokens_mlp_dim": 8, "channels_mlp_dim": 24}
+
+
+def tiny_mixer(**sections):
+    """Returns the config of a short run of a small Mixer."""
+    config = fields.to_dict(tiny_config(total_steps=2, data={"image_size": (16, 16)}))
+    config |= {"model": {"variant": "Mixer-S/4", **TINY}} | sections
+    return configuration.complete(config)
+
+
+@pytest.fixture(scope="module")
+def original():
+    """The model, its parameters and what the original code gave."""
+    found = weights.open_pretrained(GOLDEN / "mixer.npz")
+    with np.load(GOLDEN / "mixer.io.npz") as io:
+        arrays = {name: jnp.asarray(value) for name, value in io.items()}
+    return models.create(**found.options), found.params, arrays
+
+
+def test_logits_and_gradients_are_the_originals(original):
+    model, params, io = original
+
+    def loss(params):
+        logits = model.apply(params, io["image"])["logits"]
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+            logits, io["label"]
+        )
+        return losses.mean(), logits
+
+    (value, logits), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    np.testing.assert_allclose(logits, io["logits"], atol=1e-5)
+    np.testing.assert_allclose(value, io["loss"], rtol=1e-6)
+    found = flatten_dict(grads, sep="/")
+    compared = 0
+    for name, wanted in io.items():
+        if name.startswith("grad/"):
+            ours = name.removeprefix("grad/").replace("stem/", "embedding/")
+            np.testing.assert_allclose(found[ours], wanted, atol=1e-6)
+            compared += 1
+    assert compared == 5
+
+
+def test_timms_activation_is_an_option(original):
+    model, params, io = original
+    exact = models.create(**model.options | {"activation": "gelu"})
+    found = exact.apply(params, io["image"])["logits"]
+    np.testing.assert_allclose(found, io["timm_logits_erf"], atol=1e-5)
+    assert np.abs(found - io["logits"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [n for n in models.names() if n.startswith("Mixer")])
+def test_published_sizes_have_their_parameters(name):
+    letter, patch = name.removeprefix("Mixer-").split("/")
+    size, patch = SIZES[letter], int(patch)
+    model = models.create(name, num_classes=1_000)
+    N, D = (224 // patch) ** 2, size.width
+    mlps = 2 * N * size.tokens_mlp_dim + N + size.tokens_mlp_dim
+    mlps += 2 * D * size.channels_mlp_dim + D + size.channels_mlp_dim
+    ends = 3 * patch**2 * D + D + 2 * D + 1_000 * (D + 1)
+    assert cost.parameters(model) == size.depth * (mlps + 4 * D) + ends
+    # Products of the embedding, the MLPs and the classifier.
+    macs = 3 * patch**2 * D * N + 1_000 * D
+    macs += size.depth * 2 * N * D * (size.tokens_mlp_dim + size.channels_mlp_dim)
+    assert cost.macs_per_image(model) == pytest.approx(macs, rel=0.01)
+
+
+def test_stochastic_depth_skips_the_branches_of_whole_images():
+    model = models.create(
+        "Mixer-S/8", num_classes=0, image_size=(16, 16), drop_path_rate=0.9, **TINY
+    )
+    params, image = model.init(jax.random.key(0)), jnp.ones((1, 16, 16, 3))
+    images = jnp.broadcast_to(image, (64, 16, 16, 3))
+    found = model.apply(params, images, train=True, key=jax.random.key(1))
+    # The first block is never skipped; of the last, each of two branches may be.
+    assert len(np.unique(np.round(found["pre_logits"], 4), axis=0)) == 4
+    still = model.apply(params, images)["pre_logits"]
+    assert len(np.unique(np.round(still, 4), axis=0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": "Mixer-X/16"}, "'Mixer-X/16' is not Mixer-SIZE/PATCH with a size"),
+        ({"variant": "Mixer-B"}, "'Mixer-B' is not Mixer-SIZE/PATCH"),
+        ({"image_size": (20, 16)}, "height 20 is not a multiple of the patch 8"),
+        ({"activation": "relu"}, "model.activation='relu' is not one of gelu_tanh, ge"),
+        ({"depth": 5_000}, "model.depth=5000 must be below 1000"),
+    ],
+)
+def test_what_is_no_mixer_is_refused(changes, message):
+    stated = {"variant": "Mixer-S/8", "num_classes": 3, "image_size": (16, 16)}
+    with pytest.raises(UserError, match=message):
+        models.create(**stated | changes)
+
+
+def test_a_run_is_a_model_that_is_fine_tuned_and_written(tmp_path):
+    report = loop.train(tiny_mixer(), tmp_path / "run")
+    assert 0 <= report["final"]["val"]["params"]["top1"] <= 1
+    found = weights.open_pretrained(tmp_path / "run")
+    out = tmp_path / "mixer.npz"
+    _, notes = export.export(found, "google", out)
+    assert any("preprocessing" in note for note in notes)
+    again = weights.open_pretrained(out)
+    model, other = (models.create(**f.options) for f in (found, again))
+    images = jax.random.normal(jax.random.key(0), (2, 16, 16, 3))
+    np.testing.assert_array_equal(
+        model.apply(found.params, images)["logits"],
+        other.apply(again.params, images)["logits"],
+    )
+    tuned = tiny_mixer(init={"checkpoint": str(out)})
+    report = loop.train(tuned, tmp_path / "tuned")
+    assert "top1" in report["final"]["val"]["params"]
+
+
+def test_hidden_units_of_both_mlps_are_split_over_the_axis_model():
+    model = models.create("Mixer-S/4", num_classes=4, image_size=(16, 16), **TINY)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    mesh = jax.make_mesh(
+        (1, 1, 2), ("data", "fsdp", "model"), devices=jax.devices()[:2]
+    )
+    found = flatten_dict(sharding.parameters(shapes, mesh), sep="/")
+    for mixing in ("token", "channel"):
+        mlp = f"MixerBlock_1/{mixing}_mixing"
+        assert found[f"{mlp}/Dense_0/kernel"].spec == PartitionSpec(None, "model")
+        assert found[f"{mlp}/Dense_0/bias"].spec == PartitionSpec("model")
+        assert found[f"{mlp}/Dense_1/kernel"].spec == PartitionSpec("model", None)
+
+
+def test_parameters_of_another_size_of_image_are_refused():
+    model = models.create("Mixer-S/4", num_classes=0, image_size=(16, 16), **TINY)
+    params = model.init(jax.random.key(0))
+    assert model.resize_positions(params, model.at_size((16, 16))) is params
+    with pytest.raises(
+        UserError, match="'Mixer-S/4' has parameters for one size of im"
+    ):
+        model.resize_positions(params, model.at_size((8, 8)))

@@ -1,0 +1,196 @@
+"""MLP-Mixer (arXiv:2105.01601): MLPs across patches and across features in turn.
+
+Parameters are named as in google-research/vision_transformer's files, but for the patch
+embedding, which has the name that it has in every network here ("stem" there).
+Letters: B images, Y by X pixels, C channels, N patches, D width, L classes.
+"""
+
+import dataclasses
+import re
+from typing import ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
+from vit_jax.models.layers import ACTIVATIONS, LayerNorm, classify, drop_path
+from vit_jax.models.network import NetworkConfig
+from vit_jax.models.variants import CONFIGS
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Numbers of one size (arXiv:2105.01601, table 1).
+
+    Attributes:
+      width: features a patch.
+      depth: blocks.
+      tokens_mlp_dim: hidden units of the MLPs across patches.
+      channels_mlp_dim: of those across features.
+    """
+
+    width: int
+    depth: int
+    tokens_mlp_dim: int
+    channels_mlp_dim: int
+
+
+SIZES = {
+    "S": Size(512, 8, 256, 2048),
+    "B": Size(768, 12, 384, 3072),
+    "L": Size(1024, 24, 512, 4096),
+    "H": Size(1280, 32, 640, 5120),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerConfig(NetworkConfig):
+    """MLP-Mixers, as `Mixer-B/16`."""
+
+    names: ClassVar[tuple[str, ...]] = (
+        *(f"Mixer-{size}/{patch}" for size in "SBL" for patch in (16, 32)),
+        "Mixer-H/14",
+    )
+
+    variant: str = key("Mixer-B/16", "")
+    width: int = key(0, "Features a patch, in place of the variant's if not 0.")
+    depth: int = key(0, "Blocks, likewise.", below=1_000)
+    tokens_mlp_dim: int = key(
+        0, "Hidden units of the MLPs across patches, likewise ..."
+    )
+    channels_mlp_dim: int = key(0, "... and of those across features.")
+    activation: str = key(
+        "gelu_tanh", "Of the MLPs; timm's have gelu.", choices=tuple(ACTIVATIONS)
+    )
+    drop_path_rate: float = key(
+        0.0, "Stochastic depth of the last block; it grows from 0.", below=1
+    )
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels, which the variant states."""
+        return self._parsed[1]
+
+    @property
+    def size(self) -> Size:
+        """The variant's numbers, and what replaces them."""
+        return dataclasses.replace(
+            self._parsed[0],
+            **{
+                f.name: getattr(self, f.name)
+                for f in dataclasses.fields(Size)
+                if getattr(self, f.name)
+            },
+        )
+
+    @property
+    def _parsed(self) -> tuple[Size, int]:
+        found = re.fullmatch(r"Mixer-(\w+)/0*([1-9]\d{0,3})", self.variant)
+        if not found or found[1] not in SIZES:
+            raise UserError(
+                f"model.variant={self.variant!r} is not Mixer-SIZE/PATCH with a size out "
+                f"of {', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'Mixer-B/16'"
+            )
+        return SIZES[found[1]], int(found[2])
+
+    def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "MlpMixer":
+        return MlpMixer(self, num_classes)
+
+
+CONFIGS[r"Mixer-.*"] = MixerConfig
+
+
+class MlpMixer(nn.Module):
+    """An MLP-Mixer; its number of patches is that of the images it is initialised with.
+
+    Attributes:
+      config: of the network.
+      num_classes: L; 0 is no classifier.
+    """
+
+    config: MixerConfig
+    num_classes: int
+
+    @nn.compact
+    def __call__(
+        self, images: Float[Array, "B Y X C"], *, train: bool = False
+    ) -> dict[str, Float[Array, "..."]]:
+        """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D)."""
+        config, size = self.config, self.config.size
+        sides = (config.patch_size,) * 2
+        embed = nn.Conv(
+            size.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
+        )
+        x = embed(images.astype(config.dtype))
+        x = x.reshape(len(x), -1, size.width)
+        for i in range(size.depth):
+            rate = config.drop_path_rate * i / max(1, size.depth - 1)
+            block = MixerBlock(
+                size.tokens_mlp_dim,
+                size.channels_mlp_dim,
+                config.activation,
+                rate if train else 0.0,
+                config.dtype,
+                name=f"MixerBlock_{i}",
+            )
+            x = block(x)
+        x = LayerNorm(dtype=config.dtype, name="pre_head_layer_norm")(x)
+        features = x.astype(jnp.float32).mean(1)
+        return classify(features, self.num_classes, config.head_bias_init)
+
+
+class MixerBlock(nn.Module):
+    """An MLP across patches, then one across features.
+
+    Attributes:
+      tokens_mlp_dim, channels_mlp_dim: their hidden units.
+      activation: of both.
+      drop_path_rate: part of the images that skip each of them.
+      dtype: of the computation.
+    """
+
+    tokens_mlp_dim: int
+    channels_mlp_dim: int
+    activation: str
+    drop_path_rate: float
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        """Adds what they return."""
+
+        def add(x, branch):
+            drawn = self.make_rng("dropout") if self.drop_path_rate else None
+            return x + drop_path(branch, self.drop_path_rate, drawn)
+
+        def mlp(hidden, name):
+            return MixerMlp(hidden, self.activation, self.dtype, name=name)
+
+        norm = LayerNorm(dtype=self.dtype, name="LayerNorm_0")
+        across = jnp.swapaxes(norm(x), 1, 2)
+        across = mlp(self.tokens_mlp_dim, "token_mixing")(across)
+        x = add(x, jnp.swapaxes(across, 1, 2))
+        norm = LayerNorm(dtype=self.dtype, name="LayerNorm_1")
+        return add(x, mlp(self.channels_mlp_dim, "channel_mixing")(norm(x)))
+
+
+class MixerMlp(nn.Module):
+    """Two dense layers with an activation between them, initialised as in Google's code.
+
+    Attributes:
+      hidden: units of the first layer.
+      activation: a key of `layers.ACTIVATIONS`.
+      dtype: of the computation.
+    """
+
+    hidden: int
+    activation: str
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B M F"]) -> Float[Array, "B M F"]:
+        """Transforms the last axis."""
+        y = nn.Dense(self.hidden, dtype=self.dtype)(x)
+        return nn.Dense(x.shape[-1], dtype=self.dtype)(ACTIVATIONS[self.activation](y))
