@@ -378,6 +378,8 @@ def main():
                     f"{'DIFFERENT in ' + ', '.join(wrong) if wrong else 'identical'}",
                     flush=True,
                 )
+                for key in wrong:
+                    print(f"{key}: {got[key]}, not {wanted[key]}", flush=True)
     print(f"\n{'killed during':40} " + " ".join(f"{h} host(s)" for h in kinds))
     for what in sorted({what for _, what in counts}):
         cells = [f"{counts[hosts, what]:9}" for hosts in kinds]

@@ -222,6 +222,18 @@ def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch, bucket):
     assert "(403: no access to the bucket)" in refused(bucket)
 
 
+def test_a_start_that_is_killed_while_it_tries_the_disk_leaves_no_file(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from vit_jax.training import lock\n"
+        "lock.os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "lock.probe(sys.argv[1])\n"
+    )
+    end = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], check=False)
+    assert end.returncode == -signal.SIGKILL
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 @pytest.mark.parametrize("options", ["ro", "size=4k"])
 def test_a_disk_that_is_full_or_read_only_is_refused(tmp_path, options):
     disk = tmp_path / "disk"

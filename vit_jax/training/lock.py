@@ -15,6 +15,7 @@ import pathlib
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -76,23 +77,26 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
 
 
 def probe(workdir: str | os.PathLike) -> None:
-    """Writes a small file into a workdir and removes it.
+    """Writes a small file into a workdir, of which nothing stays.
 
     Raises:
       UserError: that is not possible.
     """
     path = _absolute(workdir)
-    file = path / f".probe-{socket.gethostname()}-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        try:
-            with file.open("wb") as opened:
+        if _is_local(path):
+            # A file without a name: nothing of it stays, even after a kill.
+            with tempfile.TemporaryFile(dir=path) as opened:
                 opened.write(_PROBE)
                 opened.flush()
-                if _is_local(file):
-                    os.fsync(opened.fileno())  # Some disks are full only then.
-        finally:
-            file.unlink(missing_ok=True)
+                os.fsync(opened.fileno())  # Some disks are full only then.
+        else:
+            file = path / f".probe-{socket.gethostname()}-{os.getpid()}"
+            try:
+                file.write_bytes(_PROBE)
+            finally:
+                file.unlink(missing_ok=True)
     except ImportError:
         raise  # Of what reads buckets: `guards.clear_errors` says what to install.
     except Exception as error:  # A bucket's errors are no OSErrors.
