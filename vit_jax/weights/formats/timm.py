@@ -312,13 +312,42 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             )
         if options["distillation"] and not options["num_classes"]:
             notes.append("features: timm gives the mean of both tokens, we the first")
-    config = timm_config.write(options, pretrained.preprocess, pretrained.class_names)
-    if pretrained.preprocess is None:
+    architecture = timm_config.choose_architecture(options)
+    arrays = torch_file.to_their_arrays(flat, table(options))
+    return notes + write_folder(folder, arrays, architecture, options, pretrained)
+
+
+def write_folder(
+    folder: str | os.PathLike,
+    arrays: dict[str, np.ndarray],
+    architecture: timm_config.Architecture,
+    options: dict,
+    pretrained: Pretrained,
+) -> list[str]:
+    """Writes model.safetensors and config.json.
+
+    Args:
+      folder: existing.
+      arrays: by timm's names.
+      architecture: that they are for.
+      options: all options of `models.Model`.
+      pretrained: has the preprocessing, the class names and the loss.
+
+    Returns:
+      A line for each thing that the folder cannot say.
+
+    Raises:
+      UserError: timm cannot prepare images so.
+    """
+    preprocess, notes = pretrained.preprocess, []
+    config = timm_config.write(
+        architecture, options, preprocess, pretrained.class_names
+    )
+    if preprocess is None:
         notes.append("preprocessing: nothing says how, so timm's own defaults hold")
     if pretrained.loss == "sigmoid":
         notes.append("loss: the config does not say that it was sigmoid, not softmax")
     folder = pathlib.Path(folder)
-    arrays = torch_file.to_their_arrays(flat, table(options))
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return notes

@@ -16,7 +16,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import layers
 from vit_jax.weights.pretrained import Preprocess, per_channel, resize_sides
 
-# All architectures of timm 1.0.31 with equal logits, by family, with their older names.
+# ViTs, hybrids and BiT ResNets of timm 1.0.31 with equal logits, with their older names.
 # tests/weights/formats/test_timm_registry.py compares them with timm.
 _OLD = r"(_in21k|_in21ft1k|_sam|_dino|_miil|_miil_in21k)?"
 _EQUAL = (
@@ -71,16 +71,19 @@ _PARTS = re.compile(
     r"|pos_embed|stem|stages)(\.|$)"
 )
 
-# Arguments that the parameters show, that have no effect at inference, or that `read`
-# handles. Any other argument could change the output without a trace in the parameters.
-_ARGUMENTS = re.compile(
-    r"img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio"
-    r"|qkv_bias|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|init_values|class_token"
-    r"|no_embed_class|reg_tokens|pre_norm|final_norm|fc_norm|dynamic_img_size"
-    r"|dynamic_img_pad|strict_img_size|weight_init|fix_init|stem_chs|channels|pos_embed"
-    r"|global_pool|act_layer|pool_include_prefix|\w+_rate|pretrained|checkpoint_path"
-    r"|cache_dir|scriptable|exportable|no_jit|out_indices"
-)
+# By a pattern of names of equal architectures: arguments that the parameters show, that
+# have no effect at inference, or that the format's module handles. Any other could change
+# the output without a trace in the parameters. Modules of further networks add theirs.
+ARCHITECTURES = {
+    "|".join(_EQUAL): (
+        r"img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio"
+        r"|qkv_bias|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|init_values"
+        r"|class_token|no_embed_class|reg_tokens|pre_norm|final_norm|fc_norm"
+        r"|dynamic_img_size|dynamic_img_pad|strict_img_size|weight_init|fix_init|stem_chs"
+        r"|channels|pos_embed|global_pool|act_layer|pool_include_prefix|\w+_rate"
+        r"|pretrained|checkpoint_path|cache_dir|scriptable|exportable|no_jit|out_indices"
+    )
+}
 _NONE = (None, False, "", "none")
 
 _SIZE_NAMES = {
@@ -255,12 +258,39 @@ def _class_names(config: Mapping, images: Mapping) -> tuple[str, ...]:
     return tuple(words.get(name, name) for name in names)
 
 
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What config.json says of a network.
+
+    Attributes:
+      name: of the architecture in timm.
+      args: of its function there.
+      num_features: width of the features before the classifier.
+      global_pool: timm's name of how they are pooled.
+      first_conv: name of the first layer.
+      classifier: name of the last one, or a list of names.
+      fixed_input_size: whether the parameters are for one image size.
+    """
+
+    name: str
+    args: dict
+    num_features: int
+    global_pool: str
+    first_conv: str
+    classifier: str | list[str]
+    fixed_input_size: bool = True
+
+
 def write(
-    options: Mapping, preprocess: Preprocess | None, class_names: Sequence[str]
+    architecture: Architecture,
+    options: Mapping,
+    preprocess: Preprocess | None,
+    class_names: Sequence[str],
 ) -> dict:
     """Returns the config of a network.
 
     Args:
+      architecture: that it is in timm.
       options: all options of `models.Model`.
       preprocess: of images; timm's defaults if None.
       class_names: in label order; may be empty.
@@ -269,11 +299,8 @@ def write(
       Content of config.json.
 
     Raises:
-      UserError: timm has no such network.
+      UserError: timm cannot prepare images so.
     """
-    name, args, traits = choose_architecture(options)
-    resnet = "depth" not in options
-    features = options["stem_width"] * 32 if resnet else options["width"]
     size = [options["channels"], *options["image_size"]]
     images = {
         "tag": "vit_jax",
@@ -281,7 +308,9 @@ def write(
         "input_size": size,
         "num_classes": options["num_classes"],
         "pool_size": None,
-        **traits,
+        "fixed_input_size": architecture.fixed_input_size,
+        "first_conv": architecture.first_conv,
+        "classifier": architecture.classifier,
     }
     if preprocess:
         names = {ours: theirs for theirs, ours in _INTERPOLATIONS.items()}
@@ -294,16 +323,16 @@ def write(
             "std": per_channel(preprocess.std, size[0]),
         }
     config = {
-        "architecture": name,
+        "architecture": architecture.name,
         "num_classes": options["num_classes"],
-        "num_features": features,
-        "global_pool": "avg" if resnet else args["global_pool"],
-        "model_args": args,
+        "num_features": architecture.num_features,
+        "global_pool": architecture.global_pool,
+        "model_args": architecture.args,
         "pretrained_cfg": images,
     }
     if class_names:
         config["label_names"] = list(class_names)
-    if not resnet and options["posemb"] == "learned":
+    if options.get("posemb") == "learned":
         config[_RESIZE_KEY] = options["posemb_resize"]
     return config
 
@@ -329,14 +358,11 @@ def _crop(preprocess: Preprocess) -> float:
     return fraction
 
 
-def choose_architecture(options: Mapping) -> tuple[str, dict, dict]:
-    """Returns the architecture of timm that is a network of ours.
+def choose_architecture(options: Mapping) -> Architecture:
+    """Returns the architecture of timm that is an encoder, hybrid or ResNet of ours.
 
     Args:
       options: all options of `models.Model`.
-
-    Returns:
-      Its name, its arguments, and the names of its first and last layers.
 
     Raises:
       UserError: timm has no such architecture.
@@ -346,7 +372,7 @@ def choose_architecture(options: Mapping) -> tuple[str, dict, dict]:
     )
 
 
-def _choose_transformer(options: Mapping) -> tuple[str, dict, dict]:
+def _choose_transformer(options: Mapping) -> Architecture:
     name = _transformer_name(options)
     gated = options["activation"] == "swiglu"
     width, mlp_dim = options["width"], options["mlp_dim"] * (1 + gated)
@@ -384,11 +410,8 @@ def _choose_transformer(options: Mapping) -> tuple[str, dict, dict]:
         stem = "stem." if options["stage_depths"] else ""
         first = f"patch_embed.backbone.{stem}conv"
     heads = ["head", "head_dist"] if options["distillation"] else "head"
-    return (
-        name,
-        args,
-        {"fixed_input_size": True, "first_conv": first, "classifier": heads},
-    )
+    pool = args["global_pool"]
+    return Architecture(name, args, width, pool, first, heads)
 
 
 def _transformer_name(options: Mapping) -> str:
@@ -435,7 +458,7 @@ def _transformer_name(options: Mapping) -> str:
     return "vit_base_patch16_224"
 
 
-def _choose_resnet(options: Mapping) -> tuple[str, dict, dict]:
+def _choose_resnet(options: Mapping) -> Architecture:
     layers = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
     blocks, stem_width = options["stage_depths"], options["stem_width"]
     if blocks not in layers:
@@ -450,12 +473,10 @@ def _choose_resnet(options: Mapping) -> tuple[str, dict, dict]:
         # Divided by the factor of the architecture, which cannot be replaced.
         args["stem_chs"] = stem_width // factor
         args["channels"] = [stem_width * 4 * 2**i // factor for i in range(4)]
-    traits = {
-        "fixed_input_size": False,
-        "first_conv": "stem.conv",
-        "classifier": "head.fc",
-    }
-    return f"resnetv2_{layers[blocks]}x{factor}_bit", args, traits
+    name = f"resnetv2_{layers[blocks]}x{factor}_bit"
+    return Architecture(
+        name, args, stem_width * 32, "avg", "stem.conv", "head.fc", False
+    )
 
 
 def check_parameters(
@@ -516,7 +537,9 @@ def check_config(config: Mapping) -> None:
     file = f"architecture={name!r} in config.json"
     # Without its first norm: `write` chooses it for epsilon 1e-5.
     plain_clip = name == "vit_base_patch16_clip_224" and args.get("pre_norm") is False
-    if not plain_clip and not any(re.fullmatch(p, name) for p in _EQUAL):
+    known = (a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name))
+    known = next(known, next(iter(ARCHITECTURES.values())) if plain_clip else None)
+    if known is None:
         what = next((what for p, what in _UNSEEN if re.search(p, name)), None)
         if what is not None:
             raise _unsupported(file, what)
@@ -528,7 +551,7 @@ def check_config(config: Mapping) -> None:
     for key, value in args.items():
         if key == "norm_layer" and _same_norm(name, value):
             continue
-        if not _ARGUMENTS.fullmatch(key) and value not in _NONE:
+        if not re.fullmatch(known, key) and value not in _NONE:
             raise _unsupported(file, f"{key}={value!r} in model_args is")
 
 
