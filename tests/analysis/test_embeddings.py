@@ -8,7 +8,7 @@ import pytest
 from vit_jax import models
 from vit_jax.analysis import embeddings
 from vit_jax.errors import UserError
-from vit_jax.models.vit import AddPositions
+from vit_jax.models.posemb import AddPositions
 
 Y, X, D = 2, 3, 12
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.models import attention, layers
+from vit_jax.models.encoder import Block
 from vit_jax.models.layers import MultiHeadAttention
-from vit_jax.models.vit import Block
 
 B, N, M, H, K = 2, 5, 7, 3, 4  # Distinct, so that no swapped axis can pass.
 

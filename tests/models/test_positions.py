@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vit_jax import models
-from vit_jax.models import attention, vit
+from vit_jax.models import attention, posemb, vit
 
 Y, X, D = 3, 5, 12
 TINY = {"width": D, "depth": 3, "num_heads": 3, "mlp_dim": 20}
@@ -32,7 +32,7 @@ def names(model):
 
 
 def test_sincos2d_is_sines_and_cosines_of_column_then_row():
-    table = np.asarray(vit.sincos2d((Y, X), D)).reshape(Y, X, D)
+    table = np.asarray(posemb.sincos2d((Y, X), D)).reshape(Y, X, D)
     rates = [10_000 ** -(i / 2) for i in range(3)]
     y, x = 2, 4
     expected = [f(a * r) for a in (x, y) for f in (math.sin, math.cos) for r in rates]
@@ -40,7 +40,7 @@ def test_sincos2d_is_sines_and_cosines_of_column_then_row():
 
 
 def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
-    add = vit.AddPositions("learned2d", (Y, X), num_prefix_tokens=2)
+    add = posemb.AddPositions("learned2d", (Y, X), num_prefix_tokens=2)
     params = random_like(add.init(jax.random.key(0), jnp.zeros((1, 2 + Y * X, D))))
     out = add.apply(params, jnp.zeros((1, 2 + Y * X, D)))[0]
     rows, columns = (params["params"][f"{n}_embedding"] for n in ("row", "column"))
@@ -53,12 +53,12 @@ def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
 
 @pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d"])
 def test_register_tokens_have_no_position(kind):
-    add = vit.AddPositions(kind, (Y, X), num_prefix_tokens=3, num_register_tokens=2)
+    add = posemb.AddPositions(kind, (Y, X), num_prefix_tokens=3, num_register_tokens=2)
     zeros = jnp.zeros((1, 3 + Y * X, D))
     params = random_like(add.init(jax.random.key(0), zeros))
     out = add.apply(params, zeros)[0]
     np.testing.assert_array_equal(out[1:3], 0)
-    plain = vit.AddPositions(kind, (Y, X), num_prefix_tokens=1)
+    plain = posemb.AddPositions(kind, (Y, X), num_prefix_tokens=1)
     expected = plain.apply(params, zeros[:, 2:])[0]
     np.testing.assert_array_equal(jnp.concatenate([out[:1], out[3:]]), expected)
 
@@ -100,7 +100,7 @@ def test_positions_act_before_the_layers_they_are_meant_for(kind):
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         x = patches.reshape(2, Y * X, D) + embedding["bias"][None, None]
-        add = vit.AddPositions(kind, (Y, X), 0)
+        add = posemb.AddPositions(kind, (Y, X), 0)
         table = params["Transformer"].get("posembed_input", {})
         place = add.apply({"params": table}, jnp.zeros((1, Y * X, D)))
         x = x + times * place

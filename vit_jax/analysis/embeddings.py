@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from vit_jax.analysis.loaded_model import check_finite
 from vit_jax.errors import UserError
-from vit_jax.models import Model, Params, stacking, vit
+from vit_jax.models import Model, Params, posemb, stacking
 from vit_jax.weights.surgery import FIRST_KERNELS
 
 NUM_COMPONENTS = 28  # As in figure 7 of the paper.
@@ -135,7 +135,7 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
         patches = model.grid[0] * model.grid[1]
         return np.asarray(embedding["pos_embedding"], np.float64)[0, -patches:]
     if kind.startswith("sincos2d"):
-        fixed = vit.sincos2d(model.grid, model.options["width"], kind)
+        fixed = posemb.sincos2d(model.grid, model.options["width"], kind)
         return np.asarray(fixed, np.float64)
     (Y, X), half = model.grid, model.options["width"] // 2
     rows, columns = (

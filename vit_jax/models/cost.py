@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from vit_jax.errors import UserError
-from vit_jax.models import resnet, vit
+from vit_jax.models import encoder, resnet, vit
 from vit_jax.models.registry import Model
 
 # Primitives that run what they hold once. Any other that holds a product is an error.
@@ -25,7 +25,7 @@ _CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
 _OPAQUE = ("pallas_call", "ffi_call", "ragged_dot", "dot_product_attention")
 
 # What repeats in a model; traced once for all that are equal.
-_UNITS = (vit.Block, resnet.PreActivationUnit, resnet.PostActivationUnit)
+_UNITS = (encoder.Block, resnet.PreActivationUnit, resnet.PostActivationUnit)
 
 # A batch that no other axis is a multiple of, so that it tells what grows with it: it is
 # prime, and larger than other axes are.

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
+from vit_jax.models.encoder import Block, Encoder
 from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
-from vit_jax.models.vit import Block, Encoder, VisionTransformer, block_of
+from vit_jax.models.vit import VisionTransformer, block_of
 
 Images = Float[Array, "B Y X C"]
 

@@ -1,13 +1,14 @@
-"""Position embeddings for images of another size.
+"""Position embeddings: how they are added, and resized for images of another size.
 
-Every method is linear and separable: a matrix for the rows and one for the columns, so
+Every method of resizing is linear and separable: a matrix for the rows and one for the columns, so
 that it can be differentiated, and applied on the host or within a jitted function.
-Letters: N and M tokens, D model width.
+Letters: B images, Y by X patches, P prefix tokens, N and M tokens, D model width.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,84 @@ from vit_jax.errors import UserError
 from vit_jax.models import stacking
 
 _Embedding = Float[np.ndarray, "1 N D"] | Float[Array, "1 N D"]
+_INIT = nn.initializers.normal(0.02)
+
+
+class AddPositions(nn.Module):
+    """Adds position embeddings (arXiv:2010.11929, section 3.1 and appendix D.4).
+
+    Attributes:
+      kind: "learned": a vector per token. "learned2d": learned vectors of the column and
+        of the row, each of half the width, concatenated. "sincos2d": the same with
+        fixed sines and cosines (arXiv:2104.02057, section 4.1), of big_vision's wave
+        lengths; "sincos2d_mae": of MAE's. "none" and "relative": nothing. The 2-D kinds
+        are 0 for prefix tokens.
+      grid: Y and X.
+      num_prefix_tokens: P.
+      num_register_tokens: how many of them, the last, have no position of any kind.
+    """
+
+    kind: str
+    grid: tuple[int, int]
+    num_prefix_tokens: int
+    num_register_tokens: int = 0
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        """Returns the tokens plus their position embeddings."""
+        _, N, D = x.shape
+        if self.kind == "learned":
+            R = self.num_register_tokens
+            embedding = self.param("pos_embedding", _INIT, (1, N - R, D), jnp.float32)
+            if R:
+                before, after = jnp.split(embedding, [self.num_prefix_tokens - R], 1)
+                none = jnp.zeros((1, R, D))
+                embedding = jnp.concatenate([before, none, after], axis=1)
+        elif self.kind == "learned2d":
+            rows, columns = (
+                self.param(f"{name}_embedding", _INIT, (side, D // 2), jnp.float32)
+                for name, side in zip(("row", "column"), self.grid, strict=True)
+            )
+            embedding = self._pad_prefix(_on_grid(rows, columns))
+        elif self.kind.startswith("sincos2d"):
+            embedding = self._pad_prefix(sincos2d(self.grid, D, self.kind))
+        else:
+            return x
+        return x + embedding.astype(x.dtype)
+
+    def _pad_prefix(self, embedding):
+        return jnp.pad(embedding, ((self.num_prefix_tokens, 0), (0, 0)))[None]
+
+
+def sincos2d(
+    grid: tuple[int, int], width: int, kind: str = "sincos2d"
+) -> Float[Array, "YX D"]:
+    """Returns fixed embeddings: sines and cosines of the column, then of the row.
+
+    Args:
+      grid: rows and columns.
+      width: D, a multiple of 4.
+      kind: "sincos2d", with wave lengths from 2 pi to 20,000 pi, as big_vision has
+        them, or "sincos2d_mae", which ends one step before, as MoCo v3 and MAE do.
+
+    Source: MoCo v3 (arXiv:2104.02057, section 4.1).
+    """
+    inclusive = kind == "sincos2d"
+    # In float64, so that MAE's tables are equal to the last bit.
+    rates = 1 / 10_000.0 ** np.linspace(0, 1, width // 4, endpoint=inclusive)
+    rows, columns = (
+        np.concatenate([np.sin(angles), np.cos(angles)], axis=1, dtype=np.float32)
+        for angles in (np.outer(np.arange(side), rates) for side in grid)
+    )
+    return _on_grid(rows, columns)
+
+
+def _on_grid(rows, columns):
+    """Concatenates the vectors of the column and row of each cell, in row-major order."""
+    Y, X = len(rows), len(columns)
+    parts = columns[None], rows[:, None]
+    parts = [jnp.broadcast_to(v, (Y, X, v.shape[-1])) for v in parts]
+    return jnp.concatenate(parts, axis=-1).reshape(Y * X, -1)
 
 
 def linear_corners(old: int, new: int) -> Float[np.ndarray, "new old"]:

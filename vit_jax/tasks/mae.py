@@ -19,7 +19,7 @@ from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost, vit
+from vit_jax.models import Model, cost, encoder, vit
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
 
@@ -227,9 +227,9 @@ class Decoder(nn.Module):
             token.astype(x.dtype),
         )
         x = jnp.concatenate([x[:, :P], patches], axis=1)
-        x = vit.Encoder(
+        x = encoder.Encoder(
             block=functools.partial(
-                vit.Block,
+                encoder.Block,
                 num_heads=self.num_heads,
                 hidden=self.mlp_dim,
                 activation=like.activation,

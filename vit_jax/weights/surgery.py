@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 
 from vit_jax.errors import UserError
-from vit_jax.models import posemb, vit
+from vit_jax.models import posemb
 from vit_jax.weights.pretrained import POSITIONS
 
 HEADS = ("keep", "new", "drop")
@@ -484,7 +484,7 @@ def learn_positions(
         return flat, options, []
     flat, num_prefix_tokens = dict(flat), sum(name in flat for name in _TOKENS)
     if kind.startswith("sincos2d"):
-        vectors = np.asarray(vit.sincos2d(grid, options["width"], kind))
+        vectors = np.asarray(posemb.sincos2d(grid, options["width"], kind))
     else:
         rows, columns = (
             np.asarray(flat.pop(POSITIONS.replace("pos_emb", f"{name}_emb")))

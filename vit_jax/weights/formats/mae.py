@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import vit
+from vit_jax.models import posemb
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import hugging_face, timm, torch_file
 from vit_jax.weights.formats.files import Tensors
@@ -66,7 +66,7 @@ def _is_fixed(embedding: np.ndarray, grid: tuple[int, int]) -> bool:
 
 def _table(grid: tuple[int, int], width: int) -> np.ndarray:
     """Returns the fixed positions with a row of zeros for the class token."""
-    table = np.asarray(vit.sincos2d(grid, width, _KIND))
+    table = np.asarray(posemb.sincos2d(grid, width, _KIND))
     return surgery.prepend_zero_rows(table[None], 1)
 
 
