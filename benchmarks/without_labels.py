@@ -9,8 +9,9 @@ short trial measures. It is then scored by k-NN and by a linear probe on its fro
 features, and fine-tuned on a tenth of the labels and on all of them: --epochs passes over
 the whole set, or half as many steps on the tenth. "scratch" is fine-tuned from random
 weights; "longer" too, for the minutes of the pretraining in addition. The last lines are
-controls: features of random weights, DINO without a moving teacher, DINO without centring,
-and MAE that hides nothing.
+controls: MAE that hides nothing, as long as the others; and with --control_steps and
+without fine-tuning DINO without a moving teacher, DINO without centring, and the features
+of random weights.
 
 Every run is a command, which is printed. Runs that are done are kept: the script goes on
 where it was ended, and several calls with different --only may share a folder. The table
@@ -31,11 +32,12 @@ BATCH, EXAMPLES, CLASSES = 128, 50_000, 10
 OUTPUTS = 1_024  # Of DINO's head.
 TASKS = ("masked_patch", "mae", "simmim", "dino")
 CONTROLS = {
-    "untrained": ("mae", {}),  # One step, whose rate is still 0.
+    "mae, nothing hidden": ("mae", {"task.mask_ratio": 0.0}),
     "dino, momentum 0": ("dino", {"task.teacher_momentum": 0.0}),
     "dino, no centring": ("dino", {"task.center_momentum": 1.0}),
-    "mae, nothing hidden": ("mae", {"task.mask_ratio": 0.0}),
+    "untrained": ("mae", {}),  # One step, whose rate is still 0.
 }
+SHORT = ("dino, momentum 0", "dino, no centring", "untrained")
 NAMES = ("scratch", "longer", *TASKS, *CONTROLS)
 TRIAL = 30  # Steps by which a run's speed is measured.
 COLUMNS = {
@@ -122,13 +124,14 @@ def pretrain(name, seed, args):
     task, changes = CONTROLS.get(name, (name, {}))
     config = f"configs/{task}.py:data=cifar10"
     keys = RATES[task] | {"model.activation": "gelu", "evals": "{}"}
-    steps = steps_of(task, config, keys, args)
-    if name in CONTROLS:
-        steps = 1 if name == "untrained" else min(steps, args.control_steps)
-    workdir = args.out / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
-    train(
-        config, workdir, keys | changes | {"seed": seed} | length(config, steps), args
-    )
+    keys |= changes
+    stem = name.replace(", ", "_").replace(" ", "_")
+    if name in SHORT:
+        steps = 1 if name == "untrained" else args.control_steps
+    else:
+        steps = steps_of(stem, config, keys, args)
+    workdir = args.out / f"{stem}_{seed}"
+    train(config, workdir, keys | {"seed": seed} | length(config, steps), args)
     return workdir, steps
 
 
@@ -179,7 +182,7 @@ def measure(name, seed, args):
             found["entropy"] = metrics["train/teacher_entropy"] / math.log(OUTPUTS)
         found |= features(workdir, args)
         init = workdir
-    if name in CONTROLS:
+    if name in SHORT:
         return found
     for column, split, part in (("tenth", "train[:10%]", 2), ("all", "train", 1)):
         if column == "tenth" and name == "longer":
@@ -247,7 +250,7 @@ def main():
     add("--epochs", type=float, default=3.0, help="of fine-tuning on all labels")
     add("--seeds", default="0", help="as 0,1,2")
     add("--only", default=";".join(NAMES), help="names, separated by semicolons")
-    add("--control_steps", type=int, default=150, help="at most, of a control")
+    add("--control_steps", type=int, default=150, help="of DINO's controls")
     add("--plot", help="PNG to write")
     args = parser.parse_args()
     args.root = pathlib.Path(__file__).resolve().parents[1]
