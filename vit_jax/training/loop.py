@@ -301,7 +301,7 @@ def _make_report(
         "wall_seconds": round(seconds, 3),
         "compute": run_report.compute_record(
             images=setup.total_steps * config.batch_size,
-            flops_per_image=setup.task.training_flops(),
+            flops_per_image=setup.training_flops,
             device_kind=jax.devices()[0].device_kind,
             devices=jax.device_count(),
             device_seconds=device_seconds,

@@ -68,7 +68,7 @@ class MetricLogger:
             config.batch_size,
             jax.device_count(),
             active=active,
-            ideal=ideal_seconds(setup.task.training_flops(), device),
+            ideal=ideal_seconds(setup.training_flops, device),
         )
         self._writer = MetricWriter(workdir, start, active=active)
         self.step_timer = StepTimer(config.slow_step_factor, jax.process_index())

@@ -63,6 +63,35 @@ class OptimConfig:
         changes_result=False,
         formerly="optim.accumulate",
     )
+    sam_rho: float = key(
+        0.0,
+        "SAM (arXiv:2010.01412): take the gradient so far uphill, two passes a step; 0 "
+        "is off.",
+    )
+    sam_rho_end: float = key(
+        0.0,
+        "GSAM: `sam_rho` falls with the learning rate, at the last rate to this; 0: it "
+        "stays.",
+    )
+    sam_adaptive: str = key(
+        "none",
+        'Uphill in units of the parameters: "asam" (arXiv:2102.11600), "scaled" (of '
+        "big_vision).",
+        choices=("none", "asam", "scaled"),
+    )
+    sam_batch_size: int = key(
+        0,
+        "Images that go uphill together (the m of m-sharpness), on any number of "
+        "devices; 0: the batch.",
+    )
+    gsam_alpha: float = key(
+        0.0, "GSAM (arXiv:2203.08065): weight of what turns the gradient; 0 is off."
+    )
+    gsam_minimize: str = key(
+        "robust",
+        'Loss that GSAM\'s turn leaves alone: the one uphill, or "clean", the one here.',
+        choices=("robust", "clean"),
+    )
     mu_dtype: str = key(
         "float32",
         "Of Adam's first moment, SGD's momentum; or \"bfloat16\".",

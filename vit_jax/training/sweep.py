@@ -19,7 +19,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.evaluators.suite import Suite
 from vit_jax.models import Model
-from vit_jax.training import optim, train_step
+from vit_jax.training import optim, sharpness, train_step
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.train_step import Step, TrainSetup
 
@@ -93,6 +93,8 @@ class _StepOfRate:
                 setup.task,
                 tx,
                 rate,
+                sharpness.radius(config.optim, rate, peak, run),
+                sharpness.splits(config.optim, config.batch_size, mesh),
                 config.optim,
                 config.ema.decay,
                 mesh,

@@ -20,7 +20,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.models import stacking
 from vit_jax.tasks.task import Task, backbone_path
-from vit_jax.training import optim
+from vit_jax.training import optim, sharpness
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.optim import OptimConfig
 from vit_jax.training.schedules import Schedule
@@ -54,6 +54,8 @@ class TrainSetup(NamedTuple):
         argument is not donated.
       train_step: jitted, from `make_train_step`.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
+      training_flops: floating-point operations of a step per image, as of
+        `Task.training_flops`; twice as many with SAM. None if unknown.
       metadata: what checkpoints store beside the config, for JSON: "task", what the
         task needs to be built again, and "network", the path of the network's
         parameters in the state and its options.
@@ -73,6 +75,7 @@ class TrainSetup(NamedTuple):
     from_disk: Callable[[TrainState], TrainState]
     train_step: Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
+    training_flops: int | None
     metadata: dict
 
     @property
@@ -137,7 +140,7 @@ def build_train_setup(
       UserError: the batch, the model or the sharding rules do not fit the mesh or each
         other.
     """
-    meshes.check_batch(config.batch_size, config.optim.grad_accum_steps, mesh)
+    splits = sharpness.splits(config.optim, config.batch_size, mesh)
     total_steps = config.num_steps(num_examples)
     steps_per_epoch = num_examples / config.batch_size
     model = config.build_model(mesh.devices.flat[0].platform)
@@ -159,6 +162,7 @@ def build_train_setup(
     sharding.check_memory(params, list(mesh.devices.flat), extra)
     peak = config.optim.peak_learning_rate(config.batch_size)
     rate = optim.learning_rate(config.optim, peak, run)
+    rho = sharpness.radius(config.optim, rate, peak, run)
     tx = optim.optimizer(config.optim, params, rate, run)
     create = functools.partial(
         create_train_state, tx=tx, seed=config.seed, average=bool(config.ema.decay)
@@ -182,9 +186,10 @@ def build_train_setup(
         to_disk = functools.partial(convert, function=unstack)
         from_disk = functools.partial(convert, function=stack)
     step = make_train_step(
-        task, tx, rate, config.optim, config.ema.decay, mesh, shardings
+        task, tx, rate, rho, splits, config.optim, config.ema.decay, mesh, shardings
     )
     batch_sharding = meshes.batched(mesh)
+    flops = task.training_flops()
     return TrainSetup(
         task=task,
         model=task.model,
@@ -203,6 +208,7 @@ def build_train_setup(
             name: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=batch_sharding)
             for name, form in batch_spec.items()
         },
+        training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
         metadata={
             "task": task.metadata(),
             "network": {
@@ -217,6 +223,8 @@ def make_train_step(
     task: Task,
     tx: optax.GradientTransformation,
     learning_rate: Schedule,
+    rho: Schedule,
+    splits: tuple[int, int],
     config: OptimConfig,
     ema_decay: float,
     mesh: Mesh,
@@ -228,7 +236,9 @@ def make_train_step(
       task: computes the loss.
       tx: optimiser.
       learning_rate: schedule of `tx`, only to be logged.
-      config: section `optim`; gradient accumulation and freezing are read.
+      rho: radius of SAM, from `sharpness.radius`.
+      splits: of the batch, from `sharpness.splits`.
+      config: section `optim`; SAM and freezing are read.
       ema_decay: of the parameters' moving average; not read if the state has none.
       mesh: of all devices.
       shardings: of each array of the state.
@@ -241,19 +251,25 @@ def make_train_step(
     def loss_fn(params, extra, batch, key):
         return task.loss(optim.stop_frozen_gradients(params, config), extra, batch, key)
 
+    def grad_fn(params, extra, batch, key):
+        grads, aux = jax.grad(loss_fn, has_aux=True)(params, extra, batch, key)
+        # As soon as they exist, so that no device holds all of them.
+        return jax.lax.with_sharding_constraint(grads, shardings.params), aux
+
+    def gradients_at(step):
+        groups, parts = splits
+        function = accumulate(grad_fn, parts)
+        if config.sam_rho:
+            function = sharpness.climb(function, config, rho(step))
+        return accumulate(function, groups)
+
     def train_step(state, batch):
         augment_key, dropout_key = jax.random.split(state.key)
         batch = task.prepare(batch, augment_key)
         key = jax.random.fold_in(dropout_key, state.step)
         with sharding.activations(mesh):
-            grads, (metrics, stats) = accumulate_gradients(
-                loss_fn,
-                state.params,
-                state.extra,
-                batch,
-                key,
-                config.grad_accum_steps,
-                shardings.params,
+            grads, (metrics, stats) = gradients_at(state.step)(
+                state.params, state.extra, batch, key
             )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -306,57 +322,37 @@ def jit_step(
     )
 
 
-def accumulate_gradients(
-    loss_fn: Callable,
-    params: dict,
-    extra: object,
-    batch: dict,
-    key: jax.Array,
-    microbatches: int,
-    shardings: dict | None,
-):
-    """Averages the gradients of a batch's microbatches.
+def accumulate(grad_fn: Callable, parts: int) -> Callable:
+    """Returns a function like `grad_fn` that averages over the parts of a batch.
 
     Args:
-      loss_fn: (params, extra, batch, key) -> (loss, (metrics, stats)), all means.
-      params: to differentiate by.
-      extra: the task's state beside the parameters.
-      batch: name to an array of B rows.
-      key: PRNG key of this step.
-      microbatches: number of them; divides B.
-      shardings: of the parameters, applied to the gradients as soon as they exist, so
-        that no device holds all of them; None to leave it to the compiler.
-
-    Returns:
-      Gradients, and (metrics, stats) of the whole batch.
+      grad_fn: (params, extra, batch, key) -> (gradients, (metrics, stats)), all means;
+        a batch is a name to an array of B rows.
+      parts: number of them; divides B. Each takes rows of every device, one after
+        another.
     """
-    differentiate = jax.grad(loss_fn, has_aux=True)
-
-    def grad_fn(batch, key):
-        grads, aux = differentiate(params, extra, batch, key)
-        if shardings is not None:
-            grads = jax.lax.with_sharding_constraint(grads, shardings)
-        return grads, aux
-
-    if microbatches == 1:
-        return grad_fn(batch, key)
+    if parts == 1:
+        return grad_fn
 
     def split(x):
-        # Each microbatch takes a part of every device's images.
-        x = x.reshape(len(x) // microbatches, microbatches, *x.shape[1:])
+        x = x.reshape(len(x) // parts, parts, *x.shape[1:])
         return jnp.swapaxes(x, 0, 1)
 
-    def body(total, xs):
-        part, i = xs
-        found = grad_fn(part, jax.random.fold_in(key, i))
-        return jax.tree.map(lambda t, p: t + p / microbatches, total, found), None
+    def gradients(params, extra, batch, key):
+        def body(total, xs):
+            part, i = xs
+            found = grad_fn(params, extra, part, jax.random.fold_in(key, i))
+            return jax.tree.map(lambda t, p: t + p / parts, total, found), None
 
-    parts = jax.tree.map(split, batch)
-    zero = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype),
-        jax.eval_shape(grad_fn, jax.tree.map(lambda x: x[0], parts), key),
-    )
-    return jax.lax.scan(body, zero, (parts, jnp.arange(microbatches)))[0]
+        batches = jax.tree.map(split, batch)
+        first = jax.tree.map(lambda x: x[0], batches)
+        zero = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype),
+            jax.eval_shape(grad_fn, params, extra, first, key),
+        )
+        return jax.lax.scan(body, zero, (batches, jnp.arange(parts)))[0]
+
+    return gradients
 
 
 _background: list[concurrent.futures.Future] = []

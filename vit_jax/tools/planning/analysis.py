@@ -165,7 +165,7 @@ def _before(program, traced, config, mesh, examples, limit) -> Analysis:
         batch_bytes=bytes_per_device(program.batch_shapes, batch),
         flops=2.0 * macs / mesh.size,
         counted=way + _repeated(mesh),
-        model_flops=program.task.training_flops() * config.batch_size / mesh.size,
+        model_flops=program.training_flops * config.batch_size / mesh.size,
         limit_bytes=limit,
     )
 

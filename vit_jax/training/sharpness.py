@@ -1,0 +1,153 @@
+"""SAM and GSAM: gradients where the loss nearby is worst, for any task and optimiser.
+
+SAM (arXiv:2010.01412) climbs from the parameters w along their gradient g to w + e, and
+steps from w by the gradient r that it finds there. GSAM (arXiv:2203.08065) also turns r.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from vit_jax.config.lengths import RunLength
+from vit_jax.distributed import mesh as meshes
+from vit_jax.errors import UserError
+from vit_jax.training.optim import OptimConfig
+from vit_jax.training.schedules import Number, Schedule
+
+# (params, extra, batch, key) -> (gradients, aux)
+GradFn = Callable[..., tuple[dict, object]]
+
+
+def radius(
+    config: OptimConfig, rate: Schedule, peak: Number, run: RunLength
+) -> Schedule:
+    """Returns the radius rho as a function of the steps already taken.
+
+    With `sam_rho_end` it falls with the learning rate, as GSAM's does: from `sam_rho` at
+    the highest rate to `sam_rho_end` at the last one. Rates of the warmup below the last
+    one have `sam_rho_end` too.
+
+    Args:
+      config: section `optim`.
+      rate: learning rate, from `optim.learning_rate`.
+      peak: highest learning rate.
+      run: length of the run.
+    """
+    high, low = config.sam_rho, config.sam_rho_end
+    if not low:
+        return lambda step: high
+
+    def at(step):
+        last = rate(run.total_steps)
+        part = (rate(step) - last) / jnp.maximum(peak - last, jnp.finfo("float32").tiny)
+        return low + (high - low) * jnp.clip(part, 0.0, 1.0)
+
+    return at
+
+
+def splits(config: OptimConfig, batch_size: int, mesh: Mesh) -> tuple[int, int]:
+    """Returns how many groups of images go uphill, and the microbatches of each.
+
+    Without `sam_batch_size` it is one group, of `grad_accum_steps` microbatches.
+
+    Args:
+      config: section `optim`.
+      batch_size: images of a step.
+      mesh: of all devices, each of which has a part of every microbatch.
+
+    Raises:
+      UserError: the images cannot be split so.
+    """
+    groups, size = 1, config.sam_batch_size
+    if config.sam_rho and size:
+        devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
+        if batch_size % size or size % devices:
+            raise UserError(
+                f"optim.sam_batch_size={size}: must divide batch_size={batch_size} and be a "
+                f"multiple of the {devices} devices, each of which has a part of these "
+                f"images: set it to {math.lcm(devices, math.gcd(size, batch_size))} or to 0, "
+                "the whole batch"
+            )
+        groups = batch_size // size
+    parts = -(-config.grad_accum_steps // groups)
+    meshes.check_batch(batch_size, groups * parts, mesh)
+    return groups, parts
+
+
+def climb(grad_fn: GradFn, config: OptimConfig, rho: Number) -> GradFn:
+    """Returns gradients after a step uphill, in the place of those of `grad_fn`.
+
+    Args:
+      grad_fn: of the loss of some images. It is called twice, with the same keys: both
+        passes have the same dropout.
+      config: section `optim`.
+      rho: length of the step uphill.
+
+    Returns:
+      Function like `grad_fn`, whose aux (metrics, what the task's state is updated with)
+      is that of the first pass, at the parameters themselves.
+    """
+
+    def gradients(params, extra, batch, key):
+        clean, aux = grad_fn(params, extra, batch, key)
+        away = perturbation(params, clean, rho, config.sam_adaptive)
+        worse = jax.tree.map(lambda p, e: (p + e).astype(p.dtype), params, away)
+        robust, _ = grad_fn(worse, extra, batch, key)
+        return turned(clean, robust, config.gsam_alpha, config.gsam_minimize), aux
+
+    return gradients
+
+
+def perturbation(params: dict, grads: dict, rho: Number, adaptive: str) -> dict:
+    """Returns the step uphill to where the loss is worst, to first order.
+
+    Args:
+      params: w.
+      grads: g, of the same structure.
+      rho: its length; with `adaptive` in units of the parameters' sizes.
+      adaptive: "none": rho g / |g|, with one norm over all parameters. "asam":
+        rho w^2 g / ||w| g| (arXiv:2102.11600). "scaled": rho |w| g / |g|, as big_vision
+        has it.
+    """
+    scale = grads
+    if adaptive == "asam":
+        scale = jax.tree.map(lambda w, g: jnp.abs(w) * g, params, grads)
+    # Where all is frozen or solved, the gradient is 0, and so is the step.
+    norm = jnp.maximum(optax.tree.norm(scale), jnp.finfo("float32").tiny)
+    if adaptive == "asam":
+        return jax.tree.map(lambda w, s: rho / norm * jnp.abs(w) * s, params, scale)
+    if adaptive == "scaled":
+        return jax.tree.map(lambda w, g: rho / norm * jnp.abs(w) * g, params, grads)
+    return jax.tree.map(lambda g: rho / norm * g, grads)
+
+
+def turned(clean: dict, robust: dict, alpha: float, minimize: str) -> dict:
+    """Returns GSAM's gradient; the robust one if `alpha` is 0.
+
+    Args:
+      clean: g, at the parameters.
+      robust: r, at the end of the step uphill.
+      alpha: weight of what is turned.
+      minimize: "robust": r - alpha (g - its part along r), which lowers the loss around
+        the parameters, as the paper has it; "clean": g + alpha (r - its part along g),
+        a choice of GSAM's code.
+    """
+    if not alpha:
+        return robust
+    along, other, sign = (
+        (robust, clean, -1) if minimize == "robust" else (clean, robust, 1)
+    )
+    part = _dot(other, along) / jnp.maximum(
+        _dot(along, along), jnp.finfo("float32").tiny
+    )
+    return jax.tree.map(lambda a, o: a + sign * alpha * (o - part * a), along, other)
+
+
+def _dot(left: dict, right: dict) -> Float[Array, ""]:
+    products = jax.tree.map(lambda x, y: jnp.sum(x * y), left, right)
+    return sum(jax.tree.leaves(products))
