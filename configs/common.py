@@ -77,11 +77,15 @@ def _value(name: str, text: str, arguments: dict) -> object:
         ) from None
 
 
-def quick(config: ConfigDict) -> ConfigDict:
+def quick(config: ConfigDict, **model: object) -> ConfigDict:
     """Turns a recipe into 3 steps of a tiny model on made data, for any machine.
 
     What the recipe is about stays: patch, head, losses, optimiser, transforms. A data
     folder that was stated stays as well, so that it is told that nothing reads it.
+
+    Args:
+      config: of the recipe.
+      **model: keys of a tiny network; of a ViT, hybrid or BiT ResNet they are known.
     """
     c = config
     c.epochs, c.total_steps, c.batch_size = 0, 3, 8
@@ -90,7 +94,8 @@ def quick(config: ConfigDict) -> ConfigDict:
     variant, token = c.model.variant, 32  # Pixels a token.
     if "/" in variant:  # All but the ResNets have an encoder.
         token = int(variant.split("/")[1])
-        c.model.update(width=16, depth=2, num_heads=2, mlp_dim=32)
+        tiny = dict(width=16, depth=2, num_heads=2, mlp_dim=32)
+        c.model.update(model or tiny)
     if variant.startswith("R"):
         c.model.update(
             stage_depths=(1, 1, 1) if token == 16 else (1, 1, 1, 1), stem_width=32

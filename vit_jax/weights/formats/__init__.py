@@ -13,6 +13,7 @@ from vit_jax.weights.formats import bit
 from vit_jax.weights.formats import google
 from vit_jax.weights.formats import big_vision
 from vit_jax.weights.formats import mixer
+from vit_jax.weights.formats import timm_mixer
 from vit_jax.weights.formats import native
 # isort: on
 
@@ -27,4 +28,5 @@ __all__ = [
     "mixer",
     "native",
     "timm",
+    "timm_mixer",
 ]
