@@ -302,3 +302,12 @@ def test_a_name_that_no_file_can_have_is_told(tmp_path):
     with pytest.raises(UserError, match=said), lock.held(workdir):
         raise AssertionError("it cannot be held")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["train[:10%]", "run*", "what?"])
+def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(name, tmp_path):
+    for workdir in (tmp_path / name, tmp_path / name / "deeper", f"gs://bucket/{name}"):
+        said = r"--workdir=.*has a '[*?\[]'.* choose another --workdir"
+        with pytest.raises(UserError, match=said), lock.held(workdir):
+            raise AssertionError("it cannot be held")
+    assert not any(tmp_path.iterdir())

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import secrets
 import socket
 import sys
@@ -36,6 +37,7 @@ _ENDING_SECONDS = 3.0  # A killed process may keep its lock until its memory is 
 _SETTLE_SECONDS = 2.0  # For two starts at the same moment, where nothing else decides.
 _KEYS = {"host", "pid", "start", "boot", "processes", "born", "token", "lease_seconds"}
 _PROBE = bytes(4096)
+_GLOB = re.compile(r"[*?\[]")
 
 
 @contextlib.contextmanager
@@ -262,7 +264,15 @@ class _Lock:
 
 def _absolute(workdir: str | os.PathLike) -> epath.Path | pathlib.Path:
     bucket = "://" in str(workdir)
-    return epath.Path(workdir) if bucket else pathlib.Path(workdir).absolute()
+    path = epath.Path(workdir) if bucket else pathlib.Path(workdir).absolute()
+    # Orbax puts the path into a glob pattern as it merges what the hosts have written: it
+    # finds nothing there and saves a checkpoint that cannot be read, or another run's files.
+    if found := _GLOB.search(os.fspath(path)):
+        raise UserError(
+            f"--workdir={workdir}: {path} has a {found.group()!r}, and checkpoints cannot be saved "
+            "in a folder with *, ? or [ in its path: choose another --workdir"
+        )
+    return path
 
 
 def _is_local(path: epath.Path | pathlib.Path) -> bool:
