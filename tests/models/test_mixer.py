@@ -150,11 +150,34 @@ def test_hidden_units_of_both_mlps_are_split_over_the_axis_model():
         assert found[f"{mlp}/Dense_1/kernel"].spec == PartitionSpec("model", None)
 
 
+@pytest.mark.parametrize(("old", "factor"), [((16, 16), 2), ((8, 12), 3)])
+def test_an_image_of_parts_has_the_mean_of_their_features(old, factor):
+    model = models.create("Mixer-S/4", num_classes=5, image_size=old, **TINY)
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape), shapes)
+    size = tuple(factor * side for side in old)
+    hidden = TINY["tokens_mlp_dim"] * factor**2
+    keys = TINY | {"tokens_mlp_dim": hidden}
+    large = models.create("Mixer-S/4", num_classes=5, image_size=size, **keys)
+    resized = large.resize(params, model)
+    images = jax.random.normal(jax.random.key(2), (2, *size, 3))
+    (Y, X), K = old, factor
+    parts = images.reshape(2, K, Y, K, X, 3).swapaxes(2, 3).reshape(-1, Y, X, 3)
+    wanted = model.apply(params, parts)["logits"].reshape(2, K * K, 5).mean(1)
+    found = large.apply(resized, images)["logits"]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def test_parameters_of_another_size_of_image_are_refused():
     model = models.create("Mixer-S/4", num_classes=0, image_size=(16, 16), **TINY)
     params = model.init(jax.random.key(0))
     assert model.resize_positions(params, model.at_size((16, 16))) is params
-    with pytest.raises(
-        UserError, match="'Mixer-S/4' has parameters for one size of im"
+    hidden = 4 * TINY["tokens_mlp_dim"]
+    for size, message in (
+        ((8, 8), "was trained on 4x4 patches, .* not with 2x2: change data.image_size"),
+        ((32, 16), "not with 8x4"),
+        ((32, 32), f"a copy for each of 4 parts: set it to {hidden}"),
     ):
-        model.resize_positions(params, model.at_size((8, 8)))
+        with pytest.raises(UserError, match=message):
+            model.resize_positions(params, model.at_size(size))

@@ -169,7 +169,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     sharding.check_memory(shapes)  # The host's memory holds them first.
     params, _ = surgery.fit(
-        pretrained.params,
+        model.resize(pretrained.params, source),
         shapes,
         grid=model.grid,
         old_grid=source.grid,

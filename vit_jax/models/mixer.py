@@ -7,10 +7,12 @@ Letters: B images, Y by X pixels, C channels, N patches, D width, L classes.
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
@@ -97,6 +99,60 @@ class MixerConfig(NetworkConfig):
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "MlpMixer":
         return MlpMixer(self, num_classes)
+
+    def resize(
+        self, params: Mapping, old_grid: tuple[int, int], grid: tuple[int, int]
+    ) -> Mapping:
+        """Returns token-mixing MLPs of block-diagonal copies (arXiv:2105.01601).
+
+        A grid of K by K times as many patches is K by K images of the old size: each has
+        a copy of the MLPs, so the first features are the mean of theirs.
+        """
+        hidden = params["MixerBlock_0"]["token_mixing"]["Dense_0"]["bias"].size
+        factor, rest = divmod(grid[0], old_grid[0])
+        copies = factor * factor
+        if rest or not factor or grid[1] != factor * old_grid[1]:
+            raise UserError(
+                f"model.variant={self.variant!r} was trained on {_by(old_grid)} patches, "
+                f"and goes on with a multiple of both sides alone, not with {_by(grid)}: "
+                "change data.image_size"
+            )
+        if self.size.tokens_mlp_dim != copies * hidden:
+            raise UserError(
+                f"model.tokens_mlp_dim={self.size.tokens_mlp_dim}: the checkpoint has "
+                f"{hidden} for {_by(old_grid)} patches, and {_by(grid)} patches have a "
+                f"copy for each of {copies} parts: set it to {copies * hidden}"
+            )
+        # Part, and place in it, of each patch.
+        rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
+        (i, y), (j, x) = (np.divmod(n, o) for n, o in zip((rows, columns), old_grid))
+        order = np.lexsort((x, y, j, i))  # Patches, one part after another.
+        resized = dict(params)
+        for name in params:
+            if name.startswith("MixerBlock_"):
+                mlp = _block_diagonal(params[name]["token_mixing"], copies, order)
+                resized[name] = {**params[name], "token_mixing": mlp}
+        return resized
+
+
+def _by(grid: tuple[int, int]) -> str:
+    return f"{grid[0]}x{grid[1]}"
+
+
+def _block_diagonal(mlp: Mapping, copies: int, order: np.ndarray) -> dict:
+    """Returns copies of an MLP side by side, the patches in the order of the image."""
+    first, second = mlp["Dense_0"], mlp["Dense_1"]
+    back, one = np.argsort(order), np.eye(copies, dtype=np.float32)
+    return {
+        "Dense_0": {
+            "kernel": np.kron(one, first["kernel"])[back],
+            "bias": np.tile(first["bias"], copies),
+        },
+        "Dense_1": {
+            "kernel": np.kron(one, second["kernel"])[:, back],
+            "bias": np.tile(second["bias"], copies)[back],
+        },
+    }
 
 
 CONFIGS[r"Mixer-.*"] = MixerConfig

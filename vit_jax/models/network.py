@@ -50,6 +50,23 @@ class NetworkConfig(ModelConfig):
             f"{type(self).__name__} lacks build(self, num_classes, image_shape)"
         )
 
+    def resize(
+        self, params: Mapping, old_grid: tuple[int, int], grid: tuple[int, int]
+    ) -> Mapping:
+        """Returns parameters for images of another size, as fine-tuning begins with.
+
+        They stay as they are unless a network has some that are for one place.
+
+        Args:
+          params: of such a network at `old_grid`, a nested dict of arrays.
+          old_grid: its patches down and across, of `patch_size`.
+          grid: those of the network of this config.
+
+        Raises:
+          UserError: there are none for that grid.
+        """
+        return params
+
 
 class Network(NamedTuple):
     """A network that was built.

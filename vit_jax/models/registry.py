@@ -167,6 +167,27 @@ class Model:
         """
         return create(**{**self.options, "image_size": tuple(image_size)})
 
+    def resize(self, params: Params, source: "Model") -> Params:
+        """Returns parameters of a network of the same config class for this grid.
+
+        Args:
+          params: of `source`.
+          source: of another number of patches; of any other network they are returned
+            as they are, as those of ViTs, hybrids and ResNets.
+
+        Raises:
+          UserError: the network has no parameters for that grid.
+        """
+        kind, theirs = (
+            VARIANTS.find(m.options["variant"], "model") for m in (self, source)
+        )
+        own = kind is theirs and issubclass(kind, NetworkConfig)
+        if not own or self.grid == source.grid:
+            return params
+        stated = {name: self.options[name] for name in fields.fields(kind)}
+        config = loading.complete(kind, stated, "model.")
+        return config.resize(params, source.grid, self.grid)
+
     def resize_positions(self, params: Params, to: "Model") -> Params:
         """Returns the parameters for the network at another size of image.
 
@@ -182,13 +203,14 @@ class Model:
             network of another kind with parameters for each place, as an MLP-Mixer.
         """
         if not self.has_encoder:
+            resized = to.resize(params, self)
             shapes = (jax.eval_shape(m.init, jax.random.key(0)) for m in (self, to))
-            if len({str(shape) for shape in shapes}) > 1:
+            if resized is params and len({str(shape) for shape in shapes}) > 1:
                 raise UserError(
                     f"model.variant={self.options['variant']!r} has parameters for one "
                     "size of image alone: take another variant"
                 )
-            return params
+            return resized
         if self.module.posemb == "relative":
             raise UserError(
                 "model.posemb='relative' has positions for one size of image alone: take "

@@ -203,9 +203,12 @@ def load(
             flatten_dict(given, sep="/"), theirs, source.grid
         )
         given = unflatten_dict(flat, sep="/")
+    resized = model.resize(given, source)
+    if resized is not given:
+        learned.append(f"parameters resized from {source.grid} to {model.grid} patches")
     try:
         params, rows = surgery.fit(
-            given,
+            resized,
             jax.eval_shape(initial),
             grid=model.grid,
             old_grid=source.grid,
