@@ -91,11 +91,11 @@ def quick(config: ConfigDict, **model: object) -> ConfigDict:
     c.epochs, c.total_steps, c.batch_size = 0, 3, 8
     if "init" in c:
         del c.init
-    variant, token = c.model.variant, 32  # Pixels a token.
-    if "/" in variant:  # All but the ResNets have an encoder.
-        token = int(variant.split("/")[1])
-        tiny = dict(width=16, depth=2, num_heads=2, mlp_dim=32)
-        c.model.update(model or tiny)
+    variant = c.model.variant
+    token = int(variant.split("/")[1]) if "/" in variant else 32  # Pixels a token.
+    if "/" in variant and not model:  # All but the ResNets have an encoder.
+        model = dict(width=16, depth=2, num_heads=2, mlp_dim=32)
+    c.model.update(model)
     if variant.startswith("R"):
         c.model.update(
             stage_depths=(1, 1, 1) if token == 16 else (1, 1, 1, 1), stem_width=32

@@ -8,6 +8,7 @@ a place such as hf://owner/name. --to is one of
   safetensors  a file of this project, with all that a model needs
   mae          a .pth file for facebookresearch/mae, with a run's decoder
   hf_mae       a folder for ViTMAE of transformers, likewise
+  microsoft    a .pth file for microsoft/Swin-Transformer
   hf_dinov2    a folder for Dinov2 of transformers, with or without register tokens
 Class names and preprocessing travel with the weights where the format has a place for
 them; flags replace what the source says. --push=owner/name uploads the result with a

@@ -1,6 +1,6 @@
 """The networks: `create(variant, ...)` gives a `Model`."""
 
-from vit_jax.models import mixer
+from vit_jax.models import mixer, swin
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.registry import (
     VARIANTS,
@@ -20,4 +20,5 @@ __all__ = [
     "mixer",
     "names",
     "side_multiple",
+    "swin",
 ]

@@ -16,16 +16,13 @@ import numpy as np
 from jax.extend import core
 
 from vit_jax.errors import UserError
-from vit_jax.models import encoder, resnet, vit
+from vit_jax.models import network, resnet, vit
 from vit_jax.models.registry import Model
 
 # Primitives that run what they hold once. Any other that holds a product is an error.
 _CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
 # Primitives that multiply where no trace shows it.
 _OPAQUE = ("pallas_call", "ffi_call", "ragged_dot", "dot_product_attention")
-
-# What repeats in a model; traced once for all that are equal.
-_UNITS = (encoder.Block, resnet.PreActivationUnit, resnet.PostActivationUnit)
 
 # A batch that no other axis is a multiple of, so that it tells what grows with it: it is
 # prime, and larger than other axes are.
@@ -236,7 +233,7 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
         return jax.vjp(forward, params)[1]
 
     args = *_abstract(model, _BATCH), jax.eval_shape(jax.random.key, 0)
-    with nn.intercept_methods(_trace_once):
+    with nn.intercept_methods(network.trace_once):
         jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
     kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
     sizes = [v.aval.size * v.aval.dtype.itemsize for v in kept]
@@ -303,6 +300,8 @@ def training_exaflops(model: Model, images: int) -> float | None:
 @functools.lru_cache(maxsize=16)
 def _shapes(module: nn.Module, image_shape: tuple[int, int, int]) -> dict:
     model = Model(module, {}, image_shape, 1)
+    if not model.has_encoder:
+        return network.shapes(module, image_shape)["params"]
     return jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))
 
 
@@ -310,7 +309,7 @@ def _shapes(module: nn.Module, image_shape: tuple[int, int, int]) -> dict:
 def _forward_macs(module: nn.Module, image_shape: tuple[int, int, int]) -> int:
     model = Model(module, {}, image_shape, 1)
     args = _abstract(model, batch=1)
-    with nn.intercept_methods(_trace_once):
+    with nn.intercept_methods(network.trace_once):
         return macs(model.apply, *args)
 
 
@@ -318,23 +317,3 @@ def _abstract(model: Model, batch: int) -> tuple[dict, jax.ShapeDtypeStruct]:
     """Returns parameters and images without contents."""
     images = jax.ShapeDtypeStruct((batch, *model.image_shape), jnp.float32)
     return _shapes(model.module, model.image_shape), images
-
-
-def _trace_once(call: Callable, args: tuple, kwargs: dict, context) -> object:
-    """Replaces a unit by a cached `jit` of itself: an interceptor of Flax's methods.
-
-    Tracing a model of 40 blocks takes seconds; equal blocks share one trace.
-    """
-    module = context.module
-    # A unit at the root (it has no path) is the one inside the jit.
-    if context.method_name != "__call__" or not module.path or kwargs.get("train"):
-        return call(*args, **kwargs)
-    if not isinstance(module, _UNITS):
-        return call(*args, **kwargs)
-    unit, variables = module.unbind()
-    return _apply(unit.clone(name=None), variables, args)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _apply(unit: nn.Module, variables: dict, args: tuple) -> jax.Array:
-    return unit.apply(variables, *args)

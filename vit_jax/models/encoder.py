@@ -5,7 +5,7 @@ K head width, D model width, R offsets, V visible patches.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -32,6 +32,8 @@ class Block(nn.Module):
       layer_scale_init: see vit.VisionTransformer.
       layer_norm_eps: epsilon of the LayerNorms.
     """
+
+    repeated: ClassVar[bool] = True  # See cost.py.
 
     num_heads: int
     hidden: int

@@ -92,16 +92,18 @@ class LayerNorm(nn.Module):
     Attributes:
       epsilon: added to the variance.
       dtype: of the result.
+      scale_init: of the scale.
     """
 
     epsilon: float = 1e-6
     dtype: str = "float32"
+    scale_init: nn.initializers.Initializer = nn.initializers.ones
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalises each token by itself."""
         shape = (x.shape[-1],)
-        scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
+        scale = self.param("scale", self.scale_init, shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
         # Parameters read from a file may be NumPy arrays.
         scale, bias = jnp.asarray(scale), jnp.asarray(bias)

@@ -101,13 +101,19 @@ class MixerConfig(NetworkConfig):
         return MlpMixer(self, num_classes)
 
     def resize(
-        self, params: Mapping, old_grid: tuple[int, int], grid: tuple[int, int]
+        self,
+        params: Mapping,
+        source: NetworkConfig,
+        old_grid: tuple[int, int],
+        grid: tuple[int, int],
     ) -> Mapping:
         """Returns token-mixing MLPs of block-diagonal copies (arXiv:2105.01601).
 
         A grid of K by K times as many patches is K by K images of the old size: each has
         a copy of the MLPs, so the first features are the mean of theirs.
         """
+        if grid == old_grid:
+            return params
         hidden = params["MixerBlock_0"]["token_mixing"]["Dense_0"]["bias"].size
         factor, rest = divmod(grid[0], old_grid[0])
         copies = factor * factor
@@ -206,6 +212,8 @@ class MixerBlock(nn.Module):
       drop_path_rate: part of the images that skip each of them.
       dtype: of the computation.
     """
+
+    repeated: ClassVar[bool] = True  # See cost.py.
 
     tokens_mlp_dim: int
     channels_mlp_dim: int

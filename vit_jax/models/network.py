@@ -6,7 +6,7 @@ The Vision Transformer, its hybrids and the ResNets are older; registry.py build
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -51,14 +51,19 @@ class NetworkConfig(ModelConfig):
         )
 
     def resize(
-        self, params: Mapping, old_grid: tuple[int, int], grid: tuple[int, int]
+        self,
+        params: Mapping,
+        source: "NetworkConfig",
+        old_grid: tuple[int, int],
+        grid: tuple[int, int],
     ) -> Mapping:
         """Returns parameters for images of another size, as fine-tuning begins with.
 
         They stay as they are unless a network has some that are for one place.
 
         Args:
-          params: of such a network at `old_grid`, a nested dict of arrays.
+          params: of the network of `source` at `old_grid`, a nested dict of arrays.
+          source: another config of this class.
           old_grid: its patches down and across, of `patch_size`.
           grid: those of the network of this config.
 
@@ -142,6 +147,37 @@ def check_sides(variant: str, image_size: Sequence[int], patch: int) -> None:
             )
 
 
+@functools.lru_cache(maxsize=16)
+def shapes(module: nn.Module, image_shape: tuple[int, int, int]) -> dict:
+    """Returns what a module's `init` makes for images, without contents."""
+    return jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, *image_shape)))
+
+
+def trace_once(call: Callable, args: tuple, kwargs: dict, context) -> object:
+    """Replaces a repeated unit by a cached `jit` of itself: an interceptor of Flax's methods.
+
+    Tracing a model of 40 blocks takes seconds; equal blocks share one trace. The class of
+    a unit says that it is one by `repeated = True`.
+    """
+    module = context.module
+    # A unit at the root (it has no path) is the one inside the jit.
+    if context.method_name != "__call__" or not module.path or kwargs.get("train"):
+        return call(*args, **kwargs)
+    if not getattr(module, "repeated", False):
+        return call(*args, **kwargs)
+    unit, variables = module.unbind()
+    draws = module.has_rng("dropout")
+    rngs = {"dropout": module.make_rng("dropout")} if draws else None
+    return _apply(unit.clone(name=None), variables, args, rngs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(
+    unit: nn.Module, variables: dict, args: tuple, rngs: dict | None
+) -> jax.Array:
+    return unit.apply(variables, *args, rngs=rngs)
+
+
 # A network is created several times in a command, and a trace may take seconds.
 @functools.lru_cache(maxsize=16)
 def _check(
@@ -157,8 +193,7 @@ def _check(
       UserError: it has state, no classifier named "head", or other outputs.
     """
     said = f"model.variant={variant!r}: its module"
-    images, key = jnp.zeros((2, *image_shape)), jax.random.key(0)
-    variables = jax.eval_shape(module.init, key, images)
+    variables = shapes(module, image_shape)
     if others := sorted(variables.keys() - {"params"}):
         raise UserError(
             f"{said} has {', '.join(others)}: a network has parameters alone, so use "
@@ -171,8 +206,10 @@ def _check(
         rngs = {"dropout": key}
         return module.apply({"params": params}, images, train=True, rngs=rngs)
 
-    images = images.astype(dtype)
-    outputs = jax.eval_shape(apply, variables["params"], images, key)
+    images = jax.ShapeDtypeStruct((2, *image_shape), dtype)
+    with nn.intercept_methods(trace_once):
+        key = jax.random.key(0)
+        outputs = jax.eval_shape(apply, variables["params"], images, key)
     needed = "logits" if num_classes else "pre_logits"
     if not isinstance(outputs, Mapping) or needed not in outputs:
         raise UserError(f"{said} returned {outputs}: return a dict with {needed!r}")

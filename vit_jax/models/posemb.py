@@ -209,16 +209,24 @@ def resize_positions(
         RESIZE_METHODS[method](o, n) for o, n in zip(old_grid, grid, strict=True)
     )
     patches = embedding[0, num_prefix_tokens:].reshape(*old_grid, D)
-    if isinstance(embedding, np.ndarray):
-        patches = np.einsum("ij,jkd,lk->ild", down, patches, across, optimize=True)
-        concatenate = np.concatenate
-    else:
-        down, across = (jnp.asarray(m, embedding.dtype) for m in (down, across))
-        exact = jax.lax.Precision.HIGHEST
-        patches = jnp.einsum("ij,jkd,lk->ild", down, patches, across, precision=exact)
-        concatenate = jnp.concatenate
-    patches = patches.reshape(1, -1, D).astype(embedding.dtype)
+    patches = resample(patches, down, across).reshape(1, -1, D)
+    in_numpy = isinstance(embedding, np.ndarray)
+    concatenate = np.concatenate if in_numpy else jnp.concatenate
     return concatenate([embedding[:, :num_prefix_tokens], patches], axis=1)
+
+
+def resample(
+    grid: Float[np.ndarray, "Y X D"] | Float[Array, "Y X D"],
+    down: Float[np.ndarray, "H Y"],
+    across: Float[np.ndarray, "W X"],
+) -> Float[np.ndarray, "H W D"] | Float[Array, "H W D"]:
+    """Multiplies the two axes of a grid with a matrix each; in NumPy if the grid is."""
+    if isinstance(grid, np.ndarray):
+        resized = np.einsum("ij,jkd,lk->ild", down, grid, across, optimize=True)
+        return resized.astype(grid.dtype)
+    down, across = (jnp.asarray(m, grid.dtype) for m in (down, across))
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("ij,jkd,lk->ild", down, grid, across, precision=exact)
 
 
 def resize_table(

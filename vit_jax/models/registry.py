@@ -172,8 +172,8 @@ class Model:
 
         Args:
           params: of `source`.
-          source: of another number of patches; of any other network they are returned
-            as they are, as those of ViTs, hybrids and ResNets.
+          source: of another number of patches, perhaps; of any other network they are
+            returned as they are, as those of ViTs, hybrids and ResNets.
 
         Raises:
           UserError: the network has no parameters for that grid.
@@ -181,12 +181,14 @@ class Model:
         kind, theirs = (
             VARIANTS.find(m.options["variant"], "model") for m in (self, source)
         )
-        own = kind is theirs and issubclass(kind, NetworkConfig)
-        if not own or self.grid == source.grid:
+        if kind is not theirs or not issubclass(kind, NetworkConfig):
             return params
-        stated = {name: self.options[name] for name in fields.fields(kind)}
-        config = loading.complete(kind, stated, "model.")
-        return config.resize(params, source.grid, self.grid)
+
+        def config(model):
+            stated = {name: model.options[name] for name in fields.fields(kind)}
+            return loading.complete(kind, stated, "model.")
+
+        return config(self).resize(params, config(source), source.grid, self.grid)
 
     def resize_positions(self, params: Params, to: "Model") -> Params:
         """Returns the parameters for the network at another size of image.

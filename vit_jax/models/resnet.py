@@ -9,6 +9,7 @@ Letters: B images, Y by X pixels, C channels, L classes.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -118,6 +119,8 @@ class PreActivationUnit(nn.Module):
       stride: of the 3x3 convolution and the projection.
       dtype: of the computation.
     """
+
+    repeated: ClassVar[bool] = True  # See cost.py.
 
     features: int
     stride: int = 1
@@ -236,6 +239,8 @@ class PostActivationUnit(nn.Module):
 
     Attributes: as PreActivationUnit.
     """
+
+    repeated: ClassVar[bool] = True  # See cost.py.
 
     features: int
     stride: int = 1

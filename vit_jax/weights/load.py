@@ -194,7 +194,9 @@ def load(
         return stacking.unstack(init())  # Checkpoints have one subtree per block.
 
     found = open_pretrained(
-        checkpoint, use_ema=use_ema, num_heads=model.options.get("num_heads", 0)
+        checkpoint,
+        use_ema=use_ema,
+        num_heads=model.options["num_heads"] if model.has_encoder else 0,
     )
     source = models.create(**found.options)
     given, theirs, learned = found.params, source.options, []

@@ -14,6 +14,8 @@ from vit_jax.weights.formats import google
 from vit_jax.weights.formats import big_vision
 from vit_jax.weights.formats import mixer
 from vit_jax.weights.formats import timm_mixer
+from vit_jax.weights.formats import swin
+from vit_jax.weights.formats import hugging_face_swin
 from vit_jax.weights.formats import native
 # isort: on
 
@@ -24,9 +26,11 @@ __all__ = [
     "google",
     "hugging_face",
     "hugging_face_dinov2",
+    "hugging_face_swin",
     "mae",
     "mixer",
     "native",
+    "swin",
     "timm",
     "timm_mixer",
 ]

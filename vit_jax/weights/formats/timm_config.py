@@ -183,6 +183,8 @@ def read(config: Mapping) -> TimmConfig:
     images = config.get("pretrained_cfg") or config
     # As in timm, null is the default.
     images = {key: value for key, value in images.items() if value is not None}
+    stated = args.get("num_heads")
+    stated = 0 if isinstance(stated, list) else stated  # One for each stage.
     heads = (n for pattern, n in _HEADS if re.search(pattern, name))
     activation = args.get("act_layer") or (
         "gelu_tanh" if re.search(_TANH, name) else "gelu"
@@ -197,7 +199,7 @@ def read(config: Mapping) -> TimmConfig:
     return TimmConfig(
         layer_scale_init=float(args.get("init_values") or 1.0),
         posemb_resize=_posemb_resize(config, images, name),
-        num_heads=args.get("num_heads") or next(heads, 0),
+        num_heads=stated or next(heads, 0),
         activation=activation,
         epsilon=1e-5 if re.search(_EPSILON_5, name) else 1e-6,
         pool=args.get("global_pool", config.get("global_pool")),

@@ -1,0 +1,590 @@
+"""Swin Transformers V1 (arXiv:2103.14030) and V2 (arXiv:2111.09883).
+
+Attention stays within windows of the grid of patches, which every second block shifts;
+between the stages 2x2 patches are merged into one. The libraries whose files are read
+treat a grid that windows do not divide in three ways, see `WINDOW_PADDINGS`.
+
+Letters: B images, Y by X patches, N patches, W windows, M patches of a window, H heads,
+K head width, D width, L classes.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
+from vit_jax.models import posemb
+from vit_jax.models.layers import (
+    ACTIVATIONS,
+    INTERMEDIATES,
+    LayerNorm,
+    Mlp,
+    classify,
+    drop_path,
+)
+from vit_jax.models.network import NetworkConfig
+from vit_jax.models.variants import CONFIGS
+
+# Values of `model.window_padding`. A grid that windows do not divide is padded after the
+# shift (timm) or before it (Microsoft's detection code, transformers). Along a side that
+# is no longer than the window, nothing is shifted (timm, by axis), or there is no shift
+# at all (Microsoft, and V1 of transformers); V2 of transformers follows the height alone
+# and masks twice as strongly.
+WINDOW_PADDINGS = ("timm", "microsoft", "transformers")
+POSEMB_RESIZES = ("bicubic", "geometric")  # Microsoft's and timm's.
+
+_MASKED = -100.0  # Added to the logits of patches that the shift has brought together.
+_LARGEST_SCALE = math.log(100)  # Of V2's cosines, as its logarithm.
+_BIAS_UNITS, _BIAS_RANGE = (
+    512,
+    16,
+)  # Hidden units of V2's bias network; its largest bias.
+_init = nn.initializers.truncated_normal(0.02)
+
+Grid = tuple[int, int]
+_Table = Float[np.ndarray, "_ H"] | Float[Array, "_ H"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Numbers of one size (arXiv:2103.14030, section 3.3).
+
+    Attributes:
+      width: features a patch of the first stage; each next stage has twice as many.
+      stage_depths: blocks of each stage.
+      num_heads: of each stage.
+    """
+
+    width: int
+    stage_depths: tuple[int, ...]
+    num_heads: tuple[int, ...]
+
+
+SIZES = {
+    "T": Size(96, (2, 2, 6, 2), (3, 6, 12, 24)),
+    "S": Size(96, (2, 2, 18, 2), (3, 6, 12, 24)),
+    "B": Size(128, (2, 2, 18, 2), (4, 8, 16, 32)),
+    "L": Size(192, (2, 2, 18, 2), (6, 12, 24, 48)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwinConfig(NetworkConfig):
+    """Swin Transformers, as `Swin-T`, `Swin-B/w12` and `SwinV2-T/w8`.
+
+    A window is 7 patches wide, and 8 in V2, unless the variant or `window_size` says so.
+    """
+
+    names: ClassVar[tuple[str, ...]] = (
+        *(f"Swin-{size}" for size in SIZES),
+        *("Swin-B/w12", "Swin-L/w12"),
+        *(f"SwinV2-{size}/w{window}" for size in "TSB" for window in (8, 16)),
+        *("SwinV2-B/w12", "SwinV2-B/w24"),
+        *(f"SwinV2-L/w{window}" for window in (12, 16, 24)),
+    )
+
+    variant: str = key("Swin-T", "")
+    patch_size: int = key(4, "Side of a patch, in pixels.", at_least=1)
+    width: int = key(0, "Features a patch of the first stage, if not 0; later doubled.")
+    stage_depths: tuple[int, ...] = key(
+        (0,), "Blocks of each stage, in place of the variant's ..."
+    )
+    num_heads: tuple[int, ...] = key((0,), "... and heads of each.")
+    mlp_ratio: float = key(4.0, "Hidden units of an MLP a feature.", above=0)
+    window_size: int = key(0, "Side of a window in patches, in place of the variant's.")
+    pretrained_window_sizes: tuple[int, ...] = key(
+        (0,),
+        "V2: windows of each stage at which coordinates are from -1 to 1; 0 is its own.",
+    )
+    window_padding: str = key(
+        "timm",
+        "How windows meet a grid that they do not divide, or that is no longer than "
+        "they: timm pads after the shift, the others before.",
+        choices=WINDOW_PADDINGS,
+    )
+    posemb_resize: str = key(
+        "bicubic",
+        "How V1's bias tables are resized for other windows: bicubic as Microsoft, "
+        "geometric as timm.",
+        choices=POSEMB_RESIZES,
+    )
+    activation: str = key("gelu", "Of the MLPs.", choices=tuple(ACTIVATIONS))
+    layer_norm_eps: float = key(1e-5, "Added to variances.", above=0)
+    drop_path_rate: float = key(
+        0.0, "Stochastic depth of the last block; it grows from 0.", below=1
+    )
+
+    @property
+    def v2(self) -> bool:
+        """Whether it is Swin V2."""
+        return self.variant.startswith("SwinV2")
+
+    @property
+    def size(self) -> Size:
+        """The variant's numbers, and what replaces them."""
+        stated = {f.name: getattr(self, f.name) for f in dataclasses.fields(Size)}
+        numbers = {name: value for name, value in stated.items() if np.any(value)}
+        return dataclasses.replace(self._parsed[0], **numbers)
+
+    @property
+    def window(self) -> int:
+        """Side of a window, in patches."""
+        return self.window_size or self._parsed[1]
+
+    @property
+    def _parsed(self) -> tuple[Size, int]:
+        found = re.fullmatch(r"Swin(V2)?-(\w+?)(?:/w([1-9]\d?))?", self.variant)
+        if not found or found[2] not in SIZES:
+            raise UserError(
+                f"model.variant={self.variant!r} is not Swin-SIZE or SwinV2-SIZE with a "
+                f"size out of {', '.join(SIZES)}, perhaps with a window of 1 to 99 patches, "
+                "as 'Swin-T' or 'SwinV2-B/w16'"
+            )
+        return SIZES[found[2]], int(found[3] or (8 if found[1] else 7))
+
+    def build(
+        self, num_classes: int, image_shape: tuple[int, int, int]
+    ) -> "SwinTransformer":
+        size = self.size
+        stages = len(size.stage_depths)
+        if len(size.num_heads) != stages or min(size.stage_depths) < 1:
+            raise UserError(
+                f"model.stage_depths={size.stage_depths} and model.num_heads="
+                f"{size.num_heads} must be at least 1 of both for each stage"
+            )
+        if len(self.pretrained_window_sizes) not in (1, stages):
+            raise UserError(
+                f"model.pretrained_window_sizes={self.pretrained_window_sizes} must be one "
+                f"for each of the {stages} stages"
+            )
+        for i, heads in enumerate(size.num_heads):
+            if heads < 1 or size.width * 2**i % heads:
+                raise UserError(
+                    f"model.num_heads={size.num_heads}: the {size.width * 2**i} features of "
+                    f"stage {i + 1} do not divide into {heads} heads"
+                )
+        return SwinTransformer(self, num_classes)
+
+    def resize(
+        self, params: Mapping, source: NetworkConfig, old_grid: Grid, grid: Grid
+    ) -> Mapping:
+        """Returns bias tables for the windows of another grid; V2 has none."""
+        stages = source.layout(old_grid), self.layout(grid)
+        windows = [[windows.size for windows, _ in layout] for layout in stages]
+        if (
+            self.v2
+            or source.v2
+            or windows[0] == windows[1]
+            or len(windows[0]) != len(windows[1])
+        ):
+            return params
+        resized = dict(params)
+        for i, (old, new) in enumerate(zip(*windows, strict=True)):
+            if old == new:
+                continue
+            stage = resized[f"stage_{i}"] = dict(params[f"stage_{i}"])
+            for name in [name for name in stage if name.startswith("block_")]:
+                table = stage[name]["attn"]["bias_table"]
+                table = resize_table(table, old, new, self.posemb_resize)
+                attn = {**stage[name]["attn"], "bias_table": table}
+                stage[name] = {**stage[name], "attn": attn}
+        return resized
+
+    def layout(self, grid: Grid) -> list[tuple["Windows", "Windows"]]:
+        """Returns the windows of each stage, without and with the shift."""
+        both = []
+        for _ in self.size.stage_depths:
+            both.append(
+                tuple(self._windows(grid, shifted) for shifted in (False, True))
+            )
+            grid = -(-grid[0] // 2), -(-grid[1] // 2)
+        return both
+
+    def _windows(self, grid: Grid, shifted: bool) -> "Windows":
+        window, shift = self.window, self.window // 2 if shifted else 0
+        sides = grid
+        if self.window_padding == "transformers" and self.v2:
+            sides = (grid[0], grid[0])
+        elif self.window_padding != "timm":
+            sides = (min(grid), min(grid))
+        return Windows(
+            grid=grid,
+            size=tuple(min(side, window) for side in sides),
+            shift=tuple(0 if side <= window else shift for side in sides),
+            pad_first=self.window_padding != "timm",
+            masked=_MASKED
+            * (2 if self.window_padding == "transformers" and self.v2 else 1),
+        )
+
+
+CONFIGS[r"Swin.*"] = SwinConfig
+
+
+class Windows(NamedTuple):
+    """Windows of a block.
+
+    Attributes:
+      grid: patches down and across.
+      size: patches of a window, likewise.
+      shift: of the windows, in patches.
+      pad_first: whether the grid is padded before it is shifted.
+      masked: what is added to logits of patches that are no neighbours.
+    """
+
+    grid: Grid
+    size: Grid
+    shift: Grid
+    pad_first: bool
+    masked: float
+
+    @property
+    def padded(self) -> Grid:
+        """The grid, made a multiple of the windows."""
+        return tuple(-(-g // s) * s for g, s in zip(self.grid, self.size, strict=True))
+
+    def split(self, x: Float[Array, "B N D"]) -> Float[Array, "B W M D"]:
+        """Returns patches by window; those of the padding are zeros."""
+        B, _, D = x.shape
+        x = x.reshape(B, *self.grid, D)
+        more = [(0, p - g) for p, g in zip(self.padded, self.grid, strict=True)]
+        back = tuple(-s for s in self.shift)
+        if self.pad_first:
+            x = _roll(_pad(x, more), back)
+        else:
+            x = _pad(_roll(x, back), more)
+        (Y, X), (h, w) = self.padded, self.size
+        x = x.reshape(B, Y // h, h, X // w, w, D).swapaxes(2, 3)
+        return x.reshape(B, -1, h * w, D)
+
+    def join(self, x: Float[Array, "B W M D"]) -> Float[Array, "B N D"]:
+        """Undoes `split`."""
+        B, D = len(x), x.shape[-1]
+        (Y, X), (h, w) = self.padded, self.size
+        x = x.reshape(B, Y // h, X // w, h, w, D).swapaxes(2, 3).reshape(B, Y, X, D)
+        y, z = self.grid
+        x = (
+            _roll(x, self.shift)[:, :y, :z]
+            if self.pad_first
+            else _roll(x[:, :y, :z], self.shift)
+        )
+        return x.reshape(B, -1, D)
+
+    def mask(self) -> Float[np.ndarray, "W M M"] | None:
+        """Returns what is added to the logits of each window; None without a shift."""
+        if not any(self.shift):
+            return None
+        rows, columns = (
+            (np.arange(n) >= n - size).astype(int) + (np.arange(n) >= n - shift)
+            for n, size, shift in zip(self.padded, self.size, self.shift, strict=True)
+        )
+        (Y, X), (h, w) = self.padded, self.size
+        part = 3 * rows[:, None] + columns  # Of what was together before the shift.
+        part = part.reshape(Y // h, h, X // w, w).swapaxes(1, 2).reshape(-1, h * w)
+        apart = part[:, :, None] != part[:, None]
+        return np.where(apart, np.float32(self.masked), np.float32(0))
+
+
+def _pad(x, more):
+    return jnp.pad(x, ((0, 0), *more, (0, 0))) if np.any(more) else x
+
+
+def _roll(x, shift):
+    return jnp.roll(x, shift, (1, 2)) if any(shift) else x
+
+
+class SwinTransformer(nn.Module):
+    """A Swin Transformer; its windows are those of the images it is called with.
+
+    Attributes:
+      config: of the network.
+      num_classes: L; 0 is no classifier.
+    """
+
+    config: SwinConfig
+    num_classes: int
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "B Y X C"],
+        *,
+        train: bool = False,
+        edit_patches: Callable | None = None,
+        classified: bool = True,
+    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
+        """Classifies images.
+
+        Args:
+          images: normalised.
+          train: whether stochastic depth acts.
+          edit_patches: changes the patch embeddings (B, patches, width).
+          classified: whether there is a classifier's answer.
+
+        Returns:
+          "logits" (B, L), unless L is 0, and "pre_logits" (B, D); or the patches of the
+          last stage.
+        """
+        config, size = self.config, self.config.size
+        sides = (config.patch_size,) * 2
+        x = nn.Conv(
+            size.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
+        )(images.astype(config.dtype))
+        grid = x.shape[1:3]
+        x = x.reshape(len(x), -1, size.width)
+        x = LayerNorm(config.layer_norm_eps, config.dtype, name="embedding_norm")(x)
+        x = x if edit_patches is None else edit_patches(x)
+        rates = np.linspace(0, config.drop_path_rate, sum(size.stage_depths)).tolist()
+        layout, first = config.layout(grid), 0
+        for i, (windows, depth) in enumerate(
+            zip(layout, size.stage_depths, strict=True)
+        ):
+            stage = Stage(
+                config,
+                size.num_heads[i],
+                windows,
+                config.pretrained_window_sizes[
+                    min(i, len(config.pretrained_window_sizes) - 1)
+                ],
+                tuple(rates[first : first + depth]) if train else (0.0,) * depth,
+                merges=i + 1 < len(layout),
+                name=f"stage_{i}",
+            )
+            x, first = stage(x), first + depth
+        x = LayerNorm(config.layer_norm_eps, config.dtype, name="norm")(x)
+        if not classified:
+            return x
+        features = x.astype(jnp.float32).mean(1)
+        return classify(features, self.num_classes, config.head_bias_init)
+
+
+class Stage(nn.Module):
+    """Blocks at one resolution, every second with a shift, and the merging after them.
+
+    Attributes:
+      config: of the network.
+      num_heads: H.
+      windows: without and with the shift.
+      pretrained_window: see `SwinConfig.pretrained_window_sizes`.
+      drop_path_rates: of each block.
+      merges: whether 2x2 patches are merged at the end.
+    """
+
+    config: SwinConfig
+    num_heads: int
+    windows: tuple[Windows, Windows]
+    pretrained_window: int
+    drop_path_rates: tuple[float, ...]
+    merges: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B M F"]:
+        """Returns patches, a quarter of them with twice the features if they are merged."""
+        config = self.config
+        for i, rate in enumerate(self.drop_path_rates):
+            block = Block(
+                config,
+                self.num_heads,
+                self.windows[i % 2],
+                self.pretrained_window,
+                rate,
+                name=f"block_{i}",
+            )
+            x = block(x)
+        if not self.merges:
+            return x
+        (B, _, D), (Y, X) = x.shape, self.windows[0].grid
+        x = _pad(x.reshape(B, Y, X, D), [(0, Y % 2), (0, X % 2)])
+        # Columns change last: (0, 0), (1, 0), (0, 1), (1, 1).
+        x = x.reshape(B, -(-Y // 2), 2, -(-X // 2), 2, D).transpose(0, 1, 3, 4, 2, 5)
+        x = x.reshape(B, -1, 4 * D)
+        norm = LayerNorm(config.layer_norm_eps, config.dtype, name="merge_norm")
+        reduce = _dense(2 * D, config, "merge", use_bias=False)
+        return norm(_each(reduce, x)) if config.v2 else _each(reduce, norm(x))
+
+
+class Block(nn.Module):
+    """Attention in windows, and an MLP; V2 normalises after both, V1 before.
+
+    Attributes:
+      config, num_heads, pretrained_window: see `Stage`.
+      windows: of this block.
+      drop_path_rate: part of the images that skip each of both.
+    """
+
+    repeated: ClassVar[bool] = True  # See cost.py.
+
+    config: SwinConfig
+    num_heads: int
+    windows: Windows
+    pretrained_window: int
+    drop_path_rate: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        """Adds what they return."""
+        config = self.config
+        scale = nn.initializers.zeros if config.v2 else nn.initializers.ones
+
+        def norm(name):
+            return LayerNorm(config.layer_norm_eps, config.dtype, scale, name=name)
+
+        def add(x, branch, norm):
+            drawn = self.make_rng("dropout") if self.drop_path_rate else None
+            y = norm(branch(x)) if config.v2 else branch(norm(x))
+            return x + drop_path(y, self.drop_path_rate, drawn)
+
+        attend = WindowAttention(
+            config, self.num_heads, self.windows, self.pretrained_window, name="attn"
+        )
+        hidden = int(config.mlp_ratio * x.shape[-1])
+        mlp = Mlp(hidden, 0.0, config.activation, config.dtype, name="mlp")
+        x = add(x, attend, norm("norm1"))
+        return add(x, mlp, norm("norm2"))
+
+
+class WindowAttention(nn.Module):
+    """Attention of the patches of each window to each other.
+
+    Attributes:
+      config, num_heads, windows, pretrained_window: see `Block`.
+    """
+
+    config: SwinConfig
+    num_heads: int
+    windows: Windows
+    pretrained_window: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        """Returns what each patch has gathered."""
+        config, D = self.config, x.shape[-1]
+        x = self.windows.split(x)
+        B, W, M, _ = x.shape
+        qkv = _each(_dense(3 * D, config, "qkv", use_bias=not config.v2), x)
+        if config.v2:
+            zeros = nn.initializers.zeros
+            query, value = (
+                self.param(name, zeros, (D,), jnp.float32)
+                for name in ("q_bias", "v_bias")
+            )
+            bias = jnp.concatenate([query, jnp.zeros(D), value])
+            qkv = qkv + bias.astype(qkv.dtype).reshape(1, 1, 1, -1)
+        q, k, v = (
+            y.reshape(B, W, M, self.num_heads, -1).swapaxes(2, 3)
+            for y in jnp.split(qkv, 3, axis=-1)
+        )
+        if config.v2:
+            fill = nn.initializers.constant(math.log(10))
+            scale = self.param("logit_scale", fill, (self.num_heads,), jnp.float32)
+            scale = jnp.exp(jnp.minimum(scale, _LARGEST_SCALE)).reshape(1, 1, -1, 1, 1)
+            logits = jnp.einsum("bwhmk,bwhnk->bwhmn", _unit(q), _unit(k)).astype(
+                jnp.float32
+            )
+            logits = logits * scale
+        else:
+            q = q * (D // self.num_heads) ** -0.5
+            logits = jnp.einsum("bwhmk,bwhnk->bwhmn", q, k).astype(jnp.float32)
+        logits = logits + self._bias()[None, None]
+        if (mask := self.windows.mask()) is not None:
+            logits = logits + mask[None, :, None]
+        weights = jax.nn.softmax(logits)
+        if self.is_mutable_collection(INTERMEDIATES):
+            self.sow(INTERMEDIATES, "weights", weights)
+        x = jnp.einsum("bwhmn,bwhnk->bwhmk", weights.astype(v.dtype), v)
+        x = x.swapaxes(2, 3).reshape(B, W, M, D)
+        return self.windows.join(_each(_dense(D, config, "proj"), x))
+
+    def _bias(self) -> Float[Array, "H M M"]:
+        """Returns what is added to logits for the offset of two patches."""
+        config, (h, w) = self.config, self.windows.size
+        rows, columns = (np.arange(n)[:, None] - np.arange(n) + n - 1 for n in (h, w))
+        offsets = (2 * w - 1) * rows[:, None, :, None] + columns[None, :, None]
+        if config.v2:
+            sides = (self.pretrained_window,) * 2 if self.pretrained_window else (h, w)
+            hidden = _dense(_BIAS_UNITS, config, "bias_in", dtype="float32")
+            out = _dense(
+                self.num_heads, config, "bias_out", dtype="float32", use_bias=False
+            )
+            table = out(nn.relu(hidden(log_coordinates((h, w), sides))))
+        else:
+            shape = ((2 * h - 1) * (2 * w - 1), self.num_heads)
+            table = jnp.asarray(self.param("bias_table", _init, shape, jnp.float32))
+        bias = table[offsets.reshape(h * w, h * w)].transpose(2, 0, 1)
+        return _BIAS_RANGE * nn.sigmoid(bias) if config.v2 else bias
+
+
+def log_coordinates(size: Grid, pretrained: Grid) -> Float[np.ndarray, "R 2"]:
+    """Returns the offsets of the patches of a window as V2's bias network has them.
+
+    Args:
+      size: of the window, in patches.
+      pretrained: of the window whose largest offset is 1.
+
+    Returns:
+      Down and across, the logarithm of 8 times the offset in units of 8.
+    """
+    down, across = (
+        np.arange(1 - n, n, dtype=np.float32) / max(1, p - 1)
+        for n, p in zip(size, pretrained, strict=True)
+    )
+    offsets = np.stack(np.meshgrid(down, across, indexing="ij"), -1).reshape(-1, 2) * 8
+    logarithms = np.log2(np.abs(offsets) + 1) / np.float32(math.log2(8))
+    return np.sign(offsets) * logarithms
+
+
+def resize_table(table: _Table, old: Grid, new: Grid, method: str) -> _Table:
+    """Returns V1's bias table for windows of another size.
+
+    Args:
+      table: of offsets from -(size - 1) to size - 1 on both axes, rows first.
+      old, new: sizes of the windows, in patches.
+      method: one of POSEMB_RESIZES.
+    """
+    resize = _geometric if method == "geometric" else posemb.bicubic_plain
+    down, across = (resize(2 * o - 1, 2 * n - 1) for o, n in zip(old, new, strict=True))
+    grid = table.reshape(2 * old[0] - 1, 2 * old[1] - 1, -1)
+    return posemb.resample(grid, down, across).reshape(-1, table.shape[-1])
+
+
+def _geometric(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of a linear resize between offsets that grow by a factor.
+
+    The outermost offset comes to lie on the new one, if a factor up to 1.5 allows it
+    (BEiT's fine-tuning, arXiv:2106.08254, as in timm).
+    """
+    count, low, high = old // 2, 1.01, 1.5
+    while high - low > 1e-6:
+        factor = (low + high) / 2
+        too_far = (factor**count - 1) / (factor - 1) > new // 2
+        low, high = (low, factor) if too_far else (factor, high)
+    positive = np.cumsum(factor ** np.arange(count))
+    places = np.concatenate([-positive[::-1], [0], positive])
+    wanted = np.arange(new) - new // 2
+    return np.stack([np.interp(wanted, places, row) for row in np.eye(old)], axis=1)
+
+
+def _each(dense: nn.Dense, x: Float[Array, "*T M"]) -> Float[Array, "*T F"]:
+    """Applies a dense layer to each patch, as a 2-D product; see `layers.flatten_tokens`."""
+    return dense(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+def _dense(features: int, config: SwinConfig, name: str, **options) -> nn.Dense:
+    return nn.Dense(
+        features, kernel_init=_init, name=name, **{"dtype": config.dtype, **options}
+    )
+
+
+def _unit(x):
+    """Returns vectors of length 1, as torch.nn.functional.normalize."""
+    x32 = x.astype(jnp.float32)
+    square = jnp.square(x32).sum(-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(jnp.maximum(square, 1e-24))).astype(x.dtype)

@@ -1,0 +1,444 @@
+"""Swin Transformers as Microsoft's files and as timm's; see models/swin.py.
+
+Both name arrays alike, but Microsoft has the merging at the end of a stage, timm at the
+beginning of the next, and the classifiers differ.
+"""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models.swin import SIZES, SwinConfig
+from vit_jax.weights.formats import timm, timm_config, torch_file
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
+from vit_jax.weights.formats.torch_file import (
+    CONV,
+    LINEAR,
+    SAME,
+    ArrayEntry,
+    ArrayLayout,
+    dense,
+    norm,
+)
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Names that a library has for the parts of a network.
+
+    Attributes:
+      embedding, embedding_norm: of patches.
+      layers: of the stages.
+      norm1, norm2: of a block.
+      attention: of a block, with query, key and value as "qkv" in it.
+      bias_network: in it, of V2.
+      out: of what follows attention.
+      mlp: both layers of a block's MLP.
+      norm: of the last patches.
+      head: of the classifier.
+      merges_first: whether the merging after a stage is at the beginning of the next.
+    """
+
+    embedding: str = "patch_embed.proj"
+    embedding_norm: str = "patch_embed.norm"
+    layers: str = "layers"
+    norm1: str = "norm1"
+    norm2: str = "norm2"
+    attention: str = "attn"
+    bias_network: str = "cpb_mlp"
+    out: str = "attn.proj"
+    mlp: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    norm: str = "norm"
+    head: str = "head"
+    merges_first: bool = False
+
+
+MICROSOFT = Names()
+TIMM = Names(head="head.fc", merges_first=True)
+
+_NEEDED = ("patch_embed.proj.weight", "layers.0.blocks.0.attn.qkv.weight")
+# What the other arrays and the size of images give.
+_BUFFER = re.compile(r"relative_position_index|relative_coords_table|attn_mask")
+_COORDINATES = "attn.relative_coords_table"
+_FACTOR_HEADS = ArrayLayout(  # (H, 1, 1) and (H,).
+    lambda a: [a.reshape(-1)], lambda arrays: arrays[0].reshape(-1, 1, 1)
+)
+_NETWORK = "a Swin Transformer without absolute positions"
+
+timm_config.ARCHITECTURES[
+    r"swin_(tiny|small|base|large)_patch4_window(7|12)_(224|384)(_in22k)?"
+    r"|swinv2_(tiny|small|base|large)_window\d+(to\d+)?_\d+(to\d+)?(_22k|_22kft1k)?"
+] = (
+    r"img_size|patch_size|in_chans|num_classes|global_pool|embed_dim|depths|num_heads"
+    r"|window_size|pretrained_window_sizes|mlp_ratio|qkv_bias|weight_init|\w+_rate"
+    r"|strict_img_size|pretrained|checkpoint_path|cache_dir|scriptable|exportable|no_jit"
+    r"|out_indices"
+)
+_TIMM_SIZES = {"T": "tiny", "S": "small", "B": "base", "L": "large"}
+
+
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in one of both formats."""
+    return set(_NEEDED) <= _backbone(tensors.flat).keys()
+
+
+def _backbone(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays of the network; a file of SimMIM has a decoder beside it."""
+    if f"encoder.{_NEEDED[0]}" not in flat:
+        return dict(flat)
+    names = [name for name in flat if name.startswith("encoder.")]
+    return {name.removeprefix("encoder."): flat[name] for name in names}
+
+
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
+    """Reads a checkpoint.
+
+    Args:
+      tensors: of the file or folder.
+      num_heads: ignored; the arrays show it.
+
+    Returns:
+      The checkpoint under our names.
+
+    Raises:
+      UserError: the file is no whole Swin Transformer, or has a feature that ours have not.
+    """
+    flat, notes = _backbone(tensors.flat), []
+    if len(flat) < len(tensors.flat):
+        notes.append("decoder: dropped, which only pretraining has")
+    if flat.pop("mask_token", None) is not None:
+        notes.append("mask token: dropped, which only pretraining has")
+    config = tensors.sidecars.get("config.json", {})
+    in_timm = "architecture" in config or "layers.0.downsample.norm.weight" not in flat
+    facts, names = timm_config.TimmConfig(), MICROSOFT
+    if in_timm:
+        names = TIMM
+        facts = timm_config.read(config) if "architecture" in config else facts
+    if facts.pool not in (None, "avg"):
+        raise UserError(
+            f"{tensors.path}: global_pool={facts.pool!r} of a Swin Transformer is not "
+            "supported, only 'avg'"
+        )
+    buffers = {name: flat.pop(name) for name in list(flat) if _BUFFER.search(name)}
+    found = options_of(flat, names, tensors.path)
+    entries = table(found, names)
+    torch_file.check_names(flat, entries, tensors.path, network=_NETWORK)
+    ours = torch_file.to_our_arrays(flat, entries, tensors.path)
+    stages, last = len(found["stage_depths"]), found["window_size"]
+    grown = (0,)
+    if last:
+        bias = ours[f"stage_{stages - 1}/block_0/attn/bias_table"]
+        last = (math.isqrt(len(bias)) + 1) // 2
+    else:
+        found["window_size"], last, grown, more = _v2_windows(buffers, config, stages)
+        notes += more
+    image_size = facts.image_size
+    if image_size is None:
+        side = last * 2 ** (stages - 1)
+        if (mask := buffers.get("layers.0.blocks.1.attn_mask")) is not None:
+            side = found["window_size"] * math.isqrt(len(mask))  # One for each window.
+        image_size = (side * found["patch_size"],) * 2
+    preprocess = facts.preprocess
+    if not in_timm:
+        crop = 224 / 256 if max(image_size) < 384 else 1.0  # As its `config.TEST.CROP`.
+        preprocess = Preprocess(
+            image_size,
+            mean=(0.485, 0.456, 0.406),
+            std=(0.229, 0.224, 0.225),
+            interpolation="bicubic",
+            crop_fraction=crop,
+        )
+    return Pretrained(
+        params=unflatten_dict(ours, sep="/"),
+        options={
+            **found,
+            "pretrained_window_sizes": grown,
+            "window_padding": "timm" if in_timm else "microsoft",
+            "posemb_resize": "geometric" if in_timm else "bicubic",
+            "image_size": image_size,
+        },
+        format="timm" if in_timm else "microsoft",
+        source=tensors.path,
+        preprocess=preprocess,
+        class_names=facts.class_names,
+        notes=(*notes, *facts.notes),
+    )
+
+
+def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dict:
+    """Returns the options that arrays show; of the windows, those of V1.
+
+    Args:
+      flat: arrays by name.
+      names: of their library.
+      source: for messages.
+
+    Raises:
+      UserError: an array is missing.
+    """
+
+    def find(name):
+        if name not in flat:
+            raise UserError(
+                f"{source}: {name} is missing: give the whole file of {_NETWORK}"
+            )
+        return flat[name]
+
+    depths = []
+    while any(
+        name.startswith(f"{names.layers}.{len(depths)}.blocks.") for name in flat
+    ):
+        blocks = re.compile(rf"{names.layers}\.{len(depths)}\.blocks\.(\d+)\.")
+        found = (blocks.match(name) for name in flat)
+        depths.append(1 + max(int(match[1]) for match in found if match))
+    first = [f"{names.layers}.{i}.blocks.0" for i in range(len(depths))]
+    v2 = f"{first[0]}.{names.attention}.logit_scale" in flat
+    which = "logit_scale" if v2 else "relative_position_bias_table"
+    biases = [find(f"{block}.{names.attention}.{which}") for block in first]
+    width, channels, patch, _ = find(f"{names.embedding}.weight").shape
+    hidden = len(find(f"{first[0]}.{names.mlp[0]}.weight"))
+    published = (
+        size
+        for size, numbers in SIZES.items()
+        if (numbers.width, numbers.stage_depths) == (width, tuple(depths))
+    )
+    return {
+        "variant": f"Swin{'V2' if v2 else ''}-{next(published, 'T')}",
+        "patch_size": patch,
+        "width": width,
+        "stage_depths": tuple(depths),
+        "num_heads": tuple(x.shape[0 if v2 else 1] for x in biases),
+        "mlp_ratio": hidden / width,
+        "window_size": 0 if v2 else (math.isqrt(len(biases[0])) + 1) // 2,
+        "num_classes": len(flat.get(f"{names.head}.weight", ())),
+        "channels": channels,
+    }
+
+
+def _v2_windows(
+    buffers: Mapping[str, np.ndarray], config: Mapping, stages: int
+) -> tuple[int, int, tuple[int, ...], list[str]]:
+    """Returns V2's first and last window, those of pretraining, and notes.
+
+    The coordinates in Microsoft's files show them, and else timm's config.json.
+    """
+    names = (f"layers.{i}.blocks.0.{_COORDINATES}" for i in range(stages))
+    coordinates = [buffers.get(name) for name in names]
+    if all(table is not None for table in coordinates):
+        windows = [(table.shape[1] + 1) // 2 for table in coordinates]
+        # The largest is log8(1 + 8 (window - 1) / (pretrained window - 1)).
+        largest = (float(table.max()) for table in coordinates)
+        pretrained = tuple(
+            round(8 * (w - 1) / (8**x - 1)) + 1 if w > 1 else 0
+            for w, x in zip(windows, largest, strict=True)
+        )
+        grown = (0,) if list(pretrained) == windows else pretrained
+        return windows[0], windows[-1], grown, []
+    args, name = config.get("model_args") or {}, config.get("architecture", "")
+    stated = re.search(r"_window(\d+)(?:to(\d+))?_", name)
+    window, notes = args.get("window_size"), []
+    if window is None and stated:
+        window = int(stated[2] or stated[1])
+    elif window is None:
+        window, notes = 8, ["windows: nothing says how large, so 8 patches"]
+    elif not isinstance(window, int):
+        raise UserError(
+            f"window_size={window!r} in model_args of config.json is not supported: only "
+            "one number for all stages"
+        )
+    # What timm's own code states for windows that have grown.
+    usual = (12, 12, 12, 6) if stated and stated[2] else (0,)
+    pretrained = args.get("pretrained_window_sizes", usual)
+    grown = tuple(pretrained) if np.any(pretrained) else (0,)
+    return window, window, grown, notes
+
+
+def table(options: Mapping, names: Names) -> list[ArrayEntry]:
+    """Returns the entries of a network.
+
+    Args:
+      options: variant, stage_depths and num_classes.
+      names: of the library.
+    """
+    v2 = options["variant"].startswith("SwinV2")
+    entries = dense(names.embedding, "embedding", CONV)
+    entries += norm(names.embedding_norm, "embedding_norm") + norm(names.norm, "norm")
+    depths = options["stage_depths"]
+    for i, depth in enumerate(depths):
+        for j in range(depth):
+            theirs, ours = f"{names.layers}.{i}.blocks.{j}", f"stage_{i}/block_{j}"
+            entries += norm(f"{theirs}.{names.norm1}", f"{ours}/norm1")
+            entries += norm(f"{theirs}.{names.norm2}", f"{ours}/norm2")
+            entries += dense(f"{theirs}.{names.mlp[0]}", f"{ours}/mlp/Dense_0")
+            entries += dense(f"{theirs}.{names.mlp[1]}", f"{ours}/mlp/Dense_1")
+            entries += dense(f"{theirs}.{names.out}", f"{ours}/attn/proj")
+            theirs, ours = f"{theirs}.{names.attention}", f"{ours}/attn"
+            entries += _v2(theirs, ours, names) if v2 else _v1(theirs, ours)
+        if i + 1 < len(depths):
+            theirs = f"{names.layers}.{i + names.merges_first}.downsample"
+            reduction = f"{theirs}.reduction.weight"
+            entries.append(ArrayEntry(reduction, (f"stage_{i}/merge/kernel",), LINEAR))
+            entries += norm(f"{theirs}.norm", f"stage_{i}/merge_norm")
+    return entries + (dense(names.head, "head") if options["num_classes"] else [])
+
+
+def _v1(theirs: str, ours: str) -> list[ArrayEntry]:
+    name = f"{theirs}.relative_position_bias_table"
+    bias = ArrayEntry(name, (f"{ours}/bias_table",), SAME)
+    return [bias, *dense(f"{theirs}.qkv", f"{ours}/qkv")]
+
+
+def _v2(theirs: str, ours: str, names: Names) -> list[ArrayEntry]:
+    network = f"{theirs}.{names.bias_network}"
+    return [
+        ArrayEntry(f"{theirs}.logit_scale", (f"{ours}/logit_scale",), _FACTOR_HEADS),
+        ArrayEntry(f"{theirs}.qkv.weight", (f"{ours}/qkv/kernel",), LINEAR),
+        ArrayEntry(f"{theirs}.q_bias", (f"{ours}/q_bias",), SAME),
+        ArrayEntry(f"{theirs}.v_bias", (f"{ours}/v_bias",), SAME),
+        *dense(f"{network}.0", f"{ours}/bias_in"),
+        ArrayEntry(f"{network}.2.weight", (f"{ours}/bias_out/kernel",), LINEAR),
+    ]
+
+
+def complete(pretrained: Pretrained) -> tuple[SwinConfig, dict]:
+    """Returns the config of a network, and its options with the variant's numbers."""
+    options = models.create(**pretrained.options).options
+    config = SwinConfig(
+        **{f.name: options[f.name] for f in dataclasses.fields(SwinConfig)}
+    )
+    size = config.size
+    numbers = {
+        "width": size.width,
+        "stage_depths": size.stage_depths,
+        "num_heads": size.num_heads,
+        "window_size": config.window,
+    }
+    return config, options | numbers
+
+
+def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
+    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads.
+
+    Args:
+      pretrained: a Swin Transformer whose parameters fit its options.
+      folder: existing; model.safetensors and config.json are written to it.
+
+    Returns:
+      A line for each thing that was rewritten or left out.
+
+    Raises:
+      UserError: timm has no such network, or cannot prepare images so.
+    """
+    config, options = complete(pretrained)
+    notes = check_writable(config, "timm")
+    sizes = {(s.width, s.stage_depths): _TIMM_SIZES[n] for n, s in SIZES.items()}
+    size = sizes.get((options["width"], options["stage_depths"]), "tiny")
+    args = {
+        "img_size": list(options["image_size"]),
+        "patch_size": options["patch_size"],
+        "in_chans": options["channels"],
+        "window_size": options["window_size"],
+        "embed_dim": options["width"],
+        "depths": list(options["stage_depths"]),
+        "num_heads": list(options["num_heads"]),
+        "mlp_ratio": options["mlp_ratio"],
+    }
+    name = f"swin_{size}_patch4_window7_224"
+    if config.v2:
+        sizes = pretrained_windows(config)
+        args["pretrained_window_sizes"] = list(sizes)
+        name = "swinv2_tiny_window8_256"
+        if size != "tiny":
+            name = f"swinv2_{'base' if size == 'large' else size}_window8_256"
+    architecture = timm_config.Architecture(
+        name=name,
+        args=args,
+        num_features=options["width"] * 2 ** (len(options["stage_depths"]) - 1),
+        global_pool="avg",
+        first_conv="patch_embed.proj",
+        classifier="head.fc",
+    )
+    arrays = _to_their_arrays(pretrained, options, TIMM)
+    return notes + timm.write_folder(folder, arrays, architecture, options, pretrained)
+
+
+def write_microsoft(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
+    """Writes a file as of microsoft/Swin-Transformer, arrays under "model".
+
+    Args:
+      pretrained: a Swin Transformer whose parameters fit its options.
+      path: of the file; its folder exists.
+
+    Returns:
+      A line for each thing that was rewritten or left out.
+
+    Raises:
+      UserError: it is another network, or Microsoft's code has none such.
+    """
+    if not pretrained.options["variant"].startswith("Swin"):
+        raise UserError(
+            f"variant={pretrained.options['variant']!r}: Microsoft's files are of Swin "
+            "Transformers: write it with --to=timm or --to=safetensors"
+        )
+    config, options = complete(pretrained)
+    notes = check_writable(config, "microsoft")
+    notes.append(
+        "class names, preprocessing, loss: the format has no place for them; nor for "
+        "image size and windows, which its configs state"
+    )
+    torch_file.write(path, {"model": _to_their_arrays(pretrained, options, MICROSOFT)})
+    return notes
+
+
+def _to_their_arrays(
+    pretrained: Pretrained, options: Mapping, names: Names
+) -> dict[str, np.ndarray]:
+    flat = flatten_dict(pretrained.params, sep="/")
+    return torch_file.to_their_arrays(flat, table(options, names))
+
+
+def pretrained_windows(config: SwinConfig) -> tuple[int, ...]:
+    """Returns V2's windows of pretraining, one for each stage."""
+    sizes = config.pretrained_window_sizes
+    return sizes * len(config.size.stage_depths) if len(sizes) == 1 else sizes
+
+
+def check_writable(config: SwinConfig, library: str) -> list[str]:
+    """Returns notes on what a library's network does otherwise.
+
+    Args:
+      config: of the network.
+      library: one of `swin.WINDOW_PADDINGS`.
+
+    Raises:
+      UserError: it has no such network.
+    """
+    for name, value in (("activation", "gelu"), ("layer_norm_eps", 1e-5)):
+        if getattr(config, name) != value and library != "transformers":
+            raise UserError(
+                f"model.{name}={getattr(config, name)!r}: Swin Transformers of {library} "
+                f"have {value!r}: write it with --to=hf or --to=safetensors"
+            )
+    if config.window_padding == library:
+        return []
+    note = (
+        f"window_padding: {config.window_padding} became {library}; logits differ where "
+        "windows do not divide the grid, or a side of it is no longer than a window"
+    )
+    return [note]
+
+
+READERS["Swin"] = Reader(recognises, read)
+WRITERS["timm"].networks[SwinConfig] = write_timm
+WRITERS["microsoft"] = Writer(
+    write_microsoft, suffix=".pth", networks={SwinConfig: write_microsoft}
+)
