@@ -22,6 +22,8 @@ ARGUMENTS = dict(
     stage=("pretrain", "finetune"),
     quick=False,
 )
+QUICK = dict(width=16, stage_depths=(2, 2), num_heads=(2, 4), window_size=4)
+WIDE_DROP_PATH = {"T": 0.1, "S": 0.2, "B": 0.2, "L": 0.2}
 DROP_PATH = {"T": 0.2, "S": 0.3, "B": 0.5, "L": 0.2}
 CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic')"
 # All but norms, biases, bias tables, and V2's bias network and scales.
@@ -60,9 +62,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim.update(base_learning_rate=rate, warmup_epochs=5 if tuned or wide else 20)
     c.optim.update(grad_clip_norm=5.0, weight_decay_mask=(DECAYED,))
     c.optim.weight_decay = 1e-8 if tuned else 0.1 if wide and v2 else 0.05
-    c.log_every_steps, c.checkpoint_every_epochs, c.eval_every_epochs = 50, 1, 5
-    if tuned:
-        c.init = "?"
+    c.update(log_every_steps=50, checkpoint_every_epochs=1, eval_every_epochs=5)
+    c.init = "?" if tuned else ""
     if arg.data == "flowers":  # A network that a CPU can train, in place of the size.
         c.epochs, c.batch_size = 10 if tuned else 30, 64
         c.model.update(dtype="float32", width=48, stage_depths=(2, 2, 4), window_size=4)
@@ -74,6 +75,4 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.optim.update(base_learning_rate=2e-3 if tuned else 4e-3)
         c.task.label_smoothing, c.optim.schedule.end_learning_rate = 0.0, 0.0
         c.evals = dict(val="")  # The folder val, or else validation or test.
-    if arg.quick:
-        return quick(c, width=16, stage_depths=(2, 2), num_heads=(2, 4), window_size=4)
-    return c
+    return quick(c, **QUICK) if arg.quick else c

@@ -456,3 +456,42 @@ def test_what_simmim_trains_is_what_its_fine_tuning_reads():
     )
     for name in ("variant", "pool", "class_token", "fc_norm", "posemb", "activation"):
         assert getattr(one.model, name) == getattr(other.model, name)
+
+
+@pytest.mark.parametrize("version", ["", "V2-"])
+def test_swin_is_the_protocol(version):
+    """Appendix A of arXiv:2103.14030, and the configs of microsoft/Swin-Transformer."""
+    c = config.load(spec("swin", model=f"{version}B"))
+    found = c.epochs, c.batch_size, c.optim.warmup_epochs, c.optim.weight_decay
+    assert found == (300, 1024, 20, 0.05)
+    assert c.optim.peak_learning_rate(1024) == pytest.approx(1e-3)
+    assert c.optim.schedule.end_learning_rate == pytest.approx(1e-5)
+    assert (c.model.drop_path_rate, c.optim.grad_clip_norm) == (0.5, 5.0)
+    wide = config.load(spec("swin", model=f"{version}B", data="imagenet21k"))
+    assert (wide.epochs, wide.batch_size, wide.optim.warmup_epochs) == (90, 4096, 5)
+    assert wide.optim.peak_learning_rate(512) == pytest.approx(1.25e-4)
+    assert (wide.model.drop_path_rate, wide.optim.grad_clip_norm) == (0.2, 5.0)
+    tuned = config.load(spec("swin", model=f"{version}B", stage="finetune"))
+    assert tuned.optim.peak_learning_rate(512) == pytest.approx(2e-5)
+    assert (tuned.epochs, tuned.optim.weight_decay) == (30, 1e-8)
+    quick = config.load(spec("swin", model=f"{version}T", quick=True))
+    params = jax.eval_shape(quick.build_model().init, jax.random.key(0))
+    mask = optim.match(params, quick.optim.weight_decay_mask, "optim.weight_decay_mask")
+    decayed = {path for path, yes in flatten_dict(mask, sep="/").items() if yes}
+    assert {path.split("/")[-2] for path in decayed} == {
+        *("embedding", "qkv", "proj", "Dense_0", "Dense_1", "merge", "head")
+    }
+    assert all(path.endswith("/kernel") for path in decayed)
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_simmim_of_swin_is_the_protocol(stage):
+    c = config.load(spec("simmim", model="Swin-B", stage=stage))
+    assert (c.model.window_size, c.data.image_size) == (6, (192, 192))
+    if stage == "pretrain":
+        assert c.optim.peak_learning_rate(512) == pytest.approx(1e-4)
+        assert c.build_model().encoder_stride == c.task.mask_unit == 32
+    else:
+        found = c.epochs, c.optim.warmup_epochs, c.model.drop_path_rate
+        assert found == (100, 20, 0.1)
+        assert c.optim.peak_learning_rate(512) == pytest.approx(1.25e-3)

@@ -25,8 +25,10 @@ from vit_jax.analysis import (
 )
 from vit_jax.analysis.figures import FigureOptions, available_figures, write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.data import inputs
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates
+from vit_jax.tasks.task import Pictures
 from vit_jax.weights.formats import native
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -109,8 +111,8 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
     assert code == 1
     assert err.startswith(f"{images / 'torn.png'}: cannot be decoded")
     stems = [*WEIGHT_FIGURES, *DATASET_FIGURES]
-    # The network has no task of pretraining.
-    kinds = {*IMAGE_FIGURES} - {"reconstruction"}
+    # The network has no task of pretraining, and no windows.
+    kinds = {*IMAGE_FIGURES} - {"reconstruction", "windows"}
     stems += [f"{kind}/{stem}" for kind in kinds for stem in SINGLE]
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files == {f"{s}.{form}" for s in stems for form in ("png", "svg", "npz")}
@@ -534,3 +536,46 @@ def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
 def test_figures_name_no_password_of_a_url():
     name = visualize._name("https://me:hun/ter2@localhost:9/x.npz?X-Amz-Signature=a1")
     assert name == "https://***@localhost:9/x.npz"
+
+
+def test_what_a_task_of_a_swin_transformer_makes_needs_no_attention(tmp_path, place):
+    sizes = {"patch_size": 4, "width": 8, "stage_depths": (1,), "num_heads": (2,)}
+    swin = models.create("Swin-T", num_classes=0, image_size=(16, 24), **sizes)
+
+    def pictures(params, images):
+        return Pictures(*4 * (images,))
+
+    params = swin.init(jax.random.key(0))
+    ours = LoadedModel("s", swin, params, PREPROCESS, pictures=pictures)
+    assert available_figures(ours, 3) == ("filters", "windows", "reconstruction")
+    options = FigureOptions(("reconstruction",))
+    images = inputs.find([str(place / "images")])
+    write = write_figures(ours, images, options, tmp_path, on_unreadable=lambda *_: 0)
+    assert "reconstruction.png" in [*write]
+    with np.load(tmp_path / "reconstruction.npz") as data:
+        assert data["original"].shape == (5, 16, 24, 3)
+    options = FigureOptions(("attention",))
+    with pytest.raises(UserError, match="or draw only filters,windows,reconstruction"):
+        [*write_figures(ours, [], options, tmp_path, on_unreadable=print)]
+
+
+def test_attention_within_windows_is_drawn_over_the_image(tmp_path, place):
+    sizes = {"patch_size": 2, "width": 8, "stage_depths": (2, 2), "num_heads": (2, 4)}
+    swin = models.create(
+        "Swin-T", num_classes=0, image_size=(16, 24), window_size=4, **sizes
+    )
+    ours = LoadedModel("s", swin, swin.init(jax.random.key(0)), PREPROCESS)
+    images = inputs.find([str(place / "images")])
+    options = FigureOptions(("windows",), max_shown=2)
+    write = write_figures(ours, images, options, tmp_path, on_unreadable=lambda *_: 0)
+    assert sum(name.endswith(".png") for name in write) == 2
+    with np.load(tmp_path / "windows" / "a.npz") as data:
+        assert data["stage_1"].shape == data["stage_1_shifted"].shape == (8, 12)
+        assert data["stage_2"].shape == (4, 6)
+        # Of a grid that windows divide, all attention is given to patches.
+        np.testing.assert_allclose(data["stage_1"].mean(), 1, rtol=1e-5)
+        blocks = data["stage_1"].reshape(2, 4, 3, 4).mean((1, 3))
+        np.testing.assert_allclose(blocks, 1, rtol=1e-5)
+    vit = LoadedModel("v", models.create(**OPTIONS), {}, PREPROCESS)
+    with pytest.raises(UserError, match="windows: v has no attention in windows; give"):
+        [*write_figures(vit, [], options, tmp_path, on_unreadable=print)]

@@ -15,6 +15,7 @@ something for):
     attention   where the query looks, by layer and head: an image a figure; of more
                 than 12 layers some, or those of --layers
     rollout     the same over all layers, on the image
+    windows     what patches get in their windows, by stage, over the image (Swin)
     relevance   which patches spoke for the most probable classes, or for --classes
     reconstruction
                 what a network that was pretrained to predict hidden patches makes of

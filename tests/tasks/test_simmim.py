@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from vit_jax import models
+from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.tasks import masking
+from vit_jax.tasks.mae import MaeConfig
 from vit_jax.tasks.simmim import SimMimConfig
 from vit_jax.weights.formats import timm
 from vit_jax.weights.formats.files import Tensors
@@ -147,3 +148,71 @@ def test_what_cannot_be_is_refused(original, keys, message):
     with pytest.raises(UserError, match=message) as error:
         build(original, **keys)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def swin():
+    """The golden Swin Transformer, which makes one token of 2x2 patches of 2 pixels."""
+    path = GOLDEN / "simmim_swin.safetensors"
+    found = weights.open_pretrained(path)
+    assert found.options["image_size"] == (16, 16)  # Nothing says of 32.
+    flat, stride = load_file(path), 4
+    kernel = flat["decoder.0.weight"].reshape(3, stride**2, 32).transpose(2, 1, 0)
+    bias = flat["decoder.0.bias"].reshape(3, stride**2).T
+    params = {
+        "network": found.params,
+        "mask_token": flat["encoder.mask_token"],
+        "decoder": {"kernel": kernel.reshape(32, -1), "bias": bias.reshape(-1)},
+    }
+    model = models.create(**found.options | {"image_size": (32, 32)})
+    batch = {
+        "image": BATCH["image"],
+        "mask": jnp.asarray(IO["swin/mask"].reshape(2, -1), jnp.float32),
+    }
+    return model, params, batch
+
+
+def test_a_swin_transformer_is_trained_as_in_the_original(swin):
+    model, params, batch = swin
+    task = build(swin, mask_unit=8)
+    (predicted, _), features = jax.jit(
+        lambda: (
+            task.predict(params, batch),
+            model.encode(params["network"], batch["image"]),
+        )
+    )()
+    assert features.shape == (2, 64, 32)
+    images = masking.unpatchify(predicted, (8, 8), 4)
+    expected = IO["swin/reconstruction"].transpose(0, 2, 3, 1)
+    np.testing.assert_allclose(images, expected, rtol=0, atol=1e-5)
+
+    def loss(params):
+        return task.loss(params, None, batch, jax.random.key(0))[0]
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    assert float(value) == pytest.approx(float(IO["swin/loss"]), abs=1e-5)
+    expected = IO["swin/grad/encoder.mask_token"]
+    np.testing.assert_allclose(grads["mask_token"], expected, rtol=0, atol=1e-5)
+    bias = grads["decoder"]["bias"].reshape(16, 3).T.reshape(-1)
+    expected = IO["swin/grad/decoder.0.bias"]
+    np.testing.assert_allclose(bias, expected, rtol=0, atol=1e-5)
+
+
+def test_a_swin_transformer_starts_and_shows_what_it_learns(swin):
+    model, _, batch = swin
+    task = build(swin, mask_unit=8)
+    params, _ = task.init(jax.random.key(0))
+    assert params["mask_token"].shape == (1, 1, 16)
+    assert params["decoder"]["kernel"].shape == (32, 4 * 4 * 3)
+    batch = {"image": batch["image"], "index": jnp.arange(2, dtype=jnp.uint32)}
+    pictures = task.pictures(params, None, batch, jax.random.key(1))
+    assert {picture.shape for picture in pictures} == {(2, 32, 32, 3)}
+    hidden = (np.asarray(pictures[1]) == 0).all(-1).mean((1, 2))
+    np.testing.assert_allclose(hidden, math.ceil(0.6 * 16) / 16)
+    with pytest.raises(
+        UserError, match=r"task.mask_unit=6 must be a multiple of .* \(4\)"
+    ):
+        build(swin, mask_unit=6)
+    data = DataConfig(image_size=(32, 32), num_classes=0)
+    with pytest.raises(UserError, match="'Swin-T' has not: take a Vision Transformer"):
+        MaeConfig().build(model, data, RUN)

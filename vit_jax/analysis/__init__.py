@@ -4,5 +4,6 @@
 # without importing JAX.
 WEIGHT_FIGURES = ("filters", "posemb")
 DATASET_FIGURES = ("distance", "norms", "cka")
-IMAGE_FIGURES = ("attention", "rollout", "relevance", "reconstruction")
+LAYER_FIGURES = (*DATASET_FIGURES, "attention", "rollout", "relevance")
+IMAGE_FIGURES = ("attention", "rollout", "relevance", "windows", "reconstruction")
 FIGURES = (*WEIGHT_FIGURES, *DATASET_FIGURES, *IMAGE_FIGURES)

@@ -9,6 +9,7 @@ from vit_jax.analysis import (
     DATASET_FIGURES,
     FIGURES,
     IMAGE_FIGURES,
+    LAYER_FIGURES,
     WEIGHT_FIGURES,
     canvas,
     plots,
@@ -17,6 +18,7 @@ from vit_jax.analysis.canvas import Picture, UniqueStems
 from vit_jax.analysis.loaded_model import Batch, LoadedModel, read_batches
 from vit_jax.analysis.plots import ImageOptions
 from vit_jax.analysis.representations import MIN_CKA_IMAGES
+from vit_jax.analysis.window_plot import WindowPlot
 from vit_jax.data.inputs import Named
 from vit_jax.errors import UserError
 from vit_jax.models.intermediates import Layer
@@ -42,17 +44,22 @@ class DatasetPlot(Protocol):
 
 @runtime_checkable
 class ImagePlot(Protocol):
-    """One figure per image."""
-
-    def update(self, layer: Layer, images: range) -> None:
-        """Adds a layer of a chunk; `images` are the chunk's indices in the batch."""
+    """One figure per image, or a sheet of them."""
 
     def draw(self, batch: Batch) -> Iterator[Picture]:
-        """Draws the images of a batch, then discards what `update` has kept.
+        """Draws the images of a batch, then discards what was kept of them.
 
         Args:
           batch: the first images of the batch, all or fewer.
         """
+
+
+@runtime_checkable
+class LayerPlot(ImagePlot, Protocol):
+    """One figure per image, of the layers of an encoder."""
+
+    def update(self, layer: Layer, images: range) -> None:
+        """Adds a layer of a chunk; `images` are the chunk's indices in the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +186,13 @@ def available_figures(loaded: LoadedModel, num_images: int | None) -> tuple[str,
         unsupported.add("posemb")
     if not options["num_classes"]:
         unsupported.add("relevance")
+    if not loaded.model.has_attention_maps:
+        unsupported.add("windows")
     if loaded.pictures is None:
         unsupported.add("reconstruction")
-    names = FIGURES if _has_attention(loaded) and num_images != 0 else WEIGHT_FIGURES
+    names = WEIGHT_FIGURES if num_images == 0 else FIGURES
+    if not _has_attention(loaded):
+        unsupported |= {*LAYER_FIGURES}
     return tuple(name for name in names if name not in unsupported)
 
 
@@ -217,10 +228,11 @@ def _create_plots(
     if not {*DATASET_FIGURES, *IMAGE_FIGURES} & {*options.figures}:
         return [], []
     for each in filter(None, (loaded, other)):
-        if not _has_attention(each):
+        if {*LAYER_FIGURES} & {*options.figures} and not _has_attention(each):
+            possible = ",".join(available_figures(each, None))
             raise UserError(
                 f"{each.name}: no attention to draw; give a Vision Transformer or a "
-                f"hybrid, or draw only {','.join(WEIGHT_FIGURES)}"
+                f"hybrid, or draw only {possible}"
             )
     if "reconstruction" in options.figures and loaded.pictures is None:
         raise UserError(
@@ -243,6 +255,7 @@ def _create_plots(
         "relevance": lambda: plots.RelevancePlot(
             loaded, stems, image_options, chunk_size
         ),
+        "windows": lambda: WindowPlot(loaded, stems),
         "reconstruction": lambda: plots.ReconstructionPlot(loaded, UniqueStems()),
     }
     return tuple(
@@ -260,6 +273,9 @@ def _feed_plots(
     num_shown: int,
 ) -> None:
     """Runs a batch through the model; image plots get the first `num_shown` images."""
+    image_plots = [p for p in image_plots if isinstance(p, LayerPlot)]
+    if not dataset_plots and not image_plots:
+        return
     for layer, images in loaded.iter_layers(batch.pixels[0], batch.names, chunk_size):
         shown = images.start < num_shown
         for plot in [*dataset_plots, *(image_plots if shown else [])]:

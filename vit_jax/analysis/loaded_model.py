@@ -121,8 +121,10 @@ class LoadedModel:
         Args:
           num_arrays: arrays of the size of one layer's attention alive at a time.
         """
+        if not self.model.has_encoder:
+            return _MAX_CHUNK_SIZE
         num_tokens = self.model.num_prefix_tokens + math.prod(self.model.grid)
-        per_image = 4 * self.model.options.get("num_heads", 1) * num_tokens**2
+        per_image = 4 * self.model.options["num_heads"] * num_tokens**2
         fitting = _MAX_ATTENTION_BYTES // (num_arrays * per_image)
         return max(1, min(_MAX_CHUNK_SIZE, fitting))
 

@@ -492,9 +492,6 @@ class ReconstructionPlot:
     def __init__(self, loaded: LoadedModel, stems: UniqueStems):
         self._loaded, self._stems = loaded, stems
 
-    def update(self, layer: Layer, images: range) -> None:
-        """Keeps nothing: the task has a forward pass of its own."""
-
     def draw(self, batch: Batch) -> Iterator[Picture]:
         """Draws a row for each image: as it is, hidden in part, and predicted."""
         found = self._loaded.draw_task(batch.pixels[0])

@@ -25,10 +25,14 @@ class NetworkConfig(ModelConfig):
     Attributes:
       patch_size: what the sides of images must be multiples of; a key of this name, a
         constant or a property replaces it.
+      encoder_stride: side in pixels of the tokens that its module returns if called with
+        `classify=False`, see `Model.encode`, and then also with `edit_patches`; 0 if it
+        takes neither.
       names: the variants that are published.
     """
 
     patch_size: ClassVar[int] = 1
+    encoder_stride: ClassVar[int] = 0
     names: ClassVar[tuple[str, ...]] = ()
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
@@ -72,6 +76,24 @@ class NetworkConfig(ModelConfig):
         """
         return params
 
+    def attention_maps(
+        self, module: nn.Module, params: Mapping, images: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns maps of attention over images, for `visualize --figure=windows`.
+
+        A network that has none leaves this method as it is.
+
+        Args:
+          module: of `build`.
+          params: its parameters.
+          images: (B, height, width, channels), normalised.
+
+        Returns:
+          By "stage 1" and "stage 1 shifted", and so on: what each patch gets of the
+          attention in its window, (B, patches down, patches across).
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no maps of attention")
+
 
 class Network(NamedTuple):
     """A network that was built.
@@ -79,13 +101,14 @@ class Network(NamedTuple):
     Attributes:
       module: the Flax module.
       options: the keys of its config that are read, defaults included.
-      patch_size: see `NetworkConfig`.
+      patch_size, encoder_stride: see `NetworkConfig`.
       representations: whether it returns "pre_logits".
     """
 
     module: nn.Module
     options: dict
     patch_size: int
+    encoder_stride: int
     representations: bool
 
 
@@ -133,7 +156,8 @@ def build(
     with fields.guarded(f"model.variant={variant!r}"):
         names = _check(module, num_classes, image_shape, config.dtype, variant)
     options = fields.to_dict(config)
-    return Network(module, options, config.patch_size, "pre_logits" in names)
+    sides = config.patch_size, config.encoder_stride
+    return Network(module, options, *sides, "pre_logits" in names)
 
 
 def check_sides(variant: str, image_size: Sequence[int], patch: int) -> None:

@@ -51,6 +51,8 @@ class Model:
       options: what `create` takes to build it again, defaults included.
       image_shape: (height, width, channels) of its input.
       patch_size: side of what becomes one token (or one of the last features), in pixels.
+      encoder_stride: side in pixels of the tokens of `encode`, where patches can be
+        edited; 0 for networks without them (ResNets and hybrids, and others).
       representations: whether `apply` returns "pre_logits".
     """
 
@@ -58,6 +60,7 @@ class Model:
     options: dict
     image_shape: tuple[int, int, int]
     patch_size: int
+    encoder_stride: int = 0
     representations: bool = True
 
     @property
@@ -137,26 +140,28 @@ class Model:
         edit_patches: Callable[[jax.Array], jax.Array] | None = None,
         visible: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the tokens of the encoder; for networks with `has_encoder`.
+        """Returns the tokens of the encoder; for networks with an `encoder_stride`.
 
         Args:
           params, images, train, key: as of `apply`.
           edit_patches: changes the patch embeddings (batch, patches, width), before
             the positions are added.
           visible: indices (batch, V) of the patches that the encoder sees; all if
-            None. With positions at the stem alone.
+            None. With `has_encoder` and positions at the stem alone.
 
         Returns:
-          (batch, prefix tokens + patches that are seen, width).
+          (batch, prefix tokens + patches that are seen, width); of a network that merges
+          patches, those at its end.
         """
+        more = {} if visible is None else {"visible": visible}
         return self.module.apply(
             {"params": params},
             images,
             train=train,
             edit_patches=edit_patches,
-            visible=visible,
             classify=False,
             rngs={"dropout": key} if train else None,
+            **more,
         )
 
     def at_size(self, image_size: Sequence[int]) -> "Model":
@@ -183,12 +188,14 @@ class Model:
         )
         if kind is not theirs or not issubclass(kind, NetworkConfig):
             return params
+        configs = self._config(), source._config()
+        return configs[0].resize(params, configs[1], source.grid, self.grid)
 
-        def config(model):
-            stated = {name: model.options[name] for name in fields.fields(kind)}
-            return loading.complete(kind, stated, "model.")
-
-        return config(self).resize(params, config(source), source.grid, self.grid)
+    def _config(self) -> NetworkConfig:
+        """Returns the config, of a network that has one."""
+        kind = VARIANTS.find(self.options["variant"], "model")
+        stated = {name: self.options[name] for name in fields.fields(kind)}
+        return loading.complete(kind, stated, "model.")
 
     def resize_positions(self, params: Params, to: "Model") -> Params:
         """Returns the parameters for the network at another size of image.
@@ -225,6 +232,17 @@ class Model:
             num_prefix_tokens=self.num_prefix_tokens - self.module.num_register_tokens,
             method=self.module.posemb_resize,
         )
+
+    @property
+    def has_attention_maps(self) -> bool:
+        """Whether there is `attention_maps`."""
+        kind = VARIANTS.find(self.options["variant"], "model")
+        base = NetworkConfig.attention_maps
+        return getattr(kind, "attention_maps", base) is not base
+
+    def attention_maps(self, params: Params, images: jax.Array) -> dict[str, jax.Array]:
+        """Returns attention within windows, see `NetworkConfig.attention_maps`."""
+        return self._config().attention_maps(self.module, params, images)
 
     def intermediates(self, params: Params, images: jax.Array) -> Iterator[Layer]:
         """Yields attention and tokens of each block, see intermediates.layers."""
@@ -290,6 +308,7 @@ def create(
         built.options | data | {"platform": platform},
         (*image_size, channels),
         built.patch_size,
+        built.encoder_stride,
         built.representations,
     )
 
@@ -341,7 +360,8 @@ def _create_published(
         module = _placed(
             module, attention_impl, platform or jax.default_backend(), tokens
         )
-    return Model(module, used, (*image_size, channels), patch)
+    stride = patch if parsed.size and not parsed.resnet else 0
+    return Model(module, used, (*image_size, channels), patch, stride)
 
 
 def names() -> tuple[str, ...]:

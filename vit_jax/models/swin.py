@@ -22,13 +22,12 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
+from vit_jax.models import layers, posemb
 from vit_jax.models.layers import (
     ACTIVATIONS,
     INTERMEDIATES,
     LayerNorm,
     Mlp,
-    classify,
     drop_path,
 )
 from vit_jax.models.network import NetworkConfig
@@ -129,6 +128,11 @@ class SwinConfig(NetworkConfig):
         return self.variant.startswith("SwinV2")
 
     @property
+    def encoder_stride(self) -> int:
+        """Side of a patch of the last stage, in pixels."""
+        return self.patch_size * 2 ** (len(self.size.stage_depths) - 1)
+
+    @property
     def size(self) -> Size:
         """The variant's numbers, and what replaces them."""
         stated = {f.name: getattr(self, f.name) for f in dataclasses.fields(Size)}
@@ -198,6 +202,32 @@ class SwinConfig(NetworkConfig):
                 attn = {**stage[name]["attn"], "bias_table": table}
                 stage[name] = {**stage[name], "attn": attn}
         return resized
+
+    def attention_maps(
+        self, module: nn.Module, params: Mapping, images: Float[Array, "B Y X C"]
+    ) -> dict[str, Float[Array, "B y x"]]:
+        """Returns what patches get, the mean of heads and of blocks of a kind.
+
+        It is 1 where all patches of a window get the same.
+        """
+        kept = module.apply({"params": params}, images, mutable=[INTERMEDIATES])[1]
+        grid = tuple(side // self.patch_size for side in images.shape[1:3])
+        maps = {}
+        for i, both in enumerate(self.layout(grid)):
+            blocks = kept[INTERMEDIATES][f"stage_{i}"]
+            for shifted, windows in enumerate(both):
+                if shifted and not any(windows.shift):
+                    continue
+                of_kind = [
+                    blocks[f"block_{j}"]["attn"]["weights"][0]
+                    for j in range(shifted, len(blocks), 2)
+                ]
+                if of_kind:
+                    gets = sum(w.mean(2).sum(2) for w in of_kind) / len(of_kind)
+                    name = f"stage {i + 1}{' shifted' if shifted else ''}"
+                    joined = windows.join(gets[..., None])
+                    maps[name] = joined.reshape(-1, *windows.grid)
+        return maps
 
     def layout(self, grid: Grid) -> list[tuple["Windows", "Windows"]]:
         """Returns the windows of each stage, without and with the shift."""
@@ -319,7 +349,7 @@ class SwinTransformer(nn.Module):
         *,
         train: bool = False,
         edit_patches: Callable | None = None,
-        classified: bool = True,
+        classify: bool = True,
     ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
         """Classifies images.
 
@@ -327,11 +357,11 @@ class SwinTransformer(nn.Module):
           images: normalised.
           train: whether stochastic depth acts.
           edit_patches: changes the patch embeddings (B, patches, width).
-          classified: whether there is a classifier's answer.
+          classify: whether there is a classifier; without, the result are the patches of
+            the last stage.
 
         Returns:
-          "logits" (B, L), unless L is 0, and "pre_logits" (B, D); or the patches of the
-          last stage.
+          "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
         """
         config, size = self.config, self.config.size
         sides = (config.patch_size,) * 2
@@ -360,10 +390,10 @@ class SwinTransformer(nn.Module):
             )
             x, first = stage(x), first + depth
         x = LayerNorm(config.layer_norm_eps, config.dtype, name="norm")(x)
-        if not classified:
+        if not classify:
             return x
         features = x.astype(jnp.float32).mean(1)
-        return classify(features, self.num_classes, config.head_bias_init)
+        return layers.classify(features, self.num_classes, config.head_bias_init)
 
 
 class Stage(nn.Module):

@@ -6,6 +6,7 @@ Letters: B images, Y by X pixels, C channels, N patches, P the side of a patch, 
 import abc
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +34,22 @@ class MaskedImageTask(Task):
 
     Args:
       name: of the task, for messages.
-      model: a Vision Transformer without a classifier.
+      model: without a classifier; a Vision Transformer if `needs_vit`.
       data: `config.data`.
 
     Raises:
       UserError: there are classes, or the network has no patches to hide.
     """
 
+    needs_vit: ClassVar[bool] = True
+
     def __init__(self, name: str, model: Model, data: DataConfig):
         check_unlabelled(name, data)
-        if not model.has_encoder or model.module.stem_width:
+        if not model.encoder_stride or (self.needs_vit and not model.has_encoder):
             raise UserError(
                 f"task.name={name!r} hides patches of the image, which "
                 f"model.variant={model.options['variant']!r} has not: take a Vision "
-                "Transformer, as B/16"
+                f"Transformer, as B/16{'' if self.needs_vit else ', or a Swin Transformer'}"
             )
         self.model, self.data = model, data
         self._ops = parse.parse_train(data.train_transform, data.image_size).device
@@ -82,7 +85,9 @@ class MaskedImageTask(Task):
         train: bool = False,
         key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B N outputs"], Mask]:
-        """Returns the predictions for all patches, and which were hidden.
+        """Returns the predictions for all tokens, and which were hidden.
+
+        Each is of `Model.encoder_stride` pixels a side: of a Vision Transformer a patch.
 
         Args:
           params: of `init`.
@@ -124,13 +129,14 @@ class MaskedImageTask(Task):
 
     def pictures(self, params, extra, batch, rng):
         batch = batch | self.draw(batch["index"], rng)
-        images, side = batch["image"], self.model.patch_size
+        images, side = batch["image"], self.model.encoder_stride
         predicted, mask = self.predict(params, batch)
         patches = self.pixels_of(predicted, images)
+        grid = images.shape[1] // side, images.shape[2] // side
         return Pictures(
             images,
             fill(images, mask, 0.0, side),
-            unpatchify(patches, self.model.grid, side),
+            unpatchify(patches, grid, side),
             fill(images, mask, patches, side),
         )
 

@@ -2,11 +2,12 @@
 
 Units of pixels are hidden, the same for any patch size; a mask token takes the place of
 the embeddings of their patches, and the absolute error of their pixels is the loss, as in
-microsoft/SimMIM. Letters: B images, N patches, U units, D width, P side of a patch, C
-channels.
+microsoft/SimMIM. Of a Swin Transformer, which merges patches, each of the last ones
+predicts all its pixels.
 """
 
 import dataclasses
+import functools
 import math
 from typing import ClassVar
 
@@ -35,7 +36,10 @@ class SimMimConfig(TaskConfig):
         0.6, "Part of the units that is hidden, rounded up.", above=0, below=1
     )
     mask_unit: int = key(
-        32, "Side of a unit, in pixels, a multiple of the patch.", at_least=1
+        32,
+        "Side of a unit, in pixels, a multiple of the patch, for Swin of the last "
+        "stage's.",
+        at_least=1,
     )
 
     def build(
@@ -60,13 +64,16 @@ class SimMim(MaskedImageTask):
       UserError: the units do not fit the patches and the image, or all are hidden.
     """
 
+    needs_vit: ClassVar[bool] = False
+
     def __init__(self, config: SimMimConfig, model: Model, data: DataConfig):
         super().__init__("simmim", model, data)
         self.config, unit = config, config.mask_unit
-        if unit % model.patch_size or any(side % unit for side in data.image_size):
+        stride = model.encoder_stride
+        if unit % stride or any(side % unit for side in data.image_size):
             raise UserError(
                 f"task.mask_unit={unit} must be a multiple of the patch "
-                f"({model.patch_size}) and divide data.image_size={data.image_size}"
+                f"({stride}) and divide data.image_size={data.image_size}"
             )
         self._units = tuple(side // unit for side in data.image_size)
         num_units = math.prod(self._units)
@@ -76,7 +83,7 @@ class SimMim(MaskedImageTask):
                 f"task.mask_ratio={config.mask_ratio} hides all {num_units} units of "
                 f"{unit} pixels: lower it, or task.mask_unit"
             )
-        size = model.patch_size**2 * data.channels
+        size = stride**2 * data.channels
         self._decoder = nn.Dense(size, dtype=model.options["dtype"])
 
     def draw(self, index, rng):
@@ -90,10 +97,18 @@ class SimMim(MaskedImageTask):
 
     def init(self, rng):
         network_key, token_key, decoder_key = jax.random.split(rng, 3)
-        width = self.model.options["width"]
-        token = nn.initializers.truncated_normal(0.02)(token_key, (1, 1, width))
-        decoder = self._decoder.init(decoder_key, jnp.zeros((1, width)))["params"]
         network = self.model.init(network_key)
+        widths = []  # Of the patches, and of the tokens in the end.
+
+        def look(patches):
+            widths.append(patches.shape[-1])
+            return patches
+
+        images = jnp.zeros((1, *self.model.image_shape))
+        encode = functools.partial(self.model.encode, edit_patches=look)
+        widths.append(jax.eval_shape(encode, network, images).shape[-1])
+        token = nn.initializers.truncated_normal(0.02)(token_key, (1, 1, widths[0]))
+        decoder = self._decoder.init(decoder_key, jnp.zeros((1, widths[-1])))["params"]
         return {"network": network, "mask_token": token, "decoder": decoder}, None
 
     def predict(self, params, batch, *, train=False, key=None):
@@ -109,7 +124,10 @@ class SimMim(MaskedImageTask):
         )
         x = x[:, self.model.num_prefix_tokens :]
         predicted = self._decoder.apply({"params": params["decoder"]}, x)
-        return predicted.astype(jnp.float32), mask
+        # Units are multiples of the tokens, so that one patch of each tells.
+        step = self.model.encoder_stride // self.model.patch_size
+        mask = mask.reshape(-1, *self.model.grid)[:, ::step, ::step]
+        return predicted.astype(jnp.float32), mask.reshape(len(mask), -1)
 
     def metrics(self, extra, batch, predicted, mask):
         """See `MaskedImageTask`: the mean absolute error over the hidden pixels.
@@ -118,5 +136,5 @@ class SimMim(MaskedImageTask):
         an image, and there are always some.
         """
         images = batch["image"].astype(jnp.float32)
-        targets = patchify(images, self.model.patch_size)
+        targets = patchify(images, self.model.encoder_stride)
         return {"loss": mean_over(jnp.abs(predicted - targets).mean(-1), mask)}
