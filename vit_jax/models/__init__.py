@@ -1,6 +1,6 @@
 """The networks: `create(variant, ...)` gives a `Model`."""
 
-from vit_jax.models import mixer, swin
+from vit_jax.models import axial, mixer, swin
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.registry import (
     VARIANTS,
@@ -16,6 +16,7 @@ __all__ = [
     "Model",
     "NetworkConfig",
     "Params",
+    "axial",
     "create",
     "mixer",
     "names",

@@ -1,0 +1,143 @@
+"""Axial-ViT against full attention, and as any other network."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from helpers import tiny_config
+from jax.sharding import PartitionSpec
+
+from vit_jax import models
+from vit_jax.config import fields
+from vit_jax.distributed import sharding
+from vit_jax.errors import UserError
+from vit_jax.models import cost
+from vit_jax.models.encoder import Block
+from vit_jax.models.variants import SIZES
+from vit_jax.training import config as configuration
+from vit_jax.training import loop
+
+TINY = {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24}
+
+
+def random_params(model, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape)), shapes)
+
+
+def by_hand(params, images, patch, full):
+    """Runs blocks one after another; those named `full` see all patches, others one."""
+    kernel = params["embedding"]["kernel"]
+    x = jax.lax.conv_general_dilated(
+        images,
+        kernel,
+        (patch, patch),
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    bias = params["embedding"]["bias"].reshape(1, 1, -1)
+    x = x.reshape(len(x), -1, TINY["width"]) + bias
+    x = x + params["posembed_input"]["pos_embedding"]
+    block = Block(TINY["num_heads"], TINY["mlp_dim"])
+    for i in range(TINY["depth"]):
+        for kind in ("row", "column"):
+            tokens = x if kind == full else x.reshape(-1, 1, x.shape[-1])
+            found = block.apply({"params": params[f"{kind}_block_{i}"]}, tokens)
+            x = found.reshape(x.shape)
+    mean = x.mean(-1, keepdims=True)
+    x = (x - mean) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    norm = {k: v.reshape(1, 1, -1) for k, v in params["encoder_norm"].items()}
+    return (x * norm["scale"] + norm["bias"]).mean(1)
+
+
+@pytest.mark.parametrize(("size", "full"), [((4, 24), "row"), ((24, 4), "column")])
+def test_on_one_line_it_is_full_attention(size, full):
+    model = models.create("Axial-B/4", num_classes=0, image_size=size, **TINY)
+    params = random_params(model)
+    images = jax.random.normal(jax.random.key(1), (2, *size, 3))
+    found = model.apply(params, images)["pre_logits"]
+    np.testing.assert_allclose(found, by_hand(params, images, 4, full), atol=1e-4)
+
+
+def test_patches_attend_along_rows_and_columns_alone():
+    model = models.create(
+        "Axial-B/4", num_classes=0, image_size=(12, 16), **TINY | {"depth": 1}
+    )
+    params = random_params(model)
+
+    def last(images):
+        kept = model.module.apply(
+            {"params": params},
+            images,
+            capture_intermediates=True,
+            mutable=["intermediates"],
+        )[1]["intermediates"]
+        return kept["row_block_0"]["__call__"][0], kept["column_block_0"]["__call__"][0]
+
+    images = jax.random.normal(jax.random.key(1), (1, 12, 16, 3))
+    changed = images.at[0, 4:8, 8:12].add(1)  # Row 1, column 2.
+    rows, columns = (np.abs(a - b).max(-1) for a, b in zip(last(images), last(changed)))
+    assert (rows.reshape(3, 4).max(1) > 1e-3).tolist() == [False, True, False]
+    # Then all columns know of that row.
+    assert rows.shape == (3, 4)
+    assert columns.shape == (4, 3)
+    assert (columns > 1e-4).all()
+
+
+@pytest.mark.parametrize("name", ["Axial-B/32", "Axial-B/16"])
+def test_it_has_twice_the_blocks_of_a_vit(name):
+    axial = models.create(name, num_classes=1_000)
+    patch, size = int(name.split("/")[1]), SIZES["B"]
+    vit = models.create(f"B/{patch}", num_classes=1_000, pool="gap")
+    D, F = size.width, size.mlp_dim
+    block = 4 * D * (D + 1) + 2 * D * F + D + F + 4 * D
+    assert cost.parameters(axial) == cost.parameters(vit) + size.depth * block
+    # Products of attention are of lines, not of all patches.
+    N = (224 // patch) ** 2
+    lines = 2 * size.depth * N * (block - 9 * D - F + 2 * (224 // patch) * D)
+    macs = 3 * patch**2 * D * N + 1_000 * D + lines
+    assert cost.macs_per_image(axial) == pytest.approx(macs, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": "Axial-X/16"}, "'Axial-X/16' is not Axial-SIZE/PATCH with a size"),
+        ({"num_heads": 3}, "model width 16 does not divide into 3 heads"),
+        ({"image_size": (20, 16)}, "height 20 is not a multiple of the patch 8"),
+        ({"depth": 500}, "model.depth=500 must be below 500"),
+    ],
+)
+def test_what_is_none_is_refused(changes, message):
+    stated = {"variant": "Axial-S/8", "num_classes": 3, "image_size": (16, 16), **TINY}
+    with pytest.raises(UserError, match=message):
+        models.create(**stated | changes)
+
+
+def test_a_run_goes_on_at_another_size_of_image(tmp_path):
+    def config(side, **sections):
+        data = {"image_size": (side, side)}
+        stated = fields.to_dict(tiny_config(total_steps=2, data=data))
+        model = {"variant": "Axial-S/4", "dropout": 0.1, **TINY}
+        return configuration.complete(stated | {"model": model} | sections)
+
+    loop.train(config(16), tmp_path / "run")
+    tuned = config(24, init={"checkpoint": str(tmp_path / "run")})
+    report = loop.train(tuned, tmp_path / "tuned")
+    assert "top1" in report["final"]["val"]["params"]
+
+
+def test_heads_and_hidden_units_are_split_over_the_axis_model():
+    model = models.create("Axial-S/4", num_classes=4, image_size=(16, 16), **TINY)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    mesh = jax.make_mesh(
+        (1, 1, 2), ("data", "fsdp", "model"), devices=jax.devices()[:2]
+    )
+    found = flatten_dict(sharding.parameters(shapes, mesh), sep="/")
+    attention = "row_block_1/MultiHeadDotProductAttention_1"
+    assert found[f"{attention}/query/kernel"].spec == PartitionSpec(None, "model", None)
+    assert found[f"{attention}/out/kernel"].spec[0] == "model"
+    mlp = "column_block_0/MlpBlock_3"
+    assert found[f"{mlp}/Dense_0/kernel"].spec == PartitionSpec(None, "model")

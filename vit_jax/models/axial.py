@@ -1,0 +1,118 @@
+"""Axial-ViT: blocks along rows and along columns in turn (arXiv:2010.11929, appendix D.6).
+
+Each block of a Vision Transformer becomes two, attention and MLP each: in the first,
+patches attend to those of their row, in the second to those of their column. What the
+paper leaves open: there is no class token, which has no row, so the features are the
+mean of the patches; positions are learned and added once, as in its other models.
+Letters: B images, Y by X pixels, C channels, N patches, D width, L classes.
+"""
+
+import dataclasses
+import re
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
+from vit_jax.models.encoder import Block
+from vit_jax.models.layers import ACTIVATIONS, LayerNorm, classify
+from vit_jax.models.network import NetworkConfig
+from vit_jax.models.posemb import AddPositions
+from vit_jax.models.variants import CONFIGS, SIZES, Size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxialConfig(NetworkConfig):
+    """Axial-ViTs, as `Axial-B/16`, of the sizes of Vision Transformers."""
+
+    names: ClassVar[tuple[str, ...]] = ("Axial-B/32", "Axial-B/16")
+
+    variant: str = key("Axial-B/16", "")
+    width: int = key(0, "Features a patch, in place of the variant's if not 0.")
+    depth: int = key(0, "Pairs of blocks, likewise.", below=500)
+    num_heads: int = key(0, "Heads of each block, likewise.")
+    mlp_dim: int = key(0, "Hidden units of each MLP, likewise.")
+    activation: str = key("gelu_tanh", "Of the MLPs.", choices=tuple(ACTIVATIONS))
+    dropout: float = key(0.0, "After each dense layer but the projections.", below=1)
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels, which the variant states."""
+        return self._parsed[1]
+
+    @property
+    def size(self) -> Size:
+        """The variant's numbers, and what replaces them."""
+        stated = {f.name: getattr(self, f.name) for f in dataclasses.fields(Size)}
+        numbers = {name: value for name, value in stated.items() if value}
+        return dataclasses.replace(self._parsed[0], **numbers)
+
+    @property
+    def _parsed(self) -> tuple[Size, int]:
+        found = re.fullmatch(r"Axial-(\w+)/0*([1-9]\d{0,3})", self.variant)
+        if not found or found[1] not in SIZES:
+            raise UserError(
+                f"model.variant={self.variant!r} is not Axial-SIZE/PATCH with a size out "
+                f"of {', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'Axial-B/16'"
+            )
+        return SIZES[found[1]], int(found[2])
+
+    def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "AxialViT":
+        size = self.size
+        if size.width % size.num_heads:
+            raise UserError(
+                f"model width {size.width} does not divide into {size.num_heads} heads: "
+                "change model.width or model.num_heads"
+            )
+        return AxialViT(self, num_classes)
+
+
+CONFIGS[r"Axial-.*"] = AxialConfig
+
+
+class AxialViT(nn.Module):
+    """An Axial-ViT.
+
+    Attributes:
+      config: of the network.
+      num_classes: L; 0 is no classifier.
+    """
+
+    config: AxialConfig
+    num_classes: int
+
+    @nn.compact
+    def __call__(
+        self, images: Float[Array, "B Y X C"], *, train: bool = False
+    ) -> dict[str, Float[Array, "..."]]:
+        """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D)."""
+        config, size = self.config, self.config.size
+        sides = (config.patch_size,) * 2
+        x = nn.Conv(
+            size.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
+        )(images.astype(config.dtype))
+        B, Y, X, D = x.shape
+        add_positions = AddPositions("learned", (Y, X), 0, name="posembed_input")
+        x = add_positions(x.reshape(B, Y * X, D)).reshape(B, Y, X, D)
+        keys = [None] * 2 * size.depth
+        if train and config.dropout:
+            keys = list(jax.random.split(self.make_rng("dropout"), 2 * size.depth))
+        for i, drawn in enumerate(keys):
+            block = Block(
+                size.num_heads,
+                size.mlp_dim,
+                config.dropout,
+                config.activation,
+                dtype=config.dtype,
+                name=f"{('row', 'column')[i % 2]}_block_{i // 2}",
+            )
+            # After each block the other axis is that of the tokens.
+            lines = block(x.reshape(-1, x.shape[2], D), None, None, drawn)
+            x = jnp.swapaxes(lines.reshape(x.shape), 1, 2)
+        x = LayerNorm(dtype=config.dtype, name="encoder_norm")(x)
+        features = x.astype(jnp.float32).mean((1, 2))
+        return classify(features, self.num_classes, config.head_bias_init)
