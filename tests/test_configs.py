@@ -495,3 +495,42 @@ def test_simmim_of_swin_is_the_protocol(stage):
         found = c.epochs, c.optim.warmup_epochs, c.model.drop_path_rate
         assert found == (100, 20, 0.1)
         assert c.optim.peak_learning_rate(512) == pytest.approx(1.25e-3)
+
+
+def test_deit_is_the_protocol():
+    """Table 9 of arXiv:2012.12877, and facebookresearch/deit."""
+    c = config.load(spec("deit", model="S/16"))
+    found = c.epochs, c.batch_size, c.optim.warmup_epochs, c.optim.weight_decay
+    assert found == (300, 1024, 5, 0.05)
+    assert c.optim.peak_learning_rate(512) == pytest.approx(5e-4)
+    assert c.optim.schedule.end_learning_rate == pytest.approx(1e-5)
+    assert (c.data.repeats, c.model.drop_path_rate, c.ema.decay) == (3, 0.1, 0.99996)
+    distilled = config.load(spec("deit", model="S/16", distilled=True))
+    assert (distilled.task.kind, distilled.task.alpha) == ("hard", 0.5)
+    assert distilled.build_model().prefix_tokens == (
+        "class token",
+        "distillation token",
+    )
+    tuned = config.load(spec("deit", model="S/16", stage="finetune"))
+    assert tuned.optim.peak_learning_rate(512) == pytest.approx(5e-6)
+    found = tuned.epochs, tuned.optim.weight_decay, tuned.data.image_size
+    assert found == (30, 1e-8, (384, 384))
+
+
+def test_deit3_is_the_protocol():
+    """README_revenge.md of facebookresearch/deit."""
+    c = config.load(spec("deit3", model="L/16"))
+    found = c.epochs, c.batch_size, c.optim.name, c.optim.learning_rate
+    assert found == (800, 2048, "lamb", 3e-3)
+    assert (c.task.loss, c.data.image_size, c.data.repeats) == (
+        "sigmoid",
+        (192, 192),
+        3,
+    )
+    found = c.model.drop_path_rate, c.model.drop_path_schedule, c.model.layer_scale_init
+    assert found == (0.45, "constant", 1e-4)
+    assert config.load(spec("deit3", model="S/16")).optim.learning_rate == 4e-3
+    tuned = config.load(spec("deit3", model="L/16", stage="finetune"))
+    found = tuned.epochs, tuned.optim.learning_rate, tuned.optim.weight_decay
+    assert found == (20, 1e-5, 0.1)
+    assert tuned.data.image_size == (224, 224)

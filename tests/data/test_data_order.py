@@ -1,3 +1,4 @@
+import pathlib
 import threading
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from vit_jax.data import order
 
 N, SEED = 107, 5
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def at(*positions):
@@ -66,3 +68,26 @@ def test_threads_make_a_permutation_once(monkeypatch):
 def test_a_cached_permutation_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
         order.permutation(N, SEED, 0)[0] = 1
+
+
+def test_repeated_records_follow_one_another_in_epochs_of_the_same_length():
+    stream = order.records_at(np.arange(2 * N), N, SEED, repeats=3)
+    for epoch, records in enumerate(stream.reshape(2, N)):
+        first = order.permutation(N, SEED, epoch)[: -(-N // 3)]
+        np.testing.assert_array_equal(records, first.repeat(3)[:N])
+    # As of any order: a position has its record whatever was asked before.
+    last = order.records_at(np.array([2 * N - 1]), N, SEED, repeats=3)
+    np.testing.assert_array_equal(last, stream[-1:])
+    once = order.records_at(np.arange(N), N, SEED, repeats=1)
+    np.testing.assert_array_equal(once, order.permutation(N, SEED, 0))
+
+
+def test_repeated_records_are_deits():
+    with np.load(GOLDEN / "deit_repeated.npz") as theirs:
+        for name, count in (("512_of_4", 4), ("600_of_4", 4), ("300_of_3", 3)):
+            # The copies of a record are dealt to the processes in turn.
+            parts = [theirs[f"{name}/{i}"] for i in range(count)]
+            whole = np.stack(parts, 1).ravel()
+            for i, record in enumerate(whole):
+                assert record == whole[i - i % 3]
+            assert len({*whole.tolist()}) == -(-len(whole) // 3)

@@ -268,3 +268,17 @@ def test_impossible_ways_of_computing_are_refused(options, message):
 def test_a_resnet_has_no_blocks_to_scan(option):
     with pytest.raises(UserError, match=f"model option {option}=.* not one of R50x1"):
         models.create("R50x1", num_classes=5, **{option: "full"})
+
+
+def test_stochastic_depth_may_be_alike_in_all_blocks():
+    keys = {"depth": 1, "drop_path_rate": 0.5}
+    counts = []
+    for schedule in ("linear", "constant"):
+        model = build(**keys, drop_path_schedule=schedule)
+        image = jax.random.normal(jax.random.key(0), model.image_shape)
+        images = jnp.broadcast_to(image, (64, *image.shape))
+        params = model.init(jax.random.key(1))
+        found = model.apply(params, images, train=True, key=jax.random.key(2))
+        features = np.round(np.asarray(found["pre_logits"]), 4)
+        counts.append(len(np.unique(features, axis=0)))
+    assert counts == [1, 4]  # Of one block, the first is never dropped.

@@ -81,6 +81,14 @@ class DataConfig(ReaderConfig):
         below=2**31,
         formerly="data.classes",
     )
+    repeats: int = key(
+        1,
+        "Copies of each image that follow one another in training, each transformed by "
+        "itself (arXiv:1901.09335; DeiT has 3). An epoch keeps its length, so that it "
+        "has a part of the images.",
+        at_least=1,
+        below=1_000,
+    )
     exclude: str = key("", "File of record ids, one a line: left out of `split`.")
     image_size: tuple[int, ...] = key(
         (224, 224),

@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 
 def records_at(
-    positions: Integer[np.ndarray, " B"], examples: int, seed: int
+    positions: Integer[np.ndarray, " B"], examples: int, seed: int, repeats: int = 1
 ) -> Integer[np.ndarray, " B"]:
     """Returns which records stand at some positions of the run.
 
@@ -33,8 +33,11 @@ def records_at(
       positions: 0 is the first image of the run, `examples` the first of epoch 1.
       examples: size of the data set.
       seed: of the run.
+      repeats: of each record, one after the other. An epoch keeps its length and has a
+        part of the records, the first of its permutation.
     """
     epochs, offsets = np.divmod(positions, examples)
+    offsets = offsets // repeats
     records = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch

@@ -128,6 +128,7 @@ class Loader:
       num_classes: number of classes; 0: labels are not read.
       on_error: "raise" or "skip".
       seed: of the run.
+      repeats: of each record in training, see `DataConfig`.
     """
 
     source: Source
@@ -138,6 +139,7 @@ class Loader:
     num_classes: int
     on_error: str
     seed: int
+    repeats: int
 
     @classmethod
     def from_config(
@@ -151,7 +153,7 @@ class Loader:
     ) -> "Loader":
         """Returns a loader of the values that it needs of `config.data`."""
         of_data = data.channels, shapes, data.num_classes, data.on_error
-        return cls(source, ops, key, *of_data, seed)
+        return cls(source, ops, key, *of_data, seed, data.repeats)
 
     @property
     def gathers(self) -> bool:
@@ -269,7 +271,8 @@ class _TrainBatch:
     def __call__(self, step: int) -> Batch:
         positions = step * self.batch_size + self.first + np.arange(self.rows)
         examples = len(self.loader.source)
-        records = order.records_at(positions, examples, self.loader.seed)
+        loader = self.loader
+        records = order.records_at(positions, examples, loader.seed, loader.repeats)
         if self.loader.gathers:
             batch = self.loader.gather(records)
         else:

@@ -143,6 +143,7 @@ class Encoder(nn.Module):
     scan: bool
     remat_policy: str
     num_register_tokens: int = 0
+    drop_path_schedule: str = "linear"
 
     @nn.compact
     def __call__(
@@ -225,7 +226,9 @@ class Encoder(nn.Module):
         """Returns the inputs of the blocks besides their tokens."""
         # None instead of zeros, whose draws XLA could not remove from a scan.
         rates = [None] * self.depth
-        if self.drop_path_rate:
+        if self.drop_path_rate and self.drop_path_schedule == "constant":
+            rates = [self.drop_path_rate] * self.depth
+        elif self.drop_path_rate:
             last = max(1, self.depth - 1)
             rates = [self.drop_path_rate * i / last for i in range(self.depth)]
         return [

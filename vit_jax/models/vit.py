@@ -118,9 +118,14 @@ class ViTConfig(ModelConfig):
     )
     drop_path_rate: float = key(
         0.0,
-        "Drop rate of the last block; 0 at the first, linear.",
+        "Stochastic depth: drop rate of the last block.",
         below=1,
         formerly="model.stochastic_depth",
+    )
+    drop_path_schedule: str = key(
+        "linear",
+        '"linear": 0 at the first block; "constant": the same in all, as DeiT III.',
+        choices=("linear", "constant"),
     )
     activation: str = key(
         "gelu_tanh",
@@ -200,7 +205,8 @@ class VisionTransformer(nn.Module):
         posemb.RESIZE_METHODS; the module does not read it.
       dropout: rate after every dense layer but query, key, value (and the two of the
         head), and after adding the position embeddings.
-      drop_path_rate: drop rate of the last block, falling linearly to 0 at the first.
+      drop_path_rate: drop rate of the last block.
+      drop_path_schedule: "linear" falls to 0 at the first block, "constant" does not.
       head_bias_init: initial bias of the classifier.
       activation: one of MLP_ACTIVATIONS.
       layer_scale_init: of layers.LayerScale behind attention and MLP; 0 for none.
@@ -231,6 +237,7 @@ class VisionTransformer(nn.Module):
     posemb_resize: str = "linear"
     dropout: float = 0.0
     drop_path_rate: float = 0.0
+    drop_path_schedule: str = "linear"
     head_bias_init: float = 0.0
     activation: str = "gelu_tanh"
     layer_scale_init: float = 0.0
@@ -327,6 +334,7 @@ class VisionTransformer(nn.Module):
             posemb_placement=self.posemb_placement,
             dropout=self.dropout,
             drop_path_rate=self.drop_path_rate,
+            drop_path_schedule=self.drop_path_schedule,
             layer_norm_eps=self.layer_norm_eps,
             dtype=self.dtype,
             scan=self.scan,

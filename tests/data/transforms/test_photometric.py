@@ -11,7 +11,12 @@ from scipy import ndimage, stats
 from vit_jax.data.transforms import device as device_transforms
 from vit_jax.data.transforms import parse, photometric
 from vit_jax.data.transforms.device import ColorJitter
-from vit_jax.data.transforms.photometric import GaussianBlur, Grayscale, Solarize
+from vit_jax.data.transforms.photometric import (
+    GaussianBlur,
+    Grayscale,
+    Solarize,
+    ThreeAugment,
+)
 from vit_jax.errors import UserError
 
 # Of Pillow and torchvision; tests/golden/README.md.
@@ -191,3 +196,19 @@ def test_the_lines_of_dino_are_read():
 def test_bad_arguments_are_named(line, message):
     with pytest.raises(UserError, match=message):
         parse.parse_train(line, (8, 12))
+
+
+def test_three_augment_is_one_of_three_for_each_image():
+    batch = images(300)
+    found = run(ThreeAugment(radius=(1.5, 1.5)), batch)
+    blurred = GaussianBlur(p=1, radius=(1.5, 1.5))
+    alone = [run(op, batch[:1])[0] for op in (Grayscale(p=1), Solarize(p=1), blurred)]
+    kinds = [[np.abs(image - other).max() < 1e-3 for other in alone] for image in found]
+    counts = np.sum(kinds, 0)
+    assert counts.sum() == 300
+    assert stats.chisquare(counts).pvalue > 1e-3
+    np.testing.assert_array_equal(
+        run(ThreeAugment(), batch[:9], start=5), run(ThreeAugment(), images(14))[5:]
+    )
+    with pytest.raises(UserError, match=r"radius=\(0, 2\) is not 0 < least <= most"):
+        parse.parse_train("three_augment(radius=(0, 2))", (32, 32))

@@ -99,6 +99,34 @@ class Solarize:
         return where_drawn(self.p, inverted, images, index, key), labels
 
 
+@dataclasses.dataclass(frozen=True)
+class ThreeAugment:
+    """Turns each image grey, inverts its bright values or blurs it (arXiv:2204.07118).
+
+    One of the three, drawn alike, as DeiT III does; its colour jitter and its crop are
+    operations of their own.
+
+    Args:
+      radius: smallest and largest standard deviation of the blur in pixels.
+    """
+
+    runs_on: ClassVar[str] = "device"
+
+    radius: Given = (0.1, 2.0)
+
+    def __post_init__(self):
+        GaussianBlur(1.0, self.radius)  # Checks them.
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        three = Grayscale(1.0), Solarize(1.0), GaussianBlur(1.0, self.radius)
+        drawn = jnp.floor(3 * example_uniform(index, key, 1)[:, 0])[:, None, None, None]
+        changed = images
+        for i, operation in enumerate(three):
+            found, _ = operation(images, labels, index, jax.random.fold_in(key, 2))
+            changed = jnp.where(drawn == i, found, changed)
+        return changed, labels
+
+
 def blur(
     images: Images, radius: Float[Array, " B"], reach: int
 ) -> Float[Array, "B H W C"]:
@@ -136,4 +164,5 @@ TRANSFORMS = {
     "grayscale": Grayscale,
     "gaussian_blur": GaussianBlur,
     "solarize": Solarize,
+    "three_augment": ThreeAugment,
 }
