@@ -1,6 +1,7 @@
-"""Forward pass and training step of ViTs on this machine: ours, timm, plain Linen.
+"""Forward pass and training step on this machine: ours, timm, and ViTs in plain Linen.
 
 On a CPU: PYTHONPATH=. python benchmarks/step.py [--models=S/16,B/16] [--rounds=20]
+          with --models=Swin-T,Mixer-B/16,R26+S/32,R50x1 the other networks
 On a GPU: PYTHONPATH=. python benchmarks/step.py [--models=B/16,L/16,H/14]
 
 On a CPU all three hold the same weights and compute the same function in one process,
@@ -58,13 +59,13 @@ def ratio(ours, other):
 
 def same_weights(variant, args):
     """Builds the contenders with the same weights and shows that they do the same."""
-    from vit_jax.weights.formats import timm as timm_weights
     from vit_jax.weights.formats.files import Tensors
+    from vit_jax.weights.formats.registry import find_reader
 
     size = args.batch or ON_CPU.get(variant, 4)
     images, labels = step_contenders.made_batch(size, args.side)
     keys = {"dtype": args.dtype, "optimizer": "sgd"}
-    if variant not in step_contenders.TIMM:  # A ResNet, a hybrid: ours alone.
+    if variant not in step_contenders.TIMM:
         return {"ours": step_contenders.Ours(variant, images, labels, **keys)}
     if not args.timm:
         ours = step_contenders.Ours(variant, images, labels, activation="gelu", **keys)
@@ -73,12 +74,13 @@ def same_weights(variant, args):
     else:
         timm = step_contenders.Timm(variant, images, labels, spread=0.02, **keys)
         name = step_contenders.TIMM[variant]
-        params = timm_weights.read(Tensors(timm.weights(), {}, {}, name)).params
-        ours = step_contenders.Ours(
-            variant, images, labels, params=params, activation="gelu", **keys
-        )
+        tensors = Tensors(timm.weights(), {}, {}, name)
+        pretrained = find_reader(tensors).read(tensors, 0)
+        params, told = pretrained.params, pretrained.options
+        keys |= {k: told[k] for k in ("activation", "window_padding") if k in told}
+        ours = step_contenders.Ours(variant, images, labels, params=params, **keys)
         found = {"ours": ours, "timm": timm}
-    if args.dtype == "float32":
+    if args.dtype == "float32" and variant in step_contenders.PLAIN:
         found["plain"] = step_contenders.Plain(variant, images, labels, params=params)
     check_same(found, exact=args.dtype == "float32", title=f"{variant} batch {size}")
     return found

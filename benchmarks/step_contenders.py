@@ -30,6 +30,14 @@ TIMM = {
     "L/16": "vit_large_patch16_224",
     "H/14": "vit_huge_patch14_224",
 }
+PLAIN = tuple(TIMM)
+TIMM |= {
+    "Swin-T": "swin_tiny_patch4_window7_224",
+    "Swin-B": "swin_base_patch4_window7_224",
+    "Mixer-B/16": "mixer_b16_224",
+    "R26+S/32": "vit_small_r26_s32_224",
+    "R50x1": "resnetv2_50x1_bit",
+}
 
 
 def made_batch(size: int, side: int = 224):
@@ -50,8 +58,11 @@ class Timm:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high")
+        keys = {"drop_path_rate": 0.0}  # Swin's own is 0.1.
+        if not TIMM[variant].startswith("resnet"):  # Which takes any image.
+            keys["img_size"] = images.shape[1]
         self.model = timm_import.import_timm().create_model(
-            TIMM[variant], num_classes=CLASSES, img_size=images.shape[1]
+            TIMM[variant], num_classes=CLASSES, **keys
         )
         with torch.no_grad():
             for x in self.model.parameters():  # Where nothing is 0, all is compared.
