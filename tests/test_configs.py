@@ -495,6 +495,7 @@ def test_simmim_of_swin_is_the_protocol(stage):
         found = c.epochs, c.optim.warmup_epochs, c.model.drop_path_rate
         assert found == (100, 20, 0.1)
         assert c.optim.peak_learning_rate(512) == pytest.approx(1.25e-3)
+        assert c.optim.layer_decay == 0.8
 
 
 def test_deit_is_the_protocol():

@@ -89,6 +89,41 @@ def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
         assert of_last and set(of_last) == {DECAY}
 
 
+def test_blocks_of_all_stages_count_as_layers():
+    sizes = {"patch_size": 4, "width": 8, "num_heads": (2, 2), "stage_depths": (2, 1)}
+    swin = models.create("Swin-T", num_classes=5, image_size=(32, 32), **sizes)
+    found = flat(
+        optim.layer_factors(jax.eval_shape(swin.init, jax.random.key(0)), DECAY)
+    )
+    layers = {
+        "embedding/kernel": 4,
+        "embedding_norm/scale": 4,
+        "stage_0/block_0/attn/bias_table": 3,
+        "stage_0/block_1/mlp/Dense_0/kernel": 2,
+        "stage_0/merge/kernel": 2,  # Of the stage before, as SimMIM has it.
+        "stage_0/merge_norm/scale": 2,
+        "stage_1/block_0/norm1/scale": 1,
+        "norm/scale": 0,
+        "head/kernel": 0,
+    }
+    for name, below in layers.items():
+        assert found[name] == pytest.approx(DECAY**below), name
+    assert set(np.round(list(found.values()), 6)) == {
+        round(DECAY**i, 6) for i in range(5)
+    }
+
+
+@pytest.mark.parametrize("variant", ["Mixer-S/16", "Axial-S/16"])
+def test_mixers_and_axial_vits_have_layers(variant):
+    model = models.create(variant, num_classes=5, image_size=(32, 32), depth=2)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    found = flat(optim.layer_factors(shapes, DECAY))
+    assert found["embedding/kernel"] == pytest.approx(DECAY**3)
+    assert found["head/kernel"] == 1
+    last = [f for name, f in found.items() if "Block_1/" in name or "block_1/" in name]
+    assert last and set(last) == {DECAY}
+
+
 def test_a_parameter_of_no_known_layer_is_an_error():
     params = {"Transformer": {"encoderblock_0": {"k": np.zeros(2)}}, "odd": np.ones(3)}
     with pytest.raises(ValueError, match="odd is of no layer"):

@@ -510,15 +510,21 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
 
 
 _INPUT = re.compile(
-    r"(cls|dist|register_tokens)$|(embedding|conv_root|gn_root|block\d+)/"
+    r"(cls|dist|register_tokens)$"
+    r"|(embedding|embedding_norm|conv_root|gn_root|block\d+|posembed_input)/"
     r"|Transformer/(posembed_input|posembed_0)/"
 )
+# Of a Vision Transformer, a Mixer or an Axial-ViT, and of the stages of a Swin Transformer.
 # What is added before or within a block belongs to it.
-_BLOCK = re.compile(r"Transformer/(?:encoderblock|posembed|relative_embedding)_(\d+)")
+_BLOCK = re.compile(
+    r"(?:Transformer/(?:encoderblock|posembed|relative_embedding)|MixerBlock"
+    r"|(?:row|column)_block|stage_(\d+)/block)_(\d+)"
+)
+_MERGE = re.compile(r"stage_(\d+)/merge")  # After the last block of a stage, and of it.
 _OUTPUT = re.compile(
     # One table for the attention of all blocks; BEiT has it at the full rate too.
     r"Transformer/(encoder_norm/|relative_embedding$)"
-    r"|(MAPHead_0|fc_norm|pre_logits|head|head_dist)/"
+    r"|(encoder_norm|norm|pre_head_layer_norm|MAPHead_0|fc_norm|pre_logits|head|head_dist)/"
 )
 
 
@@ -557,33 +563,44 @@ def layer_factors(params: dict, decay: float) -> dict:
     Returns:
       Nested dict of floats; of stacked blocks, arrays that broadcast against them.
     """
-    depth = 0
+    blocks = set()
 
     def look(path):
-        nonlocal depth
         if match := _BLOCK.match(path):
-            depth = max(depth, int(match[1]) + 1)
+            blocks.add((int(match[1] or 0), int(match[2])))
 
     stacking.map_paths(params, look)
-    if not depth:
+    if not blocks:
         raise UserError(
             f"optim.layer_decay={decay} needs the blocks of a Transformer, which this "
             "model has not: set it to 0, or choose another model.variant"
         )
+    blocks = sorted(blocks)
+    depth = len(blocks)
     return stacking.map_paths(
-        params, lambda path: decay ** (depth + 1 - _layer(path, depth))
+        params, lambda path: decay ** (depth + 1 - _layer(path, blocks))
     )
 
 
-def _layer(path: str, depth: int) -> int:
-    """Returns 0 for the input, 1 to `depth` for the blocks, one more for the output."""
+def _layer(path: str, blocks: list[tuple[int, int]]) -> int:
+    """Returns the number of a parameter's layer.
+
+    Args:
+      path: of the parameter.
+      blocks: stages and numbers of the blocks, in their order.
+
+    Returns:
+      0 for the input, 1 for the first block, one more than the last for the output.
+    """
     if _INPUT.match(path):
         return 0
     if match := _BLOCK.match(path):
-        return int(match[1]) + 1
+        return 1 + blocks.index((int(match[1] or 0), int(match[2])))
+    if match := _MERGE.match(path):
+        return sum(stage <= int(match[1]) for stage, _ in blocks)
     if _OUTPUT.match(path):
-        return depth + 1
+        return len(blocks) + 1
     raise UserError(
-        f"optim.layer_decay: {path} is of no layer, which only parameters with the names "
-        "of a Vision Transformer are: set it to 0"
+        f"optim.layer_decay: {path} is of no layer, which only parameters of the networks "
+        "of this project are: set it to 0"
     )
