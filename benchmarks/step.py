@@ -82,7 +82,9 @@ def same_weights(variant, args):
         found = {"ours": ours, "timm": timm}
     if args.dtype == "float32" and variant in step_contenders.PLAIN:
         found["plain"] = step_contenders.Plain(variant, images, labels, params=params)
-    check_same(found, exact=args.dtype == "float32", title=f"{variant} batch {size}")
+    # timm's ResNets have other epsilons.
+    exact = args.dtype == "float32" and not variant.startswith("R")
+    check_same(found, exact=exact, title=f"{variant} batch {size}")
     return found
 
 
