@@ -82,7 +82,7 @@ def test_a_file_holds_everything(run, place, tmp_path):
     )
     assert err == ""
     state = json.loads(re.search(r'id="saved">(.+?)</script>', text)[1])
-    assert [model["layers"] for model in state["models"]] == [2, 2]
+    assert [model["labels"] for model in state["models"]] == [["1", "2"]] * 2
     assert state["seen"]["name"] == "noise.png"
     assert len(state["seen"]["models"][1]["classes"]) == 3
     # Nothing comes from elsewhere, and not even the place of the model is told.

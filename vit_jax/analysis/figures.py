@@ -186,7 +186,7 @@ def available_figures(loaded: LoadedModel, num_images: int | None) -> tuple[str,
         unsupported.add("posemb")
     if not options["num_classes"]:
         unsupported.add("relevance")
-    if not loaded.model.has_attention_maps:
+    if not loaded.model.has_windows:
         unsupported.add("windows")
     if loaded.pictures is None:
         unsupported.add("reconstruction")

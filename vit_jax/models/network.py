@@ -7,7 +7,7 @@ The Vision Transformer, its hybrids and the ResNets are older; registry.py build
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -76,10 +76,10 @@ class NetworkConfig(ModelConfig):
         """
         return params
 
-    def attention_maps(
+    def window_attention(
         self, module: nn.Module, params: Mapping, images: jax.Array
-    ) -> dict[str, jax.Array]:
-        """Returns maps of attention over images, for `visualize --figure=windows`.
+    ) -> tuple[dict[str, jax.Array], list["BlockWindows"]]:
+        """Returns attention within windows, for the explorer and for figures.
 
         A network that has none leaves this method as it is.
 
@@ -89,10 +89,36 @@ class NetworkConfig(ModelConfig):
           images: (B, height, width, channels), normalised.
 
         Returns:
-          By "stage 1" and "stage 1 shifted", and so on: what each patch gets of the
-          attention in its window, (B, patches down, patches across).
+          What the module returns for the images, and the attention of each block.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no maps of attention")
+        raise NotImplementedError(f"{type(self).__name__} has no attention in windows")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["patches", "weights"],
+    meta_fields=["stage", "block", "shifted", "grid"],
+)
+@dataclasses.dataclass(frozen=True)
+class BlockWindows:
+    """Attention of a block within its windows.
+
+    B images, W windows of M patches, H heads.
+
+    Attributes:
+      stage, block: from 0, the block within its stage.
+      shifted: whether the windows are.
+      grid: patches down and across, each as long as two of the stage before.
+      patches: (W, M), the number in the grid of each patch of a window; -1 is padding.
+      weights: (B, W, H, M, M), from each patch to each, of sum 1.
+    """
+
+    stage: int
+    block: int
+    shifted: bool
+    grid: tuple[int, int]
+    patches: Any  # Arrays, or their shapes.
+    weights: Any
 
 
 class Network(NamedTuple):

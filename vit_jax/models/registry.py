@@ -24,7 +24,7 @@ from vit_jax.models import (
     vit,
 )
 from vit_jax.models.intermediates import AttentionGradient, Layer
-from vit_jax.models.network import NetworkConfig
+from vit_jax.models.network import BlockWindows, NetworkConfig
 
 # The dataclass of `config.model`, chosen by the variant.
 VARIANTS = Choice(
@@ -234,15 +234,17 @@ class Model:
         )
 
     @property
-    def has_attention_maps(self) -> bool:
-        """Whether there is `attention_maps`."""
+    def has_windows(self) -> bool:
+        """Whether there is `window_attention`."""
         kind = VARIANTS.find(self.options["variant"], "model")
-        base = NetworkConfig.attention_maps
-        return getattr(kind, "attention_maps", base) is not base
+        base = NetworkConfig.window_attention
+        return getattr(kind, "window_attention", base) is not base
 
-    def attention_maps(self, params: Params, images: jax.Array) -> dict[str, jax.Array]:
-        """Returns attention within windows, see `NetworkConfig.attention_maps`."""
-        return self._config().attention_maps(self.module, params, images)
+    def window_attention(
+        self, params: Params, images: jax.Array
+    ) -> tuple[dict[str, jax.Array], list[BlockWindows]]:
+        """Returns outputs and attention, see `NetworkConfig.window_attention`."""
+        return self._config().window_attention(self.module, params, images)
 
     def intermediates(self, params: Params, images: jax.Array) -> Iterator[Layer]:
         """Yields attention and tokens of each block, see intermediates.layers."""

@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
@@ -30,7 +30,7 @@ from vit_jax.models.layers import (
     Mlp,
     drop_path,
 )
-from vit_jax.models.network import NetworkConfig
+from vit_jax.models.network import BlockWindows, NetworkConfig
 from vit_jax.models.variants import CONFIGS
 
 # Values of `model.window_padding`. A grid that windows do not divide is padded after the
@@ -39,7 +39,7 @@ from vit_jax.models.variants import CONFIGS
 # at all (Microsoft, and V1 of transformers); V2 of transformers follows the height alone
 # and masks twice as strongly.
 WINDOW_PADDINGS = ("timm", "microsoft", "transformers")
-POSEMB_RESIZES = ("bicubic", "geometric")  # Microsoft's and timm's.
+BIAS_RESIZES = ("bicubic", "geometric")  # Microsoft's and timm's.
 
 _MASKED = -100.0  # Added to the logits of patches that the shift has brought together.
 _LARGEST_SCALE = math.log(100)  # Of V2's cosines, as its logarithm.
@@ -110,11 +110,11 @@ class SwinConfig(NetworkConfig):
         "they: timm pads after the shift, the others before.",
         choices=WINDOW_PADDINGS,
     )
-    posemb_resize: str = key(
+    bias_resize: str = key(
         "bicubic",
         "How V1's bias tables are resized for other windows: bicubic as Microsoft, "
         "geometric as timm.",
-        choices=POSEMB_RESIZES,
+        choices=BIAS_RESIZES,
     )
     activation: str = key("gelu", "Of the MLPs.", choices=tuple(ACTIVATIONS))
     layer_norm_eps: float = key(1e-5, "Added to variances.", above=0)
@@ -198,36 +198,34 @@ class SwinConfig(NetworkConfig):
             stage = resized[f"stage_{i}"] = dict(params[f"stage_{i}"])
             for name in [name for name in stage if name.startswith("block_")]:
                 table = stage[name]["attn"]["bias_table"]
-                table = resize_table(table, old, new, self.posemb_resize)
+                table = resize_table(table, old, new, self.bias_resize)
                 attn = {**stage[name]["attn"], "bias_table": table}
                 stage[name] = {**stage[name], "attn": attn}
         return resized
 
-    def attention_maps(
+    def window_attention(
         self, module: nn.Module, params: Mapping, images: Float[Array, "B Y X C"]
-    ) -> dict[str, Float[Array, "B y x"]]:
-        """Returns what patches get, the mean of heads and of blocks of a kind.
-
-        It is 1 where all patches of a window get the same.
-        """
-        kept = module.apply({"params": params}, images, mutable=[INTERMEDIATES])[1]
+    ) -> tuple[dict[str, Array], list[BlockWindows]]:
+        """Returns outputs, and the attention of each block in its windows."""
+        outputs, kept = module.apply(
+            {"params": params}, images, mutable=[INTERMEDIATES]
+        )
         grid = tuple(side // self.patch_size for side in images.shape[1:3])
-        maps = {}
+        blocks = []
         for i, both in enumerate(self.layout(grid)):
-            blocks = kept[INTERMEDIATES][f"stage_{i}"]
-            for shifted, windows in enumerate(both):
-                if shifted and not any(windows.shift):
-                    continue
-                of_kind = [
-                    blocks[f"block_{j}"]["attn"]["weights"][0]
-                    for j in range(shifted, len(blocks), 2)
-                ]
-                if of_kind:
-                    gets = sum(w.mean(2).sum(2) for w in of_kind) / len(of_kind)
-                    name = f"stage {i + 1}{' shifted' if shifted else ''}"
-                    joined = windows.join(gets[..., None])
-                    maps[name] = joined.reshape(-1, *windows.grid)
-        return maps
+            weights = kept[INTERMEDIATES][f"stage_{i}"]
+            blocks += [
+                BlockWindows(
+                    stage=i,
+                    block=j,
+                    shifted=any(both[j % 2].shift),
+                    grid=both[j % 2].grid,
+                    patches=both[j % 2].patches(),
+                    weights=weights[f"block_{j}"]["attn"]["weights"][0],
+                )
+                for j in range(len(weights))
+            ]
+        return outputs, blocks
 
     def layout(self, grid: Grid) -> list[tuple["Windows", "Windows"]]:
         """Returns the windows of each stage, without and with the shift."""
@@ -307,6 +305,11 @@ class Windows(NamedTuple):
             else _roll(x[:, :y, :z], self.shift)
         )
         return x.reshape(B, -1, D)
+
+    def patches(self) -> Int[Array, "W M"]:
+        """Returns the number of each patch of a window; -1 is padding."""
+        numbers = jnp.arange(1.0, self.grid[0] * self.grid[1] + 1)
+        return self.split(numbers[None, :, None])[0, :, :, 0].astype(int) - 1
 
     def mask(self) -> Float[np.ndarray, "W M M"] | None:
         """Returns what is added to the logits of each window; None without a shift."""
@@ -577,7 +580,7 @@ def resize_table(table: _Table, old: Grid, new: Grid, method: str) -> _Table:
     Args:
       table: of offsets from -(size - 1) to size - 1 on both axes, rows first.
       old, new: sizes of the windows, in patches.
-      method: one of POSEMB_RESIZES.
+      method: one of BIAS_RESIZES.
     """
     resize = _geometric if method == "geometric" else posemb.bicubic_plain
     down, across = (resize(2 * o - 1, 2 * n - 1) for o, n in zip(old, new, strict=True))

@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image
 
 from vit_jax import models
-from vit_jax.tools.explorer.session import AttentionRows, ExploredModel, ModelOutput
+from vit_jax.tools.explorer.rows import AttentionRows
+from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 NAMES = ("apple", "Bär", "a cat, or <two>", "dog", "eel")
@@ -33,6 +34,18 @@ def pretrained(seed, **options):
     )
 
 
+def swin(image_size=(24, 20), **changes):
+    """A Swin Transformer whose windows do not divide its 12x10 and 6x5 patches."""
+    sizes = {"width": 8, "stage_depths": (2, 1), "num_heads": (2, 4), "window_size": 4}
+    return pretrained(
+        6,
+        variant="Swin-T",
+        num_classes=5,
+        image_size=image_size,
+        **sizes | {"patch_size": 2} | changes,
+    )
+
+
 def picture(seed, size=(61, 47), form="PNG"):
     """Returns the file of an image of noise; `size` is its width and height."""
     noise = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
@@ -50,8 +63,10 @@ class Made(ExploredModel):
             "name": self.name,
             "variant": "synthetic",
             "grid": grid,
-            "layers": layers,
-            "heads": heads,
+            "labels": [str(i + 1) for i in range(layers)],
+            "heads": [heads] * layers,
+            "rollout": True,
+            "relevance": False,
             "extra": self.extra,
             "size": (8 * grid[0], 8 * grid[1]),
         }

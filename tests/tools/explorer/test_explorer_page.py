@@ -9,6 +9,7 @@ import io
 import itertools
 import re
 import shutil
+import threading
 import time
 
 import explored
@@ -19,7 +20,7 @@ from PIL import Image
 
 from vit_jax.analysis import attention
 from vit_jax.evaluators import forward_passes
-from vit_jax.tools.explorer import saved
+from vit_jax.tools.explorer import saved, server, session
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs Playwright: pip install playwright"
@@ -82,10 +83,9 @@ def file(tmp_path_factory, explored_models, photograph):
 
 
 def upload(page, data):
-    """Chooses an image file and waits until it is shown."""
-    page.locator("#choose").wait_for()  # Before, nobody listens.
-    choose(page, data)
+    """Chooses an image file, after the first of the folder, and waits for it."""
     drawn(page, 1)
+    act(page, lambda: choose(page, data))
 
 
 def choose(page, data, name="photograph.png"):
@@ -631,3 +631,133 @@ def test_blocks_of_patches_are_drawn_and_told_as_such(new_page, tmp_path):
     assert where.startswith(f"From the patch in row 9, column 10: {place}, ")
     assert re.search(r"\d % a patch; to \[CLS\] ", where)
     assert page.locator("#whose").is_hidden()
+
+
+def test_the_first_image_is_shown_and_the_address_leads_back(new_page, served):
+    page = new_page(served.address)
+    drawn(page, 1)
+    assert page.evaluate("opened") == page.evaluate("panes[0].seen.name")
+    first = page.evaluate("opened")
+    act(page, lambda: page.get_by_role("button", name="one.png").click())
+    assert page.evaluate("opened") == "one.png" != first
+    press(page, "H", "[")
+    click_patch(page, 2, 3)
+    act(page, lambda: page.locator("#clip").check())
+    before = shown(page)[:3]
+    address = page.url
+    assert "image=one.png" in address and served.token not in address
+    again = new_page("about:blank")
+    again.context.clear_cookies()
+    again.goto(served.address + "#" + address.partition("#")[2])
+    drawn(again, 1)
+    assert again.evaluate("opened") == "one.png"
+    assert shown(again)[:3] == before == (1 + 2 * 5 + 3, 2, 2)
+    assert again.locator("#clip").is_checked()
+    # What an address has that does not fit is left out.
+    again.goto("about:blank")
+    again.goto(served.address + "#image=no&kind=77x&depth=9&at=3,1&label=-1")
+    drawn(again, 1)
+    assert shown(again)[:3] == (0, 3, "mean") and again.evaluate("opened") == first
+
+
+def test_pointing_shows_where_a_patch_looks_until_the_pointer_leaves(page, photograph):
+    upload(page, photograph)
+    before, count = shown(page), page.evaluate("document.body.dataset.drawn")
+    canvas = page.locator(MAP).first
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    x, y = box["x"] + 0.5 / 5 * box["width"], box["y"] + 2.5 / 3 * box["height"]
+    page.mouse.move(x, y - 10)
+    page.mouse.move(x, y)
+    wait(page, "panes[0].shown.asking.patch === 10")
+    assert (shown(page)[3] != before[3]).any()
+    page.mouse.move(box["x"] - 5, y)
+    wait(page, "panes[0].shown.asking.patch === null")
+    np.testing.assert_array_equal(shown(page)[3], before[3])
+    # Nothing was chosen, and nothing is read aloud.
+    assert page.evaluate("document.body.dataset.drawn") == count
+
+
+def test_a_class_is_clicked_to_see_its_relevance(
+    page, photograph, explored_models, new_page, file
+):
+    upload(page, photograph)
+    output = explored_models[0].run(photograph, "x")
+    for each in (page, new_page(file.as_uri())):
+        drawn(each, 1)
+        act(each, lambda each=each: each.locator(".classes button").nth(1).click())
+        wanted = explored_models[0].relevance(output, output.classes[1].label)
+        np.testing.assert_allclose(
+            shown(each)[3], wanted / wanted.sum(), rtol=0.01, atol=1e-6
+        )
+        words = each.locator(".where").first.inner_text()
+        assert words.startswith(f"Relevance to {output.classes[1].name}: most of row")
+        assert (
+            "There is no relevance here" in each.locator(".where").nth(1).inner_text()
+        )
+        pressed = each.locator(".classes button[aria-pressed=true]")
+        assert output.classes[1].name in pressed.inner_text()
+        assert each.locator(".kinds button[aria-pressed=true]").count() == 1
+        act(each, lambda each=each: each.locator(".classes button").nth(1).click())
+        assert shown(each)[0] == 0
+
+
+def test_the_overview_has_labels_and_arrow_keys(page, photograph):
+    upload(page, photograph)
+    grid = page.locator(".grid").first
+    assert grid.locator(".layers").inner_text().split() == ["1", "2", "3", "4"]
+    names = grid.locator(".names").inner_text().split()
+    assert names == ["1", "2", "3", "mean", "max", "roll"]
+    grid.locator("canvas").focus()
+    press(page, "ArrowLeft", "ArrowUp")
+    wait(page, "panes[0].shown.layer === 2 && panes[0].shown.kind === 2")
+    assert shown(page)[0] == 0  # The query stays.
+
+
+def test_what_is_shown_is_saved(page, photograph, new_page, tmp_path):
+    upload(page, photograph)
+    with page.expect_download() as found:
+        page.locator("#savepng").click()
+    assert found.value.suggested_filename == "photograph.png"
+    found.value.save_as(tmp_path / "map.png")
+    size = tuple(page.evaluate("[panes[0].map.width, panes[0].map.height]"))
+    with Image.open(tmp_path / "map.png") as saved_map:
+        assert saved_map.size == size
+    with page.expect_download() as found:
+        page.locator("#savepage").click()
+    assert found.value.suggested_filename == "photograph.html"
+    found.value.save_as(tmp_path / "page.html")
+    again = new_page((tmp_path / "page.html").as_uri())
+    drawn(again, 1)
+    np.testing.assert_array_equal(shown(again)[3], shown(page)[3])
+    assert again.locator("#savepage").is_hidden()
+
+
+def test_the_photograph_stays_where_there_is_little_attention(page):
+    cover = page.evaluate("[0, 0.5, 1].map((share) => [...coverOf(share)])")
+    assert set(cover[0]) == {0} and set(cover[2]) == {255}
+    assert cover[1] == list(range(256))
+
+
+def test_windows_have_the_heads_of_their_stage(new_page, photograph):
+    given = explored.swin()
+    found = session.ExploredModel(given, preprocess=given.preprocess)
+    with server.Server(session.Session([found]), "127.0.0.1", 0) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.05,))
+        thread.start()
+        page = new_page(running.address)
+        page.locator("#choose").wait_for()
+        choose(page, photograph)
+        drawn(page, 1)
+        assert page.locator("#savepage").is_hidden()
+        assert page.locator(".windows").is_visible()
+        assert "Stage 2, block 1 (layer 3 of 3): mean" in page.content()
+        kinds = page.locator(".kinds button:visible")
+        assert kinds.count() == 6
+        press(page, "[")
+        assert kinds.count() == 4 and kinds.last.inner_text() == "maximum"
+        # The sixth row and column are in the second window of four.
+        values = shown(page)[3].reshape(12, 10)
+        np.testing.assert_allclose(values.sum(), 1, atol=0.02)
+        running.shutdown()
+        thread.join()

@@ -392,3 +392,18 @@ def test_limits_of_an_upload(ask, monkeypatch):
     monkeypatch.setattr(images, "MAX_PIXELS", 2000)
     said = sentence(ask("POST", "/api/see?name=x", explored.picture(9)), 413)
     assert said == "x has 61x47 pixels, more than 2,000: make it smaller."
+
+
+def test_relevance_and_the_page_as_a_file(ask, key, explored_models, photograph):
+    output = explored_models[0].run(photograph, "photograph")
+    label = output.classes[1].label
+    status, _, data = ask("GET", f"/api/relevance?image={key}&model=0&class={label}")
+    assert status == 200
+    wanted = explored_models[0].relevance(output, label)
+    np.testing.assert_allclose(np.frombuffer(data, "<f4"), wanted, rtol=1e-6)
+    for model, label in ((0, 5), (1, 0)):
+        answer = ask("GET", f"/api/relevance?image={key}&model={model}&class={label}")
+        assert "has no relevance to a class" in sentence(answer, 404)
+    status, _, data = ask("GET", f"/api/page?image={key}&name=a%20cat.png")
+    assert status == 200 and data.startswith(b"<!doctype html>")
+    assert b'"name": "a cat.png"' in data and b'"relevances": [{"' in data

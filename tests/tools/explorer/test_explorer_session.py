@@ -14,7 +14,9 @@ from vit_jax import models
 from vit_jax.analysis import attention
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes, prediction
-from vit_jax.tools.explorer.session import AttentionRows, ExploredModel
+from vit_jax.tools.explorer import saved
+from vit_jax.tools.explorer.rows import AttentionRows
+from vit_jax.tools.explorer.session import ExploredModel
 
 
 def read(data, layers, maps, extra, patches, steps=255):
@@ -176,8 +178,10 @@ def test_a_description(explored_models):
         "variant": "Ti/8",
         "grid": (3, 5),
         "size": (24, 40),
-        "layers": 4,
-        "heads": 3,
+        "labels": ["1", "2", "3", "4"],
+        "heads": [3, 3, 3, 3],
+        "rollout": True,
+        "relevance": True,
         "extra": ["CLS"],
     }
     assert explored_models[1].describe()["extra"] == []
@@ -246,3 +250,68 @@ def test_parameters_are_fitted_where_jax_has_no_cpu(second, monkeypatch):
     monkeypatch.setattr(jax, "devices", no_cpu)
     _, params = forward_passes.fit_network(second, second.preprocess)
     assert jax.tree.structure(params) == jax.tree.structure(second.params)
+
+
+@pytest.mark.parametrize("padding", ["timm", "microsoft"])
+def test_attention_in_windows_is_that_of_the_network(padding, photograph):
+    given = explored.swin(window_padding=padding)
+    found = ExploredModel(given, preprocess=given.preprocess)
+    about = found.describe()
+    assert about["grid"] == (12, 10)
+    assert about["labels"] == ["1.1", "1.2", "2.1"]
+    assert about["heads"] == [2, 2, 4]
+    assert not about["rollout"] and not about["relevance"] and about["extra"] == []
+    output = found.run(photograph, "photograph")
+    assert len(output.classes) == 5 and output.rows.num_queries == 120
+    pixels = np.asarray(Image.open(io.BytesIO(output.picture)))[None]
+    images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
+    model, params = forward_passes.fit_network(given, given.preprocess)
+    blocks = model.window_attention(params, images)[1]
+    for query in (0, 57, 119):
+        data = output.rows.to_bytes(query)
+        values = read(data, layers=3, maps=4, extra=0, patches=120)
+        assert not values[:2, 2:].any()  # Heads that the first stage has not.
+        row, column = divmod(query, 10)
+        for layer, block in enumerate(blocks):
+            mine = (row >> block.stage) * block.grid[1] + (column >> block.stage)
+            window, place = np.argwhere(np.asarray(block.patches) == mine)[0]
+            for patch in (0, 44, 75, 119):
+                y, x = divmod(patch, 10)
+                other = (y >> block.stage) * block.grid[1] + (x >> block.stage)
+                where = np.argwhere(np.asarray(block.patches)[window] == other)
+                wanted = 0.0
+                if len(where):
+                    wanted = block.weights[0, window, :, place, where[0, 0]]
+                got = values[layer, : block.weights.shape[2], patch]
+                np.testing.assert_allclose(got, wanted, atol=0.51 / 255)
+
+
+def test_windows_of_a_grid_that_they_divide_have_all_attention(photograph):
+    given = explored.swin(image_size=(16, 16))
+    found = ExploredModel(given, preprocess=given.preprocess)
+    data = found.run(photograph, "photograph").rows.to_bytes(9)
+    sums = read(data, layers=3, maps=4, extra=0, patches=64).sum(-1)
+    # Each patch of the second stage is shown at four of the first.
+    np.testing.assert_allclose(sums[:2, :2], 1, atol=0.01)
+    np.testing.assert_allclose(sums[2], 4, atol=0.04)
+
+
+def test_relevance_is_that_of_the_analysis(explored_models, first, photograph):
+    found, other = explored_models
+    output = found.run(photograph, "photograph")
+    pixels = np.asarray(Image.open(io.BytesIO(output.picture)))[None]
+    images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
+    model, params = forward_passes.fit_network(first, first.preprocess)
+    wanted = attention.relevance(model, params, images, jnp.array([3]))[0, 1:]
+    np.testing.assert_allclose(found.relevance(output, 3), wanted, rtol=1e-5)
+    assert found.relevance(output, 5) is None
+    assert other.relevance(other.run(photograph, "photograph"), 0) is None
+
+
+def test_a_page_of_attention_in_windows_is_not_saved(photograph, tmp_path):
+    given = explored.swin()
+    found = ExploredModel(given, preprocess=given.preprocess)
+    outputs = [found.run(photograph, "photograph")]
+    with pytest.raises(UserError, match="use the page without --html, or visualize"):
+        saved.write(str(tmp_path / "page.html"), [found], outputs, "photograph")
+    assert [*tmp_path.iterdir()] == []

@@ -17,12 +17,8 @@ from etils import epath
 
 from vit_jax.errors import UserError
 from vit_jax.files import replace_bytes
-from vit_jax.tools.explorer.session import (
-    LEVELS,
-    AttentionRows,
-    ExploredModel,
-    ModelOutput,
-)
+from vit_jax.tools.explorer.rows import LEVELS, AttentionRows, WindowRows
+from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
 
 PAGE = "index.html"
 MAX_BYTES = 5_000_000
@@ -84,11 +80,47 @@ def write(
       name: of the image.
 
     Returns:
-      Its size, at most MAX_BYTES, and its resolution, lowered until the size fits.
+      Its size and resolution.
 
     Raises:
-      UserError: the file cannot be written, or the coarsest attention is too large.
+      UserError: the file cannot be written, or as in `build`.
     """
+    try:
+        content, page = build(models, outputs, name)
+        replace_bytes(epath.Path(path), content)
+    except TooLarge as error:
+        raise UserError(f"--html={path} {error}") from error
+    except OSError as error:
+        raise UserError(f"--html={path} cannot be written: {error}") from error
+    return page
+
+
+class TooLarge(UserError):
+    """The page of an image that does not fit into one file."""
+
+
+def build(
+    models: Sequence[ExploredModel], outputs: Sequence[ModelOutput], name: str
+) -> tuple[bytes, SavedPage]:
+    """Returns the page with one image as one file.
+
+    Args:
+      models, outputs, name: see `write`.
+
+    Returns:
+      The file, of at most MAX_BYTES, and its resolution, lowered until the size fits.
+
+    Raises:
+      UserError: attention stays within windows.
+      TooLarge: the coarsest attention is too large.
+    """
+    if any(isinstance(output.rows, WindowRows) for output in outputs):
+        raise UserError(
+            "a file has the attention between all patches, and a Swin Transformer has "
+            "none: use the page without --html, or visualize --figure=windows"
+        )
+    pairs = zip(models, outputs, strict=True)
+    outputs = [_with_relevances(model, one) for model, one in pairs]
     grids = [model.describe()["grid"] for model in models]
     for (pool, steps), size in _estimates(grids, models, outputs, name):
         if size > _ESTIMATE_MARGIN * MAX_BYTES:
@@ -100,11 +132,11 @@ def write(
         content = page(models, coarse, name)
         size = len(content)
         if size <= MAX_BYTES:
-            _replace(path, content)
-            return SavedPage(size, steps, max(one.rows.pool for one in coarse))
-    raise UserError(
-        f"--html={path} would have {size / 1e6:.1f} MB, more than "
-        f"{MAX_BYTES / 1e6:g}, however coarse its attention: set a smaller --resolution"
+            kept = max(one.rows.pool for one in coarse)
+            return content, SavedPage(size, steps, kept)
+    raise TooLarge(
+        f"would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:g}, however coarse "
+        "its attention: set a smaller --resolution"
         + (", or leave out --compare" if len(outputs) > 1 else "")
     )
 
@@ -140,13 +172,6 @@ def _coarsen(
     return rows.requantize(steps) if steps < LEVELS else rows
 
 
-def _replace(path: str, content: bytes) -> None:
-    try:
-        replace_bytes(epath.Path(path), content)
-    except OSError as error:
-        raise UserError(f"--html={path} cannot be written: {error}") from error
-
-
 def page(
     models: Sequence[ExploredModel], outputs: Sequence[ModelOutput], name: str
 ) -> bytes:
@@ -165,6 +190,7 @@ def page(
         "pictures": [
             f"data:image/png;base64,{_base64(one.picture)}" for one in outputs
         ],
+        "relevances": [one.relevances for one in outputs],
     }
     data = [f'<script type="application/json" id="saved">{_to_json(state)}</script>']
     data += [
@@ -177,6 +203,17 @@ def page(
     text = text.replace("</head>", f"{head}\n</head>")
     end = "\n".join([*data, f"<script>{script}</script>"])
     return text.replace("</body>", f"{end}\n</body>").encode()
+
+
+def _with_relevances(model: ExploredModel, output: ModelOutput) -> ModelOutput:
+    """Returns an output with the relevance to each class that is shown."""
+    found = {c.label: model.relevance(output, c.label) for c in output.classes}
+    rounded = {
+        label: [float(f"{value:.3g}") for value in values]
+        for label, values in found.items()
+        if values is not None
+    }
+    return dataclasses.replace(output, relevances=rounded)
 
 
 def _compress(rows: AttentionRows, level: int = _SMALL) -> bytes:

@@ -5,6 +5,8 @@ GET  /api/about                             models, limits and names of images
 GET  /api/thumbnail?name=                   of an image of the folder, a JPEG file
 GET  /api/picture?image=KEY&model=          a model's input, a PNG file
 GET  /api/row?image=KEY&model=&query=       attention from a token, see AttentionRows
+GET  /api/relevance?image=KEY&model=&class= of each patch to a class, float32
+GET  /api/page?image=KEY&name=              the page of one image, an HTML file
 POST /api/open?name=                        runs the models on an image of the folder
 POST /api/see?name=                         runs the models on the image in the body
 
@@ -231,6 +233,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "/api/thumbnail": self._thumbnail,
                 "/api/picture": self._picture,
                 "/api/row": self._row,
+                "/api/relevance": self._relevance,
+                "/api/page": self._page,
             }
         )
 
@@ -296,9 +300,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _row(self):
         rows, query = self._output().rows, self._number("query")
-        if query >= len(rows.levels):
+        if query >= rows.num_queries:
             raise Refused(404, f"There is no token {query}.")
         return _BINARY, rows.to_bytes(query)
+
+    def _relevance(self):
+        found = self.server.session.relevance(
+            self.query.get("image", ""), self._number("model"), self._number("class")
+        )
+        return _BINARY, found.astype("<f4").tobytes()
+
+    def _page(self):
+        session, name = self.server.session, self.query.get("name", "The image")[:200]
+        outputs = session.outputs(self.query.get("image", ""))
+        return _BINARY, saved.build(session.models, outputs, name)[0]
 
     def _run_from_folder(self):
         self._check_folder()

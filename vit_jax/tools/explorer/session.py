@@ -1,24 +1,27 @@
 """The explorer's models, and the outputs that they computed for the last images.
 
-Attention is kept and sent as one byte per pair of tokens, see `AttentionRows`.
-Letters: N tokens, E of them extra and P patches or blocks, L layers, M maps per layer.
+Attention is kept as rows.py says. Letters: N tokens, P patches, D width.
 """
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import io
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, UInt8
 from PIL import Image
 
-from vit_jax.analysis.attention import rollout_step
+from vit_jax.analysis.attention import relevance, rollout_step
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.data import decode
 from vit_jax.evaluators import prediction
+from vit_jax.models.network import BlockWindows
 from vit_jax.printing import address
 from vit_jax.tools.explorer.images import (
     MAX_BYTES,
@@ -28,120 +31,11 @@ from vit_jax.tools.explorer.images import (
     check,
     damaged,
 )
+from vit_jax.tools.explorer.rows import AttentionRows, WindowRows
 from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box
 
 BUDGET = 1 << 30  # Bytes of attention that are kept, besides that of the last image.
-LEVELS = 255
 TOPK = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionRows:
-    """Attention from every token of an image, one byte per pair of tokens.
-
-    For each query, layer and map (the heads, then the rollout) there are the attention
-    to each extra token and the largest attention to a patch, float32, and the attention
-    to each patch as an integer, 255 being that largest one. Extra tokens are separate
-    because they may draw most of the attention, which would leave few levels for the
-    patches. A file of limited size may have fewer levels, or blocks of patches instead
-    of patches.
-
-    Attributes:
-      scales: attention to the extra tokens, then the largest to a patch.
-      levels: attention to the patches, in `steps` of the largest.
-      steps: the level that stands for the largest.
-      pool: side of the blocks, in patches, whose mean each level stands for.
-    """
-
-    scales: Float32[np.ndarray, "N L M E1"]
-    levels: UInt8[np.ndarray, "N L M P"]
-    steps: int = LEVELS
-    pool: int = 1
-
-    @classmethod
-    def zeros(cls, tokens: int, extra: int, layers: int, maps: int) -> "AttentionRows":
-        """Returns rows of zeros, to be filled by `set_layer`."""
-        return cls(
-            np.zeros((tokens, layers, maps, extra + 1), np.float32),
-            np.zeros((tokens, layers, maps, tokens - extra), np.uint8),
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self.scales.nbytes + self.levels.nbytes
-
-    def set_layer(self, layer: int, maps: Float[np.ndarray, "M N N"]) -> None:
-        """Sets the attention of one layer.
-
-        Args:
-          layer: its number.
-          maps: from each query (the second axis) to each token (the last).
-        """
-        extra = self.scales.shape[-1] - 1
-        rows = np.swapaxes(maps, 0, 1)
-        patches = rows[..., extra:]
-        peak = patches.max(axis=-1, keepdims=True)
-        self.scales[:, layer, :, :extra] = rows[..., :extra]
-        self.scales[:, layer, :, extra:] = peak
-        # A row of zeros is divided by 1, since 0 / 0 is not a number.
-        share = patches / np.where(peak > 0, peak, 1)
-        self.levels[:, layer] = np.rint(share * self.steps)
-
-    def to_bytes(self, query: int) -> bytes:
-        """Returns the attention from one query: all its scales, then all its levels."""
-        scales = self.scales[query].astype("<f4", copy=False)
-        return scales.tobytes() + self.levels[query].tobytes()
-
-    def requantize(self, steps: int) -> "AttentionRows":
-        """Returns the same attention in fewer steps, which compress better."""
-        table = np.rint(np.arange(self.steps + 1) * (steps / self.steps))
-        levels = table.astype(np.uint8)[self.levels]
-        return AttentionRows(self.scales, levels, steps, self.pool)
-
-    def pool_patches(self, grid: tuple[int, int], side: int) -> "AttentionRows":
-        """Returns the means of blocks of patches, scales rounded to 16 bits.
-
-        Blocks of side 2 take a quarter of the bytes. The rounded scales take half, as
-        zeros compress to nothing.
-
-        Args:
-          grid: patches down and across; none are pooled yet.
-          side: of a block, in patches. The last blocks may be smaller.
-        """
-        N, L, M, _ = self.levels.shape
-        starts = [np.arange(0, count, side) for count in grid]
-        high, wide = (
-            np.minimum(side, n - s) for n, s in zip(grid, starts, strict=True)
-        )
-        sizes = np.outer(high, wide).ravel().astype(np.float32)
-        scales = self.scales.copy()
-        levels = np.empty((N, L, M, len(sizes)), np.uint8)
-        for layer in range(L):
-            values = self.levels[:, layer].astype(np.float32).reshape(N, M, *grid)
-            sums = np.add.reduceat(values, starts[0], axis=2)
-            sums = np.add.reduceat(sums, starts[1], axis=3)
-            means = sums.reshape(N, M, -1) / sizes
-            peak = means.max(axis=-1, keepdims=True)
-            scales[:, layer, :, -1:] *= peak / self.steps
-            levels[:, layer] = np.rint(means / np.where(peak > 0, peak, 1) * LEVELS)
-        # Rounded to the nearest number whose lower half is zeros.
-        bits = (scales.view(np.uint32) + 0x8000) & np.uint32(0xFFFF0000)
-        return AttentionRows(bits.view(np.float32), levels, LEVELS, side)
-
-    def sample_maps(self, maps: int) -> "AttentionRows":
-        """Returns random maps of any layers, as if they were of one layer.
-
-        Args:
-          maps: how many; all if there are fewer.
-        """
-        N, L, M, _ = self.levels.shape
-        chosen = np.random.default_rng(0).permutation(L * M)[:maps]
-        scales, levels = (
-            array.reshape(N, 1, L * M, -1)[:, :, chosen]
-            for array in (self.scales, self.levels)
-        )
-        return AttentionRows(scales, levels, self.steps, self.pool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,18 +47,24 @@ class ModelOutput:
       box: top, left, bottom and right of the model's input, as fractions of the image.
       picture: the model's input, a PNG file.
       rows: attention from each token.
+      relevances: of each patch to classes, by label; for a page that is saved.
     """
 
     classes: tuple[prediction.Prediction, ...]
     box: tuple[float, float, float, float]
     picture: bytes
-    rows: AttentionRows
+    rows: AttentionRows | WindowRows
+    relevances: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     def summary(self) -> dict:
         """Returns what the page shows of it besides pictures, for JSON."""
         return {
             "classes": [
-                {"name": found.name, "probability": found.probability}
+                {
+                    "label": found.label,
+                    "name": found.name,
+                    "probability": found.probability,
+                }
                 for found in self.classes
             ],
             "box": self.box,
@@ -196,8 +96,9 @@ class ExploredModel:
         self.name = "/".join(address(pretrained.source).strip("/").split("/")[-2:])
         self._loaded = LoadedModel.from_pretrained(self.name, pretrained, preprocess)
         self._model = self._loaded.model
-        # Computes no layer yet, but refuses a network without attention.
-        self._layers(self._black_image())
+        if not self._model.has_windows:
+            # Computes no layer yet, but refuses a network without attention.
+            self._layers(self._black_image())
         self._names, self._sigmoid = (), pretrained.loss == "sigmoid"
         if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
@@ -209,15 +110,29 @@ class ExploredModel:
         ]
 
     def describe(self) -> dict:
-        """Returns what the page needs to know about the model, for JSON."""
-        options = self._model.options
+        """Returns what the page needs to know about the model, for JSON.
+
+        "heads" has a number for each layer, "labels" a name. Layers whose attention stays
+        within windows have no "rollout", and no "relevance" of classes.
+        """
+        options, model = self._model.options, self._model
+        if model.has_windows:
+            blocks = self._window_shapes
+            grid = blocks[0].grid
+            heads = [block.weights.shape[2] for block in blocks]
+            labels = [f"{block.stage + 1}.{block.block + 1}" for block in blocks]
+        else:
+            grid, heads = model.grid, [options["num_heads"]] * options["depth"]
+            labels = [str(i + 1) for i in range(options["depth"])]
         return {
             "name": self.name,
             "variant": options["variant"],
-            "grid": self._model.grid,
-            "size": self._model.image_shape[:2],
-            "layers": options["depth"],
-            "heads": options["num_heads"],
+            "grid": grid,
+            "size": model.image_shape[:2],
+            "labels": labels,
+            "heads": heads,
+            "rollout": not model.has_windows,
+            "relevance": bool(self._names) and not model.has_windows,
             "extra": self.extra,
         }
 
@@ -238,9 +153,9 @@ class ExploredModel:
             pixels = self._loaded.prepare(whole)
         except decode.DamagedImage as error:
             raise damaged(error, name) from error
-        rows, tokens = self._attention(pixels, name)
+        rows, logits = self._attention(pixels, name)
         return ModelOutput(
-            classes=self._classes(tokens, name),
+            classes=self._classes(logits, name),
             box=crop_box(whole.shape[:2], self._loaded.preprocess),
             picture=_to_png(pixels),
             rows=rows,
@@ -248,10 +163,61 @@ class ExploredModel:
 
     def warm_up(self) -> None:
         """Compiles what `run` computes."""
-        _, tokens = self._attention(self._black_image(), "a black image")
-        self._classes(tokens, "a black image")
+        self._attention(self._black_image(), "a black image")
+
+    def relevance(
+        self, output: ModelOutput, label: int
+    ) -> Float32[np.ndarray, " P"] | None:
+        """Returns the relevance of each patch to a class, see `attention.relevance`.
+
+        Args:
+          output: of an image.
+          label: of the class.
+
+        Returns:
+          None if the model has no such class, or no relevance.
+        """
+        if label >= len(self._names) or self._model.has_windows:
+            return None
+        picture = Image.open(io.BytesIO(output.picture))
+        pixels = np.asarray(picture).reshape(self._model.image_shape)
+        found = relevance(
+            self._model,
+            self._loaded.params,
+            self._loaded.normalize(pixels[None]),
+            jnp.array([label]),
+        )
+        return np.asarray(found)[0, len(self.extra) :]
 
     def _attention(
+        self, pixels: UInt8[np.ndarray, "h w c"], name: str
+    ) -> tuple[AttentionRows | WindowRows, Float[np.ndarray, " classes"] | None]:
+        """Returns attention from all tokens, and logits if there are classes."""
+        if self._model.has_windows:
+            images = self._loaded.normalize(pixels[None])
+            outputs, blocks = self._windows(self._loaded.params, images)
+            rows = WindowRows(blocks)
+        else:
+            rows, tokens = self._rows_of_layers(pixels, name)
+            outputs = {}
+            if self._names:
+                outputs = self._model.classify_tokens(self._loaded.params, tokens)
+        if not self._names:
+            return rows, None
+        logits = np.asarray(outputs["logits"])[0]
+        check_finite(logits, f"{self.name}'s output for {name}")
+        return rows, logits
+
+    @functools.cached_property
+    def _windows(self):
+        return jax.jit(self._model.window_attention)
+
+    @functools.cached_property
+    def _window_shapes(self) -> list[BlockWindows]:
+        images = jax.ShapeDtypeStruct((1, *self._model.image_shape), np.float32)
+        return jax.eval_shape(self._windows, self._loaded.params, images)[1]
+
+    def _rows_of_layers(
         self, pixels: UInt8[np.ndarray, "h w c"], name: str
     ) -> tuple[AttentionRows, Float[Array, "1 N D"]]:
         """Returns attention from all tokens, and the tokens after the last layer."""
@@ -270,13 +236,10 @@ class ExploredModel:
         return rows, tokens
 
     def _classes(
-        self, tokens: Float[Array, "1 N D"], name: str
+        self, logits: Float[np.ndarray, " classes"] | None, name: str
     ) -> tuple[prediction.Prediction, ...]:
-        if not self._names:
+        if logits is None:
             return ()
-        outputs = self._model.classify_tokens(self._loaded.params, tokens)
-        logits = np.asarray(outputs["logits"])[0]
-        check_finite(logits, f"{self.name}'s output for {name}")
         return prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
 
     def _layers(
@@ -315,7 +278,7 @@ class Session:
         budget: int = BUDGET,
     ):
         self.folder = folder
-        self._models, self._budget = tuple(models), budget
+        self.models, self._budget = tuple(models), budget
         self._outputs: collections.OrderedDict[str, tuple[ModelOutput, ...]]
         self._outputs = collections.OrderedDict()
         self._compute_lock, self._outputs_lock = threading.Lock(), threading.Lock()
@@ -324,7 +287,7 @@ class Session:
         """Returns models, limits and names of images, for JSON."""
         names, more = self.folder.names() if self.folder else ([], False)
         return {
-            "models": [model.describe() for model in self._models],
+            "models": [model.describe() for model in self.models],
             "limits": {"bytes": MAX_BYTES, "pixels": MAX_PIXELS},
             "images": names,
             "more": more,
@@ -348,7 +311,7 @@ class Session:
         with self._compute_lock:  # Two images at the same time would only be slower.
             outputs = self._find(key)
             if outputs is None:
-                outputs = tuple(model.run(data, name) for model in self._models)
+                outputs = tuple(model.run(data, name) for model in self.models)
                 self._keep(key, outputs)
         return {
             "key": key,
@@ -356,17 +319,39 @@ class Session:
             "models": [output.summary() for output in outputs],
         }
 
-    def output(self, key: str, model: int) -> ModelOutput:
-        """Returns what a model computed for an image.
+    def relevance(self, key: str, model: int, label: int) -> Float32[np.ndarray, " P"]:
+        """Returns the relevance of the patches of a kept image to a class.
 
         Raises:
-          Refused: it is not kept any more, or there is no such model.
+          Refused: as in `output`, or there is none.
+        """
+        output = self.output(key, model)
+        with self._compute_lock:
+            found = self.models[model].relevance(output, label)
+        if found is None:
+            raise Refused(404, f"Model {model} has no relevance to a class {label}.")
+        return found
+
+    def outputs(self, key: str) -> tuple[ModelOutput, ...]:
+        """Returns what each model computed for an image.
+
+        Raises:
+          Refused: it is not kept any more.
         """
         outputs = self._find(key)
         if outputs is None:
             raise Refused(
                 410, "This image is no longer kept by the server: open it again."
             )
+        return outputs
+
+    def output(self, key: str, model: int) -> ModelOutput:
+        """Returns what a model computed for an image.
+
+        Raises:
+          Refused: it is not kept any more, or there is no such model.
+        """
+        outputs = self.outputs(key)
         if not 0 <= model < len(outputs):
             raise Refused(404, f"There is no model {model}.")
         return outputs[model]

@@ -103,7 +103,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "window_size": config.get("window_size", 7),
             "pretrained_window_sizes": tuple(grown) if any(grown) else (0,),
             "window_padding": "transformers",
-            "posemb_resize": "bicubic",
+            "bias_resize": "bicubic",
             "activation": facts.activation,
             "layer_norm_eps": facts.epsilon,
             "image_size": facts.image_size or (224, 224),

@@ -163,7 +163,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             **found,
             "pretrained_window_sizes": grown,
             "window_padding": "timm" if in_timm else "microsoft",
-            "posemb_resize": "geometric" if in_timm else "bicubic",
+            "bias_resize": "geometric" if in_timm else "bicubic",
             "image_size": image_size,
         },
         format="timm" if in_timm else "microsoft",

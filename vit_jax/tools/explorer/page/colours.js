@@ -1,5 +1,8 @@
 "use strict";
 
+/** Covers what is below, whatever the attention. */
+const OPAQUE = new Uint8ClampedArray(256).fill(255);
+
 /** Red, green and blue from the smallest attention to the largest, ever lighter. */
 const STOPS = [
   [10, 8, 38],
@@ -34,24 +37,37 @@ const RAMP = (() => {
  * @param {number} peak the value that has the last colour, as larger ones have.
  * @param {number} left where in the image it starts.
  * @param {number} top
+ * @param {Uint8ClampedArray} cover how opaque each of the 256 colours is.
  */
-function paint(image, values, [rows, columns], peak, left = 0, top = 0) {
+function paint(image, values, [rows, columns], peak, left = 0, top = 0, cover = OPAQUE) {
   const unit = peak > 0 ? 255 / peak : 0;
   for (let y = 0; y < rows; y++) {
     let pixel = 4 * ((top + y) * image.width + left);
     for (let x = 0; x < columns; x++, pixel += 4) {
       const level = Math.min(255, Math.round(unit * values[y * columns + x]));
       for (let c = 0; c < 3; c++) image.data[pixel + c] = RAMP[3 * level + c];
-      image.data[pixel + 3] = 255;
+      image.data[pixel + 3] = cover[level];
     }
   }
 }
 
 /** Returns a picture of a map alone. */
-function picture(values, [rows, columns], peak) {
+function picture(values, [rows, columns], peak, cover = OPAQUE) {
   const image = new ImageData(columns, rows);
-  paint(image, values, [rows, columns], peak);
+  paint(image, values, [rows, columns], peak, 0, 0, cover);
   return image;
+}
+
+/**
+ * Returns how opaque each colour is: the more, the larger its attention, so that the
+ * photograph is seen where there is little.
+ *
+ * @param {number} opacity from 0, nothing, over 0.5, in proportion, to 1, everything.
+ */
+function coverOf(opacity) {
+  if (opacity === 0) return new Uint8ClampedArray(256);
+  const power = (1 - opacity) / opacity;
+  return Uint8ClampedArray.from({ length: 256 }, (_, i) => 255 * (i / 255) ** power);
 }
 
 /** Returns the value of the last colour: the largest, or that of which 5 % are larger. */

@@ -8,11 +8,14 @@ const element = (id) => document.getElementById(id);
  */
 let state = {
   ...{ query: {}, depth: 1, kind: "mean" },
-  ...{ opacity: 0.7, smooth: false, clip: false },
+  ...{ opacity: 0.55, smooth: false, clip: false },
 };
+let opened = null; // Name of the image of the folder that is shown.
+let pointing; // The timer of what the pointer is at.
 let panes = [];
 let active; // The pane whose patches the arrow keys count.
 let limits;
+const POINTING = 60; // Milliseconds that the pointer stays at a patch to mean it.
 let drawn = 0;
 let asked = 0; // Images, of which the last counts.
 
@@ -23,6 +26,7 @@ function change(changes) {
 }
 
 async function draw(changes) {
+  clearTimeout(pointing);
   state = { ...state, ...changes };
   const wanted = state;
   try {
@@ -37,6 +41,7 @@ async function draw(changes) {
   element("layer").value = layer;
   element("depth").textContent = `${layer} of ${deepest}`;
   tellQuery();
+  writeAddress();
   for (const button of element("extra").children) {
     button.setAttribute("aria-pressed", button.value === state.query.token);
   }
@@ -56,13 +61,61 @@ function activate(pane) {
 }
 
 function tellQuery() {
-  const { patch } = active.shown.asking;
+  const { patch } = active.asking(state.query);
   element("query").textContent =
-    patch === null ? "" : inWords(active.rowAndColumn(patch));
+    patch === null || "label" in state.query
+      ? ""
+      : inWords(active.rowAndColumn(patch));
 }
 
-/** Shows an image. */
-async function show(looking) {
+/** Puts what is shown into the address, so that a link or a bookmark leads to it. */
+function writeAddress() {
+  const { query, depth, kind, opacity, smooth, clip } = state;
+  const words = new URLSearchParams();
+  if (opened !== null) words.set("image", opened);
+  for (const [key, value] of Object.entries(query)) words.set(key, value);
+  for (const [key, value] of Object.entries({ depth, kind, opacity })) {
+    words.set(key, typeof value === "number" ? Number(value.toFixed(3)) : value);
+  }
+  if (smooth) words.set("smooth", 1);
+  if (clip) words.set("clip", 1);
+  history.replaceState(null, "", `#${words}`);
+}
+
+/** Takes the state that the address has, as far as it fits; returns the image's name. */
+function readAddress() {
+  const words = new URLSearchParams(location.hash.slice(1));
+  const number = (text) => (text === null ? NaN : Number(text));
+  const share = (name, other) => {
+    const value = number(words.get(name));
+    return value >= 0 && value <= 1 ? value : other;
+  };
+  const at = (words.get("at") ?? "").split(",").map(Number);
+  const [label, head] = [number(words.get("label")), number(words.get("kind"))];
+  let { query, kind } = state;
+  if (words.has("token")) query = { token: words.get("token") };
+  else if (at.length === 2 && at.every((value) => value >= 0 && value <= 1)) query = { at };
+  else if (Number.isInteger(label) && label >= 0) query = { label };
+  if (FUSED.includes(words.get("kind"))) kind = words.get("kind");
+  else if (Number.isInteger(head) && head >= 0) kind = head;
+  state = {
+    ...{ query, kind, depth: share("depth", state.depth) },
+    opacity: share("opacity", state.opacity),
+    ...{ smooth: words.has("smooth"), clip: words.has("clip") },
+  };
+  element("opacity").value = 100 * state.opacity;
+  element("smooth").checked = state.smooth;
+  element("clip").checked = state.clip;
+  return words.get("image");
+}
+
+/**
+ * Shows an image.
+ *
+ * @param {Promise<object>} looking what the models made of it.
+ * @param {string|null} name of an image of the folder.
+ */
+async function show(looking, name = null) {
   const number = ++asked;
   element("message").textContent = "";
   element("busy").textContent = "Looking…";
@@ -74,10 +127,15 @@ async function show(looking) {
     if (number !== asked) return; // Another image is to be shown by now.
     panes.forEach((pane, i) => pane.take(source, seen, pictures[i]));
     element("subtitle").textContent = seen.name;
+    opened = name;
+    for (const button of element("folder").querySelectorAll("button")) {
+      button.setAttribute("aria-pressed", button.title === name);
+    }
     const { query } = state;
     for (const id of ["controls", "keys"]) element(id).hidden = false;
     element("panes").hidden = false;
-    await draw(query.token || query.at ? {} : { query: firstQuery() });
+    // Another image has other classes.
+    await draw(query.token || query.at ? {} : { query: queryOf(query) });
   } catch (error) {
     if (number === asked) tell(error);
   }
@@ -94,7 +152,10 @@ function look(file) {
   show(source.see(file));
 }
 
-function firstQuery() {
+/** Returns a query of this image: the class if it is among its first ones. */
+function queryOf({ label }) {
+  const known = panes.flatMap((pane) => pane.seen.models[pane.number].classes);
+  if (known.some((one) => one.label === label)) return { label };
   const extra = panes.flatMap((pane) => pane.model.extra);
   return extra.length ? { token: extra[0] } : { at: panes[0].middle() };
 }
@@ -113,9 +174,49 @@ const chosen = {
     change({ kind });
   },
   layer(pane, layer) {
-    change({ depth: layer / Math.max(1, pane.model.layers - 1) });
+    change({ depth: layer / Math.max(1, pane.model.labels.length - 1) });
+  },
+  label(label) {
+    change({ query: state.query.label === label ? queryOf({}) : { label } });
+  },
+  pointed(pane, patch) {
+    clearTimeout(pointing);
+    pointing = setTimeout(() => {
+      const query = patch === null ? state.query : { at: pane.placeOf(patch) };
+      // What cannot be fetched is told when it is clicked.
+      for (const each of panes) each.show({ ...state, query }).catch(() => {});
+    }, POINTING);
   },
 };
+
+/** Saves what the active pane shows as a picture. */
+function savePicture() {
+  active.map.toBlob((blob) => download(blob, `${stem()}.png`));
+}
+
+/** Saves the page with this image as a file that needs no server. */
+async function savePage() {
+  element("message").textContent = "";
+  element("busy").textContent = "Writing the file…";
+  try {
+    download(await source.page(active.seen), `${stem()}.html`);
+  } catch (error) {
+    tell(error);
+  }
+  element("busy").textContent = "";
+}
+
+/** Returns a name for files from that of the image. */
+function stem() {
+  return active.seen.name.replace(/.*\//, "").replace(/\.\w+$/, "") || "attention";
+}
+
+function download(blob, name) {
+  const link = document.createElement("a");
+  Object.assign(link, { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
 
 /** Moves the query by some patches; from a token into the middle. */
 function move(down, right) {
@@ -180,6 +281,8 @@ function onDrop(event) {
 function listen() {
   document.addEventListener("keydown", onKey);
   const on = (id, event, action) => element(id).addEventListener(event, action);
+  on("savepng", "click", savePicture);
+  on("savepage", "click", savePage);
   on("shallower", "click", () => climb(-1));
   on("deeper", "click", () => climb(1));
   on("opacity", "input", (event) => change({ opacity: event.target.value / 100 }));
@@ -216,7 +319,7 @@ function addThumbnails({ images, more }) {
     Object.assign(button, { type: "button", title: name });
     image.alt = name;
     button.append(image);
-    button.addEventListener("click", () => show(source.open(name)));
+    button.addEventListener("click", () => show(source.open(name), name));
     element("folder").append(button);
     thumbnails.add(image, source.thumbnailOf(name));
   }
@@ -228,7 +331,7 @@ function addPanes(models) {
   activate(panes[0]);
   element("whose").hidden = panes.length === 1;
   element("panes").replaceChildren(...panes.map((pane) => pane.root));
-  element("layer").max = Math.max(...models.map((model) => model.layers));
+  element("layer").max = Math.max(...models.map((model) => model.labels.length));
   const names = new Set(models.flatMap((model) => model.extra));
   element("classkey").hidden = !names.has("CLS");
   for (const token of names) {
@@ -245,9 +348,13 @@ async function start() {
   element("panes").hidden = true;
   addPanes(about.models);
   listen();
+  const name = readAddress();
   if (!source.canChoose) return show(source.open());
   listenForImages();
   addThumbnails(about);
+  element("savepage").hidden = about.models.some((model) => !model.rollout);
+  const first = about.images.includes(name) ? name : about.images[0];
+  if (first !== undefined) show(source.open(first), first);
 }
 
 start().catch(tell);

@@ -3,37 +3,73 @@
 const GAP = 4; // Pixels between the maps, in which the one that is shown has a frame.
 const CELL = 28; // Pixels of a map's longer side, at least.
 
+/** Steps between layers and between kinds that an arrow key makes. */
+const STEPS = {
+  ArrowLeft: [-1, 0],
+  ArrowRight: [1, 0],
+  ArrowUp: [0, -1],
+  ArrowDown: [0, 1],
+};
+
 /** Small maps of all layers, from left to right, and kinds, from top to bottom. */
 class Overview {
   /**
-   * @param {HTMLCanvasElement} canvas
+   * @param {HTMLElement} root with a canvas, and places for labels of layers and kinds.
    * @param {object} model as about() describes it.
    * @param {function} choose is called with a layer and a kind.
    */
-  constructor(canvas, model, choose) {
-    Object.assign(this, { canvas, model, kinds: kinds(model) });
+  constructor(root, model, choose) {
+    const canvas = root.querySelector("canvas");
+    Object.assign(this, { canvas, model, kinds: kinds(model), choose });
+    const layers = model.labels.length;
+    this.layer = this.kind = 0;
     const scale = Math.ceil(CELL / Math.max(...model.grid));
     [this.high, this.wide] = model.grid.map((patches) => patches * scale);
-    canvas.width = model.layers * (this.wide + GAP);
+    canvas.width = layers * (this.wide + GAP);
     canvas.height = this.kinds.length * (this.high + GAP);
-    canvas.style.maxInlineSize = `${5 * model.layers}rem`;
-    const name = `${model.layers} layers of ${model.heads} heads of ${model.name}`;
+    root.style.maxInlineSize = `${4 + 5 * layers}rem`;
+    const name = `Layers and heads of ${model.name}; the arrow keys choose one`;
     canvas.setAttribute("aria-label", name);
+    addLabels(root.querySelector(".layers"), model.labels);
+    addLabels(root.querySelector(".names"), this.kinds.map(shortNameOf));
+    canvas.addEventListener("keydown", (event) => this.onKey(event));
     canvas.addEventListener("click", (event) => {
       const [y, x] = share(event, canvas);
-      choose(cell(x, model.layers), this.kinds[cell(y, this.kinds.length)]);
+      const kind = this.kinds[cell(y, this.kinds.length)];
+      const layer = cell(x, layers);
+      if (this.has(layer, kind)) choose(layer, kind);
     });
   }
 
+  /** Returns whether a layer has a kind: layers may have different numbers of heads. */
+  has(layer, kind) {
+    return typeof kind === "string" || kind < this.model.heads[layer];
+  }
+
+  onKey(event) {
+    if (!STEPS[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    event.stopPropagation(); // Elsewhere the arrow keys move the query.
+    const clip = (value, count) => Math.min(count - 1, Math.max(0, value));
+    const [right, down] = STEPS[event.key];
+    const layer = clip(this.layer + right, this.model.labels.length);
+    let place = this.kinds.indexOf(this.kind);
+    do place = clip(place + down, this.kinds.length);
+    while (!this.has(layer, this.kinds[place]) && down);
+    this.choose(layer, this.kinds[place]);
+  }
+
   paint(row, shownLayer, shownKind, clip) {
+    [this.layer, this.kind] = [shownLayer, shownKind];
     const pen = this.canvas.getContext("2d");
     const [rows, columns] = this.model.grid;
     const maps = canvasOf(this.maps(row, clip));
     pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
     pen.imageSmoothingEnabled = false;
     pen.fillStyle = getComputedStyle(this.canvas).color;
-    for (let layer = 0; layer < this.model.layers; layer++) {
+    for (let layer = 0; layer < this.model.labels.length; layer++) {
       this.kinds.forEach((kind, i) => {
+        if (!this.has(layer, kind)) return;
         const [left, top] = [layer * (this.wide + GAP), i * (this.high + GAP)];
         if (layer === shownLayer && kind === shownKind) {
           pen.fillRect(left, top, this.wide + GAP, this.high + GAP);
@@ -49,16 +85,29 @@ class Overview {
   /** Returns all maps side by side, a pixel a patch. */
   maps(row, clip) {
     const [rows, columns] = this.model.grid;
-    const size = [this.model.layers * columns, this.kinds.length * rows];
+    const layers = this.model.labels.length;
+    const size = [layers * columns, this.kinds.length * rows];
     const image = new ImageData(...size);
-    for (let layer = 0; layer < this.model.layers; layer++) {
+    for (let layer = 0; layer < layers; layer++) {
       this.kinds.forEach((kind, i) => {
+        if (!this.has(layer, kind)) return;
         const { patches } = row.map(layer, kind);
         const peak = peakOf(patches, clip);
         paint(image, patches, [rows, columns], peak, layer * columns, i * rows);
       });
     }
     return image;
+  }
+}
+
+/** Puts labels in a row or column, as many as have room: of 20 every second. */
+function addLabels(root, names) {
+  const step = Math.ceil(names.length / 16);
+  for (const [i, name] of names.entries()) {
+    const label = document.createElement("span");
+    const number = Number.isInteger(Number(name));
+    label.textContent = number && i % step ? "" : name;
+    root.append(label);
   }
 }
 

@@ -10,8 +10,8 @@ class Pane {
   /**
    * @param {number} number of the model.
    * @param {object} model as about() describes it.
-   * @param {object} chosen what is called: pane(pane), patch(pane, patch), kind(kind)
-   *   and layer(pane, layer).
+   * @param {object} chosen what is called: pane(pane), patch(pane, patch), kind(kind),
+   *   layer(pane, layer), label(label), and pointed(pane, patch) with null at the end.
    */
   constructor(number, model, chosen) {
     Object.assign(this, { number, model, chosen, kinds: kinds(model) });
@@ -26,19 +26,35 @@ class Pane {
     this.find(".kinds").setAttribute("aria-label", `Heads of ${model.name}`);
     paintRamp(this.find(".ramp"));
     this.addKinds();
-    this.overview = new Overview(this.find(".overview"), model, (layer, kind) => {
+    this.overview = new Overview(this.find(".grid"), model, (layer, kind) => {
       this.chosen.kind(kind);
       this.chosen.layer(this, layer);
     });
+    this.find(".windows").hidden = model.rollout;
     for (const reached of ["focusin", "pointerdown"]) {
       this.root.addEventListener(reached, () => chosen.pane(this));
     }
     this.map.addEventListener("click", (event) => {
-      const [rows, columns] = model.grid;
-      const [y, x] = share(event, this.map);
-      const patch = cell(y, rows) * columns + cell(x, columns);
-      this.chosen.patch(this, patch);
+      this.chosen.patch(this, this.patchOf(event));
     });
+    let pointed = null;
+    const point = (patch) => {
+      if (patch !== pointed) this.chosen.pointed(this, patch);
+      pointed = patch;
+    };
+    this.map.addEventListener("pointermove", (event) => {
+      // Browsers also tell of a pointer that rests, when the page moves below it.
+      const moves = event.movementX || event.movementY;
+      if (event.pointerType === "mouse" && moves) point(this.patchOf(event));
+    });
+    this.map.addEventListener("pointerleave", () => point(null));
+  }
+
+  /** Returns the patch that an event is at. */
+  patchOf(event) {
+    const [rows, columns] = this.model.grid;
+    const [y, x] = share(event, this.map);
+    return cell(y, rows) * columns + cell(x, columns);
   }
 
   addKinds() {
@@ -67,17 +83,19 @@ class Pane {
    * picture. All at once, so that none has the attention of another.
    */
   take(source, seen, image) {
-    Object.assign(this, { source, seen, image, rows: new Map() });
+    Object.assign(this, { source, seen, image, rows: new Map(), shares: new Map() });
     const { classes, steps, pool } = seen.models[this.number];
     this.find(".top").hidden = classes.length === 0;
-    this.find(".classes").replaceChildren(...classes.map(classItem));
+    this.find(".torelevance").hidden = !this.model.relevance;
+    this.items = classes.map((one) => this.classItem(one));
+    this.find(".classes").replaceChildren(...this.items);
     this.find(".kept").textContent = keptInWords(steps, pool);
   }
 
   /** Returns the number of the token that asks, and of the patch, if it is one. */
   asking(query) {
     const extra = this.model.extra;
-    const token = extra.indexOf(query.token);
+    const token = extra.indexOf("label" in query ? extra[0] : query.token);
     if (token >= 0) return { token, patch: null };
     const patch = this.patchAt(query.at ?? this.middle());
     return { token: extra.length + patch, patch };
@@ -117,12 +135,18 @@ class Pane {
   async show(state) {
     this.wanted = state;
     const asking = this.asking(state.query);
-    const row = await this.row(asking.token);
+    const label = this.model.relevance ? state.query.label : undefined;
+    const [row, shares] = await Promise.all([
+      this.row(asking.token),
+      label === undefined ? null : this.share(label),
+    ]);
     if (this.wanted !== state) return;
-    const layer = Math.round(state.depth * (this.model.layers - 1));
-    const kind =
-      typeof state.kind === "number" ? state.kind % this.model.heads : state.kind;
-    this.shown = { row, layer, kind, asking, ...row.map(layer, kind) };
+    const layer = Math.round(state.depth * (this.model.labels.length - 1));
+    let { kind } = state;
+    if (typeof kind === "number") kind %= this.model.heads[layer];
+    if (!this.kinds.includes(kind)) kind = "mean";
+    this.shown = { row, layer, kind, asking, label, ...row.map(layer, kind) };
+    if (shares) Object.assign(this.shown, { patches: shares, extra: [] });
     this.paintMap(state);
     this.paintKinds(state);
     this.overview.paint(row, layer, kind, state.clip);
@@ -130,14 +154,18 @@ class Pane {
   }
 
   row(token) {
-    const rows = this.rows;
-    if (!rows.has(token)) {
-      if (rows.size === KEPT) rows.delete(rows.keys().next().value);
-      const row = this.source.row(this.seen, this.number, this.model, token);
-      row.catch(() => rows.delete(token)); // So that it is asked for again.
-      rows.set(token, row);
-    }
-    return rows.get(token);
+    const ask = () => this.source.row(this.seen, this.number, this.model, token);
+    return remembered(this.rows, token, ask);
+  }
+
+  /** Returns the share of each patch in the relevance to a class. */
+  share(label) {
+    const ask = async () => {
+      const values = await this.source.relevance(this.seen, this.number, label);
+      const sum = values.reduce((total, value) => total + value);
+      return values.map((value) => value / (sum || 1));
+    };
+    return remembered(this.shares, label, ask);
   }
 
   /** Names a patch, or the block of patches that it is kept with. */
@@ -154,9 +182,38 @@ class Pane {
       .join(", ");
   }
 
+  layerInWords(layer, kind) {
+    const [label, count] = [this.model.labels[layer], this.model.labels.length];
+    const [stage, block] = label.split(".");
+    const name = block ? `Stage ${stage}, block ${block} (layer ` : "Layer ";
+    return `${name}${layer + 1} of ${count}${block ? ")" : ""}: ${nameOf(kind)}`;
+  }
+
+  /** Returns a line of the list of classes, a button if it has relevance to show. */
+  classItem({ label, name, probability }) {
+    const item = document.createElement("li");
+    const line = document.createElement(this.model.relevance ? "button" : "div");
+    const [bar, words, value] = Array.from({ length: 3 }, () =>
+      document.createElement("span"),
+    );
+    bar.className = "bar";
+    bar.style.inlineSize = `${100 * probability}%`;
+    words.className = "label";
+    words.textContent = `${name} `;
+    value.textContent = percent(probability);
+    line.append(bar, words, value);
+    if (this.model.relevance) {
+      Object.assign(line, { type: "button", value: label });
+      line.addEventListener("click", () => this.chosen.label(label));
+    }
+    item.append(line);
+    return item;
+  }
+
   paintMap({ opacity, smooth, clip }) {
     const { patches, asking } = this.shown;
-    const map = picture(patches, this.model.grid, peakOf(patches, clip));
+    const peak = peakOf(patches, clip);
+    const map = picture(patches, this.model.grid, peak, coverOf(opacity));
     const pen = this.map.getContext("2d");
     const { width, height } = this.map;
     pen.imageSmoothingEnabled = Math.max(...this.model.size) >= SHARP;
@@ -168,9 +225,9 @@ class Pane {
     pen.fillRect(0, 0, width, height);
     pen.globalCompositeOperation = "source-over";
     pen.imageSmoothingEnabled = smooth;
-    pen.drawImage(canvasOf(map), 0, 0, width, height);
     pen.globalAlpha = 1;
-    if (asking.patch === null) return;
+    pen.drawImage(canvasOf(map), 0, 0, width, height);
+    if (asking.patch === null || this.shown.label !== undefined) return;
     const [row, column] = this.rowAndColumn(asking.patch);
     const [high, wide] = [height / this.model.grid[0], width / this.model.grid[1]];
     // Black round white is seen on any ground.
@@ -182,16 +239,20 @@ class Pane {
 
   paintKinds({ clip }) {
     this.kinds.forEach((kind, i) => {
-      const { patches } = this.shown.row.map(this.shown.layer, kind);
+      const found = this.shown.row.map(this.shown.layer, kind);
+      this.buttons[i].hidden = found === null;
+      if (found === null) return;
+      const { patches } = found;
       const canvas = this.buttons[i].firstElementChild;
       const map = picture(patches, this.model.grid, peakOf(patches, clip));
       canvas.getContext("2d").putImageData(map, 0, 0);
-      this.buttons[i].setAttribute("aria-pressed", kind === this.shown.kind);
+      const pressed = kind === this.shown.kind && this.shown.label === undefined;
+      this.buttons[i].setAttribute("aria-pressed", pressed);
     });
   }
 
   tell({ query, clip }) {
-    const { patches, extra, asking, layer, kind } = this.shown;
+    const { patches, extra, asking, layer, kind, label } = this.shown;
     const peak = Math.max(...patches);
     const { pool } = this.seen.models[this.number];
     const asks =
@@ -205,13 +266,35 @@ class Pane {
       .join("");
     const last = peakOf(patches, clip);
     this.find(".peak").textContent = `${last < peak ? "≥ " : ""}${percent(last)}`;
-    this.find(".which").textContent =
-      `Layer ${layer + 1} of ${this.model.layers}: ${nameOf(kind)}`;
+    const most = `${this.blockInWords(patches.indexOf(peak))}, ${percent(peak)}`;
+    this.find(".which").textContent = this.layerInWords(layer, kind);
     this.words =
-      `From ${asks}${absent}: most to ${this.blockInWords(patches.indexOf(peak))}, ` +
-      `${percent(peak)}${pool > 1 ? " a patch" : ""}${others}.`;
+      `From ${asks}${absent}: most to ${most}${pool > 1 ? " a patch" : ""}${others}.`;
+    if (label !== undefined) {
+      const { name } = this.seen.models[this.number].classes.find(
+        (one) => one.label === label,
+      ) ?? { name: `class ${label}` };
+      this.words = `Relevance to ${name}: most of ${most} of all.`;
+    } else if ("label" in query) {
+      this.words = `There is no relevance here. ${this.words}`;
+    }
     this.find(".where").textContent = this.words;
+    for (const item of this.items) {
+      const button = item.querySelector("button");
+      button?.setAttribute("aria-pressed", button.value === String(label));
+    }
   }
+}
+
+/** Returns what a map has for a key; what fails is not kept. */
+function remembered(kept, key, ask) {
+  if (!kept.has(key)) {
+    if (kept.size === KEPT) kept.delete(kept.keys().next().value);
+    const answer = ask();
+    answer.catch(() => kept.delete(key)); // So that it is asked for again.
+    kept.set(key, answer);
+  }
+  return kept.get(key);
 }
 
 function inWords([row, column]) {
@@ -226,19 +309,4 @@ function keptInWords(steps, pool) {
   return ways.length
     ? `So that this file is small, attention is kept ${ways.join(" and ")}.`
     : "";
-}
-
-/** Returns a line of the list of classes. */
-function classItem({ name, probability }) {
-  const [item, bar, label] = ["li", "span", "span"].map((tag) =>
-    document.createElement(tag),
-  );
-  bar.className = "bar";
-  bar.style.inlineSize = `${100 * probability}%`;
-  label.className = "label";
-  label.textContent = `${name} `;
-  const value = document.createElement("span");
-  value.textContent = percent(probability);
-  item.append(bar, label, value);
-  return item;
 }

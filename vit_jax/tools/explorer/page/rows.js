@@ -3,6 +3,11 @@
 /** What a layer's heads may be fused to, after the heads themselves. */
 const FUSED = ["mean", "maximum", "rollout"];
 
+/** Returns how many maps a layer has: its heads, as many as any layer's, and rollout. */
+function countMaps(model) {
+  return Math.max(...model.heads) + (model.rollout ? 1 : 0);
+}
+
 /**
  * Where one query looks, in every layer and head; the bytes are those of rows.py.
  *
@@ -22,27 +27,30 @@ class Row {
 
   /** Reads what the server sends. */
   static parse(model, buffer, kept) {
-    const count = model.layers * (model.heads + 1) * (model.extra.length + 1);
+    const count = model.labels.length * countMaps(model) * (model.extra.length + 1);
     const levels = new Uint8Array(buffer, 4 * count);
     return new Row(model, new Float32Array(buffer, 0, count), levels, kept);
   }
 
   /**
-   * Returns the attention to the patches and to the extra tokens.
+   * Returns the attention to the patches and to the extra tokens; null if there is no
+   * such head.
    *
    * @param {number} layer from 0 on.
    * @param {number|string} kind a head, or one of FUSED.
    */
   map(layer, kind) {
+    const count = this.model.heads[layer];
     if (kind === "mean" || kind === "maximum") {
-      const heads = Array.from({ length: this.model.heads }, (_, head) => head);
+      const heads = Array.from({ length: count }, (_, head) => head);
       return fuse(heads.map((head) => this.single(layer, head)), kind);
     }
-    return this.single(layer, kind === "rollout" ? this.model.heads : kind);
+    if (kind === "rollout") return this.single(layer, countMaps(this.model) - 1);
+    return kind < count ? this.single(layer, kind) : null;
   }
 
   single(layer, index) {
-    const place = layer * (this.model.heads + 1) + index;
+    const place = layer * countMaps(this.model) + index;
     const [width, count] = [this.model.extra.length + 1, this.count];
     const scales = this.scales.subarray(place * width, (place + 1) * width);
     const levels = this.levels.subarray(place * count, (place + 1) * count);
@@ -80,10 +88,16 @@ function fuse(maps, kind) {
 
 /** Returns what can be shown of a model's layer, in the order of the keys h and H. */
 function kinds(model) {
-  return [...Array(model.heads).keys(), ...FUSED];
+  const fused = FUSED.filter((name) => model.rollout || name !== "rollout");
+  return [...Array(Math.max(...model.heads)).keys(), ...fused];
 }
 
 /** Names a kind. */
 function nameOf(kind) {
   return typeof kind === "number" ? `head ${kind + 1}` : kind;
+}
+
+/** Names a kind in a narrow place. */
+function shortNameOf(kind) {
+  return { maximum: "max", rollout: "roll" }[kind] ?? nameOf(kind).replace("head ", "");
 }

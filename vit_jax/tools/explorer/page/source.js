@@ -5,7 +5,7 @@ class Server {
   constructor() {
     this.canChoose = true;
     // The token is a cookie by now: it need not be seen by whoever sees the screen.
-    history.replaceState(null, "", location.pathname);
+    history.replaceState(null, "", location.pathname + location.hash);
   }
 
   about() {
@@ -36,6 +36,20 @@ class Server {
     const address = `api/row?image=${seen.key}&model=${number}&query=${query}`;
     const answer = await this.fetch(address);
     return Row.parse(model, await answer.arrayBuffer(), seen.models[number]);
+  }
+
+  /** Returns the relevance of each patch to a class. */
+  async relevance(seen, number, label) {
+    const address = `api/relevance?image=${seen.key}&model=${number}&class=${label}`;
+    const answer = await this.fetch(address);
+    return new Float32Array(await answer.arrayBuffer());
+  }
+
+  /** Returns the page with an image as one file. */
+  async page(seen) {
+    const name = encodeURIComponent(seen.name);
+    const answer = await this.fetch(`api/page?image=${seen.key}&name=${name}`);
+    return new Blob([await answer.arrayBuffer()], { type: "text/html" });
   }
 
   async json(address, options) {
@@ -74,11 +88,15 @@ class Saved {
     return this.state.pictures[model];
   }
 
+  async relevance(_, number, label) {
+    return Float32Array.from(this.state.relevances[number][label]);
+  }
+
   async row(seen, number, model, query) {
     const buffer = await this.unpacked[number];
     const kept = seen.models[number];
     const tokens = countBlocks(model.grid, 1) + model.extra.length;
-    const maps = model.layers * (model.heads + 1);
+    const maps = model.labels.length * countMaps(model);
     const width = model.extra.length + 1;
     // Layers and maps come before queries here.
     const scales = new Float32Array(buffer, 0, maps * tokens * width);

@@ -1,0 +1,187 @@
+"""Attention as the explorer keeps and sends it: one byte per pair of tokens.
+
+Letters: N tokens, E of them extra and P patches or blocks, L layers, M maps per layer.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Float, Float32, Int, UInt8
+
+from vit_jax.models.network import BlockWindows
+
+LEVELS = 255
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRows:
+    """Attention from every token of an image, one byte per pair of tokens.
+
+    For each query, layer and map (the heads, then the rollout) there are the attention
+    to each extra token and the largest attention to a patch, float32, and the attention
+    to each patch as an integer, 255 being that largest one. Extra tokens are separate
+    because they may draw most of the attention, which would leave few levels for the
+    patches. A file of limited size may have fewer levels, or blocks of patches instead
+    of patches.
+
+    Attributes:
+      scales: attention to the extra tokens, then the largest to a patch.
+      levels: attention to the patches, in `steps` of the largest.
+      steps: the level that stands for the largest.
+      pool: side of the blocks, in patches, whose mean each level stands for.
+    """
+
+    scales: Float32[np.ndarray, "N L M E1"]
+    levels: UInt8[np.ndarray, "N L M P"]
+    steps: int = LEVELS
+    pool: int = 1
+
+    @classmethod
+    def zeros(cls, tokens: int, extra: int, layers: int, maps: int) -> "AttentionRows":
+        """Returns rows of zeros, to be filled by `set_layer`."""
+        return cls(
+            np.zeros((tokens, layers, maps, extra + 1), np.float32),
+            np.zeros((tokens, layers, maps, tokens - extra), np.uint8),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.scales.nbytes + self.levels.nbytes
+
+    @property
+    def num_queries(self) -> int:
+        """Number of tokens whose attention there is."""
+        return len(self.levels)
+
+    def set_layer(self, layer: int, maps: Float[np.ndarray, "M N N"]) -> None:
+        """Sets the attention of one layer.
+
+        Args:
+          layer: its number.
+          maps: from each query (the second axis) to each token (the last).
+        """
+        extra = self.scales.shape[-1] - 1
+        rows = np.swapaxes(maps, 0, 1)
+        patches = rows[..., extra:]
+        peak = patches.max(axis=-1, keepdims=True)
+        self.scales[:, layer, :, :extra] = rows[..., :extra]
+        self.scales[:, layer, :, extra:] = peak
+        # A row of zeros is divided by 1, since 0 / 0 is not a number.
+        share = patches / np.where(peak > 0, peak, 1)
+        self.levels[:, layer] = np.rint(share * self.steps)
+
+    def to_bytes(self, query: int) -> bytes:
+        """Returns the attention from one query: all its scales, then all its levels."""
+        scales = self.scales[query].astype("<f4", copy=False)
+        return scales.tobytes() + self.levels[query].tobytes()
+
+    def requantize(self, steps: int) -> "AttentionRows":
+        """Returns the same attention in fewer steps, which compress better."""
+        table = np.rint(np.arange(self.steps + 1) * (steps / self.steps))
+        levels = table.astype(np.uint8)[self.levels]
+        return AttentionRows(self.scales, levels, steps, self.pool)
+
+    def pool_patches(self, grid: tuple[int, int], side: int) -> "AttentionRows":
+        """Returns the means of blocks of patches, scales rounded to 16 bits.
+
+        Blocks of side 2 take a quarter of the bytes. The rounded scales take half, as
+        zeros compress to nothing.
+
+        Args:
+          grid: patches down and across; none are pooled yet.
+          side: of a block, in patches. The last blocks may be smaller.
+        """
+        N, L, M, _ = self.levels.shape
+        starts = [np.arange(0, count, side) for count in grid]
+        high, wide = (
+            np.minimum(side, n - s) for n, s in zip(grid, starts, strict=True)
+        )
+        sizes = np.outer(high, wide).ravel().astype(np.float32)
+        scales = self.scales.copy()
+        levels = np.empty((N, L, M, len(sizes)), np.uint8)
+        for layer in range(L):
+            values = self.levels[:, layer].astype(np.float32).reshape(N, M, *grid)
+            sums = np.add.reduceat(values, starts[0], axis=2)
+            sums = np.add.reduceat(sums, starts[1], axis=3)
+            means = sums.reshape(N, M, -1) / sizes
+            peak = means.max(axis=-1, keepdims=True)
+            scales[:, layer, :, -1:] *= peak / self.steps
+            levels[:, layer] = np.rint(means / np.where(peak > 0, peak, 1) * LEVELS)
+        # Rounded to the nearest number whose lower half is zeros.
+        bits = (scales.view(np.uint32) + 0x8000) & np.uint32(0xFFFF0000)
+        return AttentionRows(bits.view(np.float32), levels, LEVELS, side)
+
+    def sample_maps(self, maps: int) -> "AttentionRows":
+        """Returns random maps of any layers, as if they were of one layer.
+
+        Args:
+          maps: how many; all if there are fewer.
+        """
+        N, L, M, _ = self.levels.shape
+        chosen = np.random.default_rng(0).permutation(L * M)[:maps]
+        scales, levels = (
+            array.reshape(N, 1, L * M, -1)[:, :, chosen]
+            for array in (self.scales, self.levels)
+        )
+        return AttentionRows(scales, levels, self.steps, self.pool)
+
+
+class WindowRows:
+    """Attention from every patch of an image to the patches of its windows.
+
+    The page has one grid for all layers, that of the first stage. Later stages have fewer
+    patches: what one of them gets is shown at all patches of the first stage that it was
+    merged from.
+
+    Args:
+      blocks: of one image.
+    """
+
+    steps, pool = LEVELS, 1  # As of AttentionRows, which may be coarser.
+
+    def __init__(self, blocks: Sequence[BlockWindows]):
+        self._grid = blocks[0].grid
+        self._heads = max(block.weights.shape[2] for block in blocks)
+        self._blocks = jax.device_get(list(blocks))
+        self.num_queries = self._grid[0] * self._grid[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(block.weights.nbytes for block in self._blocks)
+
+    def to_bytes(self, query: int) -> bytes:
+        """Returns the attention from one patch, see `AttentionRows.to_bytes`.
+
+        Layers with fewer heads than others have zeros in place of the heads they lack.
+
+        Args:
+          query: number of the patch in the grid of the first stage.
+        """
+        scales = np.zeros((len(self._blocks), self._heads, 1), "<f4")
+        levels = np.zeros((len(self._blocks), self._heads, self.num_queries), np.uint8)
+        for layer, block in enumerate(self._blocks):
+            rows = self._rows(block, query)
+            peak = rows.max(-1, keepdims=True)
+            scales[layer, : len(rows)] = peak
+            share = rows / np.where(peak > 0, peak, 1)
+            levels[layer, : len(rows)] = np.rint(share * LEVELS)
+        return scales.tobytes() + levels.tobytes()
+
+    def _rows(self, block: BlockWindows, query: int) -> Float[np.ndarray, "H P"]:
+        merged = merged_into(self._grid, block)
+        (window,), (place,) = np.nonzero(block.patches == merged[query])
+        found = block.patches[window]
+        weights = block.weights[0, window, :, place]
+        rows = np.zeros((len(weights), block.grid[0] * block.grid[1]), np.float32)
+        rows[:, found[found >= 0]] = weights[:, found >= 0]
+        return rows[:, merged]
+
+
+def merged_into(grid: tuple[int, int], block: BlockWindows) -> Int[np.ndarray, " P"]:
+    """Returns the patch of a block's stage that each patch of the first stage is in."""
+    rows, columns = np.indices(grid).reshape(2, -1) >> block.stage
+    return rows * block.grid[1] + columns
