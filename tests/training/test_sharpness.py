@@ -13,7 +13,7 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.training import optim, sharpness, train_step
+from vit_jax.training import loop, optim, sharpness, train_step
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 CASES = dict(np.load(GOLDEN / "sam.npz"))
@@ -149,15 +149,17 @@ def test_the_radius_falls_with_the_rate():
 
 
 @functools.cache
-def run(devices=1, **keys):
+def run(devices=1, fsdp=1, **keys):
     """Takes two steps of a network with dropout; returns the setup and the state."""
     config = tiny_config(
         batch_size=B,
         data={"train_transform": "flip"},
         optim={"learning_rate": 0.01, "name": "sgd", "schedule": "constant", **keys},
         model={"dropout": 0.1 if not keys.get("grad_accum_steps") else 0.0},
+        sharding={"min_size": 64},
     )
-    mesh = meshes.create(MeshConfig(data=devices), jax.devices()[:devices])
+    count = devices * fsdp
+    mesh = meshes.create(MeshConfig(data=devices, fsdp=fsdp), jax.devices()[:count])
     program = train_step.build_train_setup(config, mesh, num_examples=20)
     state = program.initial_state()
     rng = np.random.default_rng(0)
@@ -179,12 +181,26 @@ def test_images_that_go_uphill_together_are_the_same_on_any_number_of_devices():
     _, one = run(sam_rho=0.5, sam_batch_size=8)
     _, four = run(devices=4, sam_rho=0.5, sam_batch_size=8)
     assert apart(one, four) < 1e-6
+    split, both = run(devices=2, fsdp=2, sam_rho=0.5, sam_batch_size=8)
+    specs = {str(s.spec) for s in jax.tree.leaves(split.shardings.params)}
+    assert any("fsdp" in spec for spec in specs)
+    assert apart(one, both) < 1e-6
     _, whole = run(sam_rho=0.5)
     plain_program, plain = run()
     assert apart(one, whole) > 1e-5
     program, _ = run(sam_rho=0.5)
     assert apart(whole, plain) > 1e-5
     assert program.training_flops == 2 * plain_program.training_flops
+
+
+def test_a_run_resumes_to_the_bit(tmp_path):
+    keys = {"sam_rho": 0.5, "gsam_alpha": 0.4, "sam_rho_end": 0.1}
+    config = tiny_config(optim={"learning_rate": 0.01, **keys}, evals={})
+    whole = loop.train(config, tmp_path)
+    (tmp_path / "report.json").unlink()
+    (tmp_path / "checkpoints" / "6").rename(tmp_path / "gone")  # As after a kill.
+    resumed = loop.train(config, tmp_path)
+    assert resumed["params_sha256"] == whole["params_sha256"]
 
 
 def test_microbatches_of_a_group_change_nothing():
