@@ -172,8 +172,8 @@ def test_what_is_assumed_about_images_is_told(tmp_path, source, capsys):
     capsys.readouterr()
     run("--model", tmp_path / "a", "--to=hf", "--out", tmp_path / "b")
     assert re.search(
-        r"how images are prepared: nothing says, so assumed: 12x12, bicubic, crop 0.9, "
-        r"mean 0.5,?.*, std 0.5",
+        r"how images are prepared: nothing says, so assumed as of timm's ViTs: 12x12, "
+        r"bicubic, crop 0.9, mean 0.5,?.*, std 0.5",
         capsys.readouterr().out,
     )
 

@@ -88,7 +88,7 @@ IMAGES = [
 ]
 # Lines on stderr beside the one of the error, and of commands that succeed.
 NOTES = (
-    r".*does not tell how its images are prepared; assumed: .*",
+    r".*does not tell how its images are prepared; assumed as of .*: .*",
     r"data\.data_dir=.* is not read: data\.name=.*",
     r"figure skipped: .*",
     r"\S*: (is empty|cannot be|has ).*",  # An image of several.

@@ -67,7 +67,11 @@ def open_weights(flags: argparse.Namespace):
     from vit_jax import weights
     from vit_jax.evaluators import forward_passes, prediction
     from vit_jax.weights.formats import registry
-    from vit_jax.weights.pretrained import check_preprocess, describe_preprocess
+    from vit_jax.weights.pretrained import (
+        check_preprocess,
+        describe_preprocess,
+        usual_preprocess,
+    )
 
     names = prediction.read_labels(flags.labels) if flags.labels else ()
     found = weights.open_pretrained(
@@ -87,8 +91,10 @@ def open_weights(flags: argparse.Namespace):
     check_preprocess(preprocess, found.options["channels"])
     notes = found.notes
     if not found.preprocess and not {"mean", "std", "crop_fraction"} <= given.keys():
-        how = describe_preprocess(preprocess)
-        notes += (f"how images are prepared: nothing says, so assumed: {how}",)
+        usual, how = usual_preprocess(found).family, describe_preprocess(preprocess)
+        notes += (
+            f"how images are prepared: nothing says, so assumed as of {usual}: {how}",
+        )
     return dataclasses.replace(
         found,
         preprocess=preprocess,

@@ -3,6 +3,7 @@
 import io
 import math
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from vit_jax.errors import UserError
 from vit_jax.weights import workdir
 from vit_jax.weights.pretrained import (
     Preprocess,
+    Pretrained,
     check_preprocess,
     crop_box,
-    default_preprocess,
     describe_preprocess,
     prepare_image,
     resized_size,
+    usual_preprocess,
 )
 
 SAMPLES = pathlib.Path(__file__).parents[3] / "shared" / "data" / "imagenet_samples"
@@ -232,18 +234,50 @@ def test_a_preprocessing_without_a_meaning_is_refused(fields, message):
         check_preprocess(Preprocess((3, 5), **fields), 3)
 
 
-def test_what_is_assumed_follows_the_format():
+def assumed(source, format="timm", size=(32, 48), **options):
+    return usual_preprocess(
+        Pretrained({}, {"image_size": size} | options, format, source)
+    )
+
+
+def test_what_is_assumed_follows_the_format_and_the_name():
     size = (32, 48)
-    assert default_preprocess("google", size) == Preprocess(size, squash=True)
-    timm = default_preprocess("timm", size)
-    assert timm == Preprocess(size, interpolation="bicubic", crop_fraction=0.9)
-    deit = default_preprocess("timm", size, distillation=True)
+    google = "Google's ViTs", Preprocess(size, squash=True)
+    assert assumed("deit.npz", "google") == google
+    plain = Preprocess(size, interpolation="bicubic", crop_fraction=0.9)
+    assert assumed("deit/run/vit.pth") == ("timm's ViTs", plain)
+    family, deit = assumed("vit.pth", distillation=True)
+    assert family == "timm's DeiT"
     assert describe_preprocess(deit) == (
         "32x48, bicubic, crop 0.9, mean 0.485,0.456,0.406, std 0.229,0.224,0.225"
     )
+    for source in ("DeiT_tiny.safetensors", "hf://timm/deit_x/model.safetensors"):
+        assert assumed(source) == ("timm's DeiT", deit)
+    assert assumed("deit:Ti/16", size=(384, 384)).preprocess.crop_fraction == 1
     assert describe_preprocess(Preprocess(size, squash=True)) == (
         "32x48, bilinear, whole image, mean 0.5,0.5,0.5, std 0.5,0.5,0.5"
     )
+
+
+@pytest.mark.parity
+def test_what_is_assumed_is_what_timm_says():
+    from import_timm import import_timm
+
+    timm = import_timm()
+    names = [
+        name
+        for name in timm.list_pretrained()
+        if re.match(r"(deit|vit_\w+_(patch|[sr]\d))", name)
+        and re.search(r"\.(fb_|augreg|orig|sam)", name)
+        and "mae" not in name
+    ]
+    assert len(names) > 60
+    for name in names:
+        cfg = timm.get_pretrained_cfg(name)
+        found = assumed(f"{name}.pth", size=cfg.input_size[1:]).preprocess
+        told = found.mean, found.std, found.interpolation, found.crop_fraction
+        wanted = cfg.mean, cfg.std, cfg.interpolation, cfg.crop_pct
+        assert told == wanted, name
 
 
 @pytest.mark.parametrize("image_size", SIZES)

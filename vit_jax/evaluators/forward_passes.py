@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax import models, weights
+from vit_jax.data import imagenet
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation, sharding
@@ -25,8 +26,8 @@ from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
     check_preprocess,
-    default_preprocess,
     describe_preprocess,
+    usual_preprocess,
 )
 
 TOP = 5  # Classes that are kept per example, best first.
@@ -123,10 +124,28 @@ def open_weights(
     stated = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not found.preprocess and not stated:
         tell(
-            f"{checkpoint} does not tell how its images are prepared; assumed: "
-            f"{describe_preprocess(preprocess)}"
+            f"{checkpoint} does not tell how its images are prepared; assumed as of "
+            f"{usual_preprocess(found).family}: {describe_preprocess(preprocess)}"
         )
-    return found, preprocess
+    return name_classes(found, checkpoint, tell), preprocess
+
+
+def name_classes(
+    pretrained: Pretrained, checkpoint: str, tell: Callable[[str], None]
+) -> Pretrained:
+    """Returns a checkpoint with the names of ImageNet's classes if it has 1,000 unnamed.
+
+    Args:
+      pretrained: the checkpoint.
+      checkpoint: its name, for the line.
+      tell: called with a line if they are taken for ImageNet's.
+    """
+    published = pretrained.format not in ("workdir", "vit_jax")
+    count = pretrained.options["num_classes"]
+    if pretrained.class_names or not published or count != imagenet.NUM_CLASSES:
+        return pretrained
+    tell(f"{checkpoint} does not name its 1,000 classes; taken for ImageNet's")
+    return dataclasses.replace(pretrained, class_names=imagenet.class_names())
 
 
 def preprocessing_of(pretrained: Pretrained) -> Preprocess:
@@ -134,11 +153,8 @@ def preprocessing_of(pretrained: Pretrained) -> Preprocess:
 
     Its size and channels are those of the network.
     """
-    options = pretrained.options
-    size = tuple(options.get("image_size", (224, 224)))
-    found = pretrained.preprocess or default_preprocess(
-        pretrained.format, size, distillation=options.get("distillation", False)
-    )
+    size = tuple(pretrained.options.get("image_size", (224, 224)))
+    found = pretrained.preprocess or usual_preprocess(pretrained).preprocess
     # Equal numbers for three channels hold for one as well.
     mean, std = (v[:1] if len(set(v)) == 1 else v for v in (found.mean, found.std))
     return dataclasses.replace(found, image_size=size, mean=mean, std=std)

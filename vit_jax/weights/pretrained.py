@@ -6,7 +6,9 @@ of Hugging Face's image processors differ only by half a pixel of an odd margin.
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -209,26 +211,46 @@ def check_preprocess(preprocess: Preprocess, channels: int) -> None:
         raise UserError(f"std={preprocess.std} is not above 0: set --std")
 
 
-def default_preprocess(
-    format: str, image_size: tuple[int, int], *, distillation: bool = False
-) -> Preprocess:
+class Usual(NamedTuple):
+    """Preprocessing that weights of a family usually have.
+
+    Attributes:
+      family: as "timm's DeiT".
+      preprocess: for the size of a checkpoint.
+    """
+
+    family: str
+    preprocess: Preprocess
+
+
+def usual_preprocess(pretrained: Pretrained) -> Usual:
     """Returns the preprocessing to assume for weights that do not state it.
 
+    A file that was named by its publisher tells which of timm's families it is of; the
+    parameters of DeiT and of timm's other ViTs do not differ.
+
     Args:
-      format: attribute of `Pretrained`.
-      image_size: height and width, in pixels.
-      distillation: whether the network is DeiT with a distillation token, which has
-        another normalisation.
+      pretrained: the checkpoint; its `preprocess` is not read.
 
     Returns:
       The whole image, bilinear, to [-1, 1], as in Google's code and Hugging Face's
-      ViTImageProcessor; for timm the values of most of its vision_transformer.py and
-      deit.py.
+      ViTImageProcessor; for timm what most of `default_cfgs` of its version 1.0.31 say in
+      vision_transformer.py and deit.py.
     """
-    if format != "timm":
-        return Preprocess(image_size, squash=True)
-    more = IMAGENET if distillation else {}
-    return Preprocess(image_size, interpolation="bicubic", crop_fraction=0.9, **more)
+    size = tuple(pretrained.options.get("image_size", (224, 224)))
+    if pretrained.format != "timm":
+        return Usual("Google's ViTs", Preprocess(size, squash=True))
+    name = "/".join(pretrained.source.casefold().split("/")[-2:])
+    deit = "deit" in name or pretrained.options.get("distillation", False)
+    # Fine-tuned at 384, or DeiT III from ImageNet-21k.
+    whole = min(size) >= 384 or (deit and re.search("2[12]k", name))
+    preprocess = Preprocess(
+        size,
+        interpolation="bicubic",
+        crop_fraction=1.0 if whole else 0.9,
+        **IMAGENET if deit else {},
+    )
+    return Usual("timm's DeiT" if deit else "timm's ViTs", preprocess)
 
 
 def describe_preprocess(preprocess: Preprocess) -> str:
