@@ -1,8 +1,10 @@
 """What all verbs share: flags, config overrides, and how errors are shown."""
 
 import argparse
+import importlib
 import sys
 import traceback
+import types
 from collections.abc import Callable
 
 from vit_jax import signals
@@ -84,6 +86,24 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     flags = parser.parse_args(words)
     flags.overrides = overrides
     return flags
+
+
+def make_callable(module: str) -> None:
+    """Lets the module of a command be called as the function of api.py of its name.
+
+    `vit_jax.train` is that module as soon as anything imports it.
+
+    Args:
+      module: its `__name__`.
+    """
+    name = module.rpartition(".")[2]
+
+    class Callable(types.ModuleType):
+        def __call__(self, *args, **kwargs):
+            api = importlib.import_module("vit_jax.api")  # It imports all there is.
+            return getattr(api, name)(*args, **kwargs)
+
+    sys.modules[module].__class__ = Callable
 
 
 def load_config(flags: argparse.Namespace):

@@ -53,3 +53,5 @@ def parser() -> cli.Parser:
 
 if __name__ == "__main__":
     cli.run(main, parser(), trains=True)
+else:
+    cli.make_callable(__name__)

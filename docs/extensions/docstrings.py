@@ -1,7 +1,8 @@
 """Turns this project's docstrings into reStructuredText, which Sphinx's autodoc reads.
 
 They are text with `code`, an indented list under each of "Args:", "Attributes:" and
-"Raises:", and an indented paragraph under "Returns:" and the like.
+"Raises:", an indented paragraph under "Returns:" and the like, and an interpreter's session
+under "Example:".
 """
 
 import re
@@ -9,6 +10,7 @@ import re
 _TITLES = {
     "Args": "Arguments",
     "Attributes": "Attributes",
+    "Example": "Example",
     "Raises": "Raises",
     "Returns": "Returns",
     "Yields": "Yields",
@@ -27,7 +29,7 @@ def to_rst(lines: list[str]) -> list[str]:
     for line in lines:
         if (title := line.removesuffix(":")) in _TITLES and title != line:
             section = title
-            done += ["", f":{_TITLES[section]}:"]
+            done += ["", f":{_TITLES[section]}:"] + [""] * (section == "Example")
         elif section and line and not line.startswith(" "):
             section = ""
             done += ["", _marked(line)]
@@ -41,6 +43,8 @@ def to_rst(lines: list[str]) -> list[str]:
 def _inside(line: str, section: str) -> str:
     """Returns a line of a section, whose indentation is two spaces."""
     text = line[2:]
+    if section == "Example":
+        return f"  {text}".rstrip()
     if section not in _LISTS:
         return f"  {_marked(text)}".rstrip()
     entry = re.match(r"([^\s:][^:]*): ?(.*)", text)

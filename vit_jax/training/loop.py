@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 
 import jax
 
@@ -14,6 +15,7 @@ from vit_jax.distributed import start as hosts
 from vit_jax.evaluators.suite import Suite
 from vit_jax.printing import masked
 from vit_jax.training import guards, lock, resume_check, run_report, timers
+from vit_jax.training.callbacks import Callback, Callbacks
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.local_checkpoint import LocalCheckpointer
@@ -41,6 +43,7 @@ def train(
     workdir: str | os.PathLike,
     startup: StartupTimer | None = None,
     sweep: SweepCache | None = None,
+    callbacks: Iterable[Callback] = (),
 ) -> dict:
     """Trains, evaluates and reports; resumes if `workdir` holds a checkpoint.
 
@@ -49,6 +52,7 @@ def train(
       workdir: folder for checkpoints, metrics and the report.
       startup: holds the phases before this call.
       sweep: shared by the runs of a sweep; the result is the same without it.
+      callbacks: told of what happens.
 
     Returns:
       The content of `report.json`: config, commit, devices, steps, wall_seconds,
@@ -77,11 +81,14 @@ def train(
             watchdog,
             startup or StartupTimer(),
             sweep,
+            Callbacks(callbacks),
             stack,
         )
 
 
-def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict:
+def _train(
+    config, workdir, preemption, watchdog, startup, sweep, callbacks, stack
+) -> dict:
     clock, commit = RunClock(), run_report.commit()  # Of the code that runs.
     data = config.data
     is_first = jax.process_index() == 0
@@ -146,6 +153,7 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
             replicas_per_shard=replicas_per_shard,
             startup=startup,
             compilations=compilations,
+            callbacks=callbacks,
         )
     )
     step_timer, stall_timer = logger.step_timer, logger.stall_timer
@@ -222,6 +230,7 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
             with logger.pause():
                 if save:
                     checkpoints.save(step, setup.to_disk(state), *clock.elapsed())
+                    callbacks.checkpoint(step)
                     watchdog.reset(f"waiting for a save at step {step}")
                     step_timer.mark("checkpoint")
                 elif local.is_due(step):
@@ -269,6 +278,7 @@ def _train(config, workdir, preemption, watchdog, startup, sweep, stack) -> dict
         run_report.write_report(workdir, report)
     checkpoints.demand(total, "the training is done and reported")
     local.remove()
+    callbacks.end(report)
     return report
 
 

@@ -16,6 +16,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.evaluators import classification
 from vit_jax.printing import printable
 from vit_jax.training import run_report
+from vit_jax.training.callbacks import Callbacks, Run
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_writer import MetricWriter
 from vit_jax.training.timers import (
@@ -39,6 +40,7 @@ class MetricLogger:
       replicas_per_shard: processes that load the same shard of every batch.
       startup: phases so far; the first step ends the last one.
       compilations: counts compiled programs.
+      callbacks: told what is logged.
 
     Attributes:
       step_timer: measures the phases of every step.
@@ -55,7 +57,9 @@ class MetricLogger:
         replicas_per_shard: int,
         startup: StartupTimer,
         compilations: CompilationCounter,
+        callbacks: Callbacks,
     ):
+        self._callbacks = callbacks
         self._config, self._workdir, self._setup = config, workdir, setup
         self._start, self._replicas = start, replicas_per_shard
         self._startup, self._compilations = startup, compilations
@@ -94,6 +98,9 @@ class MetricLogger:
             f"{examples:,} images, {setup.total_steps:,} steps of {config.batch_size} on "
             f"{jax.device_count()} x {jax.devices()[0].device_kind}; "
             f"workdir {self._workdir}"
+        )
+        self._callbacks.begin(
+            Run(config, os.fspath(self._workdir), self._start, setup.total_steps, count)
         )
 
     def step_done(self, step: int) -> None:
@@ -139,7 +146,9 @@ class MetricLogger:
         values |= {"failed_saves": failed_saves} if failed_saves else {}
         if speed and read_ahead and not self._advised:
             self._advised = self._progress.advise(speed, self._config.data)
-        self._writer.scalars(step, {f"train/{k}": v for k, v in values.items()})
+        named = {f"train/{k}": v for k, v in values.items()}
+        self._writer.scalars(step, named)
+        self._callbacks.log(step, named)
 
     def log_scores(
         self, step: int, scores: dict, confusions: dict, pictures: dict
@@ -165,6 +174,7 @@ class MetricLogger:
         self.info(
             f"step {step}/{self._setup.total_steps}  {run_report.scores_line(scores)}"
         )
+        self._callbacks.evaluate(step, run_report.flatten_scores(scores))
 
     def has_scores(self, step: int, name: str) -> bool:
         """Returns whether the scores of an evaluation are written for a step."""

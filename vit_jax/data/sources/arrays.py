@@ -32,6 +32,9 @@ _MEMORY = 2**29  # Bytes.
 _SMALL_IMAGE = 64  # Pixels a side.
 
 
+IN_MEMORY = "in_memory"  # `data.name` of arrays that Python code gives.
+
+
 @dataclasses.dataclass(frozen=True)
 class ArraySource(Numbered):
     """Images and labels in memory.
@@ -317,6 +320,19 @@ def _synthetic(data: DataConfig, split: str) -> ArraySource:
     return open_synthetic(split, size, data.channels, classes, number)
 
 
+def _in_memory(data: DataConfig, split: str) -> ArraySource:
+    raise UserError(
+        f"data.name={data.name!r}: images that were given in Python are not kept: give "
+        "them to vit_jax.train again, or name a data set"
+    )
+
+
+SOURCES[IN_MEMORY] = SourceType(
+    open=_in_memory,
+    pattern=IN_MEMORY,
+    help="Arrays that `vit_jax.train` is given in Python.",
+    needs_files=False,
+)
 SOURCES["digits"] = SourceType(
     open=_digits,
     pattern="digits",

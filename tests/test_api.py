@@ -1,0 +1,232 @@
+"""vit_jax in Python: the page of the site, the examples of docstrings, and bad arguments."""
+
+import doctest
+import importlib
+import io
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import vit_jax
+from vit_jax import api
+from vit_jax.training import callbacks
+
+ROOT = pathlib.Path(__file__).parents[1]
+NOISE = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 1), np.uint8)
+LABELS = np.arange(64) % 4
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder where the page of the site has run, with its names."""
+    folder, before = tmp_path_factory.mktemp("api"), os.getcwd()
+    (folder / "configs").symlink_to(ROOT / "configs")
+    page = (ROOT / "docs" / "python.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    program = "\n".join(blocks)
+    program = program.replace("epochs=30", "epochs=10")
+    module = types.ModuleType("page")
+    os.chdir(folder)
+    try:
+        exec(compile(program, "docs/python.md", "exec"), vars(module))  # noqa: S102
+        yield module
+    finally:
+        os.chdir(before)
+
+
+def test_the_page_trains_loads_and_loops(place):
+    top1 = place.report["final"]["test"]["params"]["top1"]
+    assert top1 > 0.3
+    assert place.scores["test"]["weights"]["examples"] == 397
+    assert [step for step, _ in place.callback.values] == [20, 40, 44]
+    assert np.isfinite(float(place.metrics["loss"]))
+    assert float(place.loss) < 2.3  # Of ten classes, before training.
+
+
+@pytest.mark.parametrize("module", [api, callbacks], ids=lambda m: m.__name__)
+def test_examples_of_docstrings(place, module):
+    result = doctest.testmod(module, report=True)
+    assert result.failed == 0
+    assert result.attempted >= (5 if module is callbacks else 25)
+
+
+def test_every_public_name_has_an_example_and_is_listed():
+    assert {*vit_jax.__all__} <= {*dir(vit_jax)}
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in vit_jax.__all__:
+        assert re.search(rf"\b{name}\b", page), name
+        if name != "UserError":
+            member = getattr(callbacks if name == "Callback" else api, name)
+            assert "Example:" in member.__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'tran'"):
+        _ = vit_jax.tran
+
+
+def test_importing_is_quick_and_commands_can_be_called():
+    program = """
+import sys, vit_jax
+assert not {"jax", "numpy", "flax"} & {*sys.modules}
+import vit_jax.train
+assert callable(vit_jax.train) and callable(vit_jax.evaluate)
+assert vit_jax.train.main and "jax" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_images_are_given_in_any_form(place, tmp_path):
+    model = vit_jax.load_model("runs/digits", tell=lambda line: None)
+    array = np.asarray(place.images[3])
+    picture = Image.fromarray(array)
+    picture.save(tmp_path / "three.png")
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    path = tmp_path / "three.png"
+    forms = [array, array[..., None], picture, path, str(path), stream.getvalue()]
+    found = [model.predict(each, topk=2) for each in forms]
+    assert all(each == found[0] for each in found)
+    together = model.predict([array, picture, path], topk=2)
+    assert [b.label for b in together[2]] == [b.label for b in found[0]]
+    probability = together[0][0].probability
+    assert probability == pytest.approx(found[0][0].probability, rel=1e-5)
+    np.testing.assert_allclose(
+        model.attention(array).sum(-1), np.ones((1, 4, 3, 17)), rtol=1e-5
+    )
+    bigger = vit_jax.load_model("runs/digits", image_size=12, tell=lambda line: None)
+    assert bigger.model.image_shape == (12, 12, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: vit_jax.create_model("B/16", img_size=3), "is called image_size here"),
+        (lambda: vit_jax.create_model("vit_base_patch16_224"), "a name of timm: load_"),
+        (
+            lambda: vit_jax.create_model("B/16", image_size=(1, 2, 3)),
+            "neither a side nor",
+        ),
+        (lambda: vit_jax.load_model("nowhere"), "nowhere"),
+        (
+            lambda: vit_jax.load_model("runs/digits", crop=1),
+            "crop=1: not one of crop_f",
+        ),
+        (
+            lambda: vit_jax.train(
+                "configs/digits.py", "w", data={"val": (NOISE, LABELS)}
+            ),
+            "data has no 'train' among val",
+        ),
+        (
+            lambda: vit_jax.train(
+                "configs/digits.py", "w", data=(NOISE, LABELS[:5]), epochs=2
+            ),
+            "64 images, but 5 labels",
+        ),
+        (
+            lambda: vit_jax.train("configs/digits.py", "w", lr=2),
+            "unknown config key lr",
+        ),
+    ],
+)
+def test_wrong_arguments_get_one_line(place, call, message):
+    with pytest.raises(vit_jax.UserError, match=message) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([], "give at least one"),
+        ("gone.png", "gone.png cannot be read"),
+        (b"noise", "the image .*: give another image"),
+        (np.zeros((8, 8), np.float32), "image of float32"),
+    ],
+)
+def test_wrong_images_get_one_line(place, images, message):
+    model = vit_jax.load_model("runs/digits", tell=lambda line: None)
+    with pytest.raises(vit_jax.UserError, match=message):
+        model.predict(images)
+
+
+def test_callbacks_see_a_run_and_its_resumption(place, tmp_path):
+    seen = []
+
+    class Everything(vit_jax.Callback):
+        def begin(self, run):
+            seen.append(("begin", run.start, run.total_steps))
+            assert run.num_parameters > 70_000 and run.config.epochs == 3
+
+        def log(self, step, metrics):
+            seen.append(("log", step))
+            assert metrics["train/loss"] > 0
+
+        def evaluate(self, step, scores):
+            seen.append(("evaluate", step))
+            assert 0 <= scores["test/params/top1"] <= 1
+
+        def checkpoint(self, step):
+            seen.append(("checkpoint", step))
+            if step == 2 and stops:
+                raise RuntimeError("as a kill would")
+
+        def end(self, report):
+            seen.append(("end", report["steps"]))
+
+    stops = True
+    keys = {
+        "epochs": 3,
+        "optim.warmup_epochs": 0,
+        "log_every_steps": 1,
+        "checkpoint_every_epochs": 0,
+        "checkpoint_every_steps": 2,
+        "eval_every_epochs": 0,
+        "batch_size": 32,
+    }
+    pairs = {"train": (NOISE, LABELS), "test": (NOISE[:9], LABELS[:9])}
+    given = dict(data=pairs, callbacks=[Everything()], **keys)
+    with pytest.raises(RuntimeError, match="as a kill would"):
+        vit_jax.train("configs/digits.py", tmp_path, **given)
+    assert seen == [("begin", 0, 6), ("log", 1), ("log", 2), ("checkpoint", 2)]
+    seen.clear()
+    stops = False
+    report = vit_jax.train("configs/digits.py", tmp_path, **given)
+    assert seen[0] == ("begin", 2, 6) and seen[-1] == ("end", 6)
+    assert ("evaluate", 6) in seen and ("checkpoint", 4) in seen
+    whole = vit_jax.train("configs/digits.py", tmp_path / "whole", data=pairs, **keys)
+    assert report["params_sha256"] == whole["params_sha256"]
+    changed = {**pairs, "train": (NOISE[::-1], LABELS)}
+    with pytest.raises(vit_jax.UserError, match="data"):
+        vit_jax.train("configs/digits.py", tmp_path, data=changed, **keys)
+
+
+def test_arrays_are_not_found_by_a_command(place):
+    config = vit_jax.api._config("configs/digits.py", {"data.name": "in_memory"})
+    with pytest.raises(vit_jax.UserError, match="give them to vit_jax.train again"):
+        vit_jax.train(config, "w")
+
+
+def test_callbacks_of_other_hosts_ask_for_it(monkeypatch):
+    class Here(vit_jax.Callback):
+        count = 0
+
+        def log(self, step, metrics):
+            type(self).count += 1
+
+    class Everywhere(Here):
+        on_every_host = True
+        count = 0
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    importlib.import_module("vit_jax.training.callbacks").Callbacks(
+        [Here(), Everywhere()]
+    ).log(1, {})
+    assert (Here.count, Everywhere.count) == (0, 1)
