@@ -1,6 +1,7 @@
 import argparse
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -121,3 +122,12 @@ def test_bad_input_ends_with_one_line_and_exit_code_2():
     )
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+
+
+def test_the_readme_has_what_is_printed(capsys):
+    text = (ROOT / "README.md").read_text()
+    shown = re.search(
+        r"\$ python -m vit_jax.summary --variant=(\S+)\n(.*?)```", text, re.DOTALL
+    )
+    summary.main(arguments(variant=shown[1]))
+    assert capsys.readouterr().out == shown[2]

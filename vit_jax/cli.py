@@ -2,7 +2,9 @@
 
 import argparse
 import importlib
+import re
 import sys
+import textwrap
 import traceback
 import types
 from collections.abc import Callable
@@ -30,24 +32,38 @@ class Parser(argparse.ArgumentParser):
       doc: of the verb, shown by --help.
       config: name of the dataclass in training/config.py whose keys the verb takes; "" if
         it takes none.
+      recipes: regular expression of the names of recipes that --help lists; "" lists none.
     """
 
-    def __init__(self, doc: str, config: str = ""):
+    def __init__(self, doc: str, config: str = "", recipes: str = ""):
         super().__init__(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self.add_argument("--debug", action="store_true", help="show tracebacks")
-        self._config = config
+        self._config, self._recipes = config, recipes
 
     def format_help(self) -> str:
         """Returns what --help shows: the flags, then the keys of the config."""
         flags = super().format_help()
         if not self._config:
             return flags
-        from vit_jax.config import reference
+        from vit_jax.config import loading, reference
         from vit_jax.training import config
 
-        return f"{flags}\n{reference.text(getattr(config, self._config))}"
+        titles = {
+            name: title
+            for name, title in loading.recipes().items()
+            if self._recipes and re.fullmatch(self._recipes, name)
+        }
+        parts = [flags]
+        if titles:
+            lines = [
+                f"  {name:20} {textwrap.shorten(title, 77, placeholder=' ...')}"
+                for name, title in titles.items()
+            ]
+            heading = "recipes, as --config=NAME or --config=NAME:ARGUMENT:"
+            parts.append("\n".join([heading, *lines, ""]))
+        return "\n".join([*parts, reference.text(getattr(config, self._config))])
 
     def error(self, message: str) -> None:
         """Ends with one line, as every other bad input does."""

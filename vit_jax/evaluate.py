@@ -82,9 +82,9 @@ def run(flags: argparse.Namespace, config) -> None:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__, config="EvaluationConfig")
+    parser = cli.Parser(__doc__, config="EvaluationConfig", recipes=r"eval/\w+")
     add = parser.add_argument
-    add("--config", required=True, help="file, or file:argument")
+    add("--config", required=True, help="recipe or file, :argument")
     add("--json", action="store_true", help="one line of JSON, not a table")
     add("--out", default="", help="folder for evaluate.json and confusion matrices")
     cli.add_weights_flags(parser)

@@ -32,6 +32,12 @@ def main(flags: argparse.Namespace) -> int:
         if jax.process_count() > 1 and not flags.workdir:
             raise UserError("several processes need the same --workdir: state it")
         loop.train(config, flags.workdir or new_workdir(config.name), startup)
+        # At the end, where it is read beside the scores.
+        if "quick" in flags.config.partition(":")[2] and not jax.process_index():
+            cli.tell(
+                f"{flags.config}: a small network, made images and 3 steps show that the "
+                "recipe runs, not what it reaches"
+            )
 
     return job.run(train, flags.workdir, debug=flags.debug)
 
@@ -45,8 +51,8 @@ def new_workdir(name: str) -> str:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    flags = cli.Parser(__doc__, config="TrainConfig")
-    flags.add_argument("--config", required=True, help="file, or file:argument")
+    flags = cli.Parser(__doc__, config="TrainConfig", recipes=r"\w+")
+    flags.add_argument("--config", required=True, help="recipe or file, :argument")
     flags.add_argument("--workdir", default="", help="default: a new one under runs/")
     return flags
 

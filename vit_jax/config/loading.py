@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import fields
 from vit_jax.config.fields import Choice, Key, Named, Section
+from vit_jax.config.synonyms import SYNONYMS
 from vit_jax.errors import UserError
 
 T = TypeVar("T")
@@ -29,21 +30,50 @@ def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) ->
 
     Args:
       cls: dataclass of the config.
-      spec: path of a config file, with its argument after a colon if it takes one:
-        "configs/digits.py", "configs/transfer.py:model=B/16,dataset=cifar100".
+      spec: path of a config file or name of a recipe, with its argument after a colon if
+        it takes one: "configs/digits.py", "transfer:model=B/16,dataset=cifar100".
       overrides: dotted key to value, as {"optim.learning_rate": 0.01}.
 
     Raises:
       UserError: the file or the argument does not exist, or an override is not of a
         section.
     """
-    path, _, arg = spec.partition(":")
-    raw = _run_config_file(
-        pathlib.Path(path), lambda file: _config_of(file, arg or None)
-    ).to_dict()
-    raw.setdefault("name", pathlib.Path(path).stem)
+    name, _, arg = spec.partition(":")
+    path = find(name)
+    raw = _run_config_file(path, lambda file: _config_of(file, arg or None)).to_dict()
+    raw.setdefault("name", path.stem)
     override(cls, raw, overrides or {})
     return raw
+
+
+def recipe_folder() -> pathlib.Path:
+    """Returns the folder of the recipes: of this checkout, or in the installed package."""
+    package = pathlib.Path(__file__).parents[1]
+    installed = package / "recipes" / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def recipes() -> dict[str, str]:
+    """Returns the names of all recipes, as "digits" and "eval/probe", with their titles."""
+    folder, found = recipe_folder(), {}
+    for path in sorted(folder.rglob("[!_]*.py")):
+        if path.stem != "common":
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            found[name] = text.partition("\n")[0].rstrip(".")
+    return found
+
+
+def find(name: str) -> pathlib.Path:
+    """Returns the path of a config file, or of the recipe of that name.
+
+    Args:
+      name: a path; or "digits" or "eval/probe", which are found from any folder.
+    """
+    path = pathlib.Path(name)
+    recipe = recipe_folder() / f"{name}.py"
+    is_name = re.fullmatch(r"\w+(/\w+)?", name) and not os.path.exists(path)
+    return recipe if is_name and recipe.is_file() else path
 
 
 def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> None:
@@ -281,6 +311,10 @@ def _nearest(cls: type, key: str, known: Iterable[str]) -> str:
         for name, about in fields.fields(section).items():
             if about.formerly == key:
                 return f"{where}.{name}".strip(".")
+    plain = re.sub(r"[^a-z0-9]", "", key.rpartition(".")[2].lower())
+    known = list(known)
+    if SYNONYMS.get(plain) in known:
+        return SYNONYMS[plain]
     words = set(re.findall(r"[a-z0-9]+", key.lower()))
 
     def likeness(other):
@@ -349,7 +383,7 @@ def arguments(path: str) -> dict[str, object]:
     Raises:
       UserError: there is no such file, or it does not run.
     """
-    return _run_config_file(pathlib.Path(path), lambda file: dict(file.ARGUMENTS))
+    return _run_config_file(find(path), lambda file: dict(file.ARGUMENTS))
 
 
 def _config_of(file: ModuleType, arg: str | None) -> ConfigDict:
@@ -371,7 +405,8 @@ def _run_config_file(path: pathlib.Path, get: Callable[[ModuleType], T]) -> T:
         here = sorted(p.name for p in path.parent.glob("[!_]*.py"))
         raise UserError(
             f"config file {path} not found; {path.parent}/ has "
-            f"{', '.join(name for name in here if name != 'common.py') or 'none'}"
+            f"{', '.join(name for name in here if name != 'common.py') or 'none'}, and "
+            f"recipes are found by their names: {', '.join(recipes())}"
         )
     spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,171 @@
+"""The command `vit_jax`, recipes by name, hints at keys, and what a wheel holds."""
+
+import importlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import vit_jax
+from vit_jax import __main__ as command
+from vit_jax.config import fields, loading, synonyms
+from vit_jax.errors import UserError
+from vit_jax.training import config as configuration
+from vit_jax.training.config import TrainConfig
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(*words, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "vit_jax", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+def test_all_commands_are_listed_with_a_line_each():
+    shown = run()
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout == run("--help").stdout == command.usage() + "\n"
+    for name in command.COMMANDS:
+        assert re.search(rf"^  {name} +[A-Z].*[^.]$", shown.stdout, re.MULTILINE)
+        assert hasattr(importlib.import_module(f"vit_jax.{name}"), "main")
+    modules = {path.stem for path in (ROOT / "vit_jax").glob("*.py")}
+    with_main = {
+        name
+        for name in modules - {"__main__"}
+        if "cli.run(" in (ROOT / "vit_jax" / f"{name}.py").read_text()
+    }
+    assert with_main - {"cli"} == {*command.COMMANDS}
+    assert max(map(len, shown.stdout.splitlines())) <= 100
+
+
+def test_the_version_and_a_word_that_is_no_command():
+    assert run("--version").stdout == f"vit_jax {vit_jax.__version__}\n"
+    shown = run("trian")
+    assert shown.returncode == 2 and shown.stderr.count("\n") == 1
+    assert "error: 'trian' is no command: give one of train, evaluate" in shown.stderr
+
+
+def test_a_command_runs_from_any_folder_with_a_recipe_by_its_name(tmp_path):
+    words = ("summary", "--config=digits")
+    shown = run(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "Ti/2" in shown.stdout
+    wrong = run("summary", "--nope", cwd=tmp_path)
+    assert wrong.returncode == 2 and "--help lists the flags" in wrong.stderr
+
+
+def test_recipes_are_found_by_name_unless_a_file_is_meant(tmp_path, monkeypatch):
+    named = loading.recipes()
+    assert {"digits", "b16_i21k", "eval/probe", "study/digits"} <= {*named}
+    assert not any("common" in name or name.startswith("_") for name in named)
+    assert all(title and len(title) < 100 for title in named.values())
+    by_name = configuration.load("digits", {"epochs": 3})
+    assert by_name == configuration.load(str(ROOT / "configs/digits.py"), {"epochs": 3})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").write_text("mine")
+    with pytest.raises(UserError, match="digits: does not end in .py"):
+        configuration.load("digits")
+    with pytest.raises(UserError, match="recipes are found by their names: b16_i1k, "):
+        configuration.load("digit")
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("learning_rate", "optim.learning_rate"),
+        ("optim.lr", "optim.learning_rate"),
+        ("mixup", "data.train_transform"),
+        ("grad_clip", "optim.grad_clip_norm"),
+        ("batch", "batch_size"),
+        ("epoch", "epochs"),
+        ("img_size", "data.image_size"),
+        ("stoch_depth", "model.drop_path_rate"),
+    ],
+)
+def test_the_fields_words_lead_to_our_keys(key, wanted):
+    with pytest.raises(UserError, match=f"nearest known key is {re.escape(wanted)}$"):
+        configuration.load("b16_i1k", {key: 1})
+
+
+def test_synonyms_are_of_keys_that_exist():
+    known = {
+        f"{where}.{name}".strip(".")
+        for where, kind, section in [
+            ("", "", TrainConfig),
+            *fields.sections(TrainConfig),
+        ]
+        for name in fields.fields(section)
+    }
+    for word, key in synonyms.SYNONYMS.items():
+        assert re.fullmatch("[a-z0-9]+", word), word
+        assert key in known, key
+
+
+def test_help_lists_the_recipes_and_quick_is_told(tmp_path):
+    shown = importlib.import_module("vit_jax.train").parser().format_help()
+    assert re.search(r"^  digits +A small ViT from scratch", shown, re.MULTILINE)
+    assert "eval/probe" not in shown
+    shown = importlib.import_module("vit_jax.evaluate").parser().format_help()
+    assert "  eval/probe " in shown
+    done = run(
+        "train",
+        "--config=mixer:quick",
+        f"--workdir={tmp_path}/run",
+        "--config.evals={}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mixer:quick: a small network, made images and 3 steps show" in done.stderr
+
+
+def test_a_wheel_holds_the_recipes(tmp_path):
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for name in ("vit_jax", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    wheel = tmp_path / done.stdout.split()[-1]
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+        packed.extractall(tmp_path / "installed")
+        entry = next(name for name in names if name.endswith("entry_points.txt"))
+        assert "vit_jax = vit_jax.__main__:main" in packed.read(entry).decode()
+    for recipe in loading.recipes():
+        assert f"vit_jax/recipes/configs/{recipe}.py" in names
+    program = "from vit_jax.config import loading; print(loading.recipe_folder())"
+    installed = tmp_path / "installed"
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_jax", "summary", "--config=swin:quick"],
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert pathlib.Path(shown.stdout.strip()).is_relative_to(installed.resolve())
