@@ -29,7 +29,7 @@ COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 # In the order in which their commands are run.
 PAGES = ("getting_started", "finetuning", "weights", "evaluation", "gallery")
 PAGES += ("pretraining", "pretraining_without_labels", "launch", "compile")
-PAGES += ("extending",)
+PAGES += ("extending", "data")
 
 
 def blocks(page):
@@ -265,7 +265,7 @@ def test_links_out_of_the_site_lead_to_the_repository():
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md"])
+@pytest.mark.parametrize("page", ["docs/data.md", "docs/finetuning.md"])
 def test_all_kinds_of_image_files_are_listed(page):
     Image.init()
     words = set(re.findall(r"\w+", (ROOT / page).read_text().upper()))

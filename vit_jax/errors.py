@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-# Exit codes; README, "When it stops", says what each asks of whoever starts a command.
+# Exit codes; docs/resume.md says what each asks of whoever starts a command.
 EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: preempted, or a host was lost.

@@ -60,7 +60,7 @@ def train(
       ...}}), params_sha256 and more.
 
     Raises:
-      UserError: bad input or full memory or disk; see README, "When it stops".
+      UserError: bad input or full memory or disk; see docs/resume.md.
       Preempted: SIGTERM or SIGHUP came, or a loader process was killed, and the state
         is saved.
       Interrupted: Ctrl-C, or the stop button of a notebook, and the state is saved; a
