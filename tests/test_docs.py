@@ -1,6 +1,7 @@
 """The documentation: its commands run, its messages and keys are those of the code."""
 
 import ast
+import importlib
 import importlib.util
 import pathlib
 import re
@@ -231,6 +232,19 @@ def test_links_within_the_project_lead_somewhere(path):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+def test_the_reference_of_the_command_line_has_every_flag():
+    text = generated.flags()
+    for name in generated.COMMANDS:
+        part = re.search(
+            rf"^## {name}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
+        )[1]
+        parser = importlib.import_module(f"vit_jax.{name}").parser()
+        for action in parser._actions:
+            for flag in action.option_strings:
+                assert re.search(rf"{flag}\b", part), (name, flag)
+    assert "config keys with their defaults" not in text
 
 
 def test_the_list_of_commands_says_what_runs_each():

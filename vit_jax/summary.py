@@ -185,14 +185,20 @@ def _line(cells):
     return "  ".join((f"{first:<10}", *columns))
 
 
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__, config="TrainConfig")
+    add = parser.add_argument
+    add("--variant", help="one or more, with commas; default: all")
+    add("--resolution", help="as 224, or 224x160: height x width")
+    add("--num_classes", type=int, help=f"default: {CLASSES}")
+    add("--images", type=int, help="of the whole training run")
+    add("--json", action="store_true", help="a JSON object a line")
+    add("--config", help="recipe or file, :argument: its model and run")
+    return parser
+
+
 if __name__ == "__main__":
     # Nothing is computed: leave the accelerators to others.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    parser = cli.Parser(__doc__, config="TrainConfig")
-    parser.add_argument("--variant", help="one or more, with commas; default: all")
-    parser.add_argument("--resolution", help="as 224, or 224x160: height x width")
-    parser.add_argument("--num_classes", type=int, help=f"default: {CLASSES}")
-    parser.add_argument("--images", type=int, help="of the whole training run")
-    parser.add_argument("--json", action="store_true", help="a JSON object a line")
-    parser.add_argument("--config", help="file, or file:argument: its model and run")
-    cli.run(main, parser)
+    cli.run(main, parser())

@@ -1,12 +1,17 @@
 """Puts what is generated into pages, and makes docstrings into what Sphinx reads."""
 
+import argparse
+import importlib
+import os
 import pathlib
 import re
 import tomllib
+from unittest import mock
 
 import config_reference
 import docstrings
 
+from vit_jax.__main__ import COMMANDS, purpose
 from vit_jax.training.config import TrainConfig
 
 _HERE = pathlib.Path(__file__).parents[1]
@@ -42,6 +47,18 @@ def commands(text: str) -> str:
     return "\n".join(lines)
 
 
+def flags() -> str:
+    """Returns what --help of each command shows, without the keys of configs."""
+    parts = []
+    for name in COMMANDS:
+        parser = importlib.import_module(f"vit_jax.{name}").parser()
+        parser.prog = f"vit_jax {name}"
+        with mock.patch.dict(os.environ, COLUMNS="88"):
+            text = argparse.ArgumentParser.format_help(parser)
+        parts.append(f"## {name}\n\n{purpose(name)}.\n\n```text\n{text.strip()}\n```")
+    return "\n\n".join(parts)
+
+
 def gallery(text: str) -> str:
     """Returns the pictures of gallery/ that a page does not show by itself.
 
@@ -61,6 +78,7 @@ def _fill(app, docname: str, source: list[str]) -> None:
     made = {
         "configuration": lambda: config_reference.markdown(TrainConfig),
         "commands": lambda: commands((_HERE / "commands.toml").read_text()),
+        "command_line": flags,
         "gallery": lambda: gallery(source[0]),
     }
     if docname in made:
