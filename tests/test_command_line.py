@@ -55,6 +55,26 @@ def test_the_version_and_a_word_that_is_no_command():
     assert "error: 'trian' is no command: give one of train, evaluate" in shown.stderr
 
 
+@pytest.mark.parametrize("shell", command.SHELLS)
+def test_shells_complete_commands_and_flags(shell):
+    pytest.importorskip("shtab", reason="needs the extra completion")
+    done = run(f"--completion={shell}")
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in ("predict", "topk", "workdir"):
+        assert word in done.stdout
+    if shell == "bash":
+        words = (
+            f"{done.stdout}\nCOMP_WORDS=(vit_jax tra); COMP_CWORD=1\n"
+            "_shtab_vit_jax\necho ${COMPREPLY[@]}"
+        )
+        shown = subprocess.run(
+            ["bash", "-c", words], capture_output=True, text=True, check=True
+        )
+        assert shown.stdout.split() == ["train", "transfer"]
+    wrong = run("--completion=fish")
+    assert wrong.returncode == 2 and "give one of bash, zsh, tcsh" in wrong.stderr
+
+
 def test_a_command_runs_from_any_folder_with_a_recipe_by_its_name(tmp_path):
     words = ("summary", "--config=digits")
     shown = run(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
