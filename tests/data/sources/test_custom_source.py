@@ -14,10 +14,12 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 
-README = pathlib.Path(__file__).parents[3] / "README.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "data.md"
 # The example there: a table of image files and labels.
 (EXAMPLE,) = re.findall(
-    r"^```python\n(import csv.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE
+    r"^```python\n# listed.py\n(import csv.*?)^```$",
+    PAGE.read_text(),
+    re.DOTALL | re.MULTILINE,
 )
 
 

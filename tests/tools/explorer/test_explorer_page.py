@@ -407,24 +407,21 @@ def test_the_brightest_may_look_alike(page, photograph):
 
 @SECOND
 def test_an_image_of_the_folder(page):
-    page.get_by_role("button", name="one.png").click()
     drawn(page, 1)
+    act(page, lambda: page.get_by_role("button", name="one.png").click())
     assert page.locator("#subtitle").inner_text() == "one.png"
 
 
 def test_an_image_is_dropped(page, photograph):
-    page.locator("#choose").wait_for()
-    page.evaluate(
-        """async (letters) => {
-          const bytes = Uint8Array.from(atob(letters), (x) => x.charCodeAt(0));
-          const dropped = new DataTransfer();
-          dropped.items.add(new File([bytes], "dropped.png"));
-          const event = { dataTransfer: dropped, bubbles: true, cancelable: true };
-          document.body.dispatchEvent(new DragEvent("drop", event));
-        }""",
-        base64.b64encode(photograph).decode(),
-    )
     drawn(page, 1)
+    drop = """async (letters) => {
+      const bytes = Uint8Array.from(atob(letters), (x) => x.charCodeAt(0));
+      const dropped = new DataTransfer();
+      dropped.items.add(new File([bytes], "dropped.png"));
+      const event = { dataTransfer: dropped, bubbles: true, cancelable: true };
+      document.body.dispatchEvent(new DragEvent("drop", event));
+    }"""
+    act(page, lambda: page.evaluate(drop, base64.b64encode(photograph).decode()))
     assert page.locator("#subtitle").inner_text() == "dropped.png"
 
 
@@ -499,7 +496,7 @@ def test_pictures_of_the_folder_are_asked_for_one_at_a_time(page):
 
 @SECOND
 def test_a_large_file_is_not_sent(page):
-    page.locator("#choose").wait_for()
+    drawn(page, 1)
     page.evaluate("limits.bytes = 10")
     large = {"name": "large.png", "mimeType": "image/png", "buffer": bytes(11)}
     page.set_input_files("#file", large)
