@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
+QUICK = (
+    "configs/digits.py:quick: a small network, made images and 3 steps show that "
+    "the recipe runs, not what it reaches\n"
+)
 
 
 def start(cache, *words, verb="train", said=""):
@@ -44,7 +48,7 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(tmp_path):
     for name in ("first", "second"):
         workdir = tmp_path / name
         words = "--config=configs/digits.py:quick", f"--workdir={workdir}"
-        out = start(cache, *words)
+        out = start(cache, *words, said=QUICK)
         kept.append(entries(cache))
         reports.append(json.loads((workdir / "report.json").read_text()))
         (line,) = [x for x in out.splitlines() if x.startswith("first step after ")]
