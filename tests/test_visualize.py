@@ -14,7 +14,7 @@ import pytest
 import tqdm
 from PIL import Image
 
-from vit_jax import cli, models, visualize
+from vit_jax import cli, models, progress, visualize
 from vit_jax.analysis import (
     DATASET_FIGURES,
     IMAGE_FIGURES,
@@ -316,7 +316,7 @@ def test_the_bar_goes_to_its_end(place, run, words, counts, monkeypatch):
             super().update(n)
             seen.append((self.n, self.total))
 
-    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    monkeypatch.setattr(progress, "tqdm", Bar)
     run("--images", str(place / "images"), *words)
     assert list(dict.fromkeys(count for count, _ in seen if count)) == counts
     assert seen[-1] == (counts[-1], counts[-1])

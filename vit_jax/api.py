@@ -26,9 +26,11 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes, prediction, suite
+from vit_jax.printing import print_line
 from vit_jax.training import loop
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import EvaluationConfig, TrainConfig
+from vit_jax.training.timers import StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
@@ -355,12 +357,18 @@ def train(
       ...     epochs=2,
       ...     **{"optim.warmup_epochs": 0},
       ... )  # doctest: +ELLIPSIS
-      digits: Ti/2, ...
+         0.0 s  imported; finding the devices
+      ...
       >>> sorted(report["final"]["test"])
       ['ema', 'params']
     """
     if data is None:
-        return loop.train(_config(config, overrides), workdir, callbacks=callbacks)
+        return loop.train(
+            _config(config, overrides),
+            workdir,
+            StartupTimer(say=print_line),
+            callbacks=callbacks,
+        )
     arrays = dict(data) if isinstance(data, Mapping) else {"train": data}
     if "train" not in arrays:
         raise UserError(f"data has no 'train' among {', '.join(arrays) or 'nothing'}")
@@ -374,7 +382,9 @@ def train(
     sections = _sections(arrays, stated, arrays.keys() - {"train"})
     complete = _config(config, overrides, sections)
     with _opened(arrays, class_names):
-        return loop.train(complete, workdir, callbacks=callbacks)
+        return loop.train(
+            complete, workdir, StartupTimer(say=print_line), callbacks=callbacks
+        )
 
 
 def evaluate(

@@ -19,7 +19,7 @@ from vit_jax.errors import (
     UserError,
     keep_warnings_from_raising,
 )
-from vit_jax.printing import masked, printable
+from vit_jax.printing import masked, print_error, print_line
 
 SQUASH = "squash"  # A value of --crop_pct.
 _UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
@@ -246,14 +246,14 @@ def open_weights(
     return found, preprocess, names
 
 
-def tell(line: str) -> None:
-    """Prints a line on stderr, escaped and masked."""
-    print(printable(line), file=sys.stderr, flush=True)
+def tell(line: object) -> None:
+    """Prints a line on standard error, see `print_line`."""
+    print_error(line)
 
 
-def say(line: str) -> None:
-    """Prints a line on stdout, escaped and masked."""
-    print(printable(line), flush=True)
+def say(line: object) -> None:
+    """Prints a line on standard output, see `print_line`."""
+    print_line(line)
 
 
 def positive(text: str) -> int:

@@ -85,14 +85,12 @@ class _Bar:
 
     def show(self, name: str, before: int, now: int, total: int) -> None:
         """Shows that `before + now` of `total` records are done."""
-        from tqdm import tqdm
+        from vit_jax.progress import bar
 
         if name != self._name:
             self.close()
             self._name, self._logged = name, time.monotonic()
-            self._bar = tqdm(
-                total=total, initial=before, unit="image", desc=name, disable=None
-            )
+            self._bar = bar(total, name, "images", initial=before)
         self._bar.update(before + now - self._bar.n)
         late = time.monotonic() - self._logged > _LOG_SECONDS
         if self._bar.disable and (now == 0 or before + now == total or late):

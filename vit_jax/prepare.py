@@ -81,8 +81,7 @@ def _check(flags):
 
 
 def _verify(flags, data_dir):
-    import tqdm
-
+    from vit_jax.progress import bar
     from vit_jax.tools.preparing import metadata
 
     name = metadata.DatasetName.parse(flags.dataset)
@@ -92,8 +91,8 @@ def _verify(flags, data_dir):
     total = sum(
         split["records"] for split in metadata.load_manifest(folder)["splits"].values()
     )
-    with tqdm.tqdm(total=total, desc="verify", unit=" records", disable=None) as bar:
-        return folder, metadata.verify(folder, bar.update)
+    with bar(total, "verify", "records") as shown:
+        return folder, metadata.verify(folder, shown.update)
 
 
 def _make_of_images(flags, data_dir):

@@ -1,5 +1,7 @@
-"""Text as it may be printed: no control characters, and no passwords."""
+"""Lines as they may be printed: no control characters, no passwords, above any bar."""
 
+import contextlib
+import io
 import re
 import sys
 import unicodedata
@@ -52,6 +54,20 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def print_error(text: str) -> None:
-    """Prints one line to stderr at once, as `printable` returns it."""
-    print(printable(text), file=sys.stderr, flush=True)
+def print_line(text: object, file: io.TextIOBase | None = None) -> None:
+    """Prints one line at once, as `printable` returns it, above any progress bar.
+
+    Args:
+      text: the line.
+      file: standard output if None.
+    """
+    file = file or sys.stdout
+    tqdm = sys.modules.get("tqdm")  # No bar is there before it is imported.
+    above = tqdm.tqdm.external_write_mode(file) if tqdm else contextlib.nullcontext()
+    with above:
+        print(printable(text), file=file, flush=True)
+
+
+def print_error(text: object) -> None:
+    """Prints one line on standard error, see `print_line`."""
+    print_line(text, sys.stderr)

@@ -1,8 +1,9 @@
-"""Which process a number means, and how the child processes of this one end."""
+"""Which process a number means, its age, and how the child processes of this one end."""
 
 import multiprocessing
 import os
 import pathlib
+import time
 from collections.abc import Callable
 from multiprocessing import util
 
@@ -23,6 +24,16 @@ def started(pid: int | str) -> str:
         return ""
     fields = text.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def age() -> float:
+    """Returns for how many seconds this process has run; 0 if that is unknown."""
+    try:
+        ticks = int(started("self"))  # Since the machine's boot.
+        born = ticks / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born)
+    except (ValueError, OSError, AttributeError):  # Not Linux.
+        return 0.0
 
 
 def namespace() -> str:

@@ -11,7 +11,7 @@ import argparse
 import time
 from pathlib import Path
 
-from vit_jax import cli, job
+from vit_jax import cli, job, processes
 from vit_jax.errors import UserError
 
 
@@ -23,9 +23,9 @@ def main(flags: argparse.Namespace) -> int:
     import jax
 
     from vit_jax.training import loop
-    from vit_jax.training.timers import StartupTimer, process_age
+    from vit_jax.training.timers import StartupTimer
 
-    startup = StartupTimer(process_age())
+    startup = StartupTimer(processes.age(), cli.say)
     startup.end_phase("import")
 
     def train():

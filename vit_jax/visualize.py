@@ -30,12 +30,11 @@ Exit codes: 0 done, 1 some images could not be read (a line each says why), 2 ba
 import argparse
 import dataclasses
 import pathlib
-import sys
 
 from vit_jax import cli
 from vit_jax.analysis import FIGURES, WEIGHT_FIGURES
 from vit_jax.errors import UserError
-from vit_jax.printing import address, printable
+from vit_jax.printing import address
 
 EXIT_DAMAGED = 1
 
@@ -86,15 +85,10 @@ def main(flags: argparse.Namespace) -> int:
 
 def draw(flags: argparse.Namespace, loaded, images, options, other) -> int:
     """Draws and tells what was drawn; returns the exit code."""
-    from tqdm import tqdm
-
+    from vit_jax import progress
     from vit_jax.analysis.figures import write_figures
 
     damaged, out = [], pathlib.Path(flags.out)
-
-    def say(line, file=sys.stderr):
-        with tqdm.external_write_mode(file=file):  # Above the bar, not into it.
-            print(printable(line), file=file, flush=True)
 
     def total():
         if not isinstance(images, list):
@@ -105,11 +99,11 @@ def draw(flags: argparse.Namespace, loaded, images, options, other) -> int:
     def tell(name, why):
         damaged.append(name)
         bar.total = total()
-        say(f"{name}: {why}")
+        cli.tell(f"{name}: {why}")
 
     # None shows it on terminals only.
     hidden = None if {*options.figures} - {*WEIGHT_FIGURES} else True
-    with tqdm(total=total(), unit="image", desc="images", disable=hidden) as bar:
+    with progress.bar(total(), "images", "images", disable=hidden) as bar:
         for name in write_figures(
             loaded,
             images,
@@ -117,11 +111,11 @@ def draw(flags: argparse.Namespace, loaded, images, options, other) -> int:
             out,
             other=other,
             on_unreadable=tell,
-            on_skipped=say,
+            on_skipped=cli.tell,
             on_progress=bar.update,
         ):
             if name.endswith(".png"):
-                say(out / name, sys.stdout)
+                cli.say(out / name)
     return EXIT_DAMAGED if damaged else 0
 
 

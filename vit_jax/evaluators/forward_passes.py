@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax import models, weights
+from vit_jax import models, progress, weights
 from vit_jax.data import imagenet
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
@@ -310,6 +310,7 @@ def collect_outputs(
     batches: Iterable[dict],
     mesh: Mesh,
     stop: Callable[[], bool] = lambda: False,
+    title: str = "images",
 ) -> dict[str, Outputs] | None:
     """Runs several sets of parameters on the images in one pass.
 
@@ -322,6 +323,7 @@ def collect_outputs(
         number.
       mesh: of all devices.
       stop: called before every batch; True stops the pass.
+      title: of the bar.
 
     Returns:
       Name of a set to its outputs; None if stopped.
@@ -331,7 +333,7 @@ def collect_outputs(
     """
     tables = {name: _Table(len(batches)) for name in params}
     pending = {}
-    for batch in batches:
+    for batch in progress.each(batches, title, "batches", leave=False):
         if stop():
             return None
         arrays = {name: batch[name] for name in _BATCH if name in batch}

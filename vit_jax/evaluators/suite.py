@@ -248,7 +248,12 @@ class Suite:
         )
         with batches:
             found = forward_passes.collect_outputs(
-                self._steps[names, allowed], params, batches, self._mesh, stop
+                self._steps[names, allowed],
+                params,
+                batches,
+                self._mesh,
+                stop,
+                split.title,
             )
         if found is None:
             return None

@@ -186,7 +186,7 @@ class MlpMixer(nn.Module):
             size.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
         )
         x = embed(images.astype(config.dtype))
-        x = x.reshape(len(x), -1, size.width)
+        x = x.reshape(x.shape[0], -1, size.width)
         for i in range(size.depth):
             rate = config.drop_path_rate * i / max(1, size.depth - 1)
             block = MixerBlock(

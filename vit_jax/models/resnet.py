@@ -121,7 +121,7 @@ def _per_channel(values: Float[Array, "B G"], x) -> Float[Array, "B C"]:
 
 
 def _per_group(values: Float[Array, "B C"]) -> Float[Array, "B G"]:
-    return values.reshape(len(values), _GROUPS, -1).mean(-1)
+    return values.reshape(values.shape[0], _GROUPS, -1).mean(-1)
 
 
 def _group_norm_forward(x, scale, bias, epsilon):

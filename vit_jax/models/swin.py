@@ -295,7 +295,7 @@ class Windows(NamedTuple):
 
     def join(self, x: Float[Array, "B W M D"]) -> Float[Array, "B N D"]:
         """Undoes `split`."""
-        B, D = len(x), x.shape[-1]
+        B, D = x.shape[0], x.shape[-1]
         (Y, X), (h, w) = self.padded, self.size
         x = x.reshape(B, Y // h, X // w, h, w, D).swapaxes(2, 3).reshape(B, Y, X, D)
         y, z = self.grid
@@ -372,7 +372,7 @@ class SwinTransformer(nn.Module):
             size.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
         )(images.astype(config.dtype))
         grid = x.shape[1:3]
-        x = x.reshape(len(x), -1, size.width)
+        x = x.reshape(x.shape[0], -1, size.width)
         x = LayerNorm(config.layer_norm_eps, config.dtype, name="embedding_norm")(x)
         x = x if edit_patches is None else edit_patches(x)
         rates = np.linspace(0, config.drop_path_rate, sum(size.stage_depths)).tolist()

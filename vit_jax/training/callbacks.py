@@ -2,11 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
-
-from vit_jax.training.config import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,14 +12,14 @@ class Run:
     """What a callback is told of the run that begins.
 
     Attributes:
-      config: complete config.
+      config: complete config, a `TrainConfig`.
       workdir: folder of checkpoints and metrics.
       start: steps that were taken before, 0 unless the run resumes.
       total_steps: steps of the whole run.
       num_parameters: of the network and what its task has beside it.
     """
 
-    config: TrainConfig
+    config: Any  # The module of TrainConfig imports the trackers, which are callbacks.
     workdir: str
     start: int
     total_steps: int
@@ -91,12 +89,14 @@ class Callbacks(Callback):
     """Calls callbacks one after another, those that this process has to call.
 
     Args:
+      tracker: `config.tracker`, whose callback is the first of process 0.
       callbacks: to call.
     """
 
-    def __init__(self, callbacks: Iterable[Callback] = ()):
+    def __init__(self, tracker: Any, callbacks: Iterable[Callback] = ()):
         first = jax.process_index() == 0
-        self._callbacks = [each for each in callbacks if first or each.on_every_host]
+        self._callbacks = [tracker.callback()] if first else []
+        self._callbacks += [each for each in callbacks if first or each.on_every_host]
 
     def begin(self, run: Run) -> None:
         for each in self._callbacks:

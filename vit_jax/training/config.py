@@ -18,6 +18,8 @@ from vit_jax.evaluators.splits import EvalConfig
 from vit_jax.tasks import TASKS
 from vit_jax.tasks.task import TaskConfig
 from vit_jax.training.optim import OPTIMIZERS, OptimConfig
+from vit_jax.training.trackers import TRACKERS
+from vit_jax.training.trackers.tracker import TrackerConfig
 from vit_jax.weights.load import InitConfig
 
 
@@ -174,6 +176,9 @@ class TrainConfig(_Config):
     )
     local_checkpoint: LocalCheckpointConfig = section(
         LocalCheckpointConfig, changes_result=False, in_step=False
+    )
+    tracker: TrackerConfig = choice(
+        TRACKERS, "none", base=TrackerConfig, changes_result=False, in_step=False
     )
 
     def __post_init__(self):

@@ -81,7 +81,7 @@ def train(
             watchdog,
             startup or StartupTimer(),
             sweep,
-            Callbacks(callbacks),
+            Callbacks(config.tracker, callbacks),
             stack,
         )
 
@@ -92,6 +92,8 @@ def _train(
     clock, commit = RunClock(), run_report.commit()  # Of the code that runs.
     data = config.data
     is_first = jax.process_index() == 0
+    announce = startup.announce if is_first else lambda begins: None
+    announce("imported; finding the devices")
     jax.config.update("jax_debug_nans", config.debug_nans)
     jax.config.update("jax_debug_infs", config.debug_nans)
     uncached = compilation.enable_cache(config.compilation_cache_dir)
@@ -103,11 +105,13 @@ def _train(
     replicas_per_shard = jax.process_count() // num_data_shards
     saved = resume_check.check_workdir(workdir, config)
     startup.end_phase("devices")
+    announce(f"opening {data.name}")
 
     # Data.
     source = open_source(data, data.split)
     startup.end_phase("data")
     watchdog.reset("opening the data")
+    announce("tracing the train step")
 
     # Task, optimiser, train step and evaluations.
     build, make_suite = build_train_setup, Suite
@@ -139,6 +143,7 @@ def _train(
     )
     compiling = BackgroundCompilation(setup, debug_nans=config.debug_nans)
     startup.end_phase("trace")
+    announce("making or restoring the state, while the train step compiles")
     local = LocalCheckpointer(config, workdir, source, setup.shapes, setup.shardings)
     state, start, *before, notes = restore_or_init(config, setup, checkpoints, local)
     clock.add(*before)
@@ -190,6 +195,8 @@ def _train(
         early_exit.save_and_raise(start, state)
     startup.end_phase("init")
     watchdog.reset("making or restoring the state")
+    if start < total:
+        announce("waiting for the compiled train step")
     train_step = compiling.result() if start < total else None
     startup.end_phase("compile")
     watchdog.reset("compilation")

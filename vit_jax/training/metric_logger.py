@@ -1,4 +1,4 @@
-"""Metrics of a run while it trains: a progress line, metrics.jsonl, TensorBoard."""
+"""Metrics of a run while it trains: progress, metrics.jsonl, TensorBoard."""
 
 import contextlib
 import json
@@ -14,7 +14,8 @@ from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
 from vit_jax.evaluators import classification
-from vit_jax.printing import printable
+from vit_jax.printing import print_line
+from vit_jax.progress import StepBar
 from vit_jax.training import run_report
 from vit_jax.training.callbacks import Callbacks, Run
 from vit_jax.training.config import TrainConfig
@@ -196,11 +197,12 @@ class MetricLogger:
         return self
 
     def __exit__(self, *_) -> None:
+        self._progress.close()
         self._writer.close()
 
 
 class Progress:
-    """Prints progress and measures the time spent in steps.
+    """Prints lines, moves a bar on terminals and measures the time spent in steps.
 
     The first step of a start is not counted: it compiles. Nor is what happens between
     `pause` and `resume` (evaluation, waiting for a save).
@@ -227,12 +229,12 @@ class Progress:
     ):
         self._total, self._batch, self._devices = total, batch_size, devices
         self._ideal = ideal
-        self._terminal = sys.stdout.isatty()
         self._active = active
+        # Where lines go through a pipe, as to tee, they would come amidst the bar.
+        self._bar = StepBar(start, total, active=active and sys.stdout.isatty())
         self._step = self._logged = start
         self._seconds = self._logged_seconds = self._logged_waited = 0.0
         self._since = None
-        self._width = 0
         self._first = start + 1
         self._rate = 0.0
 
@@ -248,6 +250,7 @@ class Progress:
         if step == self._first:  # It compiled: the clock starts here.
             self._logged, self._seconds, self._logged_seconds = step, 0.0, 0.0
             self._since, self._logged_waited = time.perf_counter(), waited
+        self._bar.show(step)
 
     def pause(self) -> None:
         """Stops the clock."""
@@ -311,10 +314,13 @@ class Progress:
             f"saving {stalled:.1f} s" if stalled >= 0.05 else "",
             f"{memory:.1f} GiB" if memory else "",
         ]
+        shown = [f"loss {loss:.4f}"]
         if speed:
-            left = (self._total - step) * speed["step_seconds"]
-            parts.append(f"{_clock(left)} left")
-        self._print("  ".join(filter(None, parts)))
+            left = f"{_clock((self._total - step) * speed['step_seconds'])} left"
+            parts.append(left)
+            shown += [left, f"{speed['images_per_second']:.0f} images/s"]
+        self.info("  ".join(filter(None, parts)))
+        self._bar.show(step, *shown)
         return speed
 
     def _speed(self, wait: float) -> dict[str, float]:
@@ -340,21 +346,14 @@ class Progress:
         return bool(text)
 
     def info(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints lines, above the bar."""
         if self._active:
-            if self._terminal and self._width:
-                print("\r" + " " * self._width + "\r", end="")
-                self._width = 0
-            print("\n".join(map(printable, text.split("\n"))), flush=True)
+            for line in text.split("\n"):
+                print_line(line)
 
-    def _print(self, line: str) -> None:
-        if not self._active:
-            return
-        if self._terminal:
-            print("\r" + line.ljust(self._width), end="", flush=True)
-            self._width = len(line)
-        else:
-            print(line, flush=True)
+    def close(self) -> None:
+        """Removes the bar."""
+        self._bar.close()
 
     def _count(self) -> None:
         if self._since is not None:

@@ -1,6 +1,8 @@
-"""Metrics to disk: `metrics.jsonl` for programs, TensorBoard events for people."""
+"""Metrics to disk: `metrics.jsonl`, `metrics.csv` for tables, TensorBoard events."""
 
 import contextlib
+import csv
+import io
 import json
 import os
 import sys
@@ -80,16 +82,20 @@ class MetricWriter:
     def __init__(self, workdir: str | os.PathLike, step: int, *, active: bool = True):
         self._lines = []
         self._path = epath.Path(workdir) / "metrics.jsonl"
+        self._table = epath.Path(workdir) / "metrics.csv"
         self._active, self._purge = active, step + 1
         self._events = None
         self._unseen = []  # Step and summary of what TensorBoard's file lacks.
-        self._whole = False  # Whether the file of lines lacks nothing but the last.
+        self._columns = {"step": None}  # Of the table, in their order.
+        # Whether the file of lines, and the table, lack nothing but the last.
+        self._whole = self._whole_table = False
         if step and self._path.exists():
             lines = map(_parse, self._path.read_bytes().splitlines())
             self._lines = [line for line in lines if line and line["step"] <= step]
         if active:
             self._try(lambda: self._path.parent.mkdir(parents=True, exist_ok=True))
             self._try(self._write_lines)
+            self._try(self._write_table)
 
     def has(self, step: int, part: str) -> bool:
         """Returns whether a metric with `part` in its name is written for a step."""
@@ -107,6 +113,7 @@ class MetricWriter:
             (step, summary.scalar(name, value)) for name, value in values.items()
         ]
         self._try(self._write_lines)
+        self._try(self._write_table)
         self._try(self._write_events)
 
     def text(self, name: str, text: str) -> None:
@@ -158,6 +165,24 @@ class MetricWriter:
             with self._path.open("a") as file:
                 file.write(json.dumps(self._lines[-1]) + "\n")
         self._whole = True
+
+    def _write_table(self) -> None:
+        whole, self._whole_table = self._whole_table, False
+        known = len(self._columns)
+        for line in self._lines[-1:] if whole else self._lines:
+            self._columns |= dict.fromkeys(line)
+        whole = whole and len(self._columns) == known and "://" not in str(self._table)
+        text = io.StringIO()
+        rows = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
+        if whole:
+            rows.writerow(self._lines[-1])
+            with self._table.open("a") as file:
+                file.write(text.getvalue())
+        else:
+            rows.writeheader()
+            rows.writerows(self._lines)
+            replace_text(self._table, text.getvalue())
+        self._whole_table = True
 
     def _write_events(self) -> None:
         try:

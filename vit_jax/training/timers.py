@@ -8,12 +8,11 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 from etils import epath
 
-from vit_jax import processes
 from vit_jax.errors import UserError
 
 # What a step can consist of. A step is on its way on the device while the loop loads
@@ -224,14 +223,18 @@ class StartupTimer:
     """Measures the phases of a start; a phase is named when it ends.
 
     Args:
-      earlier: seconds that had gone before, such as those of `process_age`.
+      earlier: seconds that had gone before, such as those of `processes.age`.
+      say: takes a line when a phase begins that may last.
 
     Attributes:
       seconds: phase to seconds, in the order in which the phases ended.
     """
 
-    def __init__(self, earlier: float = 0.0):
+    def __init__(
+        self, earlier: float = 0.0, say: Callable[[str], None] = lambda line: None
+    ):
         self.seconds: dict[str, float] = {}
+        self._say = say
         self._since = time.perf_counter() - earlier
         self._told = False
 
@@ -241,10 +244,14 @@ class StartupTimer:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
 
+    def announce(self, begins: str) -> None:
+        """Says what begins now, and after how many seconds of this start."""
+        self._say(f"{self.total:6.1f} s  {begins}")
+
     @property
     def total(self) -> float:
-        """Seconds of all phases."""
-        return sum(self.seconds.values())
+        """Seconds of all phases that ended."""
+        return sum(self.seconds.values(), 0.0)
 
     def new_metrics(self) -> dict[str, float]:
         """Returns the phases as metrics the first time it is called, then nothing."""
@@ -255,16 +262,6 @@ class StartupTimer:
         """Returns the phases as one line."""
         parts = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
         return f"first step after {self.total:.1f} s: {parts}"
-
-
-def process_age() -> float:
-    """Returns for how many seconds this process has run; 0 if that is unknown."""
-    try:
-        ticks = int(processes.started("self"))  # Since the machine's boot.
-        started = ticks / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    except (ValueError, OSError, AttributeError):  # Not Linux.
-        return 0.0
 
 
 # As JAX reports them; the first includes reading a program that was kept.

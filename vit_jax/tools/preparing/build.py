@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Protocol, runtime_checkable
 
-import tqdm
-
+from vit_jax import progress
 from vit_jax.data import workers
 from vit_jax.errors import UserError, keep_warnings_from_raising
-from vit_jax.printing import printable
+from vit_jax.printing import print_line
 from vit_jax.tools.preparing import metadata, shards
 from vit_jax.tools.preparing.shards import Shard, WrittenShard
 
@@ -240,18 +239,8 @@ def _make_shards(job: Job, place: Staging, processes: int) -> list[dict]:
     place.reserve(job.size * left // max(1, total))
     if len(todo) < len(job.shards):
         done = len(job.shards) - len(todo)
-        print(
-            printable(
-                f"{place.folder}: {done} of {len(job.shards)} shards are finished"
-            )
-        )
-    with tqdm.tqdm(
-        total=total,
-        initial=total - left,
-        desc=job.dataset,
-        unit=" records",
-        disable=None,  # Unless standard error is a terminal.
-    ) as bar:
+        print_line(f"{place.folder}: {done} of {len(job.shards)} shards are finished")
+    with progress.bar(total, job.dataset, "records", initial=total - left) as bar:
         if processes == 1:
             worker = _Worker(job, place, bar.update, lambda: None)
             notes.update((shard, worker.make(shard)) for shard in todo)

@@ -8,8 +8,7 @@ import re
 import shutil
 from collections.abc import Sequence
 
-import tqdm
-
+from vit_jax import progress
 from vit_jax.errors import UserError
 from vit_jax.tools.preparing import metadata, shards
 from vit_jax.tools.preparing.build import begin, refuse_existing
@@ -92,7 +91,7 @@ def _count(made: pathlib.Path, remedy: pathlib.Path) -> dict:
     info = metadata.read_info(made)
     splits = {}
     total = sum(n for files in info.splits.values() for _, n in files)
-    with tqdm.tqdm(total=total, desc="verify", unit=" records", disable=None) as bar:
+    with progress.bar(total, "verify", "records") as bar:
         for name, files in info.splits.items():
             for path, length in files:
                 try:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from vit_jax import progress
 from vit_jax.config import loading
 from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
@@ -94,7 +95,9 @@ class Study:
         runs.check_command(self.workdir, self._command())
         rows = []
         with opened_by(SplitCache()):
-            for number, point in enumerate(self.points, 1):
+            for number, point in enumerate(
+                progress.each(self.points, "points", "points"), 1
+            ):
                 say(f"point {number} of {len(self.points)}: {point.name}")
                 rows.append(_row(point))
                 for part in PARTS:

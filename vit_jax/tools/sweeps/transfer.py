@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import jax
 from etils import epath
 
+from vit_jax import progress
 from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
-from vit_jax.printing import printable
+from vit_jax.printing import print_line
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.fine_tuning import TransferTask, check_feasible
 from vit_jax.tools.sweeps.runs import TestSplitGuard
@@ -113,7 +114,9 @@ class Study:
     def _choose(self, shared: SweepCache) -> list[dict]:
         """Scores every rate on the held-out part."""
         trials, together = [], True
-        for number, rate in enumerate(self.task.rates, 1):
+        for number, rate in enumerate(
+            progress.each(self.task.rates, "trials", "runs"), 1
+        ):
             say(f"trial {number} of {len(self.task.rates)}: rate {rate:g}")
             config = self.task.trial(rate)
             name = f"trials/rate{rate:g}"
@@ -140,7 +143,7 @@ class Study:
     def _test(self, rate: float, shared: SweepCache) -> list[dict]:
         """Trains on the whole split and scores on test, once with each seed."""
         finals = []
-        for seed in range(self.seeds):
+        for seed in progress.each(range(self.seeds), "final runs", "runs"):
             say(f"final run {seed + 1} of {self.seeds}: rate {rate:g}, seed {seed}")
             name = f"runs/seed{seed}"
             report = runs.train(
@@ -237,7 +240,8 @@ def spread(mean: float, std: float | None) -> str:
 def say(text: str) -> None:
     """Prints, in the first process."""
     if text and jax.process_index() == 0:
-        print("\n".join(map(printable, text.split("\n"))), flush=True)
+        for line in text.split("\n"):
+            print_line(line)
 
 
 def on_choice(best: dict, trials: Sequence[dict], task: TransferTask) -> str:

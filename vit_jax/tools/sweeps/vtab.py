@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from etils import epath
 
+from vit_jax import progress
 from vit_jax.config import fields
 from vit_jax.data import catalogue
 from vit_jax.data.sources import tfds as tfds_source
@@ -125,7 +126,7 @@ class Benchmark:
             _refuse_all(absent_now)
         _add(found, absent_now)
         shared, report, failed = SweepCache(), {}, {}
-        for number, name in enumerate(there, 1):
+        for number, name in enumerate(progress.each(there, "vtab", "tasks"), 1):
             say(f"task {number} of {len(there)}: vtab/{name}")
             try:
                 folder = os.path.join(self.workdir, name)

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlsplit
 
 from etils import epath
 
+from vit_jax import progress
 from vit_jax.errors import UserError
 from vit_jax.weights.hub import mirrors
 
@@ -293,7 +294,6 @@ def _stream(
 ) -> bool:
     """Sends a request, writes its body; returns whether the file is complete."""
     from huggingface_hub import constants, get_session
-    from tqdm import tqdm
 
     have, etag_path = _size(part), _etag_path(part)
     stored = etag_path.read_text() if etag_path.exists() else ""
@@ -328,14 +328,7 @@ def _stream(
         length = response.headers.get("Content-Length")
         start = have if resumes else 0
         total = None if length is None else start + int(length)
-        bar = tqdm(
-            desc=source.rpartition("/")[2],
-            initial=start,
-            total=total,
-            unit="B",
-            unit_scale=True,
-            disable=None,  # Shown on terminals only.
-        )
+        bar = progress.bar(total, source.rpartition("/")[2], "B", initial=start)
         with part.open("ab" if resumes else "wb") as stream, bar:
             if not resumes:
                 etag_path.write_text(_validator(response.headers))
