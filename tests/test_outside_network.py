@@ -28,7 +28,7 @@ from vit_jax.evaluators import forward_passes
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
-from vit_jax.weights import export
+from vit_jax.weights import export, surgery
 from vit_jax.weights.formats import native
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -110,7 +110,7 @@ def test_other_image_sizes_fit_and_summary_counts(found, workdir, capsys):
     assert fine_tuning.usual_size(pretrained) == (384, 384)
     preprocess = forward_passes.preprocessing_of(pretrained)
     larger = dataclasses.replace(preprocess, image_size=(16, 20))
-    model, _ = forward_passes.fit_network(pretrained, larger)
+    model, _ = surgery.fit_network(pretrained, larger)
     assert model.image_shape == (16, 20, 3)
     summary._show(summary.find(VARIANT, None, 5), 10, False)
     row = capsys.readouterr().out.splitlines()[2].split()
@@ -201,7 +201,7 @@ def test_position_embeddings_of_ones_own_are_resized(tmp_path, monkeypatch):
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
     pretrained = Pretrained(params, model.options, "workdir", "patches")
     larger = Preprocess(image_size=(16, 12))
-    other, fitted = forward_passes.fit_network(pretrained, larger)
+    other, fitted = surgery.fit_network(pretrained, larger)
     old, new = (p["place"]["pos_embedding"] for p in (params, fitted))
     assert (old.shape, new.shape, other.grid) == ((1, 6, 6), (1, 12, 6), (4, 3))
     # Corners stay where they are.

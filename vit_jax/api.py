@@ -32,6 +32,7 @@ from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.timers import StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup
+from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
 # What other libraries call an argument here.
@@ -200,7 +201,7 @@ class PretrainedModel:
         preprocess: Preprocess,
         class_names: tuple[str, ...] = (),
     ):
-        model, params = forward_passes.fit_network(pretrained, preprocess)
+        model, params = surgery.fit_network(pretrained, preprocess)
         self.model, self.params = model, jax.device_put(params)
         self.preprocessing, self.class_names = preprocess, ()
         if pretrained.options["num_classes"]:

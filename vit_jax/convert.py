@@ -10,6 +10,8 @@ a place such as hf://owner/name. --to is one of
   hf_mae       a folder for ViTMAE of transformers, likewise
   microsoft    a .pth file for microsoft/Swin-Transformer
   hf_dinov2    a folder for Dinov2 of transformers, with or without register tokens
+  stablehlo    a folder with the whole program, for JAX without this project
+  onnx         likewise, for ONNX Runtime; needs: pip install -e '.[onnx]'
 Class names and preprocessing travel with the weights where the format has a place for
 them; flags replace what the source says. --push=owner/name uploads the result with a
 model card. Exit codes: 0 done, 2 bad input (one line says what; nothing is left of
@@ -66,6 +68,7 @@ def open_weights(flags: argparse.Namespace):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax import weights
     from vit_jax.evaluators import forward_passes, prediction
+    from vit_jax.weights import surgery
     from vit_jax.weights.formats import registry
     from vit_jax.weights.pretrained import (
         check_preprocess,
@@ -95,6 +98,9 @@ def open_weights(flags: argparse.Namespace):
         notes += (
             f"how images are prepared: nothing says, so assumed as of {usual}: {how}",
         )
+    if preprocess.image_size != tuple(found.options["image_size"]):
+        model, params = surgery.fit_network(found, preprocess)
+        found = dataclasses.replace(found, params=params, options=model.options)
     return dataclasses.replace(
         found,
         preprocess=preprocess,
@@ -125,6 +131,7 @@ def parser() -> cli.Parser:
         action="store_true",
         help="a run's last parameters, not their average",
     )
+    add("--resolution", type=cli.size, help="pixels, or HEIGHTxWIDTH; default: its own")
     add("--push", default="", metavar="OWNER/NAME", help="upload to there")
     add("--private", action="store_true", help="to a private repository, if it is new")
     add("--license", default="", help="for the model card, as apache-2.0")

@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, UInt8
 from vit_jax.data import decode, inputs
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes, prediction
+from vit_jax.evaluators import prediction
 from vit_jax.models import Model, Params
 from vit_jax.models.intermediates import Layer
+from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
 # Limits of a chunk: bytes of one layer's attention, and images.
@@ -70,7 +71,7 @@ class LoadedModel:
         names = pretrained.class_names
         if class_names:
             names = prediction.names_of(pretrained, class_names)
-        model, params = forward_passes.fit_network(pretrained, preprocess)
+        model, params = surgery.fit_network(pretrained, preprocess)
         return cls(name, model, jax.device_put(params), preprocess, tuple(names))
 
     @property

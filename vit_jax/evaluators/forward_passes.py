@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax import models, progress, weights
+from vit_jax import progress, weights
 from vit_jax.data import imagenet
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
@@ -21,11 +21,9 @@ from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import Model
-from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
-    check_preprocess,
     describe_preprocess,
     usual_preprocess,
 )
@@ -158,42 +156,6 @@ def preprocessing_of(pretrained: Pretrained) -> Preprocess:
     # Equal numbers for three channels hold for one as well.
     mean, std = (v[:1] if len(set(v)) == 1 else v for v in (found.mean, found.std))
     return dataclasses.replace(found, image_size=size, mean=mean, std=std)
-
-
-def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, dict]:
-    """Builds the network of a checkpoint for a preprocessing.
-
-    Args:
-      pretrained: from `weights.open_pretrained`.
-      preprocess: its `image_size` may differ from the checkpoint's: position embeddings
-        are resized.
-
-    Returns:
-      The network, and its parameters on the host.
-
-    Raises:
-      UserError: it has no output for a whole image, or the preprocessing does not fit.
-    """
-    source = models.create(**pretrained.options)
-    if source.has_encoder and source.options["pool"] == "none":
-        raise UserError(
-            f"{pretrained.source} classifies every token by itself (pool=none), not "
-            "the image: give a checkpoint with another head"
-        )
-    check_preprocess(preprocess, source.image_shape[-1])
-    model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    sharding.check_memory(shapes)  # The host's memory holds them first.
-    params, _ = surgery.fit(
-        model.resize(pretrained.params, source),
-        shapes,
-        grid=model.grid,
-        old_grid=source.grid,
-        head="keep",
-        allow_mismatch=None,
-        posemb_resize=source.options.get("posemb_resize", "linear"),
-    )
-    return model, params
 
 
 def make_eval_step(

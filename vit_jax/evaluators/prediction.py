@@ -18,6 +18,7 @@ from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.printing import printable
+from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
 _WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
@@ -66,7 +67,7 @@ class Classifier:
                 f"{pretrained.source} has no classifier (num_classes=0): give a fine-tuned "
                 "checkpoint"
             )
-        model, params = forward_passes.fit_network(pretrained, preprocess)
+        model, params = surgery.fit_network(pretrained, preprocess)
         self._channels = model.image_shape[-1]
         self._names = names_of(pretrained, class_names)
         self._preprocess = preprocess

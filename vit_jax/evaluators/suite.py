@@ -27,6 +27,7 @@ from vit_jax.evaluators.splits import (
     EvalSplits,
 )
 from vit_jax.models import Model
+from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 # Evaluation to set of parameters to metrics.
@@ -343,7 +344,7 @@ def evaluate(
         outputs are not finite.
     """
     mesh = meshes.create(config.mesh)
-    model, params = forward_passes.fit_network(pretrained, preprocess)
+    model, params = surgery.fit_network(pretrained, preprocess)
     shardings = sharding.parameters(
         jax.eval_shape(model.init, jax.random.key(0)),
         mesh,

@@ -18,9 +18,6 @@ from vit_jax.errors import UserError
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import Pretrained
 
-# What a folder of ours can hold; nothing else in it is ever removed.
-_NAMES = ("config.json", "model.safetensors", "preprocessor_config.json")
-
 
 def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
     """Raises UserError unless `export` may write to a place.
@@ -76,9 +73,10 @@ def export(
             "so left out"
         )
         pretrained = dataclasses.replace(pretrained, class_names=())
-    with _staged(out, bool(WRITERS[to].suffix)) as place:
+    writer = WRITERS[to]
+    with _staged(out, bool(writer.suffix)) as place:
         notes += write(pretrained, place)
-    files = [out / name for name in _NAMES] if out.is_dir() else [out]
+    files = [out / name for name in writer.files] if out.is_dir() else [out]
     return [file for file in files if file.exists()], notes
 
 
@@ -147,7 +145,7 @@ def _staged(out: pathlib.Path, is_file: bool) -> Iterator[pathlib.Path]:
         if is_file or not out.exists():
             os.replace(place, out)
             return
-        for name in _NAMES:
+        for name in {name for writer in WRITERS.values() for name in writer.files}:
             (out / name).unlink(missing_ok=True)
         for file in place.iterdir():
             os.replace(file, out / file.name)

@@ -15,9 +15,16 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 
+from vit_jax import models
+from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
-from vit_jax.weights.pretrained import POSITIONS
+from vit_jax.models import Model, posemb
+from vit_jax.weights.pretrained import (
+    POSITIONS,
+    Preprocess,
+    Pretrained,
+    check_preprocess,
+)
 
 HEADS = ("keep", "new", "drop")
 
@@ -510,3 +517,39 @@ def store_positions(
         flat, options = flat | {POSITIONS: zeros}, options | {"posemb": "learned"}
         notes = [*notes, "position embeddings: none, written as zeros"]
     return flat, options, notes
+
+
+def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, dict]:
+    """Builds the network of a checkpoint for a preprocessing.
+
+    Args:
+      pretrained: from `weights.open_pretrained`.
+      preprocess: its `image_size` may differ from the checkpoint's: position embeddings
+        are resized.
+
+    Returns:
+      The network, and its parameters on the host.
+
+    Raises:
+      UserError: it has no output for a whole image, or the preprocessing does not fit.
+    """
+    source = models.create(**pretrained.options)
+    if source.has_encoder and source.options["pool"] == "none":
+        raise UserError(
+            f"{pretrained.source} classifies every token by itself (pool=none), not "
+            "the image: give a checkpoint with another head"
+        )
+    check_preprocess(preprocess, source.image_shape[-1])
+    model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    sharding.check_memory(shapes)  # The host's memory holds them first.
+    params, _ = fit(
+        model.resize(pretrained.params, source),
+        shapes,
+        grid=model.grid,
+        old_grid=source.grid,
+        head="keep",
+        allow_mismatch=None,
+        posemb_resize=source.options.get("posemb_resize", "linear"),
+    )
+    return model, params

@@ -19,8 +19,8 @@ import pytest
 from PIL import Image
 
 from vit_jax.analysis import attention
-from vit_jax.evaluators import forward_passes
 from vit_jax.tools.explorer import saved, server, session
+from vit_jax.weights import surgery
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs Playwright: pip install playwright"
@@ -191,7 +191,7 @@ def colours(page, pane=0):
 @pytest.fixture(scope="module")
 def maps(first, explored_models, photograph):
     """The attention of the first model by `analysis`: layers, heads, N, N."""
-    model, params = forward_passes.fit_network(first, first.preprocess)
+    model, params = surgery.fit_network(first, first.preprocess)
     pixels = np.array(
         Image.open(io.BytesIO(explored_models[0].run(photograph, "x").picture))
     )

@@ -13,10 +13,11 @@ from PIL import Image
 from vit_jax import models
 from vit_jax.analysis import attention
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes, prediction
+from vit_jax.evaluators import prediction
 from vit_jax.tools.explorer import saved
 from vit_jax.tools.explorer.rows import AttentionRows
 from vit_jax.tools.explorer.session import ExploredModel
+from vit_jax.weights import surgery
 
 
 def read(data, layers, maps, extra, patches, steps=255):
@@ -95,7 +96,7 @@ def test_fewer_steps_of_blocks_are_still_blocks():
 
 def everything(found, pretrained):
     """Returns the attention of all layers by `analysis`, and the network's input."""
-    model, params = forward_passes.fit_network(pretrained, pretrained.preprocess)
+    model, params = surgery.fit_network(pretrained, pretrained.preprocess)
     pixels = np.array(Image.open(io.BytesIO(found.picture)))
     pixels = pixels.reshape(1, *model.image_shape)
     images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
@@ -248,7 +249,7 @@ def test_parameters_are_fitted_where_jax_has_no_cpu(second, monkeypatch):
         return devices
 
     monkeypatch.setattr(jax, "devices", no_cpu)
-    _, params = forward_passes.fit_network(second, second.preprocess)
+    _, params = surgery.fit_network(second, second.preprocess)
     assert jax.tree.structure(params) == jax.tree.structure(second.params)
 
 
@@ -265,7 +266,7 @@ def test_attention_in_windows_is_that_of_the_network(padding, photograph):
     assert len(output.classes) == 5 and output.rows.num_queries == 120
     pixels = np.asarray(Image.open(io.BytesIO(output.picture)))[None]
     images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
-    model, params = forward_passes.fit_network(given, given.preprocess)
+    model, params = surgery.fit_network(given, given.preprocess)
     blocks = model.window_attention(params, images)[1]
     for query in (0, 57, 119):
         data = output.rows.to_bytes(query)
@@ -301,7 +302,7 @@ def test_relevance_is_that_of_the_analysis(explored_models, first, photograph):
     output = found.run(photograph, "photograph")
     pixels = np.asarray(Image.open(io.BytesIO(output.picture)))[None]
     images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
-    model, params = forward_passes.fit_network(first, first.preprocess)
+    model, params = surgery.fit_network(first, first.preprocess)
     wanted = attention.relevance(model, params, images, jnp.array([3]))[0, 1:]
     np.testing.assert_allclose(found.relevance(output, 3), wanted, rtol=1e-5)
     assert found.relevance(output, 5) is None

@@ -22,7 +22,7 @@ from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.tools.explorer.session import ExploredModel
-from vit_jax.weights import export
+from vit_jax.weights import export, surgery
 from vit_jax.weights.formats import dino, files, timm, torch_file
 from vit_jax.weights.load import load_initial
 from vit_jax.weights.pretrained import Preprocess
@@ -44,7 +44,7 @@ def at_size(found, size):
     sides = tuple(map(int, size.split("x")))
     preprocess = forward_passes.preprocessing_of(found)
     preprocess = dataclasses.replace(preprocess, image_size=sides)
-    return forward_passes.fit_network(found, preprocess)
+    return surgery.fit_network(found, preprocess)
 
 
 def tokens_of(found, size, images):

@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes
-from vit_jax.weights import export, pretrained
+from vit_jax.weights import export, pretrained, surgery
 from vit_jax.weights.formats import torch_file
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -98,7 +97,7 @@ def test_each_format_holds_the_weights(tmp_path, version, to):
         assert again.options["window_size"] == 4
         assert again.options["image_size"] == (32, 32)
         preprocess = pretrained.Preprocess((16, 48), (0.5,), (0.5,))
-        model, params = forward_passes.fit_network(again, preprocess)
+        model, params = surgery.fit_network(again, preprocess)
         logits = jax.eval_shape(model.apply, params, jnp.zeros((1, 16, 48, 3)))
         assert logits["logits"].shape == (1, found.options["num_classes"])
 

@@ -17,6 +17,8 @@ from vit_jax.weights.formats import timm_mixer
 from vit_jax.weights.formats import swin
 from vit_jax.weights.formats import hugging_face_swin
 from vit_jax.weights.formats import native
+from vit_jax.weights.formats import stablehlo
+from vit_jax.weights.formats import onnx
 # isort: on
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "mae",
     "mixer",
     "native",
+    "onnx",
+    "stablehlo",
     "swin",
     "timm",
     "timm_mixer",

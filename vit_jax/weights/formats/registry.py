@@ -44,6 +44,7 @@ class Writer:
         and BiT ResNets.
       networks: of further networks that it holds, by the dataclass of their config, what
         writes them in the place of `write`. The modules of their formats put it there.
+      files: names of the files that a folder of it can hold.
       with_task: whether it has a place for what a task has beside the network, which is
         then read too.
     """
@@ -57,6 +58,11 @@ class Writer:
         dataclasses.field(default_factory=dict)
     )
     with_task: bool = False
+    files: tuple[str, ...] = (
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+    )
 
 
 READERS: dict[str, Reader] = {}  # By the name in messages.

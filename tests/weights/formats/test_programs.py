@@ -1,0 +1,146 @@
+"""Programs of other runtimes, each run by its own runtime and compared with the network."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from vit_jax import cli, convert, models
+from vit_jax.errors import UserError
+from vit_jax.evaluators import prediction
+from vit_jax.weights import Preprocess, Pretrained, export
+from vit_jax.weights.formats import native, program
+
+PREPROCESS = Preprocess((64, 64), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", 0.75)
+# One of each kind of network.
+NETWORKS = {
+    "Ti/16": {"depth": 2},
+    "R26+S/32": {"depth": 2},
+    "R50x1": {},
+    "Swin-T": {},
+    "Mixer-S/16": {"depth": 2},
+    "Axial-S/16": {"depth": 2},
+}
+
+
+def made(variant="Ti/16", classes=7, **options):
+    model = models.create(
+        variant=variant,
+        num_classes=classes,
+        image_size=(64, 64),
+        channels=3,
+        **NETWORKS[variant] | options,
+    )
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: x + rng.normal(0, 0.02, x.shape).astype(np.float32),
+        jax.device_get(model.init(jax.random.key(0))),
+    )
+    names = tuple(f"class {i}" for i in range(classes))
+    return Pretrained(params, model.options, "vit_jax", "test", PREPROCESS, names)
+
+
+def images(count, size=64):
+    rng = np.random.default_rng(count)
+    return rng.integers(0, 256, (count, size, size, 3), np.uint8)
+
+
+def in_jax(folder):
+    data = (folder / "model.stablehlo").read_bytes()
+    loaded = jax.export.deserialize(bytearray(data))
+    return lambda batch: jax.device_get(loaded.call(batch))
+
+
+def in_onnxruntime(folder):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options)
+    names = [output.name for output in session.get_outputs()]
+    return lambda batch: dict(
+        zip(names, session.run(None, {"images": batch}), strict=True)
+    )
+
+
+RUNTIMES = {"stablehlo": in_jax, "onnx": in_onnxruntime}
+
+
+def written(pretrained, to, folder, **options):
+    if to == "onnx":
+        pytest.importorskip("jax2onnx")
+    export.export(pretrained, to, folder, **options)
+    return RUNTIMES[to](folder)
+
+
+@pytest.mark.parametrize("variant", NETWORKS)
+@pytest.mark.parametrize("to", RUNTIMES)
+def test_every_network_gives_the_same_logits_for_any_number_of_images(
+    to, variant, tmp_path
+):
+    pretrained = made(variant)
+    run = written(pretrained, to, tmp_path / "out")
+    classifier = prediction.Classifier(pretrained)
+    for count in (1, 3):
+        found = run(images(count))
+        wanted = np.asarray(classifier.logits(images(count)))
+        assert np.abs(wanted).max() > 0.1
+        np.testing.assert_allclose(found["logits"], wanted, atol=1e-4)
+        assert found["pre_logits"].shape[0] == count
+
+
+@pytest.mark.parametrize("to", RUNTIMES)
+def test_what_a_user_needs_beside_it_is_there(to, tmp_path):
+    run = written(made(), to, tmp_path)
+    how = json.loads((tmp_path / "preprocess.json").read_text())
+    assert how["image_size"] == [64, 64]
+    assert how["crop_fraction"] == 0.75
+    assert how["outputs"] == ["logits", "pre_logits"] == list(run(images(1)))
+    assert how["probabilities"] == "softmax"
+    assert (tmp_path / "labels.txt").read_text().splitlines()[6] == "class 6"
+
+
+@pytest.mark.parametrize("to", RUNTIMES)
+def test_a_backbone_gives_features_alone(to, tmp_path):
+    run = written(made(classes=0), to, tmp_path)
+    assert list(run(images(2))) == ["pre_logits"]
+    assert run(images(2))["pre_logits"].shape == (2, 192)
+
+
+def test_the_size_may_be_another(tmp_path):
+    pretrained = made()
+    native.WRITERS["safetensors"].write(pretrained, tmp_path / "a.safetensors")
+    out = tmp_path / "out"
+    words = f"--model={tmp_path}/a.safetensors", "--to=stablehlo", f"--out={out}"
+    convert.main(cli.parse(convert.parser(), [*words, "--resolution=96"]))
+    larger = dataclasses.replace(PREPROCESS, image_size=(96, 96))
+    wanted = prediction.Classifier(pretrained, preprocess=larger).logits(images(2, 96))
+    found = in_jax(out)(images(2, 96))["logits"]
+    np.testing.assert_allclose(found, np.asarray(wanted), atol=1e-5)
+
+
+def test_one_program_replaces_another(tmp_path):
+    export.export(made(), "safetensors", tmp_path / "x.safetensors")
+    folder = tmp_path / "out"
+    written(made(), "stablehlo", folder)
+    (folder / "mine.txt").write_text("stays")
+    with pytest.raises(UserError, match="add --overwrite"):
+        written(made(), "stablehlo", folder)
+    written(made(classes=3), "stablehlo", folder, overwrite=True)
+    assert in_jax(folder)(images(1))["logits"].shape == (1, 3)
+    assert (folder / "mine.txt").read_text() == "stays"
+
+
+def test_without_the_extra_the_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax2onnx", None)
+    with pytest.raises(UserError, match=r"--to=onnx needs jax2onnx .*pip install -e"):
+        export.export(made(), "onnx", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_prepares_images_has_to_be_known():
+    unknown = dataclasses.replace(made(), preprocess=None)
+    with pytest.raises(UserError, match="state --mean, --std and --crop_pct"):
+        program.build(unknown)
