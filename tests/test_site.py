@@ -50,6 +50,10 @@ def titles_with(index, query):
         ("multi-host", "launch"),
         ("learning rate", "faq"),
         ("install", "install"),
+        ("model zoo", "model_zoo"),
+        ("export", "export"),
+        ("mlflow", "trackers"),
+        ("citing", "citing"),
     ],
 )
 def test_the_search_finds_a_title(site, query, page):

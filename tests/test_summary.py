@@ -131,3 +131,12 @@ def test_the_readme_has_what_is_printed(capsys):
     )
     summary.main(arguments(variant=shown[1]))
     assert capsys.readouterr().out == shown[2]
+
+
+@pytest.mark.parametrize("variant", ["Ti/16", "R26+S/32", "Swin-T"])
+def test_the_model_zoo_has_what_is_printed(variant, capsys):
+    kept = (ROOT / "docs" / "model_zoo.jsonl").read_text().splitlines()
+    kept = {row["variant"]: row for row in map(json.loads, kept)}
+    assert list(kept) == list(models.names())
+    summary.main(arguments(variant=variant, json=True))
+    assert json.loads(capsys.readouterr().out) == kept[variant]

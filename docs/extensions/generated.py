@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ import docstrings
 
 from vit_jax.__main__ import COMMANDS, purpose
 from vit_jax.training.config import TrainConfig
+from vit_jax.weights.hub import mirrors
 
 _HERE = pathlib.Path(__file__).parents[1]
 _ROOT = _HERE.parent
@@ -74,12 +76,39 @@ def gallery(text: str) -> str:
     )
 
 
+def zoo(text: str) -> str:
+    """Returns a table of all networks, and the names of weights for them.
+
+    Args:
+      text: what `python -m vit_jax.summary --json` prints.
+    """
+    rows = [json.loads(line) for line in text.splitlines()]
+    variants = {row["variant"] for row in rows}
+    named: dict[str, list[str]] = {}
+    for family in mirrors.families():
+        for name in mirrors.names(family):
+            variant = name.partition(":")[2]
+            while variant not in variants and "-" in variant:
+                variant = variant.rpartition("-")[0]
+            named.setdefault(variant, []).append(f"`{name}`")
+    lines = ["| network | pixels | parameters, M | GMACs | published weights |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        variant, (height, width) = row["variant"], row["resolution"]
+        lines.append(
+            f"| `{variant}` | {height}x{width} | {row['parameters'] / 1e6:.1f} | "
+            f"{row['macs'] / 1e9:.1f} | {', '.join(named.get(variant, []))} |"
+        )
+    return "\n".join(lines)
+
+
 def _fill(app, docname: str, source: list[str]) -> None:
     made = {
         "configuration": lambda: config_reference.markdown(TrainConfig),
         "commands": lambda: commands((_HERE / "commands.toml").read_text()),
         "command_line": flags,
         "gallery": lambda: gallery(source[0]),
+        "model_zoo": lambda: zoo((_HERE / "model_zoo.jsonl").read_text()),
     }
     if docname in made:
         source[0] = f"{source[0]}\n\n{made[docname]()}\n"
