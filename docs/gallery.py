@@ -37,7 +37,6 @@ def main(flags: argparse.Namespace) -> None:
     more = [
         "--name=DeiT-Ti",
         "--combine=max",
-        "--discard=0.9",
         *shlex.split(flags.more),
     ]
     with tempfile.TemporaryDirectory() as folder:

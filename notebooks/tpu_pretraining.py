@@ -27,13 +27,18 @@
 # %% [markdown]
 # The first cell fetches the repository (OWNER stands for the account where it is
 # published) and installs it where it is not, as in a fresh Colab; else it does nothing.
-# On a GPU take `-e ".[cuda]"`, on a TPU `-e ".[tpu]"`. After it, restart the runtime if it
+# After it, restart the runtime if it
 # asks for that, and go on with the next cell. Not yet run on Colab or a TPU.
 
 # %%
+import glob
+import shutil
 import sys
 
-# !{sys.executable} -c "import vit_jax" 2>/dev/null || (git init -q && git pull -q --depth=1 https://github.com/OWNER/vit_jax main && {sys.executable} -m pip install -q -r requirements.txt -e .)
+# The libraries of NVIDIA's GPUs or of TPUs, where there is one.
+extra = ".[tpu]" if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") else "."
+extra = ".[cuda]" if shutil.which("nvidia-smi") else extra
+# !{sys.executable} -c "import vit_jax" 2>/dev/null || (git init -q && git pull -q --depth=1 https://github.com/OWNER/vit_jax main && {sys.executable} -m pip install -q -r requirements.txt -e "{extra}")
 
 # %%
 import math

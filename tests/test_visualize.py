@@ -324,7 +324,7 @@ def test_the_bar_goes_to_its_end(place, run, words, counts, monkeypatch):
 
 def test_a_patch_may_be_the_query(place, run, data, tmp_path):
     image = place / "images" / "a.png"
-    words = "--images", str(image), "--figure=attention,rollout"
+    words = "--images", str(image), "--figure=attention,rollout", "--discard=0"
     assert run(*words, "--query=1,2")[0] == 0
     ours = written(tmp_path / "again")
     images = ours.normalize(ours.prepare(image.read_bytes())[None])

@@ -184,7 +184,7 @@ def parser() -> cli.Parser:
         help="as 0,11: of attention; default: some",
     )
     add("--combine", default="mean", help="of heads in rollout: mean or max")
-    add("--discard", type=float, default=0.0, help="fraction rollout leaves out")
+    add("--discard", type=float, default=0.9, help="fraction rollout leaves out; 0.9")
     add("--classes", type=_numbers, default=(), help="as 3,7: those of relevance")
     add("--topk", type=cli.positive, default=2, help="most probable ones; default 2")
     add("--layer", type=int, default=0, help="of posemb, from 0; default 0")

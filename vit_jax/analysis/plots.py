@@ -37,7 +37,10 @@ _BACKWARD_ARRAYS = 4
 
 
 def plot_filters(loaded: LoadedModel) -> Picture:
-    """Draws the principal components of the filters that are applied to the pixels."""
+    """Draws the principal components of the filters that are applied to the pixels.
+
+    Above each stands its share of the variance of all filters.
+    """
     kernel = embeddings.first_kernel(loaded.params)
     components, explained = embeddings.principal_components(kernel)
     tiles = embeddings.components_to_intensities(components)
@@ -45,7 +48,7 @@ def plot_filters(loaded: LoadedModel) -> Picture:
     figure = canvas.draw_tiles(
         list((255 * rgb).round().astype(np.uint8)),
         min(_FILTER_COLUMNS, len(components)),
-        title=f"{loaded.name}: components of the first filters",
+        title=f"{loaded.name}: components of the first filters, with their variance",
         captions=[f"{fraction:.1%}" for fraction in explained],
         tile_width=0.8,
     )
@@ -394,7 +397,7 @@ class AttentionPlot:
         self._buffer.append(images, weights)
 
     def draw(self, batch: Batch) -> Iterator[Picture]:
-        """Draws one sheet per image: a row per layer, a column per head."""
+        """Draws one sheet per image: a row per layer, a column per head, each with its scale."""
         maps = self._buffer.pop(len(batch.names)).swapaxes(0, 1)
         grid = np.array(self._loaded.model.grid)
         images = zip(batch.names, batch.pixels[0], maps, strict=True)
@@ -412,15 +415,24 @@ class AttentionPlot:
             depth, num_heads, *model.grid
         )
         tiles: list[np.ndarray | None] = []
+        captions: list[str] = []
         for layer in layers:
             tiles += [*(patches[layer, head] for head in heads), None]
+            greatest = [f"to {patches[layer, head].max():.1%}" for head in heads]
+            if not captions:
+                greatest = [
+                    f"head {head + 1}: {scale}"
+                    for head, scale in zip(heads, greatest, strict=True)
+                ]
+            captions += [*greatest, "" if captions else "image"]
         image = len(heads)  # Index of the image's tile, at the end of the first row.
         tiles[image] = pixels.repeat(3 // pixels.shape[-1], axis=-1)
         return canvas.draw_tiles(
             tiles,
             1 + len(heads),
-            title=f"{self._loaded.name}: attention of the {self._query.name}",
-            captions=[*(f"head {head + 1}" for head in heads), "image"],
+            title=f"{self._loaded.name}: attention of the {self._query.name}, from the "
+            "least of a map (dark) to its greatest (yellow)",
+            captions=captions,
             row_labels=[f"layer {layer + 1}" for layer in layers],
             tile_width=0.8,
             rings={image: centre} if centre else {},

@@ -29,6 +29,7 @@ class Table:
       row_kinds: the same per row.
       labels: number of leading columns that identify a row.
       note: text below the table.
+      folded: whether a page shows its title alone until it is opened.
     """
 
     title: str
@@ -38,6 +39,7 @@ class Table:
     row_kinds: tuple[str, ...] = ()
     labels: int = 1
     note: str = ""
+    folded: bool = False
 
     def kind(self, row: int, column: int) -> str:
         """Returns the kind of a cell."""

@@ -14,7 +14,7 @@ from vit_jax.analysis.charts import Chart, Matrix
 from vit_jax.errors import UserError
 from vit_jax.files import replace_bytes, replace_text, writing_out
 from vit_jax.tools.report import paper_tables, results, run_charts, run_tables
-from vit_jax.tools.report.blocks import NONE, Block, Section, Table, Text
+from vit_jax.tools.report.blocks import NONE, OURS, Block, Section, Table, Text
 from vit_jax.tools.report.results import Run
 
 TITLE = "vit_jax: runs beside the paper"
@@ -82,15 +82,16 @@ def sections(read: Sequence[Run]) -> list[Section]:
         if run.study
         for block in run_charts.study_blocks(run.name, run.study)
     ]
+    papers = paper_tables.paper_tables(found, read)
     parts = [
-        Section("Beside the paper's tables", paper_tables.paper_tables(found, read)),
         Section("All accuracies", run_tables.accuracies(found)),
-        Section("Compute", run_tables.compute_blocks(read)),
         Section("Training curves", curves),
-        Section("Accuracy against compute and pretraining size", tuple(figures)),
-        Section("Scaling study", tuple(studies)),
-        Section("Transfer", run_tables.transfers(read)),
         Section("Evaluations", run_tables.evaluations(read)),
+        Section("Transfer", run_tables.transfers(read)),
+        Section("Compute", run_tables.compute_blocks(read)),
+        Section("Scaling study", tuple(studies)),
+        Section("Accuracy against compute and pretraining size", tuple(figures)),
+        Section("Beside the paper's tables", tuple(map(_folded, papers))),
     ]
     missing = [part.title for part in parts if not part.blocks]
     parts = _with_distinct_names([part for part in parts if part.blocks])
@@ -98,6 +99,17 @@ def sections(read: Sequence[Run]) -> list[Section]:
         text = f"These runs hold nothing for: {', '.join(missing)}."
         parts.append(Section("Not in this report", (Text(text),)))
     return parts
+
+
+def _folded(table: Table) -> Table:
+    """Folds a table of the paper in which there is no number of ours."""
+    ours = (
+        text
+        for i, row in enumerate(table.rows)
+        for j, text in enumerate(row)
+        if j >= table.labels and table.kind(i, j) == OURS
+    )
+    return dataclasses.replace(table, folded=all(text == NONE for text in ours))
 
 
 def _with_distinct_names(parts: list[Section]) -> list[Section]:
