@@ -16,7 +16,7 @@ from vit_jax import __version__
 project = "vit_jax"
 release = __version__
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -31,6 +31,20 @@ html_copy_source = False
 html_show_copyright = False
 smartquotes = False  # Quotes are often code: "" is an empty string.
 
+nb_execution_mode = "off"  # Notebooks are shown with the outputs that they keep.
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+
+# Types of other libraries lead to their documentation. Their inventories are downloaded,
+# so that only `sphinx -t online` asks for them.
+if tags.has("online"):  # noqa: F821
+    extensions.append("sphinx.ext.intersphinx")
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", None),
+    "numpy": ("https://numpy.org/doc/stable", None),
+    "jax": ("https://docs.jax.dev/en/latest", None),
+    "flax": ("https://flax-linen.readthedocs.io/en/latest", None),
+    "optax": ("https://optax.readthedocs.io/en/latest", None),
+    "orbax": ("https://orbax.readthedocs.io/en/latest", None),
+}

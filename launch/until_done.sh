@@ -3,7 +3,7 @@
 #   bash launch/until_done.sh python -m vit_jax.train --config=... --workdir=...
 # 70 is the watchdog; 75 SIGTERM, saved, or another host that was lost; 128 and more a
 # signal, such as the kernel's when memory is short, or JAX's abort (134). Each time it
-# goes on from the last checkpoint.
+# resumes from the last checkpoint.
 # Everything else is final: 0 is done, 2 is a mistake that a restart would repeat, 130 is
 # Ctrl-C, and 141 says that nobody reads the output.
 set -euo pipefail

@@ -61,8 +61,8 @@ photo = "notebooks/chelsea.jpg"  # Chelsea the cat, by Stefan van der Walt, CC0.
 # %% [markdown]
 # ## The model and the photograph
 #
-# The size, crop and normalisation of images travel with the weights, and are used here.
-# DeiT's file has no class names: 281, 282 and 285 are kinds of cats.
+# The size, crop and normalisation of images come with the weights, and are used here. So do
+# the names of classes; a thousand classes without names are taken for ImageNet's.
 
 # %%
 found, preprocess = forward_passes.open_weights(

@@ -63,7 +63,7 @@ finetune_epochs = 20
 # ## Pretrain
 #
 # A recipe is a file of plain data under `configs/`; any key can be replaced. `train`
-# returns what it also leaves in `report.json`, and goes on from the last checkpoint if
+# returns what it also leaves in `report.json`, and resumes from the last checkpoint if
 # the cell is run again after a stop.
 
 # %%

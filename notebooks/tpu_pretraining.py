@@ -133,7 +133,7 @@ if on_tpu and "BUCKET" not in data_dir:
 #
 # Several hosts run the same command. `launch/tpu_pod.sh` rents the slice, installs, starts
 # the command on all hosts and shows the log of the first, until you interrupt the cell:
-# the run goes on without it. Edit its two lines first:
+# the run continues without it. Edit its two lines first:
 
 # %%
 print(*pathlib.Path("launch/tpu_pod.sh").read_text().splitlines()[:14], sep="\n")

@@ -271,11 +271,12 @@ reason = "it needs h"
 
 
 def test_links_out_of_the_site_lead_to_the_repository():
-    text = "[a](../launch), [b](../notebooks/quickstart.ipynb), [c](api.md#models)"
+    text = "[a](../launch), [b](../SECURITY.md), [c](api.md#models), "
+    text += "[d](../notebooks/quickstart.ipynb)"  # A page of the site.
     assert generated.links(text) == (
         f"[a]({generated.REPOSITORY}/tree/main/launch), "
-        f"[b]({generated.REPOSITORY}/blob/main/notebooks/quickstart.ipynb), "
-        "[c](api.md#models)"
+        f"[b]({generated.REPOSITORY}/blob/main/SECURITY.md), "
+        "[c](api.md#models), [d](notebooks/quickstart.ipynb)"
     )
 
 

@@ -176,7 +176,7 @@ def test_killed_runs_leave_no_process_and_no_shared_memory(train, tmp_path):
     assert re.match(
         r"a loader process was killed by SIGKILL, as when the machine runs out of "
         rf"memory: step \d+ of 1000000 is saved in {tmp_path}/run; lower data.num_workers "
-        r"\(now 2\) or data.prefetch \(now 8\); the same command goes on from there\n",
+        r"\(now 2\) or data.prefetch \(now 8\); the same command resumes from there\n",
         said,
     )
     assert eventually(lambda run=run: not family(run)), family(run)
@@ -259,7 +259,7 @@ def test_training_is_ended_by_signals_from_its_first_moment(train, number):
         assert (code, said) == (130, "interrupted\n")
     else:
         assert code == 75
-        assert re.fullmatch(rf"{number.name}: ended, no training .* goes on\n", said)
+        assert re.fullmatch(rf"{number.name}: ended, no training .* resumes\n", said)
 
 
 @LINUX

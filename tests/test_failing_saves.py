@@ -174,7 +174,7 @@ def test_one_host_of_two_that_cannot_write_is_loud_and_the_next_save_succeeds(
     said = job.end(0)
     lines = [line for line in said[0].splitlines() if "could not be saved" in line]
     assert all("File too large" in line for line in lines)
-    assert all("training goes on" in line for line in lines)
+    assert all("training continues" in line for line in lines)
     assert all("process 1 of 2" in line for line in lines)
     assert len({line.split("step ")[1].split()[0] for line in lines}) == len(lines)
     assert steps_of(tmp_path / "run") == ["180", "200"]

@@ -388,7 +388,7 @@ COMMANDS = {
             "--layers": "value",
             "--discard": "value",
             "--classes": "value",
-            "--other": "file",
+            "--compare": "file",
             **WEIGHTS,
         },
     ),

@@ -1,4 +1,4 @@
-"""A host that is killed is named by the others, and the job goes on when restarted."""
+"""A host that is killed is named by the others, and the job resumes when restarted."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_killed_hosts_are_named_and_the_restarted_job_ends_as_one_left_alone(
     job, undisturbed, tmp_path
 ):
     remedy = (
-        f"start the job again, it goes on from the checkpoint in {tmp_path / 'run'}"
+        f"start the job again, it resumes from the checkpoint in {tmp_path / 'run'}"
     )
     processes = job(tmp_path / "run")
     hosts.wait_for(processes[0], "step 60/150")

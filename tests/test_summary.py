@@ -22,13 +22,15 @@ def rows(capsys, **flags):
 
 
 def arguments(overrides=(), **flags):
-    names = ("variant", "resolution", "num_classes", "images", "config")
+    names = ("variant", "resolution", "num_classes", "images_seen", "config")
     defaults = dict.fromkeys(names) | {"json": False}
     return argparse.Namespace(overrides=dict(overrides), **defaults | flags)
 
 
 def test_summary_prints_a_table():
-    words = "--variant=Ti/32,R50x1 --resolution=96x64 --num_classes=7 --images=2000000"
+    words = (
+        "--variant=Ti/32,R50x1 --resolution=96x64 --num_classes=7 --images_seen=2000000"
+    )
     run = subprocess.run(
         [sys.executable, "-m", "vit_jax.summary", *words.split()],
         cwd=ROOT,
@@ -80,7 +82,7 @@ def test_a_config_states_model_and_images(capsys):
     (row,) = rows(capsys, config=DIGITS, overrides={"model.depth": 1, "epochs": 3.0})
     assert (row["resolution"], row["num_classes"]) == ([8, 8], 10)
     assert row["images"] == pytest.approx(3 * 1_437, rel=0.05)  # Whole steps.
-    (row,) = rows(capsys, config=I21K, images=11, overrides={"model.depth": 1})
+    (row,) = rows(capsys, config=I21K, images_seen=11, overrides={"model.depth": 1})
     assert (row["num_classes"], row["images"]) == (21_843, 11)
 
 
@@ -96,14 +98,14 @@ def test_a_config_states_model_and_images(capsys):
         ({"resolution": "0"}, "--resolution=0 is not a side or height x width"),
         ({"resolution": "224,224"}, "--resolution=224,224 is not a side"),
         ({"num_classes": -1}, "--num_classes=-1 must be at least 0"),
-        ({"images": 0}, "--images=0 must be at least 1"),
+        ({"images_seen": 0}, "--images_seen=0 must be at least 1"),
         ({"config": DIGITS, "variant": "B/16"}, r"use --config\.model\.variant"),
         ({"config": DIGITS, "resolution": "8"}, r"use --config\.data\.image_size"),
         ({"config": DIGITS, "num_classes": 10}, r"use --config\.data\.num_classes"),
         ({"overrides": {"seed": 3}}, r"--config\.seed=3 needs --config=FILE"),
         (
             {"config": I21K, "overrides": {"data.data_dir": "/nowhere"}},
-            "imagenet21k.*; or state --images",
+            "imagenet21k.*; or state --images_seen",
         ),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tm
     kill_at(start(*words), "trial 2 of 2", "step 20/40")
     kill_at(start(*words), "final run 1 of 2", "step 20/40")
     last = hosts.finish(start(*words))
-    # Nothing that was done is done again, and what was begun goes on.
+    # Nothing that was done is done again, and what was begun is resumed.
     folders = [line for line in last.splitlines() if "; workdir " in line]
     assert [line.rsplit("/", 2)[1:] for line in folders] == [
         ["runs", "seed0"],

@@ -234,7 +234,7 @@ def test_the_data_of_all_images_and_of_weights_are_the_arrays_of_the_analyses(
 @pytest.mark.slow
 def test_two_models_are_compared_layer_by_layer(place, four, run, data, tmp_path):
     words = *four, "--figure=cka", "--batch_size=3"
-    other = f"--other={place / 'other'}.safetensors"
+    other = f"--compare={place / 'other'}.safetensors"
     assert run(*words, other)[0] == 0
     _, pixels, layers = inside(place, tmp_path)
     one = [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
@@ -246,19 +246,19 @@ def test_two_models_are_compared_layer_by_layer(place, four, run, data, tmp_path
     )
     assert data("cka")["cka"].shape == (2, 3)
     np.testing.assert_allclose(data("cka")["cka"], alike.compute(), atol=1e-3)
-    same = f"--other={place / 'tiny'}.safetensors"
+    same = f"--compare={place / 'tiny'}.safetensors"
     assert run(*words, same)[0] == 0
     np.testing.assert_allclose(np.diag(data("cka")["cka"]), 1, rtol=1e-4)
 
 
 def test_a_second_model_is_opened_for_cka_alone(four, run):
     for words, message in (
-        (["--other=absent"], "--other=absent is compared by what images are to it"),
+        (["--compare=absent"], "--compare=absent is compared by what images are to it"),
         (
-            [*four, "--other=absent", "--figure=norms,filters"],
-            "--other=absent is compared by the figure cka, which --figure=norms,filte",
+            [*four, "--compare=absent", "--figure=norms,filters"],
+            "--compare=absent is compared by the figure cka, which --figure=norms,filte",
         ),
-        ([*four[:3], "--other=absent"], "images=2: too few to compare layers"),
+        ([*four[:3], "--compare=absent"], "images=2: too few to compare layers"),
     ):
         with pytest.raises(UserError, match=message):
             run(*words)

@@ -326,7 +326,7 @@ def train(
     callbacks: Iterable[Callback] = (),
     **overrides,
 ) -> dict:
-    """Trains, evaluates and reports; goes on where a run in `workdir` was interrupted.
+    """Trains, evaluates and reports; resumes where a run in `workdir` was interrupted.
 
     Args:
       config: file of a recipe, with its argument after a colon if it takes one; or a

@@ -174,7 +174,7 @@ def refuse_overrides(flags: argparse.Namespace, doing: str) -> None:
 def add_weights_flags(parser: Parser) -> None:
     """Adds flags that say which weights are tried, and at which size of images."""
     add = parser.add_argument
-    add("--model", required=True, help="where the weights are")
+    add("--model", required=True, help="weights: run, file, folder or name")
     add(
         "--no_ema",
         action="store_true",
@@ -192,11 +192,11 @@ def add_image_flags(parser: Parser) -> None:
 
 def _add_preparation(parser: Parser) -> None:
     add = parser.add_argument
-    add("--mean", type=_floats, help="as 0.485,0.456,0.406: fractions of 255")
-    add("--std", type=_floats, help="as 0.229,0.224,0.225")
+    add("--mean", type=_floats, help="of pixels divided by 255: 0.485,0.456,0.406")
+    add("--std", type=_floats, help="likewise: 0.229,0.224,0.225")
     add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
-    add("--crop_pct", type=_crop, help="part of the short side that is kept, or squash")
-    add("--num_heads", type=positive, default=0, help="where the weights do not tell")
+    add("--crop_pct", type=_crop, help="fraction of the short side, or squash")
+    add("--num_heads", type=positive, default=0, help="if the weights do not record it")
 
 
 def image_flags(flags: argparse.Namespace) -> dict:

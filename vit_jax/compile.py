@@ -142,17 +142,17 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
-    add("--config", required=True, help="file, or file:argument")
-    add("--topology", required=True, help="as v5e:16x16 or v4:4x4x4")
-    add("--slices", type=cli.positive, default=1, help="so many of the topology")
+    add("--config", required=True, help="recipe or file, :argument")
+    add("--topology", required=True, help="of a slice: v5e:16x16 or v4:4x4x4")
+    add("--slices", type=cli.positive, default=1, help="number of slices; default: 1")
     add("--examples", type=cli.positive, default=0, help="size of the training split")
     add("--json", action="store_true", help="one JSON object")
     add("--export", default="", help="file for the step's StableHLO")
     add("--strategies", action="store_true", help="compare meshes and remat policies")
-    add("--meshes", default="", help="as data=-1,fsdp=16,model=4")
-    add("--remat", default="", help="policies to compare; all")
+    add("--meshes", default="", help="to compare: data=-1,fsdp=16,model=4")
+    add("--remat", default="", help="policies to compare; default: all")
     scans = ("true", "false", "true,false")
-    add("--scan", choices=scans, help="loops to compare; the config's")
+    add("--scan", choices=scans, help="loops to compare; default: the config's")
     return parser
 
 

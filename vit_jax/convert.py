@@ -122,8 +122,8 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="CHECKPOINT", help="see above")
-    add("--to", required=True, metavar="FORMAT", help="see above")
+    add("--model", required=True, metavar="CHECKPOINT", help="weights, as above")
+    add("--to", required=True, metavar="FORMAT", help="a name above")
     add("--out", required=True, help="folder or file to make")
     add("--overwrite", action="store_true", help="replace what is there")
     add(
@@ -134,7 +134,7 @@ def parser() -> cli.Parser:
     add("--resolution", type=cli.size, help="pixels, or HEIGHTxWIDTH; default: its own")
     add("--push", default="", metavar="OWNER/NAME", help="upload to there")
     add("--private", action="store_true", help="to a private repository, if it is new")
-    add("--license", default="", help="for the model card, as apache-2.0")
+    add("--license", default="", help="for the model card: apache-2.0")
     cli.add_image_flags(parser)
     return parser
 

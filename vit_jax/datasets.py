@@ -118,7 +118,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="default: all")
-    add("--data_dir", default="", help="where sets are prepared; default: TFDS's own")
+    add("--data_dir", default="", help="folder of prepared data sets; default: TFDS's")
     add("--json", action="store_true", help="a JSON object a line")
     return parser
 

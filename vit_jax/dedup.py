@@ -8,8 +8,8 @@ test sets, also when it was resized, recompressed, mirrored, turned grey or crop
       --against=cifar10#test,folder@/data/flowers#val --out=duplicates.txt
   python -m vit_jax.train ... --config.data.exclude=duplicates.txt
 
-Beside the list, F.pairs.csv holds the pairs. A scan that was stopped goes on when its
-command is repeated (its folder is F.scan). Needs the extra `dedup`. Exit codes: 0 done,
+Beside the list, F.pairs.csv holds the pairs. Repeat the command to resume a scan
+(its state is in F.scan). Needs the extra `dedup`. Exit codes: 0 done,
 1 done, but some images could not be read (one line each says why), 2 bad input.
 """
 
@@ -33,7 +33,7 @@ def main(flags: argparse.Namespace) -> int:
     cli.refuse_overrides(flags, "de-duplicating")
     out = pathlib.Path(flags.out).expanduser()
     pairs = out.with_name(f"{out.name}.pairs.csv")
-    # The list is written last: without it the scan goes on.
+    # The list is written last: without it the scan resumes.
     if out.exists():
         raise UserError(f"{out} exists: remove it, or choose another --out")
 
@@ -103,11 +103,21 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--pretrain", required=True, metavar="SPEC", help="the set to be cleaned")
-    add("--against", required=True, metavar="SPEC[,SPEC...]", help="test sets")
+    add(
+        "--against",
+        required=True,
+        metavar="SPEC[,SPEC...]",
+        help="test sets to compare with",
+    )
     add("--out", required=True, metavar="FILE", help="list of record ids to write")
     add("--sheet", metavar="PNG", help="picture of the 60 most doubtful pairs")
-    add("--correlation", type=_fraction, default=0.9, help="least of a pair; 0.9")
-    add("--threads", type=cli.positive, help="that decode; default: one a core")
+    add(
+        "--correlation",
+        type=_fraction,
+        default=0.9,
+        help="minimum of a duplicate pair; 0.9",
+    )
+    add("--threads", type=cli.positive, help="for decoding; default: one per core")
     return parser
 
 

@@ -1,9 +1,9 @@
 """Evaluates weights: python -m vit_jax.evaluate --model=CHECKPOINT --config=CONFIG
 
-CHECKPOINT is whatever holds weights: a run's workdir, an exported file, a file or folder
-of timm, Hugging Face or Google, hf://owner/name. CONFIG is a file under configs/eval/
-with its argument: configs/eval/fewshot.py:data=FOLDER. Images are prepared as the weights
-say; flags replace single parts of that. --json ends with one line, each evaluation's
+CHECKPOINT is a run's workdir, an exported file, a file or folder of timm, Hugging Face or
+Google, or hf://owner/name. CONFIG is a file under configs/eval/ with its argument:
+configs/eval/fewshot.py:data=FOLDER. Images are prepared as the weights say; flags replace
+single parts of that. --json ends with one line, each evaluation's
 scores; where damaged images were left out (--config.data.on_error=skip), "skipped" beside
 them has their numbers. Exit codes: 0 done, 2 bad input (one line says what).
 """

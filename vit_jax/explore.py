@@ -1,6 +1,6 @@
 """Shows where a model looks: python -m vit_jax.explore --model=CHECKPOINT [--images=FOLDER]
 
-CHECKPOINT is whatever holds weights, as of vit_jax.predict. Prints the address of a page
+CHECKPOINT is a run or weights, as for vit_jax.predict. Prints the address of a page
 for a browser on this computer, for which all of it is needed: it ends with a token. Drop
 an image there, see the top classes, click a patch and see where it looks, in every layer
 and head. --compare=CHECKPOINT puts a second model beside the first; --labels,
@@ -117,10 +117,19 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     add("--images", default="", help="folder to choose from; nothing else is read")
     add("--compare", default="", metavar="CHECKPOINT", help="a second model")
-    add("--host", default="127.0.0.1", help="to listen at; default: this computer only")
-    add("--port", type=_port, default=PORT, help=f"0 is any; default {PORT}")
-    add("--html", default="", metavar="FILE", help="write the page of --image and end")
-    add("--image", default="", help="what --html shows")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; default: this computer",
+    )
+    add("--port", type=_port, default=PORT, help=f"0 is any free one; default: {PORT}")
+    add(
+        "--html",
+        default="",
+        metavar="FILE",
+        help="write the page of --image, then exit",
+    )
+    add("--image", default="", help="image of --html")
     add("--labels", default="", help="file of class names, one a line")
     cli.add_weights_flags(parser)
     return parser

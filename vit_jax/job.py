@@ -24,7 +24,7 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
       debug: show tracebacks of bad input too.
 
     Returns:
-      The exit code: 0; 75 where the state is saved and the same command goes on, as
+      The exit code: 0; 75 where the state is saved and the same command resumes, as
       after SIGTERM; 130 after Ctrl-C.
       One of several processes does not return: it leaves without the barriers at JAX's
       end, which wait for a process that is lost then.

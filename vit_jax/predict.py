@@ -1,8 +1,7 @@
 """Classifies images: python -m vit_jax.predict --model=CHECKPOINT IMAGE|FOLDER|- ...
 
-CHECKPOINT is whatever holds weights: a run's workdir, an exported file, a file or folder
-of timm, Hugging Face or Google, hf://owner/name. Images are prepared as the weights say;
-flags replace single parts of that. "-" reads paths from standard input, one a line (find
+CHECKPOINT is a run's workdir, an exported file, a file or folder of timm, Hugging Face or
+Google, or hf://owner/name. Images are prepared as the weights say; flags replace single parts of that. "-" reads paths from standard input, one a line (find
 photos -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or one image's
 content (... - < photo.jpg). Orientation tags of cameras are ignored, as in training. Exit
 codes: 0 done, 1 some images could not be read (one line each says why), 2 bad input or no
@@ -58,8 +57,8 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("images", nargs="+", metavar="IMAGE", help="file, folder, or - for a pipe")
-    add("--topk", type=cli.positive, default=5, help="classes an image; default 5")
-    add("--json", action="store_true", help="a JSON object a line, not a table")
+    add("--topk", type=cli.positive, default=5, help="classes per image; default: 5")
+    add("--json", action="store_true", help="JSON Lines, not a table")
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
     )

@@ -12,8 +12,8 @@
       reads a set made here again and compares counts and checksums with its
       manifest.json.
 
-A set grows in OUT/<name>/<version>.incomplete and is renamed when it is whole and
-checked. After an interruption the same command goes on: finished shards are kept.
+A set is written to OUT/<name>/<version>.incomplete and renamed once it is complete and
+verified. Repeat the command to resume: finished shards are kept.
 Train with --config.data.name=NAME --config.data.data_dir=OUT. Exit codes: 0 done, 2 bad
 input, full disk or damaged data (one line says what), 130 interrupted.
 """
@@ -46,7 +46,7 @@ def main(flags: argparse.Namespace) -> int:
         else:
             folder, content = _build(flags, data_dir)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: the same command resumes from here", file=sys.stderr)
         return EXIT_INTERRUPTED
     _report(folder, content, "verified" if flags.verify else "wrote")
     return 0
@@ -210,14 +210,19 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--dataset", required=True, help="TFDS name[/config][:version], or folder")
-    add("--data_dir", required=True, metavar="OUT", help="where data sets lie")
+    add("--data_dir", required=True, metavar="OUT", help="folder of prepared data sets")
     add("--from", dest="source", default="", metavar="PATH", help="what to convert")
-    add("--splits", type=_names, default=[], help="as train,test; default: all")
+    add("--splits", type=_names, default=[], help="names: train,test; default: all")
     add("--name", default="", help="name[:version] of the set made of a folder")
     add("--verify", action="store_true", help="check a prepared set")
-    add("--processes", type=cli.positive, help="that write shards; default 1")
-    add("--shard_mb", type=cli.positive, default=256, help="megabytes a shard; 256")
-    add("--on_error", choices=("raise", "skip"), help="for damaged images; raise")
+    add("--processes", type=cli.positive, help="writers of shards; default: 1")
+    add(
+        "--shard_mb",
+        type=cli.positive,
+        default=256,
+        help="size of a shard in MB; default: 256",
+    )
+    add("--on_error", choices=("raise", "skip"), help="damaged images; default: raise")
     add("--unchecked", action="store_true", help="do not decode each image to test it")
     add("--manual_dir", default="", help="files that you had to fetch for TFDS")
     add("--imports", type=_names, default=[], help="modules with builders of your own")

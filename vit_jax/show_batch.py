@@ -129,10 +129,10 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
-    add("--config", required=True, help="file, or file:argument")
+    add("--config", required=True, help="recipe or file, :argument")
     add("--out", default="", help="PNG file; default: batch_NAME.png")
-    add("--rows", type=cli.positive, default=4, help="default 4")
-    add("--columns", type=cli.positive, default=8, help="default 8")
+    add("--rows", type=cli.positive, default=4, help="of the sheet; default: 4")
+    add("--columns", type=cli.positive, default=8, help="of the sheet; default: 8")
     return parser
 
 

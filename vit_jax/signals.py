@@ -82,7 +82,7 @@ def _count(reader: int) -> None:
 
 def _preempt(number: int, _) -> None:
     name = signal.Signals(number).name
-    text = f"{name}: ended, no training was under way; the same command goes on"
+    text = f"{name}: ended, no training was under way; the same command resumes"
     _end(text, EXIT_TRY_AGAIN)
 
 

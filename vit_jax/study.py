@@ -4,8 +4,8 @@
 
 Every model of the config is pretrained on every part of the data, scored on the test
 split as it is and by few-shot features, and fine-tuned. Results are in study.json and
-points.csv; `python -m vit_jax.report runs/study` draws them. The same command goes on
-where it was ended; what is done is not repeated. Any key of a config can be set
+points.csv; `python -m vit_jax.report runs/study` draws them. Repeat the command to resume
+a study; what is done is not repeated. Any key of a config can be set
 for all runs: --config.data.data_dir=DIR. Exit codes: 0 done, 2 bad input, 75 preempted.
 """
 
@@ -22,7 +22,7 @@ def main(flags: argparse.Namespace) -> int:
         flags.config,
         flags.workdir,
         models=flags.models,
-        images=flags.images,
+        images=flags.train_sizes,
         overrides=flags.overrides,
     )
     return job.run(study.run, flags.workdir, debug=flags.debug)
@@ -34,8 +34,13 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     add("--config", required=True, help="file under configs/study/, or file:argument")
     add("--workdir", required=True, help="folder of the study")
-    add("--models", type=_words, default=(), help="as vit-s,resnet; default: all")
-    add("--images", type=_numbers, default=(), help="as 3000,12000; default: all")
+    add("--models", type=_words, default=(), help="names: vit-s,resnet; default: all")
+    add(
+        "--train_sizes",
+        type=_numbers,
+        default=(),
+        help="images: 3000,12000; default: all",
+    )
     return parser
 
 

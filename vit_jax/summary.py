@@ -3,7 +3,7 @@
 One line each. GMACs: multiply-accumulates (10^9) of one image's forward pass. MiB:
 activations that one image keeps for the backward pass (float32, or the config's dtype).
 exaFLOPs: operations (10^18) of training on as many images as the first line says: 7
-epochs of JFT-300M, as in table 6 of arXiv:2010.11929, unless --images or --config says
+epochs of JFT-300M, as in table 6 of arXiv:2010.11929, unless --images_seen or --config says
 otherwise. All is counted in traces; nothing is computed. Exit codes: 0 done, 2 bad
 input (one line says what).
 """
@@ -31,11 +31,11 @@ def main(flags: argparse.Namespace) -> int:
 
         config = configuration.load(flags.config, flags.overrides)
         models = [(config.build_model(), True)]
-        images = flags.images or _images(config)
+        images = flags.images_seen or _images(config)
     else:
         num_classes = CLASSES if flags.num_classes is None else flags.num_classes
         models = find(flags.variant, flags.resolution, num_classes)
-        images = IMAGES if flags.images is None else flags.images
+        images = IMAGES if flags.images_seen is None else flags.images_seen
     _show(models, images, flags.json)
     return 0
 
@@ -55,8 +55,8 @@ def _check(flags):
     for key, value in flags.overrides.items():
         if not flags.config:
             raise UserError(f"--config.{key}={value} needs --config=FILE")
-    if flags.images is not None and flags.images < 1:
-        raise UserError(f"--images={flags.images} must be at least 1")
+    if flags.images_seen is not None and flags.images_seen < 1:
+        raise UserError(f"--images_seen={flags.images_seen} must be at least 1")
     if flags.num_classes is not None and flags.num_classes < 0:
         raise UserError(
             f"--num_classes={flags.num_classes} must be at least 0, which is no classifier"
@@ -72,7 +72,7 @@ def _images(config):
         try:
             examples = len(open_source(config.data, config.data.split))
         except UserError as error:
-            raise UserError(f"{error}; or state --images") from error
+            raise UserError(f"{error}; or state --images_seen") from error
     return config.num_steps(examples) * config.batch_size
 
 
@@ -189,10 +189,10 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
-    add("--variant", help="one or more, with commas; default: all")
-    add("--resolution", help="as 224, or 224x160: height x width")
+    add("--variant", help="names: B/16,R50+B/16; default: all")
+    add("--resolution", help="pixels, or HEIGHTxWIDTH")
     add("--num_classes", type=int, help=f"default: {CLASSES}")
-    add("--images", type=int, help="of the whole training run")
+    add("--images_seen", type=int, help="in the whole training run")
     add("--json", action="store_true", help="a JSON object a line")
     add("--config", help="recipe or file, :argument: its model and run")
     return parser

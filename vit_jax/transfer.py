@@ -2,14 +2,14 @@
 
     python -m vit_jax.transfer --model=CHECKPOINT --dataset=cifar10 --resolution=384
 
-CHECKPOINT is whatever holds weights, as for vit_jax.predict. The data set is one of the
+CHECKPOINT is a run or weights, as for vit_jax.predict. The data set is one of the
 paper (cifar10, cifar100, oxford_iiit_pet, oxford_flowers102, imagenet2012), digits, a
 folder with train/<class>/ and test/<class>/, any name that data.name takes, or VTAB-1k:
 vtab, vtab/TASK, vtab/GROUP, several between commas. A part of train is held out to
 choose the learning rate; then all of train is used with the best one, with three seeds,
 each scored once on test. Until then the test split cannot be opened.
 
-The same command goes on where it was ended; what is done is not repeated. Results are in
+Repeat the command to resume; what is done is not repeated. Results are in
 transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard;
 --json ends with one line, what that file holds. Any key of the config can
 be set for all runs: --config.total_steps=500. Exit codes: 0 done, 2 bad input (of
@@ -93,14 +93,24 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
-    add("--model", required=True, help="where the weights are")
+    add("--model", required=True, help="weights: run, file, folder or name")
     add("--dataset", required=True, help="name, folder, vtab or vtab/TASK")
-    add("--data_dir", default="", help="where it lies; default: TFDS's own folder")
-    add("--test", default="", help="split to report on, if not the usual one")
+    add("--data_dir", default="", help="folder of prepared data sets; default: TFDS's")
+    add("--test", default="", help="test split, if not the usual one")
     add("--resolution", type=cli.size, help="pixels, or HEIGHTxWIDTH; default 384")
     add("--workdir", default="", help="default: one under runs/transfer/")
-    add("--mode", choices=("full", "head", "head_then_all"), default="full")
-    add("--layer_decay", type=float, default=0.0, help="as 0.75; 0 is off")
+    add(
+        "--mode",
+        choices=("full", "head", "head_then_all"),
+        default="full",
+        help="what is trained",
+    )
+    add(
+        "--layer_decay",
+        type=float,
+        default=0.0,
+        help="rate over the next layer's; 0 is off",
+    )
     add(
         "--learning_rates",
         type=_rates,
@@ -108,7 +118,9 @@ def parser() -> cli.Parser:
         help="as 0.003,0.01, not the recipe's",
     )
     add("--json", action="store_true", help="end with one line of JSON, the results")
-    add("--seeds", type=cli.positive, default=3, help="final runs; default 3")
+    add(
+        "--seeds", type=cli.positive, default=3, help="number of final runs; default: 3"
+    )
     add(
         "--num_heads",
         type=cli.positive,

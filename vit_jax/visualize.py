@@ -2,16 +2,16 @@
 
     python -m vit_jax.visualize --model=CHECKPOINT --images FOLDER --out=DIR
 
-CHECKPOINT is whatever holds weights, as for vit_jax.predict; --images takes files, folders
+CHECKPOINT is a run or weights, as for vit_jax.predict; --images takes files, folders
 and "-". --figure names some of these, between commas (default: all that there is
 something for):
 
     filters     principal components of the first filters
-    posemb      how alike the position embeddings of patches are
-    distance    how far each head looks, by depth: over all images
-    norms       how long tokens are, by depth: over all images
-    cka         how alike layers are, or those of --other=CHECKPOINT: over all images, of
-                which it takes 4 or more
+    posemb      cosine similarity of the position embeddings of patches
+    distance    mean attention distance of each head, by depth: over all images
+    norms       norms of tokens, by depth: over all images
+    cka         similarity of layers (linear CKA), or with those of --compare=CHECKPOINT:
+                over all images, 4 or more
     attention   where the query looks, by layer and head: an image a figure; of more
                 than 12 layers some, or those of --layers
     rollout     the same over all layers, on the image
@@ -54,7 +54,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.analysis.representations import check_num_cka_images
     from vit_jax.distributed import compilation
 
-    if count is not None and ("cka" in figures or flags.other):
+    if count is not None and ("cka" in figures or flags.compare):
         check_num_cka_images(count)
     if uncached := compilation.enable_cache():
         cli.tell(uncached)
@@ -72,14 +72,14 @@ def main(flags: argparse.Namespace) -> int:
         max_shown=flags.shown,
         batch_size=flags.batch_size,
         layer=flags.layer,
-        explicit=bool(figures or flags.other),
+        explicit=bool(figures or flags.compare),
     )
-    if flags.other and "cka" not in options.figures:
+    if flags.compare and "cka" not in options.figures:
         raise UserError(
-            f"--other={flags.other}: cka compares networks with attention, which "
-            f"{flags.model} has not: leave --other out"
+            f"--compare={flags.compare}: cka compares networks with attention, which "
+            f"{flags.model} has not: leave --compare out"
         )
-    other = load_model(flags, flags.other) if flags.other else None
+    other = load_model(flags, flags.compare) if flags.compare else None
     return draw(flags, loaded, images, options, other)
 
 
@@ -155,14 +155,14 @@ def _figures(flags: argparse.Namespace) -> tuple[str, ...]:
             )
         if name not in WEIGHT_FIGURES and not flags.images:
             raise UserError(f"--figure={name} is made from images: set --images")
-    if flags.other and not flags.images:
+    if flags.compare and not flags.images:
         raise UserError(
-            f"--other={flags.other} is compared by what images are to it: set --images"
+            f"--compare={flags.compare} is compared by what images are to it: set --images"
         )
-    if flags.other and figures and "cka" not in figures:
+    if flags.compare and figures and "cka" not in figures:
         raise UserError(
-            f"--other={flags.other} is compared by the figure cka, which "
-            f"--figure={flags.figure} leaves out: add it, or leave --other out"
+            f"--compare={flags.compare} is compared by the figure cka, which "
+            f"--figure={flags.figure} leaves out: add it, or leave --compare out"
         )
     return figures
 
@@ -172,10 +172,10 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--images", nargs="+", default=(), help="files, folders, or - for a pipe")
-    add("--figure", default="", help="as filters,rollout; default: all")
+    add("--figure", default="", help="names: filters,rollout; default: all")
     add("--out", required=True, help="folder of the figures")
-    add("--name", default="", help="what figures call the model; default: its file")
-    add("--other", default="", help="a second model, for cka")
+    add("--name", default="", help="of the model in titles; default: its file")
+    add("--compare", default="", metavar="CHECKPOINT", help="second model, for cka")
     add("--query", type=_place, help="ROW,COLUMN of a patch; default: class token")
     add(
         "--layers",
@@ -183,12 +183,27 @@ def parser() -> cli.Parser:
         default=(),
         help="as 0,11: of attention; default: some",
     )
-    add("--combine", default="mean", help="of heads in rollout: mean or max")
-    add("--discard", type=float, default=0.9, help="fraction rollout leaves out; 0.9")
-    add("--classes", type=_numbers, default=(), help="as 3,7: those of relevance")
-    add("--topk", type=cli.positive, default=2, help="most probable ones; default 2")
-    add("--layer", type=int, default=0, help="of posemb, from 0; default 0")
-    add("--shown", type=cli.positive, default=16, help="images drawn; default 16")
+    add("--combine", default="mean", help="heads in rollout by mean or max")
+    add(
+        "--discard",
+        type=float,
+        default=0.9,
+        help="weakest attention rollout drops; 0.9",
+    )
+    add(
+        "--classes",
+        type=_numbers,
+        default=(),
+        help="of relevance: 3,7; default: the top ones",
+    )
+    add("--topk", type=cli.positive, default=2, help="classes of relevance; default: 2")
+    add("--layer", type=int, default=0, help="of posemb, counted from 0; default: 0")
+    add(
+        "--shown",
+        type=cli.positive,
+        default=16,
+        help="images with their own figures; default: 16",
+    )
     add("--labels", default="", help="file of class names, one a line")
     add("--batch_size", type=cli.positive, default=0, help="default: as memory allows")
     cli.add_weights_flags(parser)

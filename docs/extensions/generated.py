@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import tomllib
 from unittest import mock
 
@@ -24,8 +25,10 @@ REPOSITORY = "https://github.com/OWNER/vit_jax"
 
 def setup(app) -> dict:
     """Called by Sphinx."""
+    app.connect("builder-inited", _copy_notebooks)
     app.connect("source-read", _fill)
     app.connect("autodoc-process-docstring", _convert)
+    app.connect("missing-reference", _name_array, priority=400)  # Intersphinx has 500.
     return {"parallel_read_safe": True}
 
 
@@ -102,6 +105,13 @@ def zoo(text: str) -> str:
     return "\n".join(lines)
 
 
+def _copy_notebooks(app) -> None:
+    # Sphinx reads pages below its own folder alone; git ignores the copies.
+    for path in _ROOT.glob("notebooks/*.ipynb"):
+        (_HERE / "notebooks").mkdir(exist_ok=True)
+        shutil.copy(path, _HERE / "notebooks")
+
+
 def _fill(app, docname: str, source: list[str]) -> None:
     made = {
         "configuration": lambda: config_reference.markdown(TrainConfig),
@@ -118,6 +128,8 @@ def _fill(app, docname: str, source: list[str]) -> None:
 def links(text: str) -> str:
     """Leads links that leave docs/ to where the project is published.
 
+    Notebooks are pages of the site.
+
     Args:
       text: of a page.
     """
@@ -126,7 +138,14 @@ def links(text: str) -> str:
         kind = "tree" if (_ROOT / match[1]).is_dir() else "blob"
         return f"]({REPOSITORY}/{kind}/main/{match[1]})"
 
+    text = re.sub(r"\]\(\.\./(notebooks/\w+\.ipynb)\)", r"](\1)", text)
     return re.sub(r"\]\(\.\./([^)]+)\)", outside, text)
+
+
+def _name_array(app, env, node, shown) -> None:
+    # The inventory of JAX has arrays under their public name alone.
+    if node["reftarget"].endswith("_jax.Array"):
+        node["reftarget"] = "jax.Array"
 
 
 def _convert(app, what, name, obj, options, lines: list[str]) -> None:

@@ -107,7 +107,7 @@ def test_an_unreachable_bucket_is_loud_each_time_and_the_next_save_succeeds(
     for line in lines:
         assert "(503 Service Unavailable for url: https://storage)" in line
         assert f"the checkpoint of step 1 is safe in {tmp_path}" in line
-        assert "training goes on" in line
+        assert "training continues" in line
     assert checkpoints.failures == 2
     with pytest.raises(UserError, match="SIGTERM, but step 3 could not be saved"):
         checkpoints.demand(3, "SIGTERM")

@@ -22,7 +22,7 @@ def set_message(message: str) -> None:
       message: one line.
     """
     if not _reporters:
-        with contextlib.suppress(OSError):  # Training goes on without a reporter.
+        with contextlib.suppress(OSError):  # Training continues without a reporter.
             command = [sys.executable, "-I", "-S", __file__]
             _reporters.append(subprocess.Popen(command, stdin=subprocess.PIPE))
             atexit.register(clear)

@@ -267,7 +267,7 @@ class FailureBroadcast:
     def _remedy(self) -> str:
         if not self._workdir:
             return "start the job again"
-        return f"start the job again, it goes on from the checkpoint in {self._workdir}"
+        return f"start the job again, it resumes from the checkpoint in {self._workdir}"
 
 
 def end_job(code: int, reason: str, *, stacks: bool = False) -> None:

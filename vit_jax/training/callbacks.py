@@ -71,7 +71,7 @@ class Callback:
         """
 
     def checkpoint(self, step: int) -> None:
-        """Is called when a save has begun, which goes on while the run does.
+        """Is called when a save has begun, which continues while the run does.
 
         Args:
           step: steps taken.

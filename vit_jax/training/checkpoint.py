@@ -202,7 +202,7 @@ class Checkpointer:
             ago = time.monotonic() - self._good
             print_error(
                 f"error: the checkpoint of step {step} could not be saved ({reason}); "
-                f"{self._remedy()}; training goes on and the next save tries again; "
+                f"{self._remedy()}; training continues and the next save tries again; "
                 f"{ago:.0f} s of training are not saved"
             )
             leftovers.remove_unfinished(self._folder, again_after=1.0)

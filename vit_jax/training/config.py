@@ -136,7 +136,7 @@ class TrainConfig(_Config):
     )
     slow_step_factor: float = key(
         3.0,
-        "Name what took so many times its median; 0 is off.",
+        "Report steps slower than this multiple of the median; 0 is off.",
         changes_result=False,
     )
     stall_timeout: float = key(

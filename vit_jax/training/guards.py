@@ -140,7 +140,7 @@ class EarlyExit:
                 f"{data.prefetch}); "
             )
         text = (
-            f"{why}: {saved} in {self._workdir}; {remedy}the same command goes on from "
+            f"{why}: {saved} in {self._workdir}; {remedy}the same command resumes from "
             "there"
         )
         raise Interrupted(text) if why == _CTRL_C else Preempted(text)

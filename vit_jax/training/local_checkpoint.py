@@ -257,7 +257,7 @@ class LocalCheckpointer:
         except OSError as error:
             print_error(
                 f"error: step {step} could not be saved on this host's disk, {folder} "
-                f"({describe_failure(error)}); training goes on"
+                f"({describe_failure(error)}); training continues"
             )
 
 

@@ -149,7 +149,7 @@ class MetricWriter:
         except OSError as error:
             print(
                 f"error: {self._path.parent}: metrics are not written "
-                f"({error.strerror or error}); training goes on, and they are written "
+                f"({error.strerror or error}); training continues, and they are written "
                 "as soon as that works again",
                 file=sys.stderr,
                 flush=True,

@@ -92,7 +92,7 @@ class Watchdog:
             EXIT_STALLED,
             f"watchdog: no step, evaluation batch or save was finished in "
             f"{self._limit:g} s (stall_timeout); the last was {self._last}; the stacks "
-            "above show where each thread hangs; the same command goes on from the "
+            "above show where each thread hangs; the same command resumes from the "
             "newest checkpoint",
             # The first one to notice may only be waiting for the one that hangs.
             stacks=True,

@@ -105,7 +105,7 @@ def test_a_broken_download_goes_on_where_it_was(server):
 def test_the_next_call_goes_on_where_the_last_one_broke_off(server):
     server.files["/a.npz"] = CONTENT
     server.break_after["/a.npz"] = [700_001, 0]
-    with pytest.raises(UserError, match="broke off after 700001 bytes .* goes on from"):
+    with pytest.raises(UserError, match="broke off after 700001 bytes .* resumes from"):
         download(f"{server.url}/a.npz")
     server.break_after.clear()
     server.log.clear()

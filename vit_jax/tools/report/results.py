@@ -199,7 +199,7 @@ def _load(path: epath.Path) -> dict | None:
 
 
 def _lines(path: epath.Path) -> tuple[dict, ...]:
-    """Reads metrics; the last line may be incomplete while a run goes on."""
+    """Reads metrics; the last line may be incomplete while a run is under way."""
     try:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError):

@@ -2,7 +2,7 @@
 
 Its config takes three arguments: `model`, `images` (the part of the data set that is
 pretrained on) and `part` ("pretrain" or "finetune"). Every model is pretrained on every
-part and then fine-tuned, with what it came to as `init`. A study that is killed goes on
+part and then fine-tuned, with what it came to as `init`. A study that is killed resumes
 where it was when it is started again.
 """
 
@@ -86,7 +86,7 @@ class Study:
 
         Raises:
           UserError: the workdir holds another study, or as `loop.train`.
-          Preempted: SIGTERM came; the same command goes on.
+          Preempted: SIGTERM came; the same command resumes.
         """
         with lock.held(self.workdir):
             return self._run()

@@ -56,7 +56,7 @@ class Study:
 
         Raises:
           UserError: of another command, no rate came to an end, or as `loop.train`.
-          Preempted: SIGTERM came; the same command goes on.
+          Preempted: SIGTERM came; the same command resumes.
         """
         with lock.held(self.workdir):
             return self._run(shared or SweepCache())

@@ -147,7 +147,7 @@ class Benchmark:
             name, reason = next(iter(failed.items()))
             raise UserError(
                 f"{_count(len(failed))} failed ({', '.join(failed)}), vtab/{name}: "
-                f"{reason}; the same command goes on with what is not done"
+                f"{reason}; the same command resumes with what is not done"
             )
         return report
 

@@ -33,8 +33,8 @@ class MlflowConfig(TrackerConfig):
 class Mlflow(Callback):
     """Sends the config, metrics, scores and the report to MLflow.
 
-    A run that is resumed goes on under the same id. Where the server cannot be reached,
-    training goes on, and what is missing is sent with the next metrics.
+    A run that is resumed continues under the same id. Where the server cannot be reached,
+    training continues, and what is missing is sent with the next metrics.
 
     Args:
       config: section `tracker` of the config.
@@ -102,7 +102,7 @@ class Mlflow(Callback):
             self._unsent = self._unsent[1000:]
         except Exception as error:  # noqa: BLE001 (its stores raise bare ones)
             print_error(
-                f"error: MLflow: {error}; training goes on, and what is missing is sent "
+                f"error: MLflow: {error}; training continues, and what is missing is sent "
                 "with the next metrics"
             )
 

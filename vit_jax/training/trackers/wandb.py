@@ -33,7 +33,7 @@ class WandbConfig(TrackerConfig):
 class Wandb(Callback):
     """Sends metrics, scores and the report to W&B.
 
-    A run that is resumed goes on under the same id; a step that is taken again is logged
+    A run that is resumed continues under the same id; a step that is taken again is logged
     again, with `step` as the axis of all charts.
 
     Args:

@@ -266,7 +266,7 @@ def _receive(url: str, part: pathlib.Path, *, source: str, **options) -> None:
                 raise DownloadError(
                     source,
                     f"broke off after {size} bytes ({one_line(error)})",
-                    "start again later; it goes on from there",
+                    "start again later; it resumes from there",
                 ) from error
             time.sleep(wait)
         except httpx2.InvalidURL as error:
