@@ -195,12 +195,12 @@ class NormPlot:
         quantiles, maximum = self._histogram.quantiles(), self._histogram.max()
         low, _, median, _, high = quantiles.T
         prefix = self._prefix_sums / self._num_images
-        lines = [("longest", maximum), ("99 %", high), ("median", median), ("1 %", low)]
+        lines = [("maximum", maximum), ("99 %", high), ("median", median), ("1 %", low)]
         lines += zip(self._prefix, prefix.T, strict=True)
         layers = tuple(range(1, len(maximum) + 1))
         chart = Chart(
             "norms",
-            f"{self._name}: lengths of patches' tokens, {self._num_images} images",
+            f"{self._name}: norms of patch tokens, {self._num_images} images",
             "layer",
             "Euclidean norm",
             tuple(

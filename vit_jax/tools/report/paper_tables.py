@@ -102,7 +102,7 @@ def table_5(found: Sequence[Result]) -> Table:
         ours,
         lambda column, model: column == model.variant,
         note="Published: at resolution 384. Ours: at the resolution of each run, which "
-        "All accuracies tells.",
+        "All accuracies gives.",
     )
 
 

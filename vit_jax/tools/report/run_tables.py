@@ -30,17 +30,17 @@ def accuracies(found: Sequence[Result]) -> tuple[Block, ...]:
     rows = tuple(
         (
             result.run,
-            result.model.label,
-            result.model.pretraining or NONE,
             result.dataset,
             with_spread(result.value, result.spread),
+            result.model.label,
+            result.model.pretraining or NONE,
             result.how,
         )
         for result in found
     )
-    head = ("run", "model", "pretrained on", "data set", "top-1 in %", "how")
+    head = ("run", "data set", "top-1 in %", "model", "pretrained on", "how")
     title = "All accuracies of these runs"
-    kinds = (PLAIN,) * 4 + (OURS, PLAIN)
+    kinds = (PLAIN, PLAIN, OURS, PLAIN, PLAIN, PLAIN)
     return (Table(title, head, rows, kinds),) if rows else ()
 
 
