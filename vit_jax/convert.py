@@ -9,6 +9,10 @@ a place such as hf://owner/name. --to is one of
   mae          a .pth file for facebookresearch/mae, with a run's decoder
   hf_mae       a folder for ViTMAE of transformers, likewise
   microsoft    a .pth file for microsoft/Swin-Transformer
+  hf_clip      a folder for CLIP's or SigLIP's vision model of transformers
+  hf_dinov3    a folder for DINOv3ViTModel of transformers
+  hf_beit      a folder for BeitModel of transformers
+  hf_ijepa     a folder for IJepaModel of transformers
   hf_dinov2    a folder for Dinov2 of transformers, with or without register tokens
   stablehlo    a folder with the whole program, for JAX without this project
   onnx         likewise, for ONNX Runtime; needs: pip install -e '.[onnx]'

@@ -159,12 +159,13 @@ def test_rounded_logits_are_nowhere_float32():
     assert (products("einsum"), products("einsum16")) == (2, 0)
 
 
+RELATIVE = "model.posemb='relative'"
 PLACE = {
     "platform": "cpu",
     "dtype": "bfloat16",
     "tokens": 197,
     "head_width": 64,
-    "relative": False,
+    "relative": "",
 }
 
 
@@ -177,11 +178,11 @@ PLACE = {
         ({"platform": "tpu", "tokens": attention.SPLASH_TOKENS - 1}, "einsum16"),
         ({"platform": "tpu", "tokens": attention.SPLASH_TOKENS}, "splash"),
         ({"platform": "tpu", "tokens": 4097, "dtype": "float32"}, "einsum"),
-        ({"platform": "tpu", "tokens": 4097, "relative": True}, "einsum16"),
+        ({"platform": "tpu", "tokens": 4097, "relative": RELATIVE}, "einsum16"),
         ({"platform": "gpu"}, "cudnn"),
         ({"platform": "gpu", "dtype": "float32"}, "einsum"),
         ({"platform": "gpu", "head_width": 132}, "einsum16"),
-        ({"platform": "gpu", "relative": True}, "einsum16"),
+        ({"platform": "gpu", "relative": RELATIVE}, "einsum16"),
     ],
 )
 def test_auto_is_the_fastest_that_the_place_allows(place, way):
@@ -196,9 +197,9 @@ def test_auto_is_the_fastest_that_the_place_allows(place, way):
         ("cudnn", {}, "'cudnn' needs an NVIDIA GPU, but this is for platform 'cpu'"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"}, "needs .*'bfloat16', not"),
         ("cudnn", {"platform": "gpu", "head_width": 36}, "heads of a multiple of 8"),
-        ("cudnn", {"platform": "gpu", "relative": True}, "knows no .*'relative'"),
+        ("cudnn", {"platform": "gpu", "relative": RELATIVE}, "knows no .*'relative'"),
         ("splash", {"platform": "gpu"}, "needs a TPU, but this is for platform 'gpu'"),
-        ("splash", {"platform": "tpu", "relative": True}, "knows no .*'relative'"),
+        ("splash", {"platform": "tpu", "relative": RELATIVE}, "knows no .*'relative'"),
         ("flash", {}, "'flash' is not one of auto, einsum, cudnn, splash"),
     ],
 )

@@ -153,7 +153,7 @@ def test_gelu_flavours_differ_a_little():
         (
             "B/16",
             {"activation": "relu"},
-            "activation='relu' is not one of gelu_tanh, gelu, swiglu",
+            "activation='relu' is not one of gelu_tanh, gelu, quick_gelu, swiglu",
         ),
         ("B/16", {"posemb": "relative"}, "posemb_placement='stem' has no meaning"),
         ("B/16", {"pool": "map", "distillation": True}, "needs pool=token, not map"),

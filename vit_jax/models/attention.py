@@ -1,9 +1,10 @@
 """Scaled dot-product attention (arXiv:2010.11929, appendix A), by several implementations.
 
-Letters: B images, H heads, N query and M key tokens, K head width, R offsets.
+Letters: B images, H heads, N query and M key tokens, K head width, J its half, R offsets.
 """
 
 import functools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -35,6 +36,19 @@ _SPLASH_TILE = 128  # Tokens of a block are a multiple of a TPU's lanes.
 _SPLASH_LARGEST = 1024  # Most tokens of a block, so that it fits a chip's VMEM.
 
 
+class Positions(NamedTuple):
+    """What a layer knows of the places of its tokens; each may be None.
+
+    Attributes:
+      relative, bias: see `attend`.
+      angles: by which queries and keys are turned, see rotary.py; B or H may be 1 or absent.
+    """
+
+    relative: Float[Array, "H R K"] | None = None
+    bias: Float[Array, "H N N"] | None = None
+    angles: Float[Array, "*BH N J"] | None = None
+
+
 def attend(
     query: Float[Array, "B H N K"],
     key: Float[Array, "B H M K"],
@@ -42,6 +56,7 @@ def attend(
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     implementation: str = "einsum",
+    bias: Float[Array, "H N M"] | None = None,
 ) -> Float[Array, "B H N K"]:
     """Computes scaled dot-product attention, with the softmax in float32.
 
@@ -53,11 +68,12 @@ def attend(
         appendix D.4). Needs M = N and an einsum implementation.
       lengths: number of valid keys per image, at least 1; the others are masked.
       implementation: one of IMPLEMENTATIONS.
+      bias: added to the logits. Needs an einsum implementation.
     """
     if implementation in ("einsum", "einsum16"):
         rounded = implementation == "einsum16"
-        return attend_einsum(query, key, value, relative, lengths, rounded)
-    if relative is not None:
+        return attend_einsum(query, key, value, relative, lengths, rounded, bias)
+    if relative is not None or bias is not None:
         raise ValueError(f"attention {implementation!r} has no relative positions")
     if implementation == "cudnn":
         return attend_cudnn(query, key, value, lengths)
@@ -71,7 +87,7 @@ def choose(
     dtype: str,
     tokens: int,
     head_width: int,
-    relative: bool,
+    relative: str,
 ) -> str:
     """Returns the implementation of attention for a platform.
 
@@ -81,7 +97,7 @@ def choose(
       dtype: of the computation.
       tokens: length of the encoder's sequence.
       head_width: features per head.
-      relative: whether there are relative positions.
+      relative: what stands for relative positions in messages; "" if there are none.
 
     Returns:
       One of IMPLEMENTATIONS.
@@ -114,7 +130,7 @@ def choose(
     return "einsum16" if rounded else "einsum"
 
 
-def _no_cudnn(platform: str, dtype: str, head_width: int, relative: bool) -> str:
+def _no_cudnn(platform: str, dtype: str, head_width: int, relative: str) -> str:
     if platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, but this is for platform {platform!r}"
     if dtype not in CUDNN_DTYPES:
@@ -124,13 +140,13 @@ def _no_cudnn(platform: str, dtype: str, head_width: int, relative: bool) -> str
             f"takes heads of a multiple of {CUDNN_HEAD_STEP} features up to "
             f"{CUDNN_HEAD_LIMIT}, not {head_width}"
         )
-    return "knows no model.posemb='relative'" if relative else missing_for_cudnn()
+    return f"knows no {relative}" if relative else missing_for_cudnn()
 
 
-def _no_splash(platform: str, relative: bool) -> str:
+def _no_splash(platform: str, relative: str) -> str:
     if platform != "tpu":
         return f"needs a TPU, but this is for platform {platform!r}"
-    return "knows no model.posemb='relative'" if relative else ""
+    return f"knows no {relative}" if relative else ""
 
 
 def attend_einsum(
@@ -140,19 +156,20 @@ def attend_einsum(
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     rounded: bool = False,
+    bias: Float[Array, "H N M"] | None = None,
 ) -> Float[Array, "B H N K"]:
     """Computes attention as two einsums and a softmax; see `attend`.
 
     The sums of the softmax are in float32 for any dtype of the operands.
 
     Args:
-      query, key, value, relative, lengths: see `attend`.
+      query, key, value, relative, lengths, bias: see `attend`.
       rounded: whether the logits, the largest arrays of the network, are stored in the
-        operands' dtype instead of float32. With `relative` they are float32.
+        operands' dtype instead of float32. With `relative` or `bias` they are float32.
     """
-    if relative is None:
+    if relative is None and bias is None:
         return _attend(query, key, value, _valid_keys(lengths, key.shape[2]), rounded)
-    mixing = weights(query, key, relative, lengths).astype(value.dtype)
+    mixing = weights(query, key, relative, lengths, bias).astype(value.dtype)
     return jnp.einsum("bhnm,bhmk->bhnk", mixing, value)
 
 
@@ -161,11 +178,12 @@ def weights(
     key: Float[Array, "B H M K"],
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
+    bias: Float[Array, "H N M"] | None = None,
 ) -> Float[Array, "B H N M"]:
     """Returns the attention weights, float32, which sum to 1 over the keys.
 
     Args:
-      query, key, relative, lengths: see `attend`.
+      query, key, relative, lengths, bias: see `attend`.
     """
     query = query * query.shape[-1] ** -0.5
     logits = _logits(query, key, jnp.float32)
@@ -174,6 +192,8 @@ def weights(
             "bhnk,hrk->bhnr", query, relative, preferred_element_type=jnp.float32
         )
         logits += _by_offset(offsets)
+    if bias is not None:
+        logits += bias[None]
     return jax.nn.softmax(_mask(logits, _valid_keys(lengths, key.shape[2])))
 
 

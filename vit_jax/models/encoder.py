@@ -1,9 +1,10 @@
 """The encoder of the Vision Transformer: positions, blocks, and the final LayerNorm.
 
 Parameters are named as vit.py says. Letters: B images, P prefix tokens, N tokens, H heads,
-K head width, D model width, R offsets, V visible patches.
+K head width, D model width, R offsets, V visible patches, Y by X patches.
 """
 
+import math
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from vit_jax.models import stacking
+from vit_jax.models import rotary, stacking
+from vit_jax.models.attention import Positions
 from vit_jax.models.layers import (
     LayerNorm,
     LayerScale,
@@ -20,16 +22,17 @@ from vit_jax.models.layers import (
     MultiHeadAttention,
     drop_path,
 )
-from vit_jax.models.posemb import AddPositions
+from vit_jax.models.posemb import AddPositions, bias_of_grid
 
 
 class Block(nn.Module):
-    """Pre-LayerNorm encoder block: attention, then MLP, each with a residual.
+    """Encoder block: attention, then MLP, each with a LayerNorm and a residual.
 
     Attributes:
       num_heads, hidden, dropout, activation, dtype, attention_impl, flatten: see
         MultiHeadAttention and Mlp.
-      layer_scale_init: see vit.VisionTransformer.
+      layer_scale_init, post_norm, qk_norm, attention_out_norm, mlp_norm: see
+        vit.VisionTransformer.
       layer_norm_eps: epsilon of the LayerNorms.
     """
 
@@ -41,6 +44,10 @@ class Block(nn.Module):
     activation: str = "gelu_tanh"
     layer_scale_init: float = 0.0
     layer_norm_eps: float = 1e-6
+    post_norm: bool = False
+    qk_norm: bool = False
+    attention_out_norm: bool = False
+    mlp_norm: bool = False
     dtype: str = "float32"
     attention_impl: str = "einsum"
     flatten: bool = True
@@ -49,7 +56,7 @@ class Block(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B N D"],
-        relative: Float[Array, "H R K"] | None = None,
+        positions: Positions | None = None,
         rate: Float[Array, ""] | float | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B N D"]:
@@ -57,7 +64,7 @@ class Block(nn.Module):
 
         Args:
           x: tokens.
-          relative: see attention.attend.
+          positions: that the attention knows.
           rate: of stochastic depth in both branches, see layers.drop_path, or None.
           key: for dropout and stochastic depth, which are active if it is given.
         """
@@ -66,22 +73,29 @@ class Block(nn.Module):
         def norm(name, x):
             return LayerNorm(self.layer_norm_eps, self.dtype, name=name)(x)
 
-        def add(x, branch, key, scale):
+        def before(name, x):
+            return x if self.post_norm else norm(name, x)
+
+        def add(x, branch, key, name, scale):
+            branch = norm(name, branch) if self.post_norm else branch
             if self.layer_scale_init:
                 branch = LayerScale(self.layer_scale_init, name=scale)(branch)
             x = x + (branch if rate is None else drop_path(branch, rate, key))
             return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
 
-        y = norm("LayerNorm_0", x)
+        y = before("LayerNorm_0", x)
         y = MultiHeadAttention(
             self.num_heads,
             self.dtype,
             self.attention_impl,
             self.flatten,
+            self.qk_norm,
+            self.attention_out_norm,
+            self.layer_norm_eps,
             name="MultiHeadDotProductAttention_1",
-        )(y, y, relative)
+        )(y, y, positions)
         y = nn.Dropout(self.dropout, deterministic=key is None)(y, rng=keys[0])
-        x = add(x, y, keys[1], "LayerScale_1")
+        x = add(x, y, keys[1], "LayerNorm_0", "LayerScale_1")
 
         mlp = Mlp(
             self.hidden,
@@ -89,31 +103,32 @@ class Block(nn.Module):
             self.activation,
             self.dtype,
             self.flatten,
+            self.layer_norm_eps if self.mlp_norm else 0.0,
             name="MlpBlock_3",
         )
-        y = mlp(norm("LayerNorm_2", x), keys[2])
-        return add(x, y, keys[3], "LayerScale_3")
+        y = mlp(before("LayerNorm_2", x), keys[2])
+        return add(x, y, keys[3], "LayerNorm_2", "LayerScale_3")
 
 
 class BlockInputs(NamedTuple):
     """Inputs of a block besides its tokens.
 
     Attributes:
-      position: position embeddings added to the tokens first, or None.
-      relative, rate, key: see Block.
+      added: position embeddings added to the tokens first, or None.
+      positions, rate, key: see Block.
     """
 
-    position: Float[Array, "1 N D"] | None
-    relative: Float[Array, "H R K"] | None
+    added: Float[Array, "1 N D"] | None
+    positions: Positions
     rate: float | None
     key: Key[Array, ""] | None
 
 
 def _run_block(block: Block, x: Float[Array, "B N D"], layer: BlockInputs):
     """Applies a block; has the signature of a scan body."""
-    if layer.position is not None:
-        x = x + layer.position
-    return block(x, layer.relative, layer.rate, layer.key), None
+    if layer.added is not None:
+        x = x + layer.added
+    return block(x, layer.positions, layer.rate, layer.key), None
 
 
 class Encoder(nn.Module):
@@ -144,6 +159,11 @@ class Encoder(nn.Module):
     remat_policy: str
     num_register_tokens: int = 0
     drop_path_schedule: str = "linear"
+    pre_norm: bool = False
+    relative_bias: str = "none"
+    rope: str = "none"
+    rope_temperature: float = 100.0
+    rope_reference: int = 0
 
     @nn.compact
     def __call__(
@@ -166,6 +186,7 @@ class Encoder(nn.Module):
             P = self.num_prefix_tokens
             patches = jnp.take_along_axis(x[:, P:], visible[..., None], axis=1)
             x = jnp.concatenate([x[:, :P], patches], axis=1)
+            layers = [self._only(layer, visible) for layer in layers]
         if self.scan and not self.is_initializing():
             x = self._scan(x, layers)
         else:
@@ -184,9 +205,11 @@ class Encoder(nn.Module):
         key, *keys = keys
         layers = self._layers(x, keys)
         # Positions are added before the first dropout.
-        x = x if layers[0].position is None else x + layers[0].position
-        layers[0] = layers[0]._replace(position=None)
+        x = x if layers[0].added is None else x + layers[0].added
+        layers[0] = layers[0]._replace(added=None)
         x = nn.Dropout(self.dropout, deterministic=not random)(x, rng=key)
+        if self.pre_norm:
+            x = LayerNorm(self.layer_norm_eps, self.dtype, name="pre_norm")(x)
         return nn.with_logical_constraint(x, ("batch", "tokens", "embed")), layers
 
     def _end(self, x):
@@ -196,9 +219,9 @@ class Encoder(nn.Module):
 
     def _scan(self, x, layers):
         """Runs all blocks as a scan over stacked parameters."""
-        if layers[-1].position is not None:
-            zero = jnp.zeros_like(layers[-1].position)
-            layers = [layers[0]._replace(position=zero), *layers[1:]]
+        if layers[-1].added is not None:
+            zero = jnp.zeros_like(layers[-1].added)
+            layers = [layers[0]._replace(added=zero), *layers[1:]]
         run = nn.scan(
             stacking.wrap_remat(_run_block, self.remat_policy, in_scan=True),
             variable_axes={"params": 0},
@@ -231,14 +254,67 @@ class Encoder(nn.Module):
         elif self.drop_path_rate:
             last = max(1, self.depth - 1)
             rates = [self.drop_path_rate * i / last for i in range(self.depth)]
+        angles = self._angles(x)
         return [
-            BlockInputs(position, self._relative(x, i), rates[i], key)
-            for i, (position, key) in enumerate(
-                zip(self._positions(x), keys, strict=True)
+            BlockInputs(
+                added,
+                Positions(self._relative(x, i), self._bias(x, i), angles[i]),
+                rates[i],
+                key,
             )
+            for i, (added, key) in enumerate(zip(self._added(x), keys, strict=True))
         ]
 
-    def _positions(self, x) -> list:
+    def _only(self, layer: BlockInputs, visible) -> BlockInputs:
+        """Returns the inputs of a block for the patches that are visible."""
+        angles = layer.positions.angles
+        if angles is None:
+            return layer
+        P = self.num_prefix_tokens
+        patches = jnp.take_along_axis(
+            angles[None, :, P:], visible[:, None, :, None], axis=2
+        )
+        prefix = jnp.broadcast_to(
+            angles[None, :, :P], (*patches.shape[:2], P, patches.shape[3])
+        )
+        angles = jnp.concatenate([prefix, patches], axis=2)
+        return layer._replace(positions=layer.positions._replace(angles=angles))
+
+    def _angles(self, x) -> list:
+        """Returns the angles that the queries and keys of each block are turned by."""
+        if self.rope == "none":
+            return [None] * self.depth
+        K = x.shape[-1] // self.num_heads
+        if self.rope == "mixed":
+            shape = (self.depth, 2, self.num_heads, K // 2)
+
+            def init(key, shape):
+                turns = jax.random.uniform(key, (shape[0], shape[2]))
+                return rotary.initial_frequencies(turns, K, self.rope_temperature)
+
+            layers = self.param("rope_frequencies", init, shape)
+            found = [rotary.mixed_angles(one, self.grid) for one in layers]
+        else:
+            numbers = K, self.rope_temperature, self.rope_reference
+            found = [rotary.angles(self.rope, self.grid, *numbers)] * self.depth
+        pad = ((0, 0), (self.num_prefix_tokens, 0), (0, 0))
+        return [jnp.pad(one, pad) for one in found]
+
+    def _bias(self, x, layer: int):
+        """Returns what is added to the logits of a layer, if anything is."""
+        if self.relative_bias == "none":
+            return None
+        name, (Y, X) = "relative_bias", self.grid
+        if self.relative_bias == "every":
+            name = f"{name}_{layer}"
+        if layer and self.relative_bias == "shared":
+            table = self.get_variable("params", name)
+        else:
+            shape = (math.prod((2 * Y - 1, 2 * X - 1)) + 3, self.num_heads)
+            table = self.param(name, nn.initializers.zeros, shape, jnp.float32)
+        return bias_of_grid(jnp.asarray(table), self.grid, self.num_prefix_tokens)
+
+    def _added(self, x) -> list:
         """Returns the position embeddings added before each block, or None."""
         if self.posemb in ("none", "relative"):
             return [None] * self.depth

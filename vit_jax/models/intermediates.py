@@ -182,7 +182,7 @@ class _BeginEncoder(Encoder):
     @nn.compact
     def __call__(self, x):
         x, layers = self._begin(x, False)
-        return x, [(layer.position, layer.relative) for layer in layers]
+        return x, [(layer.added, layer.positions) for layer in layers]
 
 
 class _EndEncoder(Encoder):
@@ -219,7 +219,7 @@ def _convert(kind: type[nn.Module], module: nn.Module) -> nn.Module:
 
 @functools.partial(jax.jit, static_argnums=0)
 def embed_images(module, params, images):
-    """Returns the first block's tokens, and positions and relative keys per block."""
+    """Returns the first block's tokens, and what each block knows of their places."""
     return _convert(_Embedding, module).apply({"params": params}, images)
 
 
@@ -231,12 +231,12 @@ def run_block(module, params, x, given):
 
 def _attend(block: Block, params, x, given, added=None):
     """Runs a block, with a perturbation added to its attention weights."""
-    position, relative = given
-    x = x if position is None else x + position
+    added_first, positions = given
+    x = x if added_first is None else x + added_first
     variables = {"params": params}
     if added is not None:
         variables[PERTURBATIONS] = {_ATTENTION: {"weights": added}}
-    x, kept = block.apply(variables, x, relative, mutable=[INTERMEDIATES])
+    x, kept = block.apply(variables, x, positions, mutable=[INTERMEDIATES])
     return kept[INTERMEDIATES][_ATTENTION]["weights"][0], x
 
 

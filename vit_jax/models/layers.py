@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from vit_jax.models import attention
+from vit_jax.models import attention, rotary
 
 # Variable collections of attention weights, and of perturbations added to them.
 INTERMEDIATES, PERTURBATIONS = "intermediates", "perturbations"
@@ -110,7 +110,11 @@ class LayerNorm(nn.Module):
         return layer_norm(x.astype(self.dtype), scale, bias, self.epsilon)
 
 
-ACTIVATIONS = {"gelu_tanh": lambda x: nn.gelu(x), "gelu": gelu_erf}
+ACTIVATIONS = {
+    "gelu_tanh": lambda x: nn.gelu(x),
+    "gelu": gelu_erf,
+    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
+}
 
 
 def drop_path(
@@ -170,29 +174,40 @@ class MultiHeadAttention(nn.Module):
       dtype: of the computation.
       attention_impl: one of attention.IMPLEMENTATIONS.
       flatten: see flatten_tokens.
+      qk_norm: whether queries and keys are normalised, head by head (arXiv:2302.05442).
+      out_norm: whether the heads' results are, together, before the last product
+        (arXiv:2210.06423).
+      layer_norm_eps: epsilon of these LayerNorms.
     """
 
     num_heads: int
     dtype: str = "float32"
     attention_impl: str = "einsum"
     flatten: bool = True
+    qk_norm: bool = False
+    out_norm: bool = False
+    layer_norm_eps: float = 1e-6
 
     @nn.compact
     def __call__(
         self,
         x: Float[Array, "B N D"],
         context: Float[Array, "B M D"],
-        relative: Float[Array, "H R K"] | None = None,
+        positions: attention.Positions | None = None,
     ) -> Float[Array, "B N D"]:
         """Attends from every token of `x` to every token of `context`.
 
         Args:
           x: query tokens.
           context: key and value tokens; `x` itself for self-attention.
-          relative: see attention.attend.
+          positions: of the tokens, for self-attention.
         """
         D = x.shape[-1]
         split = self.num_heads, D // self.num_heads
+        relative, bias, angles = positions or attention.Positions()
+
+        def norm(name, x):
+            return LayerNorm(self.layer_norm_eps, self.dtype, name=name)(x)
 
         def project(name, tokens):
             B, N, _ = tokens.shape
@@ -204,17 +219,26 @@ class MultiHeadAttention(nn.Module):
 
         q = project("query", x)
         k, v = project("key", context), project("value", context)
+        if self.qk_norm:
+            q, k = norm("LayerNorm_query", q), norm("LayerNorm_key", k)
+        if angles is not None:
+            q, k = rotary.rotate(q, angles), rotary.rotate(k, angles)
         if self.is_mutable_collection(INTERMEDIATES):
             # Attention is inspected (see intermediates.py): keep the weights, and
             # differentiate with respect to a perturbation of them.
             weights = self.perturb(
-                "weights", attention.weights(q, k, relative), PERTURBATIONS
+                "weights",
+                attention.weights(q, k, relative, bias=bias),
+                PERTURBATIONS,
             )
             self.sow(INTERMEDIATES, "weights", weights)
             y = jnp.einsum("bhnm,bhmk->bhnk", weights.astype(v.dtype), v)
         else:
-            y = attention.attend(q, k, v, relative, implementation=self.attention_impl)
+            y = attention.attend(
+                q, k, v, relative, implementation=self.attention_impl, bias=bias
+            )
         y = jnp.swapaxes(y, 1, 2).reshape(x.shape)
+        y = norm("LayerNorm_out", y) if self.out_norm else y
         y = flatten_tokens(y) if self.flatten else y
         y = MergedDense(split, (D,), self.dtype, name="out")(y)
         return y.reshape(x.shape)
@@ -258,6 +282,7 @@ class Mlp(nn.Module):
       activation: a key of ACTIVATIONS, or "swiglu".
       dtype: of the computation.
       flatten: see flatten_tokens.
+      norm_eps: epsilon of a LayerNorm of the hidden units (arXiv:2210.06423); 0 is none.
     """
 
     hidden: int
@@ -265,6 +290,7 @@ class Mlp(nn.Module):
     activation: str = "gelu_tanh"
     dtype: str = "float32"
     flatten: bool = True
+    norm_eps: float = 0.0
 
     @nn.compact
     def __call__(
@@ -296,7 +322,10 @@ class Mlp(nn.Module):
             x = nn.silu(to_hidden(x, "gate")) * to_hidden(x, "Dense_0")
         else:
             x = ACTIVATIONS[self.activation](to_hidden(x, "Dense_0"))
-        x = dense(D, "Dense_1")(dropout(x, first))
+        x = dropout(x, first)
+        if self.norm_eps:
+            x = LayerNorm(self.norm_eps, self.dtype, name="LayerNorm_hidden")(x)
+        x = dense(D, "Dense_1")(x)
         x = dropout(x, second)
         return x.reshape(shape)
 

@@ -242,6 +242,81 @@ def resize_table(
     return (matrix @ embedding).astype(embedding.dtype)
 
 
+def bias_of_grid(
+    table: Float[Array, "R H"], grid: tuple[int, int], num_prefix_tokens: int
+) -> Float[Array, "H N N"]:
+    """Returns the bias of attention from each token to each (arXiv:2106.08254).
+
+    Args:
+      table: rows of the offsets from (1 - Y, 1 - X) on, row by row; then those from a
+        prefix token to any, from a patch to a prefix token, and between prefix tokens.
+      grid: Y and X.
+      num_prefix_tokens: P.
+    """
+    Y, X = grid
+    y, x = np.indices(grid).reshape(2, -1)
+    down = y[:, None] - y + Y - 1
+    across = x[:, None] - x + X - 1
+    places = down * (2 * X - 1) + across
+    last, P = len(table) - 3, num_prefix_tokens
+    places = np.pad(places, ((P, 0), (P, 0)))
+    places[:P], places[P:, :P], places[:P, :P] = last, last + 1, last + 2
+    return jnp.moveaxis(table[places], -1, 0)
+
+
+def resize_bias_table(
+    table: Float[np.ndarray, "R H"] | Float[Array, "R H"],
+    old: tuple[int, int],
+    new: tuple[int, int],
+    method: str,
+) -> Float[np.ndarray, "S H"] | Float[Array, "S H"]:
+    """Returns a table of attention biases by offset for windows of another size.
+
+    Args:
+      table: of offsets from -(size - 1) to size - 1 on both axes, rows first.
+      old, new: sizes of the windows, in patches.
+      method: "geometric", else bicubic.
+    """
+    resize = _geometric if method == "geometric" else bicubic_plain
+    down, across = (resize(2 * o - 1, 2 * n - 1) for o, n in zip(old, new, strict=True))
+    grid = table.reshape(2 * old[0] - 1, 2 * old[1] - 1, -1)
+    return resample(grid, down, across).reshape(-1, table.shape[-1])
+
+
+def _geometric(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of a linear resize between offsets that grow by a factor.
+
+    The outermost offset comes to lie on the new one, if a factor up to 1.5 allows it
+    (BEiT's fine-tuning, arXiv:2106.08254, as in timm).
+    """
+    count, low, high = old // 2, 1.01, 1.5
+    while high - low > 1e-6:
+        factor = (low + high) / 2
+        too_far = (factor**count - 1) / (factor - 1) > new // 2
+        low, high = (low, factor) if too_far else (factor, high)
+    positive = np.cumsum(factor ** np.arange(count))
+    places = np.concatenate([-positive[::-1], [0], positive])
+    wanted = np.arange(new) - new // 2
+    return np.stack([np.interp(wanted, places, row) for row in np.eye(old)], axis=1)
+
+
+def resize_bias(
+    table: Float[np.ndarray, "R H"] | Float[Array, "R H"],
+    old_grid: tuple[int, int],
+    grid: tuple[int, int],
+) -> Float[np.ndarray, "S H"] | Float[Array, "S H"]:
+    """Returns the table of `bias_of_grid` for another grid.
+
+    Source: timm, which places the offsets of the old grid at distances that grow
+    geometrically, so that the near ones stay as they are.
+    """
+    if old_grid == grid:
+        return table
+    concatenate = np.concatenate if isinstance(table, np.ndarray) else jnp.concatenate
+    offsets = resize_bias_table(table[:-3], old_grid, grid, "geometric")
+    return concatenate([offsets, table[-3:]])
+
+
 def resize_in_params(
     params: Mapping,
     old_grid: tuple[int, int],
@@ -258,6 +333,8 @@ def resize_in_params(
     """
     encoder = dict(params[stacking.ENCODER])
     for name, tables in encoder.items():
+        if name.startswith("relative_bias"):
+            encoder[name] = resize_bias(tables, old_grid, grid)
         if not name.startswith("posembed_"):
             continue
         encoder[name] = found = dict(tables)

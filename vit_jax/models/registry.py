@@ -19,6 +19,7 @@ from vit_jax.models import (
     network,
     posemb,
     resnet,
+    rotary,
     stacking,
     variants,
     vit,
@@ -414,9 +415,18 @@ def _placed(
         dtype=module.dtype,
         tokens=tokens,
         head_width=module.width // module.num_heads,
-        relative=module.posemb == "relative",
+        relative=_relative(module),
     )
     return module.clone(attention_impl=implementation, flatten=platform == "cpu")
+
+
+def _relative(module: vit.VisionTransformer) -> str:
+    """Returns the option that adds to the logits of attention, "" if none does."""
+    if module.posemb == "relative":
+        return "model.posemb='relative'"
+    if module.relative_bias != "none":
+        return f"model.relative_bias={module.relative_bias!r}"
+    return ""
 
 
 def _numbers(parsed: variants.Variant, options: dict) -> dict:
@@ -458,6 +468,8 @@ def _check_encoder(module: vit.VisionTransformer) -> None:
         ("posemb_placement", vit.POSITION_PLACES),
         ("posemb_resize", posemb.RESIZE_METHODS),
         ("remat_policy", stacking.REMAT_POLICIES),
+        ("relative_bias", vit.BIAS_PLACES),
+        ("rope", rotary.KINDS),
     ):
         if getattr(module, name) not in known:
             raise UserError(
@@ -473,6 +485,16 @@ def _check_encoder(module: vit.VisionTransformer) -> None:
         raise UserError(
             f"model width {module.width} is not a multiple of 4, as "
             f"posemb={module.posemb} needs: change model.width or model.posemb"
+        )
+    if module.fc_norm and not module.final_norm:
+        raise UserError(
+            "model.fc_norm=True is where the final norm is, and model.final_norm=False "
+            "says that there is none: set one of them to the other value"
+        )
+    if module.rope != "none" and module.width // module.num_heads % 4:
+        raise UserError(
+            f"heads of {module.width // module.num_heads} features are not a multiple of "
+            f"4, as rope={module.rope} needs: change model.num_heads or model.rope"
         )
     if module.posemb == "relative" and module.posemb_placement == "stem":
         raise UserError(

@@ -50,7 +50,6 @@ _BIAS_UNITS, _BIAS_RANGE = (
 _init = nn.initializers.truncated_normal(0.02)
 
 Grid = tuple[int, int]
-_Table = Float[np.ndarray, "_ H"] | Float[Array, "_ H"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +197,7 @@ class SwinConfig(NetworkConfig):
             stage = resized[f"stage_{i}"] = dict(params[f"stage_{i}"])
             for name in [name for name in stage if name.startswith("block_")]:
                 table = stage[name]["attn"]["bias_table"]
-                table = resize_table(table, old, new, self.bias_resize)
+                table = posemb.resize_bias_table(table, old, new, self.bias_resize)
                 attn = {**stage[name]["attn"], "bias_table": table}
                 stage[name] = {**stage[name], "attn": attn}
         return resized
@@ -572,37 +571,6 @@ def log_coordinates(size: Grid, pretrained: Grid) -> Float[np.ndarray, "R 2"]:
     offsets = np.stack(np.meshgrid(down, across, indexing="ij"), -1).reshape(-1, 2) * 8
     logarithms = np.log2(np.abs(offsets) + 1) / np.float32(math.log2(8))
     return np.sign(offsets) * logarithms
-
-
-def resize_table(table: _Table, old: Grid, new: Grid, method: str) -> _Table:
-    """Returns V1's bias table for windows of another size.
-
-    Args:
-      table: of offsets from -(size - 1) to size - 1 on both axes, rows first.
-      old, new: sizes of the windows, in patches.
-      method: one of BIAS_RESIZES.
-    """
-    resize = _geometric if method == "geometric" else posemb.bicubic_plain
-    down, across = (resize(2 * o - 1, 2 * n - 1) for o, n in zip(old, new, strict=True))
-    grid = table.reshape(2 * old[0] - 1, 2 * old[1] - 1, -1)
-    return posemb.resample(grid, down, across).reshape(-1, table.shape[-1])
-
-
-def _geometric(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of a linear resize between offsets that grow by a factor.
-
-    The outermost offset comes to lie on the new one, if a factor up to 1.5 allows it
-    (BEiT's fine-tuning, arXiv:2106.08254, as in timm).
-    """
-    count, low, high = old // 2, 1.01, 1.5
-    while high - low > 1e-6:
-        factor = (low + high) / 2
-        too_far = (factor**count - 1) / (factor - 1) > new // 2
-        low, high = (low, factor) if too_far else (factor, high)
-    positive = np.cumsum(factor ** np.arange(count))
-    places = np.concatenate([-positive[::-1], [0], positive])
-    wanted = np.arange(new) - new // 2
-    return np.stack([np.interp(wanted, places, row) for row in np.eye(old)], axis=1)
 
 
 def _each(dense: nn.Dense, x: Float[Array, "*T M"]) -> Float[Array, "*T F"]:

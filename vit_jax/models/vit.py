@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.models import attention as attending
-from vit_jax.models import resnet, stacking
+from vit_jax.models import resnet, rotary, stacking
 from vit_jax.models.encoder import Block, Encoder
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, MapHead, classify
 from vit_jax.models.posemb import RESIZE_METHODS
@@ -28,6 +28,7 @@ POSITION_KINDS = (
     *("relative", "none"),
 )
 POSITION_PLACES = ("stem", "every", "shared")
+BIAS_PLACES = ("none", "every", "shared")
 MLP_ACTIVATIONS = (*ACTIVATIONS, "swiglu")
 
 
@@ -129,8 +130,8 @@ class ViTConfig(ModelConfig):
     )
     activation: str = key(
         "gelu_tanh",
-        'Of the MLP: "gelu_tanh" (Google\'s), "gelu" (exact: timm, Hugging Face) or '
-        '"swiglu" (gated: DINOv2\'s g/14).',
+        'Of the MLP: "gelu_tanh" (Google\'s), "gelu" (exact: timm, Hugging Face), '
+        '"quick_gelu" (CLIP) or "swiglu" (gated: DINOv2\'s g/14).',
         choices=MLP_ACTIVATIONS,
         formerly="model.gelu",
     )
@@ -139,6 +140,36 @@ class ViTConfig(ModelConfig):
         "Initial LayerScale, the learnt factors behind attention and MLP "
         "(arXiv:2103.17239); 0: there are none.",
     )
+    relative_bias: str = key(
+        "none",
+        'Learnt biases of attention by offset of two patches (BEiT): in "every" layer '
+        'its own, or in each the same ("shared").',
+        choices=BIAS_PLACES,
+    )
+    rope: str = key(
+        "none",
+        'Rotary position embeddings: "axial" (EVA-02), "centered" (DINOv3) or "mixed" '
+        "(learnt directions, arXiv:2403.13298).",
+        choices=rotary.KINDS,
+    )
+    rope_temperature: float = key(
+        100.0, "Longest wave length by the shortest; EVA-02 has 10,000."
+    )
+    rope_reference: int = key(
+        0,
+        "Side in patches that a grid of another size is stretched to; 0: none.",
+        below=10_000,
+    )
+    pre_norm: bool = key(False, "A LayerNorm before the first block, as CLIP.")
+    post_norm: bool = key(
+        False, "LayerNorms behind the branches, not before them, as Swin V2."
+    )
+    qk_norm: bool = key(False, "LayerNorms of queries and keys (arXiv:2302.05442).")
+    attention_out_norm: bool = key(
+        False, "A LayerNorm of the heads' results, as EVA-02-CLIP (arXiv:2210.06423)."
+    )
+    mlp_norm: bool = key(False, "A LayerNorm of the MLP's hidden units, as EVA-02.")
+    final_norm: bool = key(True, "The LayerNorm after the last block.")
     layer_norm_eps: float = key(
         1e-6, "Epsilon of the LayerNorms.", formerly="model.epsilon"
     )
@@ -210,6 +241,15 @@ class VisionTransformer(nn.Module):
       head_bias_init: initial bias of the classifier.
       activation: one of MLP_ACTIVATIONS.
       layer_scale_init: of layers.LayerScale behind attention and MLP; 0 for none.
+      relative_bias: whether there is a bias for each offset of two patches, and for the
+        prefix tokens (arXiv:2106.08254): one of BIAS_PLACES.
+      rope, rope_temperature, rope_reference: rotary position embeddings, see rotary.angles.
+      pre_norm: whether there is a LayerNorm before the first block (arXiv:2103.00020).
+      post_norm: whether LayerNorms are behind the branches of the blocks (arXiv:2111.09883).
+      qk_norm, attention_out_norm: see layers.MultiHeadAttention.
+      mlp_norm: whether the hidden units of the MLPs are normalised (arXiv:2303.11331).
+      final_norm: whether there is a LayerNorm after the last block or, with fc_norm, after
+        the pooling.
       layer_norm_eps: epsilon of the LayerNorms.
       dtype: of the computation; parameters and logits are float32.
       scan: whether the blocks run as one scan over stacked parameters, see stacking.
@@ -241,6 +281,16 @@ class VisionTransformer(nn.Module):
     head_bias_init: float = 0.0
     activation: str = "gelu_tanh"
     layer_scale_init: float = 0.0
+    relative_bias: str = "none"
+    rope: str = "none"
+    rope_temperature: float = 100.0
+    rope_reference: int = 0
+    pre_norm: bool = False
+    post_norm: bool = False
+    qk_norm: bool = False
+    attention_out_norm: bool = False
+    mlp_norm: bool = False
+    final_norm: bool = True
     layer_norm_eps: float = 1e-6
     dtype: str = "float32"
     scan: bool = False
@@ -327,7 +377,7 @@ class VisionTransformer(nn.Module):
             grid=grid,
             num_prefix_tokens=self.num_prefix_tokens,
             num_register_tokens=self.num_register_tokens,
-            final_norm=not self.fc_norm,
+            final_norm=self.final_norm and not self.fc_norm,
             depth=self.depth,
             num_heads=self.num_heads,
             posemb=self.posemb,
@@ -335,6 +385,11 @@ class VisionTransformer(nn.Module):
             dropout=self.dropout,
             drop_path_rate=self.drop_path_rate,
             drop_path_schedule=self.drop_path_schedule,
+            pre_norm=self.pre_norm,
+            relative_bias=self.relative_bias,
+            rope=self.rope,
+            rope_temperature=self.rope_temperature,
+            rope_reference=self.rope_reference,
             layer_norm_eps=self.layer_norm_eps,
             dtype=self.dtype,
             scan=self.scan,
@@ -389,6 +444,10 @@ def block_of(module: VisionTransformer) -> functools.partial:
         activation=module.activation,
         layer_scale_init=module.layer_scale_init,
         layer_norm_eps=module.layer_norm_eps,
+        post_norm=module.post_norm,
+        qk_norm=module.qk_norm,
+        attention_out_norm=module.attention_out_norm,
+        mlp_norm=module.mlp_norm,
         dtype=module.dtype,
         attention_impl=module.attention_impl,
         flatten=module.flatten,

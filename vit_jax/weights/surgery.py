@@ -32,6 +32,7 @@ _CLASSIFIERS = ("head", "head_dist")
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
 _TOKENS = ("cls", "dist")  # In the order of their rows.
 _TABLES = ("/row_embedding", "/column_embedding")
+_BIASES = "Transformer/relative_bias"  # By offset of two patches.
 # A block's LayerScale, and the layer in front of it.
 _SCALES = {
     "LayerScale_1/gamma": "MultiHeadDotProductAttention_1/out",
@@ -202,6 +203,11 @@ def _fit_positions(
                 given[name] = _fit_tokens(before, has, needs)
                 action = f"rows of {_names(has)} made rows of {_names(needs)}"
                 rows.append(FitRow(label, action, before.shape, given[name].shape))
+        elif name.startswith(_BIASES) and old.shape != shape:
+            rows_of_square = math.isqrt(len(old) - 3) // 2 + 1
+            cells = old_grid or (rows_of_square, rows_of_square)
+            given[name] = posemb.resize_bias(old, cells, grid)
+            rows.append(FitRow(name, "resized, geometric", old.shape, shape))
         elif name.endswith(_TABLES) and old.shape != shape:
             given[name] = posemb.resize_table(old, shape[0], method=method)
             rows.append(FitRow(name, f"resized{how}", old.shape, shape))
@@ -441,6 +447,80 @@ def note_resize(options: Mapping, library: str) -> list[str]:
         "otherwise than the network was trained, and features differ there"
     )
     return [note]
+
+
+# Options that few networks of other libraries have, and the value that all have.
+_PLAIN = {
+    "stem_width": 0,
+    "distillation": False,
+    "num_register_tokens": 0,
+    "representation_layer": False,
+    "relative_bias": "none",
+    "rope": "none",
+    "pre_norm": False,
+    "post_norm": False,
+    "qk_norm": False,
+    "attention_out_norm": False,
+    "mlp_norm": False,
+    "final_norm": True,
+}
+
+
+def check_network(
+    options: Mapping,
+    network: str,
+    has: Mapping[str, Collection],
+    *,
+    to: str = "--to=timm or --to=safetensors",
+) -> None:
+    """Raises UserError unless a Vision Transformer is one of another library's.
+
+    Args:
+      options: all options of `models.Model`.
+      network: the other library's.
+      has: by option, the values that it can have; of those that are not named few can have
+        another than the plain one.
+      to: what can write any.
+    """
+    plain = {name: (value,) for name, value in _PLAIN.items()}
+    for name, values in (plain | dict(has)).items():
+        value = options.get(name, _PLAIN.get(name))
+        if "depth" not in options or value not in values:
+            name = name if "depth" in options else "variant"
+            raise UserError(
+                f"{name}={options.get(name)!r}: {network} has no such network: write "
+                f"it with {to}"
+            )
+
+
+def fold_patch_bias(
+    flat: dict[str, np.ndarray], options: Mapping, *, num_prefix_tokens: int
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Adds the bias of the patch embedding to the positions, and makes it zeros.
+
+    Args:
+      flat: our arrays by name.
+      options: all options of `models.Model`.
+      num_prefix_tokens: rows of positions before those of the patches.
+
+    Returns:
+      The arrays, and a note if there was a bias.
+
+    Raises:
+      UserError: there are no learned positions to add it to.
+    """
+    bias = flat["embedding/bias"]
+    if not np.any(bias):
+        return flat, []
+    if options["posemb"] != "learned":
+        raise UserError(
+            "pre_norm=True: the other library's patches have no bias then, and there are "
+            "no learned positions to add it to: write it with --to=safetensors"
+        )
+    positions = np.array(flat[POSITIONS])
+    positions[:, num_prefix_tokens:] += np.reshape(bias, (1, 1, -1))
+    zeros = {"embedding/bias": np.zeros_like(bias), POSITIONS: positions}
+    return flat | zeros, ["bias of the patches: added to their position embeddings"]
 
 
 def norm_every_token(

@@ -25,7 +25,7 @@ STUDIES = sorted(
     path for path in (ROOT / "configs/study").glob("[!_]*.py") if path.stem != "common"
 )
 DIGITS = str(ROOT / "configs/study/digits.py")
-WORDS = [f"--config={DIGITS}:quick", "--models=vit", "--images=300"]
+WORDS = [f"--config={DIGITS}:quick", "--models=vit", "--train_sizes=300"]
 # Images of train.
 SIZES = {"cifar10": 50_000, "digits": 1_442}
 
@@ -133,7 +133,7 @@ def test_a_plan_goes_through_all_models_of_a_size_before_the_next():
             {"models": ("vlt",)},
             "--models=vlt: the study has vit, hybrid, resnet",
         ),
-        (DIGITS, {"images": (7,)}, "--images=7: the study has 300, 1200"),
+        (DIGITS, {"images": (7,)}, "--train_sizes=7: the study has 300, 1200"),
         (
             DIGITS,
             {"overrides": {"data.split": "train"}},
@@ -254,8 +254,9 @@ def test_a_report_of_a_real_study_and_its_runs(done, tmp_path):
     (row,) = (row for row in compute.blocks[0].rows if row[0] == "pretrain")
     assert row[1:5] == ("Ti/2", "digits", "4", "256")
     assert float(row[5]) == pytest.approx(report["points"][0]["exaflops"], rel=0.01)
-    (tuned,) = (r for r in parts[1].blocks[0].rows if r[0] == "finetune")
-    assert tuned[2:4] == ("digits", "digits")
+    (all_,) = (part for part in parts if part.title == "All accuracies")
+    (tuned,) = (row for row in all_.blocks[0].rows if row[0] == "finetune")
+    assert (tuned[1], tuned[4]) == ("digits", "digits")
 
 
 @pytest.mark.slow

@@ -80,8 +80,14 @@ WEIGHTS = [
 @pytest.mark.parametrize("to", sorted(WEIGHTS))
 def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
     out = tmp_path / f"a{registry.WRITERS[to].suffix}"
-    bare = to.removeprefix("hf_") in ("mae", "dinov2")
+    bare = to.removeprefix("hf_") in ("mae", "dinov2", "dinov3")
     plain = {"num_classes": 0, "activation": "gelu", "mlp_dim": 24} if bare else {}
+    plain |= {
+        "hf_clip": {"pre_norm": True, "num_classes": 0},
+        "hf_dinov3": {"rope": "centered", "posemb": "none"},
+        "hf_beit": {"relative_bias": "every"},
+        "hf_ijepa": {"pool": "gap"},
+    }.get(to, {})
     given = checkpoint(encoder(**plain))
     if to == "microsoft":
         given = weights.open_pretrained(GOLDEN / "swin_v1.safetensors")

@@ -222,8 +222,8 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     ("change", "message"),
     [
         (
-            lambda a, c: c.update(hidden_act="quick_gelu"),
-            "hidden_act='quick_gelu' in config.json is not one of gelu, ",
+            lambda a, c: c.update(hidden_act="silu"),
+            "hidden_act='silu' in config.json is not one of gelu, ",
         ),
         (
             lambda a, c: c.update(num_attention_heads=5),

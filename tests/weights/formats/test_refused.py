@@ -19,11 +19,10 @@ from vit_jax.weights.formats import hugging_face, timm
 BLOCK = "blocks.0"
 LAYER = "vit.encoder.layer.0"
 ARCHITECTURES = {
-    "vit_base_patch16_rope_224": r"rotary position embeddings are not supported",
-    "vit_base_patch16_rope_ape_224": r"rotary position embeddings are not supported",
-    "vit_base_patch16_rpn_224": r"post-norm \(LayerNorms behind .* is not supported",
-    "vit_base_patch32_clip_quickgelu_224": "QuickGELU is not supported",
-    "vit_base_patch16_clip_224": r"pre-norm \(norm_pre\) is not supported",
+    "vit_pe_core_tiny_patch16_384": "rotary position embeddings from 1 on are not",
+    "vit_base_patch16_sapiens2": "key heads that several query heads share are not",
+    "vit_relpos_base_patch16_rpn_224": "post-norm beside relative position biases is",
+    "vit_so150m_patch16_reg4_map_256": "register tokens of such a network are not",
     "vit_of_tomorrow_patch16_224": "not an architecture of timm that is known to",
 }
 
@@ -86,31 +85,40 @@ def test_what_no_parameter_tells_is_told_from_the_architecture(refusal, architec
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (adds("norm_pre.weight", 12), "pre-norm (norm_pre) is not supported"),
         (
-            adds(f"{BLOCK}.attn.q_norm.weight", 4),
-            "norms of queries and keys (q_norm, k_norm) are not supported",
+            adds(f"{BLOCK}.attn.rel_pos.mlp.fc1.weight", 2),
+            "biases of such a network (rel_pos) are not supported",
+        ),
+        (adds("rope.freqs", 2, 2), "rope.freqs is not supported"),
+        (adds(f"{BLOCK}.mlp.w12.weight", 20, 12), "gated MLPs (SwiGLU) of such a file"),
+        *(
+            (
+                lambda a, c, name=name: (a.update({name: floats(12)}), c.clear()),
+                f"{name} is of a network that its parameters alone do not tell: keep",
+            )
+            for name in (
+                "norm_pre.weight",
+                f"{BLOCK}.attn.q_norm.weight",
+                f"{BLOCK}.attn.q_bias",
+                f"{BLOCK}.mlp.norm.weight",
+                f"{BLOCK}.mlp.fc1_g.weight",
+                "rope.freqs",
+            )
         ),
         (
-            adds(f"{BLOCK}.mlp.norm.weight", 20),
-            "norms in a branch (attn.norm, mlp.norm) are not supported",
-        ),
-        (adds("rope.freqs", 2, 2), "rotary position embeddings (rope) are not"),
-        (
-            adds(f"{BLOCK}.attn.relative_position_bias_table", 9, 3),
-            "relative position biases (rel_pos) are not supported",
+            lambda a, c: (
+                c.update(architecture="vit_base_patch16_rope_224"),
+                c.pop("model_args"),
+            ),
+            "pos_embed is in the file, and config.json says that the network has no",
         ),
         (
-            adds(f"{BLOCK}.mlp.fc1_g.weight", 20, 12),
-            "gated MLPs (SwiGLU) are not supported",
+            lambda a, c: c.update(architecture="vit_base_patch16_clip_224"),
+            "norm_pre.weight is missing, which config.json says",
         ),
         (
             adds(f"{BLOCK}.mlp.fc2.weight", 12, 10),
             "a gated MLP (10 of 20 features) is not supported",
-        ),
-        (
-            adds(f"{BLOCK}.attn.q_bias", 12),
-            "biases of query and value alone (q_bias) are not supported",
         ),
         (
             removes(f"{BLOCK}.norm1.bias"),
@@ -118,7 +126,7 @@ def test_what_no_parameter_tells_is_told_from_the_architecture(refusal, architec
         ),
         (
             removes("norm.weight", "norm.bias"),
-            "an encoder without a final norm is not supported",
+            "norm.weight is missing: give the whole file",
         ),
         (adds("patch_embed.proj.weight", 12, 3, 16, 8), "patch (16, 8) is not square"),
         (adds(f"{BLOCK}.attn.gate", 12), "blocks.0.attn.gate is not supported"),

@@ -153,6 +153,7 @@ def test_the_config_says_what_timm_needs(tmp_path):
         "depth": 2,
         "num_heads": 3,
         "mlp_ratio": pytest.approx(20 / 12),
+        "qkv_bias": True,
         "global_pool": "avg",
         "class_token": False,
         "fc_norm": False,
@@ -401,8 +402,8 @@ def test_a_norm_that_the_architecture_does_not_have_is_refused(name):
             r"blocks.0.attn.qkv.weight has shape \(36, 12\), which does not fit",
         ),
         (
-            lambda a, c: c["model_args"].update(act_layer="quick_gelu"),
-            "act_layer='quick_gelu' in the config.json of vit_base_patch16_224 is not",
+            lambda a, c: c["model_args"].update(act_layer="silu"),
+            "act_layer='silu' in the config.json of vit_base_patch16_224 is not",
         ),
         (
             lambda a, c: c["model_args"].update(global_pool="avgmax"),

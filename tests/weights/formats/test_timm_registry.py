@@ -13,16 +13,13 @@ from import_timm import import_timm, torch
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import files, timm
+from vit_jax.weights.formats import files, registry
 
 pytestmark = pytest.mark.parity
 their_timm = import_timm()
 save_config_for_hf = their_timm.models._hub.save_config_for_hf
 
 SMALL = {"img_size": 64, "embed_dim": 64, "num_heads": 2, "depth": 2}
-ROPE = r"rotary position embeddings( \(rope\))? are not supported"
-GATED = r"gated MLPs? \(.*\) (is|are) not supported"
-
 # Architecture, what is changed, and the refusal; none where the logits are equal.
 NETWORKS = {
     "plain": ("vit_base_patch16_224", {}, None),
@@ -42,12 +39,28 @@ NETWORKS = {
     "no classes": ("test_vit", {"num_classes": 0}, None),
     "root alone": ("vit_tiny_r_s16_p8_224", {}, None),
     "R26": ("vit_small_r26_s32_224", {}, None),
-    "rope": ("vit_small_patch16_rope_224", {}, ROPE),
-    "rope, positions": ("vit_small_patch16_rope_ape_224", {}, ROPE),
-    "rope, learned": ("vit_small_patch16_rope_mixed_ape_224", {}, ROPE),
-    "rope, registers": ("vit_small_patch16_dinov3", {}, ROPE),
-    "rope, SwiGLU": ("eva02_tiny_patch14_224", {"img_size": 56}, GATED),
-    "post-norm": ("vit_base_patch16_rpn_224", {}, r"post-norm \(.*\) is not supported"),
+    "rope": ("vit_small_patch16_rope_224", {"img_size": (64, 32)}, None),
+    "rope, another grid": ("eva02_tiny_patch14_224", {"img_size": 84}, None),
+    "rope, GELU": (
+        "eva02_tiny_patch14_224",
+        {"img_size": 56, "swiglu_mlp": False},
+        None,
+    ),
+    "rope, norms": (
+        "eva02_tiny_patch14_224",
+        {"img_size": 56, "qk_norm": True, "scale_mlp": True, "scale_attn_inner": True},
+        None,
+    ),
+    "rope of text": (
+        "eva02_tiny_patch14_224",
+        {"img_size": 56, "rope_type": "mrope"},
+        "rope_type='mrope' in config.json is not one of cat, dinov3, mixed",
+    ),
+    "shared biases": (
+        "beit_base_patch16_224",
+        {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True},
+        None,
+    ),
     "registers": ("vit_base_patch16_reg4_gap_256", {}, None),
     "registers, DINOv2": ("vit_small_patch14_reg4_dinov2", {"img_size": 56}, None),
     "registers, map": (
@@ -56,11 +69,7 @@ NETWORKS = {
         "register tokens of such a network are not supported",
     ),
     "register": ("test_vit2", {}, None),
-    "pre-norm": (
-        "vit_base_patch16_clip_224",
-        {},
-        r"pre-norm \(norm_pre\) is not supported",
-    ),
+    "pre-norm by an argument": ("vit_tiny_patch16_224", {"pre_norm": True}, None),
     "SwiGLU": (
         "vit_giant_patch14_dinov2",
         {"img_size": 56, "embed_dim": 48},
@@ -71,27 +80,13 @@ NETWORKS = {
         {"img_size": 56, "embed_dim": 48},
         None,
     ),
-    "relative positions": (
-        "vit_relpos_small_patch16_224",
-        {},
-        "relative position biases .* are not supported",
-    ),
     "parallel": (
         "vit_small_patch16_18x2_224",
         {},
         r"parallel branches \(attns, ffns\) are not supported",
     ),
-    "norms in a branch": (
-        "beit3_base_patch16_224",
-        {},
-        "norms in a branch .* are not supported",
-    ),
     "RMSNorm": ("test_vit4", {}, r"a norm without bias \(RMSNorm\) is not supported"),
-    "no final norm": (
-        "vit_intern300m_patch14_448",
-        {"img_size": 56},
-        "without a final norm is not supported",
-    ),
+    "no final norm": ("vit_tiny_patch16_224", {"final_norm": False}, None),
     "another stem": (
         "vit_small_resnet26d_224",
         {},
@@ -100,7 +95,7 @@ NETWORKS = {
     "q_norm": (
         "vit_tiny_patch16_224",
         {"qk_norm": True},
-        "norms of queries and keys .* are not supported",
+        None,
     ),
     "oblong patches": (
         "vit_tiny_patch16_224",
@@ -134,19 +129,24 @@ def create(architecture, **changes):
     return network.eval()
 
 
-@pytest.mark.parametrize(
-    "case", [*NETWORKS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
-)
-def test_logits_are_equal_or_what_differs_is_named(tmp_path, case):
-    architecture, changes, refusal = (NETWORKS | SLOW)[case]
-    network = create(architecture, **SMALL | changes)
-    their_timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
+_REFUSALS = "not supported|not an architecture|none of the known formats|not one of"
+
+
+def check(network, folder, refusal):
+    """Checks that a network is read as timm computes it, or refused.
+
+    Args:
+      network: of timm.
+      folder: empty; it is written there.
+      refusal: pattern of the message; None if it must be read.
+    """
+    their_timm.models.save_for_hf(network, folder, safe_serialization=True)
     if refusal:
         with pytest.raises(UserError, match=refusal) as error:
-            weights.open_pretrained(tmp_path)
+            weights.open_pretrained(folder)
         assert not re.search("damaged|KeyError|init.allow_mismatch", str(error.value))
         return
-    found = weights.open_pretrained(tmp_path)
+    found = weights.open_pretrained(folder)
     model = models.create(**found.options)
     rng = np.random.default_rng(1)
     images = rng.normal(size=(2, *model.image_shape)).astype(np.float32)
@@ -161,6 +161,71 @@ def test_logits_are_equal_or_what_differs_is_named(tmp_path, case):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=limit * size)
 
 
+@pytest.mark.parametrize(
+    "case", [*NETWORKS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_logits_are_equal_or_what_differs_is_named(tmp_path, case):
+    architecture, changes, refusal = (NETWORKS | SLOW)[case]
+    check(create(architecture, **SMALL | changes), tmp_path, refusal)
+
+
+EVERY = "vit|deit|eva|beit|swin|mixer"
+# What timm has further: other attention, norms, stems or position embeddings.
+OTHERS = (
+    r".*_(radio_v\d|sapiens2|xp_\d+|tipsv2|18x2_224|map_256|mci_224)|.*_resnet\d+d_.*"
+    r"|vit_(dlittle|dpwee|dwee|pwee|pe|relpos|srelpos)_.*|vitamin_.*|swin_s3_.*"
+    r"|swinv2_cr_.*"
+)
+REGISTERED = [n for n in their_timm.list_models() if re.match(EVERY, n)]
+
+
+def small(name):
+    """Returns arguments that make a network of timm small."""
+    if name.startswith("mixer"):
+        return {"img_size": 64}
+    if name.startswith("swin"):
+        window = int((re.search(r"window(\d+)", name) or [0, 8])[1])
+        size = {"img_size": 8 * window, "embed_dim": 24, "num_heads": (1, 2, 4, 8)}
+        return size | {"depths": (2, 2, 2, 2)}
+    if "_resnet" in name or "_r26_" in name or "_r50_" in name or "_r_s" in name:
+        return {"embed_dim": 64, "num_heads": 2, "depth": 1}
+    side = 56 if "patch14" in name else 64
+    width = 48 if "giant_patch14" in name else 64  # Gated MLPs have an even width.
+    return {"img_size": side, "embed_dim": width, "num_heads": 2, "depth": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", sorted({name[:12] for name in REGISTERED}))
+def test_every_network_of_the_registry_is_equal_or_refused(tmp_path, start):
+    for name in (name for name in REGISTERED if name.startswith(start)):
+        if re.fullmatch(OTHERS, name):
+            with pytest.raises(UserError, match=_REFUSALS):
+                read_shapes(name, tmp_path)
+            continue
+        folder = tmp_path / name
+        folder.mkdir()
+        check(create(name, **small(name)), folder, None)
+
+
+def read_shapes(name, folder, **changes):
+    """Reads a network of timm with zeros as its parameters; returns both."""
+    network = their_timm.create_model(name, device="meta", **changes)
+    save_config_for_hf(network, folder / "config.json")
+    flat = {
+        key: np.broadcast_to(np.float32(0), value.shape)
+        for key, value in network.state_dict().items()
+    }
+    sidecars = {"config.json": json.loads((folder / "config.json").read_text())}
+    tensors = files.Tensors(flat, {}, sidecars, name)
+    return network, registry.find_reader(tensors).read(tensors, 0)
+
+
+ROPES = {
+    "NoneType": "none",
+    "RotaryEmbeddingCat": "axial",
+    "RotaryEmbeddingDinoV3": "centered",
+    "RotaryEmbeddingMixed": "mixed",
+}
 FAMILIES = "vision_transformer deit vision_transformer_hybrid eva beit cait"
 
 
@@ -174,22 +239,11 @@ def test_every_vision_transformer_is_read_by_its_facts_or_refused(tmp_path):
         whole = (
             family == "resnetv2" or "sapiens2" in name
         )  # A list with a number per block.
-        small = {} if whole else {"depth": 1}
-        network = their_timm.create_model(name, device="meta", **small)
-        config = tmp_path / "config.json"
-        save_config_for_hf(network, config)
-        flat = {
-            key: np.broadcast_to(np.float32(0), value.shape)
-            for key, value in network.state_dict().items()
-        }
-        sidecars = {"config.json": json.loads(config.read_text())}
-        if not timm.recognises(files.Tensors(flat, {}, {}, name)):
-            assert family == "resnetv2"  # With stems of several layers.
-            continue
+        changes = {} if whole else {"depth": 1}
         try:
-            found = timm.read(files.Tensors(flat, {}, sidecars, name))
+            network, found = read_shapes(name, tmp_path, **changes)
         except UserError as error:
-            assert re.search("(is|are) not supported|is missing", str(error)), name
+            assert re.search(f"{_REFUSALS}|is missing", str(error)), name
             continue
         read.append(name)
         if family == "resnetv2":
@@ -198,13 +252,25 @@ def test_every_vision_transformer_is_read_by_its_facts_or_refused(tmp_path):
         block, options = network.blocks[0], models.create(**found.options).options
         kinds = [type(part).__name__ for part in (block, block.attn, block.mlp)]
         gated = options["activation"] == "swiglu"
-        mlp = "GluMlp" if gated else "Mlp"
-        assert kinds == ["Block", "Attention", mlp], name
+        assert kinds[0] in ("Block", "ResPostBlock", "EvaBlock", "EvaBlockPostNorm")
+        assert options["post_norm"] == ("Post" in kinds[0]), name
+        assert kinds[1] in ("Attention", "EvaAttention", "AttentionRope"), name
+        assert kinds[2] in (("GluMlp", "SwiGLU") if gated else ("Mlp",)), name
+        rope = getattr(network, "rope", None)
+        assert options["rope"] == ROPES[type(rope).__name__], name
+        if rope is not None:
+            assert options["rope_temperature"] == rope.temperature, name
+        if options["rope"] == "axial":
+            reference = (
+                (options["rope_reference"],) * 2 if rope.ref_feat_shape else None
+            )
+            assert reference == rope.ref_feat_shape, name
+            assert rope.grid_offset == 0, name
         facts = block.attn.num_heads, block.norm1.eps, network.global_pool
         pools = {"token": "token", "gap": "avg", "map": "map", "none": ""}
         ours = options["num_heads"], options["layer_norm_eps"], pools[options["pool"]]
         assert ours == facts, name
-        tanh = "Tanh" in type(block.mlp.act).__name__
-        plain = "gelu_tanh" if tanh else "gelu"
-        assert options["activation"] == ("swiglu" if gated else plain), name
-    assert len(read) == 118
+        if not gated:
+            acts = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+            assert options["activation"] == acts[type(block.mlp.act).__name__], name
+    assert len(read) == 216

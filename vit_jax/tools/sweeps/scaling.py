@@ -171,7 +171,7 @@ def plan(
         ):
             raise UserError(f"--config.{key}: the study's config says it for each run")
     chosen = _choose("--models", models, known["model"])
-    sizes = sorted(_choose("--images", images, known["images"]))
+    sizes = sorted(_choose("--train_sizes", images, known["images"]))
 
     def load(model, size, part, more):
         words = [f"model={model}", f"images={size}", f"part={part}", rest]

@@ -8,6 +8,10 @@ from vit_jax.weights.formats import hugging_face
 from vit_jax.weights.formats import timm
 from vit_jax.weights.formats import dino
 from vit_jax.weights.formats import hugging_face_dinov2
+from vit_jax.weights.formats import hugging_face_clip
+from vit_jax.weights.formats import hugging_face_dinov3
+from vit_jax.weights.formats import hugging_face_beit
+from vit_jax.weights.formats import hugging_face_ijepa
 from vit_jax.weights.formats import mae
 from vit_jax.weights.formats import bit
 from vit_jax.weights.formats import google
@@ -27,7 +31,11 @@ __all__ = [
     "dino",
     "google",
     "hugging_face",
+    "hugging_face_beit",
+    "hugging_face_clip",
     "hugging_face_dinov2",
+    "hugging_face_dinov3",
+    "hugging_face_ijepa",
     "hugging_face_swin",
     "mae",
     "mixer",

@@ -140,24 +140,20 @@ def note_preprocess(given: Preprocess | None) -> list[str]:
 
 def _check_network(options: dict) -> None:
     """Raises UserError unless Google's code has such a network."""
-    wrong = [
-        name
-        for name, known in (
-            ("pool", ("token", "gap", "map")),
-            ("class_token", (options["pool"] == "token", False)),
-            ("distillation", (False,)),
-            ("fc_norm", (options["pool"] == "token", False)),
-            ("num_register_tokens", (0,)),
-            ("activation", ("gelu_tanh", "gelu")),
-            ("posemb", ("learned", "learned2d", "sincos2d")),
-        )
-        if options[name] not in known
-    ]
-    if wrong:
-        raise UserError(
-            f"{wrong[0]}={options[wrong[0]]!r}: Google's code has no such network: "
-            "write it with --to=timm, --to=hf or --to=safetensors"
-        )
+    surgery.check_network(
+        options,
+        "Google's code",
+        {
+            "stem_width": (options.get("stem_width", 0),),
+            "representation_layer": (False, True),
+            "pool": ("token", "gap", "map"),
+            "class_token": (options["pool"] == "token", False),
+            "fc_norm": (options["pool"] == "token", False),
+            "activation": ("gelu_tanh", "gelu"),
+            "posemb": ("learned", "learned2d", "sincos2d"),
+        },
+        to="--to=timm, --to=hf or --to=safetensors",
+    )
 
 
 READERS["google"] = Reader(recognises, read)

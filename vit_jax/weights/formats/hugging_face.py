@@ -58,6 +58,7 @@ _UNUSED = {"embeddings.mask_token"}  # Replaces patches that training masks.
 _ACTIVATIONS = {
     "gelu": ("gelu", "gelu_python"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
+    "quick_gelu": ("quick_gelu",),
 }
 # Pillow's numbers (Image.Resampling).
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
@@ -384,8 +385,17 @@ def _check_writable(options: dict) -> None:
             f"variant={options['variant']!r}: Hugging Face's ViT has no ResNet: write it "
             "with --to=timm or --to=google"
         )
+    surgery.check_network(
+        options,
+        "Hugging Face's ViT",
+        {
+            "distillation": (False, True),
+            "representation_layer": (False, True),
+            "num_register_tokens": (options["num_register_tokens"],),  # See below.
+        },
+    )
     for name, plain in (("num_register_tokens", 0), ("activation", "gelu")):
-        if options[name] in (plain, "gelu_tanh"):
+        if options[name] in (plain, "gelu_tanh", "quick_gelu"):
             continue
         raise UserError(
             f"{name}={options[name]!r}: Hugging Face's ViT has none: write it with "

@@ -179,7 +179,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
       UserError: transformers has no such network or image processor.
     """
     model = models.create(**pretrained.options)
-    options = {"stem_width": 0, "depth": 0, **model.options}
+    options = dict(model.options)
     _check_writable(options)
     flat = flatten_dict(pretrained.params, sep="/")
     flat, options, notes = surgery.norm_every_token(flat, options)
@@ -203,20 +203,16 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
 def _check_writable(options: dict) -> None:
     """Raises UserError unless transformers has such a network."""
-    wanted = {
-        "stem_width": 0,
-        "num_classes": 0,
-        "pool": "token",
-        "distillation": False,
-        "representation_layer": False,
-    }
-    wrong = [name for name, value in wanted.items() if options.get(name) != value]
-    if not options["depth"] or wrong:
-        name = wrong[0] if options["depth"] else "variant"
-        raise UserError(
-            f"{name}={options.get(name)!r}: Dinov2Model of transformers has no such "
-            "network: write it with --to=timm, --to=hf or --to=safetensors"
-        )
+    surgery.check_network(
+        options,
+        "Dinov2Model of transformers",
+        {
+            "num_classes": (0,),
+            "pool": ("token",),
+            "num_register_tokens": range(1_000),
+        },
+        to="--to=timm, --to=hf or --to=safetensors",
+    )
 
 
 def _config(options: dict, patch_size: int) -> dict:

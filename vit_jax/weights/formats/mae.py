@@ -334,6 +334,7 @@ def _encoder(
             f"{to}: masked autoencoders have no {name}={options.get(name)!r}: write it "
             "with --to=timm or --to=safetensors"
         )
+    surgery.check_network(options, "a masked autoencoder", {})
     if options["pool"] not in ("token", "gap") or "cls" not in pretrained.params:
         raise UserError(
             f"{to}: masked autoencoders have a class token, and pool it or the patches, "

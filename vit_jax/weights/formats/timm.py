@@ -17,11 +17,12 @@ from safetensors.numpy import save_file
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import linen, timm_config, torch_file
+from vit_jax.weights.formats import linen, timm_config, timm_networks, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
     CONV,
+    DEPTH_SECOND,
     POINTWISE,
     SAME,
     ArrayEntry,
@@ -34,11 +35,13 @@ from vit_jax.weights.formats.torch_file import (
 from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _BACKBONE = "patch_embed.backbone"
-_NEEDED = (
-    "patch_embed.proj.weight",
-    "blocks.0.attn.qkv.weight",
-    "blocks.0.mlp.fc1.weight",
-)
+_NEEDED = "patch_embed.proj", "blocks.0.attn.(qkv|q_proj)", r"blocks.0.mlp.fc1(_g)?"
+_NORMS = ("pre_norm", "post_norm", "qk_norm", "attention_out_norm", "mlp_norm")
+_NORMS += ("final_norm",)
+_BIASES = {
+    "every": "blocks.0.attn.relative_position_bias_table",
+    "shared": "rel_pos_bias.relative_position_bias_table",
+}
 _STEM_NOTE = (
     "stem: timm's epsilons are 1e-5 in GroupNorm and 1e-8 beside a kernel's variance, "
     "ours 1e-6 and 1e-5 beside its deviation: logits differ from timm's by 5e-5 to 1e-4 "
@@ -108,10 +111,30 @@ def _read_resnet(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int
 
 
 def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int):
-    if missing := [name for name in _NEEDED if name not in tensors.flat]:
+    def there(name):
+        return any(re.fullmatch(rf"{name}\.weight", known) for known in tensors.flat)
+
+    if missing := [name for name in _NEEDED if not there(name)]:
+        name = re.sub(r"\(_g\)\?|\((\w+)\|\w+\)", r"\1", missing[0])
         raise UserError(
-            f"{tensors.path}: {missing[0]} is missing: give the whole file of a Vision "
+            f"{tensors.path}: {name}.weight is missing: give the whole file of a Vision "
             "Transformer"
+        )
+    norms = {"norm.weight", "fc_norm.weight"}
+    if facts.final_norm and not norms & tensors.flat.keys():
+        raise UserError(
+            f"{tensors.path}: norm.weight is missing: give the whole file, with the "
+            "config.json beside it if the network has no final norm"
+        )
+    if facts.pre_norm and "norm_pre.weight" not in tensors.flat:
+        raise UserError(
+            f"{tensors.path}: norm_pre.weight is missing, which config.json says that the "
+            "network has: give the whole file"
+        )
+    if "pos_embed" in tensors.flat and facts.no_positions:
+        raise UserError(
+            f"{tensors.path}: pos_embed is in the file, and config.json says that the "
+            "network has no position embeddings: keep the config.json of the file"
         )
     if "pos_embed" not in tensors.flat and not facts.no_positions:
         raise UserError(
@@ -119,11 +142,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
             "network has none (model_args, pos_embed): give weights of a network with "
             "learned position embeddings"
         )
-    # DeiT III's own code has other names of LayerScale.
-    flat = {
-        re.sub(r"\.gamma_(\d)$", r".ls\1.gamma", k): v for k, v in tensors.flat.items()
-    }
-    flat, notes = _add_qkv_biases(flat)
+    flat, notes = _add_biases(timm_networks.to_plain(tensors.flat))
     form = _form(flat, facts, tensors.path)
     width = len(flat["patch_embed.proj.weight"])
     form["num_heads"], more = torch_file.choose_num_heads(
@@ -135,6 +154,8 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
     if form["stem_width"]:
         notes.append(_STEM_NOTE)
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
+    if form["rope"] != "none":
+        ours = timm_networks.turn_features(ours, facts.rotary)
 
     embedding = ours.pop(POSITIONS, None)
     sizes = linen.transformer_options(ours)
@@ -158,6 +179,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
             embedding = surgery.prepend_zero_rows(embedding, missing)
         ours[POSITIONS] = embedding
     kept = ("pool", "class_token", "distillation", "representation_layer", "fc_norm")
+    kept += (*_NORMS, "relative_bias", "rope", "rope_temperature", "rope_reference")
     options = {
         **sizes,
         "num_classes": form["num_classes"],
@@ -211,6 +233,16 @@ def _form(
         "representation_layer": "pre_logits.fc.weight" in flat,
         "fc_norm": "fc_norm.weight" in flat,
         "posemb": "learned" if "pos_embed" in flat else "none",
+        "relative_bias": next((k for k, v in _BIASES.items() if v in flat), "none"),
+        "rope": facts.rotary.kind,
+        "rope_temperature": facts.rotary.temperature,
+        "rope_reference": facts.rotary.reference,
+        "pre_norm": "norm_pre.weight" in flat,
+        "post_norm": facts.post_norm,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in flat,
+        "attention_out_norm": "blocks.0.attn.norm.weight" in flat,
+        "mlp_norm": "blocks.0.mlp.norm.weight" in flat,
+        "final_norm": bool({"norm.weight", "fc_norm.weight"} & flat.keys()),
     }
 
 
@@ -245,10 +277,10 @@ def _image_size(
     )
 
 
-def _add_qkv_biases(
+def _add_biases(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Adds biases of zero to attention without biases.
+    """Adds biases of zero to attention and patches without biases.
 
     Args:
       flat: under timm's names.
@@ -256,6 +288,9 @@ def _add_qkv_biases(
     Returns:
       The arrays with `qkv.bias` everywhere, and a note.
     """
+    kernel = flat.get("patch_embed.proj.weight")
+    if kernel is not None:  # Networks with a norm before the blocks have none.
+        flat = {"patch_embed.proj.bias": np.zeros(len(kernel), np.float32)} | flat
     weights = [n for n in flat if re.fullmatch(r"blocks\.\d+\.attn\.qkv\.weight", n)]
     biases = {name: name.removesuffix("weight") + "bias" for name in weights}
     if not weights or any(bias in flat for bias in biases.values()):
@@ -295,6 +330,10 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             )
         flat, options, notes = surgery.norm_every_token(flat, options)
         flat, options, more = surgery.learn_positions(flat, options, model.grid)
+        if options["pre_norm"]:
+            P = model.num_prefix_tokens - options["num_register_tokens"]
+            flat, folded = surgery.fold_patch_bias(flat, options, num_prefix_tokens=P)
+            more = [*more, *folded]
         notes += more + surgery.note_resize(options, "timm")
         if options["num_register_tokens"] and options["posemb"] == "learned":
             flat[POSITIONS] = _with_registers(flat[POSITIONS], options, model)
@@ -313,7 +352,16 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         if options["distillation"] and not options["num_classes"]:
             notes.append("features: timm gives the mean of both tokens, we the first")
     architecture = timm_config.choose_architecture(options)
+    own = timm_networks.find(architecture.name)
+    if options.get("rope", "none") != "none":
+        rotary = timm_networks.Rotary(options["rope"], pairs=options["rope"] == "mixed")
+        flat = timm_networks.turn_features(flat, rotary, back=True)
     arrays = torch_file.to_their_arrays(flat, table(options))
+    if own is not None and own.kind != "vit":
+        split = options["activation"] == "swiglu"
+        arrays = timm_networks.from_plain(arrays, own.kind, split_gates=split)
+    elif options.get("pre_norm"):
+        arrays.pop("patch_embed.proj.bias")
     return notes + write_folder(folder, arrays, architecture, options, pretrained)
 
 
@@ -374,7 +422,8 @@ def transformer_table(options: dict) -> list[ArrayEntry]:
     Args:
       options: depth, num_heads, stem_width, stage_depths, num_classes, pool, class_token,
         distillation, num_register_tokens, representation_layer, fc_norm, posemb,
-        activation and layer_scale_init of `models.Model`.
+        activation, layer_scale_init and, unless they are without effect, relative_bias,
+        rope and the norms of `models.Model`.
     """
     table = dense("patch_embed.proj", "embedding", CONV)
     if options["stem_width"]:
@@ -387,11 +436,20 @@ def transformer_table(options: dict) -> list[ArrayEntry]:
         table.append(ArrayEntry("reg_token", ("register_tokens",), SAME))
     if options["posemb"] != "none":
         table.append(ArrayEntry("pos_embed", (POSITIONS,), SAME))
+    if options.get("pre_norm"):
+        table += norm("norm_pre", "Transformer/pre_norm")
+    if options.get("rope") == "mixed":
+        name = "Transformer/rope_frequencies"
+        table.append(ArrayEntry("rope.freqs", (name,), DEPTH_SECOND))
+    if options.get("relative_bias") == "shared":
+        table.append(
+            ArrayEntry(_BIASES["shared"], ("Transformer/relative_bias",), SAME)
+        )
     for i in range(options["depth"]):
         table += _block_table(i, options)
     if options["fc_norm"]:
         table += norm("fc_norm", "fc_norm")
-    else:
+    elif options.get("final_norm", True):
         table += norm("norm", "Transformer/encoder_norm")
     if options["pool"] == "map":
         table += _map_head_table(options["num_heads"])
@@ -454,6 +512,20 @@ def _block_table(i: int, options: dict) -> list[ArrayEntry]:
         for i, place in ((1, 1), (2, 3))
         if options["layer_scale_init"]
     ]
+    if options.get("relative_bias") == "every":
+        name = f"{theirs}.attn.relative_position_bias_table"
+        scales.append(ArrayEntry(name, (f"Transformer/relative_bias_{i}",), SAME))
+    norms = {
+        "qk_norm": (
+            ("attn.q_norm", attention, "query"),
+            ("attn.k_norm", attention, "key"),
+        ),
+        "attention_out_norm": (("attn.norm", attention, "out"),),
+        "mlp_norm": (("mlp.norm", mlp, "hidden"),),
+    }
+    for option, places in norms.items():
+        for name, layer, of in places if options.get(option) else ():
+            scales += norm(f"{theirs}.{name}", f"{layer}/LayerNorm_{of}")
     return [
         *norm(f"{theirs}.norm1", f"{ours}/LayerNorm_0"),
         *_heads_table(

@@ -13,7 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from vit_jax.errors import UserError
-from vit_jax.models import layers
+from vit_jax.models import layers, rotary
+from vit_jax.weights import surgery
+from vit_jax.weights.formats import timm_networks
 from vit_jax.weights.pretrained import Preprocess, per_channel, resize_sides
 
 # ViTs, hybrids and BiT ResNets of timm 1.0.31 with equal logits, with their older names.
@@ -39,25 +41,17 @@ _EQUAL = (
 
 # Features that parameters do not show, by the name of the architecture.
 _UNSEEN = (
-    (
-        r"_rope_|dinov3|lingbot|sapiens2|_pe_(core|lang|spatial)_|^eva02_",
-        "rotary position embeddings are",
-    ),
-    (r"_rpn_", "post-norm (LayerNorms behind the branches of a block) is"),
-    (r"quickgelu", "QuickGELU is"),
-    (r"_reg\d+_|^test_vit3$", "register tokens of such a network are"),
-    (r"_clip_", "pre-norm (norm_pre) is"),
+    (r"_pe_(core|lang|spatial)_", "rotary position embeddings from 1 on are"),
+    (r"sapiens2", "key heads that several query heads share are"),
+    (r"_rpn_", "post-norm beside relative position biases is"),
+    (r"_reg\d+_", "register tokens of such a network are"),
 )
 
 # Features that parameters show, by the name of the parameter.
 _SEEN = (
-    (r"norm_pre\.", "pre-norm (norm_pre) is"),
-    (r".*\.attn\.[qk]_norm\.", "norms of queries and keys (q_norm, k_norm) are"),
-    (r"blocks\.\d+\.(attn|mlp)\.norm\.", "norms in a branch (attn.norm, mlp.norm) are"),
-    (r"(.*\.)?rope\.", "rotary position embeddings (rope) are"),
-    (r".*(rel_pos|relative_position)", "relative position biases (rel_pos) are"),
-    (r"blocks\.\d+\.mlp\.(fc1_[gx]|w12|w3)\.", "gated MLPs (SwiGLU) are"),
-    (r"blocks\.\d+\.attn\.[qv]_bias", "biases of query and value alone (q_bias) are"),
+    (r".*\.rel_pos\.", "relative position biases of such a network (rel_pos) are"),
+    (r"blocks\.\d+\.mlp\.(w12|w3)\.", "gated MLPs (SwiGLU) of such a file are"),
+    (r".*\.attn\.gate\.", "gated attention (attn.gate) is"),
     (r"blocks\.\d+\.(attns|ffns)\.", "parallel branches (attns, ffns) are"),
     (r"blocks\.\d+\.attn\.lambda_", "differential attention (lambda_q1) is"),
     (r"blocks_token_only\.", "class attention (blocks_token_only) is"),
@@ -65,10 +59,16 @@ _SEEN = (
     (r".*\.running_mean", "BatchNorm (running_mean) is"),
 )
 
+# Parts whose network is known by config.json alone: its epsilon, activation or rotary
+# embeddings show nowhere else.
+_UNSURE = re.compile(
+    r"norm_pre\.|(.*\.)?rope\.|blocks\.\d+\.(attn\.([qk]_norm|norm|q_proj)|mlp\.(norm|fc1_g))\."
+)
+
 # Parts of a network, in which an array without an entry changes the output.
 _PARTS = re.compile(
     r"(blocks|patch_embed|norm|fc_norm|attn_pool|cls_token|dist_token|reg_token"
-    r"|pos_embed|stem|stages)(\.|$)"
+    r"|pos_embed|norm_pre|rope|rel_pos_bias|stem|stages)(\.|$)"
 )
 
 # By a pattern of names of equal architectures: arguments that the parameters show, that
@@ -84,6 +84,10 @@ ARCHITECTURES = {
         r"|pretrained|checkpoint_path|cache_dir|scriptable|exportable|no_jit|out_indices"
     )
 }
+for _own in timm_networks.NETWORKS:
+    ARCHITECTURES[_own.pattern] = timm_networks.ARGUMENTS.get(
+        _own.kind, next(iter(ARCHITECTURES.values()))
+    )
 _NONE = (None, False, "", "none")
 
 _SIZE_NAMES = {
@@ -106,6 +110,14 @@ _HYBRIDS = {
 # Of config.json, with the value of `model.posemb_resize`; timm ignores it.
 _RESIZE_KEY = "posemb_resize"
 
+# Norms that timm's VisionTransformer has by an argument.
+_NORMS = {
+    "pre_norm": "pre_norm",
+    "qk_norm": "qk_norm",
+    "attention_out_norm": "scale_attn_norm",
+    "mlp_norm": "scale_mlp_norm",
+}
+
 # Values of global_pool, and our heads.
 POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
 
@@ -126,6 +138,8 @@ class TimmConfig:
       image_size: height and width, or None.
       preprocess: how images are prepared, or None.
       class_names: in label order.
+      rotary: rotary position embeddings.
+      post_norm, pre_norm, final_norm: see vit.VisionTransformer.
       notes: a line for each value that is not supported.
     """
 
@@ -140,6 +154,10 @@ class TimmConfig:
     image_size: tuple[int, int] | None = None
     preprocess: Preprocess | None = None
     class_names: tuple[str, ...] = ()
+    rotary: timm_networks.Rotary = timm_networks.NONE
+    post_norm: bool = False
+    pre_norm: bool = False
+    final_norm: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -155,7 +173,6 @@ _TANH = (
     r"|^vit_large_patch16_siglip_(gap_)?512"
 )
 _GATED = r"^vit_giant_patch14_(reg4_)?dinov2$"
-_EPSILON_5 = r"_clip_"  # Of these only files that this project wrote are read.
 _INTERPOLATIONS = {
     "nearest": "nearest",
     "bilinear": "bilinear",
@@ -179,6 +196,7 @@ def read(config: Mapping) -> TimmConfig:
         return TimmConfig(notes=(note,))
     check_config(config)
     name, args = _architecture_of(config), config.get("model_args") or {}
+    own = timm_networks.find(name) or timm_networks.Defaults(name)
     # Older files have one level.
     images = config.get("pretrained_cfg") or config
     # As in timm, null is the default.
@@ -187,7 +205,7 @@ def read(config: Mapping) -> TimmConfig:
     stated = 0 if isinstance(stated, list) else stated  # One for each stage.
     heads = (n for pattern, n in _HEADS if re.search(pattern, name))
     activation = args.get("act_layer") or (
-        "gelu_tanh" if re.search(_TANH, name) else "gelu"
+        "gelu_tanh" if re.search(_TANH, name) else own.activation
     )
     if activation not in layers.ACTIVATIONS:
         raise UserError(
@@ -199,12 +217,17 @@ def read(config: Mapping) -> TimmConfig:
     return TimmConfig(
         layer_scale_init=float(args.get("init_values") or 1.0),
         posemb_resize=_posemb_resize(config, images, name),
-        num_heads=stated or next(heads, 0),
+        num_heads=stated or own.num_heads or next(heads, 0),
         activation=activation,
-        epsilon=1e-5 if re.search(_EPSILON_5, name) else 1e-6,
+        epsilon=own.epsilon,
         pool=args.get("global_pool", config.get("global_pool")),
-        pools_prefix=bool(args.get("pool_include_prefix")),
-        no_positions=args.get("pos_embed", "learn") in ("", "none"),
+        pools_prefix=bool(args.get("pool_include_prefix", name == "test_vit3")),
+        no_positions=args.get("pos_embed", "learn") in ("", "none")
+        or not args.get("use_abs_pos_emb", own.positions),
+        rotary=timm_networks.read_rotary(args, own),
+        post_norm=bool(args.get("use_post_norm", own.post_norm)),
+        pre_norm=bool(args.get("pre_norm", own.pre_norm)),
+        final_norm=bool(args.get("final_norm", own.final_norm)),
         image_size=_pair(args.get("img_size") or size),
         preprocess=_preprocess(images, _pair(size), notes),
         class_names=_class_names(config, images),
@@ -375,27 +398,22 @@ def choose_architecture(options: Mapping) -> Architecture:
 
 
 def _choose_transformer(options: Mapping) -> Architecture:
-    name = _transformer_name(options)
+    if options["relative_bias"] != "none":
+        return _choose_beit(options)
     gated = options["activation"] == "swiglu"
-    width, mlp_dim = options["width"], options["mlp_dim"] * (1 + gated)
-    ratio = mlp_dim / width
-    if int(width * ratio) != mlp_dim:  # timm truncates the product.
-        ratio = math.nextafter(ratio, math.inf)
-    args = {
-        "img_size": list(options["image_size"]),
-        "patch_size": options["patch"],
-        "in_chans": options["channels"],
-        "embed_dim": width,
-        "depth": options["depth"],
-        "num_heads": options["num_heads"],
-        "mlp_ratio": ratio,
-        "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[
-            options["pool"]
-        ],
+    if options["rope"] != "none" or (gated and options["mlp_norm"]):
+        return _choose_eva(options)
+    name = _transformer_name(options)
+    args = _sizes(options, options["mlp_dim"] * (1 + gated)) | {
         "class_token": options["pool"] == "token" or options["class_token"],
         "fc_norm": options["fc_norm"],
         "pos_embed": "none" if options["posemb"] == "none" else "learn",
     }
+    for ours, theirs in _NORMS.items():
+        if options[ours]:
+            args[theirs] = True
+    if not options["final_norm"]:
+        args["final_norm"] = False
     if not gated:
         args["act_layer"] = options["activation"]
     if options["layer_scale_init"] or name.endswith("dinov2"):
@@ -406,14 +424,116 @@ def _choose_transformer(options: Mapping) -> Architecture:
     if options["pool"] == "map":
         args["pool_include_prefix"] = True
     if options["layer_norm_eps"] == 1e-5:
-        args["pre_norm"] = False
+        args["pre_norm"] = options["pre_norm"]
     first = "patch_embed.proj"
     if options["stem_width"]:
         stem = "stem." if options["stage_depths"] else ""
         first = f"patch_embed.backbone.{stem}conv"
     heads = ["head", "head_dist"] if options["distillation"] else "head"
     pool = args["global_pool"]
-    return Architecture(name, args, width, pool, first, heads)
+    return Architecture(name, args, options["width"], pool, first, heads)
+
+
+def _sizes(options: Mapping, mlp_dim: int) -> dict:
+    """Returns the arguments that all classes have."""
+    width = options["width"]
+    ratio = mlp_dim / width
+    if int(width * ratio) != mlp_dim:  # timm truncates the product.
+        ratio = math.nextafter(ratio, math.inf)
+    return {
+        "img_size": list(options["image_size"]),
+        "patch_size": options["patch"],
+        "in_chans": options["channels"],
+        "embed_dim": width,
+        "depth": options["depth"],
+        "num_heads": options["num_heads"],
+        "mlp_ratio": ratio,
+        "qkv_bias": True,
+        "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[
+            options["pool"]
+        ],
+    }
+
+
+def _choose_eva(options: Mapping) -> Architecture:
+    surgery.check_network(
+        options,
+        "timm's Eva, which has rotary positions and norms in gated MLPs,",
+        {
+            "num_register_tokens": range(1_000),
+            "rope": rotary.KINDS,
+            "qk_norm": (False, True),
+            "attention_out_norm": (False, True),
+            "mlp_norm": (False, True),
+            "layer_norm_eps": (1e-6, 1e-5),
+            "pool": ("token", "gap", "none"),
+            "activation": ("gelu", "swiglu"),
+        },
+        to="--to=safetensors",
+    )
+    gated = options["activation"] == "swiglu"
+    # In a layer for each, as they are normalised together behind the gate.
+    units = options["mlp_dim"]
+    args = _sizes(options, units) | {
+        "attn_type": "rope",
+        "qkv_fused": True,
+        "class_token": options["pool"] == "token" or options["class_token"],
+        "use_fc_norm": options["fc_norm"],
+        "use_abs_pos_emb": options["posemb"] != "none",
+        "num_reg_tokens": options["num_register_tokens"],
+        "init_values": options["layer_scale_init"] or None,
+        "swiglu_mlp": gated,
+        "scale_mlp": options["mlp_norm"],
+        "scale_attn_inner": options["attention_out_norm"],
+        "qk_norm": options["qk_norm"],
+        "use_rot_pos_emb": options["rope"] != "none",
+    }
+    if gated and not options["mlp_norm"]:
+        args["swiglu_align_to"] = 1  # Two layers, of any number of units.
+    if options["rope"] != "none":
+        names = {"axial": "cat", "centered": "dinov3", "mixed": "mixed"}
+        args |= {
+            "rope_type": names[options["rope"]],
+            "rope_temperature": options["rope_temperature"],
+            "rope_rotate_half": options["rope"] != "mixed",
+            "rope_grid_indexing": "ij",
+            "ref_feat_shape": [options["rope_reference"]] * 2
+            if options["rope_reference"]
+            else None,
+        }
+    odd = options["layer_norm_eps"] == 1e-5
+    name = "vit_base_patch16_dinov3" if odd else "eva02_base_patch14_224"
+    pool = args["global_pool"]
+    first = "patch_embed.proj"
+    return Architecture(name, args, options["width"], pool, first, "head")
+
+
+def _choose_beit(options: Mapping) -> Architecture:
+    surgery.check_network(
+        options,
+        "timm's Beit, which has biases of attention by offset,",
+        {
+            "relative_bias": ("every", "shared"),
+            "layer_norm_eps": (1e-6,),
+            "pool": ("token", "gap", "none"),
+            "activation": ("gelu",),
+        },
+        to="--to=safetensors",
+    )
+    if options["pool"] != "token" and not options["class_token"]:
+        raise UserError(
+            "class_token=False: timm's Beit always has one: write it with "
+            "--to=safetensors"
+        )
+    args = _sizes(options, options["mlp_dim"]) | {
+        "use_fc_norm": options["fc_norm"],
+        "use_abs_pos_emb": options["posemb"] != "none",
+        "init_values": options["layer_scale_init"] or None,
+        "use_rel_pos_bias": options["relative_bias"] == "every",
+        "use_shared_rel_pos_bias": options["relative_bias"] == "shared",
+    }
+    name, pool = "beit_base_patch16_224", args["global_pool"]
+    return Architecture(name, args, options["width"], pool, "patch_embed.proj", "head")
 
 
 def _transformer_name(options: Mapping) -> str:
@@ -453,7 +573,14 @@ def _transformer_name(options: Mapping) -> str:
         return f"deit_{size}_distilled_patch16_224"
     if gated:  # The only ones there.
         return "vit_giant_patch14_dinov2"
-    if odd:  # The only plain encoders there with that epsilon, except for a first norm.
+    if options["post_norm"]:
+        if odd or options["layer_scale_init"] or options["distillation"]:
+            raise UserError(
+                "post_norm=True: timm has it with layer_norm_eps=1e-6, without LayerScale "
+                "and distillation alone: write it with --to=safetensors"
+            )
+        return "vit_base_patch16_rpn_224"
+    if odd:  # The first norm is an argument.
         return "vit_base_patch16_clip_224"
     if options["patch"] in patches:
         return f"vit_{size}_patch{options['patch']}_224"
@@ -495,16 +622,26 @@ def check_parameters(
         what for pattern, what in _SEEN if any(map(re.compile(pattern).match, flat))
     ]
     first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
-    known = "architecture" not in config or re.search(_GATED, _architecture_of(config))
+    name = _architecture_of(config) if "architecture" in config else ""
+    own = timm_networks.find(name)
+    known = not name or re.search(_GATED, name) or (own and own.kind == "eva")
     if is_gated(flat) and not known:
         found.append(f"a gated MLP ({second.shape[-1]} of {len(first)} features) is")
-    if "blocks.0.norm1.weight" in flat:
-        if "blocks.0.norm1.bias" not in flat:
-            found.append("a norm without bias (RMSNorm) is")
-        if not {"norm.weight", "fc_norm.weight"} & flat.keys():
-            found.append("an encoder without a final norm is")
+    if "blocks.0.norm1.weight" in flat and "blocks.0.norm1.bias" not in flat:
+        found.append("a norm without bias (RMSNorm) is")
     if found:
         raise _unsupported(source, *found)
+    if name:
+        return
+    unsure = next(filter(_UNSURE.match, sorted(flat)), None)
+    bias = "blocks.0.attn.q_bias"
+    if bias in flat and not any("relative_position_bias" in name for name in flat):
+        unsure = bias  # Of EVA, or with rotary embeddings.
+    if unsure:
+        raise UserError(
+            f"{source}: {unsure} is of a network that its parameters alone do not tell: "
+            "keep its config.json beside it"
+        )
 
 
 def is_gated(flat: Mapping[str, np.ndarray]) -> bool:
@@ -537,10 +674,8 @@ def check_config(config: Mapping) -> None:
     """
     name, args = _architecture_of(config), config.get("model_args") or {}
     file = f"architecture={name!r} in config.json"
-    # Without its first norm: `write` chooses it for epsilon 1e-5.
-    plain_clip = name == "vit_base_patch16_clip_224" and args.get("pre_norm") is False
     known = (a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name))
-    known = next(known, next(iter(ARCHITECTURES.values())) if plain_clip else None)
+    known = next(known, None)
     if known is None:
         what = next((what for p, what in _UNSEEN if re.search(p, name)), None)
         if what is not None:

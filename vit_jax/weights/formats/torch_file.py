@@ -393,21 +393,24 @@ class ArrayEntry:
     layout: ArrayLayout
 
 
-def _one(to_ours: Callable, to_theirs: Callable) -> ArrayLayout:
+def one_layout(to_ours: Callable, to_theirs: Callable) -> ArrayLayout:
+    """Returns the layout of one array that is one array of ours."""
     return ArrayLayout(lambda a: [to_ours(a)], lambda arrays: to_theirs(arrays[0]))
 
 
-SAME = _one(lambda a: a, lambda a: a)
-LINEAR = _one(np.transpose, np.transpose)  # (out, in) and (in, out).
+SAME = one_layout(lambda a: a, lambda a: a)
+LINEAR = one_layout(np.transpose, np.transpose)  # (out, in) and (in, out).
 # (out, in, Y, X) and (Y, X, in, out).
-CONV = _one(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
+CONV = one_layout(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
 # Two dense layers in one, one after the other, weight or bias.
 PAIR = ArrayLayout(
     lambda a: [half.T for half in np.split(a, 2)],
     lambda arrays: np.concatenate([a.T for a in arrays]),
 )
+# Arrays of each layer, (2, depth, ...) and (depth, 2, ...).
+DEPTH_SECOND = one_layout(lambda a: a.swapaxes(0, 1), lambda a: a.swapaxes(0, 1))
 # A classifier written as a 1x1 convolution: (out, in, 1, 1) and (in, out).
-POINTWISE = _one(
+POINTWISE = one_layout(
     lambda a: a.reshape(a.shape[:2]).T, lambda a: a.T.reshape(*a.T.shape, 1, 1)
 )
 
@@ -432,7 +435,7 @@ def to_heads(num_heads: int, parts: int = 1) -> ArrayLayout:
 
 def from_heads(num_heads: int) -> ArrayLayout:
     """Returns the layout of the output projection: (D, heads x K) and (heads, K, D)."""
-    return _one(
+    return one_layout(
         lambda a: a.reshape(len(a), num_heads, -1).transpose(1, 2, 0),
         lambda a: a.transpose(2, 0, 1).reshape(a.shape[2], -1),
     )

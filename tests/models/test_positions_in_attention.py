@@ -1,0 +1,142 @@
+"""Rotary embeddings and biases by offset: what they depend on, and every way to run them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models import posemb, rotary, stacking
+
+TINY = {"width": 24, "depth": 2, "num_heads": 2, "mlp_dim": 32, "num_classes": 3}
+KINDS = {
+    "axial": {"rope": "axial", "posemb": "none", "rope_temperature": 1e4},
+    "centered": {"rope": "centered", "posemb": "none", "num_register_tokens": 2},
+    "mixed": {"rope": "mixed", "rope_temperature": 10.0},
+    "biases": {"relative_bias": "every", "posemb": "none"},
+    "shared biases": {"relative_bias": "shared"},
+    "norms": {
+        "pre_norm": True,
+        "qk_norm": True,
+        "attention_out_norm": True,
+        "mlp_norm": True,
+        "activation": "swiglu",
+    },
+    "post-norm": {"post_norm": True, "layer_scale_init": 0.1},
+    "no final norm": {"final_norm": False, "activation": "quick_gelu"},
+}
+
+
+def build(size=(16, 24), **options):
+    return models.create("Ti/8", image_size=size, **TINY | options)
+
+
+def filled(model, seed=0):
+    """Returns parameters without zeros."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    values = [0.3 * jax.random.normal(k, s.shape) for k, s in zip(keys, leaves)]
+    return jax.tree.unflatten(tree, values)
+
+
+@pytest.mark.parametrize("kind", ["axial", "centered"])
+def test_products_of_turned_vectors_depend_on_the_offset(kind):
+    angles = jnp.asarray(rotary.angles(kind, (3, 4), 8, 100.0))
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+    q, k = (jnp.broadcast_to(x, (1, 1, 12, 8)) for x in (q, k))
+    q, k = (rotary.rotate(x, angles)[0, 0] for x in (q, k))
+    products = np.asarray(q @ k.T)
+    for offset in (1, 4, 5):  # To the right, down, and both.
+        same = [(i, i + offset) for i in (0, 1, 4, 5) if i % 4 < 3]
+        values = [products[i, j] for i, j in same]
+        np.testing.assert_allclose(values, values[0], atol=1e-5)
+    assert abs(products[0, 1] - products[0, 4]) > 1e-3
+
+
+def test_a_reference_stretches_the_grid():
+    wide = rotary.angles("axial", (8, 8), 8, 1e4, 4)
+    narrow = rotary.angles("axial", (4, 4), 8, 1e4, 4)
+    np.testing.assert_allclose(wide[0, ::2][:4], narrow[0, :4], atol=1e-6)
+
+
+def test_biases_are_by_offset_and_prefix_tokens_have_their_own():
+    table = jnp.arange(3 * 5 + 3, dtype=jnp.float32)[:, None]
+    bias = np.asarray(posemb.bias_of_grid(table, (2, 3), 1))[0]
+    assert bias[0, 0] == 17 and set(bias[0, 1:]) == {15} and set(bias[1:, 0]) == {16}
+    patches = bias[1:, 1:]
+    assert set(np.diag(patches)) == {7}  # No offset.
+    assert patches[1, 0] == patches[5, 4] == 8  # From the right neighbour.
+    assert patches[3, 0] == 12 and patches[0, 3] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scan_and_rematerialisation_change_nothing(kind):
+    plain = build(**KINDS[kind])
+    params = filled(plain)
+    images = jax.random.normal(jax.random.key(1), (2, *plain.image_shape))
+    expected = plain.apply(params, images)["logits"]
+    assert np.abs(expected).max() > 0.01
+    for changes in ({"remat_policy": "full"}, {"scan": True}):
+        model = build(**KINDS[kind], **changes)
+        given = params
+        if "scan" in changes:
+            given = stacking.stack(params)
+        np.testing.assert_allclose(
+            model.apply(given, images)["logits"], expected, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_by_block_it_is_the_same_network(kind):
+    model = build(**KINDS[kind])
+    params = filled(model)
+    images = jax.random.normal(jax.random.key(1), (2, *model.image_shape))
+    layers = list(model.intermediates(params, images))
+    np.testing.assert_allclose(
+        model.classify_tokens(params, layers[-1].tokens)["logits"],
+        model.apply(params, images)["logits"],
+        atol=1e-5,
+    )
+    np.testing.assert_allclose(layers[0].attention.sum(-1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["axial", "mixed"])
+def test_visible_patches_keep_their_places(kind):
+    model = build(**KINDS[kind])
+    params = filled(model)
+    images = jax.random.normal(jax.random.key(1), (2, *model.image_shape))
+    every = jnp.tile(jnp.arange(6), (2, 1))
+    tokens = model.encode(params, images)
+    shuffled = jax.random.permutation(jax.random.key(2), every, 1, independent=True)
+    found = model.encode(params, images, visible=shuffled)
+    back = jnp.argsort(shuffled, 1)[..., None]
+    patches = jnp.take_along_axis(found[:, 1:], back, axis=1)
+    np.testing.assert_allclose(patches, tokens[:, 1:], atol=1e-5)
+
+
+def test_biases_and_frequencies_fit_another_size_of_image():
+    for kind in ("biases", "mixed"):
+        small = build((16, 24), **KINDS[kind])
+        large = small.at_size((32, 24))
+        params = small.resize_positions(filled(small), large)
+        shapes = jax.eval_shape(large.init, jax.random.key(0))
+        assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+    table = filled(build((16, 24), **KINDS["biases"]))["Transformer"]["relative_bias_0"]
+    resized = posemb.resize_bias(np.asarray(table), (2, 3), (4, 3))
+    old, new = table[:-3].reshape(3, 5, 2), resized[:-3].reshape(7, 5, 2)
+    # Near offsets stay; the outermost are stretched.
+    np.testing.assert_allclose(new[3, 1:-1], old[1, 1:-1], atol=1e-6)
+    np.testing.assert_array_equal(resized[-3:], table[-3:])
+
+
+def test_impossible_networks_are_refused():
+    with pytest.raises(UserError, match="heads of 6 features are not a multiple of 4"):
+        build(num_heads=4, rope="axial")
+    with pytest.raises(UserError, match="rope='spiral' is not one of none, axial"):
+        build(rope="spiral")
+    with pytest.raises(UserError, match="fc_norm=True is where the final norm is"):
+        build(pool="gap", fc_norm=True, final_norm=False)
+    with pytest.raises(UserError, match="knows no model.relative_bias='every'"):
+        build(relative_bias="every", attention_impl="splash", platform="tpu")

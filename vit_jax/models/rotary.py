@@ -1,0 +1,99 @@
+"""Rotary position embeddings: queries and keys are turned by angles that grow with the place.
+
+A product of two turned vectors depends on the offset of their patches. Feature i of a head
+is turned together with feature i + K/2; files that pair neighbours, or that have the column
+before the row, are read with their features in this order.
+Letters: Y by X patches, N patches or tokens, H heads, K head width, J its half.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+KINDS = ("none", "axial", "centered", "mixed")
+
+
+def angles(
+    kind: str,
+    grid: tuple[int, int],
+    head_width: int,
+    temperature: float,
+    reference: int = 0,
+) -> Float[np.ndarray, "1 N J"]:
+    """Returns the angles of each patch: those of its row, then those of its column.
+
+    Args:
+      kind: "axial": places are counted in patches (EVA-02, arXiv:2303.11331). "centered":
+        they go from -1 to 1 along each side of the image (DINOv3, arXiv:2508.10104).
+      grid: Y and X.
+      head_width: K, a multiple of 4.
+      temperature: ratio of the longest wave length to the shortest, nearly.
+      reference: side of the grid of the pretraining in patches, which an "axial" grid of
+        another size is stretched to; 0 stretches nothing.
+    """
+    bands = temperature ** -np.linspace(0, 1, head_width // 4, endpoint=False)
+    places = []
+    for side in grid:
+        at = np.arange(side, dtype=np.float64)
+        if kind == "centered":
+            at = 2 * np.pi * (2 * (at + 0.5) / side - 1)
+        elif reference:
+            at = at / side * reference
+        places.append(np.outer(at, bands))
+    rows, columns = places
+    both = [
+        np.repeat(rows, grid[1], axis=0),
+        np.tile(columns, (grid[0], 1)),
+    ]
+    return np.concatenate(both, axis=1, dtype=np.float32)[None]
+
+
+def mixed_angles(
+    frequencies: Float[Array, "2 H J"], grid: tuple[int, int]
+) -> Float[Array, "H N J"]:
+    """Returns angles of learnt directions (RoPE-Mixed, arXiv:2403.13298).
+
+    Args:
+      frequencies: of a layer, along the rows and along the columns, in radians a patch.
+      grid: Y and X.
+    """
+    rows, columns = np.indices(grid, dtype=np.float32).reshape(2, 1, -1, 1)
+    down, across = jnp.asarray(frequencies)[:, :, None]
+    return rows * down + columns * across
+
+
+def initial_frequencies(
+    random: Float[Array, "depth H"], head_width: int, temperature: float
+) -> Float[Array, "depth 2 H J"]:
+    """Returns the first frequencies of RoPE-Mixed: two directions at a right angle a head.
+
+    Args:
+      random: the directions, as parts of a turn.
+      head_width: K.
+      temperature: as of `angles`.
+    """
+    bands = temperature ** -jnp.linspace(0, 1, head_width // 4, endpoint=False)
+    bands = bands.reshape(1, 1, -1)
+    turns = 2 * jnp.pi * random[..., None]
+    right = turns + jnp.pi / 2
+    down, across = (
+        jnp.concatenate([bands * of(turns), bands * of(right)], axis=-1)
+        for of in (jnp.cos, jnp.sin)
+    )
+    return jnp.stack([down, across], axis=1)
+
+
+def rotate(
+    x: Float[Array, "B H N K"], turned: Float[Array, "*BH N J"]
+) -> Float[Array, "B H N K"]:
+    """Turns queries or keys.
+
+    Args:
+      x: head-major.
+      turned: angles in radians; 0 for tokens without a place.
+    """
+    turned = turned if turned.ndim == x.ndim else turned[None]
+    cos, sin = jnp.cos(turned), jnp.sin(turned)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    both = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(both, axis=-1).astype(x.dtype)
