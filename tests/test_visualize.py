@@ -450,7 +450,7 @@ def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
         "R50x1", num_classes=5, image_size=(32, 32), stage_depths=(1,)
     )
     ours = LoadedModel("r", resnet, {}, PREPROCESS)
-    assert available_figures(ours, 9) == ("filters",)
+    assert available_figures(ours, 9) == ("filters", "pca")
     with pytest.raises(UserError, match="r: no attention to draw; give a Vision"):
         list(
             write_figures(
@@ -460,7 +460,7 @@ def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
     plain = models.create(**OPTIONS | {"posemb": "none", "num_classes": 0})
     ours = LoadedModel("p", plain, {}, PREPROCESS)
     assert available_figures(ours, 3) == (
-        *("filters", "distance", "norms", "cka", "attention", "rollout"),
+        *("filters", "distance", "norms", "cka", "attention", "rollout", "pca"),
     )
     assert available_figures(ours, 0) == ("filters",)
     with pytest.raises(
@@ -547,7 +547,7 @@ def test_what_a_task_of_a_swin_transformer_makes_needs_no_attention(tmp_path, pl
 
     params = swin.init(jax.random.key(0))
     ours = LoadedModel("s", swin, params, PREPROCESS, pictures=pictures)
-    assert available_figures(ours, 3) == ("filters", "windows", "reconstruction")
+    assert available_figures(ours, 3) == ("filters", "windows", "pca", "reconstruction")
     options = FigureOptions(("reconstruction",))
     images = inputs.find([str(place / "images")])
     write = write_figures(ours, images, options, tmp_path, on_unreadable=lambda *_: 0)
@@ -555,7 +555,9 @@ def test_what_a_task_of_a_swin_transformer_makes_needs_no_attention(tmp_path, pl
     with np.load(tmp_path / "reconstruction.npz") as data:
         assert data["original"].shape == (5, 16, 24, 3)
     options = FigureOptions(("attention",))
-    with pytest.raises(UserError, match="or draw only filters,windows,reconstruction"):
+    with pytest.raises(
+        UserError, match="or draw only filters,windows,pca,reconstruction"
+    ):
         [*write_figures(ours, [], options, tmp_path, on_unreadable=print)]
 
 

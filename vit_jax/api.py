@@ -191,6 +191,8 @@ class PretrainedModel:
       (2, 3, True)
       >>> model.features(images).shape, model.attention(images).shape
       ((2, 48), (2, 4, 3, 17, 17))
+      >>> model.features(images, tokens=True).shape
+      (2, 4, 4, 48)
       >>> model.apply(model.params, model.preprocess(images))["logits"].shape
       (2, 10)
     """
@@ -209,6 +211,9 @@ class PretrainedModel:
         self._pretrained = pretrained
         self._sigmoid = pretrained.loss == "sigmoid"
         self._outputs = jax.jit(lambda p, pixels: model.apply(p, self._normed(pixels)))
+        self._patches = jax.jit(
+            lambda p, pixels: model.patch_features(p, self._normed(pixels))
+        )
 
     def __repr__(self) -> str:
         options = self.model.options
@@ -260,27 +265,37 @@ class PretrainedModel:
                 f"{self._pretrained.source} has no classifier (num_classes=0): give "
                 "weights that have one"
             )
-        logits = self._in_batches(images, "logits")
+        logits = self._in_batches(
+            images, lambda p, pixels: self._outputs(p, pixels)["logits"]
+        )
         found = [
             prediction.rank(row, self.class_names, topk, sigmoid=self._sigmoid)
             for row in logits
         ]
         return found[0] if _is_single(images) else found
 
-    def features(self, images: Images) -> Float[np.ndarray, "B D"]:
-        """Returns what the classifier sees of each image.
+    def features(
+        self, images: Images, *, tokens: bool = False
+    ) -> Float[np.ndarray, "B D"] | Float[np.ndarray, "B Y X D"]:
+        """Returns what the classifier sees of each image, or the features of its patches.
 
         Args:
           images: see the class.
+          tokens: return a grid of patch features, see `Model.patch_features`. At another
+            resolution: `load_model(..., image_size=(448, 672))`.
 
         Raises:
           UserError: the network has no such features, or an image cannot be read.
         """
+        if tokens:
+            return self._in_batches(images, self._patches)
         if not self.model.representations:
             raise UserError(
                 f"{self._pretrained.source} has no features of whole images"
             )
-        return self._in_batches(images, "pre_logits")
+        return self._in_batches(
+            images, lambda p, pixels: self._outputs(p, pixels)["pre_logits"]
+        )
 
     def attention(self, images: Images) -> Float[np.ndarray, "B L H N N"]:
         """Returns the attention from each token to each, by layer and head.
@@ -297,11 +312,11 @@ class PretrainedModel:
         maps = attention_maps(self.model, self.params, self.preprocess(images))
         return np.stack([np.asarray(layer) for layer in maps], axis=1)
 
-    def _in_batches(self, images: Images, name: str) -> np.ndarray:
+    def _in_batches(self, images: Images, compute: Callable) -> np.ndarray:
         pixels = self._prepare(images)
         parts = (pixels[i : i + _BATCH] for i in range(0, len(pixels), _BATCH))
         return np.concatenate(
-            [np.asarray(self._outputs(self.params, part)[name]) for part in parts]
+            [np.asarray(compute(self.params, part)) for part in parts]
         )
 
     def _normed(self, pixels):

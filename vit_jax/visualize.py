@@ -16,6 +16,8 @@ something for):
                 than 12 layers some, or those of --layers
     rollout     the same over all layers, on the image
     windows     what patches get in their windows, by stage, over the image (Swin)
+    pca         three principal components of patch features as colours, for all
+                images together (DINOv2's figure)
     relevance   which patches spoke for the most probable classes, or for --classes
     reconstruction
                 what a network that was pretrained to predict hidden patches makes of

@@ -5,5 +5,6 @@
 WEIGHT_FIGURES = ("filters", "posemb")
 DATASET_FIGURES = ("distance", "norms", "cka")
 LAYER_FIGURES = (*DATASET_FIGURES, "attention", "rollout", "relevance")
-IMAGE_FIGURES = ("attention", "rollout", "relevance", "windows", "reconstruction")
+IMAGE_FIGURES = ("attention", "rollout", "relevance", "windows", "pca")
+IMAGE_FIGURES += ("reconstruction",)
 FIGURES = (*WEIGHT_FIGURES, *DATASET_FIGURES, *IMAGE_FIGURES)

@@ -16,6 +16,7 @@ from vit_jax.analysis import (
 )
 from vit_jax.analysis.canvas import Picture, UniqueStems
 from vit_jax.analysis.loaded_model import Batch, LoadedModel, read_batches
+from vit_jax.analysis.pca_plot import PCAPlot
 from vit_jax.analysis.plots import ImageOptions
 from vit_jax.analysis.representations import MIN_CKA_IMAGES
 from vit_jax.analysis.window_plot import WindowPlot
@@ -256,6 +257,7 @@ def _create_plots(
             loaded, stems, image_options, chunk_size
         ),
         "windows": lambda: WindowPlot(loaded, stems),
+        "pca": lambda: PCAPlot(loaded, stems),
         "reconstruction": lambda: plots.ReconstructionPlot(loaded, UniqueStems()),
     }
     return tuple(

@@ -18,8 +18,9 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
+from vit_jax.models import layers
 from vit_jax.models.encoder import Block
-from vit_jax.models.layers import ACTIVATIONS, LayerNorm, classify
+from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.posemb import AddPositions
 from vit_jax.models.variants import CONFIGS, SIZES, Size
@@ -87,9 +88,16 @@ class AxialViT(nn.Module):
 
     @nn.compact
     def __call__(
-        self, images: Float[Array, "B Y X C"], *, train: bool = False
-    ) -> dict[str, Float[Array, "..."]]:
-        """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D)."""
+        self,
+        images: Float[Array, "B Y X C"],
+        *,
+        train: bool = False,
+        classify: bool = True,
+    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B Y X D"]:
+        """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
+
+        Without `classify` the features of the patches.
+        """
         config, size = self.config, self.config.size
         sides = (config.patch_size,) * 2
         x = nn.Conv(
@@ -114,5 +122,7 @@ class AxialViT(nn.Module):
             lines = block(x.reshape(-1, x.shape[2], D), None, None, drawn)
             x = jnp.swapaxes(lines.reshape(x.shape), 1, 2)
         x = LayerNorm(dtype=config.dtype, name="encoder_norm")(x)
+        if not classify:
+            return x
         features = x.astype(jnp.float32).mean((1, 2))
-        return classify(features, self.num_classes, config.head_bias_init)
+        return layers.classify(features, self.num_classes, config.head_bias_init)

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models.layers import ACTIVATIONS, LayerNorm, classify, drop_path
+from vit_jax.models import layers
+from vit_jax.models.layers import ACTIVATIONS, LayerNorm, drop_path
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.variants import CONFIGS
 
@@ -177,9 +178,16 @@ class MlpMixer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, images: Float[Array, "B Y X C"], *, train: bool = False
-    ) -> dict[str, Float[Array, "..."]]:
-        """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D)."""
+        self,
+        images: Float[Array, "B Y X C"],
+        *,
+        train: bool = False,
+        classify: bool = True,
+    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
+        """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
+
+        Without `classify` the features of the patches, row by row.
+        """
         config, size = self.config, self.config.size
         sides = (config.patch_size,) * 2
         embed = nn.Conv(
@@ -199,8 +207,10 @@ class MlpMixer(nn.Module):
             )
             x = block(x)
         x = LayerNorm(dtype=config.dtype, name="pre_head_layer_norm")(x)
+        if not classify:
+            return x
         features = x.astype(jnp.float32).mean(1)
-        return classify(features, self.num_classes, config.head_bias_init)
+        return layers.classify(features, self.num_classes, config.head_bias_init)
 
 
 class MixerBlock(nn.Module):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -154,16 +155,46 @@ class Model:
           (batch, prefix tokens + patches that are seen, width); of a network that merges
           patches, those at its end.
         """
-        more = {} if visible is None else {"visible": visible}
+        given = {"visible": visible, "edit_patches": edit_patches}
+        more = {name: value for name, value in given.items() if value is not None}
         return self.module.apply(
             {"params": params},
             images,
             train=train,
-            edit_patches=edit_patches,
             classify=False,
             rngs={"dropout": key} if train else None,
             **more,
         )
+
+    def patch_features(self, params: Params, images: jax.Array) -> jax.Array:
+        """Returns the features of the patches after the last norm, without prefix tokens.
+
+        Of a network that merges patches they are those at its end, of a ResNet the places
+        of the last stage.
+
+        Args:
+          params, images: as of `apply`.
+
+        Returns:
+          (batch, rows, columns, width), float32.
+
+        Raises:
+          UserError: the module of a user's network takes no `classify`.
+        """
+        taken = inspect.signature(type(self.module).__call__).parameters
+        if "classify" not in taken:
+            raise UserError(
+                f"{self.options['variant']} has no features of patches: its module takes "
+                "no argument `classify`, see Extending"
+            )
+        x = self.encode(params, images)
+        if self.has_encoder:
+            x = x[:, self.num_prefix_tokens :]
+        if x.ndim == 3:  # Patches row by row.
+            merged = -(-self.image_shape[0] // (self.encoder_stride or 1))
+            rows = self.grid[0] if x.shape[1] == math.prod(self.grid) else merged
+            x = x.reshape(len(x), rows, -1, x.shape[-1])
+        return x.astype(jnp.float32)
 
     def at_size(self, image_size: Sequence[int]) -> "Model":
         """Returns the same network for images of another height and width.

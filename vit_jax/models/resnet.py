@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
-from vit_jax.models.layers import classify
+from vit_jax.models import layers
 from vit_jax.models.variants import CONFIGS, ModelConfig
 
 _GROUPS = 32
@@ -300,13 +300,19 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(
-        self, images: Float[Array, "B Y X C"], *, train: bool = False
-    ) -> dict[str, Float[Array, "..."]]:
+        self,
+        images: Float[Array, "B Y X C"],
+        *,
+        train: bool = False,
+        classify: bool = True,
+    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B y x D"]:
         """Classifies images.
 
         Args:
           images: normalised.
           train: changes nothing: there is no random layer.
+          classify: whether there is a classifier; without, the result are the last
+            features.
 
         Returns:
           "pre_logits" (B, 4 * width of the last stage), the mean of the last features,
@@ -319,8 +325,10 @@ class ResNet(nn.Module):
             )
             x = Stage(unit, count, 2 if i else 1, 2, name=f"block{i + 1}")(x)
         x = nn.relu(GroupNorm(1e-5, name="norm-pre-head")(x))
+        if not classify:
+            return x
         pre_logits = x.astype(jnp.float32).mean((1, 2))
-        return classify(pre_logits, self.num_classes, self.head_bias_init)
+        return layers.classify(pre_logits, self.num_classes, self.head_bias_init)
 
 
 class PostActivationUnit(nn.Module):

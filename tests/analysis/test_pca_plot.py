@@ -1,0 +1,85 @@
+"""Features of patches of every kind of network, and their components as colours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import models
+from vit_jax.analysis import pca_plot
+from vit_jax.analysis.figures import FigureOptions, write_figures
+from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.data import inputs
+from vit_jax.weights.pretrained import Preprocess
+
+SMALL = {"width": 12, "depth": 2, "num_heads": 2, "mlp_dim": 16}
+SWIN = {"patch_size": 2, "width": 8, "stage_depths": (2, 2), "num_heads": (2, 4)}
+NETWORKS = {
+    "token": ("Ti/8", SMALL, (2, 3)),
+    "registers, fc_norm": (
+        "Ti/8",
+        SMALL | {"pool": "gap", "fc_norm": True, "num_register_tokens": 2},
+        (2, 3),
+    ),
+    "hybrid": ("R26+S/32", SMALL | {"stem_width": 32, "stage_depths": (1,) * 4}, None),
+    "ResNet": ("R50x1", {"stage_depths": (1, 1), "stem_width": 32}, (2, 3)),
+    "Swin": ("Swin-T", SWIN | {"window_size": 4}, (4, 6)),
+    "Mixer": (
+        "Mixer-S/8",
+        {"width": 12, "depth": 1, "tokens_mlp_dim": 4} | {"channels_mlp_dim": 8},
+        (2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_features_of_patches_are_what_the_pooling_averages(name):
+    variant, options, grid = NETWORKS[name]
+    size = (64, 96) if grid is None else (16, 24)
+    model = models.create(variant, num_classes=0, image_size=size, **options)
+    params = model.init(jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (2, *model.image_shape))
+    found = model.patch_features(params, images)
+    grid = grid or (2, 3)
+    assert found.shape[:3] == (2, *grid) and found.dtype == jnp.float32
+    if name in ("ResNet", "Swin", "Mixer"):
+        pooled = model.apply(params, images)["pre_logits"]
+        np.testing.assert_allclose(found.mean((1, 2)), pooled, atol=1e-5)
+    elif name != "registers, fc_norm":
+        tokens = model.encode(params, images)[:, model.num_prefix_tokens :]
+        np.testing.assert_array_equal(found.reshape(tokens.shape), tokens)
+
+
+def test_components_tell_parts_apart():
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(2, 10))
+    parts = rng.integers(0, 2, (3, 4, 5))
+    features = directions[parts] + 0.01 * rng.normal(size=(3, 4, 5, 10))
+    found, shares = pca_plot.project(features.astype(np.float32))
+    assert shares[0] > 0.95
+    first = found[..., 0]
+    low, high = first[parts == 0], first[parts == 1]
+    assert low.max() < high.min() or high.max() < low.min()
+    # The sign does not depend on that of the decomposition.
+    again, _ = pca_plot.project(features[::-1].astype(np.float32))
+    np.testing.assert_allclose(again[::-1, ..., 0], first, atol=1e-4)
+    colours = pca_plot.to_intensities(found)
+    assert colours.min() == 0 and colours.max() == 1
+
+
+def test_a_sheet_is_written_for_each_image(tmp_path):
+    for name in "ab":
+        pixels = np.random.default_rng(ord(name)).integers(0, 255, (16, 24, 3))
+        Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{name}.png")
+    model = models.create("Ti/8", num_classes=0, image_size=(16, 24), **SMALL)
+    how = Preprocess(image_size=(16, 24))
+    loaded = LoadedModel("v", model, model.init(jax.random.key(0)), how)
+    images = inputs.find([str(tmp_path)])
+    options = FigureOptions(("pca",), max_shown=2)
+    out = tmp_path / "out"
+    written = write_figures(loaded, images, options, out, on_unreadable=print)
+    assert sum(name.endswith(".png") for name in written) == 2
+    with np.load(out / "pca" / "a.npz") as data:
+        assert data["components"].shape == (2, 3, 3)
+        assert data["image"].shape == (16, 24, 3)
