@@ -187,6 +187,8 @@ def available_figures(loaded: LoadedModel, num_images: int | None) -> tuple[str,
         unsupported.add("posemb")
     if not options["num_classes"]:
         unsupported.add("relevance")
+    if not loaded.model.has_patch_features:
+        unsupported.add("pca")
     if not loaded.model.has_windows:
         unsupported.add("windows")
     if loaded.pictures is None:

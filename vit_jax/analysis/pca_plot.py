@@ -9,6 +9,7 @@ from jaxtyping import Float
 from vit_jax.analysis import canvas
 from vit_jax.analysis.canvas import Picture, UniqueStems
 from vit_jax.analysis.loaded_model import Batch, LoadedModel
+from vit_jax.errors import UserError
 
 _PERCENTILES = 2, 98  # Of a component, which become 0 and full intensity.
 
@@ -22,9 +23,16 @@ class PCAPlot:
     Args:
       loaded: a model with features of patches.
       stems: file names.
+
+    Raises:
+      UserError: the model has none.
     """
 
     def __init__(self, loaded: LoadedModel, stems: UniqueStems):
+        if not loaded.model.has_patch_features:
+            raise UserError(
+                f"--figure=pca: {loaded.name} has no features of patches: leave it out"
+            )
         self._loaded, self._stems = loaded, stems
         self._features = jax.jit(loaded.model.patch_features)
 

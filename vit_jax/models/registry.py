@@ -166,6 +166,11 @@ class Model:
             **more,
         )
 
+    @property
+    def has_patch_features(self) -> bool:
+        """Whether there are `patch_features`: not in every network of a user."""
+        return "classify" in inspect.signature(type(self.module).__call__).parameters
+
     def patch_features(self, params: Params, images: jax.Array) -> jax.Array:
         """Returns the features of the patches after the last norm, without prefix tokens.
 
@@ -181,11 +186,10 @@ class Model:
         Raises:
           UserError: the module of a user's network takes no `classify`.
         """
-        taken = inspect.signature(type(self.module).__call__).parameters
-        if "classify" not in taken:
+        if not self.has_patch_features:
             raise UserError(
                 f"{self.options['variant']} has no features of patches: its module takes "
-                "no argument `classify`, see Extending"
+                "no argument `classify`; docs/extending.md says what it does"
             )
         x = self.encode(params, images)
         if self.has_encoder:
