@@ -92,6 +92,7 @@ class Pretrained:
     notes: tuple[str, ...] = ()
     task: dict = dataclasses.field(default_factory=dict)
     task_params: dict = dataclasses.field(default_factory=dict)
+    tokenizer: str = ""
 
 
 def prepare_image(

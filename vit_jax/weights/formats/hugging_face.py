@@ -591,6 +591,11 @@ def _pair(size: int | Mapping) -> tuple[int, int]:
     return size.get("height", edge), size.get("width", edge)
 
 
+def write_activation(name: str) -> str:
+    """Returns what `hidden_act` is for `model.activation`."""
+    return _ACTIVATIONS[name][0]
+
+
 def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dict:
     """Returns a model's config.
 
@@ -614,7 +619,7 @@ def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dic
         "num_hidden_layers": options["depth"],
         "num_attention_heads": options["num_heads"],
         "intermediate_size": options["mlp_dim"],
-        "hidden_act": _ACTIVATIONS[options["activation"]][0],
+        "hidden_act": write_activation(options["activation"]),
         "layer_norm_eps": options["layer_norm_eps"],
         "image_size": height if height == width else [height, width],
         "patch_size": options["patch"],

@@ -1,9 +1,10 @@
-"""Hugging Face's CLIP and SigLIP: the image tower, alone or in a file with the text tower.
+"""Hugging Face's CLIP and SigLIP: the image tower, alone or beside the text tower.
 
-OpenCLIP's published weights are there in this format too. The projection to the space of
-texts is left out: `pre_logits` of the network are what comes before it. Of networks that were
-fine-tuned as classifiers (CLIPForImageClassification, SiglipForImageClassification) the
-classifier sees the mean of the patches, without CLIP's last norm.
+OpenCLIP's published weights are there in this format too. `pre_logits` of the network are
+what comes before the projection to the space of texts, which is in `task_params` together
+with the text tower (hugging_face_text.py). Of networks that were fine-tuned as classifiers
+(CLIPForImageClassification, SiglipForImageClassification) the classifier sees the mean of
+the patches, without CLIP's last norm.
 """
 
 import os
@@ -13,9 +14,15 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
+from vit_jax.data import tokenizer
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import hugging_face, linen, torch_file
+from vit_jax.weights.formats import (
+    hugging_face,
+    hugging_face_text,
+    linen,
+    torch_file,
+)
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
@@ -80,9 +87,13 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat.pop("embeddings.position_ids", None)  # In files of transformers 4.
     clip = "embeddings.class_embedding" in flat
     notes = []
-    if "text_model.embeddings.token_embedding.weight" in tensors.flat:
-        notes.append("text tower: left out")
-    if "visual_projection.weight" in tensors.flat:
+    task, task_params = {}, {}
+    if hugging_face_text.ANCHOR in tensors.flat:
+        defaults = _DEFAULTS["clip" if clip else "siglip"]
+        task, task_params, notes = hugging_face_text.read(
+            tensors.flat, config, defaults, tensors.path
+        )
+    elif "visual_projection.weight" in tensors.flat:
         notes.append("visual_projection: left out; features are those before it")
     facts, more = _read_config(config, clip)
     notes += more
@@ -140,6 +151,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         class_names=names if len(names) == num_classes else (),
         loss=facts.loss,
         notes=(*notes, *more),
+        task=task,
+        task_params=task_params,
+        tokenizer=tensors.path if task else "",
     )
 
 
@@ -186,7 +200,7 @@ def _table(options: dict) -> list[ArrayEntry]:
     embed = "embeddings"
     table = [
         *dense(f"{embed}.patch_embedding", "embedding", CONV),
-        ArrayEntry(f"{embed}.position_embedding.weight", (POSITIONS,), _ROWS),
+        ArrayEntry(f"{embed}.position_embedding.weight", (POSITIONS,), hugging_face_text.ROWS),
     ]
     if options["pool"] == "token" or options["class_token"]:
         table.append(ArrayEntry(f"{embed}.class_embedding", ("cls",), _TOKEN))
@@ -196,43 +210,12 @@ def _table(options: dict) -> list[ArrayEntry]:
         table += norm("post_layernorm", "Transformer/encoder_norm")
     for i in range(options["depth"]):
         theirs, ours = f"encoder.layers.{i}", f"Transformer/encoderblock_{i}"
-        table += norm(f"{theirs}.layer_norm1", f"{ours}/LayerNorm_0")
-        table += attention_table(
-            f"{theirs}.self_attn",
-            f"{ours}/MultiHeadDotProductAttention_1",
-            options["num_heads"],
-        )
-        table += norm(f"{theirs}.layer_norm2", f"{ours}/LayerNorm_2")
-        for layer in (1, 2):
-            name = f"{ours}/MlpBlock_3/Dense_{layer - 1}"
-            table += dense(f"{theirs}.mlp.fc{layer}", name)
+        table += hugging_face_text.block_table(theirs, ours, options["num_heads"])
     if options["pool"] == "map":
         table += _pooling_table(options["num_heads"])
     if options["num_classes"]:
         table += dense("classifier", "head")
     return table
-
-
-def attention_table(
-    theirs: str, ours: str, num_heads: int, out: str = "out_proj"
-) -> list[ArrayEntry]:
-    """Returns the entries of an attention of q_proj, k_proj and v_proj.
-
-    Args:
-      theirs, ours: name of the attention.
-      num_heads: of it.
-      out: their name of the last layer.
-    """
-    table = dense(f"{theirs}.{out}", f"{ours}/out", from_heads(num_heads))
-    return table + [
-        ArrayEntry(
-            f"{theirs}.{name[0]}_proj.{kind}",
-            (f"{ours}/{name}/{leaf}",),
-            to_heads(num_heads),
-        )
-        for name in ("query", "key", "value")
-        for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
-    ]
 
 
 def _pooling_table(num_heads: int) -> list[ArrayEntry]:
@@ -252,11 +235,13 @@ def _pooling_table(num_heads: int) -> list[ArrayEntry]:
 
 # (D,) and (1, 1, D); (N, D) and (1, N, D).
 _TOKEN = torch_file.one_layout(lambda a: a[None, None], lambda a: a[0, 0])
-_ROWS = torch_file.one_layout(lambda a: a[None], lambda a: a[0])
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that `from_pretrained` of CLIP's or SigLIP's vision model loads.
+    """Writes a folder that `from_pretrained` of CLIP or SigLIP loads.
+
+    With a text tower it is both towers and the files of the tokenizer, else the vision
+    model alone.
 
     Args:
       pretrained: with parameters that fit its options.
@@ -294,16 +279,50 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             width = options["width"]
             arrays["post_layernorm.weight"] = np.ones(width, np.float32)
             arrays["post_layernorm.bias"] = np.zeros(width, np.float32)
-    if clip or options["num_classes"]:
+    text, more = _write_text(pretrained, options, clip)
+    notes += more
+    if clip or options["num_classes"] or text:
         arrays = {
             name if name.startswith("classifier.") else f"vision_model.{name}": value
             for name, value in arrays.items()
         }
     config = _config(options, model.patch_size, pretrained, clip)
+    if text:
+        arrays |= text[0]
+        config = _whole_config(config, text[1], clip)
+        notes += tokenizer.copy_files(pretrained.tokenizer, folder)
     preprocess, channels = pretrained.preprocess, options["channels"]
     return notes + hugging_face.write_folder(
         folder, arrays, config, preprocess, channels
     )
+
+
+def _write_text(
+    pretrained: Pretrained, options: dict, clip: bool
+) -> tuple[tuple[dict, dict] | None, list[str]]:
+    """Returns what `hugging_face_text.write` does; None, and why, if there is none."""
+    if "text" not in pretrained.task_params or options["num_classes"]:
+        return None, []
+    try:
+        of_text = pretrained.task, pretrained.task_params
+        return hugging_face_text.write(*of_text, clip=clip), []
+    except UserError as error:
+        return None, [f"text tower: left out ({error})"]
+
+
+def _whole_config(vision: dict, text: dict, clip: bool) -> dict:
+    """Returns the content of config.json for both towers."""
+    vision = {k: v for k, v in vision.items() if k not in ("architectures", "dtype")}
+    whole = {"vision_config": vision, "text_config": text, "dtype": "float32"}
+    if not clip:
+        return {"architectures": ["SiglipModel"], "model_type": "siglip"} | whole
+    width = text["projection_dim"]
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": width,
+        **whole,
+    }
 
 
 def _check_writable(options: dict) -> bool:
@@ -357,9 +376,20 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     del on_hub
     options = models.create(**pretrained.options).options
     name = "CLIP" if options["pre_norm"] else "Siglip"
-    name += "ForImageClassification" if options["num_classes"] else "VisionModel"
+    whole = "text" in pretrained.task_params
+    kind = "Model" if whole else "VisionModel"
+    name += "ForImageClassification" if options["num_classes"] else kind
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 
 
 READERS["Hugging Face CLIP and SigLIP"] = Reader(recognises, read)
-WRITERS["hf_clip"] = Writer(write, usage=_usage, library="transformers")
+WRITERS["hf_clip"] = Writer(
+    write,
+    usage=_usage,
+    library="transformers",
+    with_task=True,
+    files=(
+        *("config.json", "model.safetensors", "preprocessor_config.json"),
+        *tokenizer.FILES,
+    ),
+)

@@ -13,7 +13,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import dino, hugging_face, linen, torch_file
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.formats.hugging_face_clip import attention_table
+from vit_jax.weights.formats.hugging_face_text import attention_table
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import CONV, SAME, ArrayEntry, dense, norm
 from vit_jax.weights.pretrained import Pretrained

@@ -1,0 +1,350 @@
+"""Tokenizers: texts to numbers, as the text towers of checkpoints were trained with them.
+
+A tokenizer is named by where its files are: a folder or hf://owner/name as on the Hugging
+Face hub, or one file. "bytes" needs none: the tokens are the bytes of UTF-8. Reading files
+takes the extra `text`, whose libraries (tokenizers, SentencePiece) do the work.
+
+Letters: N texts, T tokens.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import string
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int
+
+from vit_jax.errors import UserError
+
+BYTES = "bytes"
+# Files of a tokenizer in a folder, or on the hub.
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "vocab.txt",
+)
+_KINDS = "tokenizer.json, vocab.json with merges.txt, spiece.model or vocab.txt"
+# How CLIP splits a text into words before it joins pairs of letters.
+_CLIP_WORDS = (
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|"
+    r"[^\s\p{L}\p{N}]+"
+)
+_CLIP_START, _CLIP_END = "<|startoftext|>", "<|endoftext|>"
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Turns texts into tokens.
+
+    Attributes:
+      vocab_size: numbers of tokens are below it.
+      eos_id: the token that ends a text; -1 if there is none.
+    """
+
+    vocab_size: int
+    eos_id: int
+
+    def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
+        """Returns the tokens of texts, cut or padded to the same number."""
+
+
+@functools.lru_cache(maxsize=8)
+def open_tokenizer(source: str) -> Tokenizer:
+    """Opens a tokenizer.
+
+    Args:
+      source: "bytes", a folder, a file of the names in `FILES` or any *.model of
+        SentencePiece, or hf://owner/name.
+
+    Raises:
+      UserError: there is none, it cannot be read, or the extra `text` is not installed.
+    """
+    if source == BYTES:
+        return ByteTokenizer()
+    path = _local(source)
+    opened = None
+    try:
+        if path.is_dir():
+            opened = _open_folder(path)
+        elif path.suffix == ".model":
+            opened = SentencePieces(path)
+        elif path.name == "vocab.txt":
+            opened = _word_pieces(path)
+        elif path.suffix == ".json":
+            opened = _open_folder(path.parent)
+    except ImportError as error:
+        raise UserError(
+            f"data.tokenizer={source!r} needs the Python package {error.name}: pip "
+            "install 'vit_jax[text]'"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # The libraries raise Exception itself.
+        raise UserError(
+            f"data.tokenizer={source!r} cannot be read: {str(error).splitlines()[0]}"
+        ) from error
+    if opened is None:
+        raise UserError(
+            f"data.tokenizer={source!r} has no tokenizer ({_KINDS}): give the folder or "
+            f"the hf://owner/name of a checkpoint, or {BYTES!r}"
+        )
+    return opened
+
+
+def _local(source: str) -> pathlib.Path:
+    """Returns the path of a tokenizer, downloaded if it is on the hub."""
+    if not source.startswith("hf://"):
+        path = pathlib.Path(os.path.expanduser(source))
+        if not path.exists():
+            raise UserError(
+                f"data.tokenizer={source!r} does not exist: give the folder of a "
+                f"checkpoint, hf://owner/name, or {BYTES!r}"
+            )
+        return path
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    repo, _, revision = source.removeprefix("hf://").strip("/").partition("@")
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision or None, allow_patterns=list(FILES)
+            )
+        )
+    except (
+        errors.HfHubHTTPError,
+        errors.LocalEntryNotFoundError,
+        errors.HFValidationError,
+        OSError,
+    ) as error:
+        raise UserError(
+            f"data.tokenizer={source!r} cannot be downloaded "
+            f"({str(error).strip().splitlines()[0]}): check the name and the network"
+        ) from error
+
+
+def _open_folder(folder: pathlib.Path) -> Tokenizer | None:
+    """Opens the tokenizer of a folder; None if it has none."""
+    config = _json(folder / "tokenizer_config.json")
+    kind = str(config.get("tokenizer_class", ""))
+    pieces = [folder / name for name in ("spiece.model", "tokenizer.model")]
+    pieces = [path for path in pieces if path.exists()]
+    whole = folder / "tokenizer.json"
+    if pieces and (kind == "SiglipTokenizer" or not whole.exists()):
+        lower = config.get("do_lower_case", True)
+        return SentencePieces(pieces[0], canonical=True, lower=lower)
+    if whole.exists():
+        import tokenizers
+
+        found = tokenizers.Tokenizer.from_file(str(whole))
+        # Gemma's tokenizer, which SigLIP 2 was trained with on texts in lower case.
+        lower = kind.startswith(("Siglip2", "Gemma"))
+        return JsonTokenizer(found, _special(folder, config), config, lower=lower)
+    if (folder / "merges.txt").exists() and (folder / "vocab.json").exists():
+        found = _clip_pairs(folder / "vocab.json", folder / "merges.txt")
+        special = {"pad_token": _CLIP_END, "eos_token": _CLIP_END}
+        return JsonTokenizer(found, special | _special(folder, config), config)
+    if (folder / "vocab.txt").exists():
+        return _word_pieces(folder / "vocab.txt")
+    return None
+
+
+def copy_files(source: str, folder: str | os.PathLike) -> list[str]:
+    """Copies the files of a tokenizer beside weights.
+
+    Args:
+      source: see `open_tokenizer`; "" if it is not known.
+      folder: existing.
+
+    Returns:
+      A line if there are none.
+    """
+    if source in ("", BYTES):
+        return [f"tokenizer: {source or 'not known'}, so there is no file of it"]
+    path = _local(source)
+    paths = [path / name for name in FILES] if path.is_dir() else [path]
+    found = [path for path in paths if path.exists()]
+    for path in found:
+        shutil.copyfile(path, pathlib.Path(folder, path.name))
+    return [] if found else [f"tokenizer: {source} has no file of it"]
+
+
+def _json(path: pathlib.Path) -> dict:
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return {}
+
+
+def _special(folder: pathlib.Path, config: dict) -> dict[str, str]:
+    """Returns the texts of the special tokens, such as "pad_token"."""
+    stated = _json(folder / "special_tokens_map.json") | config
+    return {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in stated.items()
+        if name in ("pad_token", "eos_token") and value
+    }
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 from 2 on, then 1, the end; the rest is 0."""
+
+    vocab_size, eos_id = 258, 1
+
+    def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
+        """See `Tokenizer`."""
+        tokens = np.zeros((len(texts), num_tokens), np.int32)
+        for row, text in zip(tokens, texts, strict=True):
+            # A surrogate, as of a file name that is no text, has no bytes of its own.
+            data = text.encode("utf-8", "replace")[: num_tokens - 1]
+            row[: len(data)] = np.frombuffer(data, np.uint8).astype(np.int32) + 2
+            row[len(data)] = self.eos_id
+        return tokens
+
+
+class JsonTokenizer:
+    """A tokenizer of the library tokenizers, as in tokenizer.json.
+
+    Args:
+      tokenizer: of the library.
+      special: the texts of "pad_token" and "eos_token".
+      config: content of tokenizer_config.json.
+      lower: whether texts are made lower case first.
+    """
+
+    def __init__(
+        self, tokenizer, special: dict, config: dict, *, lower: bool = False
+    ):
+        self._tokenizer, self._lower = tokenizer, lower
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+
+        def number(name):
+            found = tokenizer.token_to_id(special.get(name, ""))
+            return -1 if found is None else found
+
+        self.eos_id = number("eos_token")
+        stated = tokenizer.padding or {}
+        self._pad = number("pad_token")
+        if self._pad < 0:
+            self._pad = stated.get("pad_id", max(self.eos_id, 0))
+        self._left = "left" == config.get("padding_side", stated.get("direction"))
+        self._num_tokens = 0
+        tokenizer.no_padding()
+
+    def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
+        """See `Tokenizer`; what ends a text is kept when it is cut."""
+        if num_tokens != self._num_tokens:
+            self._tokenizer.enable_truncation(num_tokens)
+            self._num_tokens = num_tokens
+        tokens = np.full((len(texts), num_tokens), self._pad, np.int32)
+        for row, text in zip(tokens, texts, strict=True):
+            text = text.encode("utf-8", "replace").decode()
+            # One at a time: several would be done in threads, which must not be forked.
+            ids = self._tokenizer.encode(text.lower() if self._lower else text).ids
+            start = num_tokens - len(ids) if self._left else 0
+            row[start : start + len(ids)] = ids
+        return tokens
+
+
+def _clip_pairs(vocab: pathlib.Path, merges: pathlib.Path):
+    """Returns CLIP's tokenizer from the two files of OpenAI's vocabulary."""
+    import tokenizers
+    from tokenizers import models, normalizers, pre_tokenizers, processors
+
+    words = json.loads(vocab.read_text(encoding="utf-8"))
+    lines = merges.read_text(encoding="utf-8").split("\n")
+    pairs = [tuple(line.split(" ")) for line in lines if line and line[0] != "#"]
+    found = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=words,
+            merges=pairs,
+            continuing_subword_prefix="",
+            end_of_word_suffix="</w>",
+            unk_token=_CLIP_END,
+        )
+    )
+    found.add_special_tokens([_CLIP_START, _CLIP_END])
+    found.normalizer = normalizers.Sequence(
+        [
+            normalizers.NFC(),
+            normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
+            normalizers.Lowercase(),
+        ]
+    )
+    split = pre_tokenizers.Split(
+        tokenizers.Regex(_CLIP_WORDS), behavior="removed", invert=True
+    )
+    found.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    found.post_processor = processors.RobertaProcessing(
+        (_CLIP_END, found.token_to_id(_CLIP_END)),
+        (_CLIP_START, found.token_to_id(_CLIP_START)),
+        trim_offsets=False,
+        add_prefix_space=False,
+    )
+    return found
+
+
+def _word_pieces(path: pathlib.Path) -> JsonTokenizer:
+    """Returns BERT's tokenizer as LiT has it: "[CLS]" first, and nothing at the end."""
+    import tokenizers
+    from tokenizers import models, normalizers, pre_tokenizers, processors
+
+    words = path.read_text(encoding="utf-8").splitlines()
+    numbers = {word: i for i, word in enumerate(words)}
+    found = tokenizers.Tokenizer(models.WordPiece(vocab=numbers, unk_token="[UNK]"))
+    found.normalizer = normalizers.BertNormalizer(lowercase=True)
+    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    found.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A", special_tokens=[("[CLS]", numbers["[CLS]"])]
+    )
+    return JsonTokenizer(found, {"pad_token": "[PAD]"}, {})
+
+
+class SentencePieces:
+    """A model of SentencePiece; texts end, and are padded, with its end of a sentence.
+
+    Args:
+      path: of the model.
+      canonical: whether punctuation is left out and white space made single, as SigLIP
+        has it.
+      lower: whether texts are made lower case, then.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, *, canonical: bool = False, lower: bool = False
+    ):
+        import sentencepiece
+
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        self._canonical, self._lower = canonical, lower
+        self.vocab_size = self._model.get_piece_size()
+        self.eos_id = self._model.eos_id()
+
+    def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
+        """See `Tokenizer`; the last token is always an end."""
+        tokens = np.full((len(texts), num_tokens), self.eos_id, np.int32)
+        for row, text in zip(tokens, texts, strict=True):
+            text = text.encode("utf-8", "replace").decode()
+            ids = self._model.encode(self._clean(text))[: num_tokens - 1]
+            row[: len(ids)] = ids
+        return tokens
+
+    def _clean(self, text: str) -> str:
+        if not self._canonical:
+            return text
+        text = text.lower() if self._lower else text
+        return re.sub(r"\s+", " ", text.translate(_NO_PUNCTUATION)).strip()

@@ -1,0 +1,228 @@
+"""Text transformers: the tower beside an image network in CLIP, LiT and SigLIP.
+
+What a pair of towers has beside the image network is one tree of parameters: "text", the
+tower here; "projection", a linear map of the image's features, unless these are of the
+width of the shared space; "logit_scale" (1,), the logarithm of what similarities are
+multiplied by; and "logit_bias" (1,), added to them, unless it is 0.
+
+Letters: B images or texts, T tokens, D model width, E width of the shared space, K texts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+from jaxtyping import Array, Float, Int
+
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+from vit_jax.models.attention import Positions
+from vit_jax.models.encoder import Block
+from vit_jax.models.layers import ACTIVATIONS, LayerNorm
+
+TEXT, PROJECTION = "text", "projection"
+LOGIT_SCALE, LOGIT_BIAS = "logit_scale", "logit_bias"
+
+# Added to the logits of the tokens behind one, which so get no attention in any dtype.
+_HIDDEN = -1e30
+_EPSILON = 1e-8  # Added to the length of an embedding, as in LiT.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """A text transformer."""
+
+    vocab_size: int = key(
+        0, "Tokens that it knows; 0: as many as `data.tokenizer` has.", below=2**31
+    )
+    width: int = key(768, "Features of a token.", at_least=1)
+    depth: int = key(12, "Blocks.", at_least=1)
+    num_heads: int = key(12, "Attention heads.", at_least=1)
+    mlp_dim: int = key(0, "Hidden units of an MLP; 0: four times the width.")
+    causal: bool = key(
+        False, "A token sees those before it alone (CLIP), not all (LiT, SigLIP)."
+    )
+    pool: str = key(
+        "last",
+        'Token that stands for the text: the "last" (LiT, SigLIP), or the first that '
+        'ends a text, "eos" (CLIP).',
+        choices=("last", "eos"),
+    )
+    eos_id: int = key(
+        -1,
+        "Number of that token; -1: that of `data.tokenizer`.",
+        at_least=-1,
+        only_if={"pool": ("eos",)},
+    )
+    projection: str = key(
+        "bias",
+        'Last linear layer: with "bias" (LiT, SigLIP), or without, "plain" (CLIP).',
+        choices=("bias", "plain"),
+    )
+    activation: str = key(
+        "gelu_tanh", "As `model.activation`.", choices=tuple(ACTIVATIONS)
+    )
+    layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.", above=0)
+
+    def build(
+        self, num_tokens: int, embed_dim: int, dtype: str, remat_policy: str = "none"
+    ) -> "TextTransformer":
+        """Returns the network.
+
+        Args:
+          num_tokens: T, tokens of a text.
+          embed_dim: E, width of the shared space.
+          dtype, remat_policy: as of the image network.
+        """
+        return TextTransformer(self, num_tokens, embed_dim, dtype, remat_policy)
+
+
+class TextTransformer(nn.Module):
+    """Embeds texts.
+
+    Attributes:
+      config: its sizes; `vocab_size`, and `eos_id` if read, are stated.
+      num_tokens, embed_dim, dtype, remat_policy: see `TextConfig.build`.
+    """
+
+    config: TextConfig
+    num_tokens: int
+    embed_dim: int
+    dtype: str = "float32"
+    remat_policy: str = "none"
+
+    @nn.compact
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B E"]:
+        """Returns embeddings, float32, that are not normalised."""
+        config, T = self.config, self.num_tokens
+        init = nn.initializers.normal
+        shape = (config.vocab_size, config.width)
+        table = self.param("embedding", init(0.02), shape, jnp.float32)
+        # Parameters read from a file may be NumPy arrays.
+        x = jnp.asarray(table).astype(self.dtype)[tokens]
+        shape = (1, T, config.width)
+        x = x + self.param("pos_embedding", init(0.01), shape, jnp.float32).astype(
+            self.dtype
+        )
+        positions = None
+        if config.causal:
+            behind = jnp.triu(jnp.full((T, T), _HIDDEN, jnp.float32), 1)
+            positions = Positions(
+                bias=jnp.broadcast_to(behind, (config.num_heads, T, T))
+            )
+        policy = "none" if self.is_initializing() else self.remat_policy
+        run = stacking.wrap_remat(_run_block, policy, in_scan=False)
+        for i in range(config.depth):
+            block = Block(
+                config.num_heads,
+                config.mlp_dim or 4 * config.width,
+                activation=config.activation,
+                layer_norm_eps=config.layer_norm_eps,
+                dtype=self.dtype,
+                name=f"encoderblock_{i}",
+            )
+            x = run(block, x, positions)
+        x = LayerNorm(config.layer_norm_eps, self.dtype, name="encoder_norm")(x)
+        if config.pool == "last":
+            x = x[:, -1]
+        else:
+            ends = (tokens == config.eos_id).argmax(1)
+            x = jnp.take_along_axis(x, ends[:, None, None], axis=1)[:, 0]
+        head = nn.Dense(
+            self.embed_dim,
+            use_bias=config.projection == "bias",
+            kernel_init=init(config.width**-0.5),
+            name="head",
+        )
+        return head(x.astype(jnp.float32))
+
+
+def _run_block(block: Block, x: jax.Array, positions: Positions | None) -> jax.Array:
+    return block(x, positions)
+
+
+def embed_images(
+    params: Mapping, features: Float[Array, "B D"]
+) -> Float[Array, "B E"]:
+    """Returns the embeddings of images, of length 1.
+
+    Args:
+      params: of the towers, without the image network.
+      features: `pre_logits` of the image network.
+    """
+    x = features.astype(jnp.float32)
+    if PROJECTION in params:
+        x = x @ jnp.asarray(params[PROJECTION]["kernel"])
+        if "bias" in params[PROJECTION]:
+            x = x + jnp.asarray(params[PROJECTION]["bias"])[None]
+    return normalized(x)
+
+
+def embed_texts(
+    module: TextTransformer, params: Mapping, tokens: Int[Array, "B T"]
+) -> Float[Array, "B E"]:
+    """Returns the embeddings of texts, of length 1.
+
+    Args:
+      module: the text tower.
+      params: see `embed_images`.
+      tokens: of the texts.
+    """
+    return normalized(module.apply({"params": params[TEXT]}, tokens))
+
+
+def normalized(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
+    """Divides rows by their length; of zeros they stay zeros, and so do gradients."""
+    square = jnp.square(x).sum(-1, keepdims=True)
+    safe = jnp.where(square > 0, square, 1)
+    return x / (jnp.sqrt(safe) + _EPSILON)
+
+
+def logits(
+    params: Mapping, images: Float[Array, "B E"], texts: Float[Array, "K E"]
+) -> Float[Array, "B K"]:
+    """Returns scaled similarities of images and texts.
+
+    Args:
+      params: see `embed_images`.
+      images, texts: their embeddings.
+    """
+    scale, bias = scale_and_bias(params)
+    return scale * (images @ texts.T) + bias
+
+
+def scale_and_bias(params: Mapping) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns what similarities are multiplied by, and what is added to them."""
+    scale = jnp.exp(jnp.asarray(params[LOGIT_SCALE]).reshape(()))
+    bias = jnp.asarray(params.get(LOGIT_BIAS, jnp.zeros(1))).reshape(())
+    return scale, bias
+
+
+def check_params(module: TextTransformer, params: Mapping, source: str) -> None:
+    """Raises UserError unless parameters are those of a tower.
+
+    Args:
+      module: the tower.
+      params: nested dict of arrays.
+      source: of the parameters, for the message.
+    """
+    wanted = {k: v.shape for k, v in flatten_dict(shapes(module), sep="/").items()}
+    found = {k: v.shape for k, v in flatten_dict(dict(params), sep="/").items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise UserError(
+                f"{source}: text/{name} has shape {found.get(name)}, but its text tower "
+                f"has {wanted.get(name)}: give the whole checkpoint"
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def shapes(module: TextTransformer) -> dict:
+    """Returns the shapes of a tower's parameters, a nested dict."""
+    tokens = jnp.zeros((1, module.num_tokens), jnp.int32)
+    return jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
