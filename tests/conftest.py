@@ -1,8 +1,10 @@
 """Strict settings for every test: rank promotion raises, eight fake devices."""
 
 import atexit
+import gc
 import io
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -39,6 +41,21 @@ LONG = ("test_notebooks.py", "test_docs.py", "test_soak.py", "test_smoke.py")
 def pytest_collection_modifyitems(items):
     """Has the longest files begin first."""
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+# Every compiled program has memory maps of its own, of which Linux allows a process
+# 65,530: a worker that went through thousands of programs died at the next.
+_MOST_MAPS = 30_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_programs():
+    """Frees the programs of earlier tests before the system has no room for more."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
