@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
 
 # Every compiled program has memory maps of its own, of which Linux allows a process
 # 65,530: a worker that went through thousands of programs died at the next.
-_MOST_MAPS = 30_000
+_MOST_MAPS = 20_000
 
 
 @pytest.fixture(scope="module", autouse=True)

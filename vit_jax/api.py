@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import fnmatch
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ from vit_jax.training.timers import StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+from vit_jax.weights.text_tower import TextTower
 
 # What other libraries call an argument here.
 _SYNONYMS = {
@@ -127,6 +129,7 @@ def load_model(
     class_names: Sequence[str] = (),
     use_ema: bool = True,
     num_heads: int = 0,
+    tokenizer: str = "",
     tell: Callable[[str], None] = print,
     **preprocess,
 ) -> "PretrainedModel":
@@ -140,6 +143,7 @@ def load_model(
       class_names: in label order, if not the weights'.
       use_ema: a run's averaged parameters if it has them, not its last ones.
       num_heads: attention heads, for files that do not state them.
+      tokenizer: of a text tower if not the weights', see `config.data.tokenizer`.
       tell: called with a line about each thing that had to be guessed.
       **preprocess: fields of `vit_jax.weights.Preprocess`, if not the weights'.
 
@@ -159,8 +163,14 @@ def load_model(
     if image_size is not None:
         preprocess["image_size"] = _sides(image_size)
     found, how = forward_passes.open_weights(
-        os.fspath(source), preprocess, use_ema=use_ema, num_heads=num_heads, tell=tell
+        os.fspath(source),
+        preprocess,
+        use_ema=use_ema,
+        num_heads=num_heads,
+        with_task=True,
+        tell=tell,
     )
+    found = dataclasses.replace(found, tokenizer=tokenizer or found.tokenizer)
     return PretrainedModel(found, how, tuple(class_names))
 
 
@@ -263,7 +273,7 @@ class PretrainedModel:
         if not self.class_names:
             raise UserError(
                 f"{self._pretrained.source} has no classifier (num_classes=0): give "
-                "weights that have one"
+                "weights that have one, or use zero_shot if they have a text tower"
             )
         logits = self._in_batches(
             images, lambda p, pixels: self._outputs(p, pixels)["logits"]
@@ -273,6 +283,62 @@ class PretrainedModel:
             for row in logits
         ]
         return found[0] if _is_single(images) else found
+
+    def zero_shot(
+        self,
+        images: Images,
+        texts: Sequence[str],
+        *,
+        prompts: Sequence[str] = ("{}",),
+        topk: int = 5,
+    ) -> list[tuple[prediction.Prediction, ...]] | tuple[prediction.Prediction, ...]:
+        """Returns the texts that images are most like, best first.
+
+        Args:
+          images: see the class.
+          texts: what images are compared with, as "a photo of a dog"; or classes, if
+            there are prompts.
+          prompts: texts with "{}" for a class; its embedding is the mean over them.
+          topk: texts an image.
+
+        Returns:
+          As `predict`. Probabilities sum to 1 over the texts, except of weights trained
+          with a sigmoid (SigLIP), where each text has one by itself.
+
+        Raises:
+          UserError: there is no text tower or no tokenizer, or an image cannot be read.
+        """
+        texts = tuple(texts)
+        logits = self.tower.logits(
+            self._image_embeddings(images), self.tower.classes(texts, prompts)
+        )
+        found = [
+            prediction.rank(row, texts, topk, sigmoid=self.tower.sigmoid)
+            for row in logits
+        ]
+        return found[0] if _is_single(images) else found
+
+    def similarity(
+        self, images: Images, texts: Sequence[str]
+    ) -> Float[np.ndarray, "B K"]:
+        """Returns the cosine similarity of each image with each text, for retrieval.
+
+        Args:
+          images: see the class.
+          texts: see `zero_shot`.
+
+        Raises:
+          UserError: as `zero_shot`.
+        """
+        return self._image_embeddings(images) @ self.tower.embed(texts).T
+
+    @functools.cached_property
+    def tower(self) -> TextTower:
+        """The text tower; UserError if the weights have none."""
+        return TextTower.of(self._pretrained)
+
+    def _image_embeddings(self, images: Images) -> Float[np.ndarray, "B E"]:
+        return self.tower.embed_images(self.features(images))
 
     def features(
         self, images: Images, *, tokens: bool = False
@@ -447,7 +513,12 @@ def evaluate(
     config = config or {"batch_size": 2 * _BATCH}
     config = _config(config, overrides, sections, cls=EvaluationConfig)
     found, how = forward_passes.open_weights(
-        os.fspath(source), {}, use_ema=use_ema, num_heads=0, tell=tell
+        os.fspath(source),
+        {},
+        use_ema=use_ema,
+        num_heads=0,
+        with_task=True,
+        tell=tell,
     )
     with opening:
         return suite.evaluate(found, how, config, tell).scores

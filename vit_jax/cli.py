@@ -214,7 +214,11 @@ def image_flags(flags: argparse.Namespace) -> dict:
 
 
 def open_weights(
-    flags: argparse.Namespace, checkpoint: str = "", *, with_task: bool = False
+    flags: argparse.Namespace,
+    checkpoint: str = "",
+    *,
+    with_task: bool = False,
+    texts: bool = False,
 ):
     """Opens weights for a verb, which has a flag --labels besides `add_weights_flags`.
 
@@ -222,6 +226,8 @@ def open_weights(
       flags: from `parse`.
       checkpoint: one beside --model: the flags on images and classes are not for it.
       with_task: whether to read what the task of its training has beside the network.
+      texts: whether --labels may be texts, for weights without a classifier; they are
+        then read with their task.
 
     Returns:
       The checkpoint, how its images are prepared, and the class names of --labels, empty
@@ -234,15 +240,21 @@ def open_weights(
 
     checkpoint = checkpoint or flags.model
     own = checkpoint == flags.model
-    names = prediction.read_labels(flags.labels) if own and flags.labels else ()
+    names = ()
+    if own and flags.labels and not texts:
+        names = prediction.read_labels(flags.labels)
     found, preprocess = forward_passes.open_weights(
         checkpoint,
         image_flags(flags) if own else {},
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
-        with_task=with_task,
+        with_task=with_task or texts,
         tell=tell,
     )
+    if texts and flags.labels:
+        named = bool(found.options["num_classes"])
+        read = prediction.read_labels if named else prediction.read_texts
+        names = read(flags.labels, "--labels")
     return found, preprocess, names
 
 

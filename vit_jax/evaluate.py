@@ -54,6 +54,7 @@ def run(flags: argparse.Namespace, config) -> None:
         cli.image_flags(flags),
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
+        with_task=True,
         tell=tell,
     )
     check = functools.partial(resume_check.check_evaluation_of_hosts, found, preprocess)

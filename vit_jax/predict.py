@@ -1,7 +1,10 @@
 """Classifies images: python -m vit_jax.predict --model=CHECKPOINT IMAGE|FOLDER|- ...
 
 CHECKPOINT is a run's workdir, an exported file, a file or folder of timm, Hugging Face or
-Google, or hf://owner/name. Images are prepared as the weights say; flags replace single parts of that. "-" reads paths from standard input, one a line (find
+Google, or hf://owner/name. Images are prepared as the weights say; flags replace single
+parts of that. Weights with a text tower (CLIP, SigLIP, LiT) compare images with any texts:
+--labels="a photo of a dog, a photo of a cat", or --labels="dog, cat" --prompts="a photo of
+a {}". "-" reads paths from standard input, one a line (find
 photos -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or one image's
 content (... - < photo.jpg). Orientation tags of cameras are ignored, as in training. Exit
 codes: 0 done, 1 some images could not be read (one line each says why), 2 bad input or no
@@ -9,6 +12,7 @@ image at all.
 """
 
 import argparse
+import dataclasses
 
 from vit_jax import cli
 
@@ -46,10 +50,34 @@ def main(flags: argparse.Namespace) -> int:
 
 def open_classifier(flags: argparse.Namespace):
     """Opens the checkpoint, with the flags in place of what travelled with it."""
+    from vit_jax.errors import UserError
     from vit_jax.evaluators import prediction
+    from vit_jax.weights.text_tower import TextTower
 
-    found, preprocess, names = cli.open_weights(flags)
-    return prediction.Classifier(found, preprocess=preprocess, class_names=names)
+    found, preprocess, names = cli.open_weights(flags, texts=True)
+    if found.options["num_classes"] or "text" not in found.task_params:
+        if flags.prompts or flags.tokenizer:
+            raise UserError(
+                f"--prompts and --tokenizer are for weights with a text tower, which "
+                f"{flags.model} lacks: leave them out"
+            )
+        return prediction.Classifier(found, preprocess=preprocess, class_names=names)
+    if not names:
+        raise UserError(
+            f"{flags.model} has a text tower and no classes of its own: give texts to "
+            'compare images with, as --labels="a photo of a dog, a photo of a cat"'
+        )
+    prompts = ("{}",)
+    if flags.prompts:
+        prompts = prediction.read_texts(flags.prompts, "--prompts")
+    found = dataclasses.replace(found, tokenizer=flags.tokenizer or found.tokenizer)
+    return prediction.Classifier(
+        found,
+        preprocess=preprocess,
+        class_names=names,
+        tower=TextTower.of(found),
+        prompts=prompts,
+    )
 
 
 def parser() -> cli.Parser:
@@ -62,7 +90,15 @@ def parser() -> cli.Parser:
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
     )
-    add("--labels", default="", help="file of class names, one a line")
+    add(
+        "--labels",
+        default="",
+        help="file of class names, one a line; with a text tower also texts themselves",
+    )
+    add("--prompts", default="", help="texts with {} for a label, or a file of them")
+    add(
+        "--tokenizer", default="", help="folder or hf://owner/name, if not the weights'"
+    )
     cli.add_weights_flags(parser)
     return parser
 

@@ -92,11 +92,11 @@ def test_embeddings_and_logits_are_those_of_transformers(tmp_path, case):
 
 
 def _compare(pretrained, images, tokens, found):
-    tower = TextTower(pretrained, tokenizer="bytes")
+    tower = TextTower.of(pretrained)
     model = models.create(**pretrained.options)
     features = model.apply(pretrained.params, jax.numpy.asarray(images))["pre_logits"]
     ours = tower.embed_images(features)
-    texts = np.asarray(jax.jit(tower._embed)(tower.params, tokens.astype(np.int32)))
+    texts = tower.embed_tokens(tokens.astype(np.int32))
     for mine, theirs in ((ours, found.image_embeds), (texts, found.text_embeds)):
         np.testing.assert_allclose(mine, theirs.numpy(), atol=2e-6)
     wanted = found.logits_per_image.numpy()

@@ -40,6 +40,11 @@ class ReaderConfig:
         "image", "TFDS feature or Parquet column of the images, and ..."
     )
     label_key: str = key("label", "... of their labels, where labels are read.")
+    caption_key: str = key(
+        "",
+        "... of their captions; of image files the field of metadata.jsonl, or the suffix "
+        'of a text beside each, as "txt". "": captions are made of class names.',
+    )
     num_workers: int = key(
         0,
         "Loader processes; 0 loads in threads of this process.",
@@ -89,6 +94,18 @@ class DataConfig(ReaderConfig):
         at_least=1,
         below=1_000,
     )
+    tokenizer: str = key(
+        "",
+        'Turns captions into tokens: "bytes", a folder or file with a tokenizer, or '
+        'hf://owner/name. "": captions are not read.',
+        of_host=True,
+    )
+    num_tokens: int = key(64, "Tokens of a caption, cut or padded.", at_least=1)
+    prompts: tuple[str, ...] = key(
+        ("{}",),
+        "Captions of a class without `caption_key`: texts with {} for its name, of which "
+        "one is drawn for each image.",
+    )
     exclude: str = key("", "File of record ids, one a line: left out of `split`.")
     image_size: tuple[int, ...] = key(
         (224, 224),
@@ -125,6 +142,10 @@ class DataConfig(ReaderConfig):
         if not all(self.std):
             raise UserError(
                 f"data.std={self.std} must not hold 0: images are divided by it"
+            )
+        if any("{}" not in prompt for prompt in self.prompts) or not self.prompts:
+            raise UserError(
+                f"data.prompts={self.prompts}: give texts with {{}} for the name of a class"
             )
         if len(self.image_size) != 2:
             raise UserError(f"data.image_size={self.image_size} is not (height, width)")

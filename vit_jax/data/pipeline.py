@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import decode, order, workers
+from vit_jax.data.captions import TEXT, Captions
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source, check_label
 from vit_jax.data.transforms import host as host_transforms
@@ -50,7 +51,7 @@ def train_batches(
     Returns:
       An iterator to be closed, of dicts: image uint8 (b, h, w, c), or the arrays that
       the last host transform returns, each (b, ...); label int32 (b,), unless
-      `data.num_classes` is 0; index uint32 (b,), the row's position in the run modulo
+      `data.num_classes` is 0; text int32 (b, tokens) if there is `data.tokenizer`; index uint32 (b,), the row's position in the run modulo
       2**32; skipped int32 (b,), how many damaged records were passed over to fill the
       row.
 
@@ -64,6 +65,8 @@ def train_batches(
     loader = Loader.from_config(
         source, data, "data.train_transform", parsed.host, seed, shapes
     )
+    captions = Captions.of(data, source.class_names)
+    loader = dataclasses.replace(loader, captions=captions)
     load = _TrainBatch(loader, batch_size, data_shard * local, local)
     return Batches(load, range(start, stop), data)
 
@@ -129,6 +132,7 @@ class Loader:
       on_error: "raise" or "skip".
       seed: of the run.
       repeats: of each record in training, see `DataConfig`.
+      captions: makes the tokens of captions; None where they are not read.
     """
 
     source: Source
@@ -140,6 +144,7 @@ class Loader:
     on_error: str
     seed: int
     repeats: int
+    captions: Captions | None = None
 
     @classmethod
     def from_config(
@@ -158,7 +163,7 @@ class Loader:
     @property
     def gathers(self) -> bool:
         """Whether a batch is one gather from memory."""
-        return self.source.images is not None and not self.ops
+        return self.source.images is not None and not self.ops and not self.captions
 
     def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
         """Returns image, label and skipped of records that lie in memory."""
@@ -177,7 +182,7 @@ class Loader:
           position: of the row in the run; with the seed it fixes the random choices.
 
         Returns:
-          Arrays of `shapes`, and label.
+          Arrays of `shapes`, label, and text.
 
         Raises:
           DamagedImage: the record cannot be read.
@@ -212,6 +217,8 @@ class Loader:
             raise UserError(f"{name}: {error}") from error
         arrays = image if isinstance(image, dict) else {"image": image}
         self._check_shapes({key: a.shape for key, a in arrays.items()}, name)
+        if self.captions:
+            arrays[TEXT] = self.captions(item, rng)
         return arrays | label
 
     def _open(
@@ -237,6 +244,9 @@ class Loader:
             name: np.zeros((rows, *shape), np.uint8)
             for name, shape in self.shapes.items()
         }
+        if self.captions:
+            shape = rows, self.captions.num_tokens
+            arrays[TEXT] = np.zeros(shape, np.int32)
         numbers = ("label", "skipped") if self.num_classes else ("skipped",)
         return arrays | {name: np.zeros(rows, np.int32) for name in numbers}
 

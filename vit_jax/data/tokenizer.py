@@ -41,6 +41,10 @@ _CLIP_WORDS = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|"
     r"[^\s\p{L}\p{N}]+"
 )
+# A file of the repository may be named too, as that of the weights.
+_ON_HUB = re.compile(
+    r"(hf://|(?=timm/))(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/@]+))?(/.*)?"
+)
 _CLIP_START, _CLIP_END = "<|startoftext|>", "<|endoftext|>"
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -106,23 +110,23 @@ def open_tokenizer(source: str) -> Tokenizer:
 
 def _local(source: str) -> pathlib.Path:
     """Returns the path of a tokenizer, downloaded if it is on the hub."""
-    if not source.startswith("hf://"):
+    match = _ON_HUB.fullmatch(source)
+    if not match:
         path = pathlib.Path(os.path.expanduser(source))
         if not path.exists():
             raise UserError(
                 f"data.tokenizer={source!r} does not exist: give the folder of a "
                 f"checkpoint, hf://owner/name, or {BYTES!r}"
             )
+        if path.is_file() and path.name not in FILES and path.suffix != ".model":
+            return path.parent  # Of weights, which it lies beside.
         return path
     import huggingface_hub
     from huggingface_hub import errors
 
-    repo, _, revision = source.removeprefix("hf://").strip("/").partition("@")
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(
-                repo, revision=revision or None, allow_patterns=list(FILES)
-            )
+        root = huggingface_hub.snapshot_download(
+            match["repo"], revision=match["revision"], allow_patterns=list(FILES)
         )
     except (
         errors.HfHubHTTPError,
@@ -134,6 +138,7 @@ def _local(source: str) -> pathlib.Path:
             f"data.tokenizer={source!r} cannot be downloaded "
             f"({str(error).strip().splitlines()[0]}): check the name and the network"
         ) from error
+    return pathlib.Path(root)
 
 
 def _open_folder(folder: pathlib.Path) -> Tokenizer | None:
@@ -224,9 +229,7 @@ class JsonTokenizer:
       lower: whether texts are made lower case first.
     """
 
-    def __init__(
-        self, tokenizer, special: dict, config: dict, *, lower: bool = False
-    ):
+    def __init__(self, tokenizer, special: dict, config: dict, *, lower: bool = False):
         self._tokenizer, self._lower = tokenizer, lower
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
 

@@ -9,6 +9,8 @@ from vit_jax.evaluators import label_sets
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import knn
 from vit_jax.evaluators import probe
+from vit_jax.evaluators import zero_shot
+from vit_jax.evaluators import retrieval
 from vit_jax.evaluators import task_metrics
 # isort: on
 
@@ -18,5 +20,7 @@ __all__ = [
     "knn",
     "label_sets",
     "probe",
+    "retrieval",
     "task_metrics",
+    "zero_shot",
 ]

@@ -27,11 +27,14 @@ from vit_jax.weights.pretrained import (
     describe_preprocess,
     usual_preprocess,
 )
+from vit_jax.weights.text_tower import TextTower
 
 TOP = 5  # Classes that are kept per example, best first.
 # Names of the outputs of a pass; see `Outputs`.
 FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted"
 CONFIDENCE = "confidence"  # Comes with TOPS.
+# Of images and of texts in the space that they share, float32, of length 1.
+EMBEDDINGS, TEXTS = "embeddings", "texts"
 TASK = "task"  # Metrics of the task in training, as "task/loss".
 
 _BATCH = ("image", "label", "index", "mask")  # The label only if the split has one.
@@ -70,6 +73,7 @@ class TrainedTask(NamedTuple):
       shapes: of a state, with a jax.ShapeDtypeStruct for each array.
       shardings: of a state.
       image_shape: (height, width, channels) of its images.
+      tower: see `tasks.task.Task`.
     """
 
     backbone: Callable
@@ -78,6 +82,7 @@ class TrainedTask(NamedTuple):
     shapes: tuple
     shardings: tuple
     image_shape: tuple[int, int, int]
+    tower: TextTower | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""Classes of single images, by any checkpoint."""
+"""Classes of single images, by any checkpoint with a classifier or a text tower."""
 
 import dataclasses
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -17,9 +17,11 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
+from vit_jax.models import text
 from vit_jax.printing import printable
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+from vit_jax.weights.text_tower import TextTower
 
 _WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
 
@@ -42,12 +44,18 @@ class Prediction:
 class Classifier:
     """A checkpoint, ready to classify images.
 
+    With a text tower the classes are any texts, and the image's similarity to each is its
+    logit (zero-shot classification).
+
     Args:
       pretrained: from `weights.open_pretrained`.
       preprocess: of the images; `forward_passes.preprocessing_of(pretrained)` if None.
         Its `image_size` may differ from the checkpoint's: position embeddings are
         resized.
       class_names: in label order; the checkpoint's if empty.
+      tower: text tower of the checkpoint, which compares images with `class_names`; None
+        for a classifier.
+      prompts: texts with "{}" for a class, see `TextTower.classes`.
 
     Raises:
       UserError: the checkpoint has no classifier, or something does not fit.
@@ -59,26 +67,35 @@ class Classifier:
         *,
         preprocess: Preprocess | None = None,
         class_names: tuple[str, ...] = (),
+        tower: TextTower | None = None,
+        prompts: Sequence[str] = ("{}",),
     ):
         preprocess = preprocess or forward_passes.preprocessing_of(pretrained)
         num_classes = pretrained.options["num_classes"]
-        if not num_classes:
+        if not num_classes and not tower:
             raise UserError(
                 f"{pretrained.source} has no classifier (num_classes=0): give a fine-tuned "
-                "checkpoint"
+                "checkpoint, or one with a text tower and --labels of any texts"
             )
         model, params = surgery.fit_network(pretrained, preprocess)
         self._channels = model.image_shape[-1]
-        self._names = names_of(pretrained, class_names)
         self._preprocess = preprocess
-        self._sigmoid = pretrained.loss == "sigmoid"
-
         self._params = jax.device_put(params)
+        if tower:
+            self._names, self._sigmoid = class_names, tower.sigmoid
+            classes = jax.device_put(tower.classes(class_names, prompts))
+        else:
+            self._names = names_of(pretrained, class_names)
+            self._sigmoid = pretrained.loss == "sigmoid"
 
         def logits(params, images):
             images = transforms.normalize(images, preprocess.mean, preprocess.std)
             images = images.astype(model.options["dtype"])
-            return model.apply(params, images)["logits"]
+            outputs = model.apply(params, images)
+            if not tower:
+                return outputs["logits"]
+            embeddings = text.embed_images(tower.params, outputs["pre_logits"])
+            return text.logits(tower.params, embeddings, classes)
 
         self._logits = jax.jit(logits, compiler_options=compilation.options())
 
@@ -197,28 +214,50 @@ def predict(
             yield name, classifier.rank(values, topk)
 
 
-def read_labels(path: str | os.PathLike) -> tuple[str, ...]:
+def read_texts(stated: str, flag: str) -> tuple[str, ...]:
+    """Reads texts to compare images with.
+
+    Args:
+      stated: the texts with commas between them, or a file with one a line.
+      flag: that states them, for messages.
+
+    Raises:
+      UserError: there is none, or the file cannot be read.
+    """
+    if os.path.exists(stated) or os.sep in stated or stated.endswith(".txt"):
+        return read_labels(stated, flag)
+    texts = tuple(one.strip() for one in stated.split(","))
+    if not all(texts):
+        raise UserError(
+            f"{flag}={stated!r} has an empty text: give texts with commas between them, "
+            "or a file with one a line"
+        )
+    return texts
+
+
+def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, ...]:
     """Reads class names, one per line in label order.
 
     Args:
       path: of a text file. If every line begins with a synset such as n01440764, those
         are left out.
+      flag: that states it, for messages.
 
     Raises:
       UserError: the file cannot be read, or a line has no name.
     """
-    files.check("--labels", path)
+    files.check(flag, path)
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--labels={path} cannot be read: {error}") from error
+        raise UserError(f"{flag}={path} cannot be read: {error}") from error
     names = [line.strip() for line in lines]
     while names and not names[-1]:
         names.pop()
     if not names or not all(names):
         line = names.index("") + 1 if names else 1
         raise UserError(
-            f"--labels={path} has no name in line {line}: give one name a line"
+            f"{flag}={path} has no name in line {line}: give one name a line"
         )
     matches = [_WNID.fullmatch(name) for name in names]
     return tuple(m[1] for m in matches) if all(matches) else tuple(names)

@@ -6,7 +6,7 @@ N examples, D features, K classes.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +32,8 @@ class RequiredOutputs(NamedTuple):
       rows: indices of the records that it reads; all if None.
       allowed: classes among which the output RESTRICTED chooses.
       num_pictures: images of which the task's pictures are shown.
+      texts: returns texts to compare the images with, which takes a text tower; with
+        FEATURES they bring the outputs TEXTS and EMBEDDINGS.
     """
 
     split: EvalSplit
@@ -39,6 +41,7 @@ class RequiredOutputs(NamedTuple):
     rows: np.ndarray | None = None
     allowed: tuple[int, ...] = ()
     num_pictures: int = 0
+    texts: Callable[[], Sequence[str]] | None = None
 
 
 class Scored(NamedTuple):

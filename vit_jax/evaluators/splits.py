@@ -24,7 +24,10 @@ from vit_jax.errors import NoLabels, NoSplit, UserError
 from vit_jax.weights.pretrained import Preprocess, prepare_image, resized_size
 
 # Keys of `config.data` that an evaluation of another data set states itself.
-KEYS = ("name", "data_dir", "image_key", "label_key", "eval_transform")
+KEYS = (
+    *("name", "data_dir", "image_key", "label_key", "caption_key"),
+    "eval_transform",
+)
 _MANY = 2**31 - 1  # Number of classes if the labels are not the model's.
 # Splits to read if a config states none: the first that exists. Training's own
 # evaluations leave the test split alone if there is another.
@@ -52,6 +55,7 @@ class EvalConfig:
     label_key: str = key(
         "", 'Its labels; "": as `data.label_key`, or "label" of another set.'
     )
+    caption_key: str = key("", 'Its captions; "": as `data.caption_key`.')
     eval_transform: str = key(
         "", "In place of `data.eval_transform`, or of what travels with weights."
     )

@@ -26,9 +26,10 @@ from vit_jax.evaluators.splits import (
     EvalSplit,
     EvalSplits,
 )
-from vit_jax.models import Model
+from vit_jax.models import Model, text
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.text_tower import TextTower
 
 # Evaluation to set of parameters to metrics.
 Scores = dict[str, dict[str, dict[str, float]]]
@@ -60,6 +61,7 @@ class Suite:
         features are in any case. In training the loop checks the loss instead.
       order: splits to look for if an evaluation states none.
       trained: task of a run; `run` then takes its states in place of parameters.
+      tower: text tower beside the network; not read with `trained`, which has its own.
 
     Attributes:
       notes: lines for the user.
@@ -86,8 +88,10 @@ class Suite:
         finite: bool = False,
         order: Sequence[str] = VALIDATIONS,
         trained: forward_passes.TrainedTask | None = None,
+        tower: TextTower | None = None,
     ):
         self._trained = trained
+        self._tower = trained.tower if trained else tower
         self._model, self._data, self._mesh = model, data, mesh
         self._batch_size = batch_size
         self._shardings = shardings
@@ -112,6 +116,12 @@ class Suite:
         """Raises UserError if an evaluation requires what nothing returns."""
         for name, evaluator in self._evaluators.items():
             needed = evaluator.required_outputs().values()
+            if any(one.texts for one in needed) and self._tower is None:
+                raise UserError(
+                    f"evals.{name} compares images with texts, which takes a text tower: "
+                    "evaluate weights of CLIP, SigLIP or LiT, or a run with "
+                    "task.name='contrastive'"
+                )
             needed = frozenset().union(*(one.names for one in needed))
             if forward_passes.TASK in needed and self._trained is None:
                 raise UserError(
@@ -289,10 +299,33 @@ class Suite:
                 strips[params_name] = strip[: len(rows)]
         return strips
 
+    def _with_texts(
+        self,
+        outputs: forward_passes.Outputs,
+        required: RequiredOutputs,
+        weights: forward_passes.Weights,
+    ) -> forward_passes.Outputs:
+        """Adds the embeddings of images and of the texts that they are compared with."""
+        if required.texts is None:
+            return outputs
+        tower = self._tower
+        if self._trained:
+            tower = tower.with_params(weights[0])
+        features = outputs.values[forward_passes.FEATURES]
+        more = {
+            forward_passes.EMBEDDINGS: tower.embed_images(features),
+            forward_passes.TEXTS: tower.embed(required.texts()),
+        }
+        return dataclasses.replace(outputs, values=outputs.values | more)
+
     def _score(self, name, params, required, outputs, stop) -> dict | None:
         scores, self.confusions[name] = {}, {}
         for params_name in params:
             own = {key: outputs[r.split][params_name] for key, r in required.items()}
+            own = {
+                key: self._with_texts(found, required[key], params[params_name])
+                for key, found in own.items()
+            }
             found = self._evaluators[name].score(own, stop)
             if found is None:
                 return None
@@ -354,6 +387,9 @@ def evaluate(
     names = pretrained.class_names
     if len(names) != model.options["num_classes"]:
         names = ()
+    tower = None
+    if text.TEXT in pretrained.task_params:
+        tower = TextTower.of(pretrained)
     suite = Suite(
         model,
         config.evals,
@@ -365,6 +401,7 @@ def evaluate(
         names,
         finite=True,
         order=TESTS,
+        tower=tower,
     )
     check(suite.sources())
     for note in suite.notes:

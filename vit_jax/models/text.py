@@ -27,6 +27,7 @@ from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 
 TEXT, PROJECTION = "text", "projection"
 LOGIT_SCALE, LOGIT_BIAS = "logit_scale", "logit_bias"
+PARAMS = (TEXT, PROJECTION, LOGIT_SCALE, LOGIT_BIAS)
 
 # Added to the logits of the tokens behind one, which so get no attention in any dtype.
 _HIDDEN = -1e30
@@ -146,9 +147,7 @@ def _run_block(block: Block, x: jax.Array, positions: Positions | None) -> jax.A
     return block(x, positions)
 
 
-def embed_images(
-    params: Mapping, features: Float[Array, "B D"]
-) -> Float[Array, "B E"]:
+def embed_images(params: Mapping, features: Float[Array, "B D"]) -> Float[Array, "B E"]:
     """Returns the embeddings of images, of length 1.
 
     Args:

@@ -1,6 +1,7 @@
 """What is learnt: each task is a file here, named by `config.task.name`."""
 
 from vit_jax.tasks.classification import ClassificationConfig
+from vit_jax.tasks.contrastive import ContrastiveConfig
 from vit_jax.tasks.dino import DinoConfig
 from vit_jax.tasks.distillation import DistillationConfig
 from vit_jax.tasks.linear_probe import LinearProbeConfig
@@ -16,4 +17,5 @@ TASKS = {
     "mae": MaeConfig,
     "simmim": SimMimConfig,
     "dino": DinoConfig,
+    "contrastive": ContrastiveConfig,
 }

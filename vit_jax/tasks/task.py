@@ -18,6 +18,7 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
+from vit_jax.weights.text_tower import TextTower
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
 Batch = dict[str, jax.Array]
@@ -50,10 +51,13 @@ class Task(Protocol):
       model: the network that is evaluated, and that a workdir hands on; its parameters
         are what `backbone` returns.
       notes: lines for the log of every start.
+      tower: text tower of a task that has one, for evaluations; its parameters are those
+        of the task, under the names of models/text.py.
     """
 
     model: Model
     notes: tuple[str, ...] = ()
+    tower: TextTower | None = None
 
     @abc.abstractmethod
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -179,6 +183,20 @@ class Task(Protocol):
         state = _replace({"params": params, "extra": extra}, path, network)
         return state["params"], state["extra"]
 
+    def with_task_params(
+        self, params: dict, extra: Tree, task_params: dict
+    ) -> tuple[dict, Tree]:
+        """Returns the state of `init` with what weights have beside the network.
+
+        Args:
+          params, extra: of `init`.
+          task_params: of weights whose task has the same name, see `Pretrained`.
+
+        Raises:
+          UserError: they do not fit.
+        """
+        return params, extra
+
     def training_flops(self) -> int | None:
         """Returns the floating-point operations of a training step, per image.
 
@@ -227,6 +245,8 @@ class TaskConfig:
 
     # Whether it has `Task.pictures`, and needs no more than parameters for them.
     has_pictures: ClassVar[bool] = False
+    # Whether its network gets a classifier, if the data set has classes.
+    has_classifier: ClassVar[bool] = True
 
     name: str = key("classification", "What is learnt.")
 

@@ -199,7 +199,7 @@ class TrainConfig(_Config):
         """
         return models.create(
             **fields.to_dict(self.model),
-            num_classes=self.data.num_classes,
+            num_classes=self.data.num_classes if self.task.has_classifier else 0,
             image_size=self.data.image_size,
             channels=self.data.channels,
             platform=platform,

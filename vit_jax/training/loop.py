@@ -365,15 +365,16 @@ def restore_or_init(
             found = checkpoints.restore(setup.disk_shapes, setup.disk_shardings)
             found = found._replace(state=setup.from_disk(found.state))
     elif found.state is None and config.init.checkpoint:
-        params, notes = load_initial(
+        params, others, notes = load_initial(
             config.init,
             config.data,
             setup.model,
             lambda: setup.task.backbone(*setup.init()),
             head_bias_init=config.model.head_bias_init,
+            task=config.task.name,
         )
-        _check_weights_of_hosts(setup, params)
-        found = found._replace(state=setup.state_from(params))
+        _check_weights_of_hosts(setup, params | {"task": others})
+        found = found._replace(state=setup.state_from(params, others))
     elif found.state is None:
         _check_weights_of_hosts(setup, {})
         found = found._replace(state=setup.initial_state())

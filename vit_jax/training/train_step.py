@@ -89,6 +89,7 @@ class TrainSetup(NamedTuple):
             (self.shapes.params, self.shapes.extra),
             (self.shardings.params, self.shardings.extra),
             self.model.image_shape,
+            task.tower,
         )
 
     def initial_state(self) -> TrainState:
@@ -98,24 +99,31 @@ class TrainSetup(NamedTuple):
         )
         return self._load_extra(create())
 
-    def state_from(self, network: dict) -> TrainState:
+    def state_from(self, network: dict, others: dict | None = None) -> TrainState:
         """Returns the first state of a run that starts from a given network.
 
         Args:
           network: its parameters as in checkpoints, in host memory, equal on all
-            processes. Each device is sent only its shards. What else the task has is
-            initialised.
+            processes. Each device is sent only its shards.
+          others: what weights of the same task have beside it, see
+            `Task.with_task_params`; the rest is initialised.
+
+        Raises:
+          UserError: they do not fit.
         """
         task = self.task
         if self.model.stacked:
             network = stacking.stack(network)
-        create = jax.jit(
-            lambda network: self.create(*task.with_backbone(*self.init(), network)),
-            out_shardings=self.shardings,
-            donate_argnums=0,
-        )
+
+        def first(network, others):
+            state = task.with_backbone(*self.init(), network)
+            state = task.with_task_params(*state, others) if others else state
+            return self.create(*state)
+
+        create = jax.jit(first, out_shardings=self.shardings, donate_argnums=0)
         shardings = task.backbone(self.shardings.params, self.shardings.extra)
-        return self._load_extra(create(jax.device_put(network, shardings)))
+        network = jax.device_put(network, shardings)
+        return self._load_extra(create(network, others or {}))
 
     def _load_extra(self, state: TrainState) -> TrainState:
         """Replaces the initialised `extra` by what the task loads, if it loads any."""

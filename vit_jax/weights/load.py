@@ -158,7 +158,9 @@ def open_pretrained(
             f"{name} has a config.json, a header or arrays of another form than its "
             f"format has: {what}"
         ) from error
-    return dataclasses.replace(found, source=name)
+    # By its name, because files of a tokenizer are not downloaded with weights.
+    tokenizer = name if found.tokenizer else ""
+    return dataclasses.replace(found, source=name, tokenizer=tokenizer)
 
 
 def load(
@@ -171,6 +173,7 @@ def load(
     posemb_resize: str = "",
     use_ema: bool = True,
     init: Callable[[], dict] | None = None,
+    with_task: bool = False,
 ) -> Loaded:
     """Reads a checkpoint of any known format and fits it to a model.
 
@@ -181,6 +184,7 @@ def load(
       posemb_resize: likewise; "" is as the checkpoint's network says.
       init: returns the initial values of parameters that may be missing; `model.init`
         with key 0 if None.
+      with_task: see `open_pretrained`.
 
     Returns:
       The parameters, and a table of what fitting did.
@@ -197,6 +201,7 @@ def load(
         checkpoint,
         use_ema=use_ema,
         num_heads=model.options["num_heads"] if model.has_encoder else 0,
+        with_task=with_task,
     )
     source = models.create(**found.options)
     given, theirs, learned = found.params, source.options, []
@@ -241,7 +246,8 @@ def load_initial(
     init: Callable[[], dict],
     *,
     head_bias_init: float,
-) -> tuple[dict, list[str]]:
+    task: str,
+) -> tuple[dict, dict, list[str]]:
     """Loads the checkpoint that a run starts from, and fits it to the run's model.
 
     Args:
@@ -252,8 +258,9 @@ def load_initial(
       init: returns the run's initial parameters, for those that may be missing.
 
     Returns:
-      The parameters with one subtree per block, as on disk, and a line for each thing
-      that was loaded or changed.
+      The parameters with one subtree per block, as on disk; what the checkpoint has
+      beside the network, if it is of the same task; and a line for each thing that was
+      loaded or changed.
 
     Raises:
       UserError: the checkpoint cannot be read, or does not fit the model.
@@ -268,6 +275,7 @@ def load_initial(
             posemb_resize=config.posemb_resize,
             use_ema=config.use_ema,
             init=init,
+            with_task=True,
         )
     except UserError as error:
         told = config.checkpoint in str(error)
@@ -278,9 +286,10 @@ def load_initial(
     if found.format == "workdir":  # Its first note states which parameters were loaded.
         lines[:2] = [f"{found.notes[0]} from {found.source}"]
     lines[0] = f"start: {lines[0]}"
-    return stacking.unstack(loaded.params), lines + _compare_normalisation(
-        found.preprocess, data
-    )
+    others = found.task_params if found.task.get("name") == task else {}
+    lines += [f"{name} of the task: loaded" for name in others]
+    lines += _compare_normalisation(found.preprocess, data)
+    return stacking.unstack(loaded.params), others, lines
 
 
 def _hints(theirs: dict, ours: dict) -> list[str]:

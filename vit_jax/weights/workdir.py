@@ -170,6 +170,7 @@ def load_pretrained(
         notes=tuple(notes),
         task=found.config["task"],
         task_params=found.task_params,
+        tokenizer=data.get("tokenizer", ""),
     )
 
 

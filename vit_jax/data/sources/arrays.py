@@ -225,17 +225,20 @@ def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
     return bits.random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count]
 
 
-def small_in_memory(source, channels: int):
+def small_in_memory(source, data: DataConfig):
     """Decodes a set such as CIFAR once, so that a batch becomes one gather.
 
     Args:
       source: data set.
-      channels: 1 or 3.
+      data: `config.data`.
 
     Returns:
-      The set in memory; `source` itself if it is too large, its images differ in
-      size, or one is damaged, which is for `data.on_error` to settle.
+      The set in memory; `source` itself if it is too large, has captions, its images
+      differ in size, or one is damaged, which is for `data.on_error` to settle.
     """
+    channels = data.channels
+    if data.caption_key:
+        return source
     try:
         shape = decode.decode(source[0]["image"], channels).shape
         if max(shape[:2]) > _SMALL_IMAGE or math.prod(shape) * len(source) > _MEMORY:

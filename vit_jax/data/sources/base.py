@@ -31,7 +31,10 @@ class Source(Protocol):
         """Returns the number of records."""
 
     def __getitem__(self, i: int) -> dict:
-        """Returns {"image": encoded bytes or uint8 HWC array, "label": int}."""
+        """Returns {"image": encoded bytes or uint8 HWC array, "label": int}.
+
+        With `data.caption_key` also "text": its caption, or a list of several.
+        """
 
     def describe(self, i: int) -> str:
         """Returns the name of record i for a message: a path, "cifar10 record 17"."""

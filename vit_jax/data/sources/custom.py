@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from vit_jax.config import fields
+from vit_jax.data import captions
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import arrays
@@ -96,7 +97,8 @@ class CustomSource:
             label = {"label": self._label(item, i)} if self.labelled else {}
             if not isinstance(image, bytes | np.ndarray):
                 raise TypeError('"image" is neither bytes nor an array')
-            return {"image": image, **label}
+            texts = {k: item[k] for k in (captions.TEXT,) if k in item}
+            return {"image": image, **label, **texts}
 
     def _label(self, item: Mapping, i: int) -> int:
         try:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax.data import splits
+from vit_jax.data import captions, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
@@ -54,6 +54,7 @@ class ParquetSource(splits.Numbered):
       starts: split -> its first row over the files.
       image_key: column of the images.
       label_key: column of the class numbers; None: labels are not read.
+      caption_key: column of the captions; "": they are not read.
       class_names: may be empty.
       numbering: which records of the data set these are.
     """
@@ -69,6 +70,7 @@ class ParquetSource(splits.Numbered):
     label_key: str | None
     class_names: tuple[str, ...]
     numbering: splits.Numbering
+    caption_key: str = ""
     images = labels = None  # Not in memory.
 
     def __len__(self) -> int:
@@ -80,9 +82,12 @@ class ParquetSource(splits.Numbered):
         group = int(np.searchsorted(self.groups, row, side="right")) - 1
         columns = self._group(group)
         at = row - int(self.groups[group])
-        record = {"image": _bytes(columns[0][at].as_py())}
+        values = {name: column[at].as_py() for name, column in columns.items()}
+        record = {"image": _bytes(values[self.image_key])}
+        if self.caption_key:
+            record[captions.TEXT] = captions.of_value(values[self.caption_key])
         if self.label_key is not None:
-            record["label"] = columns[1][at].as_py()
+            record["label"] = values[self.label_key]
             if record["label"] is None:
                 raise DamagedImage(f"has no label in column {self.label_key!r}")
         return record
@@ -99,13 +104,15 @@ class ParquetSource(splits.Numbered):
             labels = np.array(labels, np.int64)
         return Entries("shards", names, labels, np.array(sizes, np.int64))
 
-    def _group(self, group: int) -> list:
-        """Returns the image column of a row group, then that of the labels if read."""
+    def _group(self, group: int) -> dict:
+        """Returns the columns of a row group that are read, by name."""
         file = int(self.group_files[group])
         path, at = self.files[file], group - int(self.first_groups[file])
         columns = [self.image_key]
         if self.label_key is not None:
             columns.append(self.label_key)
+        if self.caption_key:
+            columns.append(self.caption_key)
         if getattr(_local, "group", None) != (path, at, columns):
             try:
                 table = _open(path).read_row_group(at, columns=columns)
@@ -115,13 +122,18 @@ class ParquetSource(splits.Numbered):
                     f"cannot be read (row group {at} of {path}: "
                     f"{str(error).splitlines()[0]})"
                 ) from error
-            _local.columns = [table.column(name) for name in columns]
+            _local.columns = {name: table.column(name) for name in columns}
             _local.group = (path, at, columns)
         return _local.columns
 
 
 def open_parquet(
-    name: str, data_dir: str, split: str, image_key: str, label_key: str | None
+    name: str,
+    data_dir: str,
+    split: str,
+    image_key: str,
+    label_key: str | None,
+    caption_key: str = "",
 ) -> ParquetSource:
     """Opens a split of Parquet files.
 
@@ -131,6 +143,7 @@ def open_parquet(
       split: split expression.
       image_key: column with the images: bytes, or the hub's {bytes, path}.
       label_key: column with the class numbers; None if labels are not read.
+      caption_key: column with the captions, texts or lists of them; "" if not read.
 
     Raises:
       NoLabels: no such column of class numbers, or nothing in it.
@@ -160,7 +173,9 @@ def open_parquet(
 
     by_file = [groups for key in lengths for groups in lengths[key]]
     used = tuple(path for key in lengths for path in files[key])
-    _check_image_column(used[0], name, image_key)
+    _check_column(used[0], name, "image_key", image_key)
+    if caption_key:
+        _check_column(used[0], name, "caption_key", caption_key)
     class_names = ()
     if label_key is not None:
         class_names = _class_names(used, name, label_key)
@@ -179,6 +194,7 @@ def open_parquet(
         label_key=label_key,
         class_names=class_names,
         numbering=numbering,
+        caption_key=caption_key,
     )
 
 
@@ -298,13 +314,13 @@ def _group_lengths(path: str, name: str) -> list[int]:
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
-def _check_image_column(path: str, name: str, image_key: str) -> None:
+def _check_column(path: str, name: str, key: str, column: str) -> None:
     import pyarrow.parquet as pq
 
     schema = pq.read_schema(path)
-    if image_key not in schema.names:
+    if column not in schema.names:
         raise UserError(
-            f"data.image_key={image_key!r}: {name} has no such column; "
+            f"data.{key}={column!r}: {name} has no such column; "
             f"it has {', '.join(schema.names)}"
         )
 
@@ -385,8 +401,8 @@ def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
 
 def _of_config(data: DataConfig, split: str) -> ParquetSource | ArraySource:
     keys = data.image_key, data.label_key if data.num_classes else None
-    source = open_parquet(data.name, data.data_dir, split, *keys)
-    return small_in_memory(source, data.channels)
+    source = open_parquet(data.name, data.data_dir, split, *keys, data.caption_key)
+    return small_in_memory(source, data)
 
 
 SOURCES["parquet"] = SourceType(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from vit_jax.data import decode, splits
+from vit_jax.data import captions, decode, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
@@ -38,6 +38,8 @@ class TfdsSource(splits.Numbered):
       records: what TFDS stores of each, images encoded.
       image: record -> encoded bytes or uint8 HWC array.
       label: record -> class number; None: labels are not read.
+      caption_key: feature of the captions, or of a feature as "captions.text"; "": they
+        are not read.
       class_names: may be empty.
       numbering: which records of the data set these are.
       shards: the files that they lie in; of each the number of records, and the bytes
@@ -53,6 +55,7 @@ class TfdsSource(splits.Numbered):
     numbering: splits.Numbering
     shards: Mapping[os.PathLike, tuple[int, int]]
     version: str
+    caption_key: str = ""
     images = labels = None  # Not in memory.
 
     def __len__(self) -> int:
@@ -86,9 +89,17 @@ class TfdsSource(splits.Numbered):
         return Entries("shards", names, None, np.array(sums, np.int64))
 
     def _named(self, record: dict) -> dict:
-        if self.label is None:
-            return {"image": self.image(record)}
-        return {"image": self.image(record), "label": int(self.label(record))}
+        found = {"image": self.image(record)}
+        if self.label is not None:
+            found["label"] = int(self.label(record))
+        if self.caption_key:
+            inner = functools.reduce(operator.getitem, self._caption_path, record)
+            found[captions.TEXT] = captions.of_value(inner)
+        return found
+
+    @property
+    def _caption_path(self) -> list[str]:
+        return self.caption_key.split(".")
 
 
 def open_tfds(
@@ -99,6 +110,7 @@ def open_tfds(
     label: str | Callable[[Mapping], int] | None,
     *,
     title: str = "",
+    caption_key: str = "",
 ) -> TfdsSource:
     """Opens a prepared data set from its files alone.
 
@@ -111,6 +123,7 @@ def open_tfds(
       label: feature that holds the class number, or what makes it of a record; None if
         labels are not read.
       title: the set's name in messages, if not `name`.
+      caption_key: see `TfdsSource`.
 
     Raises:
       NoLabels: no such feature of the class number.
@@ -123,6 +136,8 @@ def open_tfds(
     image = _feature("image_key", image, name, features)
     if label is not None:
         label = _feature("label_key", label, name, features)
+    if caption_key:
+        _feature("caption_key", caption_key.split(".")[0], name, features)
     sizes = {key: info.num_examples for key, info in builder.info.splits.items()}
     numbering = splits.Numbering.of(split, sizes, title or name)
 
@@ -163,6 +178,7 @@ def open_tfds(
         numbering,
         shards,
         builder.info.full_name,
+        caption_key,
     )
 
 
@@ -298,8 +314,10 @@ def _builder(name: str, data_dir: str):
 
 def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
     keys = data.image_key, data.label_key if data.num_classes else None
-    source = open_tfds(data.name, data.data_dir, split, *keys)
-    return small_in_memory(source, data.channels)
+    source = open_tfds(
+        data.name, data.data_dir, split, *keys, caption_key=data.caption_key
+    )
+    return small_in_memory(source, data)
 
 
 # Not in SOURCES: it opens every name that no other source claims.

@@ -212,7 +212,7 @@ def open_task(name: str, data_dir: str, split: str) -> TfdsSource:
 
 def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
     source = open_task(data.name, data.data_dir, split)
-    return small_in_memory(source, data.channels)
+    return small_in_memory(source, data)
 
 
 SOURCES["vtab/..."] = SourceType(

@@ -37,7 +37,7 @@ HOST_TRANSFORMS = {
     **randaugment.TRANSFORMS,
 }
 # Arrays of a batch that are not of a host transform.
-_RESERVED = ("label", "index", "skipped", "mask")
+_RESERVED = ("label", "text", "index", "skipped", "mask")
 _FORWARDED = (
     *("runs_on", "in_eval", "mixes_examples", "expand"),
     *("output_size", "output_shapes"),
@@ -196,6 +196,11 @@ def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
         raise UserError(
             "data.num_classes=0: labels are not read, but this task learns from them: "
             "set --config.data.num_classes to the number of classes"
+        )
+    if "text" in spec and not data.tokenizer:
+        raise UserError(
+            "data.tokenizer='': captions are not read, but this task learns from them: "
+            "set it to 'bytes', or to the folder or hf://owner/name of a tokenizer"
         )
     transforms = parse_train(data.train_transform, data.image_size)
     views = Transforms(transforms.host, ())  # The device may enlarge them.

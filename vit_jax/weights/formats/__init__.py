@@ -9,6 +9,7 @@ from vit_jax.weights.formats import timm
 from vit_jax.weights.formats import dino
 from vit_jax.weights.formats import hugging_face_dinov2
 from vit_jax.weights.formats import hugging_face_clip
+from vit_jax.weights.formats import open_clip
 from vit_jax.weights.formats import hugging_face_dinov3
 from vit_jax.weights.formats import hugging_face_beit
 from vit_jax.weights.formats import hugging_face_ijepa
@@ -16,6 +17,7 @@ from vit_jax.weights.formats import mae
 from vit_jax.weights.formats import bit
 from vit_jax.weights.formats import google
 from vit_jax.weights.formats import big_vision
+from vit_jax.weights.formats import lit
 from vit_jax.weights.formats import mixer
 from vit_jax.weights.formats import timm_mixer
 from vit_jax.weights.formats import swin
@@ -37,10 +39,12 @@ __all__ = [
     "hugging_face_dinov3",
     "hugging_face_ijepa",
     "hugging_face_swin",
+    "lit",
     "mae",
     "mixer",
     "native",
     "onnx",
+    "open_clip",
     "stablehlo",
     "swin",
     "timm",

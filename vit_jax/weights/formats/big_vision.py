@@ -38,7 +38,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
       UserError: the shapes are not those of a Vision Transformer.
     """
     flat, notes = linen.strip(tensors.flat, _ANCHOR)
-    flat = linen.rename_blocks(_move_map_head(_unstack(flat)))
+    flat = linen.rename_blocks(_move_map_head(unstack(flat)))
     flat, more = _fit_positions(flat)
     sizes = linen.transformer_options(flat)
     if POSITIONS not in flat:
@@ -65,7 +65,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     )
 
 
-def _unstack(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def unstack(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Splits arrays that a scan stacked along their first axis into layers."""
     layers = {}
     for name, value in flat.items():

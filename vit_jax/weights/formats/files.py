@@ -25,6 +25,7 @@ _SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt")
 # A JSON file of these names belongs to the weights if it has one of these keys.
 _SIDECARS = {
     "config.json": ("architectures", "model_type", "architecture", "pretrained_cfg"),
+    "open_clip_config.json": ("model_cfg",),
     "preprocessor_config.json": ("image_mean", "size", "do_resize", "do_normalize"),
 }
 

@@ -161,16 +161,15 @@ def _name(clip: bool) -> str:
     return "CLIP" if clip else "SigLIP"
 
 
+def clip_preprocess(image_size: tuple[int, int]) -> Preprocess:
+    """Returns how images were prepared for CLIP."""
+    return Preprocess(image_size, _CLIP_MEAN, _CLIP_STD, interpolation="bicubic")
+
+
 def _preprocess(image_size: tuple[int, int], clip: bool) -> Preprocess:
     """Returns how images were prepared in the pretraining."""
     if clip:
-        return Preprocess(
-            image_size,
-            _CLIP_MEAN,
-            _CLIP_STD,
-            interpolation="bicubic",
-            crop_fraction=1.0,
-        )
+        return clip_preprocess(image_size)
     half = (0.5,) * 3
     return Preprocess(image_size, half, half, interpolation="bicubic", squash=True)
 
@@ -200,7 +199,9 @@ def _table(options: dict) -> list[ArrayEntry]:
     embed = "embeddings"
     table = [
         *dense(f"{embed}.patch_embedding", "embedding", CONV),
-        ArrayEntry(f"{embed}.position_embedding.weight", (POSITIONS,), hugging_face_text.ROWS),
+        ArrayEntry(
+            f"{embed}.position_embedding.weight", (POSITIONS,), hugging_face_text.ROWS
+        ),
     ]
     if options["pool"] == "token" or options["class_token"]:
         table.append(ArrayEntry(f"{embed}.class_embedding", ("cls",), _TOKEN))
@@ -304,8 +305,7 @@ def _write_text(
     if "text" not in pretrained.task_params or options["num_classes"]:
         return None, []
     try:
-        of_text = pretrained.task, pretrained.task_params
-        return hugging_face_text.write(*of_text, clip=clip), []
+        return hugging_face_text.write(pretrained, clip=clip), []
     except UserError as error:
         return None, [f"text tower: left out ({error})"]
 

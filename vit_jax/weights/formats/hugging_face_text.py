@@ -22,6 +22,8 @@ from vit_jax.weights.formats.torch_file import (
     one_layout,
     to_heads,
 )
+from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.text_tower import config_of
 
 ANCHOR = "text_model.embeddings.token_embedding.weight"
 PREFIXES = ("text_model.", "text_projection.", "visual_projection.", "logit_")
@@ -92,14 +94,11 @@ def read(
     return task, unflatten_dict(ours, sep="/"), notes
 
 
-def write(
-    task: Mapping, params: Mapping, *, clip: bool
-) -> tuple[dict[str, np.ndarray], dict]:
+def write(pretrained: Pretrained, *, clip: bool) -> tuple[dict[str, np.ndarray], dict]:
     """Returns the arrays of a text tower and the projections, and what configs say.
 
     Args:
-      task: `Pretrained.task`.
-      params: `Pretrained.task_params`.
+      pretrained: with a text tower.
       clip: whether the image tower is CLIP's, not SigLIP's.
 
     Returns:
@@ -109,7 +108,7 @@ def write(
     Raises:
       UserError: transformers has no such tower.
     """
-    about = text.TextConfig(**task["text"])
+    about, params = config_of(pretrained), pretrained.task_params
     name = "CLIP" if clip else "SigLIP"
     wanted = {
         "causal": clip,
@@ -127,7 +126,7 @@ def write(
             f"{name} of transformers has {'a' if clip else 'no'} projection of the image's "
             "features, without a bias: write it with --to=safetensors"
         )
-    flat = flatten_dict(dict(params), sep="/")
+    flat = flatten_dict(params, sep="/")
     if not clip:  # Which always has a bias.
         flat.setdefault(text.LOGIT_BIAS, np.zeros(1, np.float32))
     table = _table(about.depth, about.num_heads, clip=clip)

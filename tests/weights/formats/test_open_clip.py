@@ -1,0 +1,158 @@
+"""OpenCLIP's files, read and written, against the library; needs the extra `parity`."""
+
+import json
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from import_timm import import_timm, torch
+from safetensors.numpy import save_file
+
+from vit_jax import models, weights
+from vit_jax.errors import UserError
+from vit_jax.weights.formats.registry import WRITERS
+from vit_jax.weights.text_tower import TextTower
+
+pytestmark = pytest.mark.parity
+import_timm()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    open_clip = pytest.importorskip(
+        "open_clip", reason="open_clip_torch is not installed: extra parity"
+    )
+
+CLIP = {
+    "embed_dim": 20,
+    "vision_cfg": {
+        "image_size": 32,
+        "layers": 2,
+        "width": 64,
+        "head_width": 16,
+        "patch_size": 8,
+    },
+    "text_cfg": {
+        "context_length": 9,
+        "vocab_size": 300,
+        "width": 24,
+        "heads": 3,
+        "layers": 2,
+    },
+}
+SIGLIP = {
+    "embed_dim": 768,
+    "init_logit_bias": -10,
+    "custom_text": True,
+    "vision_cfg": {
+        "timm_model_name": "vit_base_patch16_siglip_224",
+        "timm_model_pretrained": False,
+        "timm_pool": "map",
+        "timm_proj": "none",
+    },
+    "text_cfg": CLIP["text_cfg"]
+    | {
+        "no_causal_mask": True,
+        "proj_bias": True,
+        "pool_type": "last",
+        "norm_kwargs": {"eps": 1e-6},
+        "act_kwargs": {"approximate": "tanh"},
+    },
+}
+CASES = {
+    "CLIP": CLIP,
+    "CLIP, QuickGELU": CLIP | {"quick_gelu": True},
+    "SigLIP in CLIP's image tower": CLIP
+    | {"init_logit_bias": -10, "text_cfg": SIGLIP["text_cfg"]},
+    "SigLIP": SIGLIP,
+}
+
+
+def create(config):
+    known = {k: v for k, v in config.items() if k != "custom_text"}
+    custom = config.get("custom_text", False)
+    cls = open_clip.CustomTextCLIP if custom else open_clip.CLIP
+    torch.manual_seed(5)
+    network = cls(**known)
+    with torch.no_grad():
+        for name, value in network.named_parameters():
+            if name.startswith("logit"):
+                value.fill_(1.3)
+            else:
+                value.add_(torch.randn_like(value) * 0.1)
+    return network.eval()
+
+
+def save(network, config, folder):
+    arrays = {k: v.numpy() for k, v in network.state_dict().items()}
+    save_file(arrays, folder / "open_clip_model.safetensors")
+    about = {"model_cfg": config, "preprocess_cfg": {"mean": [0.1, 0.2, 0.3]}}
+    (folder / "open_clip_config.json").write_text(json.dumps(about))
+
+
+def run(network, images, tokens):
+    with torch.no_grad():
+        pixels = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
+        image = network.encode_image(pixels, normalize=True)
+        text = network.encode_text(torch.from_numpy(tokens), normalize=True)
+        logits = network.logit_scale.exp() * image @ text.T
+        if network.logit_bias is not None:
+            logits = logits + network.logit_bias
+    return image.numpy(), text.numpy(), logits.numpy()
+
+
+@pytest.fixture
+def inputs():
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 298, (4, 9))
+    tokens[:, 0], tokens[0, 5:], tokens[1:, 8] = 298, 0, 299
+    tokens[0, 5] = 299
+    return rng.normal(size=(2, 224, 224, 3)).astype(np.float32), tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_towers_are_those_of_open_clip_and_when_written_again(tmp_path, case, inputs):
+    network = create(CASES[case])
+    save(network, CASES[case], tmp_path)
+    pretrained = weights.open_pretrained(tmp_path)
+    images, tokens = inputs
+    images = images if case == "SigLIP" else images[:, :32, :32]
+    image, text, logits = run(network, images, tokens)
+    tower = TextTower.of(pretrained)
+    model = models.create(**pretrained.options)
+    features = model.apply(pretrained.params, jnp.asarray(images))["pre_logits"]
+    ours = tower.embed_images(features)
+    words = tower.embed_tokens(tokens.astype(np.int32))
+    np.testing.assert_allclose(ours, image, atol=2e-6)
+    np.testing.assert_allclose(words, text, atol=2e-6)
+    np.testing.assert_allclose(tower.logits(ours, words), logits, atol=1e-5)
+    assert tower.sigmoid == ("SigLIP" in case)
+    assert pretrained.preprocess.mean == (0.1, 0.2, 0.3)
+    if case == "SigLIP":
+        with pytest.raises(UserError, match="CLIP of OpenCLIP"):
+            WRITERS["open_clip"].write(pretrained, tmp_path)
+        return
+    (tmp_path / "again").mkdir()
+    WRITERS["open_clip"].write(pretrained, tmp_path / "again")
+    written = open_clip.create_model(f"local-dir:{tmp_path / 'again'}").eval()
+    for mine, theirs in zip(run(written, images, tokens), (image, text, logits)):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_openai_s_own_file_has_quick_gelu(tmp_path):
+    network = create(CLIP)
+    arrays = {k: v.numpy() for k, v in network.state_dict().items()}
+    whole = arrays | {"input_resolution": np.array(32), "vocab_size": np.array(300)}
+    save_file(whole, tmp_path / "openai.safetensors")
+    found = weights.open_pretrained(tmp_path / "openai.safetensors")
+    assert found.options["activation"] == "quick_gelu"
+    assert any("OpenAI's, QuickGELU" in note for note in found.notes)
+    save_file(arrays, tmp_path / "openai.safetensors")
+    found = weights.open_pretrained(tmp_path / "openai.safetensors")
+    assert found.options["activation"] == "gelu"
+
+
+def test_towers_that_are_not_there_are_refused(tmp_path):
+    config = CLIP | {"vision_cfg": CLIP["vision_cfg"] | {"ls_init_value": 0.1}}
+    save(create(config), config, tmp_path)
+    with pytest.raises(UserError, match=r"vision_cfg.ls_init_value=0.1"):
+        weights.open_pretrained(tmp_path)

@@ -1,0 +1,122 @@
+"""Retrieval: the caption of an image among all captions, and the image of a caption.
+
+Needs a text tower, and captions in the data (`caption_key`). Letters: N images, M captions,
+E width of the shared space.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from vit_jax.config.fields import key
+from vit_jax.data.captions import TEXT
+from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import EMBEDDINGS, FEATURES, TEXTS, Outputs
+from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.splits import EvalConfig, EvalSplits
+
+_BLOCK = 2**24  # Similarities at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetrievalConfig(EvalConfig):
+    """Captions found for images, and images for captions."""
+
+    kind: str = key("retrieval", "What is evaluated.")
+    split: str = key("", 'Its images; "" is the split that the data set is tested on.')
+    k: tuple[int, ...] = key(
+        (1, 5, 10), "Among how many of the best it is looked for.", at_least=1
+    )
+
+    def open(self, name, splits, num_classes):
+        return Retrieval(name, self, splits)
+
+
+class Retrieval:
+    """Recall among the k most similar, both ways."""
+
+    def __init__(self, name: str, config: RetrievalConfig, splits: EvalSplits):
+        split = splits.open(
+            name, config, config.split, model_classes=False, labelled=False
+        )
+        if not split.data.caption_key:
+            raise UserError(
+                f"evals.{name} needs captions: state evals.{name}.caption_key or "
+                "data.caption_key, the column, feature or suffix of them"
+            )
+        self.splits, self._k = (split,), config.k
+
+    def required_outputs(self) -> dict[str, RequiredOutputs]:
+        (split,) = self.splits
+        names = frozenset((FEATURES,))
+        return {"test": RequiredOutputs(split, names, texts=lambda: self._captions[0])}
+
+    @functools.cached_property
+    def _captions(self) -> tuple[list[str], Int[np.ndarray, " M"]]:
+        """All captions of the split, and the record of each."""
+        (split,) = self.splits
+        texts, records = [], []
+        for record in range(len(split.source)):
+            found = split.source[record].get(TEXT, ())
+            found = [found] if isinstance(found, str) else list(found)
+            texts += found
+            records += [record] * len(found)
+        if not texts:
+            raise UserError(f"{split.title} has no caption: check data.caption_key")
+        return texts, np.array(records)
+
+    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+        found = outputs["test"]
+        images, texts = found.values[EMBEDDINGS], found.values[TEXTS]
+        of_image = found.records
+        of_text = self._captions[1]
+        there = np.isin(of_text, of_image)  # Damaged images may be skipped.
+        texts, of_text = texts[there], of_text[there]
+        metrics = {}
+        for way, rows, columns, of_row, of_column in (
+            ("image_to_text", images, texts, of_image, of_text),
+            ("text_to_image", texts, images, of_text, of_image),
+        ):
+            ranks = best_ranks(rows, columns, of_row, of_column, stop)
+            if ranks is None:
+                return None
+            for k in self._k:
+                metrics[f"{way}_recall{k}"] = float((ranks < k).mean())
+        return Scored(metrics)
+
+
+EVALUATORS["retrieval"] = RetrievalConfig
+
+
+def best_ranks(
+    rows: Float[np.ndarray, "N E"],
+    columns: Float[np.ndarray, "M E"],
+    of_row: Int[np.ndarray, " N"],
+    of_column: Int[np.ndarray, " M"],
+    stop: Callable[[], bool] = lambda: False,
+) -> Int[np.ndarray, " R"] | None:
+    """Returns the rank of the best right answer of each row that has one, from 0.
+
+    Of equal similarities the wrong ones count as better.
+
+    Args:
+      rows, columns: embeddings.
+      of_row, of_column: number of the pair; a column is right if it has that of the row.
+      stop: called before every block of rows; True stops.
+    """
+    found = []
+    size = max(1, _BLOCK // len(columns))
+    for start in range(0, len(rows), size):
+        if stop():
+            return None
+        similar = rows[start : start + size] @ columns.T
+        right: Bool[np.ndarray, "R M"] = (
+            of_row[start : start + size, None] == of_column[None]
+        )
+        best = np.where(right, similar, -np.inf).max(1, keepdims=True)
+        ranks = ((similar >= best) & ~right).sum(1)
+        found.append(ranks[right.any(1)])
+    return np.concatenate(found)

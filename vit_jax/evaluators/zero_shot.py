@@ -1,0 +1,88 @@
+"""Zero-shot classification: images compared with the names of classes in prompts.
+
+Needs a text tower: of weights, or of a run of the task "contrastive". Letters: N images,
+K classes, E width of the shared space.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import (
+    EMBEDDINGS,
+    FEATURES,
+    TEXTS,
+    TOP,
+    Outputs,
+)
+from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.splits import EvalConfig, EvalSplits
+from vit_jax.weights.text_tower import filled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroShotConfig(EvalConfig):
+    """Classes told apart by their names."""
+
+    kind: str = key("zero_shot", "What is evaluated.")
+    split: str = key("", 'Its images; "" is the split that the data set is tested on.')
+    classes: tuple[str, ...] = key(
+        (), "Names of the classes in label order, in place of the data set's."
+    )
+    prompts: tuple[str, ...] = key(
+        ("a photo of a {}.",),
+        "Texts with {} for a name; a class is the mean of their embeddings (CLIP, "
+        "arXiv:2103.00020, section 3.1.4).",
+    )
+
+    def open(self, name, splits, num_classes):
+        return ZeroShot(name, self, splits)
+
+    def summarize(self, metrics):
+        return metrics["top1"]
+
+
+class ZeroShot:
+    """Accuracy of the class whose prompts an image is most like."""
+
+    def __init__(self, name: str, config: ZeroShotConfig, splits: EvalSplits):
+        split = splits.open(name, config, config.split, model_classes=False)
+        self.splits, self._prompts = (split,), config.prompts
+        self._classes = config.classes or split.source.class_names
+        if not self._classes:
+            raise UserError(
+                f"evals.{name}: {split.title} does not name its classes: state "
+                f"evals.{name}.classes"
+            )
+        if not config.prompts:
+            raise UserError(f"evals.{name}.prompts is empty: give at least ('{{}}',)")
+        self._texts = filled(config.prompts, self._classes)
+
+    def required_outputs(self) -> dict[str, RequiredOutputs]:
+        (split,) = self.splits
+        names = frozenset((FEATURES,))
+        return {"test": RequiredOutputs(split, names, texts=lambda: self._texts)}
+
+    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored:
+        found = outputs["test"]
+        K = len(self._classes)
+        means = found.values[TEXTS].reshape(K, len(self._prompts), -1).mean(1)
+        means /= np.linalg.norm(means, axis=1, keepdims=True)
+        worst = int(found.labels.max())
+        if worst >= K:
+            raise UserError(
+                f"{self.splits[0].title} has label {worst}, but {K} classes are named: "
+                "name all of them"
+            )
+        similar = found.values[EMBEDDINGS] @ means.T
+        best = np.argsort(-similar, axis=1, kind="stable")[:, :TOP]
+        right = best == found.labels[:, None]
+        metrics = {"top1": float(right[:, 0].mean())}
+        if K > TOP:
+            metrics["top5"] = float(right.any(1).mean())
+        return Scored(metrics)
+
+
+EVALUATORS["zero_shot"] = ZeroShotConfig

@@ -1,0 +1,119 @@
+"""LiT and SigLIP of Google's JAX code: npz files with an image and a text tower.
+
+vision_transformer's LiT (models_lit.py) and big_vision's image-text models have the same
+names: "img/", an image tower as big_vision's or Google's ViT; "txt/", a text transformer;
+"t", the logarithm of the scale; and "b" where a bias is added, which SigLIP has.
+"""
+
+import dataclasses
+import re
+
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from vit_jax.errors import UserError
+from vit_jax.models import text
+from vit_jax.weights.formats import big_vision, google, linen
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, Reader
+from vit_jax.weights.pretrained import Pretrained
+
+_ANCHOR = "txt/Embed_0/embedding"
+_PREFIX = re.compile(r"^(params/|opt/target/)?(?=(img|txt)/|[tb]$)")
+_BLOCK = "Transformer/encoderblock_0"
+
+
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    names = {_PREFIX.sub("", name) for name in tensors.flat}
+    return _ANCHOR in names and "t" in names
+
+
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
+    """Reads a checkpoint.
+
+    Args:
+      tensors: of the file.
+      num_heads: ignored; the shapes of the arrays show it.
+
+    Returns:
+      The image tower under our names, with the text tower as its task. Its tokenizer is
+      not in the file.
+
+    Raises:
+      UserError: this project has no such towers.
+    """
+    flat = {_PREFIX.sub("", name): value for name, value in tensors.flat.items()}
+    image = dataclasses.replace(
+        tensors, flat={k: v for k, v in flat.items() if k.startswith("img/")}
+    )
+    library = google if _has_class_token(image) else big_vision
+    found = library.read(image, num_heads)
+    params = dict(found.params)
+    others = {}
+    if "head" in params:  # It is no classifier here.
+        others[text.PROJECTION] = params.pop("head")
+    task, tower = _read_text(flat, tensors.path)
+    others |= {"text": tower, text.LOGIT_SCALE: flat["t"].reshape(1)}
+    if "b" in flat:
+        others[text.LOGIT_BIAS] = flat["b"].reshape(1)
+    task["loss"] = "sigmoid" if "b" in flat else "softmax"
+    return dataclasses.replace(
+        found,
+        params=params,
+        options={**found.options, "num_classes": 0},
+        format="lit",
+        source=tensors.path,
+        preprocess=dataclasses.replace(
+            found.preprocess, crop_fraction=1.0, squash=True
+        ),
+        task=task,
+        task_params=others,
+    )
+
+
+def _has_class_token(tensors: Tensors) -> bool:
+    """Returns whether an image tower has the class token of Google's ViT."""
+    return "img/cls" in tensors.flat and "img/MAPHead_0/probe" not in tensors.flat
+
+
+def _read_text(flat: dict[str, np.ndarray], source: str) -> tuple[dict, dict]:
+    """Returns the task and the parameters of a text tower."""
+    inside = {
+        k.removeprefix("txt/"): v for k, v in flat.items() if k.startswith("txt/")
+    }
+    moved = {k.replace("Encoder_0/", "Transformer/"): v for k, v in inside.items()}
+    moved = linen.rename_blocks(big_vision.unstack(moved))
+    head, query = "head/kernel", f"{_BLOCK}/MultiHeadDotProductAttention_1/query/kernel"
+    for name in (head, query, "pos_embedding", "Embed_0/embedding"):
+        if name not in moved:
+            raise UserError(
+                f"{source}: txt/{name} is missing: towers of this project are "
+                "transformers with learnt positions and a head"
+            )
+    if moved["pos_embedding"].ndim == 2:
+        moved["pos_embedding"] = moved["pos_embedding"][None]
+    names = {"Embed_0/embedding": "embedding"}
+    ours = {
+        names.get(k, k.removeprefix("Transformer/")): np.asarray(v, np.float32)
+        for k, v in moved.items()
+    }
+    vocab_size, width = ours["embedding"].shape
+    about = {
+        "vocab_size": vocab_size,
+        "width": width,
+        "depth": len({k.split("/")[0] for k in ours if k.startswith("encoderblock_")}),
+        "num_heads": moved[query].shape[1],
+        "mlp_dim": moved[f"{_BLOCK}/MlpBlock_3/Dense_0/bias"].size,
+        "projection": "bias" if "head/bias" in ours else "plain",
+    }
+    task = {"name": "contrastive", "text": about}
+    wanted = text.TextConfig(**about).build(
+        ours["pos_embedding"].shape[1], ours[head].shape[1], "float32"
+    )
+    tower = unflatten_dict(ours, sep="/")
+    text.check_params(wanted, tower, source)
+    return task, tower
+
+
+READERS["LiT and SigLIP of Google"] = Reader(recognises, read)

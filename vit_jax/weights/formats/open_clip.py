@@ -1,0 +1,450 @@
+"""OpenCLIP's files, and OpenAI's of CLIP, which have the same names.
+
+A file has both towers. The image tower is CLIP's own, or a network of timm ("visual.trunk"),
+as in OpenCLIP's copies of SigLIP; the text tower stands at the top, or below "text.".
+open_clip_config.json beside it says what the arrays do not.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import save_file
+
+from vit_jax import models
+from vit_jax.data import tokenizer
+from vit_jax.errors import UserError
+from vit_jax.models import text
+from vit_jax.weights import surgery
+from vit_jax.weights.formats import (
+    hugging_face_clip,
+    hugging_face_text,
+    linen,
+    timm,
+    torch_file,
+)
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
+from vit_jax.weights.formats.torch_file import (
+    SAME,
+    ArrayEntry,
+    dense,
+    from_heads,
+    norm,
+    one_layout,
+    to_heads,
+)
+from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
+from vit_jax.weights.text_tower import config_of
+
+_VISUAL, _TRUNK, _TEXT = "visual.", "visual.trunk.", "text."
+_BLOCKS = "transformer.resblocks"
+_CONFIG = "open_clip_config.json"
+_WEIGHTS = "open_clip_model.safetensors"
+# What OpenAI's files have besides arrays of parameters; such networks have QuickGELU.
+_OPENAI = ("input_resolution", "context_length", "vocab_size")
+_TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])
+_KERNEL = one_layout(
+    lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1)
+)
+_NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a)
+# Keys of `text_cfg` and `vision_cfg` that leave the network as it is, at these values.
+_PLAIN = {
+    "ls_init_value": (None,),
+    "embed_cls": (False,),
+    "hf_model_name": (None,),
+    "attentional_pool": (False,),
+    "pos_embed_type": ("learnable",),
+    "no_ln_pre": (False,),
+    "final_ln_after_pool": (False,),
+    "qk_norm": (False,),
+    "block_type": (None,),
+    "use_pad_mask": (False,),
+}
+
+
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    names = tensors.flat
+    image = f"{_VISUAL}conv1.weight" in names or any(
+        name.startswith(_TRUNK) for name in names
+    )
+    return image and "logit_scale" in names
+
+
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
+    """Reads a checkpoint.
+
+    Args:
+      tensors: of the file or folder.
+      num_heads: of the image tower if neither the config nor its width tell.
+
+    Returns:
+      The image tower under our names, with the text tower as its task.
+
+    Raises:
+      UserError: this project has no such towers.
+    """
+    whole = tensors.sidecars.get(_CONFIG, {})
+    config = whole.get("model_cfg", {})
+    flat = {k: v for k, v in tensors.flat.items() if k not in _OPENAI}
+    openai = len(flat) < len(tensors.flat)
+    for part in ("text_cfg", "vision_cfg"):
+        for key, allowed in _PLAIN.items():
+            if config.get(part, {}).get(key, allowed[0]) not in allowed:
+                raise UserError(
+                    f"{tensors.path}: {part}.{key}={config[part][key]!r} in {_CONFIG}: "
+                    "models of this project have no such tower"
+                )
+    quick = config.get("quick_gelu", openai)
+    notes = []
+    if not config:
+        which = "OpenAI's, QuickGELU" if openai else "OpenCLIP's, GELU"
+        notes = [f"{_CONFIG}: none, so the activation is taken as {which}"]
+    image = {
+        k.removeprefix(_VISUAL): v for k, v in flat.items() if k.startswith(_VISUAL)
+    }
+    rest = {k: v for k, v in flat.items() if not k.startswith(_VISUAL)}
+    projection = {}
+    if any(name.startswith("trunk.") for name in image):
+        found = _read_trunk(tensors, image, config, num_heads)
+        if left := [n for n in image if not n.startswith("trunk.")]:
+            raise UserError(
+                f"{tensors.path}: {_VISUAL}{left[0]} is not supported: this project has "
+                "no further layers behind a network of timm"
+            )
+    else:
+        if "proj" in image:
+            projection = {"kernel": image.pop("proj")}
+        found = _read_image(tensors, image, config, num_heads, quick=quick)
+    task, params = _read_text(rest, config, tensors.path, quick=quick)
+    if projection:
+        params[text.PROJECTION] = projection
+    return dataclasses.replace(
+        found,
+        format="open_clip",
+        source=tensors.path,
+        notes=(*notes, *found.notes),
+        preprocess=_read_preprocess(
+            whole.get("preprocess_cfg", {}), tuple(found.options["image_size"])
+        ),
+        task=task,
+        task_params=params,
+        tokenizer=tensors.path,
+    )
+
+
+def _read_trunk(tensors: Tensors, image: dict, config: dict, num_heads: int):
+    """Reads an image tower of timm."""
+    vision = config.get("vision_cfg", {})
+    name = vision.get("timm_model_name")
+    sidecars = {}
+    if name:
+        about = {"architecture": name, "num_classes": 0}
+        about["global_pool"] = vision.get("timm_pool") or "avg"
+        sidecars = {"config.json": about}
+    flat = {k.removeprefix("trunk."): v for k, v in image.items()}
+    inner = Tensors(flat, {}, sidecars, tensors.path)
+    if not timm.recognises(inner):
+        raise UserError(
+            f"{tensors.path}: its image tower {name or ''} is no Vision Transformer of timm"
+        )
+    return timm.read(inner, num_heads)
+
+
+def _read_image(
+    tensors: Tensors, flat: dict, config: dict, num_heads: int, *, quick: bool
+) -> Pretrained:
+    """Reads CLIP's image tower."""
+    vision = config.get("vision_cfg", {})
+    width = len(flat["conv1.weight"])
+    head_width = vision.get("head_width", 64)
+    num_heads = num_heads if num_heads and not config else max(1, width // head_width)
+    depth = len({n.split(".")[2] for n in flat if n.startswith(_BLOCKS)})
+    flat["conv1.bias"] = np.zeros(width, np.float32)
+    table = _image_table(depth, num_heads)
+    network = "a CLIP of OpenCLIP"
+    part = " of the image tower"
+    torch_file.check_names(flat, table, tensors.path, part=part, network=network)
+    ours = torch_file.to_our_arrays(flat, table, tensors.path)
+    if vision.get("pool_type", "tok") != "tok":
+        raise UserError(
+            f"{tensors.path}: vision_cfg.pool_type={vision['pool_type']!r} in {_CONFIG}: "
+            "models of this project take the class token there"
+        )
+    sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
+    side = ours["embedding/kernel"].shape[0] * round(
+        (ours[POSITIONS].shape[1] - 1) ** 0.5
+    )
+    stated = vision.get("image_size", side)
+    size = (stated, stated) if isinstance(stated, int) else tuple(stated)
+    return Pretrained(
+        params=unflatten_dict(ours, sep="/"),
+        options={
+            **sizes,
+            "image_size": size,
+            "num_classes": 0,
+            "pool": "token",
+            "pre_norm": True,
+            "activation": _activation(vision, quick=quick),
+            "posemb_resize": "bicubic",
+            "layer_norm_eps": _epsilon(vision),
+        },
+        format="open_clip",
+        source=tensors.path,
+    )
+
+
+def _epsilon(config: Mapping) -> float:
+    return float((config.get("norm_kwargs") or {}).get("eps", 1e-5))
+
+
+def _activation(config: Mapping, *, quick: bool) -> str:
+    tanh = (config.get("act_kwargs") or {}).get("approximate") == "tanh"
+    return "quick_gelu" if quick else "gelu_tanh" if tanh else "gelu"
+
+
+def _read_text(
+    flat: dict, config: dict, source: str, *, quick: bool
+) -> tuple[dict, dict]:
+    """Reads a text tower; returns `Pretrained.task` and `task_params`."""
+    flat = {
+        k.removeprefix(_TEXT): v for k, v in flat.items() if not k.endswith("attn_mask")
+    }
+    about = config.get("text_cfg", {})
+    if "token_embedding.weight" not in flat:
+        raise UserError(
+            f"{source} has no text tower of OpenCLIP's own (token_embedding.weight): "
+            "towers of transformers inside OpenCLIP are not supported"
+        )
+    vocab_size, width = flat["token_embedding.weight"].shape
+    num_heads = about.get("heads", max(1, width // 64))
+    depth = len({n.split(".")[2] for n in flat if n.startswith(_BLOCKS)})
+    bias = "text_projection.bias" in flat
+    pool = {"argmax": "eos", "eos": "eos", "last": "last"}.get(
+        about.get("pool_type", "argmax")
+    )
+    if pool is None:
+        raise UserError(
+            f"{source}: text_cfg.pool_type={about['pool_type']!r} in {_CONFIG} is not one "
+            "of argmax, eos, last, which text towers of this project have"
+        )
+    table = _text_table(depth, num_heads, bias=bias, shifted="logit_bias" in flat)
+    part = " of the text tower"
+    network = "a CLIP of OpenCLIP"
+    torch_file.check_names(flat, table, source, part=part, network=network)
+    ours = torch_file.to_our_arrays(flat, table, source)
+    values = {
+        "vocab_size": vocab_size,
+        "width": width,
+        "depth": depth,
+        "num_heads": num_heads,
+        "mlp_dim": ours["text/encoderblock_0/MlpBlock_3/Dense_0/bias"].size,
+        "causal": not about.get("no_causal_mask", False),
+        "pool": pool,
+        "projection": "bias" if bias else "plain",
+        "activation": _activation(about, quick=quick),
+        "layer_norm_eps": _epsilon(about),
+    }
+    if pool == "eos":
+        ends = about.get("pool_type") == "eos"
+        values["eos_id"] = about.get("eos_id", 2) if ends else vocab_size - 1
+    loss = "sigmoid" if "logit_bias" in flat else "softmax"
+    task = {"name": "contrastive", "loss": loss, "text": values}
+    return task, unflatten_dict(ours, sep="/")
+
+
+def _read_preprocess(config: dict, image_size: tuple[int, int]) -> Preprocess:
+    default = hugging_face_clip.clip_preprocess(image_size)
+    if not config:
+        return default
+    return Preprocess(
+        image_size,
+        tuple(config.get("mean", default.mean)),
+        tuple(config.get("std", default.std)),
+        interpolation=config.get("interpolation", "bicubic"),
+        squash=config.get("resize_mode", "shortest") == "squash",
+    )
+
+
+def _block_table(theirs: str, ours: str, num_heads: int) -> list[ArrayEntry]:
+    attention = f"{ours}/MultiHeadDotProductAttention_1"
+    table = norm(f"{theirs}.ln_1", f"{ours}/LayerNorm_0")
+    for kind, leaf in (("weight", "kernel"), ("bias", "bias")):
+        names = tuple(f"{attention}/{n}/{leaf}" for n in ("query", "key", "value"))
+        layout = to_heads(num_heads, 3)
+        table.append(ArrayEntry(f"{theirs}.attn.in_proj_{kind}", names, layout))
+    out = from_heads(num_heads)
+    table += dense(f"{theirs}.attn.out_proj", f"{attention}/out", out)
+    table += norm(f"{theirs}.ln_2", f"{ours}/LayerNorm_2")
+    table += dense(f"{theirs}.mlp.c_fc", f"{ours}/MlpBlock_3/Dense_0")
+    return table + dense(f"{theirs}.mlp.c_proj", f"{ours}/MlpBlock_3/Dense_1")
+
+
+def _image_table(depth: int, num_heads: int) -> list[ArrayEntry]:
+    table = [
+        *dense("conv1", "embedding", _KERNEL),
+        ArrayEntry("class_embedding", ("cls",), _TOKEN),
+        ArrayEntry("positional_embedding", (POSITIONS,), hugging_face_text.ROWS),
+        *norm("ln_pre", "Transformer/pre_norm"),
+        *norm("ln_post", "Transformer/encoder_norm"),
+    ]
+    for i in range(depth):
+        ours = f"Transformer/encoderblock_{i}"
+        table += _block_table(f"{_BLOCKS}.{i}", ours, num_heads)
+    return table
+
+
+def _text_table(
+    depth: int, num_heads: int, *, bias: bool, shifted: bool
+) -> list[ArrayEntry]:
+    rows, head = hugging_face_text.ROWS, "text/head"
+    table = [
+        ArrayEntry("token_embedding.weight", ("text/embedding",), SAME),
+        ArrayEntry("positional_embedding", ("text/pos_embedding",), rows),
+        *norm("ln_final", "text/encoder_norm"),
+        ArrayEntry(text.LOGIT_SCALE, (text.LOGIT_SCALE,), _NUMBER),
+    ]
+    if bias:
+        table += dense("text_projection", head)
+    else:
+        table.append(ArrayEntry("text_projection", (f"{head}/kernel",), SAME))
+    if shifted:
+        table.append(ArrayEntry(text.LOGIT_BIAS, (text.LOGIT_BIAS,), _NUMBER))
+    for i in range(depth):
+        table += _block_table(f"{_BLOCKS}.{i}", f"text/encoderblock_{i}", num_heads)
+    return table
+
+
+def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
+    """Writes a folder that `open_clip.create_model("local-dir:FOLDER")` loads.
+
+    Args:
+      pretrained: a checkpoint of CLIP with its text tower.
+      folder: existing.
+
+    Returns:
+      A line for each thing that was rewritten or left out.
+
+    Raises:
+      UserError: OpenCLIP has no such network.
+    """
+    model = models.create(**pretrained.options)
+    options, params = dict(model.options), pretrained.task_params
+    if "text" not in params:
+        raise UserError(
+            f"{pretrained.source} has no text tower, and OpenCLIP's files have both: write "
+            "the image tower with --to=hf_clip or --to=timm"
+        )
+    about = config_of(pretrained)
+    surgery.check_network(
+        options,
+        "CLIP of OpenCLIP",
+        {
+            "pre_norm": (True,),
+            "pool": ("token",),
+            "num_classes": (0,),
+            "activation": ("gelu", "gelu_tanh", "quick_gelu"),
+        },
+    )
+    quick = options["activation"] == "quick_gelu"
+    head_width = options["width"] // options["num_heads"]
+    wrong = {
+        # One key is for both towers.
+        "text.activation": quick != (about.activation == "quick_gelu"),
+        "projection": params.get(text.PROJECTION, {}).keys() != {"kernel"},
+        "grid": model.grid[0] != model.grid[1],
+        "channels": options["channels"] != 3,
+    }
+    if any(wrong.values()):
+        raise UserError(
+            f"OpenCLIP has no CLIP of this {next(k for k, v in wrong.items() if v)}: "
+            "write it with --to=safetensors"
+        )
+    flat = flatten_dict(pretrained.params, sep="/")
+    flat, options, notes = surgery.norm_every_token(flat, options)
+    flat, options, more = surgery.store_positions(flat, options, model.grid)
+    flat, options, folded = surgery.fold_layer_scale(flat, options)
+    notes += more + folded + surgery.note_resize(options, "OpenCLIP")
+    flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
+    notes += more
+    table = _image_table(options["depth"], options["num_heads"])
+    image = torch_file.to_their_arrays(flat, table)
+    del image["conv1.bias"]
+    arrays = {f"{_VISUAL}{name}": value for name, value in image.items()}
+    arrays[f"{_VISUAL}proj"] = np.asarray(params[text.PROJECTION]["kernel"])
+    others = {k: v for k, v in params.items() if k != text.PROJECTION}
+    bias, shifted = about.projection == "bias", text.LOGIT_BIAS in params
+    table = _text_table(about.depth, about.num_heads, bias=bias, shifted=shifted)
+    words = torch_file.to_their_arrays(flatten_dict(others, sep="/"), table)
+    for number in {text.LOGIT_SCALE, text.LOGIT_BIAS} & words.keys():
+        words[number] = words[number].reshape(())
+    arrays |= words
+    mlp_dim = about.mlp_dim or 4 * about.width
+    config = {
+        "embed_dim": int(arrays[f"{_VISUAL}proj"].shape[1]),
+        "quick_gelu": quick,
+        "vision_cfg": {
+            "image_size": list(options["image_size"]),
+            "layers": options["depth"],
+            "width": options["width"],
+            "head_width": head_width,
+            "mlp_ratio": options["mlp_dim"] / options["width"],
+            "patch_size": model.patch_size,
+            "norm_kwargs": {"eps": options["layer_norm_eps"]},
+        },
+        "text_cfg": {
+            "context_length": int(arrays["positional_embedding"].shape[0]),
+            "vocab_size": about.vocab_size,
+            "width": about.width,
+            "heads": about.num_heads,
+            "layers": about.depth,
+            "mlp_ratio": mlp_dim / about.width,
+            "no_causal_mask": not about.causal,
+            "pool_type": about.pool,
+            "proj_bias": bias,
+            "norm_kwargs": {"eps": about.layer_norm_eps},
+        },
+    }
+    for part, name in (
+        ("vision_cfg", options["activation"]),
+        ("text_cfg", about.activation),
+    ):
+        if name == "gelu_tanh":
+            config[part]["act_kwargs"] = {"approximate": "tanh"}
+    if about.pool == "eos":
+        config["text_cfg"]["eos_id"] = about.eos_id
+    if shifted:
+        config["init_logit_bias"] = float(params[text.LOGIT_BIAS][0])
+    whole = {"model_cfg": config}
+    if how := pretrained.preprocess:
+        whole["preprocess_cfg"] = {
+            "mean": list(how.mean),
+            "std": list(how.std),
+            "interpolation": how.interpolation,
+            "resize_mode": "squash" if how.squash else "shortest",
+        }
+    folder = pathlib.Path(folder)
+    save_file(arrays, folder / _WEIGHTS, {"format": "pt"})
+    (folder / _CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
+    return notes + tokenizer.copy_files(pretrained.tokenizer, folder)
+
+
+def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
+    """Returns Python lines that load a written checkpoint."""
+    place = f"hf-hub:{path}" if on_hub else f"local-dir:{path}"
+    return f'import open_clip\nmodel = open_clip.create_model("{place}")'
+
+
+READERS["OpenCLIP"] = Reader(recognises, read)
+WRITERS["open_clip"] = Writer(
+    write,
+    usage=_usage,
+    library="open_clip",
+    with_task=True,
+    files=(_CONFIG, _WEIGHTS, *tokenizer.FILES),
+)
