@@ -197,7 +197,8 @@ def open_synthetic(
         [synthetic_image(*record, num_classes, shape) for record in records]
     )
     labels = np.array([number % num_classes for _, number in records], np.int32)
-    return ArraySource(f"made {split}", images, labels, numbering=numbering)
+    names = tuple(f"class {i}" for i in range(num_classes))
+    return ArraySource(f"made {split}", images, labels, names, numbering)
 
 
 def synthetic_image(

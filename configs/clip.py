@@ -1,0 +1,49 @@
+"""CLIP, trained on with pairs of images and captions of one's own (arXiv:2103.00020).
+
+Run:    python -m vit_jax.train --config=configs/clip.py:data=FOLDER --workdir=runs/clip
+        FOLDER holds train/*.jpg and val/*.jpg with captions in *.txt beside them
+Try:    the same with --config=configs/clip.py:quick (3 steps, any machine)
+Result: not run by us; there is no published number for it
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg, quick
+from configs.siglip_lit_coco import captions_of
+
+ARGUMENTS = dict(model=("B/32", "B/16", "L/14"), data="coco_captions", quick=False)
+# Width, depth, heads, of the text tower; width of the shared space.
+TEXT = {
+    "B/32": (512, 12, 8, 512),
+    "B/16": (512, 12, 8, 512),
+    "L/14": (768, 12, 12, 768),
+}
+HUB = {"B/32": "base-patch32", "B/16": "base-patch16", "L/14": "large-patch14"}
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    width, depth, num_heads, embed_dim = TEXT[arg.model]
+    source = f"hf://openai/clip-vit-{HUB[arg.model]}"
+    c = ConfigDict()
+    c.seed, c.ema, c.epochs, c.batch_size = 0, dict(decay=0.0), 5, 512
+    c.model = dict(variant=arg.model, pre_norm=True, activation="quick_gelu")
+    c.model.update(layer_norm_eps=1e-5, posemb_resize="bicubic")
+    c.init = source
+    c.task = dict(name="contrastive", loss="softmax", projection="plain")
+    c.task.update(embed_dim=embed_dim, temperature_init=1 / 0.07, max_temperature=100.0)
+    c.task.text = dict(width=width, depth=depth, num_heads=num_heads, causal=True)
+    c.task.text.update(pool="eos", projection="plain", activation="quick_gelu")
+    c.task.text.layer_norm_eps = 1e-5
+    c.optim = dict(name="adam", learning_rate=5e-7, weight_decay=0.2, schedule="cosine")
+    c.optim.update(b2=0.98, eps=1e-6, warmup_fraction=0.1, grad_clip_norm=1.0)
+    captions_of(arg.data, c)
+    c.data.train_transform = "inception_crop(area=(0.9, 1.0), interpolation='bicubic')"
+    c.data.eval_transform = "resize_small(224) | central_crop"
+    c.data.mean = (0.48145466, 0.4578275, 0.40821073)
+    c.data.std = (0.26862954, 0.26130258, 0.27577711)
+    c.data.tokenizer, c.data.num_tokens = source, 77
+    c.update(log_every_steps=20, eval_every_epochs=1, checkpoint_every_epochs=1)
+    if arg.quick:
+        quick(c)
+    return c

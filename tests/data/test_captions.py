@@ -1,0 +1,197 @@
+"""Captions of every kind of data set, as tokens of a batch."""
+
+import json
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import tiny_config
+from PIL import Image
+
+from vit_jax.data import captions, pipeline
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.open import open_source
+from vit_jax.data.tokenizer import open_tokenizer
+from vit_jax.errors import UserError
+
+SIZE = 8
+
+
+def config(**keys):
+    common = {
+        "tokenizer": "bytes",
+        "num_tokens": 16,
+        "num_classes": 0,
+        "split": "train",
+    }
+    common |= {"image_size": (SIZE, SIZE), "num_examples": 6}
+    transform = {"train_transform": "resize", "num_workers": 0}
+    return tiny_config(data=common | transform | keys, evals={}).data
+
+
+def texts_of(data, count=6, epochs=1):
+    """Returns the captions that batches hold, by the value of their image's pixels."""
+    source = open_source(data, data.split)
+    found = {}
+    with pipeline.train_batches(
+        source, data, batch_size=count, seed=1, start=0, stop=epochs
+    ) as batches:
+        for batch in batches:
+            assert batch["text"].dtype == np.int32
+            for image, tokens in zip(batch["image"], batch["text"], strict=True):
+                letters = bytes((tokens[tokens > 1] - 2).tolist()).decode()
+                found.setdefault(int(image[0, 0, 0]), set()).add(letters)
+    return found
+
+
+def picture(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (SIZE, SIZE), (value,) * 3).save(path)
+
+
+def test_captions_in_files_beside_images(tmp_path):
+    for i in range(6):
+        picture(tmp_path / "train" / f"{i}.png", 10 * i)
+        (tmp_path / "train" / f"{i}.txt").write_text(f"one {i}\n\n two {i} \n")
+    data = config(name="folder", data_dir=str(tmp_path), caption_key="txt")
+    found = texts_of(data, epochs=20)
+    assert found == {10 * i: {f"one {i}", f"two {i}"} for i in range(6)}
+
+
+def test_captions_in_metadata_of_a_folder(tmp_path):
+    lines = []
+    for i in range(6):
+        picture(tmp_path / "train" / "deep" / f"{i}.png", 10 * i)
+        lines.append({"file_name": f"deep/{i}.png", "text": f"é {i}", "other": 1})
+    path = tmp_path / "train" / "metadata.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    data = config(name="folder", data_dir=str(tmp_path), caption_key="text")
+    assert texts_of(data) == {10 * i: {f"é {i}"} for i in range(6)}
+
+
+def test_a_damaged_metadata_file_is_named(tmp_path):
+    picture(tmp_path / "train" / "0.png", 0)
+    (tmp_path / "train" / "metadata.jsonl").write_text("[1]\n")
+    data = config(
+        name="folder", data_dir=str(tmp_path), caption_key="text", num_examples=1
+    )
+    with pytest.raises(
+        UserError, match=r"metadata.jsonl is not a line of JSON an image"
+    ):
+        texts_of(data, 1)
+
+
+def test_an_image_without_a_caption_is_damaged_or_skipped(tmp_path):
+    for i in range(6):
+        picture(tmp_path / "train" / f"{i}.png", 10 * i)
+        if i:
+            (tmp_path / "train" / f"{i}.txt").write_text(f"{i}")
+    keys = {"name": "folder", "data_dir": str(tmp_path), "caption_key": "txt"}
+    with pytest.raises(UserError, match=r"0.png .*has no caption: mend or remove it"):
+        texts_of(config(**keys))
+    assert 0 not in texts_of(config(**keys, on_error="skip"))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_captions_in_a_column_of_parquet(tmp_path, several):
+    images = []
+    for i in range(6):
+        picture(tmp_path / "x.png", 10 * i)
+        images.append((tmp_path / "x.png").read_bytes())
+    column = [[f"a {i}", f"b {i}"] if several else f"a {i}" for i in range(6)]
+    table = pa.table({"image": images, "caption": column})
+    pq.write_table(table, tmp_path / "train-00000-of-00001.parquet")
+    keys = {"name": "parquet", "data_dir": str(tmp_path), "caption_key": "caption"}
+    found = texts_of(config(**keys), epochs=20 if several else 1)
+    ways = "ab" if several else "a"
+    assert found == {10 * i: {f"{way} {i}" for way in ways} for i in range(6)}
+    with pytest.raises(UserError, match="data.caption_key='text': parquet has no such"):
+        texts_of(config(**keys | {"caption_key": "text"}))
+
+
+def test_captions_of_a_source_of_one_s_own(tmp_path, monkeypatch):
+    (tmp_path / "pairs_source.py").write_text(
+        """
+import numpy as np
+
+
+class Pairs:
+    class_names, images, labels = (), None, None
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return {"image": np.full((8, 8, 3), 10 * i, np.uint8), "text": f"pair {i}"}
+
+    def describe(self, i):
+        return f"pair {i}"
+
+    def record_id(self, i):
+        return f"train/{i}"
+
+
+def open_source(data, split):
+    return Pairs()
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pairs_source", raising=False)
+    data = config(name="pairs_source:open_source", caption_key="text")
+    assert texts_of(data) == {10 * i: {f"pair {i}"} for i in range(6)}
+
+
+def test_names_of_classes_in_prompts():
+    data = config(
+        name="digits",
+        num_classes=10,
+        channels=1,
+        num_examples=1_442,
+        prompts=("{}", "the digit {}"),
+    )
+    source = open_source(data, "train")
+    with pipeline.train_batches(
+        source, data, batch_size=64, seed=1, start=0, stop=2
+    ) as batches:
+        for batch in batches:
+            encode = open_tokenizer("bytes")
+            for label, tokens in zip(batch["label"], batch["text"], strict=True):
+                ways = encode([f"{label}", f"the digit {label}"], 16)
+                assert (tokens == ways).all(1).any()
+
+
+def test_batches_are_the_same_from_loader_processes(tmp_path):
+    for i in range(6):
+        picture(tmp_path / "train" / f"{i}.png", 10 * i)
+        (tmp_path / "train" / f"{i}.txt").write_text(f"one {i}\ntwo {i}\nthree {i}")
+    keys = {"name": "folder", "data_dir": str(tmp_path), "caption_key": "txt"}
+    batches = []
+    for num_workers in (0, 1):
+        data = config(**keys, num_workers=num_workers)
+        with pipeline.train_batches(
+            open_source(data, "train"), data, batch_size=6, seed=1, start=0, stop=3
+        ) as made:
+            batches.append([batch["text"] for batch in made])
+    np.testing.assert_array_equal(*batches)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, []),
+        ("a", ["a"]),
+        (b"a\xc3\xa9", ["aé"]),
+        (["a", "b"], ["a", "b"]),
+        (np.array([b"a", b"b"], object), ["a", "b"]),
+        ({"text": ["a"]}, ["a"]),
+        ([], []),
+    ],
+)
+def test_what_a_column_may_hold(value, wanted):
+    assert captions.of_value(value) == wanted
+
+
+def test_there_are_no_captions_without_a_tokenizer():
+    assert captions.Captions.of(DataConfig(), ()) is None

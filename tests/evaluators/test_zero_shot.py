@@ -1,0 +1,187 @@
+"""Zero-shot classification and retrieval."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import tiny_config
+from PIL import Image
+
+from vit_jax import api
+from vit_jax.errors import UserError
+from vit_jax.evaluators import retrieval
+from vit_jax.training import loop
+
+TEXT = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
+NAMES = ("ant", "bee", "cat")
+
+
+def test_ranks_are_those_of_sorting():
+    rng = np.random.default_rng(0)
+    rows, columns = rng.normal(size=(9, 4)), rng.normal(size=(25, 4))
+    of_row, of_column = np.arange(9), rng.integers(0, 8, 25)
+    found = retrieval.best_ranks(rows, columns, of_row, of_column)
+    wanted = []
+    for row, number in zip(rows, of_row, strict=True):
+        order = np.argsort(-(columns @ row))
+        places = np.flatnonzero(of_column[order] == number)
+        wanted += places[:1].tolist()
+    assert found.tolist() == wanted and len(wanted) == len(set(of_column.tolist()))
+
+
+def test_equal_embeddings_find_nothing():
+    rows = np.ones((5, 3))
+    ranks = retrieval.best_ranks(rows, rows, np.arange(5), np.arange(5))
+    assert ranks.tolist() == [4] * 5
+
+
+def test_ranks_in_blocks(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows, columns = rng.normal(size=(50, 4)), rng.normal(size=(30, 4))
+    arguments = rows, columns, np.arange(50) % 30, np.arange(30)
+    whole = retrieval.best_ranks(*arguments)
+    monkeypatch.setattr(retrieval, "_BLOCK", 100)
+    np.testing.assert_array_equal(retrieval.best_ranks(*arguments), whole)
+    assert retrieval.best_ranks(*arguments, stop=lambda: True) is None
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder of three kinds of pictures with captions, and a run that learnt them."""
+    folder = tmp_path_factory.mktemp("pairs")
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for i in range(12 if split == "val" else 60):
+            kind = i % 3
+            pixels = rng.integers(0, 60, (8, 12, 3)) + 180 * np.eye(3)[kind]
+            path = folder / split / NAMES[kind] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+            path.with_suffix(".txt").write_text(f"one {NAMES[kind]}\na {NAMES[kind]}")
+    data = {"name": "folder", "data_dir": str(folder), "split": "train"}
+    data |= {"num_examples": 60, "num_classes": 0, "caption_key": "txt"}
+    data |= {"tokenizer": "bytes", "num_tokens": 9, "train_transform": "resize"}
+    data |= {"eval_transform": "resize"}
+    labelled = {"name": "folder", "data_dir": str(folder), "split": "val"}
+    evals = {
+        "pairs": {"kind": "retrieval", "k": (1, 12)},
+        "names": {"kind": "zero_shot", "prompts": ("a {}",)} | labelled,
+    }
+    config = tiny_config(
+        data=data,
+        evals=evals,
+        task={"name": "contrastive", "text": TEXT, "loss": "softmax"},
+        total_steps=150,
+        batch_size=16,
+        optim={"name": "adam", "learning_rate": 3e-3},
+        checkpoint_every_steps=1_000,
+        log_every_steps=50,
+    )
+    report = loop.train(config, folder / "run")
+    return folder, report["final"], evals
+
+
+def test_a_run_tells_classes_by_their_names(place):
+    _, final, _ = place
+    assert final["names"]["params"]["top1"] == 1.0
+    # Each caption is that of four pictures, of which all could be the one.
+    found = final["pairs"]["params"]
+    assert found["text_to_image_recall12"] == 1.0
+    assert set(found) == {
+        f"{way}_recall{k}"
+        for way in ("image_to_text", "text_to_image")
+        for k in (1, 12)
+    }
+
+
+def test_weights_are_evaluated_as_the_run_was(place):
+    folder, final, evals = place
+    config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
+    config["data"]["data_dir"] = str(folder)
+    config["data"]["caption_key"] = "txt"
+    for use_ema, name in ((False, "params"), (True, "ema")):
+        found = api.evaluate(
+            folder / "run", config, use_ema=use_ema, tell=lambda _: None
+        )
+        for key in evals:
+            if name in final[key]:
+                wanted = final[key][name]
+                assert found[key]["weights"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_other_names_of_classes(place):
+    folder, _, _ = place
+    evals = {"x": {"kind": "zero_shot", "prompts": ("{}",), "classes": ("one ant",)}}
+    config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
+    config["data"]["data_dir"] = str(folder)
+    with pytest.raises(UserError, match="has label 2, but 1 classes are named"):
+        api.evaluate(folder / "run", config, tell=lambda _: None)
+    evals["x"]["classes"] = tuple(f"one {name}" for name in NAMES)
+    scores = api.evaluate(folder / "run", config, tell=lambda _: None)
+    assert scores["x"]["weights"]["top1"] == 1.0
+    evals["x"]["prompts"] = ("a thing",)
+    with pytest.raises(UserError, match="prompt 'a thing' has no {}"):
+        api.evaluate(folder / "run", config, tell=lambda _: None)
+
+
+def test_weights_without_a_text_tower_are_refused(place, tmp_path):
+    folder, _, evals = place
+    loop.train(tiny_config(total_steps=1), tmp_path / "run")
+    config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
+    config["data"]["data_dir"] = str(folder)
+    with pytest.raises(UserError, match="evals.names compares images with texts"):
+        api.evaluate(
+            tmp_path / "run",
+            config | {"evals": {"names": evals["names"]}},
+            tell=lambda _: None,
+        )
+    with pytest.raises(UserError, match="evals.pairs needs captions: state"):
+        api.evaluate(folder / "run", config, tell=lambda _: None)
+
+
+def test_images_are_compared_with_texts_in_python(place):
+    folder, _, _ = place
+    model = api.load_model(folder / "run", tell=lambda _: None)
+    paths = [str(folder / "val" / name / f"{i}.png") for i, name in enumerate(NAMES)]
+    found = model.zero_shot(paths, [f"a {name}" for name in NAMES], topk=2)
+    assert [best[0].name for best in found] == [f"a {name}" for name in NAMES]
+    assert all(len(best) == 2 for best in found)
+    one = model.zero_shot(paths[0], NAMES, prompts=("a {}", "one {}"))
+    assert one[0].name == "ant" and sum(p.probability for p in one) == pytest.approx(1)
+    similar = model.similarity(paths, ["a bee", "one cat"])
+    assert similar.shape == (3, 2) and np.abs(similar).max() <= 1 + 1e-6
+    assert similar[1, 0] > similar[0, 0] and similar[2, 1] > similar[0, 1]
+    with pytest.raises(UserError, match="use zero_shot if they have a text tower"):
+        model.predict(paths)
+    with pytest.raises(UserError, match="give at least one to compare images with"):
+        model.zero_shot(paths, [])
+
+
+def test_predict_takes_texts_as_labels(place, tmp_path, capsys):
+    from vit_jax import cli, predict
+
+    folder, _, _ = place
+    photo = str(folder / "val" / "bee" / "1.png")
+
+    def run(*flags):
+        arguments = cli.parse(
+            predict.parser(), [f"--model={folder / 'run'}", "--json", *flags, photo]
+        )
+        assert predict.main(arguments) == 0
+        return json.loads(capsys.readouterr().out)["predictions"]
+
+    assert run("--labels=a cat, a bee, a ant")[0]["name"] == "a bee"
+    (tmp_path / "names.txt").write_text("ant\nbee\ncat")
+    (tmp_path / "prompts.txt").write_text("a {}\none {}")
+    found = run(
+        f"--labels={tmp_path / 'names.txt'}", f"--prompts={tmp_path / 'prompts.txt'}"
+    )
+    assert found[0]["name"] == "bee" and found[0]["label"] == 1
+    with pytest.raises(UserError, match="has a text tower and no classes of its own"):
+        run()
+    with pytest.raises(UserError, match="--labels='a,,b' has an empty text"):
+        run("--labels=a,,b")
+    with pytest.raises(UserError, match="nowhere.txt"):
+        run("--labels=nowhere.txt")
+    with pytest.raises(UserError, match="prompt 'a' has no {}"):
+        run("--labels=ant, bee", "--prompts=a")

@@ -1,0 +1,219 @@
+"""Images and captions told apart: losses, devices, runs, and weights of two towers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+from jax.sharding import NamedSharding, PartitionSpec
+
+from vit_jax import weights
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import sharding
+from vit_jax.distributed.mesh import MeshConfig
+from vit_jax.errors import UserError
+from vit_jax.models import text
+from vit_jax.tasks import contrastive
+from vit_jax.training import loop, train_step
+from vit_jax.weights.text_tower import TextTower
+
+B, E = 24, 7
+TEXT = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
+
+
+def embeddings(seed):
+    x = np.random.default_rng(seed).normal(size=(B, E))
+    return jnp.asarray(x / np.linalg.norm(x, axis=1, keepdims=True), jnp.float32)
+
+
+def plainly(name, images, texts, scale, bias):
+    """The losses by their definition, in float64."""
+    x = float(scale) * np.float64(images) @ np.float64(texts).T + float(bias)
+    if name == "sigmoid":
+        signs = 2 * np.eye(len(x)) - 1
+        return np.log1p(np.exp(-signs * x)).sum(1).mean()
+    rows, columns = (
+        np.log(np.exp(y).sum(1)) - np.diagonal(y) for y in (x, np.transpose(x))
+    )
+    return (rows + columns).mean() / 2
+
+
+@pytest.mark.parametrize("name", contrastive.LOSSES)
+@pytest.mark.parametrize("chunk", [1, 5, 6, 100])
+def test_losses_in_chunks_are_those_of_the_definition(name, chunk):
+    images, texts, numbers = (
+        embeddings(0),
+        embeddings(1),
+        (jnp.float32(3), jnp.float32(-1)),
+    )
+    loss = contrastive.LOSSES[name]
+    found = loss(images, texts, *numbers, chunk=chunk)
+    wanted = plainly(name, images, texts, *numbers)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    gradient = jax.grad(lambda *a: loss(*a, chunk=chunk), argnums=(0, 1, 2, 3))
+    whole = jax.grad(lambda *a: loss(*a, chunk=B), argnums=(0, 1, 2, 3))
+    arguments = images, texts, *numbers
+    for one, other in zip(gradient(*arguments), whole(*arguments), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", contrastive.LOSSES)
+def test_losses_on_8_devices_are_those_on_1_without_all_similarities(name):
+    mesh = meshes.create(MeshConfig())
+    assert mesh.devices.size == 8
+    loss = contrastive.LOSSES[name]
+
+    def step(images, texts):
+        with sharding.activations(mesh):
+            return loss(images, texts, jnp.float32(9), jnp.float32(-2), chunk=4)
+
+    rows = NamedSharding(mesh, PartitionSpec(meshes.BATCH_AXES))
+    both = jax.jit(jax.value_and_grad(step, (0, 1)), in_shardings=(rows, rows))
+    arguments = jax.device_put((embeddings(0), embeddings(1)), rows)
+    value, gradients = both(*arguments)
+    alone = jax.value_and_grad(
+        lambda *a: loss(*a, jnp.float32(9), jnp.float32(-2), chunk=B), (0, 1)
+    )
+    wanted, wanted_gradients = alone(embeddings(0), embeddings(1))
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for one, other in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    program = both.lower(*arguments).compile().as_text()
+    assert f"f32[{B},{B}]" not in program
+    assert f"f32[{B // 8},4]" in program  # A device's images and a chunk of texts.
+
+
+def config(**keys):
+    task = {"name": "contrastive", "text": TEXT} | keys.pop("task", {})
+    data = {"tokenizer": "bytes", "num_tokens": 9, "name": "digits"}
+    data |= {"num_classes": 10, "channels": 1, "image_size": (8, 8), "split": "train"}
+    data |= {"prompts": ("{}", "a {}"), "num_examples": 1_442} | keys.pop("data", {})
+    evals = {"test": {"kind": "zero_shot", "split": "test", "prompts": ("a {}",)}}
+    sections = {"data": data, "task": task, "evals": evals, "total_steps": 3}
+    return tiny_config(**sections | keys)
+
+
+def test_a_step_on_8_devices_is_that_on_1():
+    found = []
+    # Adam would blow up the noise of gradients that are 0, as those of keys' biases.
+    complete = config(batch_size=16, optim={"name": "sgd", "learning_rate": 0.1})
+    for count in (1, 8):
+        mesh = meshes.create(MeshConfig(), jax.devices()[:count])
+        setup = train_step.build_train_setup(complete, mesh, 1_442)
+        rng = np.random.default_rng(0)
+        batch = {
+            "image": rng.integers(0, 256, (16, 8, 8, 1)).astype(np.uint8),
+            "text": rng.integers(0, 258, (16, 9)).astype(np.int32),
+            "index": np.arange(16, dtype=np.uint32),
+        }
+        batch = jax.device_put(batch, meshes.batched(mesh))
+        state, metrics = setup.train_step(setup.initial_state(), batch)
+        found.append(jax.device_get((state.params, metrics)))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+    assert {"loss", "top1", "temperature"} <= found[0][1].keys()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of three steps with a softmax and an image projection, and its report."""
+    workdir = tmp_path_factory.mktemp("contrastive") / "run"
+    task = {"loss": "softmax", "projection": "plain", "embed_dim": 10}
+    task["text"] = TEXT | {"causal": True, "pool": "eos", "projection": "plain"}
+    report = loop.train(config(task=task), workdir)
+    return workdir, report
+
+
+def test_a_run_is_evaluated_and_its_workdir_compares_texts(run):
+    workdir, report = run
+    assert 0 <= report["final"]["test"]["params"]["top1"] <= 1
+    pretrained = weights.open_pretrained(workdir, with_task=True)
+    assert pretrained.options["num_classes"] == 0
+    assert pretrained.tokenizer == "bytes" and pretrained.loss == "softmax"
+    tower = TextTower.of(pretrained)
+    many = [f"text {i}" for i in range(70)]  # More than pass at once.
+    found = tower.embed(many)
+    assert found.shape == (70, 10)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(found[65], tower.embed(["text 65"])[0], atol=1e-6)
+    means = tower.classes(["x", "yy"], ["{}", "a {}"])
+    one = tower.embed(["yy", "a yy"]).mean(0)
+    np.testing.assert_allclose(means[1], one / np.linalg.norm(one), atol=1e-6)
+
+
+def test_a_run_begins_with_both_towers_of_another(run, tmp_path):
+    workdir, _ = run
+    theirs = weights.open_pretrained(workdir, with_task=True, use_ema=False)
+    task = {"loss": "softmax", "projection": "plain", "embed_dim": 10}
+    task["text"] = TEXT | {"causal": True, "pool": "eos", "projection": "plain"}
+    init = {"checkpoint": str(workdir), "use_ema": False}
+    optim = {"name": "adam", "learning_rate": 1e-9, "weight_decay": 0.0}
+    again = config(task=task, init=init, total_steps=1, optim=optim)
+    loop.train(again, tmp_path / "again")
+    ours = weights.open_pretrained(tmp_path / "again", with_task=True, use_ema=False)
+    pairs = [(ours.params, theirs.params), (ours.task_params, theirs.task_params)]
+    for one, other in pairs:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one, other
+        )
+    wrong = config(
+        task=task | {"text": task["text"] | {"depth": 1}}, init=init, total_steps=1
+    )
+    with pytest.raises(UserError, match="config.init has text/encoderblock_1/"):
+        loop.train(wrong, tmp_path / "wrong")
+
+
+def test_a_locked_image_tower_stays(tmp_path):
+    optim = {"name": "adam", "learning_rate": 0.1, "freeze": (r"^network/",)}
+    loop.train(config(optim=optim, total_steps=2), tmp_path / "run")
+    setup = train_step.build_train_setup(
+        config(optim=optim, total_steps=2), meshes.create(MeshConfig()), 1_442
+    )
+    first = jax.device_get(setup.initial_state().params)
+    last = weights.open_pretrained(tmp_path / "run", with_task=True, use_ema=False)
+    jax.tree.map(np.testing.assert_array_equal, last.params, first["network"])
+    moved = last.task_params[text.LOGIT_SCALE] - first[text.LOGIT_SCALE]
+    assert np.abs(moved) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data": {"tokenizer": ""}}, "learns from captions: set data.tokenizer"),
+        ({"data": {"num_classes": 0}}, "no names of classes to make captions of"),
+        ({"data": {"prompts": ("a digit",)}}, "give texts with {} for the name"),
+        (
+            {"task": {"text": TEXT | {"num_heads": 5}}},
+            "task.text.num_heads=5 does not divide task.text.width=12",
+        ),
+        (
+            {"task": {"text": TEXT | {"vocab_size": 9}}},
+            "task.text.vocab_size=9, but data.tokenizer='bytes' has 258 tokens",
+        ),
+    ],
+)
+def test_bad_input_is_named(tmp_path, keys, message):
+    with pytest.raises(UserError, match=message):
+        loop.train(config(evals={}, **keys), tmp_path / "run")
+
+
+def test_a_similarity_has_a_largest_factor():
+    made = config(task={"loss": "softmax", "max_temperature": 2.0})
+    setup = train_step.build_train_setup(made, meshes.create(MeshConfig()), 1_442)
+    params, extra = setup.init()
+    batch = {
+        "image": jnp.zeros((2, 8, 8, 1)),
+        "text": jnp.asarray([[2] * 9, [3] * 9], jnp.int32),
+    }
+    _, (metrics, _) = setup.task.loss(params, extra, batch, jax.random.key(0))
+    assert metrics["temperature"] == 2.0
+
+
+def test_floating_point_operations_count_both_towers():
+    made = config()
+    setup = train_step.build_train_setup(made, meshes.create(MeshConfig()), 1_442)
+    alone = dataclasses.replace(made, task=type(tiny_config().task)())
+    images = train_step.build_train_setup(alone, meshes.create(MeshConfig()), 1_442)
+    assert setup.training_flops > images.training_flops
