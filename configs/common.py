@@ -102,7 +102,7 @@ def quick(config: ConfigDict, **model: object) -> ConfigDict:
         )
     c.data.update(name="synthetic", split="train", num_examples=20, num_workers=0)
     c.data.image_size = (2 * token, 2 * token)
-    if "tokenizer" in c.data:  # The made data has names of classes for captions.
+    if c.data.get("tokenizer"):  # The made data has names of classes for captions.
         c.data.update(tokenizer="bytes", caption_key="", num_classes=10)
         c.task.text.update(width=16, depth=2, num_heads=2, mlp_dim=32)
         c.evals = dict(val=dict(kind="zero_shot"))

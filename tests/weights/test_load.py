@@ -56,13 +56,16 @@ def build(config):
 def begin(config):
     model = build(config)
     initial = unflatten_dict(random_flat(model, seed=5), sep="/")
-    return load_initial(
+    params, others, lines = load_initial(
         config.init,
         config.data,
         model,
         lambda: initial,
         head_bias_init=config.model.head_bias_init,
+        task=config.task.name,
     )
+    assert others == {}  # Classification has nothing beside the network.
+    return params, lines
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """All keys of a config with defaults and meanings, in groups: for --help and the docs."""
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
 from vit_jax.config import fields
@@ -40,8 +40,11 @@ def groups(cls: type, section: str = "") -> Iterator[KeyGroup]:
     yield from _sections(cls, section)
 
 
-def _sections(cls: type, where: str) -> Iterator[KeyGroup]:
+def _sections(cls: type, where: str, told: Container = ()) -> Iterator[KeyGroup]:
+    """Yields the keys of the sections of a dataclass, less those that were told."""
     for name, about in fields.fields(cls).items():
+        if name in told:
+            continue
         path = f"{where}.{name}".strip(".")
         if isinstance(about, Named):
             yield from _choice(f"{path}.NAME", about.choice, about.help)
@@ -68,6 +71,7 @@ def _choice(path: str, about: Choice, doc: str) -> Iterator[KeyGroup]:
         # A pattern says less than the docstring.
         title, doc = (summary(cls), "") if about.patterns else (name, summary(cls))
         yield KeyGroup(path, by, title, doc, own)
+        yield from _sections(cls, path, told=fields.fields(types[0]))
 
 
 def summary(cls: type) -> str:

@@ -92,7 +92,7 @@ def open_tokenizer(source: str) -> Tokenizer:
     except ImportError as error:
         raise UserError(
             f"data.tokenizer={source!r} needs the Python package {error.name}: pip "
-            "install 'vit_jax[text]'"
+            "install -e '.[text]' in the clone"
         ) from error
     except UserError:
         raise
