@@ -30,7 +30,7 @@ COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 # In the order in which their commands are run.
 PAGES = ("getting_started", "finetuning", "weights", "evaluation", "gallery")
 PAGES += ("pretraining", "pretraining_without_labels", "launch", "compile")
-PAGES += ("extending", "data", "install", "export", "trackers")
+PAGES += ("extending", "data", "install", "export", "trackers", "images_and_text")
 
 
 def blocks(page):
