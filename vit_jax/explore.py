@@ -10,6 +10,7 @@ needs no server, and ends. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
+import dataclasses
 import os
 
 from vit_jax import cli, files
@@ -107,7 +108,9 @@ def open_model(flags: argparse.Namespace, checkpoint: str):
     """Opens a checkpoint; flags override its own preprocessing and class names."""
     from vit_jax.tools.explorer.session import ExploredModel
 
-    found, preprocess, classes = cli.open_weights(flags, checkpoint)
+    found, preprocess, classes = cli.open_weights(flags, checkpoint, with_task=True)
+    if flags.tokenizer:
+        found = dataclasses.replace(found, tokenizer=flags.tokenizer)
     return ExploredModel(found, preprocess=preprocess, class_names=classes)
 
 
@@ -131,6 +134,7 @@ def parser() -> cli.Parser:
     )
     add("--image", default="", help="image of --html")
     add("--labels", default="", help="file of class names, one a line")
+    add("--tokenizer", default="", help="of a text tower, if not the weights'")
     cli.add_weights_flags(parser)
     return parser
 

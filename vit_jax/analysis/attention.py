@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import Model, Params
+from vit_jax.models import Model, Params, text
+from vit_jax.weights.text_tower import TextTower
 
 HEAD_FUSIONS = {"mean": jnp.mean, "max": jnp.max}
 
@@ -243,6 +245,47 @@ def relevance(
         row = _propagate_relevance(row, block.attention, block.gradient)
         del block  # Frees this layer's arrays before the next are computed.
     return row
+
+
+def relevance_to_text(
+    model: Model,
+    params: Params,
+    images: Float[Array, "B Y X C"],
+    tower: TextTower,
+    words: str,
+) -> Float[Array, "B N"]:
+    """Returns the relevance of each token to a text, by gradient times attention.
+
+    The text takes the place of a class of `relevance`: its logit is the image's similarity
+    to it, and a classifier of one class with the gradient of that as its kernel has the
+    same gradients in the layers before.
+
+    Args:
+      model: an image network without a classifier.
+      params: its parameters.
+      images: normalised.
+      tower: its text tower.
+      words: the text.
+
+    Raises:
+      UserError: as of `relevance`; or there is no tokenizer.
+    """
+    (goal,) = tower.embed([words])
+
+    def similarity(features):
+        embedded = text.embed_images(tower.params, features[None])
+        return (embedded @ jnp.asarray(goal))[0]
+
+    features = model.apply(params, images)["pre_logits"]
+    slopes = jax.vmap(jax.grad(similarity))(features)
+    classifier = models.create(**{**model.options, "num_classes": 1})
+    found = []
+    for image, slope in zip(images, slopes, strict=True):
+        head = {"kernel": slope[:, None], "bias": jnp.zeros(1)}
+        with_head = {**params, "head": head}
+        label = jnp.zeros(1, jnp.int32)
+        found.append(relevance(classifier, with_head, image[None], label))
+    return jnp.concatenate(found)
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 And models that compute nothing: what they saw is made.
 """
 
+import dataclasses
 import io
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax import models
+from vit_jax.models import text
 from vit_jax.tools.explorer.rows import AttentionRows
 from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -31,6 +33,41 @@ def pretrained(seed, **options):
         source=f"models/tiny{seed}",
         preprocess=Preprocess(options["image_size"], (0.4,), (0.3,), crop_fraction=0.9),
         class_names=names,
+    )
+
+
+def towers(pool="token"):
+    """An image network with a text tower, whose projection is CLIP's."""
+    found = pretrained(
+        7,
+        variant="Ti/8",
+        num_classes=0,
+        pool=pool,
+        image_size=(24, 40),
+        width=12,
+        depth=2,
+        num_heads=3,
+        mlp_dim=17,
+    )
+    about = {"vocab_size": 258, "width": 12, "depth": 1, "num_heads": 2, "mlp_dim": 20}
+    module = text.TextConfig(**about).build(16, 10, "float32")
+    rng = np.random.default_rng(8)
+
+    def draw(tree):
+        return jax.tree.map(
+            lambda leaf: 0.5 * rng.standard_normal(leaf.shape, np.float32), tree
+        )
+
+    params = {
+        "text": draw(text.shapes(module)),
+        "projection": {"kernel": 0.5 * rng.standard_normal((12, 10), np.float32)},
+        "logit_scale": np.ones(1, np.float32),
+    }
+    return dataclasses.replace(
+        found,
+        task={"name": "contrastive", "loss": "softmax", "text": about},
+        task_params=params,
+        tokenizer="bytes",
     )
 
 

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.analysis import attention
-from vit_jax.tools.explorer import saved, server, session
+from vit_jax.tools.explorer import images, saved, server, session
 from vit_jax.weights import surgery
 
 playwright = pytest.importorskip(
@@ -758,3 +758,68 @@ def test_windows_have_the_heads_of_their_stage(new_page, photograph):
         np.testing.assert_allclose(values.sum(), 1, atol=0.02)
         running.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def compared(folder):
+    """The page of a model with a text tower."""
+    found = explored.towers()
+    model = session.ExploredModel(found, preprocess=found.preprocess)
+    with server.Server(
+        session.Session([model], images.Folder(str(folder))), "127.0.0.1", 0
+    ) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        yield served, model
+        served.shutdown()
+        thread.join()
+
+
+def test_a_text_is_typed_to_see_its_relevance(compared, new_page, photograph):
+    served, model = compared
+    page = new_page(served.address)
+    upload(page, photograph)
+
+    def type_in(words):
+        page.locator("#text").fill(words)
+        page.keyboard.press("Enter")
+
+    act(page, lambda: type_in("a photo of a dog [h]"))
+    output = model.run(photograph, "x")
+    wanted = model.relevance_to_text(output, "a photo of a dog [h]")
+    np.testing.assert_allclose(shown(page)[3], wanted / wanted.sum(), rtol=1e-3)
+    words = page.locator(".where").inner_text()
+    assert words.startswith("Relevance to “a photo of a dog [h]”: most of row")
+    assert "text=a+photo+of+a+dog" in page.evaluate("location.hash")
+    act(page, lambda: type_in(""))
+    assert page.locator(".where").inner_text().startswith("From [CLS]")
+
+
+def test_patches_are_compared_also_with_another_image(compared, new_page, photograph):
+    served, _ = compared
+    page = new_page(served.address)
+    drawn(page, 1)
+    click_patch(page, 1, 2)
+    act(page, lambda: page.locator("#view").select_option("similarity"))
+    title = page.locator(".which").inner_text()
+    assert title == "Similarity to the patch in row 2, column 3"
+    assert shown(page)[3][7] == pytest.approx(1, abs=1e-5)
+    first = page.evaluate("panes[0].seen.name")
+    act(page, lambda: choose(page, photograph))
+    title = page.locator(".which").inner_text()
+    assert title == f"Similarity to the patch in row 2, column 3 of {first}"
+    key = page.evaluate("panes[0].seen.key")
+    origin = page.evaluate("state.query.of.key")
+    wanted = served.session.similarity(key, 0, origin, 7)
+    np.testing.assert_allclose(shown(page)[3], np.maximum(wanted, 0), atol=1e-6)
+    click_patch(page, 0, 0)
+    title = page.locator(".which").inner_text()
+    assert title == "Similarity to the patch in row 1, column 1"
+
+    act(page, lambda: page.locator("#view").select_option("components"))
+    page.locator("#opacity").fill("100")
+    wait(page, "state.opacity === 1")
+    tile = np.array(Image.open(io.BytesIO(served.session.components(key, 0))))
+    wait(page, "panes[0].shown.colours !== null")
+    assert abs(colours(page) - tile.reshape(15, 3)).max() <= 2
+    assert "view=components" in page.evaluate("location.hash")

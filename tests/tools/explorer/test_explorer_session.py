@@ -15,9 +15,11 @@ from vit_jax.analysis import attention
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.tools.explorer import saved
+from vit_jax.tools.explorer.images import Refused
 from vit_jax.tools.explorer.rows import AttentionRows
-from vit_jax.tools.explorer.session import ExploredModel
+from vit_jax.tools.explorer.session import ExploredModel, Session
 from vit_jax.weights import surgery
+from vit_jax.weights.text_tower import TextTower
 
 
 def read(data, layers, maps, extra, patches, steps=255):
@@ -183,6 +185,8 @@ def test_a_description(explored_models):
         "heads": [3, 3, 3, 3],
         "rollout": True,
         "relevance": True,
+        "texts": False,
+        "features": True,
         "extra": ["CLS"],
     }
     assert explored_models[1].describe()["extra"] == []
@@ -316,3 +320,71 @@ def test_a_page_of_attention_in_windows_is_not_saved(photograph, tmp_path):
     with pytest.raises(UserError, match="use the page without --html, or visualize"):
         saved.write(str(tmp_path / "page.html"), [found], outputs, "photograph")
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.fixture(scope="module")
+def towers():
+    """A model with a text tower, opened, and its checkpoint."""
+    found = explored.towers()
+    return ExploredModel(found, preprocess=found.preprocess), found
+
+
+def test_relevance_to_a_text_is_that_of_the_similarity(towers, photograph):
+    model, pretrained = towers
+    output = model.run(photograph, "x")
+    words = "a photo of a dog"
+    found = model.relevance_to_text(output, words)
+
+    # The gradient of the cosine by hand, as the kernel of a classifier of one class.
+    network, params = surgery.fit_network(pretrained, pretrained.preprocess)
+    pixels = np.array(Image.open(io.BytesIO(output.picture)))
+    images = jnp.asarray((pixels[None] / 255 - 0.4) / 0.3, jnp.float32)
+    features = np.asarray(network.apply(params, images)["pre_logits"])[0]
+    kernel = pretrained.task_params["projection"]["kernel"]
+    (goal,) = TextTower.of(pretrained).embed([words])
+    embedded = features @ kernel
+    length = np.linalg.norm(embedded)
+    unit = embedded / length
+    slope = kernel @ (goal - unit * (unit @ goal)) / length
+    classifier = models.create(**{**network.options, "num_classes": 1})
+    head = {
+        "kernel": slope[:, None].astype(np.float32),
+        "bias": np.zeros(1, np.float32),
+    }
+    wanted = attention.relevance(
+        classifier, {**params, "head": head}, images, jnp.zeros(1, jnp.int32)
+    )
+    np.testing.assert_allclose(found, np.asarray(wanted)[0, 1:], rtol=1e-3, atol=1e-6)
+    assert found.max() > 0
+    other = model.relevance_to_text(output, "x")
+    assert np.abs(other / other.sum() - found / found.sum()).max() > 1e-3
+
+
+def test_patches_are_compared_within_and_between_images(explored_models, photograph):
+    session = Session(explored_models)
+    one = session.run(photograph, "one")["key"]
+    two = session.run(explored.picture(5), "two")["key"]
+    for number, model in enumerate(explored_models):
+        features = [model.features(session.output(key, number)) for key in (one, two)]
+        rows, columns = model.describe()["grid"]
+        flat = [x.reshape(rows * columns, -1) for x in features]
+        flat = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in flat]
+        within = session.similarity(one, number, one, 3)
+        np.testing.assert_allclose(within, flat[0] @ flat[0][3], atol=1e-5)
+        np.testing.assert_allclose(within[3], 1, atol=1e-5)
+        between = session.similarity(two, number, one, 3)
+        np.testing.assert_allclose(between, flat[1] @ flat[0][3], atol=1e-5)
+        picture = np.array(Image.open(io.BytesIO(session.components(one, number))))
+        assert picture.shape == (rows, columns, 3)
+    with pytest.raises(Refused, match="There is no patch 15"):
+        session.similarity(one, 0, one, 15)
+    with pytest.raises(Refused, match="Model 0 has no relevance to texts"):
+        session.relevance_to_text(one, 0, "a dog")
+
+
+def test_merged_patches_have_the_same_features(photograph):
+    found = explored.swin(image_size=(24, 20))
+    model = ExploredModel(found, preprocess=found.preprocess)
+    features = model.features(model.run(photograph, "x"))
+    assert features.shape[:2] == (12, 10)
+    np.testing.assert_array_equal(features[0, 0], features[1, 1])

@@ -5,7 +5,10 @@ GET  /api/about                             models, limits and names of images
 GET  /api/thumbnail?name=                   of an image of the folder, a JPEG file
 GET  /api/picture?image=KEY&model=          a model's input, a PNG file
 GET  /api/row?image=KEY&model=&query=       attention from a token, see AttentionRows
-GET  /api/relevance?image=KEY&model=&class= of each patch to a class, float32
+GET  /api/relevance?image=KEY&model=&class= of each patch to a class, float32; or to &text=
+GET  /api/similarity?image=KEY&model=&from=KEY&patch=
+                                            of each patch to one of an image, float32
+GET  /api/components?image=KEY&model=       of patch features, as colours, a PNG file
 GET  /api/page?image=KEY&name=              the page of one image, an HTML file
 POST /api/open?name=                        runs the models on an image of the folder
 POST /api/see?name=                         runs the models on the image in the body
@@ -48,6 +51,7 @@ _ANSWER_SECONDS = 30  # That the other side has to read an answer.
 _JSON, _BINARY = "application/json", "application/octet-stream"
 _CHUNK = 1 << 20
 _TOKEN = "token"  # Key of the query.
+_MAX_WORDS = 1_000  # Letters of a text.
 
 # Headers of every answer: the page loads nothing from elsewhere and nothing inline.
 _HEADERS = {
@@ -234,6 +238,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "/api/picture": self._picture,
                 "/api/row": self._row,
                 "/api/relevance": self._relevance,
+                "/api/similarity": self._similarity,
+                "/api/components": self._components,
                 "/api/page": self._page,
             }
         )
@@ -305,10 +311,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return _BINARY, rows.to_bytes(query)
 
     def _relevance(self):
-        found = self.server.session.relevance(
-            self.query.get("image", ""), self._number("model"), self._number("class")
+        session = self.server.session
+        of_image = self.query.get("image", ""), self._number("model")
+        words = self.query.get("text", "")[:_MAX_WORDS]
+        if words:
+            found = session.relevance_to_text(*of_image, words)
+        else:
+            found = session.relevance(*of_image, self._number("class"))
+        return _BINARY, found.astype("<f4").tobytes()
+
+    def _similarity(self):
+        found = self.server.session.similarity(
+            self.query.get("image", ""),
+            self._number("model"),
+            self.query.get("from", ""),
+            self._number("patch"),
         )
         return _BINARY, found.astype("<f4").tobytes()
+
+    def _components(self):
+        of_image = self.query.get("image", ""), self._number("model")
+        return "image/png", self.server.session.components(*of_image)
 
     def _page(self):
         session, name = self.server.session, self.query.get("name", "The image")[:200]

@@ -17,10 +17,12 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, UInt8
 from PIL import Image
 
-from vit_jax.analysis.attention import relevance, rollout_step
+from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_step
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
+from vit_jax.analysis.pca_plot import project, to_intensities
 from vit_jax.data import decode
 from vit_jax.evaluators import prediction
+from vit_jax.models import text
 from vit_jax.models.network import BlockWindows
 from vit_jax.printing import address
 from vit_jax.tools.explorer.images import (
@@ -33,9 +35,11 @@ from vit_jax.tools.explorer.images import (
 )
 from vit_jax.tools.explorer.rows import AttentionRows, WindowRows
 from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box
+from vit_jax.weights.text_tower import TextTower
 
 BUDGET = 1 << 30  # Bytes of attention that are kept, besides that of the last image.
 TOPK = 5
+_KEPT_FEATURES = 8  # Images, whose features of patches are kept.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,12 @@ class ExploredModel:
         if not self._model.has_windows:
             # Computes no layer yet, but refuses a network without attention.
             self._layers(self._black_image())
+        self._tower = None
+        if (
+            text.TEXT in pretrained.task_params
+            and not pretrained.options["num_classes"]
+        ):
+            self._tower = TextTower.of(pretrained)
         self._names, self._sigmoid = (), pretrained.loss == "sigmoid"
         if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
@@ -113,7 +123,8 @@ class ExploredModel:
         """Returns what the page needs to know about the model, for JSON.
 
         "heads" has a number for each layer, "labels" a name. Layers whose attention stays
-        within windows have no "rollout", and no "relevance" of classes.
+        within windows have no "rollout", and no "relevance" of classes. "texts" says
+        whether there is relevance to texts, "features" whether patches are compared.
         """
         options, model = self._model.options, self._model
         if model.has_windows:
@@ -133,6 +144,8 @@ class ExploredModel:
             "heads": heads,
             "rollout": not model.has_windows,
             "relevance": bool(self._names) and not model.has_windows,
+            "texts": self._tower is not None and not model.has_windows,
+            "features": model.has_patch_features,
             "extra": self.extra,
         }
 
@@ -179,15 +192,56 @@ class ExploredModel:
         """
         if label >= len(self._names) or self._model.has_windows:
             return None
+        images = self._input(output)
+        labels = jnp.array([label])
+        found = relevance(self._model, self._loaded.params, images, labels)
+        return np.asarray(found)[0, len(self.extra) :]
+
+    def relevance_to_text(
+        self, output: ModelOutput, words: str
+    ) -> Float32[np.ndarray, " P"] | None:
+        """Returns the relevance of each patch to a text; None without a text tower.
+
+        Args:
+          output: of an image.
+          words: the text.
+
+        Raises:
+          UserError: there is no tokenizer.
+        """
+        if self._tower is None or self._model.has_windows:
+            return None
+        images = self._input(output)
+        of_network = self._model, self._loaded.params, images
+        found = relevance_to_text(*of_network, self._tower, words)
+        return np.asarray(found)[0, len(self.extra) :]
+
+    def features(self, output: ModelOutput) -> Float32[np.ndarray, "Y X D"] | None:
+        """Returns the features of the patches of an image; None if there are none.
+
+        There is one for each patch of the page's grid; a network that merges patches has
+        the same for all that it merged.
+        """
+        if not self._model.has_patch_features:
+            return None
+        found = self._patches(self._loaded.params, self._input(output))
+        found = np.asarray(found)[0]
+        check_finite(found, f"{self.name}'s features")
+        rows, columns = (
+            np.arange(to) * size // to
+            for to, size in zip(self.describe()["grid"], found.shape[:2], strict=True)
+        )
+        return found[rows][:, columns]
+
+    @functools.cached_property
+    def _patches(self):
+        return jax.jit(self._model.patch_features)
+
+    def _input(self, output: ModelOutput) -> Float[Array, "1 Y X C"]:
+        """Returns what the network saw of an image."""
         picture = Image.open(io.BytesIO(output.picture))
         pixels = np.asarray(picture).reshape(self._model.image_shape)
-        found = relevance(
-            self._model,
-            self._loaded.params,
-            self._loaded.normalize(pixels[None]),
-            jnp.array([label]),
-        )
-        return np.asarray(found)[0, len(self.extra) :]
+        return self._loaded.normalize(pixels[None])
 
     def _attention(
         self, pixels: UInt8[np.ndarray, "h w c"], name: str
@@ -281,6 +335,8 @@ class Session:
         self.models, self._budget = tuple(models), budget
         self._outputs: collections.OrderedDict[str, tuple[ModelOutput, ...]]
         self._outputs = collections.OrderedDict()
+        self._features: collections.OrderedDict[tuple[str, int], np.ndarray]
+        self._features = collections.OrderedDict()
         self._compute_lock, self._outputs_lock = threading.Lock(), threading.Lock()
 
     def about(self) -> dict:
@@ -331,6 +387,67 @@ class Session:
         if found is None:
             raise Refused(404, f"Model {model} has no relevance to a class {label}.")
         return found
+
+    def relevance_to_text(
+        self, key: str, model: int, words: str
+    ) -> Float32[np.ndarray, " P"]:
+        """Returns the relevance of the patches of a kept image to a text.
+
+        Raises:
+          Refused: as in `output`, or the model has no text tower.
+          UserError: it has no tokenizer.
+        """
+        output = self.output(key, model)
+        with self._compute_lock:
+            found = self.models[model].relevance_to_text(output, words)
+        if found is None:
+            raise Refused(404, f"Model {model} has no relevance to texts.")
+        return found
+
+    def similarity(
+        self, key: str, model: int, origin: str, patch: int
+    ) -> Float32[np.ndarray, " P"]:
+        """Returns the cosine of the features of each patch and of one of an image.
+
+        Args:
+          key: of the image whose patches are compared.
+          model: number.
+          origin: key of the image that the patch is of, perhaps the same.
+          patch: its number in the grid.
+
+        Raises:
+          Refused: an image is not kept any more, or there is no such patch.
+        """
+        one = self._features_of(origin, model)
+        if patch >= len(one):
+            raise Refused(404, f"There is no patch {patch}.")
+        return self._features_of(key, model) @ one[patch]
+
+    def components(self, key: str, model: int) -> bytes:
+        """Returns the principal components of patch features as colours, a PNG file.
+
+        Raises:
+          Refused: as in `output`, or there are no features.
+        """
+        flat = self._features_of(key, model)
+        grid = self.models[model].describe()["grid"]
+        found, _ = project(flat.reshape(1, *grid, -1))
+        return _to_png(np.rint(255 * to_intensities(found)[0]).astype(np.uint8))
+
+    def _features_of(self, key: str, model: int) -> Float32[np.ndarray, "P D"]:
+        """Returns the features of patches, of length 1, computed once."""
+        output = self.output(key, model)
+        with self._compute_lock:
+            if (key, model) not in self._features:
+                found = self.models[model].features(output)
+                if found is None:
+                    raise Refused(404, f"Model {model} has no features of patches.")
+                found = found.reshape(-1, found.shape[-1])
+                lengths = np.linalg.norm(found, axis=1, keepdims=True)
+                self._features[key, model] = found / np.maximum(lengths, 1e-12)
+                while len(self._features) > _KEPT_FEATURES:
+                    self._features.popitem(last=False)
+            return self._features[key, model]
 
     def outputs(self, key: str) -> tuple[ModelOutput, ...]:
         """Returns what each model computed for an image.

@@ -8,7 +8,7 @@ const element = (id) => document.getElementById(id);
  */
 let state = {
   ...{ query: {}, depth: 1, kind: "mean" },
-  ...{ opacity: 0.55, smooth: false, clip: false },
+  ...{ opacity: 0.55, smooth: false, clip: false, view: "attention" },
 };
 let opened = null; // Name of the image of the folder that is shown.
 let pointing; // The timer of what the pointer is at.
@@ -63,17 +63,20 @@ function activate(pane) {
 function tellQuery() {
   const { patch } = active.asking(state.query);
   element("query").textContent =
-    patch === null || "label" in state.query
+    patch === null || "label" in state.query || "text" in state.query
       ? ""
       : inWords(active.rowAndColumn(patch));
 }
 
 /** Puts what is shown into the address, so that a link or a bookmark leads to it. */
 function writeAddress() {
-  const { query, depth, kind, opacity, smooth, clip } = state;
+  const { query, depth, kind, opacity, smooth, clip, view } = state;
   const words = new URLSearchParams();
   if (opened !== null) words.set("image", opened);
-  for (const [key, value] of Object.entries(query)) words.set(key, value);
+  for (const [key, value] of Object.entries(query)) {
+    if (key !== "of") words.set(key, value); // Of an image that may be gone.
+  }
+  if (view !== "attention") words.set("view", view);
   for (const [key, value] of Object.entries({ depth, kind, opacity })) {
     words.set(key, typeof value === "number" ? Number(value.toFixed(3)) : value);
   }
@@ -96,13 +99,18 @@ function readAddress() {
   if (words.has("token")) query = { token: words.get("token") };
   else if (at.length === 2 && at.every((value) => value >= 0 && value <= 1)) query = { at };
   else if (Number.isInteger(label) && label >= 0) query = { label };
+  else if (words.get("text")) query = { text: words.get("text") };
+  const views = [...element("view").options].map((option) => option.value);
+  const view = views.includes(words.get("view")) ? words.get("view") : state.view;
   if (FUSED.includes(words.get("kind"))) kind = words.get("kind");
   else if (Number.isInteger(head) && head >= 0) kind = head;
   state = {
     ...{ query, kind, depth: share("depth", state.depth) },
     opacity: share("opacity", state.opacity),
-    ...{ smooth: words.has("smooth"), clip: words.has("clip") },
+    ...{ smooth: words.has("smooth"), clip: words.has("clip"), view },
   };
+  element("view").value = view;
+  element("text").value = query.text ?? "";
   element("opacity").value = 100 * state.opacity;
   element("smooth").checked = state.smooth;
   element("clip").checked = state.clip;
@@ -125,6 +133,7 @@ async function show(looking, name = null) {
     const fetched = panes.map((pane) => pane.fetchPicture(source, seen));
     const pictures = await Promise.all(fetched);
     if (number !== asked) return; // Another image is to be shown by now.
+    const compared = comparedWith();
     panes.forEach((pane, i) => pane.take(source, seen, pictures[i]));
     element("subtitle").textContent = seen.name;
     opened = name;
@@ -135,11 +144,21 @@ async function show(looking, name = null) {
     for (const id of ["controls", "keys"]) element(id).hidden = false;
     element("panes").hidden = false;
     // Another image has other classes.
-    await draw(query.token || query.at ? {} : { query: queryOf(query) });
+    const kept = query.token || query.at || query.text;
+    await draw(kept ? { query: { ...query, ...compared } } : { query: queryOf(query) });
   } catch (error) {
     if (number === asked) tell(error);
   }
   if (number === asked) element("busy").textContent = "";
+}
+
+/** Returns the patch that another image is compared with: that of the one shown now. */
+function comparedWith() {
+  const { query, view } = state;
+  if (view !== "similarity" || !query.at || !active.seen) return {};
+  if (query.of) return {};
+  const { key, name } = active.seen;
+  return { of: { key, name, patches: panes.map((pane) => pane.asking(query).patch) } };
 }
 
 /** Looks at a file, unless it is too large to be sent. */
@@ -154,6 +173,7 @@ function look(file) {
 
 /** Returns a query of this image: the class if it is among its first ones. */
 function queryOf({ label }) {
+  element("text").value = "";
   const known = panes.flatMap((pane) => pane.seen.models[pane.number].classes);
   if (known.some((one) => one.label === label)) return { label };
   const extra = panes.flatMap((pane) => pane.model.extra);
@@ -264,7 +284,9 @@ function onKey(event) {
   // Many keyboards have their brackets behind AltGr, which some systems tell as both.
   const bracket = event.getModifierState("AltGraph");
   const other = (event.ctrlKey || event.metaKey || event.altKey) && !bracket;
-  const slides = event.key.startsWith("Arrow") && event.target.type === "range";
+  const slides =
+    event.target.matches("#text, #view") ||
+    (event.key.startsWith("Arrow") && event.target.type === "range");
   if (other || slides || !KEYS[event.key] || !active?.shown) return;
   event.preventDefault(); // Arrow keys would scroll the page as well.
   KEYS[event.key]();
@@ -281,6 +303,11 @@ function onDrop(event) {
 function listen() {
   document.addEventListener("keydown", onKey);
   const on = (id, event, action) => element(id).addEventListener(event, action);
+  on("view", "change", ({ target }) => change({ view: target.value }));
+  on("text", "change", ({ target }) => {
+    const text = target.value.trim();
+    change({ query: text ? { text } : queryOf({}) });
+  });
   on("savepng", "click", savePicture);
   on("savepage", "click", savePage);
   on("shallower", "click", () => climb(-1));
@@ -352,6 +379,8 @@ async function start() {
   if (!source.canChoose) return show(source.open());
   listenForImages();
   addThumbnails(about);
+  element("views").hidden = !about.models.some((model) => model.features);
+  element("texts").hidden = !about.models.some((model) => model.texts);
   element("savepage").hidden = about.models.some((model) => !model.rollout);
   const first = about.images.includes(name) ? name : about.images[0];
   if (first !== undefined) show(source.open(first), first);

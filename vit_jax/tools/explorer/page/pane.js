@@ -95,7 +95,8 @@ class Pane {
   /** Returns the number of the token that asks, and of the patch, if it is one. */
   asking(query) {
     const extra = this.model.extra;
-    const token = extra.indexOf("label" in query ? extra[0] : query.token);
+    const whole = "label" in query || "text" in query;
+    const token = extra.indexOf(whole ? extra[0] : query.token);
     if (token >= 0) return { token, patch: null };
     const patch = this.patchAt(query.at ?? this.middle());
     return { token: extra.length + patch, patch };
@@ -136,17 +137,25 @@ class Pane {
     this.wanted = state;
     const asking = this.asking(state.query);
     const label = this.model.relevance ? state.query.label : undefined;
-    const [row, shares] = await Promise.all([
+    const words = this.model.texts ? state.query.text : undefined;
+    const view = this.model.features ? state.view : "attention";
+    const origin = this.origin(state.query, asking);
+    const like = view === "similarity" && origin !== null;
+    const [row, shares, cosines, colours] = await Promise.all([
       this.row(asking.token),
-      label === undefined ? null : this.share(label),
+      label === undefined && !words ? null : this.share(label, words),
+      like ? this.cosines(origin) : null,
+      view === "components" ? this.colours() : null,
     ]);
     if (this.wanted !== state) return;
     const layer = Math.round(state.depth * (this.model.labels.length - 1));
     let { kind } = state;
     if (typeof kind === "number") kind %= this.model.heads[layer];
     if (!this.kinds.includes(kind)) kind = "mean";
-    this.shown = { row, layer, kind, asking, label, ...row.map(layer, kind) };
+    this.shown = { row, layer, kind, asking, label, words, ...row.map(layer, kind) };
     if (shares) Object.assign(this.shown, { patches: shares, extra: [] });
+    if (cosines) Object.assign(this.shown, { patches: cosines, extra: [], origin });
+    this.shown.colours = colours;
     this.paintMap(state);
     this.paintKinds(state);
     this.overview.paint(row, layer, kind, state.clip);
@@ -158,14 +167,46 @@ class Pane {
     return remembered(this.rows, token, ask);
   }
 
-  /** Returns the share of each patch in the relevance to a class. */
-  share(label) {
+  /**
+   * Returns the patch that others are compared with, and the key and name of its image;
+   * null if a token asks.
+   */
+  origin({ of }, { patch }) {
+    if (of) return { key: of.key, name: of.name, patch: of.patches[this.number] };
+    return patch === null ? null : { key: this.seen.key, name: null, patch };
+  }
+
+  /** Returns the similarity of each patch to one, 0 where they point apart. */
+  cosines({ key, patch }) {
     const ask = async () => {
-      const values = await this.source.relevance(this.seen, this.number, label);
+      const of = [this.seen, this.number, key, patch];
+      return (await this.source.similarity(...of)).map((value) => Math.max(0, value));
+    };
+    return remembered(this.shares, `${key} ${patch}`, ask);
+  }
+
+  /** Returns the colours of patches that features are alike in. */
+  colours() {
+    const ask = async () => {
+      const image = new Image();
+      image.src = this.source.componentsOf(this.seen, this.number);
+      await image.decode();
+      return image;
+    };
+    return remembered(this.shares, "components", ask);
+  }
+
+  /** Returns the share of each patch in the relevance to a class, or to a text. */
+  share(label, words) {
+    const ask = async () => {
+      const of = [this.seen, this.number];
+      const values = await (words
+        ? this.source.relevanceToText(...of, words)
+        : this.source.relevance(...of, label));
       const sum = values.reduce((total, value) => total + value);
       return values.map((value) => value / (sum || 1));
     };
-    return remembered(this.shares, label, ask);
+    return remembered(this.shares, words ? `text ${words}` : label, ask);
   }
 
   /** Names a patch, or the block of patches that it is kept with. */
@@ -226,8 +267,16 @@ class Pane {
     pen.globalCompositeOperation = "source-over";
     pen.imageSmoothingEnabled = smooth;
     pen.globalAlpha = 1;
-    pen.drawImage(canvasOf(map), 0, 0, width, height);
-    if (asking.patch === null || this.shown.label !== undefined) return;
+    const { colours, label, words, origin } = this.shown;
+    if (colours) {
+      pen.globalAlpha = opacity;
+      pen.drawImage(colours, 0, 0, width, height);
+      pen.globalAlpha = 1;
+    } else {
+      pen.drawImage(canvasOf(map), 0, 0, width, height);
+    }
+    const elsewhere = colours || label !== undefined || words || origin?.name;
+    if (asking.patch === null || elsewhere) return;
     const [row, column] = this.rowAndColumn(asking.patch);
     const [high, wide] = [height / this.model.grid[0], width / this.model.grid[1]];
     // Black round white is seen on any ground.
@@ -238,6 +287,8 @@ class Pane {
   }
 
   paintKinds({ clip }) {
+    const { label, words, origin, colours } = this.shown;
+    const isAttention = label === undefined && !words && !origin && !colours;
     this.kinds.forEach((kind, i) => {
       const found = this.shown.row.map(this.shown.layer, kind);
       this.buttons[i].hidden = found === null;
@@ -246,13 +297,14 @@ class Pane {
       const canvas = this.buttons[i].firstElementChild;
       const map = picture(patches, this.model.grid, peakOf(patches, clip));
       canvas.getContext("2d").putImageData(map, 0, 0);
-      const pressed = kind === this.shown.kind && this.shown.label === undefined;
+      const pressed = kind === this.shown.kind && isAttention;
       this.buttons[i].setAttribute("aria-pressed", pressed);
     });
   }
 
   tell({ query, clip }) {
-    const { patches, extra, asking, layer, kind, label } = this.shown;
+    const { patches, extra, asking, layer, kind, label, words } = this.shown;
+    const { colours, origin } = this.shown;
     const peak = Math.max(...patches);
     const { pool } = this.seen.models[this.number];
     const asks =
@@ -270,12 +322,23 @@ class Pane {
     this.find(".which").textContent = this.layerInWords(layer, kind);
     this.words =
       `From ${asks}${absent}: most to ${most}${pool > 1 ? " a patch" : ""}${others}.`;
-    if (label !== undefined) {
+    if (colours) {
+      this.find(".which").textContent = "Components of the features of patches";
+      this.find(".peak").textContent = "";
+      this.words = "Patches of like colours have like features.";
+    } else if (origin) {
+      const of = origin.name ? ` of ${origin.name}` : "";
+      const patch = inWords(this.rowAndColumn(origin.patch));
+      this.find(".which").textContent = `Similarity to the patch in ${patch}${of}`;
+      this.words = `Cosine of features: most in ${most}.`;
+    } else if (words) {
+      this.words = `Relevance to “${words}”: most of ${most} of all.`;
+    } else if (label !== undefined) {
       const { name } = this.seen.models[this.number].classes.find(
         (one) => one.label === label,
       ) ?? { name: `class ${label}` };
       this.words = `Relevance to ${name}: most of ${most} of all.`;
-    } else if ("label" in query) {
+    } else if ("label" in query || "text" in query) {
       this.words = `There is no relevance here. ${this.words}`;
     }
     this.find(".where").textContent = this.words;

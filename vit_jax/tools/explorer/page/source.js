@@ -45,6 +45,26 @@ class Server {
     return new Float32Array(await answer.arrayBuffer());
   }
 
+  /** Returns the relevance of each patch to a text. */
+  async relevanceToText(seen, number, words) {
+    const text = encodeURIComponent(words);
+    const address = `api/relevance?image=${seen.key}&model=${number}&text=${text}`;
+    const answer = await this.fetch(address);
+    return new Float32Array(await answer.arrayBuffer());
+  }
+
+  /** Returns the cosine of each patch with a patch of an image. */
+  async similarity(seen, number, origin, patch) {
+    const of = `image=${seen.key}&model=${number}`;
+    const address = `api/similarity?${of}&from=${origin}&patch=${patch}`;
+    const answer = await this.fetch(address);
+    return new Float32Array(await answer.arrayBuffer());
+  }
+
+  componentsOf(seen, number) {
+    return `api/components?image=${seen.key}&model=${number}`;
+  }
+
   /** Returns the page with an image as one file. */
   async page(seen) {
     const name = encodeURIComponent(seen.name);
