@@ -85,7 +85,7 @@ def open_weights(flags: argparse.Namespace):
         flags.model,
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
-        with_task=registry.WRITERS[flags.to].with_task,
+        with_task=True,
     )
     num_classes = found.options["num_classes"]
     if names and len(names) != num_classes:
@@ -97,6 +97,8 @@ def open_weights(flags: argparse.Namespace):
     preprocess = dataclasses.replace(forward_passes.preprocessing_of(found), **given)
     check_preprocess(preprocess, found.options["channels"])
     notes = found.notes
+    if "text" in found.task_params and not registry.WRITERS[flags.to].with_task:
+        notes += (f"text tower: left out, --to={flags.to} has no place for it",)
     if not found.preprocess and not {"mean", "std", "crop_fraction"} <= given.keys():
         usual, how = usual_preprocess(found).family, describe_preprocess(preprocess)
         notes += (

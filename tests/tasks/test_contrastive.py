@@ -1,12 +1,13 @@
 """Images and captions told apart: losses, devices, runs, and weights of two towers."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import kill_after, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax import weights
@@ -17,6 +18,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.tasks import contrastive
 from vit_jax.training import loop, train_step
+from vit_jax.weights.formats import native
 from vit_jax.weights.text_tower import TextTower
 
 B, E = 24, 7
@@ -91,7 +93,8 @@ def config(**keys):
     data |= {"num_classes": 10, "channels": 1, "image_size": (8, 8), "split": "train"}
     data |= {"prompts": ("{}", "a {}"), "num_examples": 1_442} | keys.pop("data", {})
     evals = {"test": {"kind": "zero_shot", "split": "test", "prompts": ("a {}",)}}
-    sections = {"data": data, "task": task, "evals": evals, "total_steps": 3}
+    sections = {"data": data, "task": task, "evals": evals, "total_steps": 4}
+    sections["checkpoint_every_steps"] = 2
     return tiny_config(**sections | keys)
 
 
@@ -118,7 +121,7 @@ def test_a_step_on_8_devices_is_that_on_1():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of three steps with a softmax and an image projection, and its report."""
+    """A run of four steps with a softmax and an image projection, and its report."""
     workdir = tmp_path_factory.mktemp("contrastive") / "run"
     task = {"loss": "softmax", "projection": "plain", "embed_dim": 10}
     task["text"] = TEXT | {"causal": True, "pool": "eos", "projection": "plain"}
@@ -141,6 +144,30 @@ def test_a_run_is_evaluated_and_its_workdir_compares_texts(run):
     means = tower.classes(["x", "yy"], ["{}", "a {}"])
     one = tower.embed(["yy", "a yy"]).mean(0)
     np.testing.assert_allclose(means[1], one / np.linalg.norm(one), atol=1e-6)
+
+
+def test_a_file_of_ours_has_the_text_tower(run, tmp_path):
+    workdir, _ = run
+    pretrained = weights.open_pretrained(workdir, with_task=True)
+    native.write(pretrained, tmp_path / "towers.safetensors")
+    again = weights.open_pretrained(tmp_path / "towers.safetensors")
+    found, wanted = (
+        TextTower.of(one).classes(["3"], ["{}", "a {}"]) for one in (again, pretrained)
+    )
+    np.testing.assert_array_equal(found, wanted)
+    assert again.tokenizer == "bytes" and again.options["num_classes"] == 0
+    for one in (pretrained, again):
+        jax.tree.map(np.testing.assert_array_equal, one.params, pretrained.params)
+
+
+def test_a_resumed_run_sees_the_same_captions(run, tmp_path):
+    workdir, report = run
+    shutil.copytree(workdir, tmp_path / "run")
+    kill_after(2, tmp_path / "run")
+    task = {"loss": "softmax", "projection": "plain", "embed_dim": 10}
+    task["text"] = TEXT | {"causal": True, "pool": "eos", "projection": "plain"}
+    again = loop.train(config(task=task), tmp_path / "run")
+    assert again["params_sha256"] == report["params_sha256"]
 
 
 def test_a_run_begins_with_both_towers_of_another(run, tmp_path):

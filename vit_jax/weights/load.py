@@ -159,7 +159,7 @@ def open_pretrained(
             f"format has: {what}"
         ) from error
     # By its name, because files of a tokenizer are not downloaded with weights.
-    tokenizer = name if found.tokenizer else ""
+    tokenizer = name if found.tokenizer == tensors.path else found.tokenizer
     return dataclasses.replace(found, source=name, tokenizer=tokenizer)
 
 

@@ -68,7 +68,7 @@ def test_blocks_come_back_as_a_tuple(tmp_path):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"format_version": 2}, "is of format version 2, .* those up to 1: update it"),
+        ({"format_version": 3}, "is of format version 3, .* those up to 2: update it"),
         ({"format_version": 1}, "has a damaged vit_jax header: KeyError"),
         ("{", "has a damaged vit_jax header: JSONDecodeError"),
     ],

@@ -1,7 +1,9 @@
 """Exported files of this project: one .safetensors with all that a model needs.
 
 Parameters have our names. The header holds, as JSON under "vit_jax", the arguments of
-`models.create`, the preprocessing of images, the class names, and the loss.
+`models.create`, the preprocessing of images, the class names, and the loss. A text tower
+is there too, below "task/", with its config and the address of its tokenizer; such a file is
+of version 2.
 """
 
 import dataclasses
@@ -14,12 +16,14 @@ import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
+from vit_jax.models import text
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 METADATA_KEY = "vit_jax"
-_VERSION = 1
+_VERSION = 2
+_TASK = "task/"
 
 
 def recognises(tensors: Tensors) -> bool:
@@ -51,14 +55,23 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
                 f"those up to {_VERSION}: update it"
             )
         preprocess = header["preprocess"]
+        params = {k: v for k, v in tensors.flat.items() if not k.startswith(_TASK)}
+        others = {
+            k.removeprefix(_TASK): v
+            for k, v in tensors.flat.items()
+            if k.startswith(_TASK)
+        }
         return Pretrained(
-            params=unflatten_dict(tensors.flat, sep="/"),
+            params=unflatten_dict(params, sep="/"),
             options=header["options"],
             format="vit_jax",
             source=tensors.path,
             preprocess=Preprocess(**preprocess) if preprocess else None,
             class_names=header["class_names"],
             loss=header["loss"],
+            task=header.get("task", {}),
+            task_params=unflatten_dict(others, sep="/"),
+            tokenizer=header.get("tokenizer", ""),
         )
     except UserError:
         raise
@@ -76,23 +89,30 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
       path: of the file; its folder exists.
 
     Returns:
-      No lines: the file holds the whole checkpoint.
+      No lines: the file holds the whole checkpoint, but for what a task without a text
+      tower has beside the network.
 
     Raises:
       UserError: the file cannot be written.
     """
     header = {
-        "format_version": _VERSION,
+        "format_version": 1,
         "options": pretrained.options,
         "preprocess": pretrained.preprocess
         and dataclasses.asdict(pretrained.preprocess),
         "class_names": pretrained.class_names,
         "loss": pretrained.loss,
     }
+    parts = {"": pretrained.params}
+    if text.TEXT in pretrained.task_params:
+        header |= {"task": pretrained.task, "tokenizer": pretrained.tokenizer}
+        header["format_version"] = _VERSION
+        parts[_TASK] = pretrained.task_params
     # The library writes memory in its order, which would scramble transposed views.
     flat = {
-        name: np.asarray(value, order="C")
-        for name, value in flatten_dict(pretrained.params, sep="/").items()
+        prefix + name: np.asarray(value, order="C")
+        for prefix, params in parts.items()
+        for name, value in flatten_dict(params, sep="/").items()
     }
     path = pathlib.Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -112,4 +132,6 @@ def _lists_to_tuples(tree: dict) -> dict:
 
 
 READERS["own exports"] = Reader(recognises, read)
-WRITERS["safetensors"] = Writer(write, suffix=".safetensors", any_network=True)
+WRITERS["safetensors"] = Writer(
+    write, suffix=".safetensors", any_network=True, with_task=True
+)
