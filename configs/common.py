@@ -104,7 +104,9 @@ def quick(config: ConfigDict, **model: object) -> ConfigDict:
     c.data.image_size = (2 * token, 2 * token)
     if c.data.get("tokenizer"):  # The made data has names of classes for captions.
         c.data.update(tokenizer="bytes", caption_key="", num_classes=10)
-        c.task.text.update(width=16, depth=2, num_heads=2, mlp_dim=32)
+        c.task.text.update(width=16, depth=2, num_heads=2, mlp_dim=32, vocab_size=0)
+        if "eos_id" in c.task.text:
+            del c.task.text.eos_id
         c.evals = dict(val=dict(kind="zero_shot"))
     # Of the same kind, on the splits that the made data has.
     c.evals = {

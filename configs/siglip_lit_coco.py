@@ -26,13 +26,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.init = f"augreg:{arg.model}"
     c.task = dict(name="contrastive", loss="sigmoid", projection="none")
     c.task.update(temperature_init=10.0, bias_init=-2.71)
-    c.task.text = dict(width=768, depth=12, num_heads=12, mlp_dim=3_072)
+    c.task.text = dict(vocab_size=32_000, width=768, depth=12, num_heads=12)
     c.optim = dict(
         name="adam", learning_rate=1e-3, weight_decay=0.01, schedule="cosine"
     )
     c.optim.update(warmup_fraction=0.03, grad_clip_norm=1.0, freeze=(r"^network/",))
     captions_of(arg.data, c)
-    c.data.train_transform = "resize | flip | randaugment(2, 10)"
+    c.data.train_transform = "resize | randaugment(2, 10) | flip"
     c.data.eval_transform = "resize"
     # c4_en of T5, 32,000 tokens.
     c.data.tokenizer, c.data.num_tokens = "hf://google/siglip-base-patch16-224", 16

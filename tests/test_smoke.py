@@ -33,9 +33,10 @@ def test_recipe_initialises(recipe):
     task = config.task.build(config.build_model(), config.data, run)
     params, extra = jax.eval_shape(task.init, jax.random.key(0))
     network = task.backbone(params, extra)
-    assert ("head" in network) == bool(config.data.num_classes)
-    if config.data.num_classes:
-        assert network["head"]["kernel"].shape[1] == config.data.num_classes
+    num_classes = config.data.num_classes if config.task.has_classifier else 0
+    assert ("head" in network) == bool(num_classes)
+    if num_classes:
+        assert network["head"]["kernel"].shape[1] == num_classes
 
     # Every mask matches, and the schedule starts and ends where it should.
     peak = config.optim.peak_learning_rate(config.batch_size)

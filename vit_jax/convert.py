@@ -9,7 +9,8 @@ a place such as hf://owner/name. --to is one of
   mae          a .pth file for facebookresearch/mae, with a run's decoder
   hf_mae       a folder for ViTMAE of transformers, likewise
   microsoft    a .pth file for microsoft/Swin-Transformer
-  hf_clip      a folder for CLIP's or SigLIP's vision model of transformers
+  hf_clip      a folder for CLIP or SigLIP of transformers, with the text tower if there is one
+  open_clip    a folder for CLIP of OpenCLIP, with its text tower
   hf_dinov3    a folder for DINOv3ViTModel of transformers
   hf_beit      a folder for BeitModel of transformers
   hf_ijepa     a folder for IJepaModel of transformers

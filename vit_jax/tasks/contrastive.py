@@ -152,6 +152,20 @@ class Contrastive(Task):
             source="this run",
         )
 
+    def load(self):
+        """Returns nothing, but refuses a tokenizer that does not fit the text tower.
+
+        Raises:
+          UserError: it has more tokens, or cannot be opened.
+        """
+        tokenizer, known = self._data.tokenizer, self._tower_config.vocab_size
+        opened = open_tokenizer(tokenizer)
+        if opened.vocab_size > known:
+            raise UserError(
+                f"task.text.vocab_size={known}, but data.tokenizer={tokenizer!r} has "
+                f"{opened.vocab_size} tokens: leave it 0"
+            )
+
     def metadata(self) -> dict:
         about = self._tower_config
         return {"vocab_size": about.vocab_size, "eos_id": about.eos_id}
@@ -245,17 +259,15 @@ class Contrastive(Task):
 
 
 def _complete(config: TextConfig, tokenizer: str, saved: dict | None) -> TextConfig:
-    """Returns the config of the tower with what its tokenizer tells."""
+    """Returns the config of the tower, opening its tokenizer for what is not stated."""
+    ends = config.pool == "eos"
+    if config.vocab_size and (config.eos_id >= 0 or not ends):
+        return config
     if saved is None:
         opened = open_tokenizer(tokenizer)
         saved = {"vocab_size": opened.vocab_size, "eos_id": opened.eos_id}
-        if 0 < config.vocab_size < opened.vocab_size:
-            raise UserError(
-                f"task.text.vocab_size={config.vocab_size}, but "
-                f"data.tokenizer={tokenizer!r} has {opened.vocab_size} tokens: leave it 0"
-            )
     stated = {"vocab_size": config.vocab_size or saved["vocab_size"]}
-    if config.pool == "eos":
+    if ends:
         stated["eos_id"] = saved["eos_id"] if config.eos_id < 0 else config.eos_id
         if stated["eos_id"] < 0:
             raise UserError(

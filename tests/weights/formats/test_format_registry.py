@@ -2,6 +2,7 @@ import dataclasses
 import pathlib
 import re
 
+import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -9,6 +10,7 @@ from trees import assert_same, checkpoint, encoder, random_flat
 
 from vit_jax import convert, weights
 from vit_jax.errors import UserError
+from vit_jax.models import text
 from vit_jax.weights import export
 from vit_jax.weights.formats import files, program, registry
 
@@ -87,10 +89,13 @@ def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
         "hf_dinov3": {"rope": "centered", "posemb": "none"},
         "hf_beit": {"relative_bias": "every"},
         "hf_ijepa": {"pool": "gap"},
+        "open_clip": {"pre_norm": True, "num_classes": 0, "activation": "gelu"},
     }.get(to, {})
     given = checkpoint(encoder(**plain))
     if to == "microsoft":
         given = weights.open_pretrained(GOLDEN / "swin_v1.safetensors")
+    if to == "open_clip":
+        given = with_text_tower(given)
     export.export(given, to, out)
     tensors = files.read(out)
     reader = registry.find_reader(tensors)
@@ -106,6 +111,20 @@ def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
     also |= {"hf_mae": ["Hugging Face"], "hf_dinov2": ["Hugging Face"]}
     assert others == also.get(to, [])
     assert dataclasses.asdict(reader.read(tensors, 3))["source"] == str(out)
+
+
+def with_text_tower(pretrained):
+    """Returns a checkpoint with a small text tower and CLIP's projection."""
+    about = {"vocab_size": 9, "width": 8, "depth": 1, "num_heads": 2, "causal": True}
+    about |= {"mlp_dim": 10, "pool": "eos", "eos_id": 8, "projection": "plain"}
+    about["activation"] = "gelu"
+    module = text.TextConfig(**about).build(5, 6, "float32")
+    tower = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), text.shapes(module))
+    width = pretrained.params["Transformer"]["encoder_norm"]["bias"].size
+    params = {"text": tower, "projection": {"kernel": np.ones((width, 6), np.float32)}}
+    params["logit_scale"] = np.ones(1, np.float32)
+    task = {"name": "contrastive", "text": about}
+    return dataclasses.replace(pretrained, task=task, task_params=params)
 
 
 def test_the_flag_has_every_writer():
