@@ -35,7 +35,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.task.text = dict(width=width, depth=depth, num_heads=num_heads, causal=True)
     c.task.text.update(pool="eos", projection="plain", activation="quick_gelu")
     c.task.text.update(layer_norm_eps=1e-5, vocab_size=49_408, eos_id=49_407)
-    c.optim = dict(name="adam", learning_rate=5e-7, weight_decay=0.2, schedule="cosine")
+    c.optim = dict(name="adam", learning_rate=5e-7, weight_decay=0.2)
+    c.optim.schedule = dict(name="cosine", end_learning_rate=0.0)
     c.optim.update(b2=0.98, eps=1e-6, warmup_fraction=0.1, grad_clip_norm=1.0)
     captions_of(arg.data, c)
     c.data.train_transform = "inception_crop(area=(0.9, 1.0), interpolation='bicubic')"

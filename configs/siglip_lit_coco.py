@@ -30,6 +30,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim = dict(
         name="adam", learning_rate=1e-3, weight_decay=0.01, schedule="cosine"
     )
+    c.optim.schedule = dict(name="cosine", end_learning_rate=0.0)
     c.optim.update(warmup_fraction=0.03, grad_clip_norm=1.0, freeze=(r"^network/",))
     captions_of(arg.data, c)
     c.data.train_transform = "resize | randaugment(2, 10) | flip"
