@@ -27,9 +27,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.task = dict(name="contrastive", loss="sigmoid", projection="none")
     c.task.update(temperature_init=10.0, bias_init=-2.71)
     c.task.text = dict(vocab_size=32_000, width=768, depth=12, num_heads=12)
-    c.optim = dict(
-        name="adam", learning_rate=1e-3, weight_decay=0.01, schedule="cosine"
-    )
+    c.optim = dict(name="adam", learning_rate=1e-3, weight_decay=0.01)
     c.optim.schedule = dict(name="cosine", end_learning_rate=0.0)
     c.optim.update(warmup_fraction=0.03, grad_clip_norm=1.0, freeze=(r"^network/",))
     captions_of(arg.data, c)

@@ -51,7 +51,7 @@ def test_recipe_initialises(recipe):
     )
     assert (state.average is None) == (config.ema.decay == 0)
     # SimMIM ends with a tenth of its rate.
-    assert float(rate(total)) <= max(1e-5, peak / 10) < peak
+    assert float(rate(total)) <= max(1e-5, peak / 10) and float(rate(total)) < peak
 
 
 @pytest.mark.slow
