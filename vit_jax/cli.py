@@ -240,9 +240,10 @@ def open_weights(
 
     checkpoint = checkpoint or flags.model
     own = checkpoint == flags.model
-    names = ()
-    if own and flags.labels and not texts:
-        names = prediction.read_labels(flags.labels)
+    names, stated = (), flags.labels if own else ""
+    words = texts and not prediction.is_file(stated)
+    if stated and not words:
+        names = prediction.read_labels(stated)
     found, preprocess = forward_passes.open_weights(
         checkpoint,
         image_flags(flags) if own else {},
@@ -251,10 +252,10 @@ def open_weights(
         with_task=with_task or texts,
         tell=tell,
     )
-    if texts and flags.labels:
+    if stated and words:
         named = bool(found.options["num_classes"])
         read = prediction.read_labels if named else prediction.read_texts
-        names = read(flags.labels, "--labels")
+        names = read(stated, "--labels")
     return found, preprocess, names
 
 

@@ -183,5 +183,5 @@ def test_predict_takes_texts_as_labels(place, tmp_path, capsys):
         run("--labels=a,,b")
     with pytest.raises(UserError, match="nowhere.txt"):
         run("--labels=nowhere.txt")
-    with pytest.raises(UserError, match="prompt 'a' has no {}"):
-        run("--labels=ant, bee", "--prompts=a")
+    with pytest.raises(UserError, match="prompt .a thing. has no {}"):
+        run("--labels=ant, bee", "--prompts=a thing")

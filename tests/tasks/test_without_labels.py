@@ -336,7 +336,7 @@ def test_a_transform_of_ones_own_may_return_several_arrays(workers):
             r"returned \{.*float32.*\}, not a dict of uint8",
         ),
         ("quarters:Quarters('image')", r"returned .*, not a dict of uint8 arrays"),
-        ("quarters:Quarters('name')", "none label, index, skipped, mask"),
+        ("quarters:Quarters('name')", "none label, text, index, skipped, mask"),
         ("quarters:Quarters | resize", "quarters returns several arrays, .* the last"),
         ("multi_crop | randaugment", "multicrop returns several arrays, .* the last"),
     ],

@@ -224,7 +224,7 @@ def read_texts(stated: str, flag: str) -> tuple[str, ...]:
     Raises:
       UserError: there is none, or the file cannot be read.
     """
-    if os.path.exists(stated) or os.sep in stated or stated.endswith(".txt"):
+    if is_file(stated):
         return read_labels(stated, flag)
     texts = tuple(one.strip() for one in stated.split(","))
     if not all(texts):
@@ -233,6 +233,16 @@ def read_texts(stated: str, flag: str) -> tuple[str, ...]:
             "or a file with one a line"
         )
     return texts
+
+
+def is_file(stated: str) -> bool:
+    """Returns whether what a flag states is a file, there or not, rather than texts.
+
+    A single word is no text to compare images with, since there is no other.
+    """
+    several = "," in stated or " " in stated
+    path = os.sep in stated or stated.endswith(".txt")
+    return os.path.exists(stated) or path or not several
 
 
 def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, ...]:

@@ -152,6 +152,8 @@ def load_pretrained(
     # A network of the user's own is imported, or said to be missing, before all else.
     models.VARIANTS.find(found.options["variant"], f"{workdir}: model")
     preprocess = _preprocess(data)
+    # A data set may name classes that the network was not trained on.
+    named = len(found.class_names) == found.options["num_classes"]
     averaged = "averaged " if found.kind == "ema" else ""
     notes = [f"{averaged}parameters of step {found.step}"]
     if preprocess is None:
@@ -165,7 +167,7 @@ def load_pretrained(
         format="workdir",
         source=str(workdir),
         preprocess=preprocess,
-        class_names=found.class_names,
+        class_names=found.class_names if named else (),
         loss=found.config["task"].get("loss", "softmax"),
         notes=tuple(notes),
         task=found.config["task"],

@@ -347,8 +347,13 @@ def begun(config):
         **fields.to_dict(config.model), num_classes=5, image_size=(40, 28), channels=3
     )
     init = functools.partial(model.init, jax.random.key(0))
-    params, lines = load_initial(
-        config.init, config.data, model, init, head_bias_init=0.0
+    params, _, lines = load_initial(
+        config.init,
+        config.data,
+        model,
+        init,
+        head_bias_init=0.0,
+        task=config.task.name,
     )
     return model, params, lines
 

@@ -26,7 +26,8 @@ _BLOCK = "Transformer/encoderblock_0"
 def recognises(tensors: Tensors) -> bool:
     """Returns whether a file is in this format."""
     names = {_PREFIX.sub("", name) for name in tensors.flat}
-    return _ANCHOR in names and "t" in names
+    # Without a head it is another text network, as BERT, and the image tower big_vision's.
+    return {_ANCHOR, "txt/head/kernel", "t"} <= names
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
