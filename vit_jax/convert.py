@@ -87,6 +87,7 @@ def open_weights(flags: argparse.Namespace):
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
         with_task=True,
+        image_size=flags.resolution,
     )
     num_classes = found.options["num_classes"]
     if names and len(names) != num_classes:

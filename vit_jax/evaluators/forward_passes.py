@@ -119,7 +119,11 @@ def open_weights(
       UserError: there is no checkpoint, or it cannot be read.
     """
     found = weights.open_pretrained(
-        checkpoint, use_ema=use_ema, num_heads=num_heads, with_task=with_task
+        checkpoint,
+        use_ema=use_ema,
+        num_heads=num_heads,
+        with_task=with_task,
+        image_size=given.get("image_size"),
     )
     for note in found.notes:  # Such as a guessed number of heads.
         tell(f"{checkpoint}: {note}")

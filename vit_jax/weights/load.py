@@ -109,6 +109,7 @@ def open_pretrained(
     use_ema: bool = True,
     num_heads: int = 0,
     with_task: bool = False,
+    image_size: tuple[int, int] | None = None,
 ) -> Pretrained:
     """Reads a checkpoint of any known format.
 
@@ -120,6 +121,8 @@ def open_pretrained(
       num_heads: attention heads, for files that do not state them (timm's without a
         config).
       with_task: read what a workdir's task has beside the network too.
+      image_size: height and width that it was trained at, for files that do not tell the
+        sides of a grid of positions that is no square (Google's).
 
     Returns:
       The checkpoint under the names and options of this project.
@@ -137,7 +140,7 @@ def open_pretrained(
             f"{name} has no finished checkpoint: give the workdir of a finished run, or "
             "one file with weights"
         )
-    tensors = files.read(path)
+    tensors = dataclasses.replace(files.read(path), image_size=image_size)
     try:
         found = registry.find_reader(tensors).read(tensors, num_heads)
         for key, value in flatten_dict(found.params, sep="/").items():
@@ -202,6 +205,7 @@ def load(
         use_ema=use_ema,
         num_heads=model.options["num_heads"] if model.has_encoder else 0,
         with_task=with_task,
+        image_size=model.image_shape[:2],
     )
     source = models.create(**found.options)
     given, theirs, learned = found.params, source.options, []

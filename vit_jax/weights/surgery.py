@@ -232,8 +232,9 @@ def square_grid(patches: int) -> tuple[int, int]:
     side = math.isqrt(patches)
     if side * side != patches:
         raise UserError(
-            f"position embeddings of {patches} patches are not a square grid: start "
-            "from a workdir or an exported file, which know their grid"
+            f"position embeddings of {patches} patches are not a square grid: state the "
+            "height and width that they were trained at by --resolution or image_size=, or "
+            "start from a workdir or an exported file, which know their grid"
         )
     return side, side
 

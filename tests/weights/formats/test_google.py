@@ -2,14 +2,17 @@ import re
 
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
 
+import vit_jax
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import google, linen
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.load import load
 from vit_jax.weights.pretrained import Preprocess
 
 
@@ -105,6 +108,26 @@ def test_grid_that_cannot_be_guessed_is_refused(tmp_path):
     flat = random_flat(encoder(image_size=(12, 16)))
     with pytest.raises(UserError, match="12 patches are not a square grid"):
         open_pretrained(save(tmp_path / "a.npz", flat))
+
+
+@pytest.mark.parametrize("pool", ["token", "gap"])
+def test_a_grid_that_is_no_square_is_told_by_the_size_of_images(tmp_path, pool):
+    model = encoder(image_size=(12, 16), pool=pool)
+    flat = random_flat(model)
+    path = save(tmp_path / "a.npz", flat)
+    found = open_pretrained(path, image_size=(12, 16))
+    assert found.options["image_size"] == (12, 16)
+    assert_same(found.params, flat)
+    with pytest.raises(UserError, match="state the height and width"):
+        open_pretrained(path, image_size=(16, 16))
+    loaded = vit_jax.load_model(path, image_size=(12, 16), tell=lambda _: None)
+    image = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
+    images = loaded.preprocess(image)
+    wanted = model.apply(unflatten_dict(flat, sep="/"), images)["pre_logits"]
+    np.testing.assert_allclose(loaded.features(image), wanted, atol=1e-5)
+    # A run at that size starts from it without resizing.
+    rows = load(path, model, head="keep").rows
+    assert not any("resized" in row.action for row in rows)
 
 
 def test_a_mixer_is_not_taken_for_a_transformer(tmp_path):

@@ -40,7 +40,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat, notes = linen.strip(tensors.flat, _ANCHOR)
     flat = linen.rename_blocks(_move_map_head(unstack(flat)))
     flat, more = _fit_positions(flat)
-    sizes = linen.transformer_options(flat)
+    sizes = linen.transformer_options(flat, tensors.image_size)
     if POSITIONS not in flat:
         sizes["posemb"] = "sincos2d"
         more += ("no position embeddings: taken as fixed sines and cosines (sincos2d)",)

@@ -48,12 +48,15 @@ class Tensors:
       metadata: of the safetensors header.
       sidecars: file name to content of the JSON files that describe the weights.
       path: of the file or folder.
+      image_size: height and width that the caller states, for files that do not tell the
+        sides of their grid; None if unknown.
     """
 
     flat: dict[str, np.ndarray]
     metadata: dict[str, str]
     sidecars: dict[str, dict]
     path: str
+    image_size: tuple[int, int] | None = None
 
 
 def read(path: str | os.PathLike) -> Tensors:

@@ -54,7 +54,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """
     flat, notes = linen.strip(tensors.flat, POSITIONS)
     flat = linen.flatten_norms(linen.rename_blocks(flat))
-    sizes = linen.transformer_options(flat)
+    sizes = linen.transformer_options(flat, tensors.image_size)
     options = {
         **sizes,
         "num_classes": np.shape(flat.get("head/kernel", ()))[-1],

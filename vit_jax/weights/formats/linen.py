@@ -4,6 +4,7 @@ Shared by the npz formats of Google's JAX code, and by the formats that are firs
 renamed to these names.
 """
 
+import math
 import re
 from collections.abc import Collection
 
@@ -95,11 +96,14 @@ def flatten_norms(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def transformer_options(flat: dict[str, np.ndarray]) -> dict:
+def transformer_options(
+    flat: dict[str, np.ndarray], image_size: tuple[int, int] | None = None
+) -> dict:
     """Derives the options of an encoder or hybrid from its parameters.
 
     Args:
       flat: our names, joined by "/", to arrays.
+      image_size: height and width that tell the grid of positions where it is no square.
 
     Returns:
       Arguments of `models.create`, except the head, the activation and the epsilon.
@@ -151,7 +155,7 @@ def transformer_options(flat: dict[str, np.ndarray]) -> dict:
     return {
         "variant": name,
         **options,
-        "image_size": _image_size(flat, patch),
+        "image_size": _image_size(flat, patch, image_size),
         "channels": int(channels),
     }
 
@@ -220,11 +224,18 @@ def _hybrid(
     return name, patch * _ROOT * 2 ** max(0, len(blocks) - 1), options
 
 
-def _image_size(flat: dict[str, np.ndarray], patch: int) -> tuple[int, int]:
+def _image_size(
+    flat: dict[str, np.ndarray], patch: int, stated: tuple[int, int] | None
+) -> tuple[int, int]:
     """Returns the image size of the position embeddings; about 224 without them."""
     positions = flat.get(POSITIONS)
     if positions is None:
         side = max(1, round(224 / patch))
-    else:
-        side, _ = surgery.square_grid(positions.shape[1] - ("cls" in flat))
+        return side * patch, side * patch
+    patches = positions.shape[1] - ("cls" in flat)
+    if math.isqrt(patches) ** 2 != patches and stated:
+        rows, columns = (pixels // patch for pixels in stated)
+        if rows * columns == patches:
+            return rows * patch, columns * patch
+    side, _ = surgery.square_grid(patches)
     return side * patch, side * patch
