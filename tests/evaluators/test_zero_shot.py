@@ -16,11 +16,18 @@ TEXT = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
 NAMES = ("ant", "bee", "cat")
 
 
+def same(of_row, of_column):
+    """Returns the pairs of rows and columns of equal numbers."""
+    both = np.intersect1d(of_row, of_column)
+    return np.stack([both, both])
+
+
 def test_ranks_are_those_of_sorting():
     rng = np.random.default_rng(0)
     rows, columns = rng.normal(size=(9, 4)), rng.normal(size=(25, 4))
     of_row, of_column = np.arange(9), rng.integers(0, 8, 25)
-    found = retrieval.best_ranks(rows, columns, of_row, of_column)
+    pairs = same(of_row, of_column)
+    found = retrieval.best_ranks(rows, columns, of_row, of_column, pairs)
     wanted = []
     for row, number in zip(rows, of_row, strict=True):
         order = np.argsort(-(columns @ row))
@@ -29,16 +36,26 @@ def test_ranks_are_those_of_sorting():
     assert found.tolist() == wanted and len(wanted) == len(set(of_column.tolist()))
 
 
+def test_any_of_several_right_answers_counts():
+    rows, columns = np.eye(3), np.eye(3)[[1, 2, 0]]
+    pairs = np.array([[0, 0, 1], [5, 7, 5]])  # The third row has none.
+    found = retrieval.best_ranks(
+        rows, columns, np.arange(3), np.array([5, 6, 7]), pairs
+    )
+    assert found.tolist() == [0, 0]
+
+
 def test_equal_embeddings_find_nothing():
-    rows = np.ones((5, 3))
-    ranks = retrieval.best_ranks(rows, rows, np.arange(5), np.arange(5))
-    assert ranks.tolist() == [4] * 5
+    rows, numbers = np.ones((5, 3)), np.arange(5)
+    found = retrieval.best_ranks(rows, rows, numbers, numbers, same(numbers, numbers))
+    assert found.tolist() == [4] * 5
 
 
 def test_ranks_in_blocks(monkeypatch):
     rng = np.random.default_rng(0)
     rows, columns = rng.normal(size=(50, 4)), rng.normal(size=(30, 4))
-    arguments = rows, columns, np.arange(50) % 30, np.arange(30)
+    numbers = np.arange(50) % 30, np.arange(30)
+    arguments = rows, columns, *numbers, same(*numbers)
     whole = retrieval.best_ranks(*arguments)
     monkeypatch.setattr(retrieval, "_BLOCK", 100)
     np.testing.assert_array_equal(retrieval.best_ranks(*arguments), whole)
@@ -84,9 +101,9 @@ def place(tmp_path_factory):
 def test_a_run_tells_classes_by_their_names(place):
     _, final, _ = place
     assert final["names"]["params"]["top1"] == 1.0
-    # Each caption is that of four pictures, of which all could be the one.
+    # Each caption is that of four pictures, and any of the four is right.
     found = final["pairs"]["params"]
-    assert found["text_to_image_recall12"] == 1.0
+    assert found["text_to_image_recall1"] == found["image_to_text_recall1"] == 1.0
     assert set(found) == {
         f"{way}_recall{k}"
         for way in ("image_to_text", "text_to_image")

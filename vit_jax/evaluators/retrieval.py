@@ -71,16 +71,18 @@ class Retrieval:
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
         found = outputs["test"]
         images, texts = found.values[EMBEDDINGS], found.values[TEXTS]
-        of_image = found.records
-        of_text = self._captions[1]
-        there = np.isin(of_text, of_image)  # Damaged images may be skipped.
-        texts, of_text = texts[there], of_text[there]
+        words, records = self._captions
+        there = np.isin(records, found.records)  # Damaged images may be skipped.
+        texts, records = texts[there], records[there]
+        _, words = np.unique(np.array(words)[there], return_inverse=True)
+        # A caption of the same words as an image's own is right for it too.
+        pairs = np.unique(np.stack([records, words]), axis=1)
         metrics = {}
-        for way, rows, columns, of_row, of_column in (
-            ("image_to_text", images, texts, of_image, of_text),
-            ("text_to_image", texts, images, of_text, of_image),
+        for way, rows, columns, of_row, of_column, right in (
+            ("image_to_text", images, texts, found.records, words, pairs),
+            ("text_to_image", texts, images, words, found.records, pairs[::-1]),
         ):
-            ranks = best_ranks(rows, columns, of_row, of_column, stop)
+            ranks = best_ranks(rows, columns, of_row, of_column, right, stop)
             if ranks is None:
                 return None
             for k in self._k:
@@ -96,6 +98,7 @@ def best_ranks(
     columns: Float[np.ndarray, "M E"],
     of_row: Int[np.ndarray, " N"],
     of_column: Int[np.ndarray, " M"],
+    pairs: Int[np.ndarray, "2 P"],
     stop: Callable[[], bool] = lambda: False,
 ) -> Int[np.ndarray, " R"] | None:
     """Returns the rank of the best right answer of each row that has one, from 0.
@@ -104,18 +107,20 @@ def best_ranks(
 
     Args:
       rows, columns: embeddings.
-      of_row, of_column: number of the pair; a column is right if it has that of the row.
+      of_row, of_column: number of what each is.
+      pairs: numbers of rows and of columns that are right for each other.
       stop: called before every block of rows; True stops.
     """
     found = []
     size = max(1, _BLOCK // len(columns))
+    width = int(of_column.max()) + 1
+    known = pairs[0] * width + pairs[1]
     for start in range(0, len(rows), size):
         if stop():
             return None
         similar = rows[start : start + size] @ columns.T
-        right: Bool[np.ndarray, "R M"] = (
-            of_row[start : start + size, None] == of_column[None]
-        )
+        numbers = of_row[start : start + size, None] * width + of_column[None]
+        right: Bool[np.ndarray, "R M"] = np.isin(numbers, known)
         best = np.where(right, similar, -np.inf).max(1, keepdims=True)
         ranks = ((similar >= best) & ~right).sum(1)
         found.append(ranks[right.any(1)])
