@@ -304,9 +304,11 @@ function listen() {
   document.addEventListener("keydown", onKey);
   const on = (id, event, action) => element(id).addEventListener(event, action);
   on("view", "change", ({ target }) => change({ view: target.value }));
-  on("text", "change", ({ target }) => {
+  on("text", "change", async ({ target }) => {
     const text = target.value.trim();
-    change({ query: text ? { text } : queryOf({}) });
+    element("busy").textContent = "Comparing…"; // The first text compiles.
+    await change({ query: text ? { text } : queryOf({}) });
+    element("busy").textContent = "";
   });
   on("savepng", "click", savePicture);
   on("savepage", "click", savePage);
