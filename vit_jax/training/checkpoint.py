@@ -22,6 +22,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.distributed import failures
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Interrupted, Preempted, UserError
+from vit_jax.files import replace_text
 from vit_jax.printing import print_error
 from vit_jax.training import leftovers, resume_check
 from vit_jax.training.config import TrainConfig
@@ -72,6 +73,7 @@ class Checkpointer:
             layout.SUMMED: True,
             **metadata,
         }
+        self._best, self._writing_best = {}, threading.Lock()
         self.failures = 0
         self._saving = None
         silence_orbax()
@@ -115,16 +117,31 @@ class Checkpointer:
         notes = resume_check.check_data(
             stored["data"], self.data, self._source, self._workdir, check=self._check
         )
+        state = self.load(step, shapes, shardings)
+        notes = [f"resume: step {step} of {self._workdir}", *notes]
+        seconds, device_seconds = stored["seconds"], stored["device_seconds"]
+        return Restored(state, step, seconds, device_seconds, notes)
+
+    def load(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
+        """Reads the state of a checkpoint; `shapes`, `shardings` as of `restore`."""
         like = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             shapes,
             shardings,
         )
-        tree = ocp.load(path, _as_tree(like))
-        state = shapes.replace(**({"average": None, "extra": None} | tree))
-        notes = [f"resume: step {step} of {self._workdir}", *notes]
-        seconds, device_seconds = stored["seconds"], stored["device_seconds"]
-        return Restored(state, step, seconds, device_seconds, notes)
+        tree = ocp.load(layout.path_of(self._workdir, step), _as_tree(like))
+        return shapes.replace(**({"average": None, "extra": None} | tree))
+
+    def keep_best(self, record: dict) -> None:
+        """Keeps a checkpoint, in place of the one that was kept so before.
+
+        Args:
+          record: step, metric and score, of a step that is saved or will be next; from
+            then on the workdir hands that one on, see `workdir.best`. Empty: none, so
+            that the workdir hands on the newest.
+        """
+        self._best = record
+        self._write_best()
 
     def save(
         self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0
@@ -194,6 +211,7 @@ class Checkpointer:
         first = jax.process_index() == 0
         if reason is None:
             self.latest, self._good = step, time.monotonic()
+            self._write_best()
             if first:
                 self._remove_old()
             return
@@ -207,7 +225,25 @@ class Checkpointer:
             )
             leftovers.remove_unfinished(self._folder, again_after=1.0)
 
+    def _write_best(self) -> None:
+        """Writes which checkpoint is best, once it is there: now, or when it is saved."""
+        path, record = self._folder.parent / layout.BEST_FILE, self._best
+        if jax.process_index() or layout.best(self._workdir) == record:
+            return
+        try:
+            with self._writing_best:
+                if not record:
+                    path.unlink(missing_ok=True)
+                elif record["step"] in layout.steps(self._workdir):
+                    replace_text(path, json.dumps(record))
+        except OSError as error:
+            print_error(
+                f"warning: {path} cannot be written ({describe_failure(error)}); the next "
+                "save tries again"
+            )
+
     def _remove_old(self) -> None:
+        kept = layout.best(self._workdir).get("step")
         try:
             paths = [
                 layout.path_of(self._workdir, s) for s in layout.steps(self._workdir)
@@ -216,7 +252,8 @@ class Checkpointer:
             own = [path for path in paths if layout.has_checksums(path)]
             for path in own[: -self._keep.max_to_keep]:
                 period = self._keep.keep_period
-                if not (period and int(path.name) % period == 0):
+                step = int(path.name)
+                if step != kept and not (period and step % period == 0):
                     leftovers.remove(path)
         except OSError as error:  # The next save tries again.
             print_error(

@@ -37,11 +37,17 @@ class EmaConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Which checkpoints are kept."""
+    """Which checkpoints are kept, and which is handed on."""
 
     max_to_keep: int = key(2, "This many newest checkpoints, and ...", at_least=1)
     keep_period: int = key(
         0, "... those at multiples of this step; 0 is none.", formerly="keep.every"
+    )
+    best_metric: str = key(
+        "",
+        "Evaluation and metric, as val/top1, of the averaged parameters if there are "
+        "any: the checkpoint that is best by it is kept, and restored at the end. The "
+        'smallest is best of losses, errors and ece. "": the last checkpoint.',
     )
 
 
@@ -162,6 +168,12 @@ class TrainConfig(_Config):
         formerly="every.evaluate",
     )
     eval_every_epochs: float = _interval_in_epochs(formerly="every.evaluate_epochs")
+    early_stopping_evals: int = _interval(
+        0,
+        "Evaluations in a row that are not better by checkpoint.best_metric, after which "
+        "the run ends; 0 is never.",
+        below=2**31,
+    )
     checkpoint_every_steps: int = _interval(
         1_000,
         "Steps between checkpoints; the last step has one too.",
@@ -186,6 +198,22 @@ class TrainConfig(_Config):
         if self.profile_steps and (first > last or (first == 0) != (last == 0)):
             raise UserError(
                 f"profile_steps={self.profile_steps} is not (first step, last step), as (10, 15)"
+            )
+        self._check_best_metric()
+
+    def _check_best_metric(self) -> None:
+        metric = self.checkpoint.best_metric
+        if self.early_stopping_evals and not metric:
+            raise UserError(
+                f"early_stopping_evals={self.early_stopping_evals} needs "
+                "checkpoint.best_metric: the metric that says what is better, as val/top1"
+            )
+        evaluation, _, name = metric.partition("/")
+        if metric and (evaluation not in self.evals or not name):
+            known = ", ".join(f"{each}/..." for each in self.evals) or "none"
+            raise UserError(
+                f"checkpoint.best_metric={metric!r} is not EVALUATION/METRIC, as val/top1; "
+                f"the evaluations are {known}"
             )
 
     def build_model(self, platform: str = "") -> models.Model:

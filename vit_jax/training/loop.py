@@ -15,6 +15,7 @@ from vit_jax.distributed import start as hosts
 from vit_jax.evaluators.suite import Suite
 from vit_jax.printing import masked
 from vit_jax.training import guards, lock, resume_check, run_report, timers
+from vit_jax.training.best_checkpoint import BestCheckpoint
 from vit_jax.training.callbacks import Callback, Callbacks
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
@@ -35,6 +36,7 @@ from vit_jax.training.train_step import (
     build_train_setup,
 )
 from vit_jax.training.watchdog import Watchdog
+from vit_jax.weights import workdir as layout
 from vit_jax.weights.load import load_initial
 
 
@@ -175,10 +177,16 @@ def _train(
         preemption, checkpoints, setup, clock, workdir, config.data
     )
 
-    # Rerun evaluations that preemption interrupted.
+    # The best so far, with evaluations that preemption interrupted.
     final, skipped = {}, 0
-    if evaluations.is_pending(start) and evaluations.run(start, state) is None:
-        early_exit.save_and_raise(start, state)
+    best = BestCheckpoint(config, logger.history, layout.steps(workdir))
+    if evaluations.is_pending(start):
+        scores = evaluations.run(start, state)
+        if scores is None:
+            early_exit.save_and_raise(start, state)
+        best.update(start, scores)
+    checkpoints.keep_best(best.record)
+    last = start if best.is_exhausted else max(start, total)
 
     # Training.
     batches = pipeline.train_batches(
@@ -187,7 +195,7 @@ def _train(
         batch_size=config.batch_size,
         seed=config.seed,
         start=start,
-        stop=max(start, total),
+        stop=last,
         data_shard=data_shard,
         num_data_shards=num_data_shards,
     )
@@ -195,9 +203,10 @@ def _train(
         early_exit.save_and_raise(start, state)
     startup.end_phase("init")
     watchdog.reset("making or restoring the state")
-    if start < total:
+    finished = start == last
+    if not finished:
         announce("waiting for the compiled train step")
-    train_step = compiling.result() if start < total else None
+    train_step = None if finished else compiling.result()
     startup.end_phase("compile")
     watchdog.reset("compilation")
     # debug_nans runs a failed step again, operation by operation, which transfers.
@@ -247,13 +256,45 @@ def _train(
                     final = evaluations.run(step, state)
                     if final is None:
                         early_exit.save_and_raise(step, state)
+                    if best.update(step, final) or best.is_exhausted:
+                        checkpoints.keep_best(best.record)
+                        checkpoints.save(step, setup.to_disk(state), *clock.elapsed())
+                        callbacks.checkpoint(step)
                     step_timer.mark("evaluation")
                 for line in trace.after(step, metrics), step_timer.end_step(step):
                     if line:
                         logger.info(line)
+            if best.is_exhausted:
+                last = step
+                break
     if checkpoints.wait():  # The last save failed: try once more, some time later.
-        checkpoints.save(total, setup.to_disk(state), *clock.elapsed())
+        checkpoints.save(last, setup.to_disk(state), *clock.elapsed())
     watchdog.reset("the save of the last step")
+    if finished:
+        logger.info(f"this run is finished ({last} steps): evaluating only")
+    elif last < total:
+        logger.info(
+            f"stopped early at step {last}/{total}: "
+            f"{config.early_stopping_evals} evaluations were no better by "
+            f"{config.checkpoint.best_metric} than step {best.step}"
+        )
+    handed_on = best.step if best.step in layout.steps(workdir) else last
+    if handed_on != best.step:  # There is none, or it could not be saved.
+        checkpoints.keep_best({})
+    if handed_on != last:
+        checkpoints.demand(last, "the training is done")
+        logger.info(
+            f"restoring step {handed_on}, the best by {config.checkpoint.best_metric} "
+            f"({best.score:.4f})"
+        )
+        del state  # Two need not fit.
+        state = setup.from_disk(
+            checkpoints.load(handed_on, setup.disk_shapes, setup.disk_shardings)
+        )
+    if finished or handed_on != last:
+        final = evaluations.run(handed_on, state, due_at=total)
+        if final is None:
+            early_exit.save_and_raise(last, state)
 
     # Report.
     skipped = int(meshes.process_allgather(skipped=skipped)["skipped"].sum())
@@ -266,24 +307,23 @@ def _train(
         commit=commit,
         clock=clock,
         startup=startup,
+        steps=last,
+        best=best.record if handed_on == best.step else {},
         compile_seconds=compilations.seconds,
         images_per_second=logger.images_per_second,
         skipped=skipped,
         final=final,
     )
-    if start >= total:
-        logger.info(f"this run is finished ({total} steps): evaluating only")
-        scores = evaluations.run(start, state)
-        if scores is None:
-            early_exit.save_and_raise(start, state)
-        report = report | (run_report.read_report(workdir) or {})
-        report["final"] = report["final"] | scores
+    if finished:
+        kept = {name: report[name] for name in ("best", "params_sha256")}
+        report = report | (run_report.read_report(workdir) or {}) | kept
+        report["final"] = report["final"] | final
     if skipped:
         logger.info(f"skipped damaged images {skipped} times (data.on_error=skip)")
     logger.info("\n" + run_report.format_report(report))
     if is_first:
         run_report.write_report(workdir, report)
-    checkpoints.demand(total, "the training is done and reported")
+    checkpoints.demand(last, "the training is done and reported")
     local.remove()
     callbacks.end(report)
     return report
@@ -298,6 +338,8 @@ def _make_report(
     commit: str | None,
     clock: RunClock,
     startup: StartupTimer,
+    steps: int,
+    best: dict,
     compile_seconds: float,
     images_per_second: float,
     skipped: int,
@@ -310,14 +352,15 @@ def _make_report(
         "commit": commit,
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
-        "steps": setup.total_steps,
+        "steps": steps,
+        "best": best,
         "variant": config.model.variant,
         "dataset": config.data.name,
         "examples": len(source),
         "init": masked(config.init.checkpoint),
         "wall_seconds": round(seconds, 3),
         "compute": run_report.compute_record(
-            images=setup.total_steps * config.batch_size,
+            images=steps * config.batch_size,
             flops_per_image=setup.training_flops,
             device_kind=jax.devices()[0].device_kind,
             devices=jax.device_count(),

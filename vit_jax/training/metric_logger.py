@@ -181,6 +181,11 @@ class MetricLogger:
         """Returns whether the scores of an evaluation are written for a step."""
         return self._writer.has(step, f"{name}/params/")
 
+    @property
+    def history(self) -> list[dict]:
+        """The lines of metrics.jsonl: "step", and the metrics by name."""
+        return self._writer.lines
+
     @contextlib.contextmanager
     def pause(self):
         """Stops the clock of steps for what happens within."""

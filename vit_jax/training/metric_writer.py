@@ -97,6 +97,11 @@ class MetricWriter:
             self._try(self._write_lines)
             self._try(self._write_table)
 
+    @property
+    def lines(self) -> list[dict]:
+        """What is written so far: "step", and the metrics by name."""
+        return self._lines
+
     def has(self, step: int, part: str) -> bool:
         """Returns whether a metric with `part` in its name is written for a step."""
         return any(

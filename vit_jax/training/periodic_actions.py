@@ -105,8 +105,15 @@ class Evaluations:
             return False
         return not all(self._logger.has_scores(start, name) for name in self.due(start))
 
-    def run(self, step: int, state: TrainState) -> dict | None:
+    def run(
+        self, step: int, state: TrainState, *, due_at: int | None = None
+    ) -> dict | None:
         """Runs the evaluations that are due after a step.
+
+        Args:
+          step: steps taken.
+          state: after them.
+          due_at: those that are due after another step, as the last, which has all.
 
         Returns:
           Scores as of `Suite.run`, of the parameters ("params") and of their moving
@@ -120,7 +127,8 @@ class Evaluations:
             self._watchdog.reset(f"a part of the evaluation of step {step}")
             return self._preemption.reached()
 
-        scores = self._suite.run(params, stop, self.due(step))
+        names = self.due(step if due_at is None else due_at)
+        scores = self._suite.run(params, stop, names)
         if scores is not None:
             self._logger.log_scores(
                 step, scores, self._suite.confusions, self._suite.pictures

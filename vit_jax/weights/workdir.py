@@ -26,6 +26,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights.pretrained import Preprocess, Pretrained, per_channel
 
 FOLDER = "checkpoints"  # In the workdir; it has one folder per step.
+BEST_FILE = "best.json"  # In the workdir: which one is best, see `best`.
 SUMMED = "checksums"  # In a checkpoint's metadata: unfinished without that file.
 CHECKSUMS_FILE = "checksums.json"
 
@@ -42,6 +43,7 @@ class Checkpoint:
       options: of the network, arguments of `models.create`.
       kind: "params", or "ema" for their moving average.
       step: optimiser steps taken.
+      best: why it is that step, see `best`; empty if it is the newest.
       config: of the run, as plain dicts.
       class_names: in label order; empty if the data set has none.
       task_params: what the task has beside the network's parameters; empty unless asked
@@ -52,6 +54,7 @@ class Checkpoint:
     options: dict
     kind: str
     step: int
+    best: dict
     config: dict
     class_names: tuple[str, ...]
     task_params: dict = dataclasses.field(default_factory=dict)
@@ -65,7 +68,7 @@ def has_checkpoint(workdir: str | os.PathLike) -> bool:
 def load(
     workdir: str | os.PathLike, *, use_ema: bool = True, with_task: bool = False
 ) -> Checkpoint:
-    """Reads the network of the newest checkpoint; all else stays on disk.
+    """Reads the network of the best checkpoint, or the newest; all else stays on disk.
 
     Args:
       workdir: of a training run.
@@ -76,7 +79,7 @@ def load(
       The checkpoint.
 
     Raises:
-      UserError: there is no finished checkpoint, or the newest one is damaged or of an
+      UserError: there is no finished checkpoint, or the one to read is damaged or of an
         earlier version.
     """
     workdir = epath.Path(workdir)
@@ -85,7 +88,8 @@ def load(
             f"{workdir} has no finished checkpoint under {workdir / FOLDER}: "
             "give the workdir of a run that has saved one"
         )
-    path = path_of(workdir, steps(workdir)[-1])
+    record = best(workdir)
+    path = path_of(workdir, record.get("step", steps(workdir)[-1]))
     refuse_damage(path)
     stored = ocp.metadata(path)
     _check_version(path, stored.custom_metadata)
@@ -115,6 +119,7 @@ def load(
         },
         kind="ema" if averaged else "params",
         step=int(path.name),
+        best=record,
         config=stored.custom_metadata["config"],
         class_names=tuple(stored.custom_metadata["class_names"]),
     )
@@ -135,7 +140,7 @@ def _others(params: dict, path: list[str]) -> dict:
 def load_pretrained(
     workdir: str | os.PathLike, *, use_ema: bool = True, with_task: bool = False
 ) -> Pretrained:
-    """Reads the newest checkpoint in the form that every format has.
+    """Reads the best checkpoint, or the newest, in the form that every format has.
 
     A network of the user's own module is imported from where Python finds modules.
 
@@ -156,6 +161,8 @@ def load_pretrained(
     named = len(found.class_names) == found.options["num_classes"]
     averaged = "averaged " if found.kind == "ema" else ""
     notes = [f"{averaged}parameters of step {found.step}"]
+    if found.best:
+        notes[0] += f", best by {found.best['metric']} ({found.best['score']:.4f})"
     if preprocess is None:
         notes.append(
             f"data.eval_transform={data['eval_transform']!r} is no resize and crop; an evaluation "
@@ -265,6 +272,18 @@ def steps(workdir: str | os.PathLike) -> list[int]:
         return []
     named = [p for p in path_of(workdir, 0).parent.iterdir() if p.name.isdecimal()]
     return sorted(int(path.name) for path in named if is_finished(path))
+
+
+def best(workdir: str | os.PathLike) -> dict:
+    """Returns step, metric and score of the best checkpoint by the run's own choice.
+
+    Empty if the run chose none (`checkpoint.best_metric`), or its checkpoint is gone.
+    """
+    try:
+        record = json.loads((absolute(workdir) / BEST_FILE).read_text())
+        return record if record["step"] in steps(workdir) else {}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
 
 
 def is_finished(path: epath.Path) -> bool:

@@ -1,0 +1,163 @@
+"""The best checkpoint by a metric, and early stopping: whole runs of a tiny model."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from vit_jax.errors import UserError
+from vit_jax.training import loop
+from vit_jax.training.best_checkpoint import BestCheckpoint, lower_is_better
+from vit_jax.weights import workdir as workdirs
+
+METRIC = "val/loss"
+
+
+def make_config(**stated):
+    """Six steps at a rate that makes the made data's loss fall, then rise."""
+    stated = {
+        "eval_every_steps": 1,
+        "checkpoint": {"best_metric": METRIC, "max_to_keep": 1},
+        "optim": {"learning_rate": 0.3, "warmup_steps": 0},
+        "ema": {"decay": 0.0},
+    } | stated
+    return tiny_config(**stated)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("best") / "run"
+    return workdir, loop.train(make_config(), workdir)
+
+
+def losses(workdir):
+    """Step to what the evaluation of it gave."""
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    name = "val/params/loss"
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def test_the_best_checkpoint_is_kept_reported_and_opened(base):
+    workdir, report = base
+    found = losses(workdir)
+    best = min(found, key=found.get)
+    assert best not in (0, 6), "the test needs a best step before the last"
+    record = {"step": best, "metric": METRIC, "score": found[best]}
+    assert report["best"] == workdirs.best(workdir) == record
+    assert workdirs.steps(workdir) == [best, 6]  # The best, and the newest.
+    assert report["final"]["val"]["params"]["loss"] == found[best]
+    opened = workdirs.load(workdir)
+    assert (opened.step, opened.best) == (best, record)
+    note = workdirs.load_pretrained(workdir).notes[0]
+    assert note == f"parameters of step {best}, best by val/loss ({found[best]:.4f})"
+
+
+def test_a_finished_run_evaluates_the_best_again(base, tmp_path):
+    copy = shutil.copytree(base[0], tmp_path / "copy")
+    again = loop.train(make_config(), copy)
+    assert again["final"] == base[1]["final"]
+    assert again["params_sha256"] == base[1]["params_sha256"]
+
+
+@pytest.mark.parametrize("killed_at", [2, 3, 5])
+def test_a_resumed_run_has_the_same_best(base, tmp_path, killed_at, monkeypatch):
+    class KilledError(Exception):
+        pass
+
+    run = BestCheckpoint.update
+
+    def update(self, step, scores):
+        if step == killed_at:
+            raise KilledError
+        return run(self, step, scores)
+
+    config = make_config(checkpoint_every_steps=1)
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(BestCheckpoint, "update", update)
+        loop.train(config, tmp_path)
+    report = loop.train(config, tmp_path)
+    assert report["best"] == base[1]["best"]
+    assert report["params_sha256"] == base[1]["params_sha256"]
+    assert workdirs.steps(tmp_path) == workdirs.steps(base[0])
+    assert losses(tmp_path) == losses(base[0])
+
+
+def test_a_run_ends_early_and_stays_ended(base, tmp_path):
+    found = losses(base[0])
+    best = min(found, key=found.get)
+    config = make_config(early_stopping_evals=1)
+    report = loop.train(config, tmp_path)
+    worse = next(step for step in range(2, 7) if found[step] >= found[step - 1])
+    assert report["steps"] == worse < 6
+    assert report["best"]["step"] == worse - 1
+    assert report["compute"]["images_seen"] == 8 * worse
+    assert report["params_sha256"] == loop.train(config, tmp_path)["params_sha256"]
+    assert max(losses(tmp_path)) == worse
+    # With more patience it goes on from there, as if it had never stopped.
+    longer = loop.train(make_config(early_stopping_evals=6), tmp_path)
+    assert longer["steps"] == 6
+    if best <= worse:
+        assert longer["params_sha256"] == base[1]["params_sha256"]
+
+
+def test_a_run_that_no_longer_asks_hands_on_its_newest(base, tmp_path):
+    copy = shutil.copytree(base[0], tmp_path / "copy")
+    report = loop.train(make_config(checkpoint={"max_to_keep": 1}), copy)
+    assert report["best"] == workdirs.best(copy) == {}
+    assert workdirs.load(copy).step == 6
+    assert report["final"]["val"]["params"]["loss"] == losses(copy)[6]
+
+
+def test_an_average_decides_where_there_is_one(tmp_path):
+    config = make_config(ema={"decay": 0.5}, total_steps=3)
+    report = loop.train(config, tmp_path)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    name = "val/ema/loss"
+    found = {line["step"]: line[name] for line in lines if name in line}
+    assert report["best"]["score"] == min(found.values())
+
+
+def test_scores_decide_by_their_direction():
+    def best(metric, *scores, **stated):
+        config = make_config(checkpoint={"best_metric": f"val/{metric}"}, **stated)
+        found = BestCheckpoint(config, (), ())
+        taken = [
+            found.update(step, {"val": {"params": {metric: score}}})
+            for step, score in enumerate(scores, 1)
+        ]
+        return found.step, taken, found.is_exhausted
+
+    assert best("top1", 0.5, 0.7, 0.7, 0.6) == (2, [True, True, False, False], False)
+    assert best("loss", 0.5, 0.7, 0.4) == (3, [True, False, True], False)
+    assert best("top1", math.nan, 0.1, math.nan)[:2] == (2, [False, True, False])
+    assert best("top1", 0.5, 0.4, 0.3, early_stopping_evals=2)[2]
+    assert not best("top1", 0.5, 0.4, 0.6, 0.3, early_stopping_evals=2)[2]
+    assert lower_is_better("ece") and not lower_is_better("macro_f1")
+
+
+def test_a_step_counts_once_and_a_lost_checkpoint_is_not_chosen():
+    config = dataclasses.replace(make_config(), early_stopping_evals=2)
+    history = [
+        {"step": step, "val/params/loss": loss}
+        for step, loss in ((1, 0.1), (2, 0.4), (3, 0.5))
+    ]
+    found = BestCheckpoint(config, history, [2, 3])
+    assert (found.step, found.score) == (2, 0.4)
+    assert not found.update(3, {"val": {"params": {"loss": 0.0}}})
+    assert not found.is_exhausted
+    assert not found.update(4, {"other": {"params": {"loss": 0.0}}})
+    np.testing.assert_equal(found.record["step"], 2)
+
+
+def test_what_cannot_decide_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"'test/top1' is not .* are val/\.\.\."):
+        make_config(checkpoint={"best_metric": "test/top1"})
+    with pytest.raises(UserError, match="early_stopping_evals=3 needs"):
+        make_config(checkpoint={}, early_stopping_evals=3)
+    config = make_config(checkpoint={"best_metric": "val/top9"})
+    with pytest.raises(UserError, match="gives top1, .*and no 'top9'"):
+        loop.train(config, tmp_path)
