@@ -45,7 +45,10 @@ def test_a_mapping_without_a_kind_is_a_classification():
     ("value", "message"),
     [
         (3, "evals.x=3 is a section, not a key: set a key of it, as evals.x.kind"),
-        ({"kind": "few"}, "evals.x.kind='few' is not one of classification, real,"),
+        (
+            {"kind": "few"},
+            "evals.x.kind='few' is not one of classification, multi_label, real,",
+        ),
         ({"kind": "knn", "shots": (1,)}, "evals.x.shots is read only with .*=fewshot"),
         (
             {"kind": "knn", "kk": 1},

@@ -255,17 +255,19 @@ class PretrainedModel:
         return self._normed(self._prepare(images))
 
     def predict(
-        self, images: Images, topk: int = 5
+        self, images: Images, topk: int = 5, *, threshold: float | None = None
     ) -> list[tuple[prediction.Prediction, ...]] | tuple[prediction.Prediction, ...]:
         """Returns the most probable classes, best first.
 
         Args:
           images: see the class.
           topk: classes an image.
+          threshold: smallest probability of the classes to return, in place of `topk`;
+            0.5 unless stated if the network was trained on several labels an image.
 
         Returns:
-          For each image `topk` of label, name and probability; for a single image these
-          alone.
+          For each image its classes, with label, name and probability; for a single image
+          these alone.
 
         Raises:
           UserError: there is no classifier, or an image cannot be read.
@@ -278,10 +280,10 @@ class PretrainedModel:
         logits = self._in_batches(
             images, lambda p, pixels: self._outputs(p, pixels)["logits"]
         )
-        found = [
-            prediction.rank(row, self.class_names, topk, sigmoid=self._sigmoid)
-            for row in logits
-        ]
+        if threshold is None:
+            threshold = prediction.threshold_of(self._pretrained)
+        how = {"sigmoid": self._sigmoid, "threshold": threshold}
+        found = [prediction.rank(row, self.class_names, topk, **how) for row in logits]
         return found[0] if _is_single(images) else found
 
     def zero_shot(

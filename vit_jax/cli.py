@@ -277,6 +277,17 @@ def positive(text: str) -> int:
     return number
 
 
+def fraction(text: str) -> float:
+    """Reads a flag's number from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return number
+
+
 def size(text: str) -> tuple[int, int]:
     """Reads a flag's height and width: one number of pixels, or HEIGHTxWIDTH."""
     height, _, width = text.partition("x")

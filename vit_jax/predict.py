@@ -33,7 +33,11 @@ def main(flags: argparse.Namespace) -> int:
     if uncached := compilation.enable_cache():
         cli.tell(uncached)
     results = prediction.predict(
-        open_classifier(flags), images, batch_size=flags.batch_size, topk=flags.topk
+        open_classifier(flags),
+        images,
+        batch_size=flags.batch_size,
+        topk=flags.topk,
+        threshold=flags.threshold,
     )
     piped = inputs.STDIN in flags.images
     table = prediction.PredictionTable(() if piped else (name for name, _ in images))
@@ -86,6 +90,12 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     add("images", nargs="+", metavar="IMAGE", help="file, folder, or - for a pipe")
     add("--topk", type=cli.positive, default=5, help="classes per image; default: 5")
+    add(
+        "--threshold",
+        type=cli.fraction,
+        help="list all classes at least as probable; default: 0.5 if trained on several "
+        "labels an image, else the --topk best",
+    )
     add("--json", action="store_true", help="JSON Lines, not a table")
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"

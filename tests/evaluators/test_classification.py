@@ -33,7 +33,7 @@ def test_scores_of_seven_predictions():
     assert metrics["top5"] == pytest.approx(5 / 7)
     assert metrics["loss"] == pytest.approx(sum(loss) / 7)
     # Of classes 0, 2 and 5; the others have no example.
-    assert metrics["class_mean"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
+    assert metrics["balanced_accuracy"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
     assert metrics["examples"] == 7
     expected = np.zeros((6, 6), int)
     for true, (first, *_) in zip(labels, tops, strict=True):

@@ -19,7 +19,7 @@ from vit_jax.training import run_report
         ("top1_overlap", 0.5, "50.00%"),
         ("held_out_top1", 0.5, "50.00%"),
         ("ece", 0.125, "12.50%"),
-        ("class_mean", 0.5, "50.00%"),
+        ("balanced_accuracy", 0.5, "50.00%"),
         ("loss", 0.5, "0.5"),
         ("l2", 0.001, "0.001"),
         ("examples", 46_837, "46,837"),

@@ -40,6 +40,9 @@ class ReaderConfig:
         "image", "TFDS feature or Parquet column of the images, and ..."
     )
     label_key: str = key("label", "... of their labels, where labels are read.")
+    multi_label: bool = key(
+        False, "Whether an image has several labels, or none, and not one class."
+    )
     caption_key: str = key(
         "",
         "... of their captions; of image files the field of metadata.jsonl, or the suffix "

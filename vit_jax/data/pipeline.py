@@ -5,7 +5,7 @@ number alone, and threads, loader processes and hosts change only the speed.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -50,8 +50,9 @@ def train_batches(
 
     Returns:
       An iterator to be closed, of dicts: image uint8 (b, h, w, c), or the arrays that
-      the last host transform returns, each (b, ...); label int32 (b,), unless
-      `data.num_classes` is 0; text int32 (b, tokens) if there is `data.tokenizer`; index uint32 (b,), the row's position in the run modulo
+      the last host transform returns, each (b, ...); label int32 (b,), with
+      `data.multi_label` 0 or 1 for each class, (b, classes), unless `data.num_classes`
+      is 0; text int32 (b, tokens) if there is `data.tokenizer`; index uint32 (b,), the row's position in the run modulo
       2**32; skipped int32 (b,), how many damaged records were passed over to fill the
       row.
 
@@ -129,6 +130,7 @@ class Loader:
       channels: of an image, 1 or 3.
       shapes: of each array that it makes of an image, by its name.
       num_classes: number of classes; 0: labels are not read.
+      multi_label: whether a record has a list of labels.
       on_error: "raise" or "skip".
       seed: of the run.
       repeats: of each record in training, see `DataConfig`.
@@ -141,6 +143,7 @@ class Loader:
     channels: int
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
+    multi_label: bool
     on_error: str
     seed: int
     repeats: int
@@ -157,7 +160,8 @@ class Loader:
         shapes: dict[str, tuple[int, ...]],
     ) -> "Loader":
         """Returns a loader of the values that it needs of `config.data`."""
-        of_data = data.channels, shapes, data.num_classes, data.on_error
+        labels = data.num_classes, data.multi_label
+        of_data = data.channels, shapes, *labels, data.on_error
         return cls(source, ops, key, *of_data, seed, data.repeats)
 
     @property
@@ -198,8 +202,7 @@ class Loader:
         name = self._name(record)
         label = {}
         if self.num_classes:
-            check_label(item["label"], self.num_classes, name)
-            label["label"] = item["label"]
+            label["label"] = self._label(item["label"], name)
         bits = np.random.Philox(
             key=np.array([self.seed % 2**64, _STREAM], np.uint64),
             counter=np.array([0, 0, 0, position], np.uint64),
@@ -220,6 +223,19 @@ class Loader:
         if self.captions:
             arrays[TEXT] = self.captions(item, rng)
         return arrays | label
+
+    def _label(
+        self, label: int | Sequence[int], name: str
+    ) -> int | Integer[np.ndarray, " K"]:
+        """Returns the class, or 0 or 1 for each of them."""
+        if not self.multi_label:
+            check_label(label, self.num_classes, name)
+            return label
+        found = np.zeros(self.num_classes, np.int32)
+        for each in label:
+            check_label(each, self.num_classes, name)
+            found[each] = 1
+        return found
 
     def _open(
         self, data: bytes | np.ndarray, rng: np.random.Generator
@@ -247,8 +263,11 @@ class Loader:
         if self.captions:
             shape = rows, self.captions.num_tokens
             arrays[TEXT] = np.zeros(shape, np.int32)
-        numbers = ("label", "skipped") if self.num_classes else ("skipped",)
-        return arrays | {name: np.zeros(rows, np.int32) for name in numbers}
+        arrays["skipped"] = np.zeros(rows, np.int32)
+        if self.num_classes:
+            classes = (self.num_classes,) if self.multi_label else ()
+            arrays["label"] = np.zeros((rows, *classes), np.int32)
+        return arrays
 
     def _name(self, record: int) -> str:
         """Returns the data set, split and number of a record, for a message."""

@@ -5,6 +5,7 @@ Messages and the config reference list them in this order.
 
 # isort: off
 from vit_jax.evaluators import classification
+from vit_jax.evaluators import multi_label
 from vit_jax.evaluators import label_sets
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators import knn
@@ -19,6 +20,7 @@ __all__ = [
     "fewshot",
     "knn",
     "label_sets",
+    "multi_label",
     "probe",
     "retrieval",
     "task_metrics",

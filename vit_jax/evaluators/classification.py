@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vit_jax import fonts
 from vit_jax.config.fields import key
+from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import LOSS, TOPS, Outputs
 from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit, EvalSplits
@@ -44,6 +45,11 @@ class ClassificationConfig(EvalConfig):
     split: str = key("", 'To classify; "" is the split that the data set is tested on.')
 
     def open(self, name, splits, num_classes):
+        if splits.multi_label:
+            raise UserError(
+                f"evals.{name}: data.multi_label=True has no one class to classify as: "
+                f"set evals.{name}.kind=multi_label"
+            )
         return Classification(name, self, splits, num_classes)
 
 
@@ -58,7 +64,7 @@ class Classification:
         num_classes: int,
     ):
         split = splits.open(name, config, config.split, model_classes=True)
-        self._split = _with_model_order(name, split, splits)
+        self._split = with_model_order(name, split, splits)
         self.splits, self._classes = (self._split,), num_classes
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
@@ -79,22 +85,26 @@ def score(outputs: Outputs, num_classes: int) -> Scored:
       num_classes: number of classes.
 
     Returns:
-      top1, top5 (with more than five classes), loss (nats), ece, class_mean (mean of the
-      accuracies of the classes that occur), examples; and the confusion matrix, of up to
+      top1, top5 (with more than five classes), loss (nats), ece, balanced_accuracy (mean
+      of the accuracies of the classes that occur), macro_f1 (mean of their F1 scores),
+      examples; and the confusion matrix, of up to
       2,000 classes.
     """
     labels, tops = outputs.labels, outputs.values[TOPS]
     right = tops == labels[:, None]
     counts = np.bincount(labels, minlength=num_classes)
     hits = np.bincount(labels[right[:, 0]], minlength=num_classes)
+    found = np.bincount(tops[:, 0], minlength=num_classes)
     occurs = counts > 0
+    f1 = 2 * hits / np.maximum(counts + found, 1)
     metrics = {"top1": float(right[:, 0].mean())}
     if num_classes > tops.shape[1]:
         metrics["top5"] = float(right.any(1).mean())
     metrics |= {
         "loss": float(outputs.values[LOSS].mean(dtype=np.float64)),
         "ece": calibration_error(outputs.values["confidence"], right[:, 0]),
-        "class_mean": float((hits[occurs] / counts[occurs]).mean()),
+        "balanced_accuracy": float((hits[occurs] / counts[occurs]).mean()),
+        "macro_f1": float(f1[occurs].mean()),
         "examples": len(labels),
     }
     confusion = None
@@ -129,7 +139,7 @@ def calibration_error(
     return float(np.abs(difference).sum() / len(right))
 
 
-def _with_model_order(name: str, split: EvalSplit, splits: EvalSplits) -> EvalSplit:
+def with_model_order(name: str, split: EvalSplit, splits: EvalSplits) -> EvalSplit:
     """Returns the split with the model's indices of its classes."""
     names, model_names = split.source.class_names, splits.class_names
     if not model_names:

@@ -32,6 +32,7 @@ from vit_jax.weights.text_tower import TextTower
 TOP = 5  # Classes that are kept per example, best first.
 # Names of the outputs of a pass; see `Outputs`.
 FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted"
+LOGITS = "logits"
 CONFIDENCE = "confidence"  # Comes with TOPS.
 # Of images and of texts in the space that they share, float32, of length 1.
 EMBEDDINGS, TEXTS = "embeddings", "texts"
@@ -50,12 +51,12 @@ class Outputs:
     Attributes:
       records: indices of the examples in their source, (N,), without damaged ones that
         were skipped.
-      labels: (N,); empty if the split is read without.
+      labels: (N,), or (N, K) of `data.multi_label`; empty if the split is read without.
       values: name to an array of N rows: FEATURES, float32 (N, D), the input of the
         classifier; TOPS, int32 (N, T), the best classes, with "confidence", (N,), the
         softmax probability of the first; LOSS, (N,), the softmax cross-entropy in nats;
         RESTRICTED, (N,), the best class among those allowed; for TASK each metric,
-        (N,), as "task/loss".
+        (N,), as "task/loss"; LOGITS, float32 (N, K).
     """
 
     records: np.ndarray
@@ -216,6 +217,8 @@ def make_eval_step(
         if names <= {FEATURES, TASK}:
             return found
         logits = outputs["logits"].astype(jnp.float32)
+        if LOGITS in names:
+            found[LOGITS] = logits
         log_probs = jax.nn.log_softmax(logits)
         if TOPS in names:
             best, tops = jax.lax.top_k(log_probs, min(TOP, logits.shape[-1]))

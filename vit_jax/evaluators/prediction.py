@@ -23,6 +23,7 @@ from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 from vit_jax.weights.text_tower import TextTower
 
+_THRESHOLD = 0.5  # Of probabilities, where an image has several labels.
 _WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
 
 
@@ -83,10 +84,12 @@ class Classifier:
         self._params = jax.device_put(params)
         if tower:
             self._names, self._sigmoid = class_names, tower.sigmoid
+            self._threshold = None
             classes = jax.device_put(tower.classes(class_names, prompts))
         else:
             self._names = names_of(pretrained, class_names)
             self._sigmoid = pretrained.loss == "sigmoid"
+            self._threshold = threshold_of(pretrained)
 
         def logits(params, images):
             images = transforms.normalize(images, preprocess.mean, preprocess.std)
@@ -110,10 +113,16 @@ class Classifier:
         return self._logits(self._params, images)
 
     def rank(
-        self, logits: Float[np.ndarray, " K"], topk: int
+        self, logits: Float[np.ndarray, " K"], topk: int, threshold: float | None = None
     ) -> tuple[Prediction, ...]:
-        """Returns the most probable classes of an image, best first; at most all."""
-        return rank(logits, self._names, topk, sigmoid=self._sigmoid)
+        """Returns the most probable classes of an image, see `rank`.
+
+        Args:
+          logits, topk, threshold: as there; without a threshold that of `threshold_of`.
+        """
+        threshold = self._threshold if threshold is None else threshold
+        how = {"sigmoid": self._sigmoid, "threshold": threshold}
+        return rank(logits, self._names, topk, **how)
 
 
 def rank(
@@ -122,6 +131,7 @@ def rank(
     topk: int,
     *,
     sigmoid: bool,
+    threshold: float | None = None,
 ) -> tuple[Prediction, ...]:
     """Returns the most probable classes of an image, best first; at most all.
 
@@ -130,6 +140,8 @@ def rank(
       names: of the classes, as from `names_of`.
       topk: number of classes to return.
       sigmoid: whether the classes were trained with a sigmoid each, not a softmax.
+      threshold: smallest probability of the classes to return, which may then be all or
+        none; `topk` does not count.
     """
     logits = logits.astype(np.float64)
     if sigmoid:
@@ -137,8 +149,17 @@ def rank(
     else:
         powers = np.exp(logits - logits.max())
         probabilities = powers / powers.sum()
-    best = np.argsort(-logits, kind="stable")[:topk]
+    best = np.argsort(-logits, kind="stable")
+    if threshold is None:
+        best = best[:topk]
+    else:
+        best = best[probabilities[best] >= threshold]
     return tuple(Prediction(int(i), names[i], float(probabilities[i])) for i in best)
+
+
+def threshold_of(pretrained: Pretrained) -> float | None:
+    """Returns the probability from which a class counts; None for the best alone."""
+    return _THRESHOLD if pretrained.multi_label else None
 
 
 def names_of(
@@ -169,6 +190,7 @@ def predict(
     *,
     batch_size: int = 32,
     topk: int = 5,
+    threshold: float | None = None,
     threads: int | None = None,
 ) -> Iterator[tuple[str, tuple[Prediction, ...] | str]]:
     """Classifies any number of images, in their order.
@@ -181,6 +203,7 @@ def predict(
       images: as from `inputs.find`.
       batch_size: images per batch.
       topk: classes per image.
+      threshold: see `rank`.
       threads: number that decode; one per core, at most 8, if None.
 
     Yields:
@@ -211,7 +234,7 @@ def predict(
                     f"the network's output for {name} is not finite: the checkpoint is "
                     "damaged, or diverged in training"
                 )
-            yield name, classifier.rank(values, topk)
+            yield name, classifier.rank(values, topk, threshold)
 
 
 def read_texts(stated: str, flag: str) -> tuple[str, ...]:
@@ -315,7 +338,7 @@ class PredictionTable:
 
         Args:
           name: of its file.
-          predictions: with `name` and `probability`, best first.
+          predictions: with `name` and `probability`, best first; none if no class counts.
         """
         name = printable(name)
         self._width = max(self._width, len(name))
@@ -329,6 +352,8 @@ class PredictionTable:
             lines.append(
                 f"{first:<{self._width}}  {percent:>11}  {printable(one.name)}"
             )
+        if not predictions:  # None above the threshold.
+            lines.append(f"{name:<{self._width}}  {'':>11}  none")
         return "\n".join(lines)
 
 

@@ -15,7 +15,9 @@ from vit_jax.printing import printable
 
 FILE = "evaluate.json"
 # Metrics that are fractions, with further strengths and deviations of few-shot.
-_FRACTION = re.compile(r"\d+shot.*|(.*_)?top[15](_overlap)?|.*_accuracy|ece|class_mean")
+_FRACTION = re.compile(
+    r"\d+shot.*|(.*_)?top[15](_overlap)?|.*_accuracy|ece|.*f1(@.*)?|map|ap/.*"
+)
 
 
 def prepare(folder: str | os.PathLike) -> None:

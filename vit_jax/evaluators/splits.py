@@ -158,6 +158,7 @@ class EvalSplits:
 
     Attributes:
       class_names: as in Args.
+      multi_label: whether images have several labels.
       notes: lines for the user.
     """
 
@@ -171,7 +172,7 @@ class EvalSplits:
         self._data, self._preprocess, self._order = data, preprocess, order
         self._opened: dict[tuple, EvalSplit] = {}
         self._relabeled: dict[EvalSplit, EvalSplit] = {}
-        self.class_names = tuple(class_names)
+        self.class_names, self.multi_label = tuple(class_names), data.multi_label
         self.notes: list[str] = []
 
     def open(
@@ -292,6 +293,8 @@ def _check_labelled(source: Source) -> None:
         label = source[0]["label"]
     except (DamagedImage, OSError):  # Left to `data.on_error`.
         return
+    if np.ndim(label):
+        raise NoLabels(f"{source.describe(0)} has several labels, not one class")
     if label < 0:
         raise NoLabels(f"{source.describe(0)} has label {label}")
 
@@ -467,9 +470,10 @@ class Relabeled:
 
     def __getitem__(self, i: int) -> dict:
         record = self.source[i]
-        if not 0 <= record["label"] < len(self.indices):
+        label = np.asarray(record["label"], int)  # With `data.multi_label` several.
+        if ((label < 0) | (label >= len(self.indices))).any():
             return record  # The reader raises an error.
-        return record | {"label": int(self.indices[record["label"]])}
+        return record | {"label": self.indices[label].tolist()}
 
     def describe(self, i: int) -> str:
         return self.source.describe(i)

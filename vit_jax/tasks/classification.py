@@ -16,8 +16,11 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
+from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.tasks.task import Batch, Task, TaskConfig, Tree
+
+_ALIKE = (1.0,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,11 @@ class ClassificationConfig(TaskConfig):
         below=1,
         formerly="loss.label_smoothing",
     )
+    class_weights: tuple[float, ...] = key(
+        _ALIKE,
+        "Weight of each class in the loss, of its images (softmax, whose mean is by "
+        "weight) or of its own term (sigmoid); (1.0,): all alike.",
+    )
 
     def build(
         self,
@@ -44,6 +52,17 @@ class ClassificationConfig(TaskConfig):
         run: RunLength,
         saved: dict | None = None,
     ) -> "Classification":
+        if data.multi_label and self.loss != "sigmoid":
+            raise UserError(
+                f"data.multi_label=True needs task.loss='sigmoid', in which each class is "
+                f"learnt by itself; it is {self.loss!r}"
+            )
+        weights = self.class_weights
+        if weights != _ALIKE and len(weights) != data.num_classes:
+            raise UserError(
+                f"task.class_weights has {len(weights)} numbers: give one for "
+                f"each of data.num_classes={data.num_classes}"
+            )
         return Classification(self, model, data)
 
 
@@ -55,11 +74,15 @@ class Classification(Task):
         self._ops = parse.parse_train(data.train_transform, data.image_size).device
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns image (B, Y, X, C), label (B,) and index (B,), of its transforms."""
+        """Returns image (B, Y, X, C), label (B,) and index (B,), of its transforms.
+
+        With `data.multi_label` the labels are (B, L).
+        """
+        classes = (self._data.num_classes,) if self._data.multi_label else ()
         shape = (batch_size, *self._data.image_size, self._data.channels)
         return {
             "image": jax.ShapeDtypeStruct(shape, np.uint8),
-            "label": jax.ShapeDtypeStruct((batch_size,), np.int32),
+            "label": jax.ShapeDtypeStruct((batch_size, *classes), np.int32),
             "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
         }
 
@@ -67,8 +90,13 @@ class Classification(Task):
         return self.model.init(rng), None
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
-        """Returns image (B, Y, X, C), normalised, and label (B, L), that sum to 1."""
-        labels = one_hot(batch["label"], self._data.num_classes)
+        """Returns image (B, Y, X, C), normalised, and label (B, L).
+
+        Labels of one class sum to 1.
+        """
+        labels = batch["label"].astype(jnp.float32)
+        if not self._data.multi_label:
+            labels = one_hot(batch["label"], self._data.num_classes)
         images, labels = transforms.apply(
             self._ops, batch["image"], labels, batch["index"], rng
         )
@@ -79,14 +107,23 @@ class Classification(Task):
         images = batch["image"].astype(self.model.options["dtype"])
         logits = self.model.apply(params, images, train=True, key=rng)["logits"]
         loss = self.base_loss(logits, batch["label"])
+        if self._data.multi_label:
+            return loss, ({"loss": loss, "f1": f1(logits, batch["label"])}, None)
         return loss, ({"loss": loss, "top1": top1(logits, batch["label"])}, None)
 
     def base_loss(
         self, logits: Float[Array, "B L"], labels: Float[Array, "B L"]
     ) -> Float[Array, ""]:
-        """Returns the mean loss of logits, with labels smoothed as the config says."""
+        """Returns the mean loss of logits, smoothed and weighted as the config says."""
         targets = smooth(labels, self.config.label_smoothing)
-        return LOSSES[self.config.loss](logits, targets).mean()
+        if self.config.class_weights == _ALIKE:
+            return LOSSES[self.config.loss](logits, targets).mean()
+        weights = jnp.asarray(self.config.class_weights)
+        if self.config.loss == "sigmoid":
+            terms = optax.losses.sigmoid_binary_cross_entropy(logits, targets)
+            return (terms @ weights).mean()
+        of_images = labels @ weights  # Of mixed labels the mixture.
+        return (softmax(logits, targets) * of_images).sum() / of_images.sum()
 
 
 def softmax(
@@ -119,3 +156,10 @@ def one_hot(labels: Int[Array, " B"], num_classes: int) -> Float[Array, "B L"]:
 def top1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Array, ""]:
     """Returns the part of the images whose largest logit is that of the label."""
     return (logits.argmax(-1) == labels.argmax(-1)).mean()
+
+
+def f1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Array, ""]:
+    """Returns F1 over all labels of the images, at a probability of one half."""
+    found, there = logits > 0, labels > 0.5
+    right = (found & there).sum()
+    return 2 * right / jnp.maximum(found.sum() + there.sum(), 1)

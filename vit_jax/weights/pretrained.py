@@ -76,6 +76,7 @@ class Pretrained:
       preprocess: of its images; None if unknown.
       class_names: in label order; empty if unknown.
       loss: "softmax", or "sigmoid" if every class has an independent probability.
+      multi_label: whether an image has all classes that are probable, not one.
       notes: a line for each thing that reading changed or dropped.
       task: `config.task` of the training; empty if unknown.
       task_params: what its task had beside the network, such as {"decoder": ...}, nested
@@ -93,6 +94,7 @@ class Pretrained:
     task: dict = dataclasses.field(default_factory=dict)
     task_params: dict = dataclasses.field(default_factory=dict)
     tokenizer: str = ""
+    multi_label: bool = False
 
 
 def prepare_image(

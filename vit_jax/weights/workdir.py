@@ -180,6 +180,7 @@ def load_pretrained(
         task=found.config["task"],
         task_params=found.task_params,
         tokenizer=data.get("tokenizer", ""),
+        multi_label=data.get("multi_label", False),
     )
 
 

@@ -18,9 +18,9 @@ PREPROCESS = Preprocess((64, 64), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", 
 # One of each kind of network.
 NETWORKS = {
     "Ti/16": {"depth": 2},
-    "R26+S/32": {"depth": 2},
-    "R50x1": {},
-    "Swin-T": {},
+    "R26+S/32": {"depth": 2, "stage_depths": (1, 1, 1, 1)},
+    "R50x1": {"stage_depths": (1, 1, 1, 1)},
+    "Swin-T": {"stage_depths": (1, 1, 2, 1)},
     "Mixer-S/16": {"depth": 2},
     "Axial-S/16": {"depth": 2},
 }

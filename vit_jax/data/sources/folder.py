@@ -15,6 +15,7 @@ import logging
 import os
 import pathlib
 import stat
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,7 +45,7 @@ class FolderSource:
 
     root: str
     paths: list[str]
-    labels_of_paths: list[int] | None
+    labels_of_paths: list[int] | list[list[int]] | None
     class_names: tuple[str, ...]
     sizes: Integer[np.ndarray, " N"]
     caption_key: str = ""
@@ -73,6 +74,8 @@ class FolderSource:
 
     def entries(self) -> Entries:
         labels = self.labels_of_paths
+        if labels and isinstance(labels[0], list):  # Several an image.
+            labels = [zlib.crc32(repr(each).encode()) for each in labels]
         if labels is not None:
             labels = np.array(labels, np.int64)
         return Entries("image files", self.paths, labels, self.sizes)
@@ -296,7 +299,12 @@ def _files(
             )
         label = classes.index(class_name)
         found += [(path, label, size) for path, size in images]
-    return sorted(found, key=lambda item: _digest(item[0]))
+    return in_order(found)
+
+
+def in_order(files: list[tuple]) -> list[tuple]:
+    """Sorts tuples by the hashes of their first members, which are paths."""
+    return sorted(files, key=lambda item: _digest(item[0]))
 
 
 def _unlabelled_files(root: pathlib.Path, split: str) -> list[tuple[str, None, int]]:
@@ -311,7 +319,7 @@ def _unlabelled_files(root: pathlib.Path, split: str) -> list[tuple[str, None, i
             "another split"
         )
     found = [(path, None, size) for path, size in images]
-    return sorted(found, key=lambda item: _digest(item[0]))
+    return in_order(found)
 
 
 def _images(

@@ -167,6 +167,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         preprocess=preprocess,
         class_names=names if len(names) == form["num_classes"] else (),
         loss=facts.loss,
+        multi_label=facts.loss == "sigmoid",  # As the hub calls it.
         notes=(*notes, *more),
     )
 

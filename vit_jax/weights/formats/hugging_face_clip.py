@@ -150,6 +150,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         preprocess=preprocess,
         class_names=names if len(names) == num_classes else (),
         loss=facts.loss,
+        multi_label=facts.loss == "sigmoid",  # As the hub calls it.
         notes=(*notes, *more),
         task=task,
         task_params=task_params,

@@ -113,6 +113,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         preprocess=preprocess,
         class_names=facts.class_names,
         loss=facts.loss,
+        multi_label=facts.loss == "sigmoid",  # As the hub calls it.
         notes=(*notes, *more),
     )
 

@@ -72,6 +72,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             task=header.get("task", {}),
             task_params=unflatten_dict(others, sep="/"),
             tokenizer=header.get("tokenizer", ""),
+            multi_label=header.get("multi_label", False),
         )
     except UserError:
         raise
@@ -102,6 +103,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         and dataclasses.asdict(pretrained.preprocess),
         "class_names": pretrained.class_names,
         "loss": pretrained.loss,
+        "multi_label": pretrained.multi_label,
     }
     parts = {"": pretrained.params}
     if text.TEXT in pretrained.task_params:

@@ -93,6 +93,7 @@ def write_beside(
         "normalised by the program",
         "outputs": list(program.outputs),
         "probabilities": "sigmoid" if pretrained.loss == "sigmoid" else "softmax",
+        "multi_label": pretrained.multi_label,
     }
     (folder / BESIDE[0]).write_text(json.dumps(content, indent=2) + "\n")
     if pretrained.class_names:

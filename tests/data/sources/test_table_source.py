@@ -1,0 +1,170 @@
+"""Images and labels by a table: CSV, TSV, JSON Lines and Parquet."""
+
+import csv
+import json
+import os
+
+import image_folder
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vit_jax.data import pipeline
+from vit_jax.data.config import DataConfig
+from vit_jax.data.fingerprint import differences, fingerprint
+from vit_jax.data.sources.open import open_source
+from vit_jax.errors import NoSplit, UserError
+
+KINDS = ["csv", "tsv", "jsonl", "parquet"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    image_folder.write(root)
+    return root
+
+
+def write(path, rows):
+    kind = path.suffix[1:]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            table = csv.DictWriter(
+                file, rows[0], delimiter="\t" if kind == "tsv" else ","
+            )
+            table.writeheader()
+            table.writerows(rows)
+    return path
+
+
+def rows_of(root, *, split=True, label=lambda name: name):
+    return [
+        {"image": str(path.relative_to(root)), "label": label(path.parent.name)}
+        | ({"split": path.parent.parent.name} if split else {})
+        for path in sorted(root.rglob("*.png"))
+    ]
+
+
+def data(place, **stated):
+    stated = {"num_classes": 3, "image_size": (16, 16)} | stated
+    stated |= {"train_transform": "resize", "eval_transform": "resize"}
+    return DataConfig(name="table", data_dir=str(place), **stated)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_reads_what_the_folders_hold(root, kind):
+    place = write(root / f"photos.{kind}", rows_of(root))
+    folder = DataConfig(name="folder", data_dir=str(root), num_classes=3)
+    for split in ("train", "val", "train[:50%]", "train+val"):
+        ours, theirs = open_source(data(place), split), open_source(folder, split)
+        assert ours.class_names == theirs.class_names == ("ant", "bee", "cat")
+        assert len(ours) == len(theirs)
+        for i in range(len(theirs)):
+            assert ours[i] == theirs[i]
+            assert ours.record_id(i) == theirs.record_id(i)
+    source = open_source(data(place), "train")
+    assert list(source.locate(["train/ant/0.png"])) == [
+        source.paths.index("train/ant/0.png")
+    ]
+
+
+def test_a_table_a_split_and_a_table_without_splits(root, tmp_path):
+    os.symlink(root / "train", tmp_path / "train")
+    os.symlink(root / "val", tmp_path / "val")
+    rows = rows_of(root)
+    for split in ("train", "val"):
+        write(tmp_path / f"{split}.csv", [r for r in rows if r["split"] == split])
+    assert len(open_source(data(tmp_path), "val")) == 4
+    whole = write(tmp_path / "train.csv", rows_of(root, split=False))
+    found = open_source(data(whole, split="all[:80%]"), "all[80%:]")
+    assert len(found) == 5 and found.class_names == ("ant", "bee", "cat")
+
+
+def test_numbers_are_classes_in_their_order(root):
+    number = {"ant": 10, "bee": 9, "cat": 2}.get
+    for kind in KINDS:
+        place = write(root / f"numbers.{kind}", rows_of(root, label=number))
+        source = open_source(data(place), "train")
+        assert source.class_names == ("2", "9", "10")
+        labels = {source.paths[i].split("/")[1]: source[i]["label"] for i in range(19)}
+        assert labels == {"cat": 0, "bee": 1, "ant": 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_labels_an_image(root, kind):
+    def label(name):
+        found = {"ant": ["ant"], "bee": ["cat", "bee"], "cat": []}[name]
+        return found if kind in ("jsonl", "parquet") else "|".join(found)
+
+    place = write(root / f"several.{kind}", rows_of(root, label=label))
+    config = data(place, multi_label=True)
+    source = open_source(config, "train")
+    assert source.class_names == ("ant", "bee", "cat")
+    with pipeline.eval_batches(source, config, batch_size=19) as batches:
+        labels = next(batches)["label"]
+    expected = {"ant": [1, 0, 0], "bee": [0, 1, 1], "cat": [0, 0, 0]}
+    for path, row in zip(source.paths, labels, strict=True):
+        assert row.tolist() == expected[path.split("/")[1]]
+    changed = rows_of(root, label=label)
+    changed[0]["label"] = changed[9]["label"]
+    other = open_source(data(write(place, changed), multi_label=True), "train")
+    assert any("ant/0.png" in line for line in differences(fingerprint(source), other))
+
+
+def test_labels_need_not_exist_where_none_are_read(root):
+    rows = [{"image": row["image"]} for row in rows_of(root)]
+    source = open_source(
+        data(write(root / "bare.csv", rows), num_classes=0, split="all"), "all"
+    )
+    assert len(source) == 23 and "label" not in source[0]
+
+
+def test_other_columns_and_absolute_paths(root, tmp_path):
+    rows = [
+        {"file": str(root / row["image"]), "kind": row["label"], "split": row["split"]}
+        for row in rows_of(root)
+    ]
+    place = write(tmp_path / "t.tsv", rows)
+    source = open_source(data(place, image_key="file", label_key="kind"), "val")
+    assert np.bincount([source[i]["label"] for i in range(4)]).tolist() == [2, 0, 2]
+
+
+def test_what_is_wrong_is_named(root, tmp_path):
+    rows = rows_of(root)
+    good = write(root / "good.csv", rows)
+    cases = [
+        (data(root / "no.csv"), "train", UserError, "is no table"),
+        (data(good), "test", NoSplit, "no split 'test'"),
+        (
+            data(good, image_key="path"),
+            "train",
+            UserError,
+            "it has image, label, split",
+        ),
+        (
+            data(good, label_key="kind"),
+            "train",
+            UserError,
+            "no such column.*num_classes=0",
+        ),
+        (data(good, num_classes=4), "train", UserError, "num_classes=3"),
+    ]
+    for wrong, row in (
+        ("names the image 'no.png', and there is no file", {"image": "no.png"}),
+        ("has class 'dog', which the training split", {"label": "dog"}),
+        ("has no label in column 'label'", {"label": ""}),
+    ):
+        name = "".join(filter(str.isalpha, wrong[:12])) + ".csv"
+        place = write(root / name, [*rows[:19], rows[19] | row | {"split": "val"}])
+        cases.append((data(place), "val", UserError, f"{name} row 20 {wrong}"))
+    broken = root / "broken.parquet"
+    broken.write_bytes(b"PAR1 nothing")
+    cases.append((data(broken), "train", UserError, "broken.parquet cannot be read"))
+    for config, split, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            open_source(config, split)

@@ -1,0 +1,122 @@
+"""Several labels an image: average precision of each class, their mean, and F1.
+
+Letters: N examples, K classes.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
+from vit_jax.evaluators.classification import with_model_order
+from vit_jax.evaluators.forward_passes import LOGITS, Outputs
+from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.splits import EvalConfig, EvalSplits
+
+_MAX_CLASSES = 100  # Of more, the precision of each is not among the metrics.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiLabelConfig(EvalConfig):
+    """Mean average precision and F1 of images with several labels."""
+
+    kind: str = key("multi_label", "What is evaluated.")
+    split: str = key("", 'To classify; "" is the split that the data set is tested on.')
+    thresholds: tuple[float, ...] = key(
+        (0.5,), "Probabilities from which a class counts as found, for F1.", below=1
+    )
+
+    def open(self, name, splits, num_classes):
+        if not splits.multi_label:
+            raise UserError(
+                f"evals.{name}.kind=multi_label needs data.multi_label=True: several "
+                "labels an image"
+            )
+        return MultiLabel(name, self, splits)
+
+
+class MultiLabel:
+    """Average precision by class, and F1 at thresholds."""
+
+    def __init__(self, name: str, config: MultiLabelConfig, splits: EvalSplits):
+        split = splits.open(name, config, config.split, model_classes=True)
+        self._split = with_model_order(name, split, splits)
+        self._names = splits.class_names or split.source.class_names
+        self.splits, self._thresholds = (self._split,), config.thresholds
+
+    def required_outputs(self) -> dict[str, RequiredOutputs]:
+        return {"test": RequiredOutputs(self._split, frozenset((LOGITS,)))}
+
+    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+        found = outputs["test"]
+        return Scored(
+            score(found.values[LOGITS], found.labels, self._thresholds, self._names)
+        )
+
+
+EVALUATORS["multi_label"] = MultiLabelConfig
+
+
+def score(
+    logits: Float[np.ndarray, "N K"],
+    labels: np.ndarray,
+    thresholds: tuple[float, ...] = (0.5,),
+    names: tuple[str, ...] = (),
+) -> dict[str, float]:
+    """Scores logits against any number of labels an image.
+
+    Args:
+      logits: of the classes.
+      labels: 0 or 1 for each class, (N, K).
+      thresholds: probabilities from which a class counts as found.
+      names: of the classes; empty gives numbers.
+
+    Returns:
+      map, the mean of the average precisions of the classes that occur; loss, the mean
+      over the images of the sums of the binary cross-entropies, in nats; for each
+      threshold macro_f1@T, the mean of the F1 scores of the classes that occur, and
+      micro_f1@T, of all labels together; of up to 100 classes ap/CLASS; examples.
+    """
+    there = labels > 0
+    logits = logits.astype(np.float64)
+    occurs = np.flatnonzero(there.any(0))
+    precisions = {k: average_precision(logits[:, k], there[:, k]) for k in occurs}
+    losses = np.logaddexp(0, np.where(there, -logits, logits)).sum(1)
+    metrics = {
+        "map": float(np.mean(list(precisions.values()))) if len(occurs) else 0.0,
+        "loss": float(losses.mean()),
+    }
+    probabilities = np.exp(-np.logaddexp(0, -logits))
+    for threshold in thresholds:
+        found = probabilities >= threshold
+        right, both = (found & there).sum(0), found.sum(0) + there.sum(0)
+        f1 = 2 * right / np.maximum(both, 1)
+        macro = float(f1[occurs].mean()) if len(occurs) else 0.0
+        metrics[f"macro_f1@{threshold:g}"] = macro
+        metrics[f"micro_f1@{threshold:g}"] = float(2 * right.sum() / max(both.sum(), 1))
+    if labels.shape[1] <= _MAX_CLASSES:
+        metrics |= {
+            f"ap/{names[k] if names else k}": value for k, value in precisions.items()
+        }
+    return metrics | {"examples": len(labels)}
+
+
+def average_precision(
+    scores: Float[np.ndarray, " N"], relevant: Bool[np.ndarray, " N"]
+) -> float:
+    """Returns the mean of the precisions at which the relevant examples are reached.
+
+    Examples of equal scores are reached together. There is no interpolation.
+
+    Args:
+      scores: higher is more likely.
+      relevant: whether the class is there; at least one is.
+    """
+    order = np.argsort(-scores, kind="stable")
+    hits = np.cumsum(relevant[order])
+    # The last place of each score.
+    ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))
+    gained = np.diff(hits[ends], prepend=0)
+    return float((gained * hits[ends] / (ends + 1)).sum() / hits[-1])
