@@ -97,6 +97,13 @@ class DataConfig(ReaderConfig):
         at_least=1,
         below=1_000,
     )
+    class_balance: str = key(
+        "",
+        "How often the classes are drawn in training: all alike by inverse frequency "
+        '("inverse"), by the root of their numbers ("sqrt") or by effective numbers '
+        '(arXiv:1901.05555; "effective"); "": each image once an epoch.',
+        choices=("", "inverse", "sqrt", "effective"),
+    )
     tokenizer: str = key(
         "",
         'Turns captions into tokens: "bytes", a folder or file with a tokenizer, or '
@@ -134,6 +141,11 @@ class DataConfig(ReaderConfig):
         if self.channels not in (1, 3):
             raise UserError(
                 f"data.channels={self.channels} must be 1 (grey) or 3 (RGB)"
+            )
+        if self.class_balance and (self.multi_label or not self.num_classes):
+            raise UserError(
+                f"data.class_balance={self.class_balance!r} needs one class an image: "
+                "data.num_classes, and no data.multi_label"
             )
         for name in ("mean", "std"):
             value = getattr(self, name)

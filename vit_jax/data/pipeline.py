@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import decode, order, workers
+from vit_jax.data.balance import Balance
 from vit_jax.data.captions import TEXT, Captions
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources.base import Source, check_label
+from vit_jax.data.sources.base import Source, check_label, read_labels
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
@@ -68,7 +69,10 @@ def train_batches(
     )
     captions = Captions.of(data, source.class_names)
     loader = dataclasses.replace(loader, captions=captions)
-    load = _TrainBatch(loader, batch_size, data_shard * local, local)
+    balance = None
+    if data.class_balance:
+        balance = Balance.of(data.class_balance, read_labels(source))
+    load = _TrainBatch(loader, batch_size, data_shard * local, local, balance)
     return Batches(load, range(start, stop), data)
 
 
@@ -296,12 +300,16 @@ class _TrainBatch:
     batch_size: int
     first: int
     rows: int
+    balance: Balance | None
 
     def __call__(self, step: int) -> Batch:
         positions = step * self.batch_size + self.first + np.arange(self.rows)
         examples = len(self.loader.source)
         loader = self.loader
-        records = order.records_at(positions, examples, loader.seed, loader.repeats)
+        if self.balance:
+            records = self.balance.records_at(positions, loader.seed, loader.repeats)
+        else:
+            records = order.records_at(positions, examples, loader.seed, loader.repeats)
         if self.loader.gathers:
             batch = self.loader.gather(records)
         else:

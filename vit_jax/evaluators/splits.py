@@ -16,7 +16,7 @@ from vit_jax.data import catalogue, pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
-from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.base import Source, read_labels
 from vit_jax.data.sources.folder import WHOLE, is_split
 from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
@@ -113,19 +113,8 @@ class EvalSplit:
 
     @functools.cached_property
     def labels(self) -> Integer[np.ndarray, " N"]:
-        """The class of every record. Some sets must be read for it; none is decoded."""
-        source = self.source
-        if source.labels is not None:
-            return np.asarray(source.labels, np.int64)
-        if hasattr(source, "labels_of_paths"):
-            return np.asarray(source.labels_of_paths, np.int64)
-        if not hasattr(source, "read"):
-            return np.array([source[i]["label"] for i in range(len(source))], np.int64)
-        found = np.empty(len(source), np.int64)
-        for start in range(0, len(source), 1000):
-            numbers = range(start, min(start + 1000, len(source)))
-            found[start : numbers.stop] = [r["label"] for r in source.read(numbers)]
-        return found
+        """The class of every record, see `base.read_labels`."""
+        return read_labels(self.source)
 
     @property
     def title(self) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Integer
 
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
@@ -76,6 +77,24 @@ class SourceType:
 
 # By the name that messages list. A name that none matches is one of TFDS.
 SOURCES: dict[str, SourceType] = {}
+
+
+def read_labels(source: Source) -> Integer[np.ndarray, " N"]:
+    """Returns the class of every record.
+
+    Some sets must be read for it; no image is decoded.
+    """
+    if source.labels is not None:
+        return np.asarray(source.labels, np.int64)
+    if hasattr(source, "labels_of_paths"):
+        return np.asarray(source.labels_of_paths, np.int64)
+    if not hasattr(source, "read"):
+        return np.array([source[i]["label"] for i in range(len(source))], np.int64)
+    found = np.empty(len(source), np.int64)
+    for start in range(0, len(source), 1000):
+        numbers = range(start, min(start + 1000, len(source)))
+        found[start : numbers.stop] = [r["label"] for r in source.read(numbers)]
+    return found
 
 
 def check_label(label: int, num_classes: int, record: str) -> None:
