@@ -29,6 +29,10 @@ def place(tmp_path_factory):
     """A folder where the page of the site has run, with its names."""
     folder, before = tmp_path_factory.mktemp("api"), os.getcwd()
     (folder / "configs").symlink_to(ROOT / "configs")
+    for i in range(40):
+        path = folder / "photos" / f"class{i % 2}" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(NOISE[i, ..., 0]).save(path)
     page = (ROOT / "docs" / "python.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5

@@ -52,7 +52,7 @@ def test_the_version_and_a_word_that_is_no_command():
     assert run("--version").stdout == f"vit_jax {vit_jax.__version__}\n"
     shown = run("trian")
     assert shown.returncode == 2 and shown.stderr.count("\n") == 1
-    assert "error: 'trian' is no command: give one of train, evaluate" in shown.stderr
+    assert "error: 'trian' is no command: give one of train, finetune" in shown.stderr
 
 
 @pytest.mark.parametrize("shell", command.SHELLS)

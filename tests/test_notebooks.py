@@ -201,8 +201,8 @@ def of_finetuning(folder):
             for i in range(count):
                 pixels = draw.integers(0, 256, (37, 53, 3), np.uint8)
                 Image.fromarray(pixels).save(path / f"{i}0.png")
-    places = {"photos": str(folder / "photos"), "source": small_model(folder)}
-    return places | {"resolution": 32, "steps": 2, "rates": (0.01, 0.03), "seeds": 1}
+    places = {"photos": str(folder / "photos"), "model": small_model(folder)}
+    return places | {"workdir": str(folder / "run"), "minutes": 0}
 
 
 def of_attention(folder):

@@ -1,7 +1,7 @@
 """The Vision Transformer (arXiv:2010.11929) in JAX and Flax: train, fine-tune, check.
 
 `python -m vit_jax` lists the commands. In Python, `list_models`, `create_model`,
-`load_model`, `train`, `train_setup`, `evaluate` and `Callback` are attributes of this
+`load_model`, `train`, `train_setup`, `finetune`, `evaluate` and `Callback` are attributes of this
 package, imported when they are first used.
 """
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         PretrainedModel,
         create_model,
         evaluate,
+        finetune,
         list_models,
         load_model,
         train,
@@ -33,13 +34,14 @@ _MODULES = {
     "train_setup": "vit_jax.api",
 }
 # Modules of commands, which are called as the function of api.py of their name.
-_COMMANDS = ("evaluate", "train")
+_COMMANDS = ("evaluate", "finetune", "train")
 __all__ = [
     "Callback",
     "PretrainedModel",
     "UserError",
     "create_model",
     "evaluate",
+    "finetune",
     "list_models",
     "load_model",
     "train",

@@ -19,7 +19,7 @@ import vit_jax
 # In the order in which one meets them.
 SHELLS = ("bash", "zsh", "tcsh")
 COMMANDS = (
-    *("train", "evaluate", "transfer", "predict", "explore", "visualize"),
+    *("train", "finetune", "evaluate", "transfer", "predict", "explore", "visualize"),
     *("convert", "prepare", "datasets", "show_batch", "dedup"),
     *("summary", "compile", "study", "report"),
 )

@@ -28,6 +28,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes, prediction, suite
 from vit_jax.printing import print_line
+from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import EvaluationConfig, TrainConfig
@@ -469,6 +470,60 @@ def train(
         return loop.train(
             complete, workdir, StartupTimer(say=print_line), callbacks=callbacks
         )
+
+
+def finetune(
+    photos: str | os.PathLike,
+    workdir: str | os.PathLike,
+    *,
+    model: str | os.PathLike = "",
+    minutes: int | float = finetuning.MINUTES,  # noqa: PYI041 (beartype knows)
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[str], None] = print,
+    **overrides,
+) -> finetuning.Result:
+    """Fine-tunes weights on images of your own; resumes where it was interrupted.
+
+    What is not stated is chosen by a rule, for the number and size of the images and the
+    speed of the device; the choices are told, each with the key that changes it.
+
+    Args:
+      photos: folder with folders of classes, or of splits with those; a table of paths
+        and labels (CSV, TSV, JSON Lines, Parquet); or the name of a data set, as
+        "owner/name" on the Hugging Face hub.
+      workdir: folder of the run, which is a model for `load_model`.
+      model: weights, see `load_model`; DeiT-Ti on a CPU and AugReg S/16 elsewhere if
+        empty.
+      minutes: to train and evaluate in, by the measured speed; 0 is no limit.
+      callbacks: told what happens.
+      tell: called with lines about what was found and chosen.
+      **overrides: config keys, as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
+
+    Returns:
+      The score on the test images, or else on those that validate, with its 95 %
+      interval, and the run's report.
+
+    Raises:
+      UserError: the images or the weights cannot be read or do not fit each other.
+
+    Example:
+      >>> import vit_jax
+      >>> result = vit_jax.finetune(
+      ...     "photos", "runs/photos", model="runs/digits", epochs=2
+      ... )  # doctest: +ELLIPSIS
+      runs/digits: ...
+      >>> result.split, result.metric, result.interval[0] < result.score
+      ('val', 'top1', True)
+    """
+    return finetuning.finetune(
+        os.fspath(photos),
+        os.fspath(workdir),
+        model=os.fspath(model),
+        minutes=float(minutes),
+        overrides=overrides,
+        callbacks=callbacks,
+        say=tell,
+    )
 
 
 def evaluate(

@@ -314,6 +314,13 @@ def _group_lengths(path: str, name: str) -> list[int]:
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
+def column_names(path: str) -> list[str]:
+    """Returns the columns of a file."""
+    import pyarrow.parquet as pq
+
+    return pq.read_schema(path).names
+
+
 def _check_column(path: str, name: str, key: str, column: str) -> None:
     import pyarrow.parquet as pq
 

@@ -165,7 +165,9 @@ def _fill(raw: dict) -> None:
         # Labels are not checked here, so that one class is enough.
         opened = DataConfig(**data | {"num_classes": 1})
         source = open_unchecked(opened, opened.split)
-        data["num_classes"] = data["num_classes"] or _classes(source, data["name"])
+        data["num_classes"] = data["num_classes"] or num_classes_of(
+            source, data["name"]
+        )
         raw["total_steps"] = (
             raw["total_steps"] if timed else recipes.steps_for(len(source))
         )
@@ -174,13 +176,22 @@ def _fill(raw: dict) -> None:
         raw.setdefault("checkpoint_every_steps", often)
 
 
-def _classes(source: Source, name: str) -> int:
+def num_classes_of(source: Source, name: str) -> int:
+    """Returns the number of classes of a training split.
+
+    Args:
+      source: opened with any number of classes.
+      name: of the data set, for the message.
+
+    Raises:
+      UserError: nothing tells.
+    """
     if source.class_names:
         return len(source.class_names)
     if source.labels is not None:
         return int(source.labels.max()) + 1
     raise UserError(
-        f"--dataset={name} does not name its classes: set --config.data.num_classes to "
+        f"{name} does not name its classes: set --config.data.num_classes to "
         "their number"
     )
 
@@ -208,7 +219,7 @@ def _raw(pretrained, recipe, size, mode) -> dict:
             "std": preprocess.std,
         },
         "model": {
-            **_inherited(pretrained.options),
+            **inherited(pretrained.options),
             # CPUs are slow at bfloat16.
             "dtype": "float32" if on_cpu else "bfloat16",
         },
@@ -228,7 +239,7 @@ def _raw(pretrained, recipe, size, mode) -> dict:
     }
 
 
-def _inherited(options: Mapping[str, object]) -> dict:
+def inherited(options: Mapping[str, object]) -> dict:
     """Returns the keys of `config.model` for the checkpoint's network."""
     variant = options["variant"]
     known = fields.fields(models.VARIANTS.find(variant, "model"))

@@ -1,0 +1,150 @@
+"""`vit_jax.finetune` on small sets: from a folder or a table to a model."""
+
+import csv
+import json
+
+import image_folder
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import vit_jax
+from vit_jax import cli, finetune, models
+from vit_jax.errors import UserError
+from vit_jax.tools.finetuning import run as finetuning
+from vit_jax.training import loop
+from vit_jax.weights import export
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with photographs, and the weights of a small network."""
+    root = tmp_path_factory.mktemp("finetune")
+    image_folder.write(root / "photos")
+    model = models.create(
+        variant="Ti/8",
+        width=24,
+        depth=1,
+        num_heads=2,
+        mlp_dim=48,
+        num_classes=5,
+        image_size=(32, 32),
+        channels=3,
+    )
+    params = jax.device_get(model.init(jax.random.key(0)))
+    names = tuple("abcde")
+    how = Preprocess(image_size=(32, 32), crop_fraction=0.875)
+    found = Pretrained(params, model.options, "vit_jax", "made", how, names)
+    export.export(found, "safetensors", root / "weights.safetensors")
+    return root
+
+
+def command(place, *words, photos="photos"):
+    words = [str(place / photos), f"--model={place / 'weights.safetensors'}", *words]
+    return finetune.main(cli.parse(finetune.parser(), words))
+
+
+def test_a_folder_becomes_a_model(place, capsys):
+    run = place / "run"
+    assert command(place, f"--workdir={run}", "--minutes=1") == 0
+    out = capsys.readouterr().out
+    assert "measuring the speed with 12 steps of 16 images" in out
+    for line in (
+        r"data.image_size         images of 32 pixels (as the weights (32))",
+        r"batch_size              batches of 16 (by the number of images)",
+        r"checkpoint.best_metric  the best checkpoint by val/top1",
+    ):
+        assert line in out
+    assert "on 4 images of val, which also chose the checkpoint" in out
+    config = json.loads((run / "finetune.json").read_text())
+    assert config["data"]["class_balance"] == ""
+    report = json.loads((run / "report.json").read_text())
+    score = report["final"]["val"]["ema"]["top1"]
+    assert f"accuracy {score:.2%} (95 % interval" in out
+    model = vit_jax.load_model(str(run), tell=lambda line: None)
+    assert model.class_names == ("ant", "bee", "cat")
+    # The same command again only evaluates, and another is refused.
+    assert command(place, f"--workdir={run}", "--minutes=1") == 0
+    again = capsys.readouterr().out
+    assert "going on with what was chosen before" in again
+    assert f"accuracy {score:.2%}" in again
+    with pytest.raises(UserError, match="another command.*--minutes"):
+        command(place, f"--workdir={run}", "--minutes=2")
+
+
+def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
+    photos = place / "uneven"
+    for name, count in (("few", 4), ("many", 20)):
+        (photos / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = np.full((32, 32), 40 if name == "few" else 200, np.uint8)
+            pixels[i % 32] = 0
+            Image.fromarray(pixels).save(photos / name / f"{i}.png")
+    words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=20"]
+    assert command(place, *words, photos="uneven") == 0
+    out = capsys.readouterr().out
+    assert "measuring" not in out
+    assert "5 of 24 images, the same part of each class, set aside" in out
+    assert "classes drawn sqrt (the largest class has 5.3 times the images" in out
+    config = json.loads((tmp_path / "finetune.json").read_text())
+    assert config["data"]["train_transform"] == "inception_crop(area=(0.6, 1.0))"
+    assert config["checkpoint"]["best_metric"] == "val/balanced_accuracy"
+    with (tmp_path / "split.csv").open() as file:
+        labels = [row["label"] for row in csv.DictReader(file) if row["split"] == "val"]
+    assert sorted(labels) == ["few"] + ["many"] * 4
+
+
+def test_a_table_of_several_labels(place, tmp_path):
+    table = place / "photos" / "several.csv"
+    rows = [
+        (path.relative_to(table.parent), labels)
+        for path, labels in zip(
+            sorted((place / "photos").rglob("*.png")),
+            ["red|round", "red", "", "round"] * 6,
+            strict=False,
+        )
+    ]
+    table.write_text("file,tags\n" + "".join(f"{a},{b}\n" for a, b in rows))
+    result = vit_jax.finetune(
+        table,
+        tmp_path / "run",
+        model=place / "weights.safetensors",
+        minutes=0,
+        total_steps=3,
+        tell=lambda line: None,
+    )
+    assert (result.metric, result.interval) == ("map", None)
+    assert 0 < result.score <= 1
+    assert "mean average precision" in finetuning.summary(result)[0]
+    model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
+    assert model.class_names == ("red", "round")
+
+
+def test_what_is_chosen_is_what_is_trained_and_keys_come_first(
+    place, tmp_path, monkeypatch
+):
+    taken = {}
+
+    def train(config, workdir, *_, **__):
+        taken["config"] = config
+        raise UserError("far enough")
+
+    monkeypatch.setattr(loop, "train", train)
+    words = ["--minutes=0", "--config.batch_size=8", "--config.data.image_size=(16,16)"]
+    words += ["--config.optim.learning_rate=0.5", "--config.ema.decay=0"]
+    with pytest.raises(UserError, match="far enough"):
+        command(place, f"--workdir={tmp_path / 'a'}", *words)
+    config = taken["config"]
+    assert (config.batch_size, config.data.image_size) == (8, (16, 16))
+    assert (config.optim.learning_rate, config.ema.decay) == (0.5, 0)
+    assert config.total_steps == round(30 * 19 / 8)
+    with pytest.raises(UserError, match="far enough"):
+        command(place, f"--workdir={tmp_path / 'b'}", "--config.epochs=2")
+    assert (taken["config"].epochs, taken["config"].total_steps) == (2, 0)
+    for key in ("init=a", "data.split=train", "evals.val=x"):
+        with pytest.raises(
+            UserError, match=f"config.{key.split('=')[0]}: it is set by"
+        ):
+            command(place, f"--workdir={tmp_path / 'c'}", f"--config.{key}")

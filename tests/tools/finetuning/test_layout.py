@@ -1,0 +1,148 @@
+"""How images lie: every layout that is found, and the part that is set aside."""
+
+import csv
+import shutil
+
+import image_folder
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vit_jax.data.sources import parquet
+from vit_jax.errors import UserError
+from vit_jax.tools.finetuning import layout
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    image_folder.write(root)
+    return root
+
+
+def find(place, workdir, **stated):
+    return layout.find(str(place), stated, str(workdir))
+
+
+def sizes(found):
+    splits = (found.data["split"], found.validation, found.test)
+    return [len(found.open(split)) for split in splits if split]
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "test", "expected"),
+    [
+        ("train", "val", "", [19, 4]),
+        ("Training", "VALID", "", [19, 4]),
+        ("TRN", "dev", "Testing", [19, 4, 4]),
+        # Without images to validate on, three of four of each class stay to train on.
+        ("train", "", "test", [15, 4, 4]),
+        ("train", "", "", [15, 4]),
+    ],
+)
+def test_folders_of_splits(photos, tmp_path, train, validation, test, expected):
+    root = tmp_path / "photos"
+    for name, of in ((train, "train"), (validation, "val"), (test, "val")):
+        if name:
+            shutil.copytree(photos / of, root / name)
+    found = find(root, tmp_path)
+    assert sizes(found) == expected
+    assert found.open(found.data["split"]).class_names == ("ant", "bee", "cat")
+    assert (tmp_path / "split.csv").exists() == (not validation)
+
+
+def test_folders_of_classes_keep_a_part_of_each_apart(photos, tmp_path):
+    found = find(photos / "train", tmp_path)
+    assert "one folder a class; 4 of 19 images" in found.found
+    with (tmp_path / "split.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    apart = [row["label"] for row in rows if row["split"] == "val"]
+    assert sorted(apart) == ["ant", "ant", "bee", "cat"]
+    assert all(row["image"].startswith(str(photos)) for row in rows)
+    again = tmp_path / "again"
+    find(photos / "train", again)
+    assert (again / "split.csv").read_bytes() == (tmp_path / "split.csv").read_bytes()
+
+
+@pytest.mark.parametrize("columns", [("file_name", "Species"), ("path", "label")])
+@pytest.mark.parametrize("split", [True, False])
+def test_tables(photos, tmp_path, columns, split):
+    place = photos / f"{columns[0]}{split}"
+    place.mkdir()
+    with (place / "photos.tsv").open("w", newline="") as file:
+        table = csv.writer(file, delimiter="\t")
+        table.writerow(columns + ("split",) * split)
+        for path in sorted(photos.glob("*/*/*.png")):
+            _, of, name, _ = path.relative_to(photos.parent).parts
+            row = f"../{path.relative_to(photos)}", name
+            table.writerow(row + (of,) * split)
+    for given in (place, place / "photos.tsv"):  # A folder that holds it alone.
+        found = find(given, tmp_path)
+        assert sizes(found) == [19, 4]
+        assert not found.data.get("multi_label")
+    with pytest.raises(UserError, match="say which holds the labels"):
+        (tmp_path / "t.csv").write_text("image,what\na.png,b\n")
+        find(tmp_path / "t.csv", tmp_path)
+
+
+def test_several_labels_are_seen(photos, tmp_path):
+    table = photos / "several.csv"
+    paths = [path.relative_to(photos) for path in sorted(photos.glob("*/*/*.png"))]
+    labels = ["ant|bee", "cat", ""] * 8
+    lines = [f"{path},{label}" for path, label in zip(paths, labels, strict=False)]
+    table.write_text("\n".join(["image,labels", *lines]) + "\n")
+    found = find(table, tmp_path)
+    assert found.data["multi_label"]
+    train, apart = found.open("train"), found.open("val")
+    assert len(train) + len(apart) == 23
+    assert train.class_names == ("ant", "bee", "cat")
+    several = [tuple(x) for x in train.labels_of_paths + apart.labels_of_paths]
+    assert sorted(several) == sorted([(0, 1)] * 8 + [(2,)] * 8 + [()] * 7)
+    # One of each combination at least.
+    assert {tuple(x) for x in apart.labels_of_paths} == {(0, 1), (2,), ()}
+
+
+def test_a_set_of_the_hub_by_its_name(tmp_path, monkeypatch):
+    rows = [{"img": {"bytes": b"", "path": ""}, "fine_label": i % 3} for i in range(10)]
+    pq.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "train-00000-of-00001.parquet"
+    )
+    monkeypatch.setattr(parquet, "download", lambda name: str(tmp_path))
+    found = find("someone/photos", tmp_path)
+    assert found.data == {
+        "name": "hf://datasets/someone/photos",
+        "image_key": "img",
+        "label_key": "fine_label",
+        "split": "train[:80%]",
+    }
+    assert sizes(found) == [8, 2]
+
+
+def test_a_set_of_the_project_by_its_name(tmp_path):
+    found = find("digits", tmp_path)
+    assert (found.data["split"], found.test) == ("train[:80%]", "test")
+    assert sum(sizes(found)) == 1_797
+
+
+def test_the_part_that_is_set_aside():
+    groups = ["a"] * 100 + ["b"] * 5 + ["c"] * 2 + ["d"]
+    apart = layout.held_out(groups)
+    by_group = {g: apart[np.array(groups) == g].sum() for g in "abcd"}
+    assert by_group == {"a": 20, "b": 1, "c": 1, "d": 0}
+    many = layout.held_out(["a"] * 100_000)
+    assert many.sum() == 10_000
+
+
+def test_what_is_no_set_of_images_is_said(photos, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for place, message in (
+        (tmp_path / "empty", "has no images in folders"),
+        ("./nowhere/at/all", "neither a folder nor a table"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find(place, tmp_path)
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / "empty" / name).write_text("image,label\n")
+    with pytest.raises(UserError, match="several tables"):
+        find(tmp_path / "empty", tmp_path)

@@ -1,0 +1,113 @@
+"""What fine-tuning chooses for a set of images."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.tools.finetuning import rule
+from vit_jax.weights.pretrained import Preprocess
+
+FLOWERS = rule.Images(2_934, 240.0, False, 1.4)
+DIGITS = rule.Images(1_438, 8.0, True, 1.1)
+
+
+def test_images_are_looked_at():
+    rng = np.random.default_rng(0)
+    grey = rng.integers(0, 256, (30, 12, 20, 1), np.uint8)
+    labels = np.array([0] * 24 + [1] * 6)
+    found = rule.look_at(ArraySource("grey", grey, labels), labels.tolist())
+    assert found == rule.Images(30, 12.0, True, 4.0)
+    colours = rng.integers(0, 256, (9, 40, 20, 3), np.uint8)
+    found = rule.look_at(ArraySource("colours", colours, None), None)
+    assert found == rule.Images(9, 20.0, False, 1.0)
+    almost = grey.repeat(3, -1)  # Three channels without colours.
+    assert rule.look_at(ArraySource("almost", almost, None), None).grey
+
+
+@pytest.mark.parametrize(
+    ("side", "weights", "patch", "expected"),
+    [
+        (240, 224, 16, 224),
+        (100, 224, 16, 224),  # Not below a quarter.
+        (32, 224, 16, 128),
+        (8, 224, 16, 96),
+        (8, 64, 16, 64),  # Never above the weights.
+        (32, 224, 14, 126),
+    ],
+)
+def test_small_images_are_enlarged_fourfold(side, weights, patch, expected):
+    images = rule.Images(100, float(side), False, 1.0)
+    assert rule.side_of(images, weights, patch) == expected
+
+
+def test_grey_images_are_not_mirrored():
+    how = Preprocess(image_size=(224, 224), crop_fraction=0.875)
+    found = rule.transforms_of(FLOWERS, how, 224)
+    assert found == {
+        "train_transform": "inception_crop(area=(0.3, 1.0)) | flip",
+        "eval_transform": "resize_small(256) | central_crop",
+    }
+    found = rule.transforms_of(DIGITS, how, 96)
+    assert "flip" not in found["train_transform"]
+    assert found["eval_transform"] == "resize"  # Nothing to crop off.
+
+
+def test_batches_and_lengths_by_the_number_of_images():
+    def images(count):
+        return rule.Images(count, 240.0, False, 1.0)
+
+    sizes = (50, 300, 1_400, 3_000, 50_000)
+    assert [rule.batch_of(images(n), "cpu", 1) for n in sizes] == [16, 16, 32, 64, 64]
+    assert [rule.batch_of(images(n), "gpu", 8) for n in sizes] == [16, 16, 32, 64, 128]
+    assert rule.batch_of(images(300), "tpu", 6) == 18
+    assert [rule.epochs_of(images(n)) for n in sizes] == [
+        *(30, 30),
+        pytest.approx(21.4, abs=0.1),
+        10,
+        3,
+    ]
+
+
+def test_the_time_bounds_length_and_size():
+    def fit(minutes, speed=20.0):
+        return rule.fit(FLOWERS, 736, 224, 16, speed, float(minutes))
+
+    free, long, short, shorter, shortest = map(fit, (0, 60, 10, 4, 0.1))
+    assert (free.side, free.epochs) == (224, pytest.approx(10.2, abs=0.1))
+    assert long == free  # The time suffices.
+    assert short.side == 224 and 3 < short.epochs < 4
+    assert 112 <= shorter.side < short.side
+    assert shorter.epochs >= rule.LEAST_EPOCHS
+    assert shortest.side == 224 and shortest.epochs < 0.1
+    for minutes, length in ((10, short), (4, shorter)):
+        assert length.seconds <= 60 * minutes * 1.01
+    faster = fit(4, speed=200.0)
+    assert faster.side == 224 and faster.epochs > shorter.epochs
+
+
+def test_rates_averages_and_metrics():
+    rates = [rule.optimizer(batch)["learning_rate"] for batch in (16, 64)]
+    assert rates == [0.01, 0.04]
+    assert rule.ema_of(5) == 0.0
+    assert rule.ema_of(1_000) == pytest.approx(0.99)
+    uneven = rule.Images(100, 240.0, False, 9.0)
+    metrics = [
+        rule.metric_of(FLOWERS, {}),
+        rule.metric_of(uneven, {}),
+        rule.metric_of(uneven, {"multi_label": True}),
+    ]
+    assert metrics == ["val/top1", "val/balanced_accuracy", "val/map"]
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    # Known values: Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
+    assert rule.interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert rule.interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+    rng = np.random.default_rng(0)
+    for share, count in itertools.product((0.5, 0.9, 0.97), (100, 700)):
+        right = rng.binomial(count, share, 2_000)
+        bounds = [rule.interval(int(r), count) for r in right]
+        covered = np.mean([low <= share <= high for low, high in bounds])
+        assert 0.925 < covered < 0.985

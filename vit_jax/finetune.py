@@ -1,0 +1,79 @@
+"""Fine-tunes weights on your images: python -m vit_jax.finetune PHOTOS --workdir=DIR
+
+PHOTOS is a folder (PHOTOS/CLASS/*.jpg, or PHOTOS/train/CLASS/*.jpg and PHOTOS/val/...), a
+table of paths and labels (CSV, TSV, JSON Lines, Parquet), or the name of a data set, as
+owner/name on the Hugging Face hub. Without images to validate on a part of each class is
+set aside. Sizes, batch, steps and rate are chosen by a rule; each is printed with the key
+that changes it: --config.optim.learning_rate=0.003. Repeat the command to resume. Exit
+codes: 0 done, 2 bad input, 75 preempted.
+"""
+
+import argparse
+import re
+
+from vit_jax import cli, job
+from vit_jax.printing import masked
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Fine-tunes as the flags say; returns the exit code."""
+    workdir = flags.workdir or default_workdir(flags)
+    return job.run(lambda: run(flags, workdir), workdir, debug=flags.debug)
+
+
+def run(flags: argparse.Namespace, workdir: str) -> None:
+    """Fine-tunes in a workdir, and prints the score and what comes next."""
+    from vit_jax.tools.finetuning import run as finetuning
+
+    result = finetuning.finetune(
+        flags.photos,
+        workdir,
+        model=flags.model,
+        minutes=finetuning.MINUTES if flags.minutes is None else flags.minutes,
+        overrides=flags.overrides,
+        say=cli.say,
+    )
+    for line in finetuning.summary(result):
+        cli.say(line)
+
+
+def default_workdir(flags: argparse.Namespace) -> str:
+    """Returns a folder under runs/, the same whenever the command is."""
+    words = filter(None, (masked(flags.model), flags.photos))
+    parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in words)
+    return f"runs/finetune/{'_'.join(parts)}"
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__, config="TrainConfig")
+    add = parser.add_argument
+    add("photos", metavar="PHOTOS", help="folder, table or name of a data set")
+    add(
+        "--model",
+        default="",
+        help="weights; default: deit:Ti/16 on a CPU, augreg:S/16 elsewhere",
+    )
+    add(
+        "--minutes",
+        type=_minutes,
+        help="time to train in, by the measured speed; 0 is no limit; default: 15",
+    )
+    add("--workdir", default="", help="default: one under runs/finetune/")
+    return parser
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = -1.0
+    if not 0 <= minutes < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return minutes
+
+
+if __name__ == "__main__":
+    cli.run(main, parser(), trains=True)
+else:
+    cli.make_callable(__name__)

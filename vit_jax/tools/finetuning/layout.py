@@ -1,0 +1,305 @@
+"""Finds how a user's images lie, and which to train, validate and test on.
+
+A place is a folder with one folder a split, a folder with one folder a class, a table of
+paths and labels (or a folder with one), or the name of a data set. Where no images are
+set aside to validate on, a part of each class is, by a list in the workdir.
+"""
+
+import csv
+import dataclasses
+import io
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from etils import epath
+
+from vit_jax.config import fields
+from vit_jax.data import catalogue
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources import folder, parquet, table
+from vit_jax.data.sources.base import SOURCES, Source, read_labels
+from vit_jax.data.sources.open import open_unchecked
+from vit_jax.errors import UserError
+from vit_jax.files import replace_text
+
+# What splits are called, whatever their case; the first that is there counts.
+TRAIN = ("train", "training", "trn")
+VALIDATION = ("val", "valid", "validation", "dev")
+TEST = ("test", "testing", "eval")
+# What columns of tables are called.
+IMAGES = ("image", "path", "image_path", "file", "filename", "file_name", "filepath")
+IMAGES += ("img", "img_path", "image_name", "image_id", "id")
+LABELS = ("label", "labels", "class", "classes", "class_name", "category", "target")
+LABELS += ("species", "tag", "tags", "fine_label", "coarse_label", "y")
+SPLIT_FILE = "split.csv"  # In the workdir.
+HELD_OUT, MOST_HELD_OUT = 0.2, 10_000  # Of the training images.
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What there is to train, validate and test on.
+
+    Attributes:
+      data: keys of `config.data`, with `split` the training split.
+      validation: split that chooses the checkpoint.
+      test: split that nothing is chosen by; "" if there is none.
+      found: what was found, in words.
+    """
+
+    data: dict
+    validation: str
+    test: str
+    found: str
+
+    def config(self, num_classes: int = 1) -> DataConfig:
+        """Returns `config.data` with a number of classes; enough to open splits."""
+        return DataConfig(**self.data | {"num_classes": num_classes})
+
+    def open(self, split: str) -> Source:
+        """Opens a split, whatever its classes."""
+        return open_unchecked(self.config(), split)
+
+
+def find(place: str, stated: Mapping[str, object], workdir: str) -> Layout:
+    """Finds how the images of a place lie.
+
+    Args:
+      place: folder, table or name of a data set.
+      stated: keys of `config.data` that the user set, as "image_key"; they come first.
+      workdir: gets the list of the split, if one has to be made.
+
+    Raises:
+      UserError: nothing is found, or columns are not told apart.
+    """
+    path = pathlib.Path(place).expanduser()
+    if path.is_file():
+        return _of_table(path, stated, workdir)
+    if path.is_dir():
+        return _of_folder(path, stated, workdir)
+    return _of_name(place, stated)
+
+
+def _of_folder(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
+    names = folder.split_folders(path)
+    train = first_of(TRAIN, names)
+    classes = [name for name in folder.visible_folders(path) if name not in names]
+    classes = [name for name in classes if _has_images(path / name)]
+    tables = {each.stem: each for each in sorted(path.iterdir()) if _is_table(each)}
+    if not train and len(classes) < 2 and tables:
+        if first_of(TRAIN, tables):
+            return _of_table(path, stated, workdir)
+        if len(tables) > 1:
+            known = ", ".join(each.name for each in tables.values())
+            raise UserError(f"{path} has several tables ({known}): give one of them")
+        return _of_table(*tables.values(), stated, workdir)
+    data = {"name": "folder", "data_dir": str(path), **stated}
+    if train:
+        others = [name for name in names if name != train]
+        validation, test = first_of(VALIDATION, others), first_of(TEST, others)
+        spoken = ", ".join(filter(None, (train, validation, test)))
+        return _with_validation(
+            data | {"split": train},
+            validation,
+            test,
+            f"folders of splits ({spoken}) with folders of classes",
+            workdir,
+        )
+    if not classes and not names:
+        raise UserError(
+            f"{path} has no images in folders: give PHOTOS/CLASS/*.jpg, or "
+            "PHOTOS/train/CLASS/*.jpg and PHOTOS/val/CLASS/*.jpg, or a table of paths "
+            "and labels"
+        )
+    return _with_validation(
+        data | {"split": folder.WHOLE}, "", "", "one folder a class", workdir
+    )
+
+
+def _of_table(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
+    tables = table.read_splits(str(path))
+    first = tables[first_of(TRAIN, tables) or next(iter(tables))]
+    data = {"name": "table", "data_dir": str(path)}
+    data |= columns(first.columns, str(first.path), stated)
+    values = [row[data["label_key"]] for row in first.rows]
+    if "multi_label" not in stated:
+        data["multi_label"] = any(map(_is_several, values))
+    data |= stated
+    names = list(tables)
+    if names == [table.WHOLE] and table.SPLIT in first.columns:
+        names = list(dict.fromkeys(str(row[table.SPLIT]) for row in first.rows))
+    train = first_of(TRAIN, names) or table.WHOLE
+    if train not in names:
+        raise UserError(
+            f"{path} has the splits {', '.join(names)}, and none to train on: call one "
+            f"{TRAIN[0]}"
+        )
+    several = " (several a row)" if data["multi_label"] else ""
+    return _with_validation(
+        data | {"split": train},
+        first_of(VALIDATION, names),
+        first_of(TEST, names),
+        f"a table with paths in {data['image_key']!r} and labels in "
+        f"{data['label_key']!r}{several}",
+        workdir,
+    )
+
+
+def _of_name(place: str, stated: Mapping) -> Layout:
+    name, data = place, dict(stated)
+    owned = place.count("/") == 1 and not place.startswith((".", "/", "~"))
+    if owned and place.split("/")[0] not in SOURCES and ":" not in place:
+        name = f"hf://datasets/{place}"
+    if not parquet.is_hub(name) and ("/" in name or name.startswith((".", "~"))):
+        raise UserError(
+            f"{place} is neither a folder nor a table that is there: give a folder of "
+            "images, a CSV, TSV, JSON Lines or Parquet file, or the name of a data set"
+        )
+    if parquet.is_hub(name):
+        files = parquet.files_of_splits(parquet.download(name), name)
+        names = list(files)
+        first = files[first_of(TRAIN, names) or names[0]][0]
+        data = columns(parquet.column_names(first), name, stated) | data
+    else:
+        entry = catalogue.ENTRIES.get(name)
+        opened = open_unchecked(DataConfig(name=name, num_classes=1, **data), "train")
+        numbering = getattr(opened, "numbering", None)
+        names = list(numbering.sizes) if numbering else ["train"]
+        if entry and "test" in entry.splits:
+            names = [n for n in names if n in ("train", entry.splits["test"])]
+    train = first_of(TRAIN, names)
+    if not train:
+        raise UserError(
+            f"{place} has the splits {', '.join(names)}, and none to train on"
+        )
+    validation, test = first_of(VALIDATION, names), first_of(TEST, names)
+    found = f"a data set with the splits {', '.join(names)}"
+    if not validation:
+        kept = round(100 * (1 - HELD_OUT))
+        validation, train = f"{train}[{kept}%:]", f"{train}[:{kept}%]"
+        found += f", of whose training images the last {100 - kept} % validate"
+    return Layout({"name": name, **data, "split": train}, validation, test, found)
+
+
+def _with_validation(
+    data: dict, validation: str, test: str, found: str, workdir: str
+) -> Layout:
+    """Sets a part of the training images aside, unless there are others to validate on."""
+    layout = Layout(data, validation, test, found)
+    if validation:
+        return layout
+    place = epath.Path(workdir) / SPLIT_FILE
+    source = layout.open(data["split"])
+    groups = _groups(source)
+    apart = held_out(groups)
+    rows = [
+        (*_row(source, i), VALIDATION[0] if apart[i] else TRAIN[0])
+        for i in range(len(source))
+    ]
+    if test:
+        tests = layout.open(test)
+        rows += [(*_row(tests, i), TEST[0]) for i in range(len(tests))]
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(("image", "label", table.SPLIT))
+    lines.writerows(rows)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(place, text.getvalue())
+    several = {"multi_label": True} if data.get("multi_label") else {}
+    kept = set(fields.fields(DataConfig)) & data.keys()
+    kept -= {"name", "data_dir", "split", "image_key", "label_key", "multi_label"}
+    data = {key: data[key] for key in kept} | several
+    data |= {"name": "table", "data_dir": str(place), "split": TRAIN[0]}
+    return Layout(
+        data,
+        VALIDATION[0],
+        TEST[0] if test else "",
+        f"{found}; {apart.sum():,} of {len(source):,} images, the same part of each "
+        f"class, set aside to validate on: {place}",
+    )
+
+
+def held_out(groups: Sequence[str]) -> np.ndarray:
+    """Returns which images to set aside: a part of each group, drawn by a fixed seed.
+
+    Of two images or more of a group at least one is set aside and one stays.
+
+    Args:
+      groups: what each image is stratified by.
+    """
+    share = min(HELD_OUT, MOST_HELD_OUT / len(groups))
+    members: dict[str, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    rng = np.random.default_rng(_SEED)
+    apart = np.zeros(len(groups), bool)
+    for group in sorted(members):
+        there = np.array(members[group])
+        count = max(round(share * len(there)), int(len(there) > 1))
+        apart[rng.permutation(there)[:count]] = True
+    return apart
+
+
+def columns(known: Sequence[str], place: str, stated: Mapping) -> dict[str, str]:
+    """Returns `image_key` and `label_key` by the usual names of columns.
+
+    Args:
+      known: columns that there are.
+      place: for the message.
+      stated: keys that the user set.
+
+    Raises:
+      UserError: one has no usual name.
+    """
+    found = {}
+    for key, usual in (("image_key", IMAGES), ("label_key", LABELS)):
+        found[key] = stated.get(key) or first_of(usual, known)
+        if not found[key]:
+            raise UserError(
+                f"{place} has the columns {', '.join(known)}: say which holds the "
+                f"{'images' if key == 'image_key' else 'labels'} by --config.data.{key}"
+            )
+    return found
+
+
+def first_of(usual: Sequence[str], names: Sequence[str] | Mapping) -> str:
+    """Returns the first usual name that is there, as it is spelt there; or ""."""
+    there = {name.lower(): name for name in names}
+    return next((there[name] for name in usual if name in there), "")
+
+
+def _groups(source: Source) -> list[str]:
+    labels = getattr(source, "labels_of_paths", None)
+    labels = read_labels(source).tolist() if labels is None else labels
+    return [str(label) for label in labels]
+
+
+def _row(source: folder.FolderSource, i: int) -> tuple[str, str]:
+    label = source.labels_of_paths[i]
+    numbers = label if isinstance(label, list) else [label]
+    names = "|".join(source.class_names[number] for number in numbers)
+    return os.path.abspath(source.describe(i)), names
+
+
+def _is_table(path: pathlib.Path) -> bool:
+    return path.is_file() and path.suffix.lower() in table.EXTENSIONS
+
+
+def _has_images(path: pathlib.Path) -> bool:
+    return any(
+        name.lower().endswith(folder.EXTENSIONS)
+        for _, _, names in os.walk(path)
+        for name in names
+    )
+
+
+def _is_several(value: object) -> bool:
+    """Returns whether a cell holds a list of labels, or texts with "|" or ";" between.
+
+    A comma alone may belong to the name of a class.
+    """
+    return isinstance(value, list) or (
+        isinstance(value, str) and bool({*"|;"} & {*value})
+    )

@@ -1,0 +1,340 @@
+"""A fine-tuning run on images of one's own, from the folder to the accuracy."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+from etils import epath
+
+from vit_jax import models, weights
+from vit_jax.config import fields, loading
+from vit_jax.data.sources.base import read_labels
+from vit_jax.errors import UserError
+from vit_jax.evaluators import forward_passes
+from vit_jax.files import replace_text
+from vit_jax.printing import masked
+from vit_jax.tools.finetuning import layout, rule
+from vit_jax.tools.finetuning.rule import Choice
+from vit_jax.tools.sweeps import fine_tuning, runs
+from vit_jax.training import loop, run_report
+from vit_jax.training.callbacks import Callback
+from vit_jax.training.config import TrainConfig, complete
+from vit_jax.training.timers import StartupTimer
+from vit_jax.weights.pretrained import Pretrained
+
+FILE = "finetune.json"
+SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
+MINUTES = 15.0
+# Overrides that say how the images lie.
+_OF_LAYOUT = ("image_key", "label_key", "multi_label", "data_dir")
+_FLAGS = {
+    "init": "--model",
+    "init.checkpoint": "--model",
+    "data.name": "the folder or name",
+    "data.split": "the folder or name",
+}
+_MEASURED_STEPS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of it.
+
+    Attributes:
+      report: content of the run's `report.json`.
+      split: whose images were scored.
+      metric: "top1", or "map" where images have several labels.
+      score: of the averaged parameters of the best checkpoint.
+      interval: 95 % interval of top1; None of map.
+      workdir: of the run, which is a model for all commands.
+    """
+
+    report: dict
+    split: str
+    metric: str
+    score: float
+    interval: tuple[float, float] | None
+    workdir: str
+
+
+def finetune(
+    place: str,
+    workdir: str,
+    *,
+    model: str = "",
+    minutes: float = MINUTES,
+    overrides: Mapping[str, object] | None = None,
+    callbacks: Iterable[Callback] = (),
+    say: Callable[[str], None] = print,
+) -> Result:
+    """Fine-tunes weights on images; resumes where the same call was interrupted.
+
+    Args:
+      place: folder, table, or name of a data set, see layout.py.
+      workdir: folder of the run.
+      model: weights; DeiT-Ti on a CPU and AugReg S/16 elsewhere if empty.
+      minutes: to train and evaluate in; 0 is no limit.
+      overrides: dotted config key to value, in place of what is chosen.
+      callbacks: told what happens.
+      say: called with lines about what is found and chosen.
+
+    Raises:
+      UserError: the images or weights cannot be read or do not fit, or the workdir holds
+        something else.
+    """
+    overrides = dict(overrides or {})
+    model = model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
+    for key in overrides:
+        if key in _FLAGS or key.startswith("evals"):
+            what = _FLAGS.get(key, "the folder or name")
+            raise UserError(f"--config.{key}: it is set by {what} here")
+    at = os.path.abspath(os.path.expanduser(place))
+    runs.check_command(
+        workdir,
+        {
+            "images": at if os.path.exists(at) else place,
+            "--model": masked(model),
+            "--minutes": minutes,
+            "config": {key: str(value) for key, value in overrides.items()},
+        },
+    )
+    path = epath.Path(workdir) / FILE
+    if path.exists():
+        raw = json.loads(path.read_text())
+        say(f"going on with what was chosen before: {path}")
+    else:
+        raw, choices = choose(place, workdir, model, minutes, overrides, say)
+        for line in _table(choices):
+            say(line)
+        replace_text(path, json.dumps(raw, indent=2) + "\n")
+    config = complete(raw)
+    report = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
+    return _result(report, config, workdir)
+
+
+def choose(
+    place: str,
+    workdir: str,
+    model: str,
+    minutes: float,
+    overrides: Mapping[str, object],
+    say: Callable[[str], None],
+) -> tuple[dict, list[Choice]]:
+    """Returns the whole config as a dict, and what was chosen for it; see `rule`."""
+    keys = [f"data.{name}" for name in _OF_LAYOUT]
+    stated = {k.partition(".")[2]: overrides[k] for k in keys if k in overrides}
+    others = {key: value for key, value in overrides.items() if key not in keys}
+    lies = layout.find(place, stated, workdir)
+    pretrained = weights.open_pretrained(model, with_task=False)
+    for note in pretrained.notes:
+        say(f"{masked(model)}: {note}")
+    source = lies.open(lies.data["split"])
+    several = bool(lies.data.get("multi_label"))
+    images = rule.look_at(source, None if several else read_labels(source).tolist())
+    validated = len(lies.open(lies.validation))
+    classes = fine_tuning.num_classes_of(source, place)
+    patch = models.create(**pretrained.options).patch_size
+    of_weights = max(forward_passes.preprocessing_of(pretrained).image_size)
+    side = rule.side_of(images, of_weights, patch)
+
+    def config_of(side: int, steps: int, evaluations: int) -> dict:
+        raw = _raw(pretrained, model, lies, images, classes, side, steps, evaluations)
+        loading.override(TrainConfig, raw, others)
+        if "epochs" in others:
+            raw["total_steps"] = 0
+        return raw
+
+    length = rule.Length(side, rule.epochs_of(images), math.nan)
+    speed = 0.0
+    if minutes and not {"total_steps", "epochs"} & others.keys():
+        raw = config_of(side, _MEASURED_STEPS, 1)
+        speed = measure(raw, say)
+        side = raw["data"]["image_size"][0]
+        step = side if "data.image_size" in others else patch
+        length = rule.fit(images, validated, side, step, speed, minutes)
+    batch = config_of(side, 1, 1)["batch_size"]
+    steps = max(1, round(length.epochs * images.count / batch))
+    evaluations = max(1, min(rule.EVALUATIONS, round(length.epochs)))
+    raw = config_of(length.side, steps, evaluations)
+    choices = _choices(lies, images, raw, length, speed, minutes, validated, of_weights)
+    return fields.to_json(complete(raw)), choices
+
+
+def measure(raw: dict, say: Callable[[str], None]) -> float:
+    """Returns the speed in images a second, of a few steps that leave nothing behind."""
+    say(
+        f"measuring the speed with {_MEASURED_STEPS} steps of {raw['batch_size']} images"
+    )
+    raw = raw | {"evals": {}, "checkpoint": {}, "early_stopping_evals": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with quiet, contextlib.redirect_stderr(io.StringIO()):
+            report = loop.train(complete(raw), folder)
+    return report["images_per_second"]
+
+
+def _raw(
+    pretrained: Pretrained,
+    model: str,
+    lies: layout.Layout,
+    images: rule.Images,
+    classes: int,
+    side: int,
+    steps: int,
+    evaluations: int,
+) -> dict:
+    preprocess = forward_passes.preprocessing_of(pretrained)
+    on_cpu = jax.default_backend() == "cpu"
+    several = bool(lies.data.get("multi_label"))
+    kind = "multi_label" if several else "classification"
+    batch = rule.batch_of(images, jax.default_backend(), jax.device_count())
+    evals = {"val": {"kind": kind, "split": lies.validation}}
+    if lies.test:  # Scored at the end alone.
+        evals["test"] = {"kind": kind, "split": lies.test, "every": 2**31}
+    data = {
+        **lies.data,
+        "num_classes": classes,
+        "image_size": (side, side),
+        "channels": pretrained.options["channels"],
+        "mean": preprocess.mean,
+        "std": preprocess.std,
+        **rule.transforms_of(images, preprocess, side),
+    }
+    if images.uneven >= rule.UNEVEN and not several:
+        data["class_balance"] = "sqrt"
+    interval = max(1, steps // evaluations)
+    return {
+        "name": "finetune",
+        "total_steps": steps,
+        "batch_size": batch,
+        "init": model,
+        "data": data,
+        "model": {
+            **fine_tuning.inherited(pretrained.options),
+            "dtype": "float32" if on_cpu else "bfloat16",  # CPUs are slow at that.
+        },
+        "task": {"loss": "sigmoid" if several else "softmax"},
+        "optim": rule.optimizer(batch),
+        "ema": {"decay": rule.ema_of(steps)},
+        "log_every_steps": max(1, min(50, steps // 20)),
+        "eval_every_steps": interval,
+        "checkpoint_every_steps": interval,
+        "checkpoint": {"max_to_keep": 1, "best_metric": rule.metric_of(images, data)},
+        "early_stopping_evals": rule.PATIENCE,
+        "evals": evals,
+    }
+
+
+def _choices(
+    lies, images, raw, length, speed, minutes, validated, of_weights
+) -> list[Choice]:
+    data, optim = raw["data"], raw["optim"]
+    side = data["image_size"][0]
+    why = f"as the weights ({of_weights})"
+    if side != of_weights:
+        why = (
+            f"the images have about {images.side:.0f} pixels; the weights {of_weights}"
+        )
+    if length.side < side or (speed and length.side != side):
+        why = f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
+    steps = raw["total_steps"]
+    epochs = steps * raw["batch_size"] / images.count
+    long = f"{epochs:.1f} epochs; no limit of time"
+    if speed:
+        long = (
+            f"{epochs:.1f} epochs, about {length.seconds / 60:.0f} minutes at the measured "
+            f"{speed:.0f} images/s (--minutes={minutes:g})"
+        )
+    uneven = (
+        f"the largest class has {images.uneven:.1f} times the images of the smallest"
+    )
+    return [
+        Choice(lies.found, "", "the folder or name"),
+        Choice(
+            f"{images.count:,} images of {data['num_classes']} classes",
+            f"{validated:,} to validate on"
+            + (f", and the split {lies.test!r} to test on" if lies.test else ""),
+            "data.split, evals",
+        ),
+        Choice(f"images of {side} pixels", why, "data.image_size"),
+        Choice(
+            data["train_transform"],
+            "grey images" if images.grey else "photographs",
+            "data.train_transform",
+        ),
+        Choice(
+            f"batches of {raw['batch_size']}", "by the number of images", "batch_size"
+        ),
+        Choice(f"{steps} steps", long, "total_steps or epochs"),
+        Choice(
+            f"{optim['name']}, rate {optim.get('learning_rate', 0):g}",
+            "in proportion to the batch",
+            "optim.learning_rate",
+        ),
+        Choice(
+            f"average of decay {raw['ema']['decay']:.4f}",
+            "over the last tenth of the steps",
+            "ema.decay",
+        ),
+        Choice(
+            f"classes drawn {data.get('class_balance') or 'as they are'}",
+            uneven,
+            "data.class_balance",
+        ),
+        Choice(
+            f"the best checkpoint by {raw['checkpoint']['best_metric']}",
+            f"looked at every {raw['eval_every_steps']} steps",
+            "checkpoint.best_metric",
+        ),
+        Choice(
+            f"ends after {raw['early_stopping_evals']} looks that are no better",
+            "",
+            "early_stopping_evals",
+        ),
+    ]
+
+
+def _table(choices: list[Choice]) -> list[str]:
+    width = max(len(choice.key) for choice in choices)
+    return [
+        f"{choice.key:<{width}}  {choice.what}"
+        + (f" ({choice.why})" * bool(choice.why))
+        for choice in choices
+    ]
+
+
+def _result(report: dict, config: TrainConfig, workdir: str) -> Result:
+    final = report["final"]
+    split = "test" if "test" in final else "val"
+    _, scores = run_report.quoted_scores(final[split])
+    metric = "map" if config.data.multi_label else "top1"
+    found = None
+    if metric == "top1":
+        count = scores["examples"]
+        found = rule.interval(round(scores["top1"] * count), count)
+    return Result(report, split, metric, scores[metric], found, workdir)
+
+
+def summary(result: Result) -> list[str]:
+    """Returns lines on the score, and the commands that come next."""
+    _, scores = run_report.quoted_scores(result.report["final"][result.split])
+    chosen = ", which also chose the checkpoint" if result.split == "val" else ""
+    what = "accuracy" if result.metric == "top1" else "mean average precision"
+    line = f"{what} {result.score:.2%}"
+    if result.interval:
+        low, high = result.interval
+        line += f" (95 % interval {low:.2%} to {high:.2%})"
+    on = f"on {scores['examples']:,} images of {result.split}{chosen}"
+    model = f"--model={result.workdir}"
+    return [
+        f"{line} {on}",
+        f"classify:  python -m vit_jax.predict {model} IMAGES",
+        f"look:      python -m vit_jax.explore {model} IMAGES",
+        f"export:    python -m vit_jax.convert {model} --to=timm --out=FOLDER",
+    ]
