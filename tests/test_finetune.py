@@ -1,7 +1,10 @@
 """`vit_jax.finetune` on small sets: from a folder or a table to a model."""
 
+import base64
 import csv
+import io
 import json
+import re
 
 import image_folder
 import jax
@@ -65,6 +68,17 @@ def test_a_folder_becomes_a_model(place, capsys):
     assert f"accuracy {score:.2%} (95 % interval" in out
     model = vit_jax.load_model(str(run), tell=lambda line: None)
     assert model.class_names == ("ant", "bee", "cat")
+    page = (run / "report.html").read_text()
+    assert f"mistakes:  {run / 'report.html'}" in out
+    for section in ("Classes", "The highest losses", "Calibration", "look mislabelled"):
+        assert f"{section}" in page
+    assert re.search(r"[0-4] of the validation images show the same picture", page)
+    thumbnails = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', page)
+    assert len(thumbnails) >= 4  # All four validation images have a loss.
+    for data in thumbnails:
+        picture = Image.open(io.BytesIO(base64.b64decode(data)))
+        assert picture.size == (106, 74)  # Twice those of the file.
+    assert "<td>ant</td><td>2</td>" in page
     # The same command again only evaluates, and another is refused.
     assert command(place, f"--workdir={run}", "--minutes=1") == 0
     again = capsys.readouterr().out
@@ -118,6 +132,8 @@ def test_a_table_of_several_labels(place, tmp_path):
     assert (result.metric, result.interval) == ("map", None)
     assert 0 < result.score <= 1
     assert "mean average precision" in finetuning.summary(result)[0]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<td>round</td>" in page and "taken for each other" not in page
     model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
     assert model.class_names == ("red", "round")
 

@@ -20,7 +20,7 @@ import vit_jax
 SHELLS = ("bash", "zsh", "tcsh")
 COMMANDS = (
     *("train", "finetune", "evaluate", "transfer", "predict", "explore", "visualize"),
-    *("convert", "prepare", "datasets", "show_batch", "dedup"),
+    *("convert", "average", "prepare", "datasets", "show_batch", "dedup"),
     *("summary", "compile", "study", "report"),
 )
 

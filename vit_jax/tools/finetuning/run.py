@@ -19,7 +19,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.files import replace_text
 from vit_jax.printing import masked
-from vit_jax.tools.finetuning import layout, rule
+from vit_jax.tools.finetuning import layout, report, rule
 from vit_jax.tools.finetuning.rule import Choice
 from vit_jax.tools.sweeps import fine_tuning, runs
 from vit_jax.training import loop, run_report
@@ -53,6 +53,7 @@ class Result:
       score: of the averaged parameters of the best checkpoint.
       interval: 95 % interval of top1; None of map.
       workdir: of the run, which is a model for all commands.
+      page: path of the page on what it gets wrong; "" with several processes.
     """
 
     report: dict
@@ -61,6 +62,7 @@ class Result:
     score: float
     interval: tuple[float, float] | None
     workdir: str
+    page: str = ""
 
 
 def finetune(
@@ -114,8 +116,13 @@ def finetune(
             say(line)
         replace_text(path, json.dumps(raw, indent=2) + "\n")
     config = complete(raw)
-    report = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
-    return _result(report, config, workdir)
+    done = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
+    result = _result(done, config, workdir)
+    if jax.process_count() > 1:  # Each has a part of the parameters alone.
+        return result
+    say("looking at mistakes")
+    page = report.write(config, workdir, result.split, summary(result)[0])
+    return dataclasses.replace(result, page=page)
 
 
 def choose(
@@ -332,8 +339,10 @@ def summary(result: Result) -> list[str]:
         line += f" (95 % interval {low:.2%} to {high:.2%})"
     on = f"on {scores['examples']:,} images of {result.split}{chosen}"
     model = f"--model={result.workdir}"
+    page = [f"mistakes:  {result.page}"] if result.page else []
     return [
         f"{line} {on}",
+        *page,
         f"classify:  python -m vit_jax.predict {model} IMAGES",
         f"look:      python -m vit_jax.explore {model} IMAGES",
         f"export:    python -m vit_jax.convert {model} --to=timm --out=FOLDER",

@@ -1,0 +1,97 @@
+"""Classes, confusions, single mistakes and doubtful labels, against scikit-learn."""
+
+import numpy as np
+import pytest
+from sklearn import metrics
+from sklearn.datasets import load_digits
+
+from vit_jax.tools.finetuning import mistakes
+from vit_jax.tools.finetuning.mistakes import Answers
+
+
+def made(one_each, count=300, classes=4, seed=0):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(count, classes)).astype(np.float32)
+    if one_each:
+        labels = np.eye(classes, dtype=np.int64)[rng.integers(0, classes - 1, count)]
+    else:
+        labels = (rng.random((count, classes)) < 0.4).astype(np.int64)
+    names = tuple("abcdefgh"[:classes])
+    return Answers(logits + 1.5 * labels.astype(np.float32), labels, names, one_each)
+
+
+@pytest.mark.parametrize("one_each", [True, False])
+def test_scores_of_classes_are_those_of_scikit_learn(one_each):
+    answers = made(one_each)
+    precision, recall, f1, images = metrics.precision_recall_fscore_support(
+        answers.labels, answers.found.astype(int), zero_division=np.nan
+    )
+    found = answers.by_class()
+    assert [one.images for one in found] == images.tolist()
+    np.testing.assert_allclose([one.precision for one in found], precision)
+    np.testing.assert_allclose([one.recall for one in found], recall)
+    np.testing.assert_allclose([one.f1 for one in found], np.nan_to_num(f1))
+    expected = metrics.average_precision_score(
+        answers.labels[:, 0], answers.probabilities[:, 0]
+    )
+    assert found[0].average_precision == pytest.approx(expected)
+    assert np.isnan(found[3].average_precision) == one_each  # It does not occur.
+
+
+def test_losses_and_the_order_of_mistakes():
+    answers = made(True)
+    truth, best = answers.labels.argmax(1), answers.logits.argmax(1)
+    total = metrics.log_loss(truth, answers.probabilities, labels=range(4))
+    assert answers.losses.mean() == pytest.approx(total)
+    wrong = answers.mistakes()
+    assert sorted(wrong) == np.flatnonzero(truth != best).tolist()
+    sure = answers.probabilities.max(1)[wrong]
+    assert (np.diff(sure) <= 0).all()
+    worst = answers.highest_losses(5)
+    assert worst == np.argsort(-answers.losses)[:5].tolist()
+    table = metrics.confusion_matrix(truth, best)
+    np.fill_diagonal(table, 0)
+    pairs = answers.confusions(100)
+    assert len(pairs) == (table > 0).sum()
+    assert [len(pair.images) for pair in pairs] == sorted(table[table > 0])[::-1]
+    for pair in pairs:
+        assert {truth[i] for i in pair.images} == {pair.true}
+        assert len(pair.images) == table[pair.true, pair.found]
+
+
+def test_mistakes_of_several_labels():
+    logits = np.array([[5, -5], [5, 1], [-2, -9], [9, -9]], np.float32)
+    labels = np.array([[1, 0], [1, 0], [1, 0], [0, 0]])
+    answers = Answers(logits, labels, ("a", "b"), False)
+    assert answers.mistakes() == [3, 2, 1]  # The label furthest from the truth counts.
+    assert answers.confusions(5) == []
+    expected = np.logaddexp(0, np.where(labels > 0, -logits, logits)).sum(1)
+    np.testing.assert_allclose(answers.losses, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("one_each", [True, False])
+def test_bins_hold_all_and_give_the_error(one_each):
+    answers = made(one_each)
+    rows, error = answers.calibration()
+    total = sum(number for _, _, number in rows)
+    assert total == (300 if one_each else 1_200)
+    parts = [number / total * abs(mean - right) for mean, right, number in rows]
+    assert error == pytest.approx(sum(parts), abs=1e-6)
+
+
+def test_labels_that_were_changed_are_found_again():
+    digits = load_digits()
+    features, labels = digits.data.astype(np.float32), digits.target.copy()
+    before = mistakes.doubtful_labels(features, labels, 100)
+    rng = np.random.default_rng(0)
+    changed = rng.choice(len(labels), 20, replace=False)
+    truth = labels[changed].copy()
+    labels[changed] = (truth + rng.integers(1, 10, 20)) % 10
+    found = mistakes.doubtful_labels(features, labels, 100)
+    numbers = {doubt.image for doubt in found}
+    assert len(numbers & {*changed.tolist()}) >= 18
+    assert len(numbers - {*changed.tolist()}) <= len(before) + 1
+    says = {doubt.image: doubt.other for doubt in found}
+    right = [says[i] == t for i, t in zip(changed, truth, strict=True) if i in says]
+    assert np.mean(right) > 0.9
+    assert mistakes.doubtful_labels(features[:1], labels[:1], 5) == []

@@ -1,0 +1,394 @@
+"""The page on what a fine-tuned network gets wrong, with the photographs behind it.
+
+One HTML file that needs nothing beside it. Its thumbnails are made from the images, so
+that it is as private as they are.
+"""
+
+import base64
+import dataclasses
+import html
+import importlib.util
+import io
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+from etils import epath
+from jaxtyping import Integer
+from PIL import Image
+
+from vit_jax import weights
+from vit_jax.data import pipeline
+from vit_jax.data.config import DataConfig
+from vit_jax.data.decode import DamagedImage, decode
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.open import open_source
+from vit_jax.data.spec import Spec
+from vit_jax.data.transforms import device as transforms
+from vit_jax.evaluators.splits import Subset
+from vit_jax.files import replace_text
+from vit_jax.models import Model
+from vit_jax.tools.finetuning import mistakes
+from vit_jax.tools.finetuning.mistakes import Answers
+from vit_jax.tools.near_duplicates import scan
+from vit_jax.training.config import TrainConfig
+from vit_jax.weights import surgery
+from vit_jax.weights.pretrained import Preprocess
+
+FILE = "report.html"
+_SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6
+_SIDE = 112  # Pixels of a thumbnail.
+_COMPARED = 20_000  # Training images whose labels are compared with their neighbours'.
+
+
+def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
+    """Writes the page of a run; returns its path.
+
+    Args:
+      config: of the run.
+      workdir: of the run, whose best checkpoint is asked.
+      split: name of the evaluation whose images are looked at: "val" or "test".
+      headline: what its score is, in words.
+    """
+    pretrained = weights.open_pretrained(workdir)
+    # The pixels are those of the run's own evaluation.
+    how = Preprocess(
+        image_size=config.data.image_size, mean=config.data.mean, std=config.data.std
+    )
+    model, params = surgery.fit_network(pretrained, how)
+    batch = config.batch_size
+    looked_at = open_source(config.data, config.evals[split].split)
+    seen = _pass(model, params, config.data, looked_at, batch)
+    names = tuple(pretrained.class_names) or tuple(looked_at.class_names)
+    labels = seen.labels
+    if not config.data.multi_label:
+        labels = np.eye(config.data.num_classes, dtype=np.int64)[labels]
+    names = names or tuple(f"class {k}" for k in range(config.data.num_classes))
+    answers = Answers(seen.logits, labels, names, not config.data.multi_label)
+    sections = [
+        *_classes(answers),
+        *_confusions(answers, looked_at, seen.records),
+        *_mistakes(answers, looked_at, seen.records),
+        *_calibration(answers),
+        *_duplicates(config),
+    ]
+    if not config.data.multi_label:
+        train = open_source(config.data, config.data.split)
+        sections += _doubts(model, params, config.data, train, batch, names)
+    title = f"{headline}; {config.model.variant} from {config.init.checkpoint}"
+    path = epath.Path(workdir) / FILE
+    replace_text(path, _page(title, sections))
+    return str(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """Outputs for the images that could be read: logits, features, labels, numbers."""
+
+    logits: np.ndarray
+    features: np.ndarray
+    labels: np.ndarray
+    records: np.ndarray
+
+
+def _pass(
+    model: Model, params: dict, data: DataConfig, source: Source, batch_size: int
+) -> _Seen:
+    def outputs(params, images):
+        images = transforms.normalize(images, data.mean, data.std)
+        found = model.apply(params, images.astype(model.options["dtype"]))
+        return found["logits"], found["pre_logits"]
+
+    step, columns = jax.jit(outputs), []
+    params = jax.device_put(params)
+    # A page on mistakes leaves out what is damaged; training has said it.
+    data = dataclasses.replace(data, on_error="skip")
+    with pipeline.eval_batches(source, data, batch_size=batch_size) as batches:
+        for batch in batches:
+            found = jax.device_get(step(params, batch["image"]))
+            kept = batch["mask"]
+            rows = (*found, batch["label"], batch["index"])
+            columns.append([np.asarray(values)[kept] for values in rows])
+    logits, features, labels, records = map(np.concatenate, zip(*columns, strict=True))
+    return _Seen(
+        logits.astype(np.float32),
+        features.astype(np.float32),
+        labels.astype(np.int64),
+        records.astype(np.int64),
+    )
+
+
+def _classes(answers: Answers) -> Iterable[str]:
+    yield "<h2>Classes</h2>"
+    head = ("class", "images", "recall", "precision", "F1", "AP")
+    scores = sorted(answers.by_class(), key=lambda one: (one.f1, one.name))
+    rows = [
+        (
+            one.name,
+            f"{one.images:,}",
+            *map(_percent, (one.recall, one.precision, one.f1)),
+            _percent(one.average_precision),
+        )
+        for one in scores
+    ]
+    yield _table(head, rows)
+    yield (
+        "<p>The worst come first. Recall is the part of the class's images that is found, "
+        "precision the part of the answers that is right, AP the average precision over "
+        "all thresholds.</p>"
+    )
+
+
+def _confusions(
+    answers: Answers, source: Source, records: Integer[np.ndarray, " N"]
+) -> Iterable[str]:
+    pairs = answers.confusions(_PAIRS)
+    if not pairs:
+        return
+    yield "<h2>Classes taken for each other</h2>"
+    for pair in pairs:
+        true, found = (answers.class_names[k] for k in (pair.true, pair.found))
+        yield (
+            f"<h3>{_text(true)} taken for {_text(found)}: {len(pair.images):,} images</h3>"
+        )
+        yield _gallery(
+            (source, int(records[i]), _sure(answers, i)) for i in pair.images[:_OF_PAIR]
+        )
+
+
+def _mistakes(
+    answers: Answers, source: Source, records: Integer[np.ndarray, " N"]
+) -> Iterable[str]:
+    wrong = answers.mistakes()
+    yield f"<h2>The surest mistakes, of {len(wrong):,}</h2>"
+    yield _gallery(
+        (source, int(records[i]), _described(answers, i)) for i in wrong[:_SHOWN]
+    )
+    yield "<h2>The highest losses</h2>"
+    worst = answers.highest_losses(_SHOWN)
+    yield _gallery(
+        (
+            source,
+            int(records[i]),
+            f"loss {answers.losses[i]:.2f}; {_described(answers, i)}",
+        )
+        for i in worst
+    )
+
+
+def _calibration(answers: Answers) -> Iterable[str]:
+    rows, error = answers.calibration()
+    yield "<h2>Calibration</h2>"
+    yield _reliability(rows)
+    what = "answers" if answers.one_each else "labels"
+    yield (
+        f"<p>Accuracy of the {what} by their probability; on the line they agree. The "
+        f"expected calibration error is {error:.2%}.</p>"
+    )
+    head = ("probability", "accuracy", what)
+    yield _table(
+        head, [(_percent(mean), _percent(right), f"{n:,}") for mean, right, n in rows]
+    )
+
+
+def _duplicates(config: TrainConfig) -> Iterable[str]:
+    """Counts the training images that show the same picture as a validation image."""
+    data = config.data
+    train = Spec(data.name, data.data_dir, data.split)
+    apart = Spec(data.name, data.data_dir, config.evals["val"].split)
+    command = (
+        f"python -m vit_jax.dedup --pretrain={train} --against={apart} --out=twins.txt"
+    )
+    yield "<h2>Near-duplicates of training and validation images</h2>"
+    if data.image_key != "image":
+        return
+    if importlib.util.find_spec("faiss") is None:
+        yield (
+            "<p>Not looked for: install the extra with "
+            f"<code>pip install -e '.[dedup]'</code>, then <code>{_text(command)}</code></p>"
+        )
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = scan.scan(train, [apart], pathlib.Path(folder)).pairs
+    twins = len({pair.record for pair in pairs})
+    yield (
+        f"<p>{twins:,} of the validation images show the same picture as a training "
+        "image. "
+        f"The list: <code>{_text(command)}</code></p>"
+    )
+
+
+def _doubts(
+    model: Model,
+    params: dict,
+    data: DataConfig,
+    source: Source,
+    batch_size: int,
+    names: tuple[str, ...],
+) -> Iterable[str]:
+    """Shows training images whose neighbours in feature space have another label."""
+    if len(source) > _COMPARED:
+        rows = np.linspace(0, len(source) - 1, _COMPARED).astype(np.int64)
+        source = Subset(source, rows)
+    seen = _pass(model, params, data, source, batch_size)
+    doubts = mistakes.doubtful_labels(seen.features, seen.labels, 4 * _SHOWN)
+    yield f"<h2>Training images that look mislabelled: {len(doubts)}</h2>"
+    if doubts:
+        yield (
+            f"<p>Of their {mistakes.NEIGHBOURS} nearest neighbours in the network's "
+            "features hardly any has their label.</p>"
+        )
+    yield _gallery(
+        (
+            source,
+            int(seen.records[doubt.image]),
+            _doubted(doubt, names[seen.labels[doubt.image]], names[doubt.other]),
+        )
+        for doubt in doubts
+    )
+
+
+def _doubted(doubt: mistakes.Doubt, label: str, other: str) -> str:
+    return f"labelled {label}; {doubt.share:.0%} of its neighbours are {other}"
+
+
+def _sure(answers: Answers, i: int) -> str:
+    return f"{answers.probabilities[i].max():.0%} sure"
+
+
+def _described(answers: Answers, i: int) -> str:
+    """Returns what an image is and what was said of it."""
+    probabilities, names = answers.probabilities[i], answers.class_names
+    truth = [
+        name for name, there in zip(names, answers.labels[i], strict=True) if there
+    ]
+    found = [
+        f"{name} {probability:.0%}"
+        for name, probability, said in zip(
+            names, probabilities, answers.found[i], strict=True
+        )
+        if said
+    ]
+    return f"{', '.join(truth) or 'nothing'}; taken for {', '.join(found) or 'nothing'}"
+
+
+def _gallery(images: Iterable[tuple[Source, int, str]]) -> str:
+    figures = [
+        f'<figure><img src="{_thumbnail(source, record)}" alt="{_text(text)}" '
+        f'title="{_text(source.describe(record))}"><figcaption>{_text(text)}'
+        f"<br><small>{_text(_name(source, record))}</small></figcaption></figure>"
+        for source, record, text in images
+    ]
+    return (
+        f'<div class="gallery">{"".join(figures)}</div>' if figures else "<p>None.</p>"
+    )
+
+
+def _name(source: Source, record: int) -> str:
+    parts = source.record_id(record).split(os.sep)
+    return os.sep.join(parts[-2:])
+
+
+def _thumbnail(source: Source, record: int) -> str:
+    """Returns an image as a small JPEG in the page."""
+    try:
+        pixels = decode(source[record]["image"])
+    except (DamagedImage, OSError):
+        return ""
+    picture = Image.fromarray(pixels)
+    if max(picture.size) < _SIDE:
+        scale = _SIDE // max(picture.size)
+        size = picture.width * scale, picture.height * scale
+        picture = picture.resize(size, Image.Resampling.NEAREST)
+    picture.thumbnail((2 * _SIDE, 2 * _SIDE))
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def _reliability(rows: Sequence[tuple[float, float, int]]) -> str:
+    """Draws accuracy by probability, each bin a circle by the number in it."""
+    side, margin = 240, 34
+    most = max(number for _, _, number in rows)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return margin + x * side, 8 + (1 - y) * side
+
+    marks = []
+    for tick in (0.0, 0.5, 1.0):
+        x, y = at(tick, 0.0)
+        marks.append(f'<text x="{x}" y="{y + 18}" class="x">{tick:g}</text>')
+        x, y = at(0.0, tick)
+        marks.append(f'<text x="{x - 8}" y="{y + 4}" class="y">{tick:g}</text>')
+    for mean, right, number in rows:
+        x, y = at(mean, right)
+        radius = 3 + 7 * math.sqrt(number / most)
+        marks.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{number:,} at '
+            f"{mean:.1%}: {right:.1%} right</title></circle>"
+        )
+    (x0, y0), (x1, y1) = at(0.0, 0.0), at(1.0, 1.0)
+    return (
+        f'<svg viewBox="0 0 {side + margin + 12} {side + 46}" role="img" '
+        'aria-label="accuracy by probability">'
+        f'<rect x="{x0}" y="{y1}" width="{side}" height="{side}"/>'
+        f'<line x1="{x0}" y1="{y0}" x2="{x1}" y2="{y1}"/>{"".join(marks)}'
+        f'<text x="{x0 + side / 2}" y="{y0 + 34}" class="x">probability</text></svg>'
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{_text(name)}</th>" for name in head)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        f'<div class="wide"><table><thead><tr>{cells}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1%}"
+
+
+def _text(text: str) -> str:
+    # Names of files may hold bytes that are no UTF-8.
+    return html.escape(text.encode("utf-8", "replace").decode())
+
+
+def _page(title: str, sections: Iterable[str]) -> str:
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{_text(title)}</h1>\n" + "\n".join(sections) + "\n</body></html>\n"
+    )
+
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8886; --mark: #2a6fb0; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 0 auto;
+  padding: 1rem; }
+h1 { font-size: 1.35rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+h3 { font-size: 1rem; font-weight: 600; margin-bottom: .3rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; }
+th, td { padding: .25rem clamp(.25rem, 1.2vw, .7rem); text-align: right; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+.gallery { display: grid; gap: .8rem;
+  grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); }
+figure { margin: 0; overflow-wrap: anywhere; font-size: .8rem; }
+figure img { width: 100%; aspect-ratio: 1; object-fit: cover; border-radius: 4px; }
+small { opacity: .7; }
+code { overflow-wrap: anywhere; }
+svg { width: 300px; max-width: 100%; }
+svg rect { fill: none; stroke: var(--line); } svg line { stroke: var(--line); }
+svg circle { fill: var(--mark); fill-opacity: .8; }
+svg text { font-size: 12px; fill: currentColor; }
+svg .x { text-anchor: middle; } svg .y { text-anchor: end; }
+"""

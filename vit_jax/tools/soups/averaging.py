@@ -1,0 +1,159 @@
+"""Averages the parameters of networks that were fine-tuned from the same weights.
+
+Source: Wortsman et al., "Model soups" (arXiv:2203.05482). The greedy soup takes the
+networks from the best to the worst, and keeps one if the average with it is no worse.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from vit_jax.config import fields, loading
+from vit_jax.errors import UserError
+from vit_jax.evaluators import forward_passes, suite
+from vit_jax.training.config import EvaluationConfig, complete
+from vit_jax.weights import workdir as layout
+from vit_jax.weights.pretrained import Pretrained
+
+_METRICS = ("top1", "map")  # The first that an evaluation has decides.
+
+
+@dataclasses.dataclass(frozen=True)
+class Soup:
+    """An average of networks.
+
+    Attributes:
+      average: the network.
+      taken: sources of those in it.
+      scores: source to its score, best first, then "average"; empty of a plain average.
+      metric: that the scores are of.
+    """
+
+    average: Pretrained
+    taken: tuple[str, ...]
+    scores: Mapping[str, float]
+    metric: str
+
+
+def mean(models: Sequence[Pretrained]) -> Pretrained:
+    """Returns the plain average of networks.
+
+    Args:
+      models: of the same options and classes.
+
+    Raises:
+      UserError: they differ.
+    """
+    first = models[0]
+    for other in models[1:]:
+        for what in ("options", "class_names", "preprocess"):
+            one, another = getattr(first, what), getattr(other, what)
+            if one != another:
+                raise UserError(
+                    f"{other.source} differs from {first.source} in {_what(one, another, what)}"
+                    ": average networks that were fine-tuned alike"
+                )
+    # Summed in 64 bits, so that the order of the networks does not matter.
+    params = jax.tree.map(
+        lambda *leaves: (
+            sum(np.asarray(leaf, np.float64) for leaf in leaves) / len(leaves)
+        ).astype(leaves[0].dtype),
+        *(model.params for model in models),
+    )
+    return dataclasses.replace(first, params=params, notes=())
+
+
+def greedy(
+    models: Sequence[Pretrained], score: Callable[[Pretrained], float]
+) -> tuple[list[int], list[float], float]:
+    """Chooses which networks to average.
+
+    Args:
+      models: to choose from.
+      score: of a network; higher is better.
+
+    Returns:
+      The chosen, best first; the score of each network; and that of their average.
+    """
+    scores = [score(model) for model in models]
+    order = sorted(range(len(models)), key=lambda i: -scores[i])
+    chosen, best = [order[0]], scores[order[0]]
+    for i in order[1:]:
+        tried = score(mean([models[j] for j in (*chosen, i)]))
+        if tried >= best:
+            chosen, best = [*chosen, i], tried
+    return chosen, scores, best
+
+
+def average(
+    models: Sequence[Pretrained],
+    by: str = "",
+    say: Callable[[str], None] = lambda line: None,
+) -> Soup:
+    """Averages networks: all of them, or those that make the average better.
+
+    Args:
+      models: runs of this project, fine-tuned from the same weights.
+      by: name of an evaluation of the first run, on whose images the networks are
+        chosen; "" takes all.
+      say: called with a line about each evaluation.
+
+    Raises:
+      UserError: the networks differ, or the first run has no such evaluation.
+    """
+    whole = mean(models)  # They may differ.
+    if not by:
+        return Soup(whole, tuple(model.source for model in models), {}, "")
+    config = evaluation_of(models[0].source, by)
+    metric = ""
+
+    def score(model: Pretrained) -> float:
+        nonlocal metric
+        preprocess = forward_passes.preprocessing_of(model)
+        scores = suite.evaluate(model, preprocess, config).scores[by]
+        (found,) = scores.values()
+        metric = next((name for name in _METRICS if name in found), "")
+        if not metric:
+            raise UserError(
+                f"--by={by}: that evaluation gives {', '.join(found)}, and none of "
+                f"{', '.join(_METRICS)}"
+            )
+        say(f"{by} {metric} {found[metric]:.2%}")
+        return found[metric]
+
+    chosen, scores, best = greedy(models, score)
+    order = sorted(range(len(models)), key=lambda i: -scores[i])
+    named = {models[i].source: scores[i] for i in order} | {"average": best}
+    taken = [models[i] for i in chosen]
+    return Soup(mean(taken), tuple(model.source for model in taken), named, metric)
+
+
+def evaluation_of(workdir: str, name: str) -> EvaluationConfig:
+    """Returns one evaluation of a run, to be used without it.
+
+    Raises:
+      UserError: the folder holds no run, or the run has no such evaluation.
+    """
+    config = complete(layout.read_metadata(workdir)["config"])
+    if name not in config.evals:
+        known = ", ".join(config.evals) or "none"
+        raise UserError(
+            f"--by={name}: {workdir} has no such evaluation; it has {known}"
+        )
+    raw = fields.to_dict(config)
+    kept = {key: raw[key] for key in fields.fields(EvaluationConfig)}
+    kept["evals"] = {name: raw["evals"][name]}
+    reader = fields.fields(EvaluationConfig)["data"].cls
+    kept["data"] = {key: raw["data"][key] for key in fields.fields(reader)}
+    return loading.complete(EvaluationConfig, kept)
+
+
+def _what(one: object, other: object, name: str) -> str:
+    """Returns which part of two descriptions differs."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted({*one, *other}, key=str)
+        key = next(k for k in keys if one.get(k) != other.get(k))
+        return f"{name}.{key} ({other.get(key)!r}, not {one.get(key)!r})"
+    return name
