@@ -184,6 +184,16 @@ def add_weights_flags(parser: Parser) -> None:
     _add_preparation(parser)
 
 
+def add_tta_flag(parser: Parser) -> None:
+    """Adds the flag of test-time augmentation."""
+    parser.add_argument(
+        "--tta",
+        choices=("flip", "five_crops", "ten_crops"),
+        default="",
+        help="mean probability over views of each image; twice to ten times the work",
+    )
+
+
 def add_image_flags(parser: Parser) -> None:
     """Adds flags that say what weights do not tell: classes, and how images are made."""
     parser.add_argument("--labels", default="", help="file of class names, one a line")

@@ -59,7 +59,7 @@ def run(flags: argparse.Namespace, config) -> None:
     )
     check = functools.partial(resume_check.check_evaluation_of_hosts, found, preprocess)
     scores, confusions, described = suite.evaluate(
-        found, preprocess, config, tell, check
+        found, preprocess, config, tell, check, views=flags.tta
     )
     if not first:
         return
@@ -69,6 +69,7 @@ def run(flags: argparse.Namespace, config) -> None:
         "variant": found.options["variant"],
         "config": config.name,
         "preprocess": dataclasses.asdict(preprocess),
+        "tta": flags.tta,
         "evals": described,
         "results": scores,
     }
@@ -87,6 +88,7 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     add("--config", required=True, help="recipe or file, :argument")
     add("--json", action="store_true", help="one line of JSON, not a table")
+    cli.add_tta_flag(parser)
     add("--out", default="", help="folder for evaluate.json and confusion matrices")
     cli.add_weights_flags(parser)
     return parser

@@ -65,7 +65,9 @@ def open_classifier(flags: argparse.Namespace):
                 f"--prompts and --tokenizer are for weights with a text tower, which "
                 f"{flags.model} lacks: leave them out"
             )
-        return prediction.Classifier(found, preprocess=preprocess, class_names=names)
+        return prediction.Classifier(
+            found, preprocess=preprocess, class_names=names, views=flags.tta
+        )
     if not names:
         raise UserError(
             f"{flags.model} has a text tower and no classes of its own: give texts to "
@@ -81,6 +83,7 @@ def open_classifier(flags: argparse.Namespace):
         class_names=names,
         tower=TextTower.of(found),
         prompts=prompts,
+        views=flags.tta,
     )
 
 
@@ -96,6 +99,7 @@ def parser() -> cli.Parser:
         help="list all classes at least as probable; default: 0.5 if trained on several "
         "labels an image, else the --topk best",
     )
+    cli.add_tta_flag(parser)
     add("--json", action="store_true", help="JSON Lines, not a table")
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"

@@ -17,6 +17,7 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
+from vit_jax.evaluators.augmented import augment
 from vit_jax.models import text
 from vit_jax.printing import printable
 from vit_jax.weights import surgery
@@ -57,6 +58,7 @@ class Classifier:
       tower: text tower of the checkpoint, which compares images with `class_names`; None
         for a classifier.
       prompts: texts with "{}" for a class, see `TextTower.classes`.
+      views: of each image, one of `augmented.VIEWS`; "" for the image alone.
 
     Raises:
       UserError: the checkpoint has no classifier, or something does not fit.
@@ -70,6 +72,7 @@ class Classifier:
         class_names: tuple[str, ...] = (),
         tower: TextTower | None = None,
         prompts: Sequence[str] = ("{}",),
+        views: str = "",
     ):
         preprocess = preprocess or forward_passes.preprocessing_of(pretrained)
         num_classes = pretrained.options["num_classes"]
@@ -79,6 +82,8 @@ class Classifier:
                 "checkpoint, or one with a text tower and --labels of any texts"
             )
         model, params = surgery.fit_network(pretrained, preprocess)
+        sigmoid = pretrained.loss == "sigmoid"
+        model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
         self._channels = model.image_shape[-1]
         self._preprocess = preprocess
         self._params = jax.device_put(params)
@@ -88,7 +93,7 @@ class Classifier:
             classes = jax.device_put(tower.classes(class_names, prompts))
         else:
             self._names = names_of(pretrained, class_names)
-            self._sigmoid = pretrained.loss == "sigmoid"
+            self._sigmoid = sigmoid
             self._threshold = threshold_of(pretrained)
 
         def logits(params, images):

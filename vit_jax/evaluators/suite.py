@@ -17,6 +17,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
+from vit_jax.evaluators.augmented import augment
 from vit_jax.evaluators.classification import Confusion
 from vit_jax.evaluators.protocol import SKIPPED, RequiredOutputs
 from vit_jax.evaluators.splits import (
@@ -361,6 +362,8 @@ def evaluate(
     config,
     tell: Callable[[str], None] = lambda line: None,
     check: Callable[[Mapping[str, Source]], None] = lambda _: None,
+    *,
+    views: str = "",
 ) -> Evaluated:
     """Evaluates a checkpoint as a config says; every process of the job calls it.
 
@@ -371,6 +374,7 @@ def evaluate(
       tell: called with lines for the user.
       check: called with the sources of all splits, by a name for messages, before any
         computation; may raise UserError.
+      views: of each image, one of `augmented.VIEWS`; "" for the image alone.
 
     Raises:
       UserError: there is no such data, it does not fit the network, or the network's
@@ -378,6 +382,8 @@ def evaluate(
     """
     mesh = meshes.create(config.mesh)
     model, params = surgery.fit_network(pretrained, preprocess)
+    sigmoid = pretrained.loss == "sigmoid"
+    model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
     shardings = sharding.parameters(
         jax.eval_shape(model.init, jax.random.key(0)),
         mesh,

@@ -1,0 +1,117 @@
+"""Test-time augmentation: a network that answers for several views of an image.
+
+Letters: B images, L classes.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.models import Model
+from vit_jax.models.registry import Params
+from vit_jax.weights.pretrained import Preprocess
+
+# Each view is a place of the crop, as parts of what is left beside it, and a mirroring.
+_CENTRE = (0.5, 0.5)
+_FIVE = (_CENTRE, (0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0))
+VIEWS = {
+    "flip": tuple((_CENTRE, mirrored) for mirrored in (False, True)),
+    "five_crops": tuple((place, False) for place in _FIVE),
+    "ten_crops": tuple(
+        (place, mirrored) for mirrored in (False, True) for place in _FIVE
+    ),
+}
+_PART = 0.875  # Side of a crop in that of the image it is cut from, at most.
+
+
+@dataclasses.dataclass(frozen=True)
+class AugmentedModel(Model):
+    """A network that is asked about each view; it cannot be trained.
+
+    Attributes:
+      views: one of `VIEWS`.
+      crop: height and width of a view, in pixels.
+      sigmoid: whether classes have probabilities of their own.
+    """
+
+    views: str = "flip"
+    crop: tuple[int, int] = (0, 0)
+    sigmoid: bool = False
+
+    def apply(
+        self,
+        params: Params,
+        images: jax.Array,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+    ) -> dict[str, jax.Array]:
+        """Returns the logits of the mean probabilities over the views.
+
+        Args and Returns: as of `Model.apply`; "pre_logits" is the mean over the views.
+        """
+        found = [
+            super(AugmentedModel, self).apply(params, view)
+            for view in self._cut(images)
+        ]
+        outputs = {name: [each[name] for each in found] for name in found[0]}
+        means = {name: jnp.mean(jnp.stack(each), 0) for name, each in outputs.items()}
+        if "logits" in outputs:
+            means["logits"] = self._combine(jnp.stack(outputs["logits"]))
+        return means
+
+    def _cut(self, images: jax.Array) -> list[jax.Array]:
+        height, width = self.crop
+        free = images.shape[1] - height, images.shape[2] - width
+        views = []
+        for place, mirrored in VIEWS[self.views]:
+            top, left = (
+                int(part * rest) for part, rest in zip(place, free, strict=True)
+            )
+            view = images[:, top : top + height, left : left + width]
+            views.append(view[:, :, ::-1] if mirrored else view)
+        return views
+
+    def _combine(self, logits: jax.Array) -> jax.Array:
+        """Returns the logits of the mean probabilities of (views, B, L)."""
+        count = math.log(logits.shape[0])
+        if self.sigmoid:
+            there, not_there = (
+                jax.nn.logsumexp(jax.nn.log_sigmoid(sign * logits), axis=0)
+                for sign in (1, -1)
+            )
+            return there - not_there
+        return jax.nn.logsumexp(jax.nn.log_softmax(logits), axis=0) - count
+
+
+def augment(
+    model: Model, preprocess: Preprocess, views: str, *, sigmoid: bool
+) -> tuple[Model, Preprocess]:
+    """Returns a network that is asked about several views, and how its images are made.
+
+    Crops are cut from a larger image, of which they have 7/8 of the side unless the
+    weights say less.
+
+    Args:
+      model: network.
+      preprocess: of its images.
+      views: one of `VIEWS`; "" changes nothing.
+      sigmoid: whether classes have probabilities of their own.
+    """
+    if not views:
+        return model, preprocess
+    crop = tuple(preprocess.image_size)
+    if views != "flip":
+        part = min(preprocess.crop_fraction, _PART)
+        larger = tuple(round(side / part) for side in crop)
+        preprocess = dataclasses.replace(
+            preprocess, image_size=larger, crop_fraction=1.0
+        )
+    values = {
+        field.name: getattr(model, field.name) for field in dataclasses.fields(Model)
+    }
+    values["image_shape"] = (*preprocess.image_size, model.image_shape[-1])
+    augmented = AugmentedModel(**values, views=views, crop=crop, sigmoid=sigmoid)
+    return augmented, preprocess
