@@ -25,6 +25,15 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
     """Fine-tunes in a workdir, and prints the score and what comes next."""
     from vit_jax.tools.finetuning import run as finetuning
 
+    if flags.find_rate:
+        finetuning.find_rate(
+            flags.photos,
+            workdir,
+            model=flags.model,
+            overrides=flags.overrides,
+            say=cli.say,
+        )
+        return
     result = finetuning.finetune(
         flags.photos,
         workdir,
@@ -58,6 +67,11 @@ def parser() -> cli.Parser:
         "--minutes",
         type=_minutes,
         help="time to train in, by the measured speed; 0 is no limit; default: 15",
+    )
+    add(
+        "--find_rate",
+        action="store_true",
+        help="only suggest a learning rate, by a range test of 100 steps, with a figure",
     )
     add("--workdir", default="", help="default: one under runs/finetune/")
     return parser

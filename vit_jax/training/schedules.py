@@ -141,10 +141,29 @@ class StepConfig(ScheduleConfig):
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExponentialConfig(ScheduleConfig):
+    """A geometric rise to the peak, as of a range test (arXiv:1506.01186)."""
+
+    name: str = key("exponential", "")
+    start_fraction: float = key(
+        1e-5, "First learning rate, as a part of the peak.", at_most=1
+    )
+
+    def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
+        if not self.start_fraction:
+            raise UserError("optim.schedule.start_fraction=0: give a part above 0")
+        steps = max(1, run.total_steps - warmup - 1)
+        return optax.exponential_decay(
+            peak * self.start_fraction, steps, 1 / self.start_fraction
+        )
+
+
 SCHEDULES = {
     "cosine": CosineConfig,
     "linear": LinearConfig,
     "rsqrt": RsqrtConfig,
     "step": StepConfig,
     "constant": ConstantConfig,
+    "exponential": ExponentialConfig,
 }

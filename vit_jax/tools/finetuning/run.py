@@ -19,7 +19,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.files import replace_text
 from vit_jax.printing import masked
-from vit_jax.tools.finetuning import layout, report, rule
+from vit_jax.tools.finetuning import layout, rate_range, report, rule
 from vit_jax.tools.finetuning.rule import Choice
 from vit_jax.tools.sweeps import fine_tuning, runs
 from vit_jax.training import loop, run_report
@@ -91,7 +91,7 @@ def finetune(
         something else.
     """
     overrides = dict(overrides or {})
-    model = model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
+    model = _model(model)
     for key in overrides:
         if key in _FLAGS or key.startswith("evals"):
             what = _FLAGS.get(key, "the folder or name")
@@ -123,6 +123,37 @@ def finetune(
     say("looking at mistakes")
     page = report.write(config, workdir, result.split, summary(result)[0])
     return dataclasses.replace(result, page=page)
+
+
+def find_rate(
+    place: str,
+    workdir: str,
+    *,
+    model: str = "",
+    overrides: Mapping[str, object] | None = None,
+    say: Callable[[str], None] = print,
+) -> float:
+    """Suggests a peak learning rate by a range test; nothing else is trained.
+
+    Args:
+      place, workdir, model, overrides, say: as of `finetune`.
+
+    Raises:
+      UserError: as `finetune`.
+    """
+    raw, _ = choose(place, workdir, _model(model), 0.0, overrides or {}, say)
+    found = rate_range.run(raw, say=say)
+    written = rate_range.write(found, workdir)
+    say(
+        f"the loss falls fastest at a rate of {found.suggestion:g} "
+        f"({', '.join(written)}); without a test it is {raw['optim']['learning_rate']:g}: "
+        f"--config.optim.learning_rate={found.suggestion:g}"
+    )
+    return found.suggestion
+
+
+def _model(model: str) -> str:
+    return model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
 
 
 def choose(

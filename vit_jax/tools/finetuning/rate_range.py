@@ -1,0 +1,165 @@
+"""The range test of learning rates: one short run whose rate rises at every step.
+
+Where the loss falls fastest is a good peak rate; where it rises again the rate is too high.
+Source: Smith, "Cyclical learning rates" (arXiv:1506.01186), section 3.3, with a geometric
+rise and a smoothed loss, as fastai has it.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from etils import epath
+
+from vit_jax.analysis import charts
+from vit_jax.errors import UserError
+from vit_jax.files import replace_bytes, replace_text
+from vit_jax.training import loop
+from vit_jax.training.callbacks import Callback
+from vit_jax.training.config import complete
+
+FILE = "rate_range"  # .csv, and .png with the extra `plots`.
+STEPS = 100
+# Lowest and highest rate, as parts of the one that is chosen without a test.
+_SPAN = (1e-3, 1e2)
+_SMOOTHING = 0.9
+_DIVERGED = 4.0  # Times the smallest loss.
+
+
+@dataclasses.dataclass(frozen=True)
+class RateRange:
+    """The result of a range test.
+
+    Attributes:
+      rates: of the steps, up to that at which the loss had diverged.
+      losses: of the steps.
+      smoothed: their moving average.
+      suggestion: rate at which the smoothed loss falls fastest.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    suggestion: float
+
+
+class _Losses(Callback):
+    def __init__(self):
+        self.found: list[tuple[float, float]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        rate, loss = metrics["train/learning_rate"], metrics["train/loss"]
+        if math.isfinite(loss):
+            self.found.append((rate, loss))
+
+
+def run(
+    raw: Mapping,
+    steps: int = STEPS,
+    say: Callable[[str], None] = lambda line: None,
+) -> RateRange:
+    """Runs the test; it leaves nothing behind.
+
+    Args:
+      raw: a whole config as a dict, with the rate that is chosen otherwise.
+      steps: of the test.
+      say: called with a line before it begins.
+
+    Raises:
+      UserError: the losses say nothing.
+    """
+    rate = raw["optim"]["learning_rate"]
+    low, high = (part * rate for part in _SPAN)
+    say(f"range test: {steps} steps with rates from {low:g} to {high:g}")
+    optim = {
+        name: value
+        for name, value in raw["optim"].items()
+        if not name.startswith("warmup")
+    }
+    schedule = {"name": "exponential", "start_fraction": low / high}
+    raw = {
+        **raw,
+        "total_steps": steps,
+        "epochs": 0.0,
+        "optim": optim | {"learning_rate": high, "schedule": schedule},
+        "ema": {"decay": 0.0},
+        "evals": {},
+        "checkpoint": {},
+        "early_stopping_evals": 0,
+        "log_every_steps": 1,
+    }
+    losses = _Losses()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            loop.train(complete(raw), folder, callbacks=[losses])
+        except UserError:
+            if not losses.found:  # Else the rate became too high, as is meant.
+                raise
+    return judge(losses.found)
+
+
+def judge(found: list[tuple[float, float]]) -> RateRange:
+    """Finds the rate at which the loss falls fastest.
+
+    Args:
+      found: rate and loss of each step.
+
+    Raises:
+      UserError: the loss falls nowhere.
+    """
+    average, smoothed = 0.0, []
+    for i, (_, loss) in enumerate(found, 1):
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+        smoothed.append(average / (1 - _SMOOTHING**i))
+        if smoothed[-1] > _DIVERGED * min(smoothed):
+            break
+    rates, losses = zip(*found[: len(smoothed)], strict=True)
+    best = int(np.argmin(smoothed))
+    if best < 2:
+        raise UserError(
+            "the range test saw no loss that falls: lower --config.optim.learning_rate, "
+            "around which it looks"
+        )
+    slopes = np.gradient(np.array(smoothed), np.log(rates))[: best + 1]
+    suggestion = rates[int(np.argmin(slopes))]
+    return RateRange(rates, losses, tuple(smoothed), float(f"{suggestion:.2g}"))
+
+
+def write(found: RateRange, workdir: str | os.PathLike) -> list[str]:
+    """Writes the losses as a table, and as a figure if matplotlib is there.
+
+    Returns:
+      The paths.
+    """
+    rates = found.rates
+    chart = charts.Chart(
+        FILE,
+        f"Range test: the loss falls fastest at a rate of {found.suggestion:g}",
+        "learning rate",
+        "training loss",
+        (
+            charts.Series("steps", rates, found.losses, colour=6, line=False),
+            charts.Series("smoothed", rates, found.smoothed, marked=False),
+            charts.Series(
+                "suggestion",
+                (found.suggestion,) * 2,
+                (min(found.smoothed), max(found.smoothed)),
+                colour=1,
+                marked=False,
+                dashes=1,
+            ),
+        ),
+        log_x=True,
+    )
+    folder = epath.Path(workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{FILE}.csv"]
+    replace_text(paths[0], charts.to_csv(chart))
+    if importlib.util.find_spec("matplotlib"):
+        paths.append(folder / f"{FILE}.png")
+        replace_bytes(paths[1], charts.to_png(charts.draw(chart)))
+    return [str(path) for path in paths]
