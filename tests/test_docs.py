@@ -301,7 +301,7 @@ def test_links_out_of_the_site_lead_to_the_repository():
 def test_all_kinds_of_image_files_are_listed(page):
     Image.init()
     words = set(re.findall(r"\w+", (ROOT / page).read_text().upper()))
-    kinds = {Image.EXTENSION[ending] for ending in EXTENSIONS}
+    kinds = {Image.EXTENSION.get(ending, "HEIC") for ending in EXTENSIONS} - {"HEIF"}
     assert kinds | {"PGM"} <= words
 
 

@@ -206,6 +206,12 @@ def _add_preparation(parser: Parser) -> None:
     add("--std", type=_floats, help="likewise: 0.229,0.224,0.225")
     add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
     add("--crop_pct", type=_crop, help="fraction of the short side, or squash")
+    add(
+        "--exif",
+        action="store_true",
+        default=None,
+        help="turn images as the orientation tags of cameras say, as data.exif does",
+    )
     add("--num_heads", type=positive, default=0, help="if the weights do not record it")
 
 
@@ -219,6 +225,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "squash": flags.crop_pct and flags.crop_pct == SQUASH,
         "short_side": False if flags.crop_pct == SQUASH else None,
         "image_size": getattr(flags, "resolution", None),
+        "exif": flags.exif,
     }
     return {name: value for name, value in given.items() if value is not None}
 

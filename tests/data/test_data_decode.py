@@ -1,10 +1,15 @@
+import io
+import pathlib
+import sys
 import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
-from vit_jax.data.decode import DamagedImage, decode
+from vit_jax.data.decode import DamagedImage, _register_heif, decode, orientation
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 LOSSY = {"JPEG": {"quality": 95, "subsampling": 0}, "WEBP": {"quality": 98}}
 
@@ -69,6 +74,37 @@ def test_the_camera_orientation_is_ignored(photograph, encode):
     exif[0x0112] = 6  # Turned by a quarter.
     data = encode(photograph, "JPEG", exif=exif)
     np.testing.assert_array_equal(decode(data), decode(encode(photograph, "JPEG")))
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("tag", range(1, 9))
+def test_an_image_is_turned_as_its_tag_says_where_that_is_asked_for(
+    photograph, encode, format, tag
+):
+    exif = Image.Exif()
+    exif[0x0112] = tag
+    data = encode(photograph, format, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    found = decode(data, exif=True)
+    # JPEG is decoded by two libraries, whose colours differ by a little.
+    np.testing.assert_allclose(found, np.array(expected), atol=2)
+    assert orientation(data) == (1 if format == "TIFF" else tag)
+    assert found.flags.c_contiguous
+    damaged = decode(encode(photograph, format), exif=True)
+    assert damaged.shape == (37, 53, 3)
+
+
+def test_apples_photographs_are_read(monkeypatch):
+    data = (GOLDEN / "red_corner.heic").read_bytes()
+    _register_heif.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pi_heif", None)
+        with pytest.raises(DamagedImage, match="extra `heic`"):
+            decode(data)
+    pytest.importorskip("pi_heif")
+    pixels = decode(data)
+    assert pixels.shape == (48, 64, 3)
+    np.testing.assert_allclose(pixels[4:20, 4:28].mean((0, 1)), (250, 20, 20), atol=12)
 
 
 def test_a_thumbnail_does_not_pass_for_the_end_of_the_image(photograph, encode):

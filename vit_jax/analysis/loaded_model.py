@@ -266,7 +266,9 @@ def read_batches(
         keep = num_read < num_originals
         # Grey images are decoded as grey: that is not the mean of RGB.
         channels = {model.channels for model in models} | ({3} if keep else set())
-        decoded = {count: decode.decode(data, count) for count in channels}
+        # One original stands beside all models.
+        exif = any(model.preprocess.exif for model in models)
+        decoded = {count: decode.decode(data, count, exif=exif) for count in channels}
         prepared = [model.prepare(decoded[model.channels]) for model in models]
         return decoded[3] if keep else None, prepared
 

@@ -71,6 +71,11 @@ class ReaderConfig:
         changes_result=False,
         of_host=True,
     )
+    exif: bool = key(
+        False,
+        "Turn images as the orientation tags of cameras say; the published recipes and "
+        "other libraries do not.",
+    )
     on_error: str = key(
         "raise",
         'A damaged image: "raise", or "skip" (counted).',

@@ -138,6 +138,7 @@ class Loader:
       on_error: "raise" or "skip".
       seed: of the run.
       repeats: of each record in training, see `DataConfig`.
+      exif: whether images are turned as their tags say.
       captions: makes the tokens of captions; None where they are not read.
     """
 
@@ -151,6 +152,7 @@ class Loader:
     on_error: str
     seed: int
     repeats: int
+    exif: bool
     captions: Captions | None = None
 
     @classmethod
@@ -166,7 +168,7 @@ class Loader:
         """Returns a loader of the values that it needs of `config.data`."""
         labels = data.num_classes, data.multi_label
         of_data = data.channels, shapes, *labels, data.on_error
-        return cls(source, ops, key, *of_data, seed, data.repeats)
+        return cls(source, ops, key, *of_data, seed, data.repeats, data.exif)
 
     @property
     def gathers(self) -> bool:
@@ -246,9 +248,10 @@ class Loader:
     ) -> tuple[np.ndarray | dict[str, np.ndarray], tuple]:
         """Returns pixels, and the operations that are still to be done on them."""
         fused = self.ops and hasattr(self.ops[0], "from_file")
-        if fused and isinstance(data, bytes):
+        turned = self.exif and isinstance(data, bytes) and decode.orientation(data) != 1
+        if fused and isinstance(data, bytes) and not turned:
             return self.ops[0].from_file(data, self.channels, rng), self.ops[1:]
-        return decode.decode(data, self.channels), self.ops
+        return decode.decode(data, self.channels, exif=self.exif), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:
         """Raises UserError for a damaged record, unless the config says to skip it."""

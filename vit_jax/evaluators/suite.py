@@ -465,6 +465,7 @@ def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConf
         "channels": options["channels"],
         "mean": tuple(preprocess.mean),
         "std": tuple(preprocess.std),
+        "exif": data.exif or preprocess.exif,
     }
     return DataConfig(**dataclasses.asdict(data) | of_weights)
 

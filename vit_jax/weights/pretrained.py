@@ -51,6 +51,7 @@ class Preprocess:
       short_side: whether the short side of the image is resized to
         `min(image_size) / crop_fraction` independently of the shape of the crop. Only
         set for crops that are not square; for square ones it makes no difference.
+      exif: whether files are turned as the orientation tags of cameras say.
     """
 
     image_size: tuple[int, int]
@@ -60,6 +61,7 @@ class Preprocess:
     crop_fraction: float = 1.0
     squash: bool = False
     short_side: bool = False
+    exif: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +104,9 @@ def prepare_image(
 ) -> UInt8[np.ndarray, "h w c"]:
     """Decodes, resizes and crops one image; normalisation happens on the device.
 
-    EXIF orientation tags are ignored, as by `PIL.Image.open(...).convert("RGB")` in
-    front of timm and Hugging Face: a photograph that is upright only by its tag
-    reaches those models rotated as well.
+    EXIF orientation tags are ignored unless `preprocess.exif`, as by
+    `PIL.Image.open(...).convert("RGB")` in front of timm and Hugging Face: a photograph
+    that is upright only by its tag reaches those models rotated as well.
 
     Args:
       data: content of an image file, or pixels.
@@ -120,7 +122,7 @@ def prepare_image(
 
     Source: timm.data.create_transform, crop modes "center" and "squash".
     """
-    pixels = decode.decode(data, channels)
+    pixels = decode.decode(data, channels, exif=preprocess.exif)
     height, width = resized_size(pixels.shape[:2], preprocess)
     if height * width > decode.MAX_PIXELS:
         raise decode.DamagedImage(

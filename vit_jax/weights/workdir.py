@@ -191,6 +191,7 @@ def _preprocess(data: dict) -> Preprocess | None:
         tuple(per_channel(data[name], data["channels"])) for name in ("mean", "std")
     )
     common = {"image_size": image_size, "mean": mean, "std": std}
+    common["exif"] = data.get("exif", False)
     if parse.names_custom(data["eval_transform"]):  # Weights must not import a module.
         return None
     match parse.parse_eval(data["eval_transform"], image_size):

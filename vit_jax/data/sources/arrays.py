@@ -241,14 +241,14 @@ def small_in_memory(source, data: DataConfig):
     if data.caption_key:
         return source
     try:
-        shape = decode.decode(source[0]["image"], channels).shape
+        shape = decode.decode(source[0]["image"], channels, exif=data.exif).shape
         if max(shape[:2]) > _SMALL_IMAGE or math.prod(shape) * len(source) > _MEMORY:
             return source
         images, labels = np.empty((len(source), *shape), np.uint8), []
         for start in range(0, len(source), 1000):
             numbers = range(start, min(start + 1000, len(source)))
             for i, record in zip(numbers, source.read(numbers), strict=True):
-                image = decode.decode(record["image"], channels)
+                image = decode.decode(record["image"], channels, exif=data.exif)
                 if image.shape != shape:
                     return source
                 images[i] = image

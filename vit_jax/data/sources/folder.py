@@ -30,7 +30,7 @@ from vit_jax.errors import NoLabels, NoSplit, UserError
 # Which files are images; what they hold is found from their content.
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
-    *(".tif", ".tiff", ".ppm", ".pgm"),
+    *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif"),
 )
 WHOLE = "all"  # The one split of a folder that has none.
 _LEFT_BY_PROGRAMS = ("__pycache__", "__MACOSX")

@@ -162,7 +162,8 @@ class ExploredModel:
         """
         channels = self._model.image_shape[-1]
         try:
-            whole = decode.decode(data, channels)
+            exif = self._loaded.preprocess.exif
+            whole = decode.decode(data, channels, exif=exif)
             pixels = self._loaded.prepare(whole)
         except decode.DamagedImage as error:
             raise damaged(error, name) from error

@@ -296,7 +296,7 @@ def _name(source: Source, record: int) -> str:
 def _thumbnail(source: Source, record: int) -> str:
     """Returns an image as a small JPEG in the page."""
     try:
-        pixels = decode(source[record]["image"])
+        pixels = decode(source[record]["image"], exif=True)
     except (DamagedImage, OSError):
         return ""
     picture = Image.fromarray(pixels)

@@ -240,6 +240,7 @@ def _raw(
         "num_classes": classes,
         "image_size": (side, side),
         "channels": pretrained.options["channels"],
+        "exif": True,
         "mean": preprocess.mean,
         "std": preprocess.std,
         **rule.transforms_of(images, preprocess, side),
