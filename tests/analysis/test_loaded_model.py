@@ -158,8 +158,8 @@ def decoded(monkeypatch):
     """References to the pixels of all files that are decoded."""
     decoded, whole = [], decode.decode
 
-    def watched(data, channels=3):
-        pixels = whole(data, channels)
+    def watched(data, channels=3, **how):
+        pixels = whole(data, channels, **how)
         if isinstance(data, bytes):
             decoded.append(weakref.ref(pixels))
         return pixels
