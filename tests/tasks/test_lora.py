@@ -1,0 +1,207 @@
+"""LoRA: changes of low rank, merged as if they were beside the kernels."""
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from helpers import kill_after, tiny_config
+
+from vit_jax import cli, evaluate, models, weights
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+from vit_jax.tasks.lora import LoraConfig
+from vit_jax.training import loop
+
+SIZE = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
+RUN = RunLength(4, 1.0)
+
+
+def build(projections=("query", "value"), num_classes=5, **options):
+    data = DataConfig(image_size=(8, 12), num_classes=num_classes)
+    model = models.create(
+        "Ti/4", num_classes=num_classes, image_size=(8, 12), **SIZE | options
+    )
+    config = LoraConfig(rank=2, alpha=3.0, projections=projections)
+    return config.build(model, data, RUN)
+
+
+def moved(task):
+    """Returns parameters whose changes are not zero, and what is beside them."""
+    params, extra = task.init(jax.random.key(0))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)]
+    params = jax.tree.unflatten(tree, drawn)
+    return params, task.update(extra, params, None, 1)
+
+
+def flat(tree):
+    return flatten_dict(tree, sep="/")
+
+
+def test_it_begins_with_the_network_itself():
+    task = build()
+    params, extra = task.init(jax.random.key(0))
+    merged = task.merge(params, extra)
+    jax.tree.map(np.testing.assert_array_equal, merged, extra["network"])
+    names = {path.rpartition("/")[0] for path in flat(params["lora"])}
+    block = "Transformer/encoderblock_{}/MultiHeadDotProductAttention_1/{}"
+    kinds = ("query", "value")
+    assert names == {block.format(i, kind) for i in range(2) for kind in kinds}
+    a = np.stack([x for path, x in flat(params["lora"]).items() if path.endswith("/a")])
+    assert a.shape == (4, 12, 2) and 0.2 < a.std() * 12**0.5 < 2
+    # Of another network come the classifier and the kernels.
+    other = task.model.init(jax.random.key(5))
+    params, extra = task.with_backbone(params, extra, other)
+    jax.tree.map(np.testing.assert_array_equal, task.merge(params, extra), other)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_merged_and_unmerged_are_equal(scan):
+    """Beside each projection x W + b stands alpha / rank x A B."""
+    task = build((".*/encoderblock_1/.*/out", "Dense_0", "embedding"), scan=scan)
+    params, extra = moved(task)
+    lora = flat(params["lora"])
+    assert len(lora) == 2 * 4
+    images = jax.random.normal(jax.random.key(2), (3, 8, 12, 3))
+    merged = task.model.apply(extra["network"], images)["logits"]
+    base = {**extra["network"], **params["head"]}
+    with_kernels = flat(build((".*",)).init(jax.random.key(0))[1]["kernels"])
+    assert set(flat(extra["kernels"])) < set(with_kernels)
+    plain = build((".*/encoderblock_1/.*/out", "Dense_0", "embedding"))
+    zeros = jax.tree.map(jnp.zeros_like, params["lora"])
+    base = plain.merge({**params, "lora": zeros}, extra)
+
+    def beside(next_function, args, kwargs, context):
+        path = "/".join(context.module.path)
+        y = next_function(*args, **kwargs)
+        if context.method_name != "__call__" or f"{path}/a" not in lora:
+            return y
+        x = args[0]
+        if path == "embedding":  # Patches of 4 by 4.
+            B, Y, X, C = x.shape
+            x = x.reshape(B, Y // 4, 4, X // 4, 4, C).swapaxes(2, 3)
+            x = x.reshape(B, Y // 4, X // 4, -1)
+        else:  # Heads by their width, or one axis.
+            x = x.reshape(y.shape[:-1] + (-1,))
+        return y + 1.5 * ((x @ lora[f"{path}/a"]) @ lora[f"{path}/b"]).reshape(y.shape)
+
+    with nn.intercept_methods(beside):
+        unmerged = plain.model.apply(base, images)["logits"]
+    before = plain.model.apply(base, images)["logits"]
+    assert abs(merged - before).max() > 0.1
+    np.testing.assert_allclose(merged, unmerged, rtol=1e-6, atol=1e-6)
+
+
+def test_only_the_changes_and_the_classifier_are_trained():
+    task = build()
+    params, extra = moved(task)
+    image = jax.random.normal(jax.random.key(1), (4, 8, 12, 3))
+    batch = {"image": image, "label": jnp.eye(5)[:4]}
+    grads, _ = jax.grad(task.loss, argnums=(0, 1), has_aux=True)(
+        params, extra, batch, jax.random.key(2)
+    )
+    assert all(leaf.any() for leaf in jax.tree.leaves(grads[0]))
+    # The frozen kernels get none, nor does what was merged.
+    assert not any(leaf.any() for leaf in jax.tree.leaves(grads[1]))
+    rest = flat(extra["network"]).keys() - flat(params["head"]).keys()
+    first, then = (
+        flat(task.init(jax.random.key(0))[1]["network"]),
+        flat(extra["network"]),
+    )
+    changed = {path for path in rest if (first[path] != then[path]).any()}
+    assert changed == {f"{path}/kernel" for path in flat(extra["kernels"])}
+
+
+def config_of(**sections):
+    return tiny_config(
+        **{
+            "task": {"name": "lora", "rank": 2},
+            "optim": {"name": "adam", "learning_rate": 0.01},
+            "ema": {"decay": 0.0},
+            "total_steps": 4,
+            "checkpoint_every_steps": 2,
+        }
+        | sections
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Trains a classifier, and returns its workdir."""
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    loop.train(tiny_config(total_steps=3), workdir)
+    return workdir
+
+
+def test_a_run_resumes_and_is_a_network_as_any_other(trained, tmp_path, capsys):
+    config = config_of(init={"checkpoint": str(trained)})
+    report = loop.train(config, tmp_path / "run")
+    kill_after(2, tmp_path / "run")
+    again = loop.train(config, tmp_path / "run")
+    assert again["params_sha256"] == report["params_sha256"]
+    given, found = (
+        flat(weights.open_pretrained(path).params)
+        for path in (trained, tmp_path / "run")
+    )
+    assert found.keys() == given.keys()
+    changed = {
+        path.rpartition("/")[0] for path in found if (found[path] != given[path]).any()
+    }
+    assert {path.rpartition("/")[2] for path in changed} == {"query", "value", "head"}
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
+    capsys.readouterr()
+    words = [f"--config={recipe}", f"--model={tmp_path / 'run'}", "--json"]
+    assert not evaluate.main(cli.parse(evaluate.parser(), words))
+    scores = json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
+    ended = report["final"]["val"]["params"]
+    assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
+
+
+RECIPE = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict({"batch_size": 8, "evals": {"val": "val"}})
+    c.data = {"name": "synthetic", "num_examples": 20}
+    return c
+"""
+
+
+def test_a_scan_resumes_what_no_scan_began(trained, tmp_path):
+    def run(name, scans):
+        for scan, steps in scans:
+            config = config_of(
+                init={"checkpoint": str(trained)}, model={"scan": scan}, total_steps=4
+            )
+            loop.train(config, tmp_path / name)
+            if steps < 4:
+                kill_after(steps, tmp_path / name)
+        return weights.open_pretrained(tmp_path / name).params
+
+    one, other = run("plain", [(False, 4)]), run("both", [(False, 2), (True, 4)])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
+
+
+@pytest.mark.parametrize(
+    ("projections", "options", "message"),
+    [
+        (("query",), {"num_classes": 0}, "data.num_classes=0 with task.name='lora'"),
+        (
+            ("quary",),
+            {},
+            "task.projections: 'quary' is no kernel of 'Ti/4'; their names",
+        ),
+        (("head",), {}, "task.projections: 'head' is no kernel of 'Ti/4'"),
+    ],
+)
+def test_what_cannot_be_is_refused(projections, options, message):
+    with pytest.raises(UserError, match=message) as error:
+        build(projections, **options)
+    assert "\n" not in str(error.value)
