@@ -3,12 +3,13 @@
 Run:  PYTHONPATH=. python benchmarks/finetune.py SET --work=DIR [--data_dir=DIR]
           [--methods=finetune,recipe,sweep,features] [--seed=0] [--rates=0.003,0.01,0.03]
       SET: flowers, flowers10 (folders train and val of photographs in data_dir), digits
-      (scikit-learn's), cifar10 (a TFDS data set in data_dir)
+      (scikit-learn's), cifar10, pairs (from the TFDS data set cifar10 in data_dir)
 
 Each set becomes a folder with train/CLASS and test/CLASS: flowers as it lies; a tenth of
 each class of its training images; four fifths of the digits; of CIFAR-10 a tenth of each
-class of train, one class of it cut to a tenth again, and 2,000 images of test. No method
-sees the test images before its last score. One method runs after the other:
+class of train, one class of it cut to a tenth again, and 2,000 images of test; of pairs (finetune
+alone) the same images two by two, side by side, with a table of one or two labels each. No
+method sees the test images before its last score. One method runs after the other:
 
 finetune   python -m vit_jax.finetune FOLDER, which sets a fifth of train aside
 recipe     configs/flowers_finetune.py: 3 epochs at 224 on all of train
@@ -17,11 +18,12 @@ sweep      python -m vit_jax.transfer, at the size that finetune chose, 100 step
 features   timm's DeiT-Ti with its own transform, then scikit-learn's logistic regression,
            whose strength is chosen by 5-fold cross-validation on train
 
-Prints accuracy, balanced accuracy where it is known, and wall seconds. Needs the extra
-parity and scikit-learn.
+Prints the scores and wall seconds; of pairs scikit-learn's mean average precision of the
+model's probabilities too. Needs the extra parity and scikit-learn.
 """
 
 import argparse
+import csv
 import json
 import pathlib
 import subprocess
@@ -31,6 +33,7 @@ import time
 import numpy as np
 from PIL import Image
 
+SETS = ("flowers", "flowers10", "digits", "cifar10", "pairs")
 METHODS = ("finetune", "recipe", "sweep", "features")
 MODEL, TIMM_MODEL = "deit:Ti/16", "deit_tiny_patch16_224.fb_in1k"
 CUT = "cat"  # The class of CIFAR-10 that is cut.
@@ -53,11 +56,29 @@ def make_set(name, data_dir, work):
                 for i in taken:
                     (to / files[i].name).symlink_to(files[i].resolve())
         return made
+    if name == "pairs":
+        return make_pairs(arrays_of("cifar10", data_dir, rng), made, rng)
     for split, (images, labels, names) in arrays_of(name, data_dir, rng).items():
         for i, (image, label) in enumerate(zip(images, labels, strict=True)):
             to = made / split / names[label]
             to.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(to / f"{i}.png")
+    return made
+
+
+def make_pairs(splits, made, rng):
+    """Writes images side by side, and a table of their labels; returns its folder."""
+    rows = ["path,labels,split"]
+    for split, (images, labels, names) in splits.items():
+        (made / split).mkdir(parents=True)
+        order = rng.permutation(len(images))
+        for i in range(0, len(order) - 1, 2):
+            one, other = order[i], order[i + 1]
+            path = f"{split}/{i}.png"
+            Image.fromarray(np.hstack([images[one], images[other]])).save(made / path)
+            both = sorted({names[labels[one]], names[labels[other]]})
+            rows.append(f"{path},{'|'.join(both)},{split}")
+    (made / "labels.csv").write_text("\n".join(rows) + "\n")
     return made
 
 
@@ -74,11 +95,11 @@ def arrays_of(name, data_dir, rng):
         return {k: (images[v], digits.target[v], names) for k, v in parts.items()}
     import tensorflow_datasets as tfds
 
-    found = {}
+    builder = tfds.builder("cifar10", data_dir=str(data_dir))
+    names, found = builder.info.features["label"].names, {}
     for split, most in (("train", 500), ("test", 200)):
         source = tfds.data_source("cifar10", data_dir=str(data_dir), split=split)
         labels = np.array([row["label"] for row in source])
-        names = "airplane automobile bird cat deer dog frog horse ship truck".split()
         taken = []
         for number, label in enumerate(names):
             of_class = rng.permutation(np.flatnonzero(labels == number))
@@ -111,7 +132,34 @@ def finetune(photos, args, to):
     minutes = f"--minutes={args.minutes:g}"
     seed = f"--config.seed={args.seed}"
     run("vit_jax.finetune", photos, minutes, seed, f"--workdir={to}")
-    return score(to, "test")
+    found = score(to, "test")
+    if (photos / "labels.csv").exists():
+        found["map of scikit-learn"] = precision(to, photos)
+    return found
+
+
+def precision(run, photos):
+    """Returns scikit-learn's mean average precision of a run on the test images."""
+    from sklearn.metrics import average_precision_score
+
+    import vit_jax
+
+    model = vit_jax.load_model(run)
+    with (photos / "labels.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["split"] == "test"]
+    found = model.predict([photos / row["path"] for row in rows], threshold=0.0)
+    given = [{each.name: each.probability for each in row} for row in found]
+    return float(
+        np.mean(
+            [
+                average_precision_score(
+                    [name in row["labels"].split("|") for row in rows],
+                    [row[name] for row in given],
+                )
+                for name in model.class_names
+            ]
+        )
+    )
 
 
 def recipe(photos, args, to):
@@ -197,7 +245,7 @@ def parse():
     """Returns the flags."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     add = parser.add_argument
-    add("set", choices=("flowers", "flowers10", "digits", "cifar10"))
+    add("set", choices=SETS)
     add("--work", required=True, help="gets the images and the runs")
     add("--data_dir", default=".")
     add("--methods", default=",".join(METHODS))

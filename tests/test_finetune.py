@@ -97,6 +97,12 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
             pixels[i % 32] = 0
             Image.fromarray(pixels).save(photos / name / f"{i}.png")
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=20"]
+    words += ["--config.task.name=lora", "--config.optim.name=adam"]
+    with pytest.raises(
+        UserError, match="is chosen for sgd alone; state --config.optim"
+    ):
+        command(place, *words, photos="uneven")
+    words += ["--config.optim.learning_rate=0.002"]
     assert command(place, *words, photos="uneven") == 0
     out = capsys.readouterr().out
     assert "measuring" not in out
@@ -105,6 +111,8 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     config = json.loads((tmp_path / "finetune.json").read_text())
     assert config["data"]["train_transform"] == "inception_crop(area=(0.6, 1.0))"
     assert config["checkpoint"]["best_metric"] == "val/balanced_accuracy"
+    assert "adam, rate 0.002 (stated)" in out
+    assert config["task"]["name"] == "lora"
     with (tmp_path / "split.csv").open() as file:
         labels = [row["label"] for row in csv.DictReader(file) if row["split"] == "val"]
     assert sorted(labels) == ["few"] + ["many"] * 4

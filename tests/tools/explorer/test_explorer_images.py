@@ -113,6 +113,15 @@ def test_thumbnails(photograph):
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_thumbnails_are_upright(form):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Turned by a quarter.
+    stream = io.BytesIO()
+    Image.new("RGB", (40, 20)).save(stream, form, exif=exif)
+    assert opened(stream.getvalue()).size == (20, 40)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
 def test_the_thumbnail_of_a_broken_image_is_grey(form):
     broken = np.array(opened(explored.picture(0, form=form)[:300]))
     assert abs(broken[:20].astype(int) - 96).max() < 5

@@ -10,7 +10,7 @@ import pathlib
 import threading
 from collections.abc import Iterator
 
-from PIL import Image, ImageDraw, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
 
 from vit_jax.data import decode, inputs
 from vit_jax.errors import UserError
@@ -206,12 +206,12 @@ def thumbnail(data: bytes) -> bytes:
 
 
 def _decode(data: bytes) -> Image.Image:
-    """Decodes an image; a photograph only as finely as its thumbnail needs."""
+    """Decodes an image, upright; a photograph only as finely as its thumbnail needs."""
     try:
         picture = Image.open(io.BytesIO(data))
         if picture.format in _SCALED:
             picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
-            return picture.convert("RGB")
+            return ImageOps.exif_transpose(picture.convert("RGB"))
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise decode.DamagedImage("cannot be decoded") from error
-    return Image.fromarray(decode.decode(data))
+    return Image.fromarray(decode.decode(data, exif=True))

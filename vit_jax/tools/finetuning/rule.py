@@ -15,6 +15,7 @@ IMAGES, LEAST_EPOCHS, MOST_EPOCHS = 30_000, 3, 30
 BATCHES_AN_EPOCH, LEAST_BATCH = 40, 16
 MOST_BATCH = {"cpu": 64}  # By backend ...
 ELSEWHERE = 128  # ... and on others.
+OPTIMIZER = "sgd"
 RATE, RATE_BATCH, WARMUP = 0.04, 64, 0.05
 UNEVEN = 4.0
 EVALUATIONS, PATIENCE = 12, 5
@@ -186,7 +187,7 @@ def fit(
 def optimizer(batch: int) -> dict:
     """Returns `config.optim` for a batch size."""
     return {
-        "name": "sgd",
+        "name": OPTIMIZER,
         "momentum": 0.9,
         "learning_rate": RATE * batch / RATE_BATCH,
         "schedule": "cosine",

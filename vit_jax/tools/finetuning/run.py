@@ -97,6 +97,7 @@ def finetune(
             what = _FLAGS.get(key, "the folder or name")
             raise UserError(f"--config.{key}: it is set by {what} here")
     at = os.path.abspath(os.path.expanduser(place))
+    path = epath.Path(workdir) / FILE
     runs.check_command(
         workdir,
         {
@@ -105,8 +106,8 @@ def finetune(
             "--minutes": minutes,
             "config": {key: str(value) for key, value in overrides.items()},
         },
+        begun=path.exists(),
     )
-    path = epath.Path(workdir) / FILE
     if path.exists():
         raw = json.loads(path.read_text())
         say(f"going on with what was chosen before: {path}")
@@ -168,6 +169,12 @@ def choose(
     keys = [f"data.{name}" for name in _OF_LAYOUT]
     stated = {k.partition(".")[2]: overrides[k] for k in keys if k in overrides}
     others = {key: value for key, value in overrides.items() if key not in keys}
+    name = others.get("optim.name", rule.OPTIMIZER)
+    if name != rule.OPTIMIZER and "optim.learning_rate" not in others:
+        raise UserError(
+            f"--config.optim.name={name}: the rate is chosen for {rule.OPTIMIZER} alone; "
+            "state --config.optim.learning_rate too"
+        )
     lies = layout.find(place, stated, workdir)
     pretrained = weights.open_pretrained(model, with_task=False)
     for note in pretrained.notes:
@@ -183,6 +190,8 @@ def choose(
 
     def config_of(side: int, steps: int, evaluations: int) -> dict:
         raw = _raw(pretrained, model, lies, images, classes, side, steps, evaluations)
+        if name != rule.OPTIMIZER:
+            del raw["optim"]["momentum"]
         loading.override(TrainConfig, raw, others)
         if "epochs" in others:
             raw["total_steps"] = 0
@@ -201,6 +210,10 @@ def choose(
     evaluations = max(1, min(rule.EVALUATIONS, round(length.epochs)))
     raw = config_of(length.side, steps, evaluations)
     choices = _choices(lies, images, raw, length, speed, minutes, validated, of_weights)
+    choices = [
+        dataclasses.replace(each, why="stated") if each.key in overrides else each
+        for each in choices
+    ]
     return fields.to_json(complete(raw)), choices
 
 

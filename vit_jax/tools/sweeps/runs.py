@@ -66,18 +66,21 @@ def train(
     return done
 
 
-def check_command(workdir: str | os.PathLike, command: dict) -> None:
+def check_command(
+    workdir: str | os.PathLike, command: dict, *, begun: bool = True
+) -> None:
     """Records the command of a sweep, or refuses another one in the same workdir.
 
     Args:
       workdir: of the sweep.
       command: JSON value with everything that decides the results.
+      begun: whether a recorded command has left anything; else this one replaces it.
 
     Raises:
       UserError: the recorded command differs; the message lists the differences.
     """
     path = epath.Path(workdir) / _COMMAND
-    if path.exists():
+    if begun and path.exists():
         changed = fields.differences(json.loads(path.read_text()), command)
         if changed:
             moved = ""
