@@ -128,7 +128,10 @@ def test_a_table_of_several_labels(place, tmp_path):
             strict=False,
         )
     ]
-    table.write_text("file,tags\n" + "".join(f"{a},{b}\n" for a, b in rows))
+    lines = ["file,tags,split"]
+    for i, (path, labels) in enumerate(rows):
+        lines.append(f"{path},{labels},{'val' if i % 4 > 1 else 'train'}")
+    table.write_text("\n".join(lines))
     result = vit_jax.finetune(
         table,
         tmp_path / "run",
@@ -141,6 +144,8 @@ def test_a_table_of_several_labels(place, tmp_path):
     assert 0 < result.score <= 1
     assert "mean average precision" in finetuning.summary(result)[0]
     page = (tmp_path / "run" / "report.html").read_text()
+    assert re.search(r"\d of the validation images show the same picture", page)
+    assert "--image_key=file" in page
     assert "<td>round</td>" in page and "taken for each other" not in page
     model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
     assert model.class_names == ("red", "round")

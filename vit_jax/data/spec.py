@@ -18,11 +18,13 @@ class Spec:
       name: as `config.data.name`.
       data_dir: as `config.data.data_dir`, with ~ resolved.
       split: as `config.data.split`.
+      image_key: as `config.data.image_key`; the text has no place for it.
     """
 
     name: str
     data_dir: str
     split: str
+    image_key: str = "image"
 
     def __str__(self) -> str:
         where = f"@{self.data_dir}" if self.data_dir else ""
@@ -34,9 +36,7 @@ class Spec:
         Raises:
           UserError: the data set or the split does not exist.
         """
-        data = DataConfig(
-            name=self.name, data_dir=self.data_dir, split=self.split, num_classes=0
-        )
+        data = DataConfig(**dataclasses.asdict(self), num_classes=0)
         # Nothing is trained, so that the checks against a config's sizes do not apply.
         return open_unchecked(data, self.split)
 

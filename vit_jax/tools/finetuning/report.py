@@ -198,14 +198,13 @@ def _calibration(answers: Answers) -> Iterable[str]:
 def _duplicates(config: TrainConfig) -> Iterable[str]:
     """Counts the training images that show the same picture as a validation image."""
     data = config.data
-    train = Spec(data.name, data.data_dir, data.split)
-    apart = Spec(data.name, data.data_dir, config.evals["val"].split)
+    train = Spec(data.name, data.data_dir, data.split, data.image_key)
+    apart = dataclasses.replace(train, split=config.evals["val"].split)
     command = (
-        f"python -m vit_jax.dedup --pretrain={train} --against={apart} --out=twins.txt"
+        f"python -m vit_jax.dedup --pretrain={train} --against={apart}"
+        f" --image_key={data.image_key} --out=twins.txt"
     )
     yield "<h2>Near-duplicates of training and validation images</h2>"
-    if data.image_key != "image":
-        return
     if importlib.util.find_spec("faiss") is None:
         yield (
             "<p>Not looked for: install the extra with "
