@@ -4,7 +4,8 @@ python -m vit_jax.compile --config=configs/b16_i21k.py:model=H/14 --topology=v5e
 
 It prints what the step needs of each chip and how that compares to what the chip has:
 memory, products, bytes, collectives, and the least time that a step can take. It runs on
-any Linux machine with the extra `tpu`; a large model takes minutes. Any key of
+any Linux machine with the extra `tpu`; a large model takes minutes. --plan adds what the
+whole run needs: days, hosts, checkpoints, failures. Any key of
 the config can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad
 input (one line says what), 3 it does not fit or compile, or with --strategies nothing
 does.
@@ -30,9 +31,11 @@ def main(flags: argparse.Namespace) -> int:
     """Compiles what the flags name and prints what it costs; returns the exit code."""
     place = topology.parse(flags.topology, flags.slices)
     topology.prepare()  # Before JAX is imported.
+    from vit_jax.tools.planning import run_plan
     from vit_jax.training import config as configuration
 
     _check(flags)
+    assumed = None if flags.plan is None else run_plan.parse(flags.plan)
     # Not cli.load_config: weights to start from change no program.
     config = configuration.load(flags.config, flags.overrides)
     devices = place.devices()
@@ -45,13 +48,14 @@ def main(flags: argparse.Namespace) -> int:
     )
     if flags.strategies:
         return _compare(flags, config, devices, examples, limit, heading)
-    return _one(flags, config, devices, examples, limit, heading)
+    return _one(flags, config, devices, examples, limit, heading, assumed)
 
 
 def _check(flags) -> None:
     """Refuses what would be ignored, or fail after minutes of compiling."""
-    if flags.export and flags.strategies:
-        raise UserError("--export keeps one program: leave --strategies out")
+    for name in ("export", "plan"):
+        if getattr(flags, name) and flags.strategies:
+            raise UserError(f"--{name} is of one program: leave --strategies out")
     for name in ("meshes", "remat", "scan"):
         if getattr(flags, name) and not flags.strategies:
             raise UserError(f"--{name} is read with --strategies only: state that too")
@@ -82,16 +86,37 @@ def _examples(flags, config) -> tuple[int, str]:
     return next((pair for pair in known if pair[0]), assumed)
 
 
-def _one(flags, config, devices, examples, limit, heading) -> int:
+def _one(flags, config, devices, examples, limit, heading, assumed) -> int:
+    from vit_jax.distributed import chips
     from vit_jax.distributed import mesh as meshes
-    from vit_jax.tools.planning import analysis, report
+    from vit_jax.tools.planning import analysis, report, run_plan
 
     mesh = meshes.create(config.mesh, devices)
     found = analysis.analyse(config, mesh, examples, limit)
+    plan = None
+    if assumed and found.roofline:
+        every = config.checkpoint_every_steps
+        every = every or round(
+            config.checkpoint_every_epochs * examples / config.batch_size
+        )
+        plan = run_plan.make(
+            found,
+            len(devices),
+            len({device.process_index for device in devices}),
+            config.num_steps(examples),
+            every,
+            chips.find(devices[0].device_kind).peak_flops,
+            assumed,
+        )
     if flags.json:
-        print(json.dumps({"heading": heading} | found.to_json()))
+        words = {"heading": heading} | found.to_json()
+        if plan:
+            words["plan"] = run_plan.to_json(plan, assumed)
+        print(json.dumps(words))
     else:
         print(report.text(found, heading))
+        if plan:
+            print("\n" + "\n".join(run_plan.text(plan, assumed)))
     if flags.export:
         size = analysis.export_stablehlo(
             config, mesh, examples, pathlib.Path(flags.export)
@@ -148,6 +173,13 @@ def parser() -> cli.Parser:
     add("--examples", type=cli.positive, default=0, help="size of the training split")
     add("--json", action="store_true", help="one JSON object")
     add("--export", default="", help="file for the step's StableHLO")
+    add(
+        "--plan",
+        nargs="?",
+        const="",
+        metavar="NAME=VALUE,...",
+        help="what the whole run needs; mfu, host_days, restart, ... are assumed",
+    )
     add("--strategies", action="store_true", help="compare meshes and remat policies")
     add("--meshes", default="", help="to compare: data=-1,fsdp=16,model=4")
     add("--remat", default="", help="policies to compare; default: all")

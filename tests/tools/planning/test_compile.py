@@ -50,6 +50,7 @@ def sharded():
         "--config.model.scan=true",
         "--config.model.remat_policy=full",
         "--config.mesh.fsdp=4",
+        "--plan=mfu=0.5",
         "--json",
     )
     return json.loads(done.stdout)
@@ -73,6 +74,16 @@ def test_sharded_parameters_and_moments_take_a_part_of_each_chip(sharded):
 
 def test_the_compilers_limit_is_that_of_the_chip(sharded):
     assert sharded["limit_bytes"] == 15.75 * 2**30
+
+
+def test_a_plan_is_of_all_hosts_and_the_whole_state(sharded):
+    plan = sharded["plan"]
+    assert (plan["chips"], plan["hosts"]) == (16, 4)
+    assert plan["assumed"]["mfu"] == 0.5
+    # Parameters and Adam's moments in float32, and some counters.
+    assert 0 <= plan["state_bytes"] - 12 * sharded["parameters"] < 1_000
+    slowest = max(sharded["roofline"]["floor"], sharded["model_flops"] / 0.5 / 197e12)
+    assert plan["step_seconds"] == pytest.approx(slowest)
 
 
 def test_floors_are_positive_and_the_products_are_counted(sharded):

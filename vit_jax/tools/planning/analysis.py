@@ -70,6 +70,7 @@ class Analysis:
       parameters: number of model parameters.
       params_bytes, moments_bytes, average_bytes, batch_bytes: sizes of the step's
         arguments, without padding.
+      state_bytes: of a whole checkpoint, that of all devices.
       argument_bytes: all of them in the compiler's layout.
       peak_bytes: largest live size, arguments included; the size that the compiler
         asked for where it refused the program.
@@ -98,6 +99,7 @@ class Analysis:
     counted: str
     model_flops: float
     limit_bytes: int | None
+    state_bytes: int = 0
     argument_bytes: int = 0
     peak_bytes: int = 0
     fits: bool = False
@@ -167,6 +169,7 @@ def _before(program, traced, config, mesh, examples, limit) -> Analysis:
         counted=way + _repeated(mesh),
         model_flops=program.training_flops * config.batch_size / mesh.size,
         limit_bytes=limit,
+        state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)),
     )
 
 
