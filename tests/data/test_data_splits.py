@@ -1,6 +1,9 @@
+import numpy as np
 import pytest
 
 from vit_jax.data import splits
+from vit_jax.data.sources.arrays import open_arrays
+from vit_jax.data.sources.base import read_labels
 from vit_jax.errors import UserError
 
 SIZES = {"train": 1437, "test": 360}
@@ -85,3 +88,27 @@ def test_even_splits_add_up_with_others():
 def test_a_bad_even_split_is_a_user_error(split, match):
     with pytest.raises(UserError, match=match):
         splits.select(split, SIZES, "digits")
+
+
+def test_interleaved_splits_are_every_nth_record():
+    parts = [
+        splits.select(f"interleaved_splits(train[3:20]+test, 5)[{i}]", SIZES, "digits")
+        for i in range(5)
+    ]
+    assert parts[1][0] == ("train", range(4, 20, 5))
+    for k, name in enumerate(("train", "test")):
+        numbers = sorted(number for part in parts for number in part[k][1])
+        assert numbers == list(range(3, 20) if name == "train" else range(SIZES[name]))
+    with pytest.raises(UserError, match="5 parts are numbered 0 to 4"):
+        splits.select("interleaved_splits(train, 5)[5]", SIZES, "digits")
+
+
+def test_interleaved_records_keep_their_names_and_images():
+    images = np.arange(9, dtype=np.uint8).repeat(16).reshape(9, 4, 4)
+    data = {"train": (images, np.arange(9) % 3)}
+    found = open_arrays(data, "interleaved_splits(train, 4)[1]", "mine")
+    assert [found[i]["image"][0, 0, 0] for i in range(len(found))] == [1, 5]
+    assert [found.record_id(i) for i in range(2)] == ["train/1", "train/5"]
+    assert found.locate(["train/5"]).tolist() == [1]
+    both = "interleaved_splits(train, 4)[1]+train[:2]"
+    assert read_labels(open_arrays(data, both, "mine")).tolist() == [1, 2, 0, 1]

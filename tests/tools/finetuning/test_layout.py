@@ -104,7 +104,10 @@ def test_several_labels_are_seen(photos, tmp_path):
 
 
 def test_a_set_of_the_hub_by_its_name(tmp_path, monkeypatch):
-    rows = [{"img": {"bytes": b"", "path": ""}, "fine_label": i % 3} for i in range(10)]
+    # Sorted by class, as many sets of the hub are.
+    rows = [
+        {"img": {"bytes": b"", "path": ""}, "fine_label": i // 10} for i in range(30)
+    ]
     pq.write_table(
         pa.Table.from_pylist(rows), tmp_path / "train-00000-of-00001.parquet"
     )
@@ -114,9 +117,15 @@ def test_a_set_of_the_hub_by_its_name(tmp_path, monkeypatch):
         "name": "hf://datasets/someone/photos",
         "image_key": "img",
         "label_key": "fine_label",
-        "split": "train[:80%]",
+        "split": "interleaved_splits(train, 5)[0]+interleaved_splits(train, 5)[1]"
+        "+interleaved_splits(train, 5)[2]+interleaved_splits(train, 5)[3]",
     }
-    assert sizes(found) == [8, 2]
+    assert found.validation == "interleaved_splits(train, 5)[4]"
+    assert sizes(found) == [24, 6]
+    apart = found.open(found.validation)
+    assert [apart.record_id(i) for i in range(2)] == ["train/4", "train/9"]
+    labels = [apart[i]["label"] for i in range(6)]
+    assert labels == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_set_of_the_project_by_its_name(tmp_path):
@@ -136,8 +145,13 @@ def test_the_part_that_is_set_aside():
 
 def test_what_is_no_set_of_images_is_said(photos, tmp_path):
     (tmp_path / "empty").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "single" / name).mkdir(parents=True)
+        shutil.copy(next(photos.rglob("*.png")), tmp_path / "single" / name)
     for place, message in (
         (tmp_path / "empty", "has no images in folders"),
+        (tmp_path / "single", "has one image of each class: give two or more"),
+        ("nowhere", "nowhere is no folder or table that is there, and no data set: "),
         ("./nowhere/at/all", "neither a folder nor a table"),
     ):
         with pytest.raises(UserError, match=message):

@@ -115,7 +115,9 @@ def open_arrays(
 
     image_parts, label_parts = [], []
     for key, part in numbering.parts:
-        images, labels = (np.asarray(a)[part.start : part.stop] for a in arrays[key])
+        images, labels = (
+            np.asarray(a)[part.start : part.stop : part.step] for a in arrays[key]
+        )
         images = images if images.ndim == 4 else images[..., None]
         image_parts.append(images.astype(np.uint8, copy=False))
         label_parts.append(labels)

@@ -171,6 +171,8 @@ def read(path: str, changed: int) -> Table:
             f"the table {path} cannot be read ({reason}): write it anew as CSV, TSV, "
             "JSON Lines or Parquet, with the names of its columns"
         ) from error
+    if not rows:
+        raise UserError(f"the table {path} has no rows: give one with a row an image")
     return Table(file, columns, rows)
 
 

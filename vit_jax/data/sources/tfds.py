@@ -140,6 +140,11 @@ def open_tfds(
         _feature("caption_key", caption_key.split(".")[0], name, features)
     sizes = {key: info.num_examples for key, info in builder.info.splits.items()}
     numbering = splits.Numbering.of(split, sizes, title or name)
+    if any(part.step > 1 for _, part in numbering.parts):
+        raise UserError(
+            f"split {split!r}: TFDS reads neighbouring records only, and has shuffled "
+            "them; write as train[80%:] or even_splits(train, 5)[4]"
+        )
 
     instructions = [
         tfds.core.ReadInstruction(key, from_=part.start, to=part.stop, unit="abs")

@@ -164,7 +164,14 @@ def _of_name(place: str, stated: Mapping) -> Layout:
         data = columns(parquet.column_names(first), name, stated) | data
     else:
         entry = catalogue.ENTRIES.get(name)
-        opened = open_unchecked(DataConfig(name=name, num_classes=1, **data), "train")
+        try:
+            opened = open_unchecked(
+                DataConfig(name=name, num_classes=1, **data), "train"
+            )
+        except UserError as error:
+            raise UserError(
+                f"{place} is no folder or table that is there, and no data set: {error}"
+            ) from error
         numbering = getattr(opened, "numbering", None)
         names = list(numbering.sizes) if numbering else ["train"]
         if entry and "test" in entry.splits:
@@ -176,7 +183,12 @@ def _of_name(place: str, stated: Mapping) -> Layout:
         )
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     found = f"a data set with the splits {', '.join(names)}"
-    if not validation:
+    if not validation and parquet.is_hub(name):  # Many of them are sorted by class.
+        count = round(1 / HELD_OUT)
+        parts = [f"interleaved_splits({train}, {count})[{i}]" for i in range(count)]
+        validation, train = parts[-1], "+".join(parts[:-1])
+        found += f", of whose training images each {count}th validates"
+    elif not validation:
         kept = round(100 * (1 - HELD_OUT))
         validation, train = f"{train}[{kept}%:]", f"{train}[:{kept}%]"
         found += f", of whose training images the last {100 - kept} % validate"
@@ -194,6 +206,11 @@ def _with_validation(
     source = layout.open(data["split"])
     groups = _groups(source)
     apart = held_out(groups)
+    if not apart.any():
+        raise UserError(
+            f"{data['data_dir']} has one image of each class: give two or more of a "
+            "class, so that one can be set aside to validate on"
+        )
     rows = [
         (*_row(source, i), VALIDATION[0] if apart[i] else TRAIN[0])
         for i in range(len(source))

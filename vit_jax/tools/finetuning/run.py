@@ -180,10 +180,15 @@ def choose(
     for note in pretrained.notes:
         say(f"{masked(model)}: {note}")
     source = lies.open(lies.data["split"])
+    classes = fine_tuning.num_classes_of(source, place)
+    if classes < 2:
+        raise UserError(
+            f"{place} has images of one class ({', '.join(source.class_names)}): give "
+            "two classes or more"
+        )
     several = bool(lies.data.get("multi_label"))
     images = rule.look_at(source, None if several else read_labels(source).tolist())
     validated = len(lies.open(lies.validation))
-    classes = fine_tuning.num_classes_of(source, place)
     patch = models.create(**pretrained.options).patch_size
     of_weights = max(forward_passes.preprocessing_of(pretrained).image_size)
     side = rule.side_of(images, of_weights, patch)
