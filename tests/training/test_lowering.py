@@ -1,0 +1,98 @@
+"""The whole training step of every recipe and task is lowered for GPUs and TPUs.
+
+Neither is needed for it: what one of them has no rule for, an operation or a type, ends
+here and not in a job.
+"""
+
+import pathlib
+
+import jax
+import pytest
+
+from vit_jax import models
+from vit_jax.distributed import mesh as meshes
+from vit_jax.tasks import TASKS
+from vit_jax.training import config as configuration
+from vit_jax.training import train_step
+from vit_jax.weights import export
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+RECIPES = sorted(
+    path.stem
+    for path in (ROOT / "configs").glob("*.py")
+    if path.stem not in ("__init__", "common")
+)
+# Those with a recipe of their name are lowered with it.
+OF_A_RECIPE = {"classification", "contrastive", "dino", "mae", "masked_patch", "simmim"}
+
+
+LOWERED = {"gpu": "cuda", "tpu": "tpu"}  # What JAX calls them when it lowers.
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """Returns the step of a recipe at its quick size, as text."""
+    build = configuration.TrainConfig.build_model
+    # Which cuDNN there is cannot be asked here.
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_100
+    )
+
+    def lower(recipe, platform, **overrides):
+        # As where it will run: kernels and types follow from the platform.
+        monkeypatch.setattr(
+            configuration.TrainConfig,
+            "build_model",
+            lambda config, _: build(config, platform),
+        )
+        path = f"{ROOT}/configs/{recipe}.py:quick"
+        config = configuration.load(path, overrides)
+        mesh = meshes.create(config.mesh, jax.devices()[:1])
+        setup = train_step.build_train_setup(config, mesh, config.data.num_examples)
+        traced = setup.train_step.trace(setup.shapes, setup.batch_shapes)
+        return traced.lower(lowering_platforms=(LOWERED[platform],)).as_text()
+
+    return lower
+
+
+@pytest.mark.parametrize("platform", LOWERED)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_step_of_a_recipe(recipe, platform, lowered):
+    assert "stablehlo." in lowered(recipe, platform)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    path = tmp_path_factory.mktemp("teacher") / "weights.safetensors"
+    sizes = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
+    model = models.create(
+        "Ti/2", num_classes=10, image_size=(4, 4), channels=1, **sizes
+    )
+    params = jax.device_get(model.init(jax.random.key(0)))
+    how = Preprocess(image_size=(4, 4), mean=(0.5,), std=(0.5,))
+    export.export(
+        Pretrained(params, model.options, "vit_jax", "made", how), "safetensors", path
+    )
+    return path
+
+
+@pytest.mark.parametrize("platform", LOWERED)
+@pytest.mark.parametrize("task", sorted(TASKS.keys() - OF_A_RECIPE))
+def test_the_step_of_a_task(task, platform, teacher, lowered):
+    more = {"task.teacher": str(teacher)} if task == "distillation" else {}
+    step = lowered("digits", platform, **{"task.name": task, **more})
+    assert "stablehlo." in step
+
+
+@pytest.mark.parametrize("recipe", ["b16_i1k", "mae", "dino", "clip"])
+@pytest.mark.parametrize(
+    ("name", "platform", "call"),
+    [
+        ("cudnn", "gpu", "__cudnn$fmhaSoftmaxBackward"),
+        ("splash", "tpu", "splash_mha"),
+    ],
+)
+def test_the_step_with_a_kernel_of_attention(recipe, name, platform, call, lowered):
+    sizes = {"model.attention_impl": name, "model.dtype": "bfloat16"}
+    assert call in lowered(recipe, platform, **sizes)
