@@ -198,6 +198,7 @@ def test_a_scan_resumes_what_no_scan_began(trained, tmp_path):
             {},
             "task.projections: 'quary' is no kernel of 'Ti/4'; their names",
         ),
+        (("que[ry",), {}, "task.projections: 'que.ry' is no regular expression"),
         (("head",), {}, "task.projections: 'head' is no kernel of 'Ti/4'"),
     ],
 )

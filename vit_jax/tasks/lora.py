@@ -62,7 +62,8 @@ class Lora(Classification):
       data: `config.data`.
 
     Raises:
-      UserError: there is no classifier, or no kernel of that name.
+      UserError: there is no classifier, no kernel of that name, or a name is no regular
+        expression.
     """
 
     def __init__(self, config: LoraConfig, model: Model, data: DataConfig):
@@ -75,6 +76,13 @@ class Lora(Classification):
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         kernels = _kernels(_unstacked(shapes))
         for name in config.projections:
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise UserError(
+                    f"task.projections: {name!r} is no regular expression ({error}): "
+                    "state a kernel's name, such as 'query'"
+                ) from error
             if not any(_matches(name, path) for path in kernels):
                 known = sorted({path.rpartition("/")[2] for path in kernels})
                 raise UserError(
