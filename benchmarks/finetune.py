@@ -190,7 +190,6 @@ def sweep(photos, args, to):
         "--seeds=3",
         "--config.total_steps=100",
         "--config.batch_size=32",
-        f"--config.seed={args.seed}",
         f"--workdir={to}",
     )
     return json.loads((to / "transfer.json").read_text())

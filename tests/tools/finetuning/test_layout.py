@@ -160,3 +160,19 @@ def test_what_is_no_set_of_images_is_said(photos, tmp_path):
         (tmp_path / "empty" / name).write_text("image,label\n")
     with pytest.raises(UserError, match="several tables"):
         find(tmp_path / "empty", tmp_path)
+
+
+def test_folders_of_splits_without_classes_need_a_table(photos, tmp_path):
+    files = sorted(photos.rglob("*.png"))[:8]
+    rows = ["path,label,split"]
+    for i, file in enumerate(files):
+        split = "test" if i % 4 == 3 else "train"
+        (tmp_path / "set" / split).mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, tmp_path / "set" / split / f"{i}.png")
+        rows.append(f"{split}/{i}.png,{'ab'[i % 2]},{split}")
+    with pytest.raises(UserError, match="test has images but no folders of classes"):
+        find(tmp_path / "set", tmp_path / "run")
+    (tmp_path / "set" / "labels.csv").write_text("\n".join(rows))
+    found = find(tmp_path / "set", tmp_path / "run")
+    assert found.found.startswith("a table with paths in 'path' and labels in 'label'")
+    assert sizes(found) == [4, 2, 2]
