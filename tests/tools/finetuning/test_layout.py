@@ -176,3 +176,13 @@ def test_folders_of_splits_without_classes_need_a_table(photos, tmp_path):
     found = find(tmp_path / "set", tmp_path / "run")
     assert found.found.startswith("a table with paths in 'path' and labels in 'label'")
     assert sizes(found) == [4, 2, 2]
+
+
+def test_a_table_without_labels_is_no_split(photos, tmp_path):
+    files = sorted(photos.rglob("*.png"))[:8]
+    rows = [f"{file},{'ab'[i % 2]}" for i, file in enumerate(files)]
+    (tmp_path / "train.csv").write_text("\n".join(["path,label", *rows]))
+    (tmp_path / "test.csv").write_text("\n".join(["path", *map(str, files)]))
+    found = find(tmp_path, tmp_path / "run")
+    assert (found.validation, found.test) == ("val", "")
+    assert sum(sizes(found)) == 8

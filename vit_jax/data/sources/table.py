@@ -75,16 +75,18 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     """
     tables = read_splits(data.data_dir)
     rows = collections.defaultdict(list)
+    first = splits.names(data.split)[0]
+    used = {WHOLE, first, *splits.names(split)}
     for name, table in tables.items():
-        table.check_column("image_key", data.image_key)
-        if data.num_classes:
+        if name in used:  # Others may lack labels.
+            table.check_column("image_key", data.image_key)
+        if name in used and data.num_classes:
             table.check_column("label_key", data.label_key, NoLabels)
         for number, row in enumerate(table.rows, 1):
             # Of a file that is a split, the column says nothing more.
             of = str(row[SPLIT]) if name == WHOLE and SPLIT in row else name
             rows[of].append((table, number, row))
     sizes = {name: len(found) for name, found in rows.items()}
-    first = splits.names(data.split)[0]
     classes = ()
     if data.num_classes:
         splits.select(first, sizes, data.data_dir)  # It may be missing.

@@ -137,7 +137,8 @@ def _of_table(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
     if "multi_label" not in stated:
         data["multi_label"] = any(map(_is_several, values))
     data |= stated
-    names = list(tables)
+    # Test images are often listed without their labels.
+    names = [k for k, each in tables.items() if data["label_key"] in each.columns]
     if names == [table.WHOLE] and table.SPLIT in first.columns:
         names = list(dict.fromkeys(str(row[table.SPLIT]) for row in first.rows))
     train = first_of(TRAIN, names) or table.WHOLE
