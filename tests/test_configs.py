@@ -59,15 +59,17 @@ def arguments(stem):
 
 @pytest.mark.parametrize("stem", RECIPES)
 def test_recipe_builds_with_every_argument(stem):
+    built = set()
     for chosen in arguments(stem):
         c = config.load(spec(stem, **chosen))
         assert fields.differences(c, config.complete(c)) == [], chosen
         assert c.data.name and c.data.train_transform is not None and c.evals, chosen
         assert bool(c.total_steps) != bool(c.epochs), chosen
         # Refuses a size that is no multiple of the patch, and numbers that do not fit.
-        models.create(
-            **fields.to_dict(c.model), num_classes=3, image_size=c.data.image_size
-        )
+        model = fields.to_dict(c.model) | {"image_size": c.data.image_size}
+        if repr(model) not in built:
+            built.add(repr(model))
+            models.create(**model, num_classes=3)
         if chosen.get("quick"):
             assert (c.total_steps, c.data.name, c.init.checkpoint) == (
                 3,

@@ -312,7 +312,7 @@ def test_ctrl_c_ends_a_command_in_its_imports_with_one_line(words, started):
     "words",
     [
         ("predict", "--help"),
-        ("summary",),
+        ("summary", "--variant=Ti/16"),
         pytest.param(("datasets",), marks=pytest.mark.slow),
     ],
     ids=" ".join,
