@@ -53,8 +53,9 @@ def main(flags: argparse.Namespace) -> int:
 
 def _check(flags) -> None:
     """Refuses what would be ignored, or fail after minutes of compiling."""
-    for name in ("export", "plan"):
-        if getattr(flags, name) and flags.strategies:
+    stated = {"export": bool(flags.export), "plan": flags.plan is not None}
+    for name, is_stated in stated.items():
+        if is_stated and flags.strategies:
             raise UserError(f"--{name} is of one program: leave --strategies out")
     for name in ("meshes", "remat", "scan"):
         if getattr(flags, name) and not flags.strategies:
