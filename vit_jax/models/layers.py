@@ -367,6 +367,10 @@ class MapHead(nn.Module):
         return (x + mlp(y))[:, 0]
 
 
+# Names of a network's classifiers: of all networks, and of the distillation token's.
+CLASSIFIERS = ("head", "head_dist")
+
+
 def classify(
     pre_logits: Float[Array, "*B D"], num_classes: int, bias: float, name: str = "head"
 ) -> dict[str, Float[Array, "..."]]:

@@ -18,7 +18,13 @@ from vit_jax.config.fields import key
 from vit_jax.models import attention as attending
 from vit_jax.models import resnet, rotary, stacking
 from vit_jax.models.encoder import Block, Encoder
-from vit_jax.models.layers import ACTIVATIONS, LayerNorm, MapHead, classify
+from vit_jax.models.layers import (
+    ACTIVATIONS,
+    CLASSIFIERS,
+    LayerNorm,
+    MapHead,
+    classify,
+)
 from vit_jax.models.posemb import RESIZE_METHODS
 from vit_jax.models.variants import CONFIGS, ModelConfig
 
@@ -402,7 +408,7 @@ class VisionTransformer(nn.Module):
             x = self._features(x[:, :2])
             outputs, other = (
                 classify(x[:, i], self.num_classes, self.head_bias_init, name)
-                for i, name in enumerate(("head", "head_dist"))
+                for i, name in enumerate(CLASSIFIERS)
             )
             if self.num_classes:
                 apart = outputs["logits"], other["logits"]

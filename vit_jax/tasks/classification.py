@@ -52,6 +52,11 @@ class ClassificationConfig(TaskConfig):
         run: RunLength,
         saved: dict | None = None,
     ) -> "Classification":
+        self.check(data)
+        return Classification(self, model, data)
+
+    def check(self, data: DataConfig) -> None:
+        """Raises UserError if the loss does not fit the labels."""
         if data.multi_label and self.loss != "sigmoid":
             raise UserError(
                 f"data.multi_label=True needs task.loss='sigmoid', in which each class is "
@@ -63,7 +68,6 @@ class ClassificationConfig(TaskConfig):
                 f"task.class_weights has {len(weights)} numbers: give one for "
                 f"each of data.num_classes={data.num_classes}"
             )
-        return Classification(self, model, data)
 
 
 class Classification(Task):
@@ -124,6 +128,15 @@ class Classification(Task):
             return (terms @ weights).mean()
         of_images = labels @ weights  # Of mixed labels the mixture.
         return (softmax(logits, targets) * of_images).sum() / of_images.sum()
+
+
+def require_classifier(model: Model, task: str) -> None:
+    """Raises UserError if the network of a task that learns from labels has no classifier."""
+    if not model.options["num_classes"]:
+        raise UserError(
+            f"data.num_classes=0 with task.name={task!r}, which learns from labels: set "
+            "data.num_classes to the number of classes"
+        )
 
 
 def softmax(

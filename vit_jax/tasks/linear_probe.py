@@ -18,7 +18,12 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
-from vit_jax.tasks.classification import Classification, ClassificationConfig, top1
+from vit_jax.tasks.classification import (
+    Classification,
+    ClassificationConfig,
+    require_classifier,
+    top1,
+)
 from vit_jax.tasks.task import Tree
 
 # As torch.nn.BatchNorm1d(D, affine=False, eps=1e-6).
@@ -58,11 +63,7 @@ class LinearProbe(Classification):
     def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
         options = model.options
-        if not options["num_classes"]:
-            raise UserError(
-                "data.num_classes=0 with task.name='linear_probe', which learns from "
-                "labels: set data.num_classes to the number of classes"
-            )
+        require_classifier(model, config.name)
         if not model.representations:
             raise UserError(
                 f"task.name='linear_probe' needs the features of model.variant="

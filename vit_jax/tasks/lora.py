@@ -21,10 +21,13 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, stacking
-from vit_jax.tasks.classification import Classification, ClassificationConfig, f1, top1
+from vit_jax.models.layers import CLASSIFIERS
+from vit_jax.tasks.classification import (
+    Classification,
+    ClassificationConfig,
+    require_classifier,
+)
 from vit_jax.tasks.task import Tree
-
-HEADS = re.compile(r"head(_dist)?/.*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class LoraConfig(ClassificationConfig):
         run: RunLength,
         saved: dict | None = None,
     ) -> "Lora":
-        super().build(model, data, run, saved)  # It checks its own keys.
+        self.check(data)
         return Lora(self, model, data)
 
 
@@ -68,11 +71,7 @@ class Lora(Classification):
 
     def __init__(self, config: LoraConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
-        if not model.options["num_classes"]:
-            raise UserError(
-                "data.num_classes=0 with task.name='lora', which learns from labels: set "
-                "data.num_classes to the number of classes"
-            )
+        require_classifier(model, config.name)
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         kernels = _kernels(_unstacked(shapes))
         for name in config.projections:
@@ -110,12 +109,7 @@ class Lora(Classification):
 
     def loss(self, params, extra, batch, rng):
         network = self.merge(params, jax.lax.stop_gradient(extra))
-        images = batch["image"].astype(self.model.options["dtype"])
-        logits = self.model.apply(network, images, train=True, key=rng)["logits"]
-        loss = self.base_loss(logits, batch["label"])
-        score = {"f1": f1} if self._data.multi_label else {"top1": top1}
-        metrics = {name: of(logits, batch["label"]) for name, of in score.items()}
-        return loss, ({"loss": loss} | metrics, None)
+        return super().loss(network, None, batch, rng)
 
     def update(self, extra, params, stats, step):
         return extra | {"network": self.merge(params, extra)}
@@ -126,7 +120,7 @@ class Lora(Classification):
         Args:
           params, extra: of the state.
         """
-        flat = _unstacked(extra["network"]) | _flat(params["head"])
+        flat = _unstacked(extra["network"] | params["head"])
         lora, scale = _flat(params["lora"]), self.config.alpha / self.config.rank
         for path, kernel in _flat(extra["kernels"]).items():
             change = scale * (lora[f"{path}/a"] @ lora[f"{path}/b"])
@@ -161,7 +155,7 @@ def _kernels(flat: dict) -> dict:
     return {
         path.removesuffix("/kernel"): kernel
         for path, kernel in flat.items()
-        if path.endswith("/kernel") and not HEADS.fullmatch(path)
+        if path.endswith("/kernel") and path.split("/")[0] not in CLASSIFIERS
     }
 
 
@@ -187,5 +181,4 @@ def _flat(tree: dict) -> dict:
 
 def _heads(network: dict) -> dict:
     """Returns the classifiers, at their places in the network."""
-    flat = {path: x for path, x in _flat(network).items() if HEADS.fullmatch(path)}
-    return unflatten_dict(flat, sep="/")
+    return {name: network[name] for name in CLASSIFIERS if name in network}

@@ -19,6 +19,7 @@ from vit_jax import models
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import Model, posemb
+from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights.pretrained import (
     POSITIONS,
     Preprocess,
@@ -28,7 +29,6 @@ from vit_jax.weights.pretrained import (
 
 HEADS = ("keep", "new", "drop")
 
-_CLASSIFIERS = ("head", "head_dist")
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
 _TOKENS = ("cls", "dist")  # In the order of their rows.
 _TABLES = ("/row_embedding", "/column_embedding")
@@ -145,7 +145,7 @@ def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow
             f"{wanted['head/kernel'].shape[-1]}: replace or keep the head"
         )
     rows = []
-    for name in _CLASSIFIERS:
+    for name in CLASSIFIERS:
         before, after = (
             tree[f"{name}/kernel"].shape if f"{name}/kernel" in tree else None
             for tree in (given, wanted)
