@@ -1,8 +1,27 @@
-"""What tests share: a complete config, and a run as if it had been killed."""
+"""What tests share: recipes, a complete config, and what is done with a finished run."""
 
+import json
+import pathlib
 import shutil
 
+from vit_jax import cli, evaluate
 from vit_jax.training import config as configuration
+
+ROOT = pathlib.Path(__file__).parent.parent
+RECIPES = sorted(
+    path.stem
+    for path in (ROOT / "configs").glob("*.py")
+    if path.stem not in ("__init__", "common")
+)
+
+_EVALUATION = """
+from ml_collections import ConfigDict
+
+def get_config(arg=None):
+    c = ConfigDict({"batch_size": 8, "evals": {"val": "val"}})
+    c.data = {"name": "synthetic", "num_examples": 20}
+    return c
+"""
 
 
 def tiny_config(**sections):
@@ -45,3 +64,13 @@ def kill_after(step, workdir):
         if int(path.name) > step:
             shutil.rmtree(path)
     (workdir / "report.json").unlink()
+
+
+def evaluated(workdir, folder, capsys):
+    """Returns the scores of a run of `tiny_config`, of the command in a folder of its own."""
+    recipe = folder / "recipe.py"
+    recipe.write_text(_EVALUATION)
+    capsys.readouterr()
+    words = [f"--config={recipe}", f"--model={workdir}", "--json"]
+    assert not evaluate.main(cli.parse(evaluate.parser(), words))
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["val"]

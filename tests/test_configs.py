@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from helpers import RECIPES
 from ml_collections import ConfigDict
 
 from configs import bit_hyperrule
@@ -24,11 +25,6 @@ from vit_jax.training import config, optim
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "paper_tables.json"
 PAPER = json.loads(GOLDEN.read_text())
-RECIPES = sorted(
-    path.stem
-    for path in (ROOT / "configs").glob("*.py")
-    if path.stem not in ("__init__", "common")
-)
 MOST = 200  # Combinations up to here are all built; above, each value in turn.
 
 

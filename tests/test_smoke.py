@@ -10,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from helpers import RECIPES
 from hosts import xla_flags
 from one_process import run
 
@@ -18,11 +19,6 @@ from vit_jax.training import config as configuration
 from vit_jax.training import optim, train_state
 
 ROOT = pathlib.Path(__file__).parent.parent
-RECIPES = sorted(
-    path.stem
-    for path in (ROOT / "configs").glob("*.py")
-    if path.stem not in ("__init__", "common")
-)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

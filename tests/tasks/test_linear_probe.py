@@ -1,14 +1,12 @@
 """The linear probe: BatchNorm and classifier as PyTorch's, a workdir as any other."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config
+from helpers import evaluated, kill_after, tiny_config
 
-from vit_jax import cli, evaluate, models, weights
+from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
@@ -152,24 +150,9 @@ def test_a_run_probes_a_workdir_resumes_and_is_a_classifier(trained, tmp_path, c
         )
     assert found.params["head"]["bias"].any()
     assert found.task["name"] == "linear_probe"
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(RECIPE)
-    capsys.readouterr()
-    words = [f"--config={recipe}", f"--model={tmp_path / 'run'}", "--json"]
-    assert not evaluate.main(cli.parse(evaluate.parser(), words))
-    scores = json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
+    scores = evaluated(tmp_path / "run", tmp_path, capsys)
     ended = report["final"]["val"]["params"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
-
-
-RECIPE = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict({"batch_size": 8, "evals": {"val": "val"}})
-    c.data = {"name": "synthetic", "num_examples": 20}
-    return c
-"""
 
 
 def test_blocks_may_be_a_scan(trained, tmp_path):

@@ -1,16 +1,14 @@
 """LoRA: changes of low rank, merged as if they were beside the kernels."""
 
-import json
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import kill_after, tiny_config
+from helpers import evaluated, kill_after, tiny_config
 
-from vit_jax import cli, evaluate, models, weights
+from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
@@ -154,24 +152,9 @@ def test_a_run_resumes_and_is_a_network_as_any_other(trained, tmp_path, capsys):
         path.rpartition("/")[0] for path in found if (found[path] != given[path]).any()
     }
     assert {path.rpartition("/")[2] for path in changed} == {"query", "value", "head"}
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(RECIPE)
-    capsys.readouterr()
-    words = [f"--config={recipe}", f"--model={tmp_path / 'run'}", "--json"]
-    assert not evaluate.main(cli.parse(evaluate.parser(), words))
-    scores = json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
+    scores = evaluated(tmp_path / "run", tmp_path, capsys)
     ended = report["final"]["val"]["params"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
-
-
-RECIPE = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict({"batch_size": 8, "evals": {"val": "val"}})
-    c.data = {"name": "synthetic", "num_examples": 20}
-    return c
-"""
 
 
 def test_a_scan_resumes_what_no_scan_began(trained, tmp_path):

@@ -4,10 +4,9 @@ Neither is needed for it: what one of them has no rule for, an operation or a ty
 here and not in a job.
 """
 
-import pathlib
-
 import jax
 import pytest
+from helpers import RECIPES, ROOT
 
 from vit_jax import models
 from vit_jax.distributed import mesh as meshes
@@ -17,12 +16,6 @@ from vit_jax.training import train_step
 from vit_jax.weights import export
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-RECIPES = sorted(
-    path.stem
-    for path in (ROOT / "configs").glob("*.py")
-    if path.stem not in ("__init__", "common")
-)
 # Those with a recipe of their name are lowered with it.
 OF_A_RECIPE = {"classification", "contrastive", "dino", "mae", "masked_patch", "simmim"}
 
