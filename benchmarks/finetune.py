@@ -35,7 +35,6 @@ import numpy as np
 from PIL import Image
 
 SETS = ("flowers", "flowers10", "digits", "cifar10", "pairs")
-METHODS = ("finetune", "recipe", "sweep", "features")
 MODEL, TIMM_MODEL = "deit:Ti/16", "deit_tiny_patch16_224.fb_in1k"
 CUT = "cat"  # The class of CIFAR-10 that is cut.
 
@@ -228,6 +227,14 @@ def features(photos, args, to):
     }
 
 
+METHODS = {
+    "finetune": finetune,
+    "recipe": recipe,
+    "sweep": sweep,
+    "features": features,
+}
+
+
 def main(args):
     """Runs the methods on the set."""
     work = pathlib.Path(args.work).resolve()
@@ -235,7 +242,7 @@ def main(args):
     for method in args.methods.split(","):
         began = time.perf_counter()
         to = work / "runs" / args.set / str(args.seed) / method
-        scores = globals()[method](photos, args, to)
+        scores = METHODS[method](photos, args, to)
         seconds = time.perf_counter() - began
         row = {"set": args.set, "seed": args.seed, "method": method, "scores": scores}
         print(json.dumps(row | {"seconds": round(seconds)}), flush=True)

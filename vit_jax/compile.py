@@ -4,11 +4,10 @@ python -m vit_jax.compile --config=configs/b16_i21k.py:model=H/14 --topology=v5e
 
 It prints what the step needs of each chip and how that compares to what the chip has:
 memory, products, bytes, collectives, and the least time that a step can take. It runs on
-any Linux machine with the extra `tpu`; a large model takes minutes. --plan adds what the
-whole run needs: days, hosts, checkpoints, failures. Any key of
-the config can be set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad
-input (one line says what), 3 it does not fit or compile, or with --strategies nothing
-does.
+any Linux machine with the extra `tpu`; a large model takes minutes. --plan adds what
+the whole run needs: days, hosts, checkpoints, failures. Any key of the config can be
+set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input (one line says what), 3 it
+does not fit or compile, or with --strategies nothing does.
 """
 
 import argparse

@@ -43,10 +43,10 @@ def main(flags: argparse.Namespace) -> int:
 
     pretrain = spec.parse(flags.pretrain, _DEFAULT_SPLITS[0])
     against = spec.parse_several(flags.against, _DEFAULT_SPLITS[1])
-    if flags.image_key:
-        key = {"image_key": flags.image_key}
-        pretrain = dataclasses.replace(pretrain, **key)
-        against = [dataclasses.replace(one, **key) for one in against]
+    pretrain, *against = (
+        dataclasses.replace(one, image_key=flags.image_key)
+        for one in (pretrain, *against)
+    )
     for one in against:
         if one == pretrain or against.count(one) > 1:
             raise UserError(f"--against={one} is named twice: name each split once")
@@ -114,7 +114,7 @@ def parser() -> cli.Parser:
         metavar="SPEC[,SPEC...]",
         help="test sets to compare with",
     )
-    add("--image_key", help="column of the images, if it is not called image")
+    add("--image_key", default="image", help="column of the images; default: image")
     add("--out", required=True, metavar="FILE", help="list of record ids to write")
     add("--sheet", metavar="PNG", help="picture of the 60 most doubtful pairs")
     add(

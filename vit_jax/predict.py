@@ -6,9 +6,9 @@ parts of that. Weights with a text tower (CLIP, SigLIP, LiT) compare images with
 --labels="a photo of a dog, a photo of a cat", or --labels="dog, cat" --prompts="a photo of
 a {}". "-" reads paths from standard input, one a line (find
 photos -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or one image's
-content (... - < photo.jpg). Orientation tags of cameras are ignored unless training heeded them (data.exif). Exit
-codes: 0 done, 1 some images could not be read (one line each says why), 2 bad input or no
-image at all.
+content (... - < photo.jpg). Orientation tags of cameras are ignored unless training
+heeded them (data.exif). Exit codes: 0 done, 1 some images could not be read (one line
+each says why), 2 bad input or no image at all.
 """
 
 import argparse

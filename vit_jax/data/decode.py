@@ -1,9 +1,8 @@
 """Decodes images to uint8 pixels: with OpenCV where it is faster, else with Pillow.
 
-Orientation tags of cameras are ignored, as in the published recipes, unless they are asked
-for. JPEG headers are
-read in microseconds, so that a crop decodes only the rows that it needs; names and
-layout of the JPEG markers are those of ITU-T T.81, annex B.
+Orientation tags of cameras are ignored, as in the published recipes, unless they are
+asked for. JPEG headers are read in microseconds, so that a crop decodes only the rows
+that it needs; names and layout of the JPEG markers are those of ITU-T T.81, annex B.
 """
 
 import functools

@@ -80,8 +80,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     for name, table in tables.items():
         if name in used:  # Others may lack labels.
             table.check_column("image_key", data.image_key)
-        if name in used and data.num_classes:
-            table.check_column("label_key", data.label_key, NoLabels)
+            if data.num_classes:
+                table.check_column("label_key", data.label_key, NoLabels)
         for number, row in enumerate(table.rows, 1):
             # Of a file that is a split, the column says nothing more.
             of = str(row[SPLIT]) if name == WHOLE and SPLIT in row else name

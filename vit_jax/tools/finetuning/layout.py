@@ -87,11 +87,9 @@ def _of_folder(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
     train = first_of(TRAIN, names)
     classes = [name for name in folder.visible_folders(path) if name not in names]
     classes = [name for name in classes if _has_images(path / name)]
-    usual = {*TRAIN, *VALIDATION, *TEST}
-    if all(name.lower() in usual for name in classes):
+    bare = []
+    if all(first_of((*TRAIN, *VALIDATION, *TEST), [name]) for name in classes):
         bare, classes = classes, []  # Splits, whose labels are in a table.
-    else:
-        bare = []
     tables = {each.stem: each for each in sorted(path.iterdir()) if _is_table(each)}
     if not train and len(classes) < 2 and tables:
         if first_of(TRAIN, tables):

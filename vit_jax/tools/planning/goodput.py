@@ -5,9 +5,8 @@ the checkpoint counts once it is written, while the job works on. At a failure i
 back to the newest checkpoint that counts, after a restart. Failures are a Poisson
 process, restarts included. All times are in seconds.
 
-Sources: Young, "A first order approximation to the optimum checkpoint interval", CACM
-17(9), 1974; Daly, "A higher order estimate of the optimum checkpoint interval for restart
-dumps", FGCS 22(3), 2006, whose model of the whole time is `expected`.
+Source: Young, "A first order approximation to the optimum checkpoint interval", CACM
+17(9), 1974.
 """
 
 import dataclasses
@@ -39,20 +38,6 @@ class Job:
 def young(job: Job) -> float:
     """Returns Young's interval between checkpoints, the square root of 2 stall mean_time."""
     return math.sqrt(2 * job.stall * job.mean_time)
-
-
-def expected(job: Job, interval: float) -> float:
-    """Returns the expected share of time that is work, if nothing is written meanwhile.
-
-    A checkpoint that is written while the job works on (`write` above `stall`) makes it
-    less: what was done since is lost with it. `simulate` takes that into account.
-
-    Args:
-      job: what runs.
-      interval: work between checkpoints.
-    """
-    part = math.expm1((interval + job.stall) / job.mean_time)
-    return interval / (job.mean_time * math.exp(job.restart / job.mean_time) * part)
 
 
 def simulate(

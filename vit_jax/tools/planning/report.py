@@ -99,36 +99,36 @@ def _setting(settings):
 
 def _memory(found):
     yield "Memory of a chip, GiB"
-    yield _line("parameters", _gib(found.params_bytes), _SHAPES)
-    yield _line("optimiser's moments", _gib(found.moments_bytes), _SHAPES)
-    yield _line("average", _gib(found.average_bytes), _SHAPES)
-    yield _line("batch", _gib(found.batch_bytes), _SHAPES)
+    yield line("parameters", _gib(found.params_bytes), _SHAPES)
+    yield line("optimiser's moments", _gib(found.moments_bytes), _SHAPES)
+    yield line("average", _gib(found.average_bytes), _SHAPES)
+    yield line("batch", _gib(found.batch_bytes), _SHAPES)
     if found.fits:
-        yield _line("all of these", _gib(found.argument_bytes), _COMPILER)
-        yield _line(
+        yield line("all of these", _gib(found.argument_bytes), _COMPILER)
+        yield line(
             "activations, gradients",
             _gib(found.temporary_bytes),
             "the peak less all of these",
         )
     if found.peak_bytes:
-        yield _line(
+        yield line(
             "peak" if found.fits else "wanted", _gib(found.peak_bytes), _COMPILER
         )
     if found.limit_bytes:
-        yield _line("limit", _gib(found.limit_bytes), _COMPILER)
+        yield line("limit", _gib(found.limit_bytes), _COMPILER)
     yield verdict(found)
 
 
 def _work(found):
     yield "Work of a chip in a step"
     ratio = found.flops / found.model_flops
-    yield _line("TFLOP of products", f"{found.flops / 1e12:.3f}", found.counted)
-    yield _line(
+    yield line("TFLOP of products", f"{found.flops / 1e12:.3f}", found.counted)
+    yield line(
         "3 x the forward pass",
         f"{found.model_flops / 1e12:.3f}",
         f"the model's; counted are {ratio:.3f} times as many",
     )
-    yield _line(
+    yield line(
         "GB read and written",
         f"{found.moved_bytes / 1e9:.2f}",
         "counted in the compiled program, caches of the core not",
@@ -164,12 +164,12 @@ def _time(found):
     if bounds is None:
         yield "  not known, as the chip is not"
         return
-    yield _line("products", _ms(bounds.compute), "")
-    yield _line("memory", _ms(bounds.memory), "")
-    yield _line("links, async", _ms(bounds.overlapped), "")
-    yield _line("links, others", _ms(bounds.exposed), "")
+    yield line("products", _ms(bounds.compute), "")
+    yield line("memory", _ms(bounds.memory), "")
+    yield line("links, async", _ms(bounds.overlapped), "")
+    yield line("links, others", _ms(bounds.exposed), "")
     images = found.settings["batch_size"] / bounds.floor
-    yield _line(
+    yield line(
         "floor",
         _ms(bounds.floor),
         f"bound by {bounds.bound}; at most {images:,.0f} images/s",
@@ -177,7 +177,8 @@ def _time(found):
     yield "  assumed: " + ";\n           ".join(ASSUMPTIONS)
 
 
-def _line(name, value, note):
+def line(name: str, value: str, note: str) -> str:
+    """Returns a number of a report: its name, the number, whose word it is."""
     return f"  {name:<24} {value:>9}  {note}".rstrip()
 
 

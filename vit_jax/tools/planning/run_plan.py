@@ -14,6 +14,7 @@ from vit_jax.errors import UserError
 from vit_jax.tools.planning import goodput
 from vit_jax.tools.planning.analysis import Analysis
 from vit_jax.tools.planning.goodput import Job
+from vit_jax.tools.planning.report import line
 
 HOUR, DAY = 3_600.0, 86_400.0
 _RUNS = 100
@@ -81,8 +82,8 @@ class Plan:
       sent_bytes: that a chip sends in a step, within its slice and over slices.
       state_bytes: of a checkpoint.
       job: for `goodput`.
-      shares: interval between checkpoints, in steps, to the expected share of time that
-        is work and that of each simulated run.
+      shares: interval between checkpoints, in steps, to the share of the time that is
+        work, of each simulated run.
       young: Young's interval, in steps.
       stated: the config's own interval, in steps; 0 if it states none.
     """
@@ -167,26 +168,26 @@ def text(plan: Plan, assumed: Assumptions) -> Iterable[str]:
     seconds, job = plan.step_seconds, plan.job
     rate = plan.images / seconds
     yield "The run"
-    yield _line("steps", f"{plan.steps:,}", f"of {plan.images:,} images")
-    yield _line(
+    yield line("steps", f"{plan.steps:,}", f"of {plan.images:,} images")
+    yield line(
         "a step, ms", f"{seconds * 1e3:.1f}", f"{rate:,.0f} images/s; floor, or mfu"
     )
-    yield _line("days of steps", f"{job.work / DAY:.2f}", "")
-    yield _line("MB a chip sends, slice", f"{plan.sent_bytes[0] / 1e6:,.1f}", "a step")
-    yield _line("MB a chip sends, slices", f"{plan.sent_bytes[1] / 1e6:,.1f}", "a step")
+    yield line("days of steps", f"{job.work / DAY:.2f}", "")
+    yield line("MB a chip sends, slice", f"{plan.sent_bytes[0] / 1e6:,.1f}", "a step")
+    yield line("MB a chip sends, slices", f"{plan.sent_bytes[1] / 1e6:,.1f}", "a step")
     yield ""
     yield f"Input of {plan.hosts:,} hosts"
-    yield _line("images/s a host", f"{rate / plan.hosts:,.0f}", "")
+    yield line("images/s a host", f"{rate / plan.hosts:,.0f}", "")
     cpus = rate / plan.hosts / assumed.cpu_images
-    yield _line("CPUs a host", f"{cpus:.1f}", "that decode and crop, all of the time")
+    yield line("CPUs a host", f"{cpus:.1f}", "that decode and crop, all of the time")
     read = rate * assumed.image_bytes / 1e9
-    yield _line("GB/s read, all hosts", f"{read:.2f}", "")
+    yield line("GB/s read, all hosts", f"{read:.2f}", "")
     yield ""
     yield "Checkpoints and failures"
-    yield _line("GB of a checkpoint", f"{plan.state_bytes / 1e9:.2f}", "")
-    yield _line("seconds until it counts", f"{job.write:.1f}", "by all hosts")
-    yield _line("hours between failures", f"{job.mean_time / HOUR:.1f}", "of any host")
-    yield _line("failures", f"{job.work / job.mean_time:.1f}", "in that many days")
+    yield line("GB of a checkpoint", f"{plan.state_bytes / 1e9:.2f}", "")
+    yield line("seconds until it counts", f"{job.write:.1f}", "by all hosts")
+    yield line("hours between failures", f"{job.mean_time / HOUR:.1f}", "of any host")
+    yield line("failures", f"{job.work / job.mean_time:.1f}", "in that many days")
     yield f"  share of the time that is work, {_RUNS} simulated runs of each:"
     yield "  {:>10} {:>9} {:>8} {:>8} {:>8}".format(
         "steps", "seconds", "mean", "5 %", "95 %"
@@ -201,17 +202,13 @@ def text(plan: Plan, assumed: Assumptions) -> Iterable[str]:
         ).rstrip()
     best = max(plan.shares, key=lambda every: plan.shares[every].mean())
     days = job.work / DAY / plan.shares[best].mean()
-    yield _line("days in all", f"{days:.2f}", f"--config.checkpoint_every_steps={best}")
+    yield line("days in all", f"{days:.2f}", f"--config.checkpoint_every_steps={best}")
     hours = days * 24 * plan.chips
     cost = f"{hours * assumed.price:,.0f} at {assumed.price:g} each" * bool(
         assumed.price
     )
-    yield _line("chip-hours", f"{hours:,.0f}", cost)
+    yield line("chip-hours", f"{hours:,.0f}", cost)
     named = dataclasses.asdict(assumed)
     yield "  assumed: " + ", ".join(
         f"{name}={value:g}" for name, value in named.items()
     )
-
-
-def _line(name: str, value: str, note: str) -> str:
-    return f"  {name:<24} {value:>11}  {note}".rstrip()
