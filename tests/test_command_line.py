@@ -86,7 +86,7 @@ def test_a_command_runs_from_any_folder_with_a_recipe_by_its_name(tmp_path):
 
 def test_recipes_are_found_by_name_unless_a_file_is_meant(tmp_path, monkeypatch):
     named = loading.recipes()
-    assert {"digits", "b16_i21k", "eval/probe", "study/digits"} <= {*named}
+    assert {"digits", "b16_i21k", "eval/probe", "study/positions"} <= {*named}
     assert not any("common" in name or name.startswith("_") for name in named)
     assert all(title and len(title) < 100 for title in named.values())
     by_name = configuration.load("digits", {"epochs": 3})

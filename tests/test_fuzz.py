@@ -373,8 +373,8 @@ COMMANDS = {
     ),
     "study": (
         6,
-        {"--config": f"{CONFIGS}/study/digits.py", "--workdir": "text"},
-        {"--config": "file", "--models": "value", "--images": "value", "KEY": "key"},
+        {"--config": f"{CONFIGS}/study/positions.py", "--workdir": "text"},
+        {"--config": "file", "--only": "value", "--seeds": "value", "KEY": "key"},
     ),
     "visualize": (
         14,

@@ -1,12 +1,14 @@
-"""Runs a scaling study: architectures on nested parts of a data set.
+"""Runs a study: one recipe over values of its arguments, tuned and repeated with seeds.
 
-    python -m vit_jax.study --config=configs/study/cifar10.py --workdir=runs/study
+    python -m vit_jax.study --config=configs/study/positions.py --workdir=runs/positions
 
-Every model of the config is pretrained on every part of the data, scored on the test
-split as it is and by few-shot features, and fine-tuned. Results are in study.json and
-points.csv; `python -m vit_jax.report runs/study` draws them. Repeat the command to resume
-a study; what is done is not repeated. Any key of a config can be set
-for all runs: --config.data.data_dir=DIR. Exit codes: 0 done, 2 bad input, 75 preempted.
+configs/study/ has the paper's ablations and its scaling study, each with `:size=cpu`, `gpu`
+or `paper`. Every point is trained with each combination of the keys to tune, the best is
+chosen on validation images and trained with further seeds, and fine-tuned where the study
+says so. Results are in study.json and points.csv; `python -m vit_jax.report WORKDIR` puts
+them beside the paper's. Repeat the command to resume a study; what is done is not repeated.
+Any key that the study does not vary can be set for all runs: --config.data.data_dir=DIR.
+Exit codes: 0 done, 2 bad input, 75 preempted.
 """
 
 import argparse
@@ -16,16 +18,16 @@ from vit_jax import cli, job
 
 def main(flags: argparse.Namespace) -> int:
     """Runs the study that the flags describe; returns the exit code."""
-    from vit_jax.tools.sweeps import scaling
+    from vit_jax.tools.sweeps import study
 
-    study = scaling.plan(
+    plan = study.plan(
         flags.config,
         flags.workdir,
-        models=flags.models,
-        images=flags.train_sizes,
+        only=dict(flags.only),
+        seeds=flags.seeds,
         overrides=flags.overrides,
     )
-    return job.run(study.run, flags.workdir, debug=flags.debug)
+    return job.run(plan.run, flags.workdir, debug=flags.debug)
 
 
 def parser() -> cli.Parser:
@@ -34,22 +36,31 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     add("--config", required=True, help="file under configs/study/, or file:argument")
     add("--workdir", required=True, help="folder of the study")
-    add("--models", type=_words, default=(), help="names: vit-s,resnet; default: all")
     add(
-        "--train_sizes",
-        type=_numbers,
-        default=(),
-        help="images: 3000,12000; default: all",
+        "--only",
+        type=_axis,
+        action="append",
+        default=[],
+        metavar="AXIS=VALUE,...",
+        help="values of an axis to go through; default: all",
+    )
+    add(
+        "--seeds",
+        type=cli.positive,
+        default=0,
+        help="runs a point; default: the study's",
     )
     return parser
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(cli.positive(word) for word in text.split(","))
+def _axis(text: str) -> tuple[str, tuple[str, ...]]:
+    axis, equals, values = text.partition("=")
+    words = tuple(filter(None, values.split(",")))
+    if not equals or not words:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not AXIS=VALUE or AXIS=VALUE,VALUE"
+        )
+    return axis, words
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ DASHES = ("-", "--", ":", "-.")
 WIDTH = 5.2  # Inches.
 
 _LEGEND_LETTER = 0.08  # Inches.
+_TICK_LETTERS = 60  # Of all tick labels together, beyond which they are slanted.
 _LONGEST = 56  # Characters of a legend entry.
 # Most classes of a confusion matrix with names, and with counts in the cells.
 _NAMED_CLASSES, _COUNTED_CLASSES = 40, 15
@@ -74,7 +75,8 @@ class Series:
       hollow: whether markers are outlines; published numbers are.
       marked: whether there are markers.
       dashes: index into DASHES.
-      spread: standard deviation of each y, None where unknown; empty if all are.
+      spread: length of the error bar of each y to either side, None where unknown;
+        empty if all are.
     """
 
     label: str
@@ -98,8 +100,10 @@ class Chart:
       title: above the chart.
       x_label, y_label: axis labels, with units.
       series: points.
-      log_x: whether the x axis is logarithmic.
+      log_x, log_y: whether an axis is logarithmic.
       ticks: x ticks; chosen automatically if empty.
+      tick_labels: texts of the ticks; their numbers if empty.
+      spread_label: what the series' spreads are, for the CSV file.
       note: text below the chart.
     """
 
@@ -109,8 +113,11 @@ class Chart:
     y_label: str
     series: tuple[Series, ...]
     log_x: bool = False
+    log_y: bool = False
     ticks: tuple[Number, ...] = ()
     note: str = ""
+    tick_labels: tuple[str, ...] = ()
+    spread_label: str = "standard deviation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +188,7 @@ def to_csv(picture: Chart | Matrix) -> str:
         return stream.getvalue()
     spread = any(map(_has_spread, picture.series))
     head = ["series", picture.x_label, picture.y_label]
-    writer.writerow(head + ["standard deviation"] * spread)
+    writer.writerow(head + [picture.spread_label] * spread)
     for series in picture.series:
         deviations = series.spread or [None] * len(series.x)
         for x, y, deviation in zip(series.x, series.y, deviations, strict=True):
@@ -246,8 +253,14 @@ def _draw_chart(figure: "Figure", chart: Chart) -> None:
         _draw_series(axes, series)
     if chart.log_x:
         axes.set_xscale("log")
+    if chart.log_y:
+        axes.set_yscale("log")
     if chart.ticks:
-        axes.set_xticks(chart.ticks, [_tick(tick) for tick in chart.ticks])
+        labels = chart.tick_labels or [_tick(tick) for tick in chart.ticks]
+        slant = 30 if max(map(len, labels)) * len(labels) > _TICK_LETTERS else 0
+        axes.set_xticks(
+            chart.ticks, labels, rotation=slant, ha="right" if slant else "center"
+        )
         axes.minorticks_off()
     elif chart.log_x:
         _mark_powers(axes)

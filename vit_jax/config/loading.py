@@ -386,6 +386,28 @@ def arguments(path: str) -> dict[str, object]:
     return _run_config_file(find(path), lambda file: dict(file.ARGUMENTS))
 
 
+def read_study(path: str, arg: str | None = None) -> dict:
+    """Returns what `get_study` of a config file states; see tools/sweeps/study.py.
+
+    Args:
+      path: path of a config file or name of a recipe.
+      arg: what stands behind its colon.
+
+    Raises:
+      UserError: there is no such file, it does not run, or it has no `get_study`.
+    """
+
+    def get(file: ModuleType) -> dict:
+        if not hasattr(file, "get_study"):
+            raise UserError(
+                f"--config={path}: the file has no get_study(arg=None), so it is no study; "
+                "take one of configs/study/"
+            )
+        return dict(file.get_study(arg))
+
+    return _run_config_file(find(path), get)
+
+
 def _config_of(file: ModuleType, arg: str | None) -> ConfigDict:
     config = file.get_config(arg)
     if not isinstance(config, ConfigDict):

@@ -83,11 +83,16 @@ def table(results: dict, tables: dict[str, Confusion]) -> str:
     return "\n".join(lines)
 
 
+def is_fraction(metric: str) -> bool:
+    """Returns whether a metric is a fraction, which is shown in percent."""
+    return _FRACTION.fullmatch(metric) is not None
+
+
 def text(metric: str, value: int | float) -> str:  # noqa: PYI041 (beartype knows)
     """Returns a metric as a count, a percentage or a number."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.2%}" if _FRACTION.fullmatch(metric) else f"{value:.6g}"
+    return f"{value:.2%}" if is_fraction(metric) else f"{value:.6g}"
 
 
 def _worst(table: Confusion, most: int = 3) -> list[str]:

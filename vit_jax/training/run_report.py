@@ -212,7 +212,7 @@ def exaflops_a_core_day() -> float:
 
 @functools.cache
 def published_tables() -> dict:
-    """Returns the paper's tables 2, 5, 6 and 9, as published.json beside this has them.
+    """Returns the paper's tables 2 and 5 to 9, as published.json beside this has them.
 
     Percentages are top-1 on the test split. Table 2 has (mean, standard deviation) of
     three runs; a number may be missing (None), or be words.

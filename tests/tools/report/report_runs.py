@@ -158,26 +158,91 @@ def evaluation(folder, *, model, variant, results, counts=None, evals=None):
 def study(folder):
     """Three ViTs, a hybrid and a ResNet; the ResNet leads on few images."""
     models = [
-        ("ViT-64", "vit", 1e-4, 0.30, 0.14),
-        ("ViT-96", "vit", 2.5e-4, 0.28, 0.17),
-        ("ViT-128", "vit", 6e-4, 0.25, 0.20),
+        ("ViT-64", "ViT", 1e-4, 0.30, 0.14),
+        ("ViT-96", "ViT", 2.5e-4, 0.28, 0.17),
+        ("ViT-128", "ViT", 6e-4, 0.25, 0.20),
         ("R+ViT-96", "hybrid", 3e-4, 0.33, 0.15),
-        ("ResNet-32", "resnet", 3.5e-4, 0.38, 0.10),
+        ("ResNet-32", "ResNet", 3.5e-4, 0.38, 0.10),
     ]
     points = [
-        {
-            "model": name,
-            "family": family,
-            "images": images,
-            "exaflops": exaflops,
-            "fewshot": {"5": low + slope * i / 2, "10": low + slope * i / 2 + 0.04},
-            "finetuned": None if i == 2 else low + slope * i / 1.8 + 0.1,
-            "upstream": low + slope * i / 1.5 + 0.2,
-        }
+        study_point(
+            {"model": name, "images": images},
+            {"family": family},
+            exaflops,
+            {
+                "5-shot": (low + slope * i / 2, 0.02),
+                "fine-tuned": None if i == 2 else (low + slope * i / 1.8 + 0.1, 0.01),
+                "loss": (1.0 + (i + 1) ** -0.5 + exaflops, 0.1),
+            },
+        )
         for name, family, exaflops, low, slope in models
-        for i, images in enumerate((3_000, 12_000, 48_000))
+        for i, images in enumerate((3_000, 12_000, 24_000, 48_000))
     ]
-    return write(folder, "study.json", {"kind": "scaling", "points": points})
+    lines = {"lines": ["model"], "colours": "family", "log_x": True}
+    figures = [
+        {"x": "images", "y": score} | lines for score in ("5-shot", "fine-tuned")
+    ]
+    figures.append({"x": "exaflops", "y": "5-shot", "lines": ["family", "images"]})
+    config = {
+        "axes": {
+            "images": [3_000, 12_000, 24_000, 48_000],
+            "model": [m[0] for m in models],
+        },
+        "stages": ["pretrain", "finetune"],
+        "scores": {
+            "5-shot": "pretrain:fewshot/5shot",
+            "fine-tuned": "test/top1",
+            "loss": "pretrain:test/loss",
+        },
+        "tune": {"pretrain": {"optim.learning_rate": [0.001, 0.002]}},
+        "published": {"ViT-64,3000": 0.5, "ViT-96,3000": 0.6, "ResNet-32,3000": 0.4},
+        "source": "table 0",
+        "figures": figures,
+        "laws": [{"x": "images", "y": "loss", "lines": ["model"]}],
+    }
+    told = {"kind": "study", "name": "own", "config": config, "points": points}
+    return write(folder, "study.json", told)
+
+
+def study_point(axes, labels, exaflops, scores):
+    """Returns a point of study.json with two stages of two seeds."""
+    name, stages = ",".join(map(str, axes.values())), {}
+    for stage in ("pretrain", "finetune"):
+        chosen = {"optim.learning_rate": 0.002} if stage == "pretrain" else {}
+        used = compute(256, exaflops)
+        done = [
+            {
+                "seed": seed,
+                "folder": f"{name}/{stage}/run/seed{seed}",
+                "variant": "Ti/4",
+                "dataset": "cifar10",
+                "steps": 4,
+                "compute": used,
+            }
+            for seed in (0, 1)
+        ]
+        trials = [{"choice": chosen, "score": 0.5, "compute": used}]
+        if chosen:
+            other = {"optim.learning_rate": 0.001}
+            trials.append({"choice": other, "score": 0.25, "compute": used})
+        stages[stage] = {"trials": trials, "chosen": chosen, "runs": done}
+    return {
+        "name": name,
+        "axes": axes,
+        "labels": labels,
+        "stages": stages,
+        "images_seen": 256,
+        "exaflops": exaflops,
+        "scores": {
+            score: {
+                "values": [found[0]] * 2,
+                "mean": found[0],
+                "half_interval": found[1],
+            }
+            for score, found in scores.items()
+            if found
+        },
+    }
 
 
 TASKS = tuple(vtab_tasks.TASKS)

@@ -1,6 +1,7 @@
 """Reports from folders as runs leave them."""
 
 import html.parser
+import json
 import re
 import subprocess
 import sys
@@ -141,16 +142,17 @@ def test_the_compute_of_runs_inside_others_is_there(tmp_path):
         tmp_path / "moved", dataset="cifar10", mean=0.5, **about
     )
     tasks = report_runs.vtab(tmp_path / "vtab", tasks={"dtd": 0.5, "pets": ""}, **about)
-    study = tmp_path / "study"
-    used = report_runs.compute(256, 0.5)
-    point = {"model": "vit", "family": "vit", "images": 300, "variant": "Ti/2"}
-    point |= {"images_seen": 256, "exaflops": 0.5, "upstream": 0.5, "fewshot": {}}
-    point |= {"finetuned": 0.5, "compute": {"pretrain": used, "finetune": used}}
-    older = {"model": "resnet", "images": 300, "exaflops": 0.25, "family": "resnet"}
-    points = [point, older | {"upstream": 0.5}]
-    report_runs.write(study, "study.json", {"kind": "scaling", "points": points})
+    study = report_runs.study(tmp_path / "study")
+    told = json.loads((study / "study.json").read_text())
+    # The second point shares its pretraining with the first.
+    first, second = told["points"][:2]
+    second["stages"]["pretrain"] = first["stages"]["pretrain"]
+    report_runs.write(study, "study.json", told | {"points": [first, second]})
     given = report_runs.training(
-        study / "vit-300" / "finetune", variant="Ti/2", dataset="digits", init="x"
+        study / "ViT-64,3000" / "finetune" / "run" / "seed1",
+        variant="Ti/4",
+        dataset="cifar10",
+        init="x",
     )
     parts = pages.sections(results.read_runs([moved, tasks, study, given]))
     (section,) = (part for part in parts if part.title == "Compute")
@@ -160,16 +162,18 @@ def test_the_compute_of_runs_inside_others_is_there(tmp_path):
         "moved: 3 trials",
         "moved: 3 final runs",
         "vtab: 1 final run",
-        "study: vit-300/pretrain",
-        "study: resnet-300/pretrain",
-        "finetune",  # In the report by itself, so not a second time.
+        "study: ViT-64,3000, pretrain: 1 other trial",
+        "study: ViT-64,3000, pretrain: 2 runs",
+        "study: ViT-64,3000, finetune: 1 run",
+        "study: ViT-64,12000, finetune: 2 runs",
+        "seed1",  # In the report by itself, so not a second time.
     ]
     assert rows["moved: 3 final runs"][:7] == (
         *("Ti/16", "cifar10", "3 x 500", "36,000", "0.75", devices, "9.75"),
     )
     assert rows["vtab: 1 final run"][:4] == ("Ti/16", "vtab/dtd", "2,500", "300")
-    assert rows["study: vit-300/pretrain"][3:6] == ("256", "0.5", devices)
-    assert rows["study: resnet-300/pretrain"][3:6] == ("-", "0.25", "-")
+    pretrained = rows["study: ViT-64,3000, pretrain: 2 runs"]
+    assert pretrained[:6] == ("Ti/4", "cifar10", "2 x 4", "512", "0.0002", devices)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,11 @@ def test_the_compute_of_runs_inside_others_is_there(tmp_path):
             '{"kind": "sca',
             r"study.json is not JSON \(.*\): it is damaged",
         ),
-        ("study.json", "[1]", r"study.json lacks kind, points: give a folder that"),
+        (
+            "study.json",
+            "[1]",
+            r"study.json lacks kind, config, points: give a folder that",
+        ),
         (
             "vtab.json",
             '{"kind": "transfer", "model": "a", "tasks": {}}',

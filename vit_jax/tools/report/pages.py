@@ -13,7 +13,13 @@ from vit_jax.analysis import charts
 from vit_jax.analysis.charts import Chart, Matrix
 from vit_jax.errors import UserError
 from vit_jax.files import replace_bytes, replace_text, writing_out
-from vit_jax.tools.report import paper_tables, results, run_charts, run_tables
+from vit_jax.tools.report import (
+    paper_tables,
+    results,
+    run_charts,
+    run_tables,
+    study_blocks,
+)
 from vit_jax.tools.report.blocks import NONE, OURS, Block, Section, Table, Text
 from vit_jax.tools.report.results import Run
 
@@ -77,10 +83,7 @@ def sections(read: Sequence[Run]) -> list[Section]:
     ]
     curves = *run_charts.training_curves(read), *run_charts.inner_training_curves(read)
     studies = [
-        block
-        for run in read
-        if run.study
-        for block in run_charts.study_blocks(run.name, run.study)
+        block for run in read if run.study for block in study_blocks.study_blocks(run)
     ]
     papers = paper_tables.paper_tables(found, read)
     parts = [
@@ -89,7 +92,7 @@ def sections(read: Sequence[Run]) -> list[Section]:
         Section("Evaluations", run_tables.evaluations(read)),
         Section("Transfer", run_tables.transfers(read)),
         Section("Compute", run_tables.compute_blocks(read)),
-        Section("Scaling study", tuple(studies)),
+        Section("Studies", tuple(studies)),
         Section("Accuracy against compute and pretraining size", tuple(figures)),
         Section("Beside the paper's tables", tuple(map(_folded, papers))),
     ]

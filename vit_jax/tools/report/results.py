@@ -22,13 +22,13 @@ _NEEDED = {
     "evaluate.json": ("kind", "model", "variant", "results"),
     "transfer.json": ("kind", "model", "variant", "dataset", "runs", "mean"),
     "vtab.json": ("kind", "model", "tasks"),
-    "study.json": ("kind", "points"),
+    "study.json": ("kind", "config", "points"),
 }
 _KINDS = {
     "evaluate.json": "evaluate",
     "transfer.json": "transfer",
     "vtab.json": "vtab",
-    "study.json": "scaling",
+    "study.json": "study",
 }
 
 JFT, I21K, I1K = "JFT-300M", "ImageNet-21k", "ImageNet"
@@ -150,9 +150,9 @@ def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
     """Reads the training runs in the folder of a transfer or a study."""
     places: dict[str, list[tuple[str, str]]] = {}
     for point in (study or {}).get("points", []):
-        title = f"pretraining on {point['images']:,} images"
-        folder = f"{point['model']}-{point['images']}/pretrain"
-        places.setdefault(title, []).append((point["model"], folder))
+        for stage, outcome in point["stages"].items():
+            for one in outcome["runs"][:1]:  # The first seed.
+                places.setdefault(stage, []).append((point["name"], one["folder"]))
     if transfer:
         trials = [
             f"rate{trial['learning_rate']:g}" for trial in transfer.get("trials", [])

@@ -260,18 +260,25 @@ def _of_runs(name, what, variant, data, runs) -> tuple[str, ...]:
 
 
 def _of_study(run: Run, given: set[str]) -> list[tuple[str, ...]]:
-    """Returns a row for each run of a study that is not itself in the report."""
-    rows = []
+    """Returns a row for the trials and one for the runs of each stage of each point.
+
+    Runs that are themselves in the report are left out, and so are stages that a point
+    shares with one before it.
+    """
+    rows, seen = [], set()
     for point in run.study["points"]:
-        first = {key: point[key] for key in _SUMS if point.get(key) is not None}
-        parts = point.get("compute", {"pretrain": first})  # Of older studies.
-        for part, used in parts.items():
-            folder = f"{point['model']}-{point['images']}/{part}"
-            if _place(run.path / folder) in given:
+        for stage, outcome in point["stages"].items():
+            done = [r for r in outcome["runs"] if r["folder"] not in seen]
+            seen |= {one["folder"] for one in done}
+            if not done:
                 continue
-            about = point.get("variant", NONE), NONE, NONE
-            rows.append(_compute_row(f"{run.name}: {folder}", *about, [used]))
-    return rows
+            about = done[0]["variant"], done[0]["dataset"]
+            others = [t for t in outcome["trials"] if t["choice"] != outcome["chosen"]]
+            done = [r for r in done if _place(run.path / r["folder"]) not in given]
+            for what, those in (("other trial", others), ("run", done)):
+                title = f"{run.name}: {point['name']}, {stage}"
+                rows.append(_of_runs(title, what, *about, those))
+    return [row for row in rows if row]
 
 
 def _place(path) -> str:

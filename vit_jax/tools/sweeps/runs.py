@@ -59,11 +59,21 @@ def train(
             done, path = {"diverged": str(error)}, epath.Path(folder) / _DIVERGED
             with writing(path, "only this run"):
                 _write(path, done)
-    if not keep and jax.process_index() == 0:
+    if not keep:
+        drop_checkpoints(folder)
+    return done
+
+
+def drop_checkpoints(folder: str | os.PathLike) -> None:
+    """Deletes the checkpoints of a finished run, in process 0.
+
+    Raises:
+      UserError: they cannot be deleted.
+    """
+    if jax.process_index() == 0:
         checkpoints = layout.absolute(folder) / layout.FOLDER
         with writing(checkpoints):
             checkpoints.rmtree(missing_ok=True)
-    return done
 
 
 def check_command(

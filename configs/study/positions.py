@@ -1,0 +1,51 @@
+"""Position embeddings: none, 1-D, 2-D, relative, and where (arXiv:2010.11929, D.4).
+
+Run:    python -m vit_jax.study --config=configs/study/positions.py --workdir=runs/positions
+Then:   python -m vit_jax.report runs/positions --out=report/
+Result: see docs/studies.md
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg
+from configs.study import common
+from vit_jax.training.run_report import published_tables
+
+KINDS = {"none": "none", "1d": "learned", "2d": "learned2d", "relative": "relative"}
+PLACES = ("stem", "every", "shared")
+# Kind and place; "none" has no place, and relative ones act in every layer.
+POSITIONS = ("none", *(f"{k}-{p}" for k in ("1d", "2d") for p in PLACES), "relative")
+ARGUMENTS = common.ARGUMENTS | dict(positions=POSITIONS)
+
+
+def get_study(arg: str | None = None) -> dict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    table, published = published_tables()["table8"], {}
+    for kind, row in (
+        ("none", "none"),
+        ("1d", "1d"),
+        ("2d", "2d"),
+        ("relative", "rel"),
+    ):
+        names = (
+            [f"{kind}-{p}" for p in PLACES] if f"{kind}-stem" in POSITIONS else [kind]
+        )
+        published |= dict(zip(names, table[row], strict=False))
+    return dict(
+        axes=dict(positions=POSITIONS),
+        scores=common.SCORES,
+        seeds=common.SEEDS[arg.size],
+        published=published,
+        source="table 8, ViT-B/16, ImageNet 5-shot linear",
+        figures=[dict(x="positions", y="5-shot")],
+    )
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    c = common.pretraining(arg)
+    kind, _, place = arg.positions.partition("-")
+    c.model.posemb = KINDS[kind]
+    if place:
+        c.model.posemb_placement = place
+    return c

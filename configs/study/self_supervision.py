@@ -1,0 +1,110 @@
+"""Masked patches, MAE, DINO or labels, by length (arXiv:2010.11929, 4.6).
+
+Run:    python -m vit_jax.study --config=configs/study/self_supervision.py \\
+            --workdir=runs/self_supervision
+Then:   python -m vit_jax.report runs/self_supervision --out=report/
+Result: see docs/studies.md
+
+Each method sees the training images without labels ("supervised": with them; "none": one
+step), then all are fine-tuned on the few labels of the pool. The paper reports 79.9 %
+on ImageNet for masked patch prediction, 2 points above no pretraining and 4 below labels.
+With size=paper MAE and DINO are their own papers' recipes with the set exchanged.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import dino, mae, masked_patch
+from configs.common import parse_arg
+from configs.study import common
+from vit_jax.training.run_report import published_tables
+
+METHODS = ("none", "masked_patch", "mae", "dino", "supervised")
+STEPS = {
+    "cpu": (150, 600, 2_400),
+    "gpu": (5_000, 20_000),
+    "paper": (100_000, 1_000_000),
+}
+ARGUMENTS = common.ARGUMENTS | dict(method=METHODS, steps=0, stage=common.STAGES)
+RECIPES = dict(masked_patch=masked_patch, mae=mae, dino=dino)
+
+
+def get_study(arg: str | None = None) -> dict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    told, longest = published_tables(), STEPS[arg.size][-1]
+    scratch = told["table5"]["ImageNet"]["ImageNet"][0]  # B/16, as all of these.
+    supervised = told["table5"]["JFT-300M"]["ImageNet"][0]
+    numbers = (scratch, told["mpp"]["B16_ImageNet"], supervised)
+    names = ("none", "masked_patch", "supervised")
+    return dict(
+        axes=dict(method=METHODS, steps=STEPS[arg.size]),
+        stages=common.STAGES,
+        scores={"fine-tuned": "test/top1", "k-NN": "pretrain:knn/top1"},
+        tune=dict(finetune={"optim.learning_rate": (0.01, 0.03, 0.1)}),
+        seeds=common.SEEDS[arg.size],
+        published={
+            f"{name},{longest}": number / 100
+            for name, number in zip(names, numbers, strict=True)
+        },
+        source="table 5 and section B.1.2, B/16 on ImageNet",
+        figures=[dict(x="steps", y="fine-tuned", lines=("method",), log_x=True)],
+    )
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    if arg.stage == "finetune":
+        c = common.finetuning(arg)
+        if arg.method == "mae":  # Its positions are fixed ones.
+            c.model.posemb = "sincos2d_mae"
+        return c
+    c = common.pretraining(arg)
+    labelled = arg.method in ("none", "supervised")
+    if not labelled:
+        recipe = RECIPES[arg.method].get_config("model=B/16")
+        for part in ("task", "optim"):
+            c[part] = recipe[part]
+        c.model.posemb = recipe.model.get("posemb", "learned")
+        c.data.num_classes = 0
+        if arg.size == "paper":
+            c.data.train_transform = recipe.data.train_transform
+            c.batch_size = recipe.batch_size
+            common.drop(c.model, "head_bias_init", "representation_layer", "dropout")
+        else:
+            small(c, arg.method)
+    c.epochs, c.total_steps = 0, arg.steps or STEPS[arg.size][0]
+    if arg.method == "none":
+        c.total_steps = 1
+    common.drop(c.optim, "warmup_steps", "warmup_epochs")
+    c.optim.warmup_fraction = 0.05
+    knn = c.evals.fewshot.to_dict() | dict(kind="knn")
+    c.evals = dict(knn={k: v for k, v in knn.items() if k not in ("shots", "seeds")})
+    return c
+
+
+def small(c: ConfigDict, method: str) -> None:
+    """Fits a method's task to a network of a few blocks, and to small images."""
+    common.drop(c.optim, "base_learning_rate")
+    c.optim.update(learning_rate=2e-3 if method != "dino" else 1e-3, weight_decay=0.05)
+    c.data.train_transform = "affine(shift=0.1, rotate=10, scale=(0.9, 1.1))"
+    if c.data.name == "cifar10":
+        c.data.train_transform = "flip | pad_crop(4)"
+    side = c.data.image_size[0]
+    if method == "mae":
+        c.task.update(decoder_width=48, decoder_depth=2, decoder_num_heads=3)
+    elif method == "masked_patch" and c.data.name == "digits":
+        c.task.target = "pixels"  # Grey patches of 2x2 have few mean colours.
+    elif method == "dino":
+        c.task.update(
+            num_outputs=256, hidden_dim=128, bottleneck_dim=32, free_gain=True
+        )
+        c.task.update(teacher_temperature=0.07, teacher_temperature_epochs=0)
+        c.task.large_transforms = ("", "")
+        c.task.small_transform = ""
+        c.optim.freeze, c.optim.freeze_epochs = (), 0
+        c.data.train_transform = (
+            f"multi_crop(small_size={side // 2}, num_small=4, area=(0.5, 1.0), "
+            "small_area=(0.2, 0.5))"
+        )
+        if c.data.name == "cifar10":
+            c.task.large_transforms = (dino.JITTER, dino.JITTER)
+            c.task.small_transform = dino.JITTER

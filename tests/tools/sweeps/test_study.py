@@ -1,0 +1,427 @@
+"""Studies: their configs, what is run and chosen, what is left, and resuming after a kill."""
+
+import csv
+import itertools
+import json
+import pathlib
+import time
+
+import hosts
+import pytest
+
+from vit_jax.data import splits
+from vit_jax.errors import UserError
+from vit_jax.models import cost
+from vit_jax.tools.report import pages
+from vit_jax.tools.sweeps import step_cost, study
+from vit_jax.training import config as configuration
+
+ROOT = pathlib.Path(__file__).parents[3]
+FOLDER = ROOT / "configs" / "study"
+STUDIES = sorted(p.stem for p in FOLDER.glob("[!_]*.py") if p.stem != "common")
+SPECS = [f"{name}:size={size}" for name in STUDIES for size in ("cpu", "gpu", "paper")]
+SPECS += [f"{name}:data=cifar10" for name in STUDIES if name != "cost"]
+# Images of train.
+SIZES = {"cifar10": 50_000, "digits": 1_442}
+OWN = '''
+"""A study of two stages on made images.
+
+Run:    python -m vit_jax.study --config=configs/study/own.py --workdir=runs/own
+Result: tests/tools/sweeps/test_study.py
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import parse_arg
+
+ARGUMENTS = dict(width=(12, 18), kind=("a", "b"), stage=("pretrain", "finetune"), more=False)
+
+
+def get_study(arg=None):
+    return dict(
+        axes=dict(width=(12, 18), kind=("a", "b")),
+        stages=("pretrain", "finetune"),
+        scores={"top-1": "test/top1", "upstream": "pretrain:test/params/top1"},
+        tune=dict(
+            pretrain={"optim.learning_rate": dict(a=(0.02, 0.01), b=(0.03,))},
+            finetune={"optim.momentum": (0.5, 0.9)},
+        ),
+        seeds=2,
+    )
+
+
+def get_config(arg=None):
+    arg = parse_arg(arg, **ARGUMENTS)
+    c = ConfigDict()
+    c.total_steps, c.batch_size = 2, 8
+    c.data = dict(name="synthetic", num_classes=5, num_examples=20, image_size=(8, 12))
+    c.model = dict(variant="Ti/4", width=arg.width, depth=1, num_heads=3, mlp_dim=20)
+    c.optim = dict(name="sgd", learning_rate=0.01, schedule="constant")
+    c.evals = dict(val="val", test="val[:7]")
+    if arg.stage == "finetune":
+        c.init = "?"
+    return c
+'''
+
+
+def spec(text):
+    name, colon, argument = text.partition(":")
+    return f"{FOLDER / name}.py{colon}{argument}"
+
+
+@pytest.fixture
+def own(tmp_path):
+    """The path of a study of a user's own, with `configs` to import from."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_every_run_of_a_study_is_a_complete_config(text):
+    planned = study.plan(spec(text), "work")
+    assert len({point.name for point in planned.points}) == len(planned.points) > 1
+    built = set()
+    for point in planned.points:
+        for stage, recipe in point.recipes.items():
+            for choice in planned.config.grid(stage, point.axes):
+                config = study._config(recipe, choice, 3, "")
+            assert config.seed == 3
+            network = repr((config.model, config.data.image_size))
+            if network not in built:
+                built.add(network)
+                config.build_model()
+            # Nothing is chosen by test: it is scored once, at the end.
+            often = config.eval_every_steps or config.eval_every_epochs
+            if often and "test" in config.evals:
+                assert text.partition("=")[2] == "paper"
+    columns = {*planned.config.scores, *planned.config.axes, *planned.config.labels}
+    for figure in planned.config.figures:
+        lines = {*figure.get("lines", ()), figure.get("colours")} - {None}
+        assert lines <= columns
+        assert figure["x"] in {*columns, "exaflops", "step"}
+        assert figure["y"] in planned.config.scores or figure["x"] == "step"
+    names = {point.name for point in planned.points}
+    for name in planned.config.published:
+        assert name in names
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_opens_with_its_commands_and_one_point_is_a_recipe(name):
+    doc = (FOLDER / f"{name}.py").read_text().split('"""')[1]
+    assert f"--config=configs/study/{name}.py" in doc
+    assert "arXiv:2010.11929" in doc and "\nResult:" in doc
+    assert configuration.load(f"study/{name}").data.name
+
+
+@pytest.mark.parametrize("data", ["digits", "cifar10"])
+def test_parts_of_the_scaling_study_are_nested_and_apart_from_all_else(data):
+    planned = study.plan(spec(f"scaling:data={data}"), "work")
+    tests = {"digits": 355, "cifar10": 10_000}
+
+    def records(split):
+        sizes = {"train": SIZES[data], "test": tests[data]}
+        found = splits.select(split, sizes, data)
+        return {f"{part}/{i}" for part, numbers in found for i in numbers}
+
+    by_size = {}
+    for point in planned.points:
+        configs = [configuration.complete(r) for r in point.recipes.values()]
+        pretrain, finetune = configs
+        part, pool = records(pretrain.data.split), records(finetune.data.split)
+        val, test = (records(pretrain.evals[e].split) for e in ("val", "test"))
+        assert len(part) == pretrain.data.num_examples == point.axes["images"]
+        assert not (part & pool or part & val or part & test)
+        assert not (pool & val or pool & test or val & test)
+        assert pretrain.evals["fewshot"].train == finetune.data.split
+        assert by_size.setdefault(point.axes["images"], part) == part
+    ordered = [by_size[size] for size in sorted(by_size)]
+    assert len(ordered) == 5
+    assert all(a < b for a, b in itertools.pairwise(ordered))
+
+
+@pytest.mark.parametrize("text", ["scaling", "scaling:data=cifar10"])
+def test_hybrid_and_resnet_compute_about_as_much_as_the_middle_vit(text):
+    planned = study.plan(spec(text), "work")
+    macs = {}
+    for point in planned.points[:5]:
+        config = configuration.complete(point.recipes["pretrain"])
+        macs[point.axes["model"]] = cost.macs_per_image(config.build_model())
+    assert macs["vit-xs"] < macs["vit-s"] < macs["vit-m"]
+    for name in ("hybrid", "resnet"):
+        assert 0.6 < macs[name] / macs["vit-s"] < 1.4, macs
+
+
+def test_points_are_the_product_of_the_axes_and_each_has_its_own_grid(own):
+    planned = study.plan(f"{own}:more", "work", overrides={"batch_size": 4})
+    names = [point.name for point in planned.points]
+    assert names == ["12,a", "12,b", "18,a", "18,b"]
+    assert all(p.recipes["finetune"]["batch_size"] == 4 for p in planned.points)
+    grids = [planned.config.grid("pretrain", p.axes) for p in planned.points[:2]]
+    assert grids[0] == [{"optim.learning_rate": 0.02}, {"optim.learning_rate": 0.01}]
+    assert grids[1] == [{"optim.learning_rate": 0.03}]
+    few = study.plan(str(own), "w", only={"kind": ["b"], "width": ["18"]}, seeds=5)
+    assert [point.name for point in few.points] == ["18,b"]
+    assert few.config.seeds == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ("get_study=get_other", {}, "has no get_study.*take one of configs/study/"),
+        ("axes=axis", {}, "get_study states 'axis', which is none of axes, scores"),
+        ("tune=dict(=tune=dict(x={}, ", {}, "tune.x, but its stages are pretrain, fin"),
+        ("test/top1=tset/top1", {}, "scores 'tset/top1', but the evaluations of finet"),
+        ("", {"only": {"kind": ["c"]}}, "--only=kind=c: the study has a, b"),
+        ("", {"only": {"size": ["c"]}}, "--only=size=.*: the axes are width, kind"),
+        ("", {"overrides": {"model.width": 24}}, "--config.model.width: the study sta"),
+        ("", {"overrides": {"optim.momentum": 0}}, "--config.optim.momentum: the stud"),
+        ("", {"overrides": {"seed": 3}}, "--config.seed: .* seeds with --seeds"),
+        ("", {"overrides": {"optim.rat": 1}}, "unknown config key optim.rat"),
+        ("", {"argument": ":kind=a"}, "goes through 'kind'; choose with --only=kind="),
+    ],
+)
+def test_what_is_no_study_is_one_line(own, change, options, message):
+    old, _, new = change.partition("=")
+    own.write_text(OWN.replace(old, new) if change else OWN)
+    if change.startswith("tune"):
+        own.write_text(OWN.replace("tune=dict(", "tune=dict(x={}, "))
+    argument = options.pop("argument", "")
+    with pytest.raises(UserError, match=message):
+        study.plan(f"{own}{argument}", "work", **options)
+
+
+def scripted(scores, calls):
+    """Returns a stand-in for training that gives scores by folder, for `MEASURES`."""
+
+    def train(config, folder, shared, *, keep):
+        place = pathlib.Path(folder).relative_to(calls["workdir"]).as_posix()
+        calls["order"].append((place, config.init.checkpoint, keep))
+        found = scores(place, config)
+        if isinstance(found, str):
+            return {"diverged": found}
+        final = {
+            e: {"params": {"top1": found, "loss": 1 - found}} for e in ("val", "test")
+        }
+        return {
+            "variant": "Ti/4",
+            "dataset": "synthetic",
+            "steps": 2,
+            "wall_seconds": 1.0,
+            "compute": {"images_seen": 16, "exaflops": 0.5, "device_days": 0.25},
+            "final": final,
+        }
+
+    return train
+
+
+def run(own, tmp_path, monkeypatch, scores, **options):
+    """Runs the study with made scores; returns the report and what was trained."""
+    calls = {"workdir": tmp_path / "work", "order": []}
+    train = scripted(scores, calls)
+    monkeypatch.setitem(study.MEASURES, "train", train)
+    planned = study.plan(str(own), calls["workdir"], **options)
+    return planned.run(), calls["order"]
+
+
+def test_the_best_on_val_is_run_with_all_seeds_from_its_own_pretraining(
+    own, tmp_path, monkeypatch
+):
+    def scores(place, config):
+        best = config.optim.learning_rate == 0.01 and config.optim.momentum != 0.5
+        return 0.5 + 0.25 * best + 0.125 * config.seed
+
+    only = {"width": ["12"], "kind": ["a"]}
+    report, order = run(own, tmp_path, monkeypatch, scores, only=only)
+    assert [place for place, _, _ in order] == [
+        "12,a/pretrain/learning_rate=0.02/seed0",
+        "12,a/pretrain/learning_rate=0.01/seed0",
+        "12,a/pretrain/learning_rate=0.01/seed1",
+        "12,a/finetune/momentum=0.5/seed0",
+        "12,a/finetune/momentum=0.9/seed0",
+        "12,a/finetune/momentum=0.9/seed1",
+    ]
+    begun = [pathlib.Path(init).name for _, init, _ in order[3:]]
+    assert begun == ["seed0", "seed0", "seed1"]
+    # What was pretrained stays, for other uses; what was fine-tuned goes.
+    assert [keep for _, _, keep in order] == [True] * 3 + [False] * 3
+    (point,) = report["points"]
+    assert point["stages"]["pretrain"]["chosen"] == {"optim.learning_rate": 0.01}
+    tried = [trial["score"] for trial in point["stages"]["pretrain"]["trials"]]
+    assert tried == [0.5, 0.75]
+    assert point["scores"]["top-1"]["values"] == [0.75, 0.875]
+    assert point["scores"]["top-1"]["mean"] == 0.8125
+    # Student's t of one degree of freedom, 12.706, times the deviation by root 2.
+    assert point["scores"]["top-1"]["half_interval"] == pytest.approx(
+        12.706 * 0.0625, 1e-3
+    )
+    saved = json.loads((tmp_path / "work" / "study.json").read_text())
+    assert saved["points"] == json.loads(json.dumps(report))["points"]
+    with (tmp_path / "work" / "points.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["point"], row["top-1"], row["top-1 seeds"]) == ("12,a", "0.8125", "2")
+
+
+def test_what_points_have_in_common_is_run_once(own, tmp_path, monkeypatch):
+    # The widths are trained apart; kinds differ in what is tuned alone.
+    own.write_text(OWN.replace("dict(a=(0.02, 0.01), b=(0.03,))", "(0.01,)"))
+    report, order = run(own, tmp_path, monkeypatch, lambda place, config: 0.5)
+    firsts = {place.split("/")[0] for place, _, _ in order}
+    assert firsts == {"12,a", "18,a"}
+    a, b, *_ = report["points"]
+    assert a["stages"] == b["stages"] and (a["name"], b["name"]) == ("12,a", "12,b")
+
+
+def test_what_diverges_is_told_and_the_rest_goes_on(own, tmp_path, monkeypatch, capsys):
+    def scores(place, config):
+        if place.startswith("12,a/pretrain"):
+            return "the loss is NaN"
+        if place.startswith("12,b/finetune/momentum=0.9"):
+            return "the loss is inf"
+        return 0.25 if place.endswith("seed1") else 0.5
+
+    only = {"width": ["12"]}
+    report, order = run(own, tmp_path, monkeypatch, scores, only=only)
+    lost, kept = report["points"]
+    assert lost["stages"]["pretrain"]["runs"] == [] and "top-1" not in lost["scores"]
+    assert not any(place.startswith("12,a/finetune") for place, _, _ in order)
+    assert kept["stages"]["finetune"]["chosen"] == {"optim.momentum": 0.5}
+    assert kept["scores"]["top-1"]["values"] == [0.5, 0.25]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("diverged: 12,a, pretrain (the loss is NaN); lower rates")
+    files = pages.write_report([tmp_path / "work"], tmp_path / "report")
+    assert "report.md" in files
+
+
+def test_an_absent_score_is_told_with_those_that_are_there():
+    final = {"val": {"params": {"top1": 0.5}, "ema": {"top1": 0.75}}}
+    assert study.score_of(final, "val/top1") == 0.75
+    assert study.score_of(final, "val/params/top1") == 0.5
+    with pytest.raises(UserError, match="scores 'val/top9', but val has top1"):
+        study.score_of(final, "val/top9")
+
+
+def test_a_choice_at_an_edge_is_told():
+    grid = [{"optim.learning_rate": rate} for rate in (0.1, 0.2, 0.4)]
+    best = {"choice": grid[2], "score": 0.5}
+    line = study.on_choice(best, grid, "val/top1")
+    assert line.endswith("warning: a better optim.learning_rate may lie above 0.4")
+    line = study.on_choice({"choice": grid[1], "score": 0.5}, grid, "val/top1")
+    assert line == "learning_rate=0.2 is best by val/top1: 0.5"
+
+
+def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
+    monkeypatch, tmp_path
+):
+    def compile_(file, batch):
+        tried.append(batch)
+        # Small batches are padded, so that memory is no straight line.
+        peak = 1_000 + 7 * max(batch, 100) + batch % 3
+        return {
+            "fits": peak <= 8_000,
+            "peak_bytes": peak,
+            "params_bytes": 900,
+            "limit_bytes": 8_000,
+        }
+
+    tried = []
+    monkeypatch.setattr(step_cost, "_compile", compile_)
+    config = configuration.load("study/cost")
+    found = step_cost.largest_batch(config, tmp_path)
+    assert 0.95 * 1_000 <= found <= 1_000
+    assert len(tried) < 8
+    text = (tmp_path / "config.py").read_text()
+    assert "bfloat16" in text
+    again = configuration.load(str(tmp_path / "config.py"))
+    assert again.model.variant == config.model.variant
+
+
+def test_the_cost_of_a_network_is_measured_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(step_cost, "largest_batch", lambda config, folder: 17)
+    config = configuration.load(
+        "study/cost", {"data.image_size": (32, 32), "model.depth": 1, "batch_size": 2}
+    )
+    first = step_cost.measure(config, tmp_path / "run", None, keep=True)
+    scores = first["final"]["cost"]["params"]
+    assert scores["images_per_second"] > 0 and scores["largest_batch"] == 17
+    assert scores["gmacs"] == cost.macs_per_image(config.build_model()) / 1e9 > 0
+    assert step_cost.measure(config, tmp_path / "run", None, keep=True) == first
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished study of one point by the command; its folder and report."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "own.py").write_text(OWN)
+    hosts.finish(hosts.alone("study", *words(folder / "own.py", folder / "work")))
+    return folder, json.loads((folder / "work" / "study.json").read_text())
+
+
+def words(path, workdir):
+    only = ["--only=width=12", "--only=kind=a"]
+    return [f"--config={path}", *only, f"--workdir={workdir}"]
+
+
+@pytest.mark.slow
+def test_a_study_leaves_what_reports_read_and_trains_nothing_again(
+    done, tmp_path, monkeypatch
+):
+    folder, report = done
+    (point,) = report["points"]
+    for stage, outcome in point["stages"].items():
+        for one in outcome["runs"]:
+            told = json.loads(
+                (folder / "work" / one["folder"] / "report.json").read_text()
+            )
+            assert one["final"] == told["final"]
+            kept = (folder / "work" / one["folder"] / "checkpoints").exists()
+            assert kept == (stage == "pretrain")
+    files = pages.write_report([folder / "work"], tmp_path / "report")
+    assert any(name.endswith("pretrain_loss.svg") for name in files)
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Points of work" in text and "other trial" in text
+    monkeypatch.setattr(study.runs.loop, "train", None)  # Not called.
+    planned = study.plan(
+        str(folder / "own.py"), folder / "work", only={"width": ["12"], "kind": ["a"]}
+    )
+    assert json.loads(json.dumps(planned.run())) == report
+
+
+@pytest.mark.slow
+def test_a_workdir_is_of_one_study(done):
+    folder, _ = done
+    other = study.plan(
+        str(folder / "own.py"), folder / "work", overrides={"batch_size": 4}
+    )
+    with pytest.raises(UserError, match="holds a study by another command"):
+        other.run()
+
+
+@pytest.mark.slow
+def test_a_killed_study_goes_on_to_the_same_result(done, tmp_path):
+    def lasting(report):
+        report = json.loads(json.dumps(report))
+        for outcome in report["points"][0]["stages"].values():
+            for one in [*outcome["runs"], *outcome["trials"]]:
+                one.pop("seconds", None)
+                assert one["compute"].pop("device_days") > 0  # Another one each time.
+        return report
+
+    folder, whole = done
+    killed = tmp_path / "work"
+    # Once within its first run, once within its last stage.
+    for beginning in (
+        "pretrain/learning_rate=0.02/seed0",
+        "finetune/momentum=0.9/seed0",
+    ):
+        process = hosts.alone("study", *words(folder / "own.py", killed))
+        with process.stdout:
+            until = time.monotonic() + 240
+            while not (killed / "12,a" / beginning / "metrics.jsonl").exists():
+                assert process.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            process.kill()
+        process.wait()
+    hosts.finish(hosts.alone("study", *words(folder / "own.py", killed)))
+    assert lasting(json.loads((killed / "study.json").read_text())) == lasting(whole)

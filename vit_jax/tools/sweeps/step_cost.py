@@ -1,0 +1,130 @@
+"""What a network costs at a size of image: speed here, and the largest batch on a chip.
+
+A study measures this instead of training where its `measure` is "cost", as the paper's
+appendix D.5 does. The speed is that of the forward pass on this machine's first device. The
+largest training batch is found by the compiler for a TPU that is not here (`python -m
+vit_jax.compile`): its peak of memory grows in proportion to the batch.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from vit_jax.config import fields
+from vit_jax.distributed import compilation
+from vit_jax.errors import UserError
+from vit_jax.models import cost
+from vit_jax.training.config import TrainConfig
+
+TOPOLOGY = "v5e:1x1"
+_FILE = "report.json"
+_ROUNDS = 5
+_FIRST, _WITHIN = 64, 0.05  # First batch to compile; precision of the largest.
+_EXIT_TOO_LARGE = 3
+
+
+def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> dict:
+    """Returns the report of a finished measurement, or measures; see `runs.train`.
+
+    Args:
+      config: complete config; its batch size is that of the timed forward passes.
+      folder: gets report.json and the config that is compiled.
+      keep: of no meaning.
+
+    Returns:
+      A report like that of a training run, with the evaluation "cost": images_per_second,
+      largest_batch (0 if not even one image fits) and gmacs, of a forward pass.
+
+    Raises:
+      UserError: the compiler for TPUs is missing.
+    """
+    path = epath.Path(folder) / _FILE
+    if path.exists():
+        return json.loads(path.read_text())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    model = config.build_model()
+    scores = {
+        "images_per_second": forward_speed(model, config),
+        "largest_batch": largest_batch(config, path.parent),
+        "gmacs": cost.macs_per_image(model) / 1e9,
+    }
+    report = {
+        "variant": config.model.variant,
+        "dataset": config.data.name,
+        "steps": 0,
+        "wall_seconds": time.perf_counter() - began,
+        "compute": {},
+        "final": {"cost": {"params": scores}},
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def forward_speed(model, config: TrainConfig) -> float:
+    """Returns images a second of the forward pass, the median of 5 rounds."""
+    shape = (config.batch_size, *config.data.image_size, config.data.channels)
+    images = jnp.zeros(shape, jnp.float32)
+    params = jax.jit(model.init)(jax.random.key(config.seed))
+    options = compilation.options(jax.devices()[0].platform)
+    forward = jax.jit(model.apply, compiler_options=options)
+    jax.block_until_ready(forward(params, images))  # Compiled here.
+    seconds = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        jax.block_until_ready(forward(params, images))
+        seconds.append(time.perf_counter() - began)
+    return config.batch_size / statistics.median(seconds)
+
+
+def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
+    """Returns the largest batch, within 5 %, of a bfloat16 training step that fits a chip.
+
+    Args:
+      config: complete config.
+      folder: gets config.py, which is compiled.
+    """
+    file = epath.Path(folder) / "config.py"
+    stated = fields.to_json(config) | {"init": {}}
+    stated["model"]["dtype"] = "bfloat16"  # CPUs, which are slow at it, run float32.
+    file.write_text(
+        "from ml_collections import ConfigDict\n\n\ndef get_config(arg=None):\n"
+        f"    return ConfigDict({stated!r})\n"
+    )
+    batch, best, too_large = _FIRST, 0, math.inf
+    while True:
+        found = _compile(file, batch)
+        if found["fits"]:
+            best = batch
+        else:
+            too_large = batch
+        per_image = (found["peak_bytes"] - found["params_bytes"]) / batch
+        batch = int((found["limit_bytes"] - found["params_bytes"]) / per_image)
+        # Between what is known to fit and what is known not to.
+        batch = int(min(max(batch, best + 1), too_large - 1, best * 8 or batch))
+        if batch <= best * (1 + _WITHIN) or batch < 1:
+            return best
+
+
+def _compile(file: epath.Path, batch: int) -> dict:
+    """Returns what `python -m vit_jax.compile --json` says of a batch size."""
+    words = [f"--config={file}", f"--topology={TOPOLOGY}", "--json"]
+    words.append(f"--config.batch_size={batch}")
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_jax.compile", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, _EXIT_TOO_LARGE):
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+        raise UserError(f"python -m vit_jax.compile {' '.join(words)}: {lines[-1]}")
+    return json.loads(done.stdout)

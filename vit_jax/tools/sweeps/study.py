@@ -1,0 +1,586 @@
+"""Studies: one recipe over values of its arguments, each tuned and repeated with seeds.
+
+A file under configs/study/ is a recipe with a second function, `get_study`, that returns
+as plain data which arguments of `get_config` to go through (the axes), which keys to choose
+on validation images for each point, the number of seeds, and which scores to report. So
+every run of a study is also a config of its own, for training or compiling alone.
+A study that is killed resumes where it was when it is started again.
+"""
+
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from vit_jax import progress
+from vit_jax.config import fields, loading
+from vit_jax.data.sources.open import opened_by
+from vit_jax.errors import UserError
+from vit_jax.tools.sweeps import runs, step_cost
+from vit_jax.tools.sweeps.runs import SplitCache
+from vit_jax.tools.sweeps.transfer import say
+from vit_jax.training import lock
+from vit_jax.training.best_checkpoint import lower_is_better
+from vit_jax.training.config import TrainConfig, complete
+from vit_jax.training.run_report import quoted_scores
+from vit_jax.training.sweep import SweepCache
+
+FILE, TABLE = "study.json", "points"
+_ONE_STAGE = ("train",)
+# What is done at a point -> function of the config, folder, cache and `keep`, see
+# `runs.train`.
+MEASURES = {"train": runs.train, "cost": step_cost.measure}
+# What the study states for each run.
+_OWN = ("seed", "name", "init", "init.checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """What `get_study` returns.
+
+    Attributes:
+      axes: argument of `get_config` -> its values. The first axis varies slowest.
+      scores: name of a column -> "EVALUATION/METRIC" of the last stage, or
+        "STAGE:EVALUATION/METRIC". The first is what points are ranked by.
+      stages: values of the argument `stage` of `get_config`; each stage starts from the
+        weights of the one before. A study of one stage needs no such argument.
+      measure: name in MEASURES of what is done at each point.
+      seeds: runs of each point.
+      tune: stage -> dotted key -> values, or value of an axis -> values; the best
+        combination is chosen for each point.
+      tune_by: "EVALUATION/METRIC" that chooses, of the stage's own evaluations.
+      labels: name of a column -> value of an axis -> text, to group points by.
+      published: name of a point -> score in the paper, as `scores` are.
+      source: of the published scores.
+      figures: charts, see tools/report/study_blocks.py.
+      laws: fits of y = a + b x^-c, see tools/report/study_blocks.py.
+    """
+
+    axes: Mapping[str, Sequence]
+    scores: Mapping[str, str]
+    stages: Sequence[str] = _ONE_STAGE
+    measure: str = "train"
+    seeds: int = 1
+    tune: Mapping[str, Mapping[str, Sequence | Mapping[str, Sequence]]] = (
+        dataclasses.field(default_factory=dict)
+    )
+    tune_by: str = "val/top1"
+    labels: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    published: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    figures: Sequence[Mapping[str, object]] = ()
+    laws: Sequence[Mapping[str, object]] = ()
+
+    def stage_and_path(self, score: str) -> tuple[str, str]:
+        """Returns the stage that a score is of, and its path in the stage's report."""
+        stage, colon, path = score.partition(":")
+        return (stage, path) if colon else (self.stages[-1], score)
+
+    def grid(self, stage: str, axes: Mapping[str, object]) -> list[dict]:
+        """Returns every combination of the values to try, the last key varying fastest.
+
+        Args:
+          stage: of the study.
+          axes: of a point.
+        """
+        keys = {}
+        for key, values in self.tune.get(stage, {}).items():
+            if isinstance(values, Mapping):
+                values = next(values[v] for v in map(str, axes.values()) if v in values)
+            keys[key] = values
+        return [
+            dict(zip(keys, values, strict=True))
+            for values in itertools.product(*keys.values())
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One combination of the values of the axes.
+
+    Attributes:
+      axes: argument -> value.
+      recipes: stage -> what its config states, as nested dicts.
+    """
+
+    axes: Mapping[str, object]
+    recipes: Mapping[str, dict]
+
+    @property
+    def name(self) -> str:
+        """Returns the values, as "vit-s,3000"."""
+        return ",".join(str(value) for value in self.axes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """All points of a study.
+
+    Attributes:
+      name: of the config file.
+      config: what its `get_study` returned.
+      points: in the order in which they are run.
+      workdir: folder of the study.
+    """
+
+    name: str
+    config: StudyConfig
+    points: tuple[Point, ...]
+    workdir: str | os.PathLike
+
+    def run(self) -> dict:
+        """Runs all that is not done yet, and writes `study.json` after each stage.
+
+        Returns:
+          What the file holds: the study's config, and of each point the axes, the trials,
+          the chosen values and the runs of each stage, the exaFLOPs of the first stage,
+          and of each score the values, their mean, and half the 95 % interval of the mean.
+
+        Raises:
+          UserError: the workdir holds another study, a score is none of the runs', or as
+            `loop.train`.
+          Preempted: SIGTERM came; the same command resumes.
+        """
+        with lock.held(self.workdir):
+            runs.check_command(self.workdir, self._command())
+            rows, done = [], {}
+            caches = {stage: SweepCache() for stage in self.config.stages}
+            with opened_by(SplitCache()):
+                for number, point in enumerate(
+                    progress.each(self.points, "points", "points"), 1
+                ):
+                    say(f"point {number} of {len(self.points)}: {point.name}")
+                    rows.append(_row(point, self.config))
+                    for row in self._stages(point, rows[-1], done, caches):
+                        rows[-1] = row
+                        self._write(rows)
+            for line in summary(self._report(rows)):
+                say(line)
+            return self._report(rows)
+
+    def _stages(
+        self, point: Point, row: dict, done: dict, caches: dict[str, SweepCache]
+    ) -> Iterator[dict]:
+        """Yields the row of a point after each of its stages.
+
+        Args:
+          point: to run.
+          row: of the point, without stages.
+          done: outcomes of stages that points have in common; gets what is added here.
+          caches: stage -> compiled step and evaluations of the point before.
+        """
+        starts: dict[int, str] = {}  # Seed -> folder that the stage starts from.
+        for stage in self.config.stages:
+            recipe = point.recipes[stage]
+            grid = self.config.grid(stage, point.axes)
+            alike = {key: value for key, value in recipe.items() if key != "name"}
+            key = json.dumps([stage, alike, grid, starts], sort_keys=True, default=str)
+            if key not in done:
+                folder = f"{_file_name(point.name)}/{stage}"
+                done[key] = self._stage(
+                    recipe, grid, folder, starts, stage, caches[stage]
+                )
+            outcome = done[key]
+            row = row | {"stages": row["stages"] | {stage: outcome}}
+            starts = {run["seed"]: run["folder"] for run in outcome["runs"]}
+            yield _scored(row, self.config)
+            if not starts:
+                return  # All diverged: there is nothing to go on from.
+
+    def _stage(
+        self,
+        recipe: dict,
+        grid: list[dict],
+        folder: str,
+        starts: dict[int, str],
+        stage: str,
+        shared: SweepCache,
+    ) -> dict:
+        """Tries every combination with the first seed, and the best with all seeds."""
+        first = min(starts, default=0)
+        # A later stage starts from what stays of this one.
+        last = stage == self.config.stages[-1] and len(self.config.stages) > 1
+
+        def train(choice: dict, seed: int) -> dict:
+            place = f"{folder}/{_words(choice)}/seed{seed}"
+            config = _config(recipe, choice, seed, self._path(starts.get(seed, "")))
+            measure = MEASURES[self.config.measure]
+            report = measure(config, self._path(place), shared, keep=not last)
+            if "diverged" in report:
+                say(f"{place} diverged: {report['diverged']}")
+                return {"seed": seed, "folder": place, "diverged": report["diverged"]}
+            return {
+                "seed": seed,
+                "folder": place,
+                "variant": report["variant"],
+                "dataset": report["dataset"],
+                "steps": report["steps"],
+                "seconds": report["wall_seconds"],
+                "compute": report["compute"],
+                "final": report["final"],
+            }
+
+        trials = []
+        for number, choice in enumerate(grid, 1):
+            if len(grid) > 1:
+                say(f"trial {number} of {len(grid)}: {_words(choice)}")
+            run = train(choice, first)
+            score = None
+            if len(grid) > 1 and "diverged" not in run:
+                score = score_of(run["final"], self.config.tune_by)
+            trials.append({"choice": choice, "score": score, "run": run})
+        best = self._choose(trials)
+        if best is None:
+            return {"trials": _told(trials), "chosen": None, "runs": []}
+        for trial in trials:
+            if trial is not best:
+                runs.drop_checkpoints(self._path(trial["run"]["folder"]))
+        if len(grid) > 1:
+            say(on_choice(best, grid, self.config.tune_by))
+        finished = [best["run"]] + [
+            train(best["choice"], seed) for seed in self._seeds(starts, first)
+        ]
+        return {
+            "trials": _told(trials),
+            "chosen": best["choice"],
+            "runs": [run for run in finished if "diverged" not in run],
+            "diverged": [run for run in finished if "diverged" in run],
+        }
+
+    def _path(self, folder: str) -> str:
+        """Returns a folder of the study from here; "" stays."""
+        return os.path.join(self.workdir, folder) if folder else ""
+
+    def _seeds(self, starts: dict[int, str], first: int) -> list[int]:
+        """Returns the seeds but the first: those of which the stage before has weights."""
+        seeds = sorted(starts) or range(self.config.seeds)
+        return [seed for seed in seeds if seed != first]
+
+    def _choose(self, trials: list[dict]) -> dict | None:
+        """Returns the best trial, of equals the first; None if all diverged."""
+        done = [trial for trial in trials if "diverged" not in trial["run"]]
+        sign = -1 if lower_is_better(self.config.tune_by) else 1
+        return max(done, key=lambda t: sign * (t["score"] or 0), default=None)
+
+    def _write(self, rows: list[dict]) -> None:
+        runs.write_json(self.workdir, FILE, self._report(rows))
+        runs.write_table(self.workdir, TABLE, [_flat(row) for row in rows])
+
+    def _report(self, rows: list[dict]) -> dict:
+        about = dataclasses.asdict(self.config)
+        return {"kind": "study", "name": self.name, "config": about, "points": rows}
+
+    def _command(self) -> dict:
+        """Returns what decides the results; more seeds only add runs."""
+        return {
+            "tune": json.loads(json.dumps(self.config.tune)),
+            "tune_by": self.config.tune_by,
+            "points": {
+                point.name: {
+                    stage: runs.decisive(complete(recipe))
+                    for stage, recipe in point.recipes.items()
+                }
+                for point in self.points
+            },
+        }
+
+
+def plan(
+    spec: str,
+    workdir: str | os.PathLike,
+    *,
+    only: Mapping[str, Sequence[str]] | None = None,
+    seeds: int = 0,
+    overrides: Mapping[str, object] | None = None,
+) -> Study:
+    """Reads the configs of all runs, so that none begins if one of them is wrong.
+
+    Args:
+      spec: path or name of a config file with `get_study`; arguments that are no axes may
+        be stated behind a colon.
+      workdir: folder of the study.
+      only: axis -> its values to go through, as text; an axis that is absent is whole.
+      seeds: runs of each point; 0 is the study's own number.
+      overrides: dotted config key to value, for all runs.
+
+    Raises:
+      UserError: the file has no study, a value is none of an axis, or an override is of
+        what the study varies.
+    """
+    path, _, rest = spec.partition(":")
+    raw = loading.read_study(path, rest or None)
+    config = _complete(raw, path)
+    if seeds:
+        config = dataclasses.replace(config, seeds=seeds)
+    for axis in config.axes:
+        if re.search(rf"(^|,){axis}(=|,|$)", rest):
+            raise UserError(
+                f"--config={spec}: the study goes through {axis!r}; choose with "
+                f"--only={axis}=VALUE"
+            )
+    config = dataclasses.replace(config, axes=_chosen(config.axes, only or {}))
+    points = []
+    for values in itertools.product(*config.axes.values()):
+        axes = dict(zip(config.axes, values, strict=True))
+        stated = [f"{axis}={value}" for axis, value in axes.items()] + [rest]
+        recipes = {}
+        for stage in config.stages:
+            words = [*stated, f"stage={stage}"] if len(config.stages) > 1 else stated
+            text = ",".join(filter(None, words))
+            recipes[stage] = loading.read(TrainConfig, f"{path}:{text}")
+        points.append(Point(axes, recipes))
+    _refuse_varied(points, config, overrides or {})
+    for point in points:
+        for stage, recipe in point.recipes.items():
+            loading.override(TrainConfig, recipe, overrides or {})
+            for choice in config.grid(stage, point.axes):
+                _check_scores(_config(recipe, choice, 0, ""), stage, config)
+    name = os.path.splitext(os.path.basename(path))[0]
+    return Study(name, config, tuple(points), workdir)
+
+
+def _complete(raw: Mapping, path: str) -> StudyConfig:
+    known = [field.name for field in dataclasses.fields(StudyConfig)]
+    for key in raw:
+        if key not in known:
+            raise UserError(
+                f"{path}: get_study states {key!r}, which is none of {', '.join(known)}"
+            )
+    for key in ("axes", "scores"):
+        if not raw.get(key):
+            raise UserError(f"{path}: get_study states no {key}")
+    config = StudyConfig(**raw)
+    for stage in config.tune:
+        if stage not in config.stages:
+            raise UserError(
+                f"{path}: get_study states tune.{stage}, but its stages are "
+                f"{', '.join(config.stages)}"
+            )
+    return config
+
+
+def _chosen(axes: Mapping[str, Sequence], only: Mapping[str, Sequence[str]]) -> dict:
+    """Returns the axes with those of their values that are wanted."""
+    for axis, texts in only.items():
+        if axis not in axes:
+            raise UserError(f"--only={axis}=...: the axes are {', '.join(axes)}")
+        known = [str(value) for value in axes[axis]]
+        for text in texts:
+            if text not in known:
+                raise UserError(
+                    f"--only={axis}={text}: the study has {', '.join(known)}"
+                )
+    return {
+        axis: tuple(v for v in values if str(v) in only.get(axis, [str(v)]))
+        for axis, values in axes.items()
+    }
+
+
+def _refuse_varied(
+    points: Sequence[Point], config: StudyConfig, overrides: Mapping[str, object]
+) -> None:
+    """Raises UserError if an override is of a key that differs from point to point."""
+    varied = {*_OWN, *(key for keys in config.tune.values() for key in keys)}
+    for stage in config.stages:
+        stated = [fields.flatten(point.recipes[stage]) for point in points]
+        for key in {name for one in stated for name in one}:
+            if len({str(one.get(key)) for one in stated}) > 1:
+                varied.add(key)
+    for key in overrides:
+        if any(f"{one}.".startswith(f"{key}.") for one in varied):
+            raise UserError(
+                f"--config.{key}: the study states it for each run; choose points with "
+                "--only, the number of seeds with --seeds"
+            )
+
+
+def _check_scores(run: TrainConfig, stage: str, config: StudyConfig) -> None:
+    """Raises UserError if a score is of an evaluation that a stage does not have."""
+    wanted = [
+        path
+        for of_stage, path in map(config.stage_and_path, config.scores.values())
+        if of_stage == stage
+    ]
+    if stage in config.tune:
+        wanted.append(config.tune_by)
+    for path in wanted:
+        known = run.evals if config.measure == "train" else (config.measure,)
+        if path.partition("/")[0] not in known:
+            raise UserError(
+                f"the study scores {path!r}, but the evaluations of {stage} are "
+                f"{', '.join(known) or 'none'}"
+            )
+
+
+def _config(recipe: dict, choice: Mapping, seed: int, start: str) -> TrainConfig:
+    """Returns the complete config of a run.
+
+    Args:
+      recipe: what the stage's config states.
+      choice: dotted key -> value, of the tuned keys.
+      seed: of the run.
+      start: workdir whose weights it starts from; "" as the recipe says.
+    """
+    raw = copy.deepcopy(recipe)
+    own = {"seed": seed} | ({"init.checkpoint": start} if start else {})
+    loading.override(TrainConfig, raw, {**choice, **own})
+    return complete(raw)
+
+
+def _words(choice: Mapping[str, object]) -> str:
+    """Returns a combination as the name of a folder: "learning_rate=0.001"."""
+    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in choice.items()]
+    return _file_name(",".join(parts)) or "run"
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.=,+-]", "_", text)
+
+
+def score_of(final: Mapping[str, dict], path: str) -> float:
+    """Returns a score of a run.
+
+    Args:
+      final: of its report: evaluation -> parameters -> metric -> value.
+      path: "EVALUATION/METRIC", of the averaged parameters where there are any, or
+        "EVALUATION/params/METRIC" and "EVALUATION/ema/METRIC".
+
+    Raises:
+      UserError: the run has no such score; the message lists those of the evaluation.
+    """
+    evaluation, *parameters, metric = path.split("/")
+    kinds = final.get(evaluation, {})
+    found = kinds.get(parameters[0], {}) if parameters else quoted_scores(kinds)[1]
+    if metric not in found:
+        known = {name for scores in kinds.values() for name in scores}
+        raise UserError(
+            f"the study scores {path!r}, but {evaluation} has "
+            f"{', '.join(sorted(known)) or 'no scores'}"
+        )
+    return found[metric]
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Returns half the 95 % interval of a mean, by Student's t; None of one value."""
+    if len(values) < 2:
+        return None
+    from scipy import stats
+
+    quantile = float(stats.t.ppf(0.975, len(values) - 1))
+    return quantile * statistics.stdev(values) / len(values) ** 0.5
+
+
+def on_choice(best: dict, grid: Sequence[dict], metric: str) -> str:
+    """Returns a line on what was chosen, and a warning if it is at an edge of the grid."""
+    text = f"{_words(best['choice'])} is best by {metric}: {best['score']:.4g}"
+    for key, value in best["choice"].items():
+        tried = sorted({choice[key] for choice in grid})
+        if len(tried) > 1 and value in (tried[0], tried[-1]):
+            side = "below" if value == tried[0] else "above"
+            text += f"; warning: a better {key} may lie {side} {value:g}"
+    return text
+
+
+def _told(trials: Sequence[dict]) -> list[dict]:
+    """Returns the trials as the report has them."""
+    return [
+        {"choice": trial["choice"], "score": trial["score"]}
+        | {k: v for k, v in trial["run"].items() if k in ("diverged", "compute")}
+        for trial in trials
+    ]
+
+
+def _row(point: Point, config: StudyConfig) -> dict:
+    """Returns a point of which nothing is done."""
+    axes = {name: str(value) for name, value in point.axes.items()}
+    labels = {
+        name: texts[value]
+        for name, texts in config.labels.items()
+        for value in axes.values()
+        if value in texts
+    }
+    return {
+        "name": point.name,
+        "axes": dict(point.axes),
+        "labels": labels,
+        "stages": {},
+    }
+
+
+def _scored(row: dict, config: StudyConfig) -> dict:
+    """Returns a row with the compute and the scores of the stages that are done."""
+    first = row["stages"][config.stages[0]]["runs"]
+    used = first[0]["compute"] if first else {}
+    scores = {}
+    for name, score in config.scores.items():
+        stage, path = config.stage_and_path(score)
+        done = row["stages"].get(stage, {}).get("runs", [])
+        values = [score_of(run["final"], path) for run in done]
+        if values:
+            scores[name] = {
+                "values": values,
+                "mean": statistics.fmean(values),
+                "half_interval": half_interval(values),
+            }
+    used = {name: used.get(name) for name in ("images_seen", "exaflops")}
+    return row | used | {"scores": scores}
+
+
+def summary(report: dict) -> list[str]:
+    """Returns lines on a study: its table, and what diverged."""
+    rows, columns = [], {"point": ""}
+    for row in report["points"]:
+        cells = {"point": row["name"]}
+        for stage, outcome in row["stages"].items():
+            if len(outcome["trials"]) > 1 and outcome["chosen"]:
+                cells[f"chosen ({stage})"] = _words(outcome["chosen"])
+                columns.setdefault(f"chosen ({stage})", "")
+        for name, score in row.get("scores", {}).items():
+            cells[name] = with_interval(score)
+            columns.setdefault(name, "")
+        rows.append(cells)
+    lines = runs.format_table(rows, columns).split("\n")
+    lost = [
+        f"{row['name']}, {stage} ({reason})"
+        for row in report["points"]
+        for stage, outcome in row["stages"].items()
+        if (reason := _all_diverged(outcome))
+    ]
+    if lost:
+        lines.append(
+            f"diverged: {'; '.join(lost)}; lower rates in the study's config, and another "
+            "--workdir, may mend that"
+        )
+    return lines
+
+
+def with_interval(score: dict) -> str:
+    """Formats the mean of a score and half its interval: "0.9731 ± 0.0042"."""
+    half = score["half_interval"]
+    return f"{score['mean']:.4f}" + ("" if half is None else f" ± {half:.4f}")
+
+
+def _all_diverged(outcome: dict) -> str:
+    """Returns why a stage has no run, "" if it has one."""
+    if outcome["runs"]:
+        return ""
+    told = [*outcome["trials"], *outcome.get("diverged", [])]
+    return next((one["diverged"] for one in told if "diverged" in one), "")
+
+
+def _flat(row: dict) -> dict:
+    """Returns a point as a row of a table."""
+    flat = {"point": row["name"]} | row["axes"] | row["labels"]
+    flat |= {name: row.get(name) for name in ("images_seen", "exaflops")}
+    for stage, outcome in row["stages"].items():
+        for key, value in (outcome["chosen"] or {}).items():
+            flat[f"{stage}.{key}"] = value
+    for name, score in row.get("scores", {}).items():
+        flat[name] = score["mean"]
+        flat[f"{name} interval"] = score["half_interval"]
+        flat[f"{name} seeds"] = len(score["values"])
+    return flat
