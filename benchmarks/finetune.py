@@ -2,6 +2,7 @@
 
 Run:  PYTHONPATH=. python benchmarks/finetune.py SET --work=DIR [--data_dir=DIR]
           [--methods=finetune,recipe,sweep,features] [--seed=0] [--rates=0.003,0.01,0.03]
+          [--model=deit:Ti/16, or a file of it]
       SET: flowers, flowers10 (folders train and val of photographs in data_dir), digits
       (scikit-learn's), cifar10, pairs (from the TFDS data set cifar10 in data_dir)
 
@@ -131,7 +132,8 @@ def finetune(photos, args, to):
     """Returns the scores of `vit_jax.finetune`."""
     minutes = f"--minutes={args.minutes:g}"
     seed = f"--config.seed={args.seed}"
-    run("vit_jax.finetune", photos, minutes, seed, f"--workdir={to}")
+    model = f"--model={args.model}"
+    run("vit_jax.finetune", photos, minutes, seed, model, f"--workdir={to}")
     found = score(to, "test")
     if (photos / "labels.csv").exists():
         found["map of scikit-learn"] = precision(to, photos)
@@ -170,6 +172,7 @@ def recipe(photos, args, to):
         "--config=flowers_finetune",
         f"--config.data.data_dir={photos}",
         f"--config.data.num_classes={classes}",
+        f"--config.init={args.model}",
         f"--config.seed={args.seed}",
         "--config.evals.val=test",
         f"--workdir={to}",
@@ -182,7 +185,7 @@ def sweep(photos, args, to):
     chosen = json.loads((to.parent / "finetune" / "finetune.json").read_text())
     run(
         "vit_jax.transfer",
-        f"--model={MODEL}",
+        f"--model={args.model}",
         f"--dataset={photos}",
         f"--resolution={chosen['data']['image_size'][0]}",
         f"--learning_rates={args.rates}",
@@ -258,6 +261,7 @@ def parse():
     add("--methods", default=",".join(METHODS))
     add("--minutes", type=float, default=15)
     add("--seed", type=int, default=0)
+    add("--model", default=MODEL)
     add("--rates", default="0.003,0.01,0.03,0.1")
     return parser.parse_args()
 

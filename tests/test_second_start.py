@@ -44,7 +44,7 @@ def entries(cache):
 
 @pytest.mark.slow
 def test_the_second_start_compiles_nothing_and_computes_the_same(tmp_path):
-    cache, reports, kept = tmp_path / "cache", [], []
+    cache, reports, kept, numbers = tmp_path / "cache", [], [], []
     for name in ("first", "second"):
         workdir = tmp_path / name
         words = "--config=configs/digits.py:quick", f"--workdir={workdir}"
@@ -54,8 +54,12 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(tmp_path):
         (line,) = [x for x in out.splitlines() if x.startswith("first step after ")]
         counts = re.search(r"(\d+) programs .* s, (\d+) of them from", line)
         assert counts[2] == ("0" if name == "first" else counts[1]), line
+        numbers.append(int(counts[1]))
     assert any(name.startswith("jit_train_step") for name in kept[0])
+    assert sum(name.startswith("step-") for name in kept[0]) == 1
     assert kept[0] == kept[1]
+    # The step is read as it was stored, without a trace of it.
+    assert numbers[1] == numbers[0] - 1
     first, second = reports
     assert first["params_sha256"] == second["params_sha256"]
     assert second["startup"]["import"] > 0.5

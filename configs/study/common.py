@@ -17,7 +17,6 @@ from configs import jft, transfer
 SIZES = ("cpu", "gpu", "paper")
 ARGUMENTS = dict(size=SIZES, data=("digits", "cifar10"))
 STAGES = ("pretrain", "finetune")
-SEEDS = dict(cpu=5, gpu=3, paper=3)
 # A config of one stage for the scores that most studies report.
 SCORES = {"5-shot": "fewshot/5shot", "top-1": "test/top1"}
 # Images of train; from there on those that validate; and from there on the pool.

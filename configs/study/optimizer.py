@@ -36,7 +36,7 @@ def get_study(arg: str | None = None) -> dict:
         stages=common.STAGES,
         scores={"fine-tuned": "test/top1", "5-shot": "pretrain:fewshot/5shot"},
         tune=dict(pretrain={"optim.learning_rate": RATES[arg.size]}),
-        seeds=common.SEEDS[arg.size],
+        seeds=3,
         published={c: v / 100 for c, v in zip(columns, table["Average"], strict=True)},
         source="table 7, average of five data sets",
         figures=[dict(x="model", y="fine-tuned", lines=("optimizer",))],

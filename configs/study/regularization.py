@@ -21,7 +21,6 @@ ARGUMENTS = common.ARGUMENTS | dict(
 
 
 def get_study(arg: str | None = None) -> dict:
-    arg = parse_arg(arg, **ARGUMENTS)
     return dict(
         axes={name: ARGUMENTS[name] for name in ("dropout", "weight_decay")},
         scores={
@@ -29,7 +28,7 @@ def get_study(arg: str | None = None) -> dict:
             "averaged": "test/ema/top1",
             "loss": "test/params/loss",
         },
-        seeds=common.SEEDS[arg.size],
+        seeds=3,
         figures=[
             dict(x="weight_decay", y="last", lines=("dropout",)),
             dict(x="weight_decay", y="averaged", lines=("dropout",)),

@@ -52,11 +52,9 @@ class SweepCache:
         key = _key([decisive, lengths, setup.metadata], mesh)
         if self._step is None or self._step[0] != key:
             self._step = key, _StepOfRate(config, mesh, setup)
-        return setup._replace(
-            train_step=self._step[1].at(
-                config.optim.peak_learning_rate(config.batch_size)
-            )
-        )
+        peak = config.optim.peak_learning_rate(config.batch_size)
+        # It stays in this process, and takes the rate that a stored one has inside.
+        return setup._replace(train_step=self._step[1].at(peak), program_key="")
 
     def suite(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 from etils import epath
 
+from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 
 # What a step can consist of. A step is on its way on the device while the loop loads
@@ -266,7 +267,7 @@ class StartupTimer:
 
 # As JAX reports them; the first includes reading a program that was kept.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_FOUND = "/jax/compilation_cache/cache_hits"
+_FOUND = compilation.CACHE_HIT
 
 
 class CompilationCounter:

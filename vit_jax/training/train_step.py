@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.transforms import parse
 from vit_jax.distributed import compilation, sharding
@@ -56,6 +58,8 @@ class TrainSetup(NamedTuple):
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
       training_flops: floating-point operations of a step per image, as of
         `Task.training_flops`; twice as many with SAM. None if unknown.
+      program_key: names the compiled step among those that are stored, see
+        `compilation.program_key`; "" if it is not.
       metadata: what checkpoints store beside the config, for JSON: "task", what the
         task needs to be built again, and "network", the path of the network's
         parameters in the state and its options.
@@ -76,6 +80,7 @@ class TrainSetup(NamedTuple):
     train_step: Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
     training_flops: int | None
+    program_key: str
     metadata: dict
 
     @property
@@ -198,6 +203,13 @@ def build_train_setup(
     )
     batch_sharding = meshes.batched(mesh)
     flops = task.training_flops()
+    metadata = {
+        "task": task.metadata(),
+        "network": {
+            "path": backbone_path(task, params, extra),
+            "options": task.model.portable_options,
+        },
+    }
     return TrainSetup(
         task=task,
         model=task.model,
@@ -217,13 +229,34 @@ def build_train_setup(
             for name, form in batch_spec.items()
         },
         training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
-        metadata={
-            "task": task.metadata(),
-            "network": {
-                "path": backbone_path(task, params, extra),
-                "options": task.model.portable_options,
-            },
-        },
+        program_key=_program_key(config, mesh, run, metadata, shapes, shardings),
+        metadata=metadata,
+    )
+
+
+def _program_key(
+    config: TrainConfig,
+    mesh: Mesh,
+    run: RunLength,
+    metadata: dict,
+    shapes: TrainState,
+    shardings: TrainState,
+) -> str:
+    """Returns the name of the compiled step among those that are stored.
+
+    Of a step with code of the user's own, whose source is not known here, it is "".
+    """
+    decisive = [
+        [path, value] for path, about, value in fields.walk(config) if about.in_step
+    ]
+    texts = [value for _, value in decisive if isinstance(value, str)]
+    if any(re.search(fields.CUSTOM, text) for text in texts):
+        return ""
+    peak = config.optim.peak_learning_rate(config.batch_size)
+    leaves = [str(leaf) for leaf in jax.tree.leaves((shapes, shardings))]
+    devices = [str(device) for device in mesh.devices.flat]
+    return compilation.program_key(
+        decisive, [*run], metadata, peak, leaves, devices, list(mesh.shape.items())
     )
 
 
@@ -375,7 +408,8 @@ class BackgroundCompilation:
     """Compiles a train step in a thread while the state is initialised or restored.
 
     The step is traced here and now, so that settings of this thread (such as `with
-    jax.default_matmul_precision(...)`) apply to it.
+    jax.default_matmul_precision(...)`) apply to it; or it is read, if an earlier process
+    stored it (distributed/compilation.py).
 
     Args:
       setup: of the run.
@@ -384,15 +418,30 @@ class BackgroundCompilation:
     """
 
     def __init__(self, setup: TrainSetup, *, debug_nans: bool = False):
-        self._step = setup.train_step
-        self._compiled: concurrent.futures.Future | None = None
+        self._setup, self._future = setup, None
         if debug_nans:
             return
-        lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+        key = setup.program_key
         executor = concurrent.futures.ThreadPoolExecutor(1, "compile")
-        self._compiled = executor.submit(lowered.compile)
+        if compilation.is_stored(key):
+            devices = list(setup.shardings.step.mesh.devices.flat)
+            self._future = executor.submit(compilation.load_program, key, devices)
+        else:
+            compiling = executor.submit(compilation.compile_program, self._lower())
+            self._future = executor.submit(lambda: compiling.result()[0])
+            # The first step does not wait for it.
+            _background.append(executor.submit(self._store, compiling))
         executor.shutdown(wait=False)
-        _background.append(self._compiled)
+        _background.append(self._future)
+
+    def _lower(self) -> jax.stages.Lowered:
+        setup = self._setup
+        return setup.train_step.lower(setup.shapes, setup.batch_shapes)
+
+    def _store(self, compiling: concurrent.futures.Future) -> None:
+        program, is_new = compiling.result()
+        if is_new:
+            compilation.store_program(self._setup.program_key, program)
 
     def result(self) -> Step:
         """Waits for the compiled step.
@@ -400,7 +449,10 @@ class BackgroundCompilation:
         Raises:
           Whatever compiling raised, such as running out of device memory.
         """
-        return self._compiled.result() if self._compiled else self._step
+        if self._future is None:
+            return self._setup.train_step
+        # The file of a stored program may be of no use.
+        return self._future.result() or self._lower().compile()
 
 
 def _place(shapes: TrainState, config: ShardingConfig, mesh: Mesh) -> TrainState:

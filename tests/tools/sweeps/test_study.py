@@ -262,6 +262,27 @@ def test_the_best_on_val_is_run_with_all_seeds_from_its_own_pretraining(
     assert (row["point"], row["top-1"], row["top-1 seeds"]) == ("12,a", "0.8125", "2")
 
 
+def test_a_part_is_run_first_and_the_rest_added(own, tmp_path, monkeypatch):
+    for only in ({"kind": ["b"]}, {"width": ["18"]}, {}):
+        report, _ = run(own, tmp_path, monkeypatch, lambda *_: 0.5, only=only)
+    # All of them were done, so that the stand-in was asked for each again.
+    assert [point["name"] for point in report["points"]] == [
+        *("12,a", "12,b", "18,a", "18,b"),
+    ]
+    run(own, tmp_path, monkeypatch, lambda *_: 0.5, only={"kind": ["a"]})
+    saved = json.loads((tmp_path / "work" / "study.json").read_text())
+    assert len(saved["points"]) == 4 and saved["config"]["axes"]["kind"] == ["a", "b"]
+    with pytest.raises(UserError, match="by another command .points.18,b.finetune"):
+        run(
+            own,
+            tmp_path,
+            monkeypatch,
+            lambda *_: 0.5,
+            only={"width": ["18"], "kind": ["b"]},
+            overrides={"batch_size": 4},
+        )
+
+
 def test_what_points_have_in_common_is_run_once(own, tmp_path, monkeypatch):
     # The widths are trained apart; kinds differ in what is tuned alone.
     own.write_text(OWN.replace("dict(a=(0.02, 0.01), b=(0.03,))", "(0.01,)"))

@@ -77,7 +77,7 @@ def drop_checkpoints(folder: str | os.PathLike) -> None:
 
 
 def check_command(
-    workdir: str | os.PathLike, command: dict, *, begun: bool = True
+    workdir: str | os.PathLike, command: dict, *, begun: bool = True, grows: str = ""
 ) -> None:
     """Records the command of a sweep, or refuses another one in the same workdir.
 
@@ -85,13 +85,22 @@ def check_command(
       workdir: of the sweep.
       command: JSON value with everything that decides the results.
       begun: whether a recorded command has left anything; else this one replaces it.
+      grows: key of a dict in the command that may have other keys at each start: those of
+        all starts are recorded.
 
     Raises:
       UserError: the recorded command differs; the message lists the differences.
     """
     path = epath.Path(workdir) / _COMMAND
     if begun and path.exists():
-        changed = fields.differences(json.loads(path.read_text()), command)
+        recorded = json.loads(path.read_text())
+        if grows:
+            before, command = (
+                recorded[grows],
+                command | {grows: recorded[grows] | command[grows]},
+            )
+            recorded[grows] = command[grows] | before
+        changed = fields.differences(recorded, command)
         if changed:
             moved = ""
             if any(line.startswith("--data_dir:") for line in changed):
@@ -101,7 +110,8 @@ def check_command(
                 f"({'; '.join(changed[:4])}): choose another --workdir, or repeat that "
                 f"command{moved}"
             )
-        return
+        if not grows:
+            return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, command)

@@ -14,7 +14,9 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from etils import epath
 
 from vit_jax import progress
 from vit_jax.config import fields, loading
@@ -113,7 +115,7 @@ class Point:
     @property
     def name(self) -> str:
         """Returns the values, as "vit-s,3000"."""
-        return ",".join(str(value) for value in self.axes.values())
+        return _name(self.axes.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +148,9 @@ class Study:
           Preempted: SIGTERM came; the same command resumes.
         """
         with lock.held(self.workdir):
-            runs.check_command(self.workdir, self._command())
-            rows, done = [], {}
+            runs.check_command(self.workdir, self._command(), grows="points")
+            others, done = self._others(), {}
+            rows: list[dict] = []
             caches = {stage: SweepCache() for stage in self.config.stages}
             with opened_by(SplitCache()):
                 for number, point in enumerate(
@@ -157,10 +160,18 @@ class Study:
                     rows.append(_row(point, self.config))
                     for row in self._stages(point, rows[-1], done, caches):
                         rows[-1] = row
-                        self._write(rows)
-            for line in summary(self._report(rows)):
+                        self._write([*rows, *others])
+            report = self._report([*rows, *others])
+            for line in summary(report):
                 say(line)
-            return self._report(rows)
+            return report
+
+    def _others(self) -> list[dict]:
+        """Returns the points of earlier starts that are none of this one's."""
+        path = epath.Path(self.workdir) / FILE
+        told = json.loads(path.read_text())["points"] if path.exists() else []
+        names = {point.name for point in self.points}
+        return [row for row in told if row["name"] not in names]
 
     def _stages(
         self, point: Point, row: dict, done: dict, caches: dict[str, SweepCache]
@@ -267,15 +278,19 @@ class Study:
         return max(done, key=lambda t: sign * (t["score"] or 0), default=None)
 
     def _write(self, rows: list[dict]) -> None:
-        runs.write_json(self.workdir, FILE, self._report(rows))
-        runs.write_table(self.workdir, TABLE, [_flat(row) for row in rows])
+        report = self._report(rows)
+        runs.write_json(self.workdir, FILE, report)
+        runs.write_table(self.workdir, TABLE, [_flat(row) for row in report["points"]])
 
     def _report(self, rows: list[dict]) -> dict:
+        values = itertools.product(*self.config.axes.values())
+        order = {_name(point): i for i, point in enumerate(values)}
+        rows = sorted(rows, key=lambda row: order[row["name"]])
         about = dataclasses.asdict(self.config)
         return {"kind": "study", "name": self.name, "config": about, "points": rows}
 
     def _command(self) -> dict:
-        """Returns what decides the results; more seeds only add runs."""
+        """Returns what decides the results; more seeds and points only add runs."""
         return {
             "tune": json.loads(json.dumps(self.config.tune)),
             "tune_by": self.config.tune_by,
@@ -322,10 +337,10 @@ def plan(
                 f"--config={spec}: the study goes through {axis!r}; choose with "
                 f"--only={axis}=VALUE"
             )
-    config = dataclasses.replace(config, axes=_chosen(config.axes, only or {}))
+    chosen = _chosen(config.axes, only or {})
     points = []
-    for values in itertools.product(*config.axes.values()):
-        axes = dict(zip(config.axes, values, strict=True))
+    for values in itertools.product(*chosen.values()):
+        axes = dict(zip(chosen, values, strict=True))
         stated = [f"{axis}={value}" for axis, value in axes.items()] + [rest]
         recipes = {}
         for stage in config.stages:
@@ -429,6 +444,10 @@ def _config(recipe: dict, choice: Mapping, seed: int, start: str) -> TrainConfig
     own = {"seed": seed} | ({"init.checkpoint": start} if start else {})
     loading.override(TrainConfig, raw, {**choice, **own})
     return complete(raw)
+
+
+def _name(values: Iterable[object]) -> str:
+    return ",".join(map(str, values))
 
 
 def _words(choice: Mapping[str, object]) -> str:
