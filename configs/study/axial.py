@@ -16,6 +16,7 @@ from configs.study import common
 NETWORKS = ("vit", "axial")
 # Blocks of the small ViTs; of size=paper the patches.
 LEVELS = {"cpu": (2, 4, 8), "gpu": (4, 8, 12), "paper": (32, 16)}
+RATES = {"cpu": (2e-3, 4e-3), "gpu": (5e-4, 1e-3), "paper": (8e-4,)}
 ARGUMENTS = common.ARGUMENTS | dict(network=NETWORKS, level=0)
 
 
@@ -24,6 +25,7 @@ def get_study(arg: str | None = None) -> dict:
     return dict(
         axes=dict(network=NETWORKS, level=LEVELS[arg.size]),
         scores=common.SCORES,
+        tune=dict(train={"optim.learning_rate": RATES[arg.size]}),
         seeds=3,
         figures=[dict(x="exaflops", y="5-shot", lines=("network",))],
     )
