@@ -168,10 +168,31 @@ def test_points_are_the_product_of_the_axes_and_each_has_its_own_grid(own):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ("get_study=get_other", {}, "has no get_study.*take one of configs/study/"),
-        ("axes=axis", {}, "get_study states 'axis', which is none of axes, scores"),
-        ("tune=dict(=tune=dict(x={}, ", {}, "tune.x, but its stages are pretrain, fin"),
-        ("test/top1=tset/top1", {}, "scores 'tset/top1', but the evaluations of finet"),
+        (
+            ("get_study", "get_other"),
+            {},
+            "has no get_study.*take one of configs/study/",
+        ),
+        (
+            ("axes", "axis"),
+            {},
+            "get_study states 'axis', which is none of axes, scores",
+        ),
+        (
+            ("tune=dict(", "tune=dict(x={}, "),
+            {},
+            "tune.x, but its stages are pretrain, fin",
+        ),
+        (
+            ("seeds=2", "measure='speed'"),
+            {},
+            "measure='speed', which is none of train, cost",
+        ),
+        (
+            ("test/top1", "tset/top1"),
+            {},
+            "scores 'tset/top1', but the evaluations of finet",
+        ),
         ("", {"only": {"kind": ["c"]}}, "--only=kind=c: the study has a, b"),
         ("", {"only": {"size": ["c"]}}, "--only=size=.*: the axes are width, kind"),
         ("", {"overrides": {"model.width": 24}}, "--config.model.width: the study sta"),
@@ -182,10 +203,7 @@ def test_points_are_the_product_of_the_axes_and_each_has_its_own_grid(own):
     ],
 )
 def test_what_is_no_study_is_one_line(own, change, options, message):
-    old, _, new = change.partition("=")
-    own.write_text(OWN.replace(old, new) if change else OWN)
-    if change.startswith("tune"):
-        own.write_text(OWN.replace("tune=dict(", "tune=dict(x={}, "))
+    own.write_text(OWN.replace(*change) if change else OWN)
     argument = options.pop("argument", "")
     with pytest.raises(UserError, match=message):
         study.plan(f"{own}{argument}", "work", **options)

@@ -170,8 +170,13 @@ class Study:
         """Returns the points of earlier starts that are none of this one's."""
         path = epath.Path(self.workdir) / FILE
         told = json.loads(path.read_text())["points"] if path.exists() else []
-        names = {point.name for point in self.points}
-        return [row for row in told if row["name"] not in names]
+        names = self._order().keys() - {point.name for point in self.points}
+        return [row for row in told if row["name"] in names]
+
+    def _order(self) -> dict[str, int]:
+        """Returns the names of all points of the study, with their places."""
+        values = itertools.product(*self.config.axes.values())
+        return {_name(point): place for place, point in enumerate(values)}
 
     def _stages(
         self, point: Point, row: dict, done: dict, caches: dict[str, SweepCache]
@@ -283,8 +288,7 @@ class Study:
         runs.write_table(self.workdir, TABLE, [_flat(row) for row in report["points"]])
 
     def _report(self, rows: list[dict]) -> dict:
-        values = itertools.product(*self.config.axes.values())
-        order = {_name(point): i for i, point in enumerate(values)}
+        order = self._order()
         rows = sorted(rows, key=lambda row: order[row["name"]])
         about = dataclasses.asdict(self.config)
         return {"kind": "study", "name": self.name, "config": about, "points": rows}
@@ -369,6 +373,11 @@ def _complete(raw: Mapping, path: str) -> StudyConfig:
         if not raw.get(key):
             raise UserError(f"{path}: get_study states no {key}")
     config = StudyConfig(**raw)
+    if config.measure not in MEASURES:
+        raise UserError(
+            f"{path}: get_study states measure={config.measure!r}, which is none of "
+            f"{', '.join(MEASURES)}"
+        )
     for stage in config.tune:
         if stage not in config.stages:
             raise UserError(
