@@ -188,6 +188,42 @@ def test_a_text_for_init_is_its_checkpoint(init, overrides, found):
     assert (done.checkpoint, done.head) == found
 
 
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ({"optim.name": "adam"}, ("adam", "linear")),
+        ({"optim.name": "adam", "optim.b1": 0.8}, ("adam", "linear")),
+        ({"optim.schedule.name": "rsqrt"}, ("sgd", "rsqrt")),
+        (
+            {"optim.schedule.timescale": 9, "optim.schedule.name": "rsqrt"},
+            ("sgd", "rsqrt"),
+        ),
+    ],
+)
+def test_another_choice_drops_the_keys_of_the_old_one(overrides, found):
+    schedule = {"name": "linear", "end_learning_rate": 0.1}
+    optim = {"name": "sgd", "momentum": 0.5, "nesterov": True, "weight_decay": 0.1}
+    raw = stated(optim=optim | {"schedule": schedule})
+    loading.override(config.TrainConfig, raw, overrides)
+    done = config.complete(raw).optim
+    assert (done.name, done.schedule.name, done.weight_decay) == (*found, 0.1)
+    assert getattr(done, "momentum", 0.5) == 0.5
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_choice_keeps_what_the_user_states(order):
+    overrides = [("optim.name", "adam"), ("optim.momentum", 0.7)][::order]
+    raw = stated(optim={"name": "sgd", "momentum": 0.5})
+    loading.override(config.TrainConfig, raw, dict(overrides))
+    with pytest.raises(
+        UserError, match="optim.momentum is read only with optim.name=sgd"
+    ):
+        config.complete(raw)
+    raw = stated(optim={"momentum": 0.5})  # No key of the default, adam.
+    with pytest.raises(UserError, match="optim.name='adm' is not one of"):
+        loading.override(config.TrainConfig, raw, {"optim.name": "adm"})
+
+
 def test_choice_brings_its_keys():
     c = config.complete(stated(optim={"name": "sgd", "schedule": "rsqrt"}))
     assert (c.optim.momentum, c.optim.schedule.timescale) == (0.9, 10_000)

@@ -79,6 +79,9 @@ def find(name: str) -> pathlib.Path:
 def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> None:
     """Sets dotted keys in what a recipe states; sections come before keys in them.
 
+    Where the name of a choice changes, as `optim.name`, what the recipe states for the
+    old one and the new one does not have is dropped.
+
     Args:
       cls: dataclass of the config.
       raw: nested dicts, which are changed.
@@ -88,12 +91,12 @@ def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> None:
       UserError: what stands before the last dot of a key is not a section.
     """
     for name in sorted(overrides, key=lambda name: name.count(".")):
-        _override(cls, raw, name, overrides[name])
+        _override(cls, raw, name, overrides)
 
 
-def _override(cls: type, raw: dict, name: str, value: object) -> None:
+def _override(cls: type, raw: dict, name: str, overrides: Mapping[str, object]) -> None:
     *sections, leaf = name.split(".")
-    node, at, where = raw, cls, ""
+    node, at, where, value, about = raw, cls, "", overrides[name], None
     while sections:
         section = sections.pop(0)
         where = f"{where}.{section}".strip(".")
@@ -116,6 +119,10 @@ def _override(cls: type, raw: dict, name: str, value: object) -> None:
             node[section] = _expand_section(about, node[section], where, text_key)
         node = node.setdefault(section, {})
         at = _type_of(about, node, where)
+    if isinstance(about, Choice) and leaf == about.text_key:
+        for other in fields.fields(at).keys() - fields.fields(about.find(value, where)):
+            if not any(f"{key}.".startswith(f"{where}.{other}.") for key in overrides):
+                node.pop(other, None)
     about = fields.fields(at).get(leaf)
     if type(about) is Section and about.text_key and isinstance(value, str):
         # What the recipe states beside it stays.

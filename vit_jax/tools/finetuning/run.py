@@ -195,8 +195,6 @@ def choose(
 
     def config_of(side: int, steps: int, evaluations: int) -> dict:
         raw = _raw(pretrained, model, lies, images, classes, side, steps, evaluations)
-        if name != rule.OPTIMIZER:
-            del raw["optim"]["momentum"]
         loading.override(TrainConfig, raw, others)
         if "epochs" in others:
             raw["total_steps"] = 0

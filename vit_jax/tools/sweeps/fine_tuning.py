@@ -328,7 +328,7 @@ def _refuse_overrides(overrides: Mapping[str, object]) -> None:
 
 
 def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
-    """Applies overrides to a config, and removes keys that become unread.
+    """Applies overrides to a config, and checks them.
 
     Args:
       raw: config as a dict; `data.num_classes` may still be 0.
@@ -340,8 +340,6 @@ def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
     loading.override(TrainConfig, raw, overrides)
     if raw.get("epochs") and "total_steps" not in overrides:
         raw["total_steps"] = 0
-    if raw["optim"]["name"] != "sgd" and "optim.momentum" not in overrides:
-        del raw["optim"]["momentum"]
     tried = copy.deepcopy(raw)
     tried["data"]["num_classes"] = raw["data"]["num_classes"] or 1
     complete(tried)
