@@ -143,7 +143,10 @@ def test_a_checkpoint_is_evaluated_as_in_the_run(run, tmp_path, capsys):
     assert found["map"] == pytest.approx(report["final"]["val"]["params"]["map"])
 
 
-def test_what_does_not_fit_is_refused():
+@pytest.mark.parametrize(
+    "task", ["classification", "distillation", "linear_probe", "lora"]
+)
+def test_what_does_not_fit_is_refused(task):
     def load(**sections):
         raw = {"total_steps": 1, "batch_size": 4, "model": {"variant": "Ti/8"}}
         raw["optim"] = {"learning_rate": 0.1}
@@ -151,10 +154,10 @@ def test_what_does_not_fit_is_refused():
         raw["data"] |= sections.pop("data", {})
         return configuration.complete(raw | sections)
 
-    config = load(data={"multi_label": True})
+    config = load(data={"multi_label": True}, task={"name": task})
     with pytest.raises(UserError, match=r"needs task\.loss='sigmoid'"):
         config.task.build(config.build_model(), config.data, RUN)
-    config = load(task={"class_weights": (1.0, 2.0)})
+    config = load(task={"name": task, "class_weights": (1.0, 2.0)})
     with pytest.raises(UserError, match="class_weights has 2 numbers"):
         config.task.build(config.build_model(), config.data, RUN)
 

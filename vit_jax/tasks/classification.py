@@ -52,7 +52,6 @@ class ClassificationConfig(TaskConfig):
         run: RunLength,
         saved: dict | None = None,
     ) -> "Classification":
-        self.check(data)
         return Classification(self, model, data)
 
     def check(self, data: DataConfig) -> None:
@@ -71,9 +70,19 @@ class ClassificationConfig(TaskConfig):
 
 
 class Classification(Task):
-    """See `task.Task`; there is no state beside the parameters."""
+    """See `task.Task`; there is no state beside the parameters.
+
+    Args:
+      config: `config.task`.
+      model: network.
+      data: `config.data`.
+
+    Raises:
+      UserError: the loss does not fit the labels.
+    """
 
     def __init__(self, config: ClassificationConfig, model: Model, data: DataConfig):
+        config.check(data)
         self.model, self.config, self._data = model, config, data
         self._ops = parse.parse_train(data.train_transform, data.image_size).device
 

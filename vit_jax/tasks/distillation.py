@@ -83,8 +83,9 @@ class Distillation(Classification):
         too: its file is not read.
 
     Raises:
-      UserError: there is no teacher, or it has no classifier of these classes, answers
-        that cannot be softened, or another kind of image.
+      UserError: the loss does not fit the labels, or there is no teacher, or it has no
+        classifier of these classes, answers that cannot be softened, or another kind of
+        image.
     """
 
     def __init__(

@@ -57,7 +57,8 @@ class LinearProbe(Classification):
       data: `config.data`.
 
     Raises:
-      UserError: the network has no features, no classifier or two.
+      UserError: the loss does not fit the labels, or the network has no features, no
+        classifier or two.
     """
 
     def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):

@@ -50,7 +50,6 @@ class LoraConfig(ClassificationConfig):
         run: RunLength,
         saved: dict | None = None,
     ) -> "Lora":
-        self.check(data)
         return Lora(self, model, data)
 
 
@@ -65,8 +64,8 @@ class Lora(Classification):
       data: `config.data`.
 
     Raises:
-      UserError: there is no classifier, no kernel of that name, or a name is no regular
-        expression.
+      UserError: the loss does not fit the labels, or there is no classifier, no kernel of
+        that name, or a name is no regular expression.
     """
 
     def __init__(self, config: LoraConfig, model: Model, data: DataConfig):
