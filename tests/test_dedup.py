@@ -243,6 +243,29 @@ def test_a_scan_of_something_else_or_by_another_process_is_refused(place, tmp_pa
         run(*words(place, out))
 
 
+def test_a_scan_of_another_column_of_images_is_refused(tmp_path, monkeypatch):
+    rows = ["split,front,back", "train,a.png,b.png", "test,b.png,a.png"]
+    (tmp_path / "sides.csv").write_text("\n".join(rows))
+    for number, name in enumerate("ab"):
+        save(Image.new("RGB", (9, 7), (number, 80, 80)), tmp_path / f"{name}.png")
+    table = f"table@{tmp_path / 'sides.csv'}"
+    command = [f"--pretrain={table}#train", f"--against={table}#test"]
+    command += [f"--out={tmp_path / 'out.txt'}"]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dedup._Bar, "show", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(*command, "--image_key=front")
+    monkeypatch.undo()
+    with pytest.raises(
+        UserError, match=r"with image_key=\['front', 'front'\], now it is \['back',"
+    ):
+        run(*command, "--image_key=back")
+    assert run(*command, "--image_key=front") == 0
+
+
 def test_damaged_and_flat_images_are_counted_and_the_rest_goes_on(
     place, tmp_path, capsys
 ):

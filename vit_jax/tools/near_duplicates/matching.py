@@ -115,7 +115,8 @@ def hash_windows(
     for number, (top, bottom, left, right) in enumerate(windows):
         down, across = _cosines(top, bottom), _cosines(left, right)
         waves = np.matmul(np.matmul(down, pixels), across.T)
-        signs = waves.reshape(len(pixels), -1)[:, _lowest()] > 0
+        by_image = waves.reshape(len(pixels), waves.shape[1] * waves.shape[2])
+        signs = by_image[:, _lowest()] > 0
         found[:, number] = np.packbits(signs, axis=1)
     return found
 

@@ -107,6 +107,7 @@ def scan(
         "sizes": sizes,
     }
     run |= {"pretrain": str(pretrain), "against": list(map(str, against))}
+    run["image_key"] = [spec.image_key for spec in (pretrain, *against)]
     threads = threads or os.cpu_count() or 1
     with (
         _lock_folder(folder, run),
