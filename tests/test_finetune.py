@@ -113,6 +113,9 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     assert config["checkpoint"]["best_metric"] == "val/balanced_accuracy"
     assert "adam, rate 0.002 (stated)" in out
     assert config["task"]["name"] == "lora"
+    assert "no average of the parameters (task.name=lora keeps the network" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert config["ema"] == {"decay": 0.0} and "ema" not in report["final"]["val"]
     with (tmp_path / "split.csv").open() as file:
         labels = [row["label"] for row in csv.DictReader(file) if row["split"] == "val"]
     assert sorted(labels) == ["few"] + ["many"] * 4
@@ -173,7 +176,9 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(
         command(place, f"--workdir={tmp_path / 'b'}", "--config.epochs=2")
     assert (taken["config"].epochs, taken["config"].total_steps) == (2, 0)
     for key in ("init=a", "data.split=train", "evals.val=x"):
-        with pytest.raises(
-            UserError, match=f"config.{key.split('=')[0]}: it is set by"
-        ):
-            command(place, f"--workdir={tmp_path / 'c'}", f"--config.{key}")
+        for more in ([], ["--find_rate"]):
+            with pytest.raises(
+                UserError, match=f"config.{key.split('=')[0]}: it is set by"
+            ):
+                command(place, f"--workdir={tmp_path / 'c'}", f"--config.{key}", *more)
+    assert not (tmp_path / "c").exists()

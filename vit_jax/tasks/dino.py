@@ -7,6 +7,7 @@ and S small crops of each, V both together, Y by X pixels, C channels, D width, 
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ _LOGS = 5  # Logs in a row after which a collapse is told.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DinoConfig(TaskConfig):
     """The answers of the student's own moving average (DINO)."""
+
+    averages_network: ClassVar[bool] = False
 
     name: str = key("dino", "What is learnt.")
     num_outputs: int = key(65_536, "Outputs of the head.", at_least=2)

@@ -7,6 +7,7 @@ any other. Letters: B images, D features, L classes.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -33,6 +34,8 @@ _MOMENTUM, _EPSILON = 0.1, 1e-6
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearProbeConfig(ClassificationConfig):
     """Images and their labels, from the features of a frozen network."""
+
+    averages_network: ClassVar[bool] = False
 
     name: str = key("linear_probe", "What is learnt.")
 

@@ -11,6 +11,7 @@ Source: arXiv:2106.09685, section 4.1. Letters: B images, L classes, R rank.
 import dataclasses
 import math
 import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,8 @@ from vit_jax.tasks.task import Tree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(ClassificationConfig):
     """Images and their labels, by changes of low rank to a frozen network."""
+
+    averages_network: ClassVar[bool] = False
 
     name: str = key("lora", "What is learnt.")
     rank: int = key(8, "Rank of the changes.", at_least=1)

@@ -247,6 +247,8 @@ class TaskConfig:
     has_pictures: ClassVar[bool] = False
     # Whether its network gets a classifier, if the data set has classes.
     has_classifier: ClassVar[bool] = True
+    # Whether its network is in the parameters, of which `ema` holds a moving average.
+    averages_network: ClassVar[bool] = True
 
     name: str = key("classification", "What is learnt.")
 

@@ -9,7 +9,6 @@ import dataclasses
 import importlib.util
 import math
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -18,9 +17,8 @@ from etils import epath
 from vit_jax.analysis import charts
 from vit_jax.errors import UserError
 from vit_jax.files import replace_bytes, replace_text
-from vit_jax.training import loop
+from vit_jax.tools.finetuning import trial
 from vit_jax.training.callbacks import Callback
-from vit_jax.training.config import complete
 
 FILE = "rate_range"  # .csv, and .png with the extra `plots`.
 STEPS = 100
@@ -87,18 +85,14 @@ def run(
         "epochs": 0.0,
         "optim": optim | {"learning_rate": high, "schedule": schedule},
         "ema": {"decay": 0.0},
-        "evals": {},
-        "checkpoint": {},
-        "early_stopping_evals": 0,
         "log_every_steps": 1,
     }
     losses = _Losses()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            loop.train(complete(raw), folder, callbacks=[losses])
-        except UserError:
-            if not losses.found:  # Else the rate became too high, as is meant.
-                raise
+    try:
+        trial.train(raw, [losses])
+    except UserError:
+        if not losses.found:  # Else the rate became too high, as is meant.
+            raise
     return judge(losses.found)
 
 

@@ -1,12 +1,9 @@
 """A fine-tuning run on images of one's own, from the folder to the accuracy."""
 
-import contextlib
 import dataclasses
-import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -19,7 +16,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.files import replace_text
 from vit_jax.printing import masked
-from vit_jax.tools.finetuning import layout, rate_range, report, rule
+from vit_jax.tools.finetuning import layout, rate_range, report, rule, trial
 from vit_jax.tools.finetuning.rule import Choice
 from vit_jax.tools.sweeps import fine_tuning, runs
 from vit_jax.training import loop, run_report
@@ -39,7 +36,6 @@ _FLAGS = {
     "data.name": "the folder or name",
     "data.split": "the folder or name",
 }
-_MEASURED_STEPS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +86,8 @@ def finetune(
       UserError: the images or weights cannot be read or do not fit, or the workdir holds
         something else.
     """
-    overrides = dict(overrides or {})
+    overrides = _allowed(overrides)
     model = _model(model)
-    for key in overrides:
-        if key in _FLAGS or key.startswith("evals"):
-            what = _FLAGS.get(key, "the folder or name")
-            raise UserError(f"--config.{key}: it is set by {what} here")
     at = os.path.abspath(os.path.expanduser(place))
     path = epath.Path(workdir) / FILE
     runs.check_command(
@@ -142,7 +134,8 @@ def find_rate(
     Raises:
       UserError: as `finetune`.
     """
-    raw, _ = choose(place, workdir, _model(model), 0.0, overrides or {}, say)
+    overrides = _allowed(overrides)
+    raw, _ = choose(place, workdir, _model(model), 0.0, overrides, say)
     found = rate_range.run(raw, say=say)
     written = rate_range.write(found, workdir)
     say(
@@ -151,6 +144,15 @@ def find_rate(
         f"--config.optim.learning_rate={found.suggestion:g}"
     )
     return found.suggestion
+
+
+def _allowed(overrides: Mapping[str, object] | None) -> dict[str, object]:
+    """Returns the overrides, none of which is set by the command itself."""
+    for key in overrides or {}:
+        if key in _FLAGS or key.startswith("evals"):
+            what = _FLAGS.get(key, "the folder or name")
+            raise UserError(f"--config.{key}: it is set by {what} here")
+    return dict(overrides or {})
 
 
 def _model(model: str) -> str:
@@ -198,13 +200,16 @@ def choose(
         loading.override(TrainConfig, raw, others)
         if "epochs" in others:
             raw["total_steps"] = 0
+        averaged = complete(raw).task.averages_network
+        if "ema.decay" not in others and not averaged:
+            raw["ema"]["decay"] = 0.0
         return raw
 
     length = rule.Length(side, rule.epochs_of(images), math.nan)
     speed = 0.0
     if minutes and not {"total_steps", "epochs"} & others.keys():
-        raw = config_of(side, _MEASURED_STEPS, 1)
-        speed = measure(raw, say)
+        raw = config_of(side, trial.STEPS, 1)
+        speed = trial.measure(raw, say)
         side = raw["data"]["image_size"][0]
         step = side if "data.image_size" in others else patch
         length = rule.fit(images, validated, side, step, speed, minutes)
@@ -218,19 +223,6 @@ def choose(
         for each in choices
     ]
     return fields.to_json(complete(raw)), choices
-
-
-def measure(raw: dict, say: Callable[[str], None]) -> float:
-    """Returns the speed in images a second, of a few steps that leave nothing behind."""
-    say(
-        f"measuring the speed with {_MEASURED_STEPS} steps of {raw['batch_size']} images"
-    )
-    raw = raw | {"evals": {}, "checkpoint": {}, "early_stopping_evals": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with quiet, contextlib.redirect_stderr(io.StringIO()):
-            report = loop.train(complete(raw), folder)
-    return report["images_per_second"]
 
 
 def _raw(
@@ -306,6 +298,11 @@ def _choices(
             f"{epochs:.1f} epochs, about {length.seconds / 60:.0f} minutes at the measured "
             f"{speed:.0f} images/s (--minutes={minutes:g})"
         )
+    decay, task = raw["ema"]["decay"], raw["task"].get("name", "")
+    average = f"average of decay {decay:.4f}", "over the last tenth of the steps"
+    if not decay:
+        kept_beside = f"task.name={task} keeps the network beside them"
+        average = "no average of the parameters", kept_beside if task else "few steps"
     uneven = (
         f"the largest class has {images.uneven:.1f} times the images of the smallest"
     )
@@ -332,11 +329,7 @@ def _choices(
             "in proportion to the batch",
             "optim.learning_rate",
         ),
-        Choice(
-            f"average of decay {raw['ema']['decay']:.4f}",
-            "over the last tenth of the steps",
-            "ema.decay",
-        ),
+        Choice(*average, "ema.decay"),
         Choice(
             f"classes drawn {data.get('class_balance') or 'as they are'}",
             uneven,
