@@ -88,7 +88,8 @@ def test_a_folder_becomes_a_model(place, capsys):
         command(place, f"--workdir={run}", "--minutes=2")
 
 
-def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def uneven(place):
     photos = place / "uneven"
     for name, count in (("few", 4), ("many", 20)):
         (photos / name).mkdir(parents=True)
@@ -96,6 +97,24 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
             pixels = np.full((32, 32), 40 if name == "few" else 200, np.uint8)
             pixels[i % 32] = 0
             Image.fromarray(pixels).save(photos / name / f"{i}.png")
+
+
+@pytest.mark.usefixtures("uneven")
+def test_weights_of_the_classes_take_the_place_of_balanced_draws(
+    place, tmp_path, capsys
+):
+    words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
+    words += ["--config.task.class_weights=inverse"]
+    assert command(place, *words, photos="uneven") == 0
+    assert "classes drawn as they are (the largest class has" in capsys.readouterr().out
+    config = json.loads((tmp_path / "finetune.json").read_text())
+    assert config["task"]["class_weights"] == "inverse"
+    assert config["data"]["class_balance"] == ""
+    assert config["checkpoint"]["best_metric"] == "val/balanced_accuracy"
+
+
+@pytest.mark.usefixtures("uneven")
+def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=20"]
     words += ["--config.task.name=lora", "--config.optim.name=adam"]
     with pytest.raises(

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from helpers import kill_after, tiny_config
 
+import vit_jax
 from vit_jax.data import pipeline
-from vit_jax.data.balance import Balance
-from vit_jax.data.sources.open import open_source
+from vit_jax.data.balance import Balance, class_weights
+from vit_jax.data.sources.open import open_source, open_unchecked
 from vit_jax.errors import UserError
 from vit_jax.training import loop
 
@@ -40,6 +41,37 @@ def test_each_epoch_has_its_part_of_every_class(how):
         expected = shares(how) * len(LABELS)
         np.testing.assert_allclose(found[COUNTS > 0], expected, atol=1)
     assert (epochs[0] != epochs[1]).mean() > 0.9
+
+
+@pytest.mark.parametrize("how", ["inverse", "sqrt", "effective"])
+def test_weights_do_what_drawing_does(how):
+    weights = np.array(class_weights(how, LABELS, 6))
+    there = COUNTS > 0
+    expected = shares(how) * len(LABELS) / COUNTS[there]
+    np.testing.assert_allclose(weights[:5][there], expected)
+    assert weights[[2, 5]].tolist() == [1.0, 1.0]  # Without images.
+    assert weights[LABELS].mean() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("task", ["classification", "linear_probe", "lora"])
+def test_weights_by_the_numbers_of_images_are_those_that_are_stated(tmp_path, task):
+    data = {"name": "digits", "num_classes": 10, "num_examples": 0, "channels": 1}
+    data |= {"split": "train[:100]", "image_size": (8, 8)}
+
+    def train(weights, workdir):
+        of_task = {"name": task, "class_weights": weights}
+        config = tiny_config(data=data, task=of_task, evals={}, total_steps=4)
+        return loop.train(config, workdir)
+
+    report = train("inverse", tmp_path / "named")
+    kill_after(3, tmp_path / "named")
+    again = train("inverse", tmp_path / "named")
+    labels = open_source(tiny_config(data=data).data, "train[:100]").labels
+    stated = train(class_weights("inverse", labels, 10), tmp_path / "stated")
+    alike = train((1.0,), tmp_path / "alike")
+    assert report["params_sha256"] == again["params_sha256"]
+    assert report["params_sha256"] == stated["params_sha256"]
+    assert report["params_sha256"] != alike["params_sha256"]
 
 
 def test_within_a_class_all_are_drawn_as_often():
@@ -84,3 +116,23 @@ def test_labels_are_needed():
     for stated in ({"num_classes": 0}, {"multi_label": True}):
         with pytest.raises(UserError, match="class_balance='sqrt' needs one class"):
             tiny_config(data={"class_balance": "sqrt"} | stated)
+    several = tiny_config(
+        data={"multi_label": True}, task={"loss": "sigmoid", "class_weights": "sqrt"}
+    )
+    with pytest.raises(
+        UserError, match="class_weights='sqrt' needs one class an image"
+    ):
+        several.task.of_records(several.data, open_unchecked(several.data, "train"))
+    with pytest.raises(
+        UserError, match="class_weights='root' is not one of inverse, sqrt"
+    ):
+        tiny_config(task={"class_weights": "root"})
+    with pytest.raises(UserError, match="class_weights='sqrt' is by numbers of images"):
+        vit_jax.train_setup(tiny_config(task={"class_weights": "sqrt"}), 20)
+    one = tiny_config(
+        data={"name": "digits", "num_classes": 4, "channels": 1, "num_examples": 0},
+        task={"class_weights": "sqrt"},
+    )
+    source = open_unchecked(one.data, "train")
+    with pytest.raises(UserError, match="has label 9, but data.num_classes=4"):
+        one.task.of_records(one.data, source)

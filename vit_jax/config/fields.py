@@ -33,6 +33,7 @@ class Key:
     Attributes:
       help: meaning of the key, for the reference.
       choices: the texts that are allowed; any if empty.
+      names: texts that may stand in the place of a tuple of numbers.
       only_if: other key of the section to the values of it under which this one is
         read, or to a dict from these values to the default that each brings.
       at_least, above, at_most, below: bounds of a number, or of each of a tuple. A
@@ -47,6 +48,7 @@ class Key:
 
     help: str
     choices: Sequence[str] = ()
+    names: Sequence[str] = ()
     only_if: Mapping[str, Sequence[str] | Mapping[str, object]] | None = None
     at_least: int | float | None = 0
     above: int | float | None = None
@@ -418,6 +420,11 @@ def check_choice(name: str, about: Key, value: object) -> None:
     """
     if about.choices and value not in about.choices:
         raise UserError(f"{name}={value!r} is not one of {', '.join(about.choices)}")
+    if about.names and isinstance(value, str) and value not in about.names:
+        raise UserError(
+            f"{name}={value!r} is not one of {', '.join(about.names)}: state one of them, "
+            "or numbers"
+        )
 
 
 def _check_number(name: str, about: Key, value: object, number: numbers.Real) -> None:

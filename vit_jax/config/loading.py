@@ -360,7 +360,10 @@ def _build(cls: type[T], raw: Mapping, where: str) -> T:
             stated[name] = _build_section(about, raw.get(name, {}), path)
         else:
             default = _default(about, defaults[name], stated)
-            stated[name] = fields.fit(path, raw.get(name, default), default)
+            value = raw.get(name, default)
+            if not isinstance(value, str) or value not in about.names:
+                value = fields.fit(path, value, default)
+            stated[name] = value
             if fields.is_read(about, stated):
                 fields.check(path, about, stated[name])
     return cls(**stated)

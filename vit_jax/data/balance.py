@@ -76,6 +76,25 @@ class Balance:
         return self.members[self.starts[classes] + inner]
 
 
+def class_weights(
+    how: str, labels: Integer[np.ndarray, " N"], num_classes: int
+) -> tuple[float, ...]:
+    """Returns weights of the classes' images that do in a loss what drawing them does.
+
+    Their mean over all images is 1; a class without images weighs 1.
+
+    Args:
+      how: one of `SHARES`.
+      labels: class of each record.
+      num_classes: number of classes.
+    """
+    counts = np.bincount(labels, minlength=num_classes).astype(np.float64)
+    there, weights = counts > 0, np.ones(num_classes)
+    shares = SHARES[how](counts[there])
+    weights[there] = shares / shares.sum() * len(labels) / counts[there]
+    return tuple(weights.tolist())
+
+
 def _inverse(counts: Float[np.ndarray, " K"]) -> Float[np.ndarray, " K"]:
     """Each class as often as any other."""
     return np.ones_like(counts)

@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
+from vit_jax.data.balance import SHARES, class_weights
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.base import Source, check_label, read_labels
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
@@ -39,11 +41,25 @@ class ClassificationConfig(TaskConfig):
         below=1,
         formerly="loss.label_smoothing",
     )
-    class_weights: tuple[float, ...] = key(
+    class_weights: tuple[float, ...] | str = key(
         _ALIKE,
         "Weight of each class in the loss, of its images (softmax, whose mean is by "
-        "weight) or of its own term (sigmoid); (1.0,): all alike.",
+        'weight) or of its own term (sigmoid); (1.0,): all alike. "inverse", "sqrt" '
+        'or "effective": by the numbers of the training images, as `data.class_balance` '
+        "draws them.",
+        names=tuple(SHARES),
     )
+
+    def of_records(self, data: DataConfig, source: Source) -> "ClassificationConfig":
+        how = self.class_weights
+        if not isinstance(how, str):
+            return self
+        self.check(data)
+        labels = read_labels(source)
+        last = int(labels.argmax())
+        check_label(int(labels[last]), data.num_classes, source.record_id(last))
+        weights = class_weights(how, labels, data.num_classes)
+        return dataclasses.replace(self, class_weights=weights)
 
     def build(
         self,
@@ -62,7 +78,13 @@ class ClassificationConfig(TaskConfig):
                 f"learnt by itself; it is {self.loss!r}"
             )
         weights = self.class_weights
-        if weights != _ALIKE and len(weights) != data.num_classes:
+        if isinstance(weights, str):
+            if data.multi_label:
+                raise UserError(
+                    f"task.class_weights={weights!r} needs one class an image, but "
+                    "data.multi_label=True: state a number for each class"
+                )
+        elif weights != _ALIKE and len(weights) != data.num_classes:
             raise UserError(
                 f"task.class_weights has {len(weights)} numbers: give one for "
                 f"each of data.num_classes={data.num_classes}"
@@ -129,9 +151,11 @@ class Classification(Task):
     ) -> Float[Array, ""]:
         """Returns the mean loss of logits, smoothed and weighted as the config says."""
         targets = smooth(labels, self.config.label_smoothing)
-        if self.config.class_weights == _ALIKE:
+        weights = self.config.class_weights
+        # A program is planned without records, from which the weights follow.
+        if weights == _ALIKE or isinstance(weights, str):
             return LOSSES[self.config.loss](logits, targets).mean()
-        weights = jnp.asarray(self.config.class_weights)
+        weights = jnp.asarray(weights)
         if self.config.loss == "sigmoid":
             terms = optax.losses.sigmoid_binary_cross_entropy(logits, targets)
             return (terms @ weights).mean()

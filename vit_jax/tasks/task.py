@@ -16,6 +16,7 @@ import jax
 from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
 from vit_jax.weights.text_tower import TextTower
@@ -251,6 +252,18 @@ class TaskConfig:
     averages_network: ClassVar[bool] = True
 
     name: str = key("classification", "What is learnt.")
+
+    def of_records(self, data: DataConfig, source: Source) -> "TaskConfig":
+        """Returns the config with what follows from the training records in place.
+
+        Args:
+          data: `config.data`.
+          source: its training split.
+
+        Raises:
+          UserError: the records do not fit.
+        """
+        return self
 
     def build(
         self,

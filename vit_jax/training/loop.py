@@ -1,6 +1,7 @@
 """The training run, from config to report, in the order in which things happen."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterable
 
@@ -119,7 +120,8 @@ def _train(
     build, make_suite = build_train_setup, Suite
     if sweep:
         build, make_suite = sweep.build_train_setup, sweep.suite
-    setup = build(config, mesh, len(source), saved)
+    task = config.task.of_records(data, source)
+    setup = build(dataclasses.replace(config, task=task), mesh, len(source), saved)
     total = setup.total_steps
     timers.check_profile_steps(config.profile_steps, total)
     suite = make_suite(

@@ -197,6 +197,8 @@ def choose(
 
     def config_of(side: int, steps: int, evaluations: int) -> dict:
         raw = _raw(pretrained, model, lies, images, classes, side, steps, evaluations)
+        if "task.class_weights" in others:  # In the place of balanced draws.
+            raw["data"].pop("class_balance", None)
         loading.override(TrainConfig, raw, others)
         if "epochs" in others:
             raw["total_steps"] = 0
