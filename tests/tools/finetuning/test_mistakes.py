@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from helpers import tiny_config
 from sklearn import metrics
 from sklearn.datasets import load_digits
 
-from vit_jax.tools.finetuning import mistakes
+from vit_jax.data.sources.open import open_source
+from vit_jax.tools.finetuning import mistakes, report
 from vit_jax.tools.finetuning.mistakes import Answers
 
 
@@ -18,6 +20,17 @@ def made(one_each, count=300, classes=4, seed=0):
         labels = (rng.random((count, classes)) < 0.4).astype(np.int64)
     names = tuple("abcdefgh"[:classes])
     return Answers(logits + 1.5 * labels.astype(np.float32), labels, names, one_each)
+
+
+def test_confusions_are_counted_in_words():
+    logits = np.eye(3, dtype=np.float32)[[0, 1, 1, 1]]
+    labels = np.eye(3, dtype=np.int64)[[0, 0, 0, 2]]
+    answers = Answers(logits, labels, ("ant", "bee", "<cat>"), True)
+    source = open_source(tiny_config().data, "train")
+    page = "".join(report._confusions(answers, source, np.arange(4)))
+    assert "<h3>ant taken for bee: 2 images</h3>" in page
+    assert "<h3>&lt;cat&gt; taken for bee: 1 image</h3>" in page
+    assert page.count('<img src="data:image/jpeg') == 3
 
 
 @pytest.mark.parametrize("one_each", [True, False])

@@ -79,7 +79,7 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
     if not config.data.multi_label:
         train = open_source(config.data, config.data.split)
         sections += _doubts(model, params, config.data, train, batch, names)
-    title = f"{headline}; {config.model.variant} from {config.init.checkpoint}"
+    title = f"{headline[0].upper()}{headline[1:]}; {config.model.variant} from {config.init.checkpoint}"
     path = epath.Path(workdir) / FILE
     replace_text(path, _page(title, sections))
     return str(path)
@@ -152,9 +152,9 @@ def _confusions(
     yield "<h2>Classes taken for each other</h2>"
     for pair in pairs:
         true, found = (answers.class_names[k] for k in (pair.true, pair.found))
-        yield (
-            f"<h3>{_text(true)} taken for {_text(found)}: {len(pair.images):,} images</h3>"
-        )
+        count = len(pair.images)
+        images = f"{count:,} image{'s' * (count > 1)}"
+        yield f"<h3>{_text(true)} taken for {_text(found)}: {images}</h3>"
         yield _gallery(
             (source, int(records[i]), _sure(answers, i)) for i in pair.images[:_OF_PAIR]
         )
@@ -311,7 +311,7 @@ def _thumbnail(source: Source, record: int) -> str:
 
 def _reliability(rows: Sequence[tuple[float, float, int]]) -> str:
     """Draws accuracy by probability, each bin a circle by the number in it."""
-    side, margin = 240, 34
+    side, margin = 240, 48
     most = max(number for _, _, number in rows)
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -336,7 +336,9 @@ def _reliability(rows: Sequence[tuple[float, float, int]]) -> str:
         'aria-label="accuracy by probability">'
         f'<rect x="{x0}" y="{y1}" width="{side}" height="{side}"/>'
         f'<line x1="{x0}" y1="{y0}" x2="{x1}" y2="{y1}"/>{"".join(marks)}'
-        f'<text x="{x0 + side / 2}" y="{y0 + 34}" class="x">probability</text></svg>'
+        f'<text x="{x0 + side / 2}" y="{y0 + 34}" class="x">probability</text>'
+        f'<text x="{-(y0 + y1) / 2}" y="{x0 - 36}" class="x" transform="rotate(-90)">'
+        "accuracy</text></svg>"
     )
 
 
@@ -373,11 +375,13 @@ _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --mark: #2a6fb0; }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 0 auto;
   padding: 1rem; }
+h1, h2, h3 { overflow-wrap: anywhere; }
 h1 { font-size: 1.35rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 h3 { font-size: 1rem; font-weight: 600; margin-bottom: .3rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { padding: .25rem clamp(.25rem, 1.2vw, .7rem); text-align: right; border-bottom: 1px solid var(--line); }
+@media (max-width: 480px) { table { font-size: .78rem; } }
 th:first-child, td:first-child { text-align: left; }
 .gallery { display: grid; gap: .8rem;
   grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); }
