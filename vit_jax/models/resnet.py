@@ -81,12 +81,13 @@ class StdConv(nn.Module):
             (side, side, x.shape[-1], self.features),
             jnp.float32,
         )
-        kernel -= kernel.mean((0, 1, 2), keepdims=True)
+        # Not in place: the parameters may be NumPy arrays of the caller.
+        kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
         variance = jnp.square(kernel).mean((0, 1, 2), keepdims=True)
         if self.of_deviation:
-            kernel /= jnp.sqrt(variance) + self.epsilon
+            kernel = kernel / (jnp.sqrt(variance) + self.epsilon)
         else:
-            kernel /= jnp.sqrt(variance + self.epsilon)
+            kernel = kernel / jnp.sqrt(variance + self.epsilon)
         if side == 1:  # The gradients of a product take less time than a convolution's.
             dtype = jnp.dtype(self.dtype)
             x = x[:, :: self.stride, :: self.stride].astype(dtype)
