@@ -1,8 +1,13 @@
 """What tests share: recipes, a complete config, and what is done with a finished run."""
 
 import json
+import math
 import pathlib
 import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from vit_jax import cli, evaluate
 from vit_jax.training import config as configuration
@@ -56,6 +61,23 @@ def tiny_config(**sections):
         else:
             raw[name] = value
     return configuration.complete(raw)
+
+
+def draw_params(model, seed=0):
+    """Returns parameters as after training, none of them 0: what `init` compiles takes seconds.
+
+    Kernels leave activations at about 1, scales are near 1, all others near 0.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(path, shape):
+        noise = rng.normal(size=shape.shape).astype(shape.dtype)
+        if path[-1].key == "kernel":
+            return jnp.asarray(noise / math.sqrt(math.prod(shape.shape[:-1])))
+        return jnp.asarray(0.3 * noise + (path[-1].key == "scale"))
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def kill_after(step, workdir):

@@ -12,6 +12,7 @@ import tomllib
 import jax
 import numpy as np
 import pytest
+from helpers import draw_params
 from hosts import xla_flags
 from one_process import run
 from PIL import Image
@@ -149,7 +150,7 @@ def make_weights(path):
     model = models.create(
         variant="Ti/16", num_classes=3, channels=3, activation="gelu", **sizes
     )
-    params = jax.device_get(model.init(jax.random.key(0)))
+    params = jax.device_get(draw_params(model))
     how = Preprocess(image_size=(224, 224), crop_fraction=0.875)
     made = Pretrained(params, model.options, "vit_jax", "made", how)
     export.export(made, "safetensors", path)

@@ -10,6 +10,7 @@ import image_folder
 import jax
 import numpy as np
 import pytest
+from helpers import draw_params
 from PIL import Image
 
 import vit_jax
@@ -36,7 +37,7 @@ def place(tmp_path_factory):
         image_size=(32, 32),
         channels=3,
     )
-    params = jax.device_get(model.init(jax.random.key(0)))
+    params = jax.device_get(draw_params(model))
     names = tuple("abcde")
     how = Preprocess(image_size=(32, 32), crop_fraction=0.875)
     found = Pretrained(params, model.options, "vit_jax", "made", how, names)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import draw_params
 from jax.extend import core
 
 from vit_jax import models
@@ -104,7 +105,7 @@ def test_scan_in_bfloat16_is_as_near_to_float32_as_unrolled_blocks_are():
 @pytest.mark.parametrize("kind", KINDS)
 def test_scan_gives_the_values_and_gradients_of_unrolled_blocks(kind):
     unrolled, scanned = (build(**KINDS[kind], scan=scan) for scan in (False, True))
-    params = filled(jax.jit(unrolled.init)(jax.random.key(0)))
+    params = draw_params(unrolled)
     expected, gradients = loss_and_gradients(unrolled, params)
     found, stacked = loss_and_gradients(scanned, stacking.stack(params))
     assert_close(found, expected)
@@ -126,7 +127,7 @@ def test_scan_starts_from_the_same_values():
 def test_rematerialisation_changes_no_value_and_no_gradient(name, scan):
     options = KINDS["random"] | {"scan": scan}
     plain, saving = build(**options), build(**options, remat_policy=name)
-    params = filled(jax.jit(plain.init)(jax.random.key(0)))
+    params = draw_params(plain)
     assert_close(loss_and_gradients(saving, params), loss_and_gradients(plain, params))
 
 
@@ -134,7 +135,7 @@ def test_rematerialisation_changes_no_value_and_no_gradient(name, scan):
 def test_stochastic_depth_in_a_scan_has_a_rate_a_layer():
     """Rate 0 at the first layer, so that it always acts; and 0.9 at the last."""
     model = build(depth=2, drop_path_rate=0.9, scan=True)
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (40, 8, 12, 3))
 
     @jax.jit
@@ -192,7 +193,7 @@ def test_a_model_for_another_place_computes_the_same():
     """Off the CPU, tokens of different images stay in axes of their own."""
     here, there = build(pool="map"), build(pool="map", platform="tpu")
     assert (here.module.flatten, there.module.flatten) == (True, False)
-    params = filled(jax.jit(here.init)(jax.random.key(0)))
+    params = draw_params(here)
     assert_close(loss_and_gradients(there, params), loss_and_gradients(here, params))
 
 

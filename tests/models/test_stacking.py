@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.models import stacking
@@ -14,7 +15,7 @@ SMALL = {"width": 12, "depth": 3, "num_heads": 3, "mlp_dim": 20}
 @functools.cache
 def params_of(variant="B/4", **options):
     model = models.create(variant, num_classes=5, image_size=(8, 12), **options)
-    return jax.jit(model.init)(jax.random.key(0))
+    return draw_params(model)
 
 
 def assert_equal_trees(a, b):

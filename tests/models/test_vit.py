@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -46,19 +47,6 @@ def test_head_starts_at_zero_with_its_bias():
     np.testing.assert_array_equal(out["logits"], np.full((2, 5), -10.0))
 
 
-def trained_like(params):
-    """Gives every parameter a value that shows."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    return jax.tree.unflatten(
-        tree,
-        [
-            x + 0.3 * jax.random.normal(k, x.shape)
-            for x, k in zip(leaves, keys, strict=True)
-        ],
-    )
-
-
 @pytest.mark.slow
 def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
@@ -67,7 +55,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
         model = models.create(
             "B/4", num_classes=5, image_size=(8, 12), dtype=dtype, **TINY
         )
-        params = trained_like(jax.jit(model.init)(jax.random.key(0)))
+        params = draw_params(model)
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         outs[dtype] = jax.jit(model.apply)(params, images.astype(dtype))["logits"]
         assert outs[dtype].dtype == jnp.float32
@@ -82,7 +70,7 @@ def test_random_layers_act_in_training_only(option):
     model = models.create(
         "B/4", num_classes=5, image_size=(8, 8), **{option: 0.5}, **TINY
     )
-    params = trained_like(jax.jit(model.init)(jax.random.key(0)))
+    params = draw_params(model)
     images = jnp.ones((6, 8, 8, 3))
 
     def logits(**kwargs):
@@ -105,7 +93,7 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
             order.append(context.module.name.partition("_")[0])
         return call(*args, **kwargs)
 
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = draw_params(model)
     with nn.intercept_methods(note):
         model.apply(params, jnp.ones((2, 8, 8, 3)), train=True, key=jax.random.key(0))
     block = ["query", "key", "value", "out", "Dropout", *["Dense", "Dropout"] * 2]
@@ -118,7 +106,7 @@ def test_gelu_flavours_differ_a_little():
         model = models.create(
             "B/4", num_classes=5, image_size=(8, 8), activation=activation, **TINY
         )
-        params = trained_like(jax.jit(model.init)(jax.random.key(0)))
+        params = draw_params(model)
         outs.append(jax.jit(model.apply)(params, jnp.ones((1, 8, 8, 3)))["logits"])
     assert 1e-7 < np.abs(outs[0] - outs[1]).max() < 1e-2
 
@@ -221,7 +209,7 @@ def test_gap_beside_a_class_token_averages_the_patches_only():
     tokens = models.create(
         "B/4", num_classes=5, image_size=(8, 12), pool="none", class_token=True, **TINY
     )
-    params = trained_like(jax.jit(model.init)(jax.random.key(0)))
+    params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     np.testing.assert_allclose(
         jax.jit(model.apply)(params, images)["pre_logits"],
@@ -234,7 +222,7 @@ def test_distillation_is_the_mean_of_two_classifiers():
     model = models.create(
         "B/4", num_classes=5, image_size=(8, 12), distillation=True, **TINY
     )
-    params = trained_like(jax.jit(model.init)(jax.random.key(0)))
+    params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     full = jax.jit(model.apply)(params, images)["logits"]
     halves = []
@@ -249,7 +237,7 @@ def test_pooled_norm_comes_after_the_mean():
     model = models.create(
         "B/4", num_classes=5, image_size=(8, 12), pool="gap", fc_norm=True, **TINY
     )
-    params = trained_like(jax.jit(model.init)(jax.random.key(0)))
+    params = draw_params(model)
     assert "encoder_norm" not in params["Transformer"]
     params["fc_norm"] = {"scale": jnp.ones(12), "bias": jnp.zeros(12)}
     features = jax.jit(model.apply)(params, jnp.ones((2, 8, 12, 3)))["pre_logits"]

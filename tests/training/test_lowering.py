@@ -6,7 +6,7 @@ here and not in a job.
 
 import jax
 import pytest
-from helpers import RECIPES, ROOT
+from helpers import RECIPES, ROOT, draw_params
 
 from vit_jax import models
 from vit_jax.distributed import mesh as meshes
@@ -23,8 +23,14 @@ OF_A_RECIPE = {"classification", "contrastive", "dino", "mae", "masked_patch", "
 LOWERED = {"gpu": "cuda", "tpu": "tpu"}  # What JAX calls them when it lowers.
 
 
+@pytest.fixture(scope="module")
+def traces():
+    """Traced steps: two platforms that get the same network share one."""
+    return {}
+
+
 @pytest.fixture
-def lowered(monkeypatch):
+def lowered(monkeypatch, traces):
     """Returns the step of a recipe at its quick size, as text."""
     build = configuration.TrainConfig.build_model
     # Which cuDNN there is cannot be asked here.
@@ -37,14 +43,19 @@ def lowered(monkeypatch):
         monkeypatch.setattr(
             configuration.TrainConfig,
             "build_model",
-            lambda config, _: build(config, platform),
+            lambda config, _=None: build(config, platform),
         )
         path = f"{ROOT}/configs/{recipe}.py:quick"
         config = configuration.load(path, overrides)
-        mesh = meshes.create(config.mesh, jax.devices()[:1])
-        setup = train_step.build_train_setup(config, mesh, config.data.num_examples)
-        traced = setup.train_step.trace(setup.shapes, setup.batch_shapes)
-        return traced.lower(lowering_platforms=(LOWERED[platform],)).as_text()
+        module = config.build_model().module
+        # A teacher is a second network that may be another on each platform.
+        teacher = "task.teacher" in overrides and platform
+        key = recipe, repr(overrides), repr(module), teacher
+        if key not in traces:
+            mesh = meshes.create(config.mesh, jax.devices()[:1])
+            setup = train_step.build_train_setup(config, mesh, config.data.num_examples)
+            traces[key] = setup.train_step.trace(setup.shapes, setup.batch_shapes)
+        return traces[key].lower(lowering_platforms=(LOWERED[platform],)).as_text()
 
     return lower
 
@@ -62,7 +73,7 @@ def teacher(tmp_path_factory):
     model = models.create(
         "Ti/2", num_classes=10, image_size=(4, 4), channels=1, **sizes
     )
-    params = jax.device_get(model.init(jax.random.key(0)))
+    params = jax.device_get(draw_params(model))
     how = Preprocess(image_size=(4, 4), mean=(0.5,), std=(0.5,))
     export.export(
         Pretrained(params, model.options, "vit_jax", "made", how), "safetensors", path

@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from helpers import draw_params
 
 from vit_jax import cli, convert, models
 from vit_jax.errors import UserError
@@ -16,13 +17,23 @@ from vit_jax.weights.formats import native, program
 
 PREPROCESS = Preprocess((64, 64), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", 0.75)
 # One of each kind of network.
+SMALL = {"depth": 2, "width": 48, "num_heads": 3, "mlp_dim": 68}
 NETWORKS = {
-    "Ti/16": {"depth": 2},
-    "R26+S/32": {"depth": 2, "stage_depths": (1, 1, 1, 1)},
-    "R50x1": {"stage_depths": (1, 1, 1, 1)},
-    "Swin-T": {"stage_depths": (1, 1, 2, 1)},
-    "Mixer-S/16": {"depth": 2},
-    "Axial-S/16": {"depth": 2},
+    "Ti/16": SMALL,
+    "R26+S/32": SMALL | {"stage_depths": (1, 1, 1, 1), "stem_width": 32},
+    "R50x1": {"stage_depths": (1, 1, 1, 1), "stem_width": 32},
+    "Swin-T": {
+        "stage_depths": (1, 1, 2, 1),
+        "width": 24,
+        "num_heads": (1, 2, 3, 6),
+    },
+    "Mixer-S/16": {
+        "depth": 2,
+        "width": 48,
+        "tokens_mlp_dim": 20,
+        "channels_mlp_dim": 68,
+    },
+    "Axial-S/16": SMALL,
 }
 
 
@@ -34,11 +45,7 @@ def made(variant="Ti/16", classes=7, **options):
         channels=3,
         **NETWORKS[variant] | options,
     )
-    rng = np.random.default_rng(1)
-    params = jax.tree.map(
-        lambda x: x + rng.normal(0, 0.02, x.shape).astype(np.float32),
-        jax.device_get(model.init(jax.random.key(0))),
-    )
+    params = jax.device_get(draw_params(model, seed=1))
     names = tuple(f"class {i}" for i in range(classes))
     return Pretrained(params, model.options, "vit_jax", "test", PREPROCESS, names)
 
@@ -106,7 +113,7 @@ def test_what_a_user_needs_beside_it_is_there(to, tmp_path):
 def test_a_backbone_gives_features_alone(to, tmp_path):
     run = written(made(classes=0), to, tmp_path)
     assert list(run(images(2))) == ["pre_logits"]
-    assert run(images(2))["pre_logits"].shape == (2, 192)
+    assert run(images(2))["pre_logits"].shape == (2, 48)
 
 
 def test_the_size_may_be_another(tmp_path):
