@@ -1,11 +1,14 @@
 """What Orbax finds of a damaged checkpoint by itself, and what our checksums cost.
 
 Run: PYTHONPATH=. python benchmarks/checkpoint.py [--gigabytes=1] [--flips=60]
+     [--parts=damage,cost,local]
 
 First a small state is saved; in each of its files one bit at a time is flipped, or the
 file is cut by a byte, halved or removed, and the state loaded again: an error, the same
 numbers, or others without a word. Then a larger one of random float32 is saved, summed
 up, verified and loaded, three times; the files are in the memory of the operating system.
+Last a training state of that size goes to a local disk and back (LocalCheckpointer): the
+stall is what the steps wait for, the rest of the writing happens beside them.
 """
 
 import argparse
@@ -22,6 +25,10 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from vit_jax.data.sources.arrays import open_synthetic
+from vit_jax.training import config as configuration
+from vit_jax.training.local_checkpoint import LocalCheckpointer
+from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir
 
 ABOUT = {"config": {"seed": 3}}
@@ -112,15 +119,66 @@ def cost(folder, gigabytes):
         )
 
 
+def local(folder, gigabytes):
+    """Times checkpoints on a host's own disk."""
+    config = configuration.load(
+        "configs/b16_i21k.py",
+        {
+            "data.name": "synthetic",
+            "data.split": "train",
+            "evals": {},
+            "data.num_examples": 20,
+            "local_checkpoint.dir": str(folder / "disk"),
+            "local_checkpoint.every_steps": 1,
+        },
+    )
+    source = open_synthetic("train", (8, 8), 3, 5, 20)
+    count = max(round(gigabytes * 1e9 / 16e6), 1)
+    keys = jax.random.split(jax.random.key(0), count)
+    params = {f"l{i}": jax.random.normal(keys[i], (4_000_000,)) for i in range(count)}
+    state = TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=(),
+        average=None,
+        key=jax.random.key(1),
+        extra=None,
+    )
+    shapes = jax.eval_shape(lambda: state)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    for step in range(1, 4):
+        disk = LocalCheckpointer(config, folder / "run", source, shapes, shardings)
+        times = [time.perf_counter()]
+        disk.save(step, state, 0.0)
+        times.append(time.perf_counter())
+        disk.wait()
+        times.append(time.perf_counter())
+        found = disk.restore(0)
+        jax.block_until_ready(found.state.params)
+        times.append(time.perf_counter())
+        assert found.step == step
+        stall, write, load = np.diff(times)
+        print(
+            f"{count * 16e6 / 1e9:.2f} GB on a local disk: stall {stall:.2f} s, write "
+            f"{write:.2f} s, restore {load:.2f} s"
+        )
+
+
 def main():
     """Damages, then times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--flips", type=int, default=60)
+    parser.add_argument("--parts", default="damage,cost,local")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        damage_all(pathlib.Path(place) / "small", flags.flips)
-        cost(pathlib.Path(place) / "large", flags.gigabytes)
+        place, parts = pathlib.Path(place), flags.parts.split(",")
+        if "damage" in parts:
+            damage_all(place / "small", flags.flips)
+        if "cost" in parts:
+            cost(place / "large", flags.gigabytes)
+        if "local" in parts:
+            local(place / "local", flags.gigabytes)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def _one(flags, config, devices, examples, limit, heading, assumed) -> int:
             len(devices),
             len({device.process_index for device in devices}),
             config.num_steps(examples),
-            every,
+            (config.local_checkpoint.every_steps, every),
             chips.find(devices[0].device_kind).peak_flops,
             assumed,
         )

@@ -1,6 +1,7 @@
 """The plan of a run: what follows from a step's costs and the assumptions."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -21,64 +22,106 @@ FOUND = Analysis(
     model_flops=1e12,
     limit_bytes=None,
     state_bytes=12 * 10**9,
+    host_state_bytes=3 * 10**9,
     collectives=({"slices": False, "sent": 3e8}, {"slices": True, "sent": 2e7}),
     fits=True,
     roofline=Roofline(0.02, 0.01, 0.0, 0.0),
 )
 
 
-def plan_of(found=FOUND, stated=500, **assumed):
+def plan_of(found=FOUND, stated=(500, 0), **assumed):
     given = run_plan.Assumptions(**assumed)
     return run_plan.make(found, 64, 16, 2_000_000, stated, 1e14, given), given
 
 
+def lines_of(plan, assumed):
+    """Returns the name of each line of the report to its number; the first of a name."""
+    found = {}
+    for line in run_plan.text(plan, assumed):
+        if line.startswith("  ") and line[26:].split():
+            found.setdefault(line[2:26].strip(), line[26:].split()[0])
+    return found
+
+
 def test_what_a_run_needs():
-    plan, assumed = plan_of(mfu=0.5, store=0.25, stall=1.0)
+    plan, assumed = plan_of(mfu=0.5)
     # 1 TFLOP at half of 100 a second is as long as the floor; with less it is longer.
     assert plan.step_seconds == 0.02
     assert plan_of(mfu=0.1)[0].step_seconds == pytest.approx(0.1)
-    assert plan.job.write == pytest.approx(12 / (16 * 0.25))
-    assert plan.job.mean_time == pytest.approx(365 * 86_400 / 16)
-    assert plan.young == round(goodput.young(plan.job) / 0.02)
-    assert {500, plan.young} < set(plan.shares) and len(plan.shares) == 6
-    # A checkpoint of a second every ten seconds.
-    assert plan.shares[500].mean() == pytest.approx(10 / 11, abs=0.005)
-    lines = {
-        line[2:26].strip(): line[26:].split()[0]
-        for line in run_plan.text(plan, dataclasses.replace(assumed, price=2.0))
-        if line.startswith("  ") and line[26:].split()
-    }
+    # 20 MB between slices.
+    slow, _ = plan_of(mfu=0.5, dcn=0.1)
+    assert (slow.bound, slow.step_seconds) == ("dcn", pytest.approx(0.2))
+    lines = lines_of(plan, dataclasses.replace(assumed, price=2.0))
     assert lines["a step, ms"] == "20.0"
     assert lines["MB a chip sends, slice"] == "300.0"
     assert lines["MB a chip sends, slices"] == "20.0"
     # 50,000 images a second on 16 hosts.
     assert lines["images/s a host"] == "3,125"
     assert lines["CPUs a host"] == f"{3125 / 776:.1f}"
+    assert lines["hosts that it takes"] == "1"
+    assert plan.input_hosts(dataclasses.replace(assumed, host_cpus=5.0)) == 13
     assert lines["GB/s read, all hosts"] == "5.50"
     assert lines["GB of a checkpoint"] == "12.00"
     hours = float(lines["chip-hours"].replace(",", ""))
-    best = max(found.mean() for found in plan.shares.values())
+    best = max(one.goodput for one in plan.checkpoints)
     assert hours == pytest.approx(2_000_000 * 0.02 / 3_600 * 64 / best, abs=1)
+
+
+def test_checkpoints_on_disks_and_on_the_storage():
+    plan, assumed = plan_of(
+        mfu=0.5, copy=3.0, disk_write=1.5, disk_read=2.0, store=0.25, replace=100.0
+    )
+    local, storage = plan.checkpoints
+    # 3 GB are on each host; together they write 12 GB to the storage.
+    assert (local.host_bytes, storage.host_bytes) == (3e9, 12e9 / 16)
+    assert local.job.stall == storage.job.stall == pytest.approx(1.0)
+    assert local.job.write == pytest.approx(1 + 3 / 1.5)
+    assert storage.job.write == pytest.approx(1 + 12 / (16 * 0.25))
+    gone = assumed.notice + 100 + assumed.start
+    assert local.job.restart == pytest.approx(gone + 3 / 2)
+    assert storage.job.restart == pytest.approx(gone + 3 / 0.25)
+    assert local.job.mean_time == pytest.approx(365 * 86_400 / 16)
+    assert local.young == round(goodput.young(local.job) / 0.02)
+    assert {500, local.young} < set(local.shares) and len(local.shares) == 6
+    assert len(storage.shares) == 5 and storage.stated == 0
+    # A stall of a second every ten seconds.
+    assert local.shares[500].mean() == pytest.approx(10 / 11, abs=0.005)
+    assert local.goodput == max(found.mean() for found in local.shares.values())
     row = run_plan.to_json(plan, assumed)
-    assert row["shares"][500] == plan.shares[500].mean()
+    assert row["checkpoints"][0]["shares"][500] == local.shares[500].mean()
     assert row["assumed"]["store"] == 0.25
+    assert json.dumps(row)
+
+
+def test_the_report_says_whose_word_an_input_is():
+    plan, assumed = plan_of(mfu=0.5, store=0.25)
+    words = {
+        line.split(":")[0].split(" (")[0].split(",")[0].strip(): line
+        for line in list(run_plan.text(plan, assumed))[-4:]
+    }
+    assert "cpu_images=776" in words["measured by us"]
+    assert "host_cpus=112" in words["published"]
+    assert "host_days=365" in words["assumed"] and "mfu" not in words["assumed"]
+    assert words["stated"] == "  stated: mfu=0.5, store=0.25"
 
 
 def test_a_run_shorter_than_an_interval():
-    plan, _ = plan_of(
-        dataclasses.replace(FOUND, roofline=Roofline(50.0, 0.0, 0.0, 0.0)), 0
-    )
-    assert plan.young < 500 and plan.stated == 0
-    short = run_plan.make(FOUND, 4, 1, 10, 0, 1e14, run_plan.Assumptions())
+    slow = dataclasses.replace(FOUND, roofline=Roofline(50.0, 0.0, 0.0, 0.0))
+    local = plan_of(slow, (0, 0))[0].checkpoints[0]
+    assert local.young < 500 and local.stated == 0
+    given = run_plan.Assumptions()
+    short = run_plan.make(FOUND, 4, 1, 10, (0, 0), 1e14, given).checkpoints[0]
     assert set(short.shares) == {10}
-    np.testing.assert_allclose(short.shares[10], 0.25 / (0.25 + 24), rtol=0.02)
+    # Ten steps, and the copy and the writing of 3 GB.
+    held = 3 / given.copy + 3 / given.disk_write
+    np.testing.assert_allclose(short.shares[10], 0.25 / (0.25 + held), rtol=0.02)
 
 
 def test_assumptions_are_read_and_refused():
     assert run_plan.parse("") == run_plan.Assumptions()
     assert run_plan.parse("mfu=0.55,price=0") == run_plan.Assumptions(mfu=0.55)
     for text, message in (
-        ("speed=3", "'speed' is no assumption; they are cpu_images, host_days"),
+        ("speed=3", "'speed' is no assumption; they are copy, cpu_images, dcn"),
         ("mfu=fast", "'mfu=fast' is not a positive number"),
         ("mfu=0", "'mfu=0' is not a positive number"),
         ("store=inf", "'store=inf' is not"),

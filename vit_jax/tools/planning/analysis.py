@@ -71,6 +71,7 @@ class Analysis:
       params_bytes, moments_bytes, average_bytes, batch_bytes: sizes of the step's
         arguments, without padding.
       state_bytes: of a whole checkpoint, that of all devices.
+      host_state_bytes: of what the devices of one host hold of it, each part once.
       argument_bytes: all of them in the compiler's layout.
       peak_bytes: largest live size, arguments included; the size that the compiler
         asked for where it refused the program.
@@ -100,6 +101,7 @@ class Analysis:
     model_flops: float
     limit_bytes: int | None
     state_bytes: int = 0
+    host_state_bytes: int = 0
     argument_bytes: int = 0
     peak_bytes: int = 0
     fits: bool = False
@@ -170,6 +172,7 @@ def _before(program, traced, config, mesh, examples, limit) -> Analysis:
         model_flops=program.training_flops * config.batch_size / mesh.size,
         limit_bytes=limit,
         state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)),
+        host_state_bytes=bytes_per_host(shapes, places),
     )
 
 
@@ -329,6 +332,27 @@ def bytes_per_device(shapes: object, shardings: object) -> int:
         shardings,
     )
     return sum(jax.tree.leaves(sizes))
+
+
+def bytes_per_host(shapes: object, shardings: object) -> int:
+    """Returns the size of a tree of arrays on the first host, each part once.
+
+    Args:
+      shapes: tree of jax.ShapeDtypeStruct.
+      shardings: tree of shardings with the same structure.
+    """
+
+    def size(x, sharding):
+        places = sharding.devices_indices_map(x.shape)
+        first = min(device.process_index for device in places)
+        parts = {
+            str(index)
+            for device, index in places.items()
+            if device.process_index == first
+        }
+        return len(parts) * math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
 
 
 def export_stablehlo(

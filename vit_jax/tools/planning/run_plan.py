@@ -1,12 +1,14 @@
 """What a whole run needs, from the costs of its step and what is assumed of the place.
 
 Days of work, exchanged bytes, hosts' work on the input, checkpoints, and how much of the
-time is work when hosts fail. What is not counted in the program is an assumption, which
-`compile --plan=name=value,...` changes; all of them are printed.
+time is work when hosts fail. What is not counted in the program is an input, measured or
+assumed, which `compile --plan=name=value,...` changes; all of them are printed.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -21,29 +23,61 @@ _RUNS = 100
 _AROUND = 0.25, 0.5, 1.0, 2.0, 4.0  # Times Young's interval.
 
 
+# What an input of the plan rests on, in the words of the report.
+_SOURCES = {
+    "measured": "measured by us, not on a TPU (docs/benchmarks.md)",
+    "published": "published (docs/compile.md)",
+    "assumed": "assumed",
+    "stated": "stated",
+}
+
+
+def _by(source: str, default: float) -> Any:
+    """Declares an input with its source, a key of _SOURCES."""
+    return dataclasses.field(default=default, metadata={"source": source})
+
+
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """What the compiler cannot know.
+    """What the compiler cannot know; docs/compile.md has the sources.
 
     Attributes:
       mfu: share of the chips' peak that the model's products reach.
+      dcn: GB that a chip sends to other slices in a second.
       host_days: mean days between failures of a host, its chips included.
-      restart: seconds from a failure to the next step.
-      stall: seconds for which a checkpoint holds the steps up.
-      store: GB that a host writes to the storage in a second.
+      notice: seconds until a lost host is noticed and the others have ended.
+      replace: seconds until the scheduler has started the job again.
+      start: seconds from the start of the processes to the first step, restoring aside.
+      copy: GB that a host copies from its devices in a second, while the steps wait.
+      disk_write, disk_read: GB that a host writes to and restores from its own disk in a
+        second.
+      store: GB that a host writes to or reads from the storage in a second.
       image_bytes: of an image file, on average.
       cpu_images: images that one CPU decodes and crops in a second.
+      host_cpus: CPUs of a host.
       price: of a chip for an hour.
     """
 
-    mfu: float = 0.4
-    host_days: float = 365.0
-    restart: float = 300.0
-    stall: float = 2.0
-    store: float = 0.5
-    image_bytes: float = 110_000.0  # ImageNet's training files, 138 GB of 1.28 million.
-    cpu_images: float = 776.0  # docs/benchmarks.md, "Input", antialiased.
-    price: float = 0.0
+    mfu: float = _by("assumed", 0.4)
+    # 6.4 Tbit/s for 256 chips (Google Cloud, "TPU v5e", November 2026).
+    dcn: float = _by("published", 3.125)
+    host_days: float = _by("assumed", 365.0)
+    notice: float = _by("measured", 40.0)
+    replace: float = _by("assumed", 180.0)
+    start: float = _by("measured", 23.0)
+    copy: float = _by("measured", 1.0)
+    disk_write: float = _by("measured", 0.5)
+    disk_read: float = _by("measured", 0.5)
+    store: float = _by("assumed", 0.5)
+    # ImageNet's training files, 138 GB of 1.28 million.
+    image_bytes: float = _by("published", 110_000.0)
+    cpu_images: float = _by("measured", 776.0)
+    # ct5lp-hightpu-4t, 4 chips of v5e (the same page).
+    host_cpus: float = _by("published", 112.0)
+    price: float = _by("assumed", 0.0)
+
+
+_ZERO_ALLOWED = ("notice", "price", "replace", "start")
 
 
 def parse(text: str) -> Assumptions:
@@ -64,10 +98,45 @@ def parse(text: str) -> Assumptions:
             found[name] = float(value)
         except ValueError:
             found[name] = -1.0
-        least = 0.0 if name in ("price", "restart") else 1e-9
+        least = 0.0 if name in _ZERO_ALLOWED else 1e-9
         if not least <= found[name] < float("inf"):
             raise UserError(f"--plan: {item!r} is not a positive number: state one")
     return Assumptions(**found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """Checkpoints at one place, and what failures cost with them.
+
+    Attributes:
+      place: "local", the hosts' own disks, or "storage".
+      key: of the config, the interval in steps.
+      host_bytes: that a host writes: all that its devices hold to its own disk, an equal
+        share to the storage.
+      job: for `goodput`.
+      shares: interval between checkpoints, in steps, to the share of the time that is
+        work, of each simulated run.
+      young: Young's interval, in steps.
+      stated: the config's own interval, in steps; 0 if it states none.
+    """
+
+    place: str
+    key: str
+    host_bytes: float
+    job: Job
+    shares: dict[int, np.ndarray]
+    young: int
+    stated: int
+
+    @property
+    def best(self) -> int:
+        """Interval with the highest mean share, in steps."""
+        return max(self.shares, key=lambda every: self.shares[every].mean())
+
+    @property
+    def goodput(self) -> float:
+        """Mean share of the time that is work at the best interval."""
+        return float(self.shares[self.best].mean())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +147,12 @@ class Plan:
       chips, hosts: number of them.
       steps: of the run.
       images: in a step.
-      step_seconds: the longer of the floor and what `mfu` makes of the products.
+      step_seconds: the longest of the floor, what `mfu` makes of the products, and what
+        `dcn` makes of the bytes between slices.
+      bound: "floor", "mfu" or "dcn".
       sent_bytes: that a chip sends in a step, within its slice and over slices.
       state_bytes: of a checkpoint.
-      job: for `goodput`.
-      shares: interval between checkpoints, in steps, to the share of the time that is
-        work, of each simulated run.
-      young: Young's interval, in steps.
-      stated: the config's own interval, in steps; 0 if it states none.
+      checkpoints: on the hosts' disks and on the storage.
     """
 
     chips: int
@@ -93,12 +160,32 @@ class Plan:
     steps: int
     images: int
     step_seconds: float
+    bound: str
     sent_bytes: tuple[float, float]
     state_bytes: int
-    job: Job
-    shares: dict[int, np.ndarray]
-    young: int
-    stated: int
+    checkpoints: tuple[Checkpoints, Checkpoints]
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / self.step_seconds
+
+    @property
+    def days_of_steps(self) -> float:
+        return self.steps * self.step_seconds / DAY
+
+    @property
+    def days(self) -> float:
+        """Days in all, with the checkpoints that cost less."""
+        return self.days_of_steps / max(one.goodput for one in self.checkpoints)
+
+    @property
+    def chip_hours(self) -> float:
+        return self.days * 24 * self.chips
+
+    def input_hosts(self, assumed: Assumptions) -> int:
+        """Returns the hosts that decode and crop the images, with all their CPUs."""
+        cpus = self.images_per_second / assumed.cpu_images
+        return math.ceil(cpus / assumed.host_cpus)
 
 
 def make(
@@ -106,7 +193,7 @@ def make(
     chips: int,
     hosts: int,
     steps: int,
-    stated: int,
+    stated: tuple[int, int],
     peak: float,
     assumed: Assumptions,
 ) -> Plan:
@@ -117,98 +204,171 @@ def make(
       chips: all of them.
       hosts: all of them.
       steps: of the run.
-      stated: interval between checkpoints, in steps; 0 if the config states none.
+      stated: intervals between checkpoints on the hosts' disks and on the storage, in
+        steps; 0 if the config states none.
       peak: operations of a chip in a second.
       assumed: of the place.
     """
-    seconds = max(found.roofline.floor, found.model_flops / (peak * assumed.mfu))
-    write = found.state_bytes / (hosts * assumed.store * 1e9)
-    job = Job(
-        work=steps * seconds,
-        stall=assumed.stall,
-        write=max(write, assumed.stall),
-        restart=assumed.restart,
-        mean_time=assumed.host_days * DAY / hosts,
-    )
-    young = max(1, round(goodput.young(job) / seconds))
-    intervals = {min(steps, max(1, round(young * factor))) for factor in _AROUND}
-    intervals |= {stated} if stated else set()
-    shares = {
-        every: goodput.simulate(job, every * seconds, _RUNS)
-        for every in sorted(intervals)
-    }
     sent = [0.0, 0.0]
     for one in found.collectives:
         sent[bool(one["slices"])] += one["sent"]
+    times = {
+        "floor": found.roofline.floor,
+        "mfu": found.model_flops / (peak * assumed.mfu),
+        "dcn": sent[1] / (assumed.dcn * 1e9),
+    }
+    bound = max(times, key=times.get)
+    seconds = times[bound]
+    gone = assumed.notice + assumed.replace + assumed.start
+    held = found.host_state_bytes  # Every host restores what its devices hold.
+    stall = held / (assumed.copy * 1e9)
+    mean_time = assumed.host_days * DAY / hosts
+
+    def checkpoints(place, key, size, write, read, every):
+        job = Job(
+            work=steps * seconds,
+            stall=stall,
+            write=stall + size / (write * 1e9),
+            restart=gone + held / (read * 1e9),
+            mean_time=mean_time,
+        )
+        young = max(1, round(goodput.young(job) / seconds))
+        intervals = {min(steps, max(1, round(young * factor))) for factor in _AROUND}
+        intervals |= {every} if every else set()
+        shares = {
+            every: goodput.simulate(job, every * seconds, _RUNS)
+            for every in sorted(intervals)
+        }
+        return Checkpoints(place, key, float(size), job, shares, young, every)
+
+    local, store = stated
     return Plan(
         chips=chips,
         hosts=hosts,
         steps=steps,
         images=found.settings["batch_size"],
         step_seconds=seconds,
+        bound=bound,
         sent_bytes=(sent[0], sent[1]),
         state_bytes=found.state_bytes,
-        job=job,
-        shares=shares,
-        young=young,
-        stated=stated,
+        checkpoints=(
+            checkpoints(
+                "local",
+                "local_checkpoint.every_steps",
+                held,
+                assumed.disk_write,
+                assumed.disk_read,
+                local,
+            ),
+            checkpoints(
+                "storage",
+                "checkpoint_every_steps",
+                found.state_bytes / hosts,
+                assumed.store,
+                assumed.store,
+                store,
+            ),
+        ),
     )
 
 
 def to_json(plan: Plan, assumed: Assumptions) -> dict:
     """Returns the plan as plain numbers, with the means of the shares."""
-    shares = {every: float(found.mean()) for every, found in plan.shares.items()}
     row = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    row |= {"shares": shares, "job": dataclasses.asdict(plan.job)}
+    row["checkpoints"] = [
+        {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+        | {
+            "job": dataclasses.asdict(one.job),
+            "shares": {n: float(found.mean()) for n, found in one.shares.items()},
+            "best": one.best,
+            "goodput": one.goodput,
+        }
+        for one in plan.checkpoints
+    ]
+    row |= {
+        "images_per_second": plan.images_per_second,
+        "input_hosts": plan.input_hosts(assumed),
+        "days": plan.days,
+        "chip_hours": plan.chip_hours,
+    }
     return row | {"assumed": dataclasses.asdict(assumed)}
 
 
 def text(plan: Plan, assumed: Assumptions) -> Iterable[str]:
     """Yields the lines of the report."""
-    seconds, job = plan.step_seconds, plan.job
-    rate = plan.images / seconds
     yield "The run"
     yield line("steps", f"{plan.steps:,}", f"of {plan.images:,} images")
     yield line(
-        "a step, ms", f"{seconds * 1e3:.1f}", f"{rate:,.0f} images/s; floor, or mfu"
+        "a step, ms",
+        f"{plan.step_seconds * 1e3:.1f}",
+        f"{plan.images_per_second:,.0f} images/s; by {plan.bound}",
     )
-    yield line("days of steps", f"{job.work / DAY:.2f}", "")
+    yield line("days of steps", f"{plan.days_of_steps:.2f}", "")
     yield line("MB a chip sends, slice", f"{plan.sent_bytes[0] / 1e6:,.1f}", "a step")
     yield line("MB a chip sends, slices", f"{plan.sent_bytes[1] / 1e6:,.1f}", "a step")
     yield ""
+    yield from _input(plan, assumed)
+    for one in plan.checkpoints:
+        yield ""
+        yield from _checkpoints(plan, one)
+    best = max(plan.checkpoints, key=lambda one: one.goodput)
+    yield ""
+    yield "In all"
+    yield line("days", f"{plan.days:.2f}", f"--config.{best.key}={best.best}")
+    cost = f"{plan.chip_hours * assumed.price:,.0f} at {assumed.price:g} each"
+    cost *= bool(assumed.price)
+    yield line("chip-hours", f"{plan.chip_hours:,.0f}", cost)
+    yield from _sources(assumed)
+
+
+def _input(plan, assumed):
+    rate = plan.images_per_second
     yield f"Input of {plan.hosts:,} hosts"
     yield line("images/s a host", f"{rate / plan.hosts:,.0f}", "")
     cpus = rate / plan.hosts / assumed.cpu_images
     yield line("CPUs a host", f"{cpus:.1f}", "that decode and crop, all of the time")
+    yield line(
+        "hosts that it takes",
+        f"{plan.input_hosts(assumed):,}",
+        f"with {assumed.host_cpus:g} CPUs each",
+    )
     read = rate * assumed.image_bytes / 1e9
     yield line("GB/s read, all hosts", f"{read:.2f}", "")
-    yield ""
-    yield "Checkpoints and failures"
+
+
+def _checkpoints(plan, one):
+    places = {"local": "the hosts' own disks", "storage": "the storage"}
+    job = one.job
+    yield f"Checkpoints on {places[one.place]}, and failures"
     yield line("GB of a checkpoint", f"{plan.state_bytes / 1e9:.2f}", "")
-    yield line("seconds until it counts", f"{job.write:.1f}", "by all hosts")
+    yield line("GB that a host writes", f"{one.host_bytes / 1e9:.2f}", "")
+    yield line("seconds of stall", f"{job.stall:.1f}", "the steps wait for the copy")
+    yield line("seconds until it counts", f"{job.write:.1f}", "")
+    yield line("seconds of a restart", f"{job.restart:.0f}", "with restoring")
     yield line("hours between failures", f"{job.mean_time / HOUR:.1f}", "of any host")
-    yield line("failures", f"{job.work / job.mean_time:.1f}", "in that many days")
+    yield line("failures", f"{job.work / job.mean_time:.1f}", "in the days of steps")
     yield f"  share of the time that is work, {_RUNS} simulated runs of each:"
     yield "  {:>10} {:>9} {:>8} {:>8} {:>8}".format(
         "steps", "seconds", "mean", "5 %", "95 %"
     )
-    for every, found in plan.shares.items():
+    for every, found in one.shares.items():
         low, high = np.quantile(found, (0.05, 0.95))
-        notes = ["Young's"] * (every == plan.young)
-        notes += ["the config's"] * (every == plan.stated)
+        notes = ["Young's"] * (every == one.young)
+        notes += ["the config's"] * (every == one.stated)
         yield (
-            f"  {every:>10,} {every * seconds:>9,.0f} {found.mean():>8.2%} {low:>8.2%} "
-            f"{high:>8.2%}  {', '.join(notes)}"
+            f"  {every:>10,} {every * plan.step_seconds:>9,.0f} {found.mean():>8.2%} "
+            f"{low:>8.2%} {high:>8.2%}  {', '.join(notes)}"
         ).rstrip()
-    best = max(plan.shares, key=lambda every: plan.shares[every].mean())
-    days = job.work / DAY / plan.shares[best].mean()
-    yield line("days in all", f"{days:.2f}", f"--config.checkpoint_every_steps={best}")
-    hours = days * 24 * plan.chips
-    cost = f"{hours * assumed.price:,.0f} at {assumed.price:g} each" * bool(
-        assumed.price
-    )
-    yield line("chip-hours", f"{hours:,.0f}", cost)
-    named = dataclasses.asdict(assumed)
-    yield "  assumed: " + ", ".join(
-        f"{name}={value:g}" for name, value in named.items()
-    )
+
+
+def _sources(assumed):
+    """Yields the inputs by whose word they are; one that was stated is its user's."""
+    found = {source: [] for source in _SOURCES}
+    for field in dataclasses.fields(assumed):
+        value = getattr(assumed, field.name)
+        stated = value != field.default
+        source = "stated" if stated else field.metadata["source"]
+        found[source].append(f"{field.name}={value:g}")
+    for source, items in found.items():
+        if items:
+            yield f"  {_SOURCES[source]}: {', '.join(items)}"
