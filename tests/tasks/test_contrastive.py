@@ -209,14 +209,17 @@ def test_a_locked_image_tower_stays(tmp_path):
     ("keys", "message"),
     [
         ({"data": {"tokenizer": ""}}, "learns from captions: set data.tokenizer"),
-        ({"data": {"num_classes": 0}}, "no names of classes to make captions of"),
+        (
+            {"data": {"num_classes": 0}, "task": {"text": TEXT | {"depth": 1}}},
+            "no names of classes to make captions of",
+        ),
         ({"data": {"prompts": ("a digit",)}}, "give texts with {} for the name"),
         (
             {"task": {"text": TEXT | {"num_heads": 5}}},
             "task.text.num_heads=5 does not divide task.text.width=12",
         ),
         (
-            {"task": {"text": TEXT | {"vocab_size": 9}}},
+            {"task": {"text": TEXT | {"vocab_size": 9, "depth": 1}}},
             "task.text.vocab_size=9, but data.tokenizer='bytes' has 258 tokens",
         ),
     ],
