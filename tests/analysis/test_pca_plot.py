@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import draw_params
 from PIL import Image
 
 from vit_jax import models
@@ -38,7 +39,7 @@ def test_features_of_patches_are_what_the_pooling_averages(name):
     variant, options, grid = NETWORKS[name]
     size = (64, 96) if grid is None else (16, 24)
     model = models.create(variant, num_classes=0, image_size=size, **options)
-    params = model.init(jax.random.key(0))
+    params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (2, *model.image_shape))
     found = model.patch_features(params, images)
     grid = grid or (2, 3)
@@ -74,7 +75,7 @@ def test_a_sheet_is_written_for_each_image(tmp_path):
         Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{name}.png")
     model = models.create("Ti/8", num_classes=0, image_size=(16, 24), **SMALL)
     how = Preprocess(image_size=(16, 24))
-    loaded = LoadedModel("v", model, model.init(jax.random.key(0)), how)
+    loaded = LoadedModel("v", model, draw_params(model), how)
     images = inputs.find([str(tmp_path)])
     options = FigureOptions(("pca",), max_shown=2)
     out = tmp_path / "out"

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from helpers import draw_params
 from PIL import Image
 
 from vit_jax import models
@@ -19,11 +20,7 @@ def made(loss="softmax"):
     model = models.create(
         variant="Ti/8", num_classes=3, image_size=(16, 24), channels=3, **SIZES
     )
-    params = jax.tree.map(
-        lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
-        model.init(jax.random.key(0)),
-    )
-    params = jax.device_get(params)
+    params = jax.device_get(draw_params(model))
     names = ("a", "b", "c")
     return model, Pretrained(params, model.options, "vit_jax", "m", HOW, names, loss)
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.config import fields
@@ -51,7 +52,7 @@ def setting():
     model = models.create(
         **fields.to_dict(config.model), num_classes=7, image_size=(8, 12)
     )
-    params = model.init(jax.random.key(0))
+    params = draw_params(model)
     params["head"]["kernel"] = jax.random.normal(jax.random.key(1), (12, 7))
     return config, model, params, open_source(config.data, "val")
 

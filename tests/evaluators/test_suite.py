@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.config import fields
@@ -64,7 +65,7 @@ def suite_of(config, devices=1, preprocess=None):
 
 
 def params_of(model, seed=0):
-    params = model.init(jax.random.key(seed))
+    params = draw_params(model, seed)
     params["head"]["kernel"] = jax.random.normal(jax.random.key(9), (12, 5))
     return params
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import tiny_config
+from helpers import draw_params, tiny_config
 from jax.sharding import PartitionSpec
 
 from vit_jax import models, weights
@@ -171,7 +171,7 @@ def test_an_image_of_parts_has_the_mean_of_their_features(old, factor):
 
 def test_parameters_of_another_size_of_image_are_refused():
     model = models.create("Mixer-S/4", num_classes=0, image_size=(16, 16), **TINY)
-    params = model.init(jax.random.key(0))
+    params = draw_params(model)
     assert model.resize_positions(params, model.at_size((16, 16))) is params
     hidden = 4 * TINY["tokens_mlp_dim"]
     for size, message in (

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import draw_params
 from safetensors.numpy import load_file
 
 from vit_jax import models
@@ -18,13 +19,6 @@ TINY = {"num_classes": 3, "width": 12, "depth": 3, "num_heads": 3, "mlp_dim": 20
 
 def build(image_size=(12, 20), **options):
     return models.create("B/4", image_size=image_size, **TINY, **options)
-
-
-def random_params(model):
-    leaves, tree = jax.tree.flatten(model.init(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    values = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, values)
 
 
 def sides(size):
@@ -91,7 +85,7 @@ def test_mae_resizes_its_fixed_positions(side):
 def test_one_set_of_parameters_serves_two_sizes(options, scan):
     large = build(scan=scan, **options)
     small = large.at_size((8, 12))
-    params = random_params(large)
+    params = draw_params(large)
 
     @jax.jit
     def logits(params):
@@ -119,7 +113,7 @@ def test_one_set_of_parameters_serves_two_sizes(options, scan):
 @pytest.mark.parametrize("kind", ["sincos2d", "none"])
 def test_positions_without_parameters_need_no_resize(kind):
     large = build(posemb=kind)
-    params = large.init(jax.random.key(0))
+    params = draw_params(large)
     resized = large.resize_positions(params, large.at_size((8, 12)))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, params, resized)))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import tiny_config
+from helpers import draw_params, tiny_config
 from jax.sharding import PartitionSpec
 
 from vit_jax import models, weights
@@ -223,7 +223,7 @@ def test_a_run_is_a_model_that_goes_on_at_another_size_and_window(tmp_path):
 
 def test_positions_for_another_size_of_image_follow_the_windows():
     model = models.create("Swin-T", num_classes=3, image_size=(16, 16), **TINY)
-    params = model.init(jax.random.key(0))
+    params = draw_params(model)
     # The first stage has windows of 4 at both sizes, the second of 4 and of 2.
     small = model.resize_positions(params, model.at_size((8, 8)))
     first, second = (
@@ -236,7 +236,7 @@ def test_positions_for_another_size_of_image_follow_the_windows():
     same = model.resize_positions(params, model.at_size((32, 24)))
     jax.tree.map(np.testing.assert_array_equal, same, params)
     second = models.create("SwinV2-T/w4", num_classes=3, image_size=(16, 16), **TINY)
-    params = second.init(jax.random.key(0))
+    params = draw_params(second)
     jax.tree.map(
         np.testing.assert_array_equal,
         second.resize_positions(params, second.at_size((8, 8))),
