@@ -2,7 +2,8 @@
 
 Run:    python -m vit_jax.study --config=configs/study/cost.py --workdir=runs/cost
 Then:   python -m vit_jax.report runs/cost --out=report/
-Result: see docs/studies.md
+Result: not run by us but for one point
+        (docs/studies.md)
 
 Speeds are of the forward pass on this machine's first device; batches are of a training
 step that fits one chip of v5e by its compiler (extra `tpu`), which runs on a CPU. The paper's

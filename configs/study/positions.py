@@ -2,7 +2,8 @@
 
 Run:    python -m vit_jax.study --config=configs/study/positions.py --workdir=runs/positions
 Then:   python -m vit_jax.report runs/positions --out=report/
-Result: see docs/studies.md
+Result: on digits none 48.5 %, all others 80.2 to 88.8 %
+        (docs/studies.md)
 """
 
 from ml_collections import ConfigDict

@@ -2,7 +2,8 @@
 
 Run:    python -m vit_jax.study --config=configs/study/regularization.py --workdir=runs/reg
 Then:   python -m vit_jax.report runs/reg --out=report/
-Result: see docs/studies.md
+Result: on digits weight decay 0.3 is best, dropout costs 6 to 8 points
+        (docs/studies.md)
 
 Values of dropout and weight decay are those of table 3 (JFT, ImageNet-21k, ImageNet). The
 parameters are averaged over about the last tenth of each run, beside the last ones. With

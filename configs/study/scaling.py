@@ -3,7 +3,8 @@
 Run:    python -m vit_jax.study --config=configs/study/scaling.py:data=cifar10 \\
             --config.data.data_dir=DIR --workdir=runs/scaling
 Then:   python -m vit_jax.report runs/scaling --out=report/
-Result: see docs/studies.md
+Result: not run by us in this form
+        (docs/studies.md)
 
 Three ViTs, a hybrid and a ResNet (the last two with about the compute of vit-s) are
 pretrained on nested parts of the training images, all with as many images seen. Rate and

@@ -2,7 +2,8 @@
 
 Run:    python -m vit_jax.study --config=configs/study/shape.py --workdir=runs/shape
 Then:   python -m vit_jax.report runs/shape --out=report/
-Result: see docs/studies.md
+Result: not run by us
+        (docs/studies.md)
 
 The paper begins with 8 layers, width 1,024, an MLP of 2,048 and patches of 32 (figure 8).
 "Together" scales every one of the four. The learning rate is chosen for each network.
