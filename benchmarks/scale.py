@@ -15,10 +15,11 @@ import pathlib
 import subprocess
 import sys
 
+from vit_jax.distributed import chips
 from vit_jax.tools.planning import run_plan
 from vit_jax.tools.planning.analysis import Analysis, Roofline
 
-_PEAK = 197e12  # Of a chip of v5e (vit_jax/distributed/chips.py).
+_PEAK = chips.find("TPU v5e").peak_flops
 _MODELS = {
     "B/16": ["--config=configs/jft.py:model=B/16"],
     "L/16": ["--config=configs/jft.py:model=L/16-14ep"],
@@ -69,7 +70,8 @@ def _plan(row, assumed):
     names = [field.name for field in dataclasses.fields(Analysis)]
     bounds = row["roofline"]
     times = [bounds[field.name] for field in dataclasses.fields(Roofline)]
-    found = {name: row[name] for name in names} | {"roofline": Roofline(*times)}
+    found = {name: row[name] for name in names}
+    found |= {"roofline": Roofline(*times), "collectives": tuple(row["collectives"])}
     old = row["plan"]
     stated = tuple(one["stated"] for one in old["checkpoints"])
     return run_plan.make(

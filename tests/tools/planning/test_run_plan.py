@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks import scale
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import goodput, run_plan
 from vit_jax.tools.planning.analysis import Analysis, Roofline
@@ -115,6 +116,38 @@ def test_a_run_shorter_than_an_interval():
     # Ten steps, and the copy and the writing of 3 GB.
     held = 3 / given.copy + 3 / given.disk_write
     np.testing.assert_allclose(short.shares[10], 0.25 / (0.25 + held), rtol=0.02)
+
+
+def test_tables_of_runs_are_made_from_their_rows(tmp_path, monkeypatch, capsys):
+    """With inputs that differ from those of the rows."""
+    settings = FOUND.settings
+    found = dataclasses.replace(FOUND, peak_bytes=3 * 2**30, settings=settings)
+    plan, assumed = plan_of(found)
+    row = found.to_json() | {"plan": run_plan.to_json(plan, assumed)}
+    rows = [row | {"name": "B/16 64"}, row | {"name": "G/14 64", "fits": False}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"--out={path}", "--table", "--plan=price=2,host_days=30"]
+    monkeypatch.setattr("sys.argv", ["scale", *words])
+    scale.main()
+    out = capsys.readouterr().out
+    assert "G/14 64 does not fit" in out
+    step, feed, failures = (
+        line.strip("| \n").split(" | ")
+        for line in out.splitlines()
+        if line.startswith("| B/16 64 ")
+    )
+    # The peak of v5e is twice that of this test.
+    assert step[1:] == ["3.00", "20.0", "20.0", "floor", "300", "20.0"]
+    assert feed[1:4] == ["50,000", "16", "1"]
+    others = run_plan.parse("price=2,host_days=30")
+    again = run_plan.make(found, 64, 16, 2_000_000, (500, 0), 197e12, others)
+    assert failures[1:4] == [
+        f"{again.days_of_steps:.2f}",
+        f"{again.days_of_steps * 16 / 30:.1f}",
+        f"{again.checkpoints[0].young:,}",
+    ]
+    assert failures[-1] == f"{2 * again.chip_hours:,.0f}"
 
 
 def test_assumptions_are_read_and_refused():
