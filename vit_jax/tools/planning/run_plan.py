@@ -65,9 +65,9 @@ class Assumptions:
     notice: float = _by("measured", 40.0)
     replace: float = _by("assumed", 180.0)
     start: float = _by("measured", 23.0)
-    copy: float = _by("measured", 1.0)
-    disk_write: float = _by("measured", 0.5)
-    disk_read: float = _by("measured", 0.5)
+    copy: float = _by("measured", 1.2)
+    disk_write: float = _by("measured", 0.56)
+    disk_read: float = _by("measured", 0.57)
     store: float = _by("assumed", 0.5)
     # ImageNet's training files, 138 GB of 1.28 million.
     image_bytes: float = _by("published", 110_000.0)
