@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import draw_params
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -99,6 +100,26 @@ def test_scan_in_bfloat16_is_as_near_to_float32_as_unrolled_blocks_are():
     )
     # Roundings of 8 bits come at other places: 3.0 and 2.4 %.
     assert off < 0.05 and off < 1.5 * also
+
+
+def test_a_scan_in_bfloat16_reads_exact_parameters_and_stacks_rounded_gradients():
+    """No copy of all blocks in bfloat16, and no gradients in float32, are in memory."""
+    model = build(dtype="bfloat16", scan=True, remat_policy="full")
+    params = jax.eval_shape(model.init, jax.random.key(0))
+
+    def loss(params):
+        return model.apply(params, jnp.zeros((2, *model.image_shape)))["logits"].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    forward, backward = (e for e in jaxpr.eqns if e.primitive.name == "scan")
+    kernels = {(3, 12, 20), (3, 20, 12), (3, 12, 3, 4), (3, 3, 4, 12)}
+    for scan, read, stacked in ((forward, 6, 0), (backward, 6, 6)):
+        found = [
+            [var.aval.dtype.name for var in vars_ if var.aval.shape in kernels]
+            for vars_ in (scan.invars, scan.outvars)
+        ]
+        assert found == [["float32"] * read, ["bfloat16"] * stacked]
 
 
 @pytest.mark.slow

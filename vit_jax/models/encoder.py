@@ -131,6 +131,29 @@ def _run_block(block: Block, x: Float[Array, "B N D"], layer: BlockInputs):
     return block(x, layer.positions, layer.rate, layer.key), None
 
 
+class _Rounded(NamedTuple):
+    """A parameter of a product under a scan.
+
+    Attributes:
+      exact: its value, which takes no gradient.
+      rounded: takes the gradient; the value is not read.
+    """
+
+    exact: Float[Array, "*S"]
+    rounded: Float[Array, "*S"]
+
+
+@jax.custom_vjp
+def _with_gradient_of(value, other):
+    """Returns `value`, whose gradient goes to `other` instead."""
+    return value
+
+
+_with_gradient_of.defvjp(
+    lambda value, other: (value, None), lambda _, grad: (jnp.zeros_like(grad), grad)
+)
+
+
 class Encoder(nn.Module):
     """Position embeddings, the blocks and the final LayerNorm.
 
@@ -222,28 +245,52 @@ class Encoder(nn.Module):
         if layers[-1].added is not None:
             zero = jnp.zeros_like(layers[-1].added)
             layers = [layers[0]._replace(added=zero), *layers[1:]]
+        run = _run_block
+        if self.dtype != "float32":
+            run = nn.map_variables(run, "params", trans_in_fn=self._round)
         run = nn.scan(
-            stacking.wrap_remat(_run_block, self.remat_policy, in_scan=True),
+            stacking.wrap_remat(run, self.remat_policy, in_scan=True),
             variable_axes={"params": 0},
             length=self.depth,
         )
         if self.dtype != "float32":
-            run = nn.map_variables(run, "params", trans_in_fn=self._rounded)
+            run = nn.map_variables(run, "params", trans_in_fn=self._split)
         layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
         return run(self.block(name=stacking.STACKED), x, layers)[0]
 
-    def _rounded(self, params):
-        """Rounds the parameters of products to the dtype of the computation.
+    def _split(self, params):
+        """Separates the parameters of products into values and what takes gradients.
 
-        Products round them anyway. Rounding before the scan keeps it from stacking
-        gradients in float32.
+        Products round their parameters to the dtype of the computation anyway. Rounded
+        before the scan, parameters get gradients that it stacks in that dtype and not in
+        float32. What products read is rounded in the scan, so that no rounded copy of all
+        blocks is in memory; without rematerialisation the scan would keep one in any case.
         """
 
-        def round_one(path, leaf):
-            exact = any("LayerNorm" in key.key for key in path)
-            return leaf if exact else leaf.astype(self.dtype)
+        def split_one(path, leaf):
+            if any("LayerNorm" in key.key for key in path):
+                return leaf
+            rounded = leaf.astype(self.dtype)
+            if self.remat_policy == "none":
+                return rounded
+            return _Rounded(jax.lax.stop_gradient(leaf), rounded)
 
-        return jax.tree.map_with_path(round_one, params)
+        return jax.tree.map_with_path(split_one, params)
+
+    def _round(self, params):
+        """Returns the parameters of one block, those of products rounded."""
+
+        def round_one(leaf):
+            if not isinstance(leaf, _Rounded):
+                return leaf
+            # XLA moves a mere conversion out of the loop, to all blocks at once.
+            kind = jnp.finfo(self.dtype)
+            value = jax.lax.reduce_precision(leaf.exact, kind.nexp, kind.nmant)
+            return _with_gradient_of(value.astype(self.dtype), leaf.rounded)
+
+        return jax.tree.map(
+            round_one, params, is_leaf=lambda leaf: isinstance(leaf, _Rounded)
+        )
 
     def _layers(self, x, keys) -> list[BlockInputs]:
         """Returns the inputs of the blocks besides their tokens."""
