@@ -31,6 +31,8 @@ def test_confusions_are_counted_in_words():
     assert "<h3>ant taken for bee: 2 images</h3>" in page
     assert "<h3>&lt;cat&gt; taken for bee: 1 image</h3>" in page
     assert page.count('<img src="data:image/jpeg') == 3
+    assert report._described(answers, 0) == "ant 58%; right"
+    assert report._described(answers, 3) == "<cat>; taken for bee 58%"
 
 
 @pytest.mark.parametrize("one_each", [True, False])

@@ -272,7 +272,10 @@ def _described(answers: Answers, i: int) -> str:
         )
         if said
     ]
-    return f"{', '.join(truth) or 'nothing'}; taken for {', '.join(found) or 'nothing'}"
+    said = ", ".join(found) or "nothing"
+    if np.array_equal(answers.found[i], answers.labels[i]):
+        return f"{said}; right"
+    return f"{', '.join(truth) or 'nothing'}; taken for {said}"
 
 
 def _gallery(images: Iterable[tuple[Source, int, str]]) -> str:
@@ -381,7 +384,8 @@ h3 { font-size: 1rem; font-weight: 600; margin-bottom: .3rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { padding: .25rem clamp(.25rem, 1.2vw, .7rem); text-align: right; border-bottom: 1px solid var(--line); }
-@media (max-width: 480px) { table { font-size: .78rem; } }
+@media (max-width: 480px) { table { font-size: .78rem; }
+  th, td { padding-inline: .12rem; } }
 th:first-child, td:first-child { text-align: left; }
 .gallery { display: grid; gap: .8rem;
   grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); }
