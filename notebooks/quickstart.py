@@ -71,7 +71,7 @@ settings = config.load("configs/digits.py", {"epochs": epochs})
 report = loop.train(settings, f"{workdir}/pretrain")
 
 # %% [markdown]
-# The score on the test digits, of the last parameters (`raw`) and of their running
+# The score on the test digits, of the last parameters (`params`) and of their running
 # average (`ema`):
 
 # %%
