@@ -82,6 +82,11 @@ def test_a_plan_is_of_all_hosts_and_the_whole_state(sharded):
     assert plan["assumed"]["mfu"] == 0.5
     # Parameters and Adam's moments in float32, and some counters.
     assert 0 <= plan["state_bytes"] - 12 * sharded["parameters"] < 1_000
+    # The 4 chips of a host hold 2 of 4 parts, and all of what is not split.
+    assert 0.5 < sharded["host_state_bytes"] / plan["state_bytes"] < 0.52
+    local, storage = plan["checkpoints"]
+    assert local["host_bytes"] == sharded["host_state_bytes"]
+    assert storage["host_bytes"] == plan["state_bytes"] / 4
     slowest = max(sharded["roofline"]["floor"], sharded["model_flops"] / 0.5 / 197e12)
     assert plan["step_seconds"] == pytest.approx(slowest)
 
