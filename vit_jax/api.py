@@ -612,12 +612,7 @@ def train_setup(
       (2.303, 1)
     """
     complete = _config(config, overrides)
-    weights = getattr(complete.task, "class_weights", ())
-    if isinstance(weights, str):
-        raise UserError(
-            f"task.class_weights={weights!r} is by numbers of images, which are not known "
-            "here: state a number for each class"
-        )
+    complete.task.check_without_records()
     return build_train_setup(complete, meshes.create(complete.mesh), num_examples)
 
 

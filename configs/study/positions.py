@@ -20,17 +20,11 @@ ARGUMENTS = common.ARGUMENTS | dict(positions=POSITIONS)
 
 
 def get_study(arg: str | None = None) -> dict:
-    table, published = published_tables()["table8"], {}
-    for kind, row in (
-        ("none", "none"),
-        ("1d", "1d"),
-        ("2d", "2d"),
-        ("relative", "rel"),
-    ):
-        names = (
-            [f"{kind}-{p}" for p in PLACES] if f"{kind}-stem" in POSITIONS else [kind]
-        )
-        published |= dict(zip(names, table[row], strict=False))
+    table = published_tables()["table8"]
+    published = {"none": table["none"][0], "relative": table["rel"][0]}
+    for kind in ("1d", "2d"):
+        names = [f"{kind}-{place}" for place in PLACES]
+        published |= dict(zip(names, table[kind], strict=True))
     return dict(
         axes=dict(positions=POSITIONS),
         scores=common.SCORES,

@@ -86,9 +86,6 @@ def small(c: ConfigDict, method: str) -> None:
     """Fits a method's task to a network of a few blocks, and to small images."""
     common.drop(c.optim, "base_learning_rate")
     c.optim.update(learning_rate=2e-3 if method != "dino" else 1e-3, weight_decay=0.05)
-    c.data.train_transform = "affine(shift=0.1, rotate=10, scale=(0.9, 1.1))"
-    if c.data.name == "cifar10":
-        c.data.train_transform = "flip | pad_crop(4)"
     side = c.data.image_size[0]
     if method == "mae":
         c.task.update(decoder_width=48, decoder_depth=2, decoder_num_heads=3)

@@ -255,7 +255,7 @@ def key_of(devices=1, examples=20, **sections):
     mesh = meshes.create(tiny_config().mesh, jax.devices()[:devices])
     return train_step.build_train_setup(
         tiny_config(**sections), mesh, examples
-    ).program_key
+    ).program_key()
 
 
 def test_another_program_has_another_name(monkeypatch):

@@ -61,6 +61,13 @@ class ClassificationConfig(TaskConfig):
         weights = class_weights(how, labels, data.num_classes)
         return dataclasses.replace(self, class_weights=weights)
 
+    def check_without_records(self) -> None:
+        if isinstance(self.class_weights, str):
+            raise UserError(
+                f"task.class_weights={self.class_weights!r} is by numbers of images, which "
+                "are not known here: state a number for each class"
+            )
+
     def build(
         self,
         model: Model,

@@ -265,6 +265,13 @@ class TaskConfig:
         """
         return self
 
+    def check_without_records(self) -> None:
+        """Checks that nothing follows from the training records, where there are none.
+
+        Raises:
+          UserError: something does, see `of_records`.
+        """
+
     def build(
         self,
         model: Model,

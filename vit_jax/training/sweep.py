@@ -54,7 +54,7 @@ class SweepCache:
             self._step = key, _StepOfRate(config, mesh, setup)
         peak = config.optim.peak_learning_rate(config.batch_size)
         # It stays in this process, and takes the rate that a stored one has inside.
-        return setup._replace(train_step=self._step[1].at(peak), program_key="")
+        return setup._replace(train_step=self._step[1].at(peak), program_key=lambda: "")
 
     def suite(
         self,

@@ -58,8 +58,8 @@ class TrainSetup(NamedTuple):
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
       training_flops: floating-point operations of a step per image, as of
         `Task.training_flops`; twice as many with SAM. None if unknown.
-      program_key: names the compiled step among those that are stored, see
-        `compilation.program_key`; "" if it is not.
+      program_key: returns the name of the compiled step among those that are stored, see
+        `compilation.program_key`; "" if it is not stored.
       metadata: what checkpoints store beside the config, for JSON: "task", what the
         task needs to be built again, and "network", the path of the network's
         parameters in the state and its options.
@@ -80,7 +80,7 @@ class TrainSetup(NamedTuple):
     train_step: Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
     training_flops: int | None
-    program_key: str
+    program_key: Callable[[], str]
     metadata: dict
 
     @property
@@ -229,7 +229,9 @@ def build_train_setup(
             for name, form in batch_spec.items()
         },
         training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
-        program_key=_program_key(config, mesh, run, metadata, shapes, shardings),
+        program_key=functools.partial(
+            _program_key, config, mesh, run, metadata, shapes, shardings
+        ),
         metadata=metadata,
     )
 
@@ -421,27 +423,27 @@ class BackgroundCompilation:
         self._setup, self._future = setup, None
         if debug_nans:
             return
-        key = setup.program_key
+        self._key = key = setup.program_key()
         executor = concurrent.futures.ThreadPoolExecutor(1, "compile")
         if compilation.is_stored(key):
             devices = list(setup.shardings.step.mesh.devices.flat)
-            self._future = executor.submit(compilation.load_program, key, devices)
+            self._future = executor.submit(
+                lambda: (compilation.load_program(key, devices), False)
+            )
         else:
-            compiling = executor.submit(compilation.compile_program, self._lower())
-            self._future = executor.submit(lambda: compiling.result()[0])
-            # The first step does not wait for it.
-            _background.append(executor.submit(self._store, compiling))
+            self._future = executor.submit(compilation.compile_program, self._lower())
+        # The first step does not wait for it.
+        _background.extend((self._future, executor.submit(self._store)))
         executor.shutdown(wait=False)
-        _background.append(self._future)
 
     def _lower(self) -> compilation.Lowered:
         setup = self._setup
         return setup.train_step.lower(setup.shapes, setup.batch_shapes)
 
-    def _store(self, compiling: concurrent.futures.Future) -> None:
-        program, is_new = compiling.result()
+    def _store(self) -> None:
+        program, is_new = self._future.result()
         if is_new:
-            compilation.store_program(self._setup.program_key, program)
+            compilation.store_program(self._key, program)
 
     def result(self) -> Step:
         """Waits for the compiled step.
@@ -452,7 +454,8 @@ class BackgroundCompilation:
         if self._future is None:
             return self._setup.train_step
         # The file of a stored program may be of no use.
-        return self._future.result() or self._lower().compile()
+        program, _ = self._future.result()
+        return program or self._lower().compile()
 
 
 def _place(shapes: TrainState, config: ShardingConfig, mesh: Mesh) -> TrainState:

@@ -64,7 +64,7 @@ def test_means_are_of_groups_and_of_all_tasks_with_intervals_over_seeds():
 
 
 def test_one_seed_has_no_interval():
-    assert benchmarks.interval([0.25]) == (0.25, None)
+    assert split_runs.interval([0.25]) == (0.25, None)
 
 
 @pytest.mark.parametrize("name", vtab.TASKS)

@@ -79,6 +79,10 @@ def _metric(path: str) -> str:
     return path.rpartition("/")[2]
 
 
+def _unit(path: str) -> str:
+    return " in %" if is_fraction(_metric(path)) else ""
+
+
 def _score(row: Row, config: Row, name: str) -> tuple[Number, Number | None] | None:
     """Returns mean and half the interval of a score as they are shown, or None."""
     found, scale = row.get("scores", {}).get(name), _scaled(config, name)
@@ -92,7 +96,7 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
     scores, published = config["scores"], config["published"]
     tuned = [(s, k) for s, keys in config["tune"].items() for k in keys]
     tuned = [(s, k) for s, k in tuned if any(_chosen(p, s, k) for p in points)]
-    units = {s: " in %" if _scaled(config, s) == 100 else "" for s in scores}
+    units = {score: _unit(path) for score, path in scores.items()}
     head = [*config["axes"], "exaFLOPs", *(k.rpartition(".")[2] for _, k in tuned)]
     head += [f"{score}{units[score]}" for score in scores]
     kinds = [PLAIN] * (len(head) - len(scores)) + [OURS] * len(scores)
@@ -242,12 +246,11 @@ def _chart(name: str, points: Sequence[Row], config: Row, figure: Row) -> Chart:
             )
         )
     ticks = tuple(places.values()) or tuple(sorted({column(p, x) for p in there}))
-    unit = " in %" if _scaled(config, y) == 100 else ""
     return Chart(
         stem(name, y, "by", x),
         f"{y} by {_AXES.get(x, x.replace('_', ' '))}",
         _AXES.get(x, x.replace("_", " ")),
-        f"{y}{unit}",
+        f"{y}{_unit(config['scores'][y])}",
         tuple(series),
         log_x=log_x and not places,
         log_y=figure.get("log_y", False),
@@ -296,11 +299,11 @@ def _curves(run: Run, figure: Row) -> Chart:
         if course:
             x, y = zip(*course, strict=True)
             series.append(Series(label, x, y, **look))
-    unit = " in %" if scale == 100 else ""
     title = f"{figure['y']} in training"
     name = stem(run.name, figure["y"], "by", "step")
     note = "The first seed of each point."
-    return Chart(name, title, "step", f"{figure['y']}{unit}", tuple(series), note=note)
+    y_label = f"{figure['y']}{_unit(figure['y'])}"
+    return Chart(name, title, "step", y_label, tuple(series), note=note)
 
 
 def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:

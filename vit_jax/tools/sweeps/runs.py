@@ -7,7 +7,9 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -30,6 +32,7 @@ _COMMAND = "command.json"
 _DIVERGED = "diverged.json"
 Row = Mapping[str, object]
 _HPARAMS = "tensorboard"
+_CONFIDENCE = 0.95
 # Split -> numbers of its records, or the ids of records.
 Records = dict[str, list[range]] | frozenset[str]
 
@@ -257,6 +260,17 @@ class TestSplitGuard:
                         f"{name}: {shared} is in the split {one!r} to test on and in "
                         f"{other!r} to train or choose on: state another --test"
                     )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Returns the mean and half width of its 95 % interval (Student's t)."""
+    from scipy import special
+
+    mean, n = statistics.fmean(values), len(values)
+    if n < 2:
+        return mean, None
+    t = float(special.stdtrit(n - 1, (1 + _CONFIDENCE) / 2))
+    return mean, t * statistics.stdev(values) / math.sqrt(n)
 
 
 def overlap(split: str, test: str) -> bool:

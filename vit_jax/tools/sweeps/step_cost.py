@@ -22,10 +22,11 @@ from vit_jax.config import fields
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 from vit_jax.models import cost
+from vit_jax.tools.sweeps import runs
+from vit_jax.training import run_report
 from vit_jax.training.config import TrainConfig
 
 TOPOLOGY = "v5e:1x1"
-_FILE = "report.json"
 _ROUNDS = 5
 _FIRST, _WITHIN = 64, 0.05  # First batch to compile; precision of the largest.
 _EXIT_TOO_LARGE = 3
@@ -44,17 +45,16 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
       largest_batch (0 if not even one image fits) and gmacs, of a forward pass.
 
     Raises:
-      UserError: the compiler for TPUs is missing.
+      UserError: the compiler for TPUs is missing, or the folder cannot be written.
     """
-    path = epath.Path(folder) / _FILE
-    if path.exists():
-        return json.loads(path.read_text())
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if done := run_report.read_report(folder):
+        return done
+    epath.Path(folder).mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     model = config.build_model()
     scores = {
         "images_per_second": forward_speed(model, config),
-        "largest_batch": largest_batch(config, path.parent),
+        "largest_batch": largest_batch(config, folder),
         "gmacs": cost.macs_per_image(model) / 1e9,
     }
     report = {
@@ -65,7 +65,7 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
         "compute": {},
         "final": {"cost": {"params": scores}},
     }
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    runs.write_json(folder, run_report.FILE, report)
     return report
 
 

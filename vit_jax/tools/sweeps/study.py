@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from etils import epath
@@ -492,16 +491,6 @@ def score_of(final: Mapping[str, dict], path: str) -> float:
     return found[metric]
 
 
-def half_interval(values: Sequence[float]) -> float | None:
-    """Returns half the 95 % interval of a mean, by Student's t; None of one value."""
-    if len(values) < 2:
-        return None
-    from scipy import stats
-
-    quantile = float(stats.t.ppf(0.975, len(values) - 1))
-    return quantile * statistics.stdev(values) / len(values) ** 0.5
-
-
 def on_choice(best: dict, grid: Sequence[dict], metric: str) -> str:
     """Returns a line on what was chosen, and a warning if it is at an edge of the grid."""
     text = f"{_words(best['choice'])} is best by {metric}: {best['score']:.4g}"
@@ -549,11 +538,8 @@ def _scored(row: dict, config: StudyConfig) -> dict:
         done = row["stages"].get(stage, {}).get("runs", [])
         values = [score_of(run["final"], path) for run in done]
         if values:
-            scores[name] = {
-                "values": values,
-                "mean": statistics.fmean(values),
-                "half_interval": half_interval(values),
-            }
+            mean, half = runs.interval(values)
+            scores[name] = {"values": values, "mean": mean, "half_interval": half}
     used = {name: used.get(name) for name in ("images_seen", "exaflops")}
     return row | used | {"scores": scores}
 

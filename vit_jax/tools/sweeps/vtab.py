@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,6 @@ _COLUMNS = {"task": "", "group": "", "learning_rate": "g", "mean": ".2%", "std":
 # Keys of a task's report that vtab.json keeps.
 _KEPT = ("resolution", "overrides", "best", "runs", "mean", "std", "failed")
 GROUPS = ("natural", "specialised", "structured")
-_CONFIDENCE = 0.95
 
 
 def tasks(dataset: str) -> list[str]:
@@ -254,21 +252,10 @@ def means(found: Mapping[str, dict]) -> dict:
     for group in GROUPS:
         members = [task for task in ran.values() if task["group"] == group]
         if members:
-            mean, half = interval(_by_seed(members))
+            mean, half = runs.interval(_by_seed(members))
             groups[group] = {"mean": mean, "interval": half, "tasks": len(members)}
-    mean, half = interval(_by_seed(list(ran.values()))) if ran else (None, None)
+    mean, half = runs.interval(_by_seed(list(ran.values()))) if ran else (None, None)
     return {"groups": groups, "mean": mean, "interval": half, "tasks_run": len(ran)}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Returns the mean and half width of its 95 % interval (Student's t)."""
-    from scipy import special
-
-    mean, n = statistics.fmean(values), len(values)
-    if n < 2:
-        return mean, None
-    t = float(special.stdtrit(n - 1, (1 + _CONFIDENCE) / 2))
-    return mean, t * statistics.stdev(values) / math.sqrt(n)
 
 
 def _by_seed(members: Sequence[Mapping]) -> list[float]:
