@@ -326,6 +326,40 @@ def test_a_failure_is_told(served, monkeypatch, capfd):
     assert "ZeroDivisionError: of a test" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("answering", [False, True])
+def test_an_interrupt_while_a_request_begins_reports_nothing(
+    explored_models, monkeypatch, capfd, answering
+):
+    asked, closed = threading.Event(), threading.Event()
+
+    def about(_):
+        asked.set()
+        closed.wait()
+        return {}
+
+    class Interrupted(server.Server):
+        def process_request(self, request, client_address):
+            super().process_request(request, client_address)
+            if answering:
+                asked.wait()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.Session, "about", about)
+    before = set(threading.enumerate())
+    held = session.Session(explored_models)
+    with Interrupted(held, "127.0.0.1", 0) as running:
+        place = f"127.0.0.1:{running.server_port}"
+        with socket.create_connection(running.server_address) as connection:
+            request = f"GET /api/about?token={running.token} HTTP/1.1\r\nHost: {place}"
+            connection.sendall(f"{request}\r\n\r\n".encode())
+            with pytest.raises(KeyboardInterrupt):
+                running.handle_request()
+            closed.set()
+            for thread in set(threading.enumerate()) - before:
+                thread.join()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_diverged_model_is_told(ask, monkeypatch):
     def nothing(*_):
         return {"logits": np.full((1, 5), np.nan, np.float32)}

@@ -194,8 +194,10 @@ class Server(http.server.ThreadingHTTPServer):
         self.connections.remove(request)
 
     def handle_error(self, request, client_address) -> None:
-        """Reports errors, except of connections that browsers drop."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+        """Reports errors, except of connections that were closed meanwhile."""
+        dropped = isinstance(sys.exception(), ConnectionError | TimeoutError)
+        # Ctrl-C while a thread is started makes socketserver close its connection.
+        if not dropped and request.fileno() >= 0:
             super().handle_error(request, client_address)
 
 
