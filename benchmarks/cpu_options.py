@@ -23,8 +23,6 @@ import step_contenders
 import torch
 
 from vit_jax.distributed import compilation
-from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.formats.registry import find_reader
 
 PRODUCT = "the product's"
 
@@ -39,17 +37,12 @@ def contenders(variant, sets, batch):
     images, labels = step_contenders.made_batch(batch)
     keys = {"dtype": "float32", "optimizer": "sgd"}
     timm = step_contenders.Timm(variant, images, labels, spread=0.02, **keys)
-    tensors = Tensors(timm.weights(), {}, {}, step_contenders.TIMM[variant])
-    read = find_reader(tensors).read(tensors, 0)
-    told = read.options
-    keys |= {k: told[k] for k in ("activation", "window_padding") if k in told}
+    keys |= timm.for_ours()
     found = {}
     for name, options in sets.items():
         with mock.patch.object(compilation, "options", lambda _="", o=options: o):
             try:
-                ours = step_contenders.Ours(
-                    variant, images, labels, params=read.params, **keys
-                )
+                ours = step_contenders.Ours(variant, images, labels, **keys)
                 ours.step()
             except jax.errors.JaxRuntimeError as error:
                 print(f"<!-- {name}: {str(error).splitlines()[0]} -->", flush=True)

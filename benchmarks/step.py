@@ -59,9 +59,6 @@ def ratio(ours, other):
 
 def same_weights(variant, args):
     """Builds the contenders with the same weights and shows that they do the same."""
-    from vit_jax.weights.formats.files import Tensors
-    from vit_jax.weights.formats.registry import find_reader
-
     size = args.batch or ON_CPU.get(variant, 4)
     images, labels = step_contenders.made_batch(size, args.side)
     keys = {"dtype": args.dtype, "optimizer": "sgd"}
@@ -73,12 +70,9 @@ def same_weights(variant, args):
         found = {"ours": ours}
     else:
         timm = step_contenders.Timm(variant, images, labels, spread=0.02, **keys)
-        name = step_contenders.TIMM[variant]
-        tensors = Tensors(timm.weights(), {}, {}, name)
-        pretrained = find_reader(tensors).read(tensors, 0)
-        params, told = pretrained.params, pretrained.options
-        keys |= {k: told[k] for k in ("activation", "window_padding") if k in told}
-        ours = step_contenders.Ours(variant, images, labels, params=params, **keys)
+        keys |= timm.for_ours()
+        params = keys["params"]
+        ours = step_contenders.Ours(variant, images, labels, **keys)
         found = {"ours": ours, "timm": timm}
     if args.dtype == "float32" and variant in step_contenders.PLAIN:
         found["plain"] = step_contenders.Plain(variant, images, labels, params=params)

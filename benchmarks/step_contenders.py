@@ -19,6 +19,8 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.models import variants
 from vit_jax.training import config as configuration
 from vit_jax.training import train_step
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import find_reader
 
 CLASSES, RATE, MOMENTUM = 1000, 1e-3, 0.9
 TIMM = {
@@ -54,7 +56,7 @@ class Timm:
         import timm_import
         import torch
 
-        self._torch = torch
+        self._torch, self._name = torch, TIMM[variant]
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high")
@@ -84,6 +86,14 @@ class Timm:
     def weights(self):
         """Returns a copy of the state dict."""
         return {k: v.cpu().numpy().copy() for k, v in self.model.state_dict().items()}
+
+    def for_ours(self):
+        """Returns what makes `Ours` this network: params, and options of the model."""
+        tensors = Tensors(self.weights(), {}, {}, self._name)
+        read = find_reader(tensors).read(tensors, 0)
+        told = ("activation", "window_padding")
+        options = {name: read.options[name] for name in told if name in read.options}
+        return {"params": read.params} | options
 
     def forward(self):
         """Returns logits."""

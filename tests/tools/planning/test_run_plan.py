@@ -120,8 +120,7 @@ def test_a_run_shorter_than_an_interval():
 
 def test_tables_of_runs_are_made_from_their_rows(tmp_path, monkeypatch, capsys):
     """With inputs that differ from those of the rows."""
-    settings = FOUND.settings
-    found = dataclasses.replace(FOUND, peak_bytes=3 * 2**30, settings=settings)
+    found = dataclasses.replace(FOUND, peak_bytes=3 * 2**30)
     plan, assumed = plan_of(found)
     row = found.to_json() | {"plan": run_plan.to_json(plan, assumed)}
     rows = [row | {"name": "B/16 64"}, row | {"name": "G/14 64", "fits": False}]
