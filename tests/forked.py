@@ -35,7 +35,6 @@ _IMPORTS = (
     "vit_jax.job",
     "vit_jax.training.loop",
     "vit_jax.weights",
-    "sklearn.datasets",
 )
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 _MAX_ORDER = 1 << 17  # Bytes.
