@@ -2,7 +2,7 @@
 
 Run:    python -m vit_jax.study --config=configs/study/shape.py --workdir=runs/shape
 Then:   python -m vit_jax.report runs/shape --out=report/
-Result: not run by us
+Result: on digits depth and width matter little, and longer sequences learn less
         (docs/studies.md)
 
 The paper begins with 8 layers, width 1,024, an MLP of 2,048 and patches of 32 (figure 8).
