@@ -150,7 +150,8 @@ def open_digits(split: str, channels: int) -> ArraySource:
     """
     # scikit-learn's own file; to import the package for it takes 0.7 s of every start.
     (package,) = importlib.util.find_spec("sklearn").submodule_search_locations
-    table = np.loadtxt(f"{package}/datasets/data/digits.csv.gz", np.int32, delimiter=",")
+    path = f"{package}/datasets/data/digits.csv.gz"
+    table = np.loadtxt(path, np.int32, delimiter=",")
     pixels, labels = table[:, :64].reshape(-1, 8, 8), table[:, 64]
     test = np.zeros(len(labels), bool)
     for label in range(10):
