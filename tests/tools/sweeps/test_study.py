@@ -12,7 +12,7 @@ import pytest
 from vit_jax.data import splits
 from vit_jax.errors import UserError
 from vit_jax.models import cost
-from vit_jax.tools.report import pages
+from vit_jax.tools.report import pages, results
 from vit_jax.tools.sweeps import step_cost, study
 from vit_jax.training import config as configuration
 
@@ -385,6 +385,8 @@ def test_the_cost_of_a_network_is_measured_once(monkeypatch, tmp_path):
     assert scores["images_per_second"] > 0 and scores["largest_batch"] == 17
     assert scores["gmacs"] == cost.macs_per_image(config.build_model()) / 1e9 > 0
     assert step_cost.measure(config, tmp_path / "run", None, keep=True) == first
+    (read,) = results.read_runs([tmp_path / "run"])
+    assert read.training == first
 
 
 @pytest.fixture(scope="module")

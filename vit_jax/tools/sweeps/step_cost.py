@@ -58,6 +58,7 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
         "gmacs": cost.macs_per_image(model) / 1e9,
     }
     report = {
+        "config": config.name,
         "variant": config.model.variant,
         "dataset": config.data.name,
         "steps": 0,
