@@ -201,7 +201,6 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     for name in _IMPORTS:
         importlib.import_module(name)
-    gc.set_threshold(10_000)  # As in conftest.py.
     gc.collect()
     gc.freeze()  # Otherwise collections would copy what is shared.
     with socket.socket(fileno=int(sys.argv[1])) as connection:

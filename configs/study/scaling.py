@@ -77,8 +77,9 @@ def get_study(arg: str | None = None) -> dict:
         dict(x="images", y=score, lines=("model",), colours="family", log_x=True)
         for score in list(scores)[:3]
     ]
-    by_compute = dict(x="exaflops", y="5-shot", lines=("family", "images"), log_x=True)
-    by_compute["colours"] = "family"
+    by_compute = dict(
+        x="exaflops", y="5-shot", lines=("family", "images"), colours="family"
+    )
     return dict(
         # All models on the smallest part first: so a study cut short still compares them.
         axes=dict(images=IMAGES[common.data_of(arg)], model=MODELS),
