@@ -369,6 +369,10 @@ def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
     found = step_cost.largest_batch(config, tmp_path)
     assert 0.95 * 1_000 <= found <= 1_000
     assert len(tried) < 8
+    # What an earlier start compiled is not compiled again.
+    count = len(tried)
+    assert step_cost.largest_batch(config, tmp_path) == found
+    assert len(tried) == count
     text = (tmp_path / "config.py").read_text()
     assert "bfloat16" in text
     again = configuration.load(str(tmp_path / "config.py"))

@@ -6,6 +6,7 @@ largest training batch is found by the compiler for a TPU that is not here (`pyt
 vit_jax.compile`): its peak of memory grows in proportion to the batch.
 """
 
+import functools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ from vit_jax.training.config import TrainConfig
 TOPOLOGY = "v5e:1x1"
 _ROUNDS = 5
 _FIRST, _WITHIN = 64, 0.05  # First batch to compile; precision of the largest.
+_MEASURED = "measured.json"
 _EXIT_TOO_LARGE = 3
 
 
@@ -37,7 +40,8 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
 
     Args:
       config: complete config; its batch size is that of the timed forward passes.
-      folder: gets report.json and the config that is compiled.
+      folder: gets report.json, the config that is compiled, and each measurement when it
+        is made: a measurement that was ended goes on, since a compilation takes minutes.
       keep: of no meaning.
 
     Returns:
@@ -53,7 +57,9 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
     began = time.perf_counter()
     model = config.build_model()
     scores = {
-        "images_per_second": forward_speed(model, config),
+        "images_per_second": _once(
+            folder, "images_per_second", lambda: forward_speed(model, config)
+        ),
         "largest_batch": largest_batch(config, folder),
         "gmacs": cost.macs_per_image(model) / 1e9,
     }
@@ -91,7 +97,7 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
 
     Args:
       config: complete config.
-      folder: gets config.py, which is compiled.
+      folder: gets config.py, which is compiled, and what was found of each batch.
     """
     file = epath.Path(folder) / "config.py"
     stated = fields.to_json(config) | {"init": {}}
@@ -102,7 +108,9 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
     )
     batch, best, too_large = _FIRST, 0, math.inf
     while True:
-        found = _compile(file, batch)
+        found = _once(
+            folder, f"batch {batch}", functools.partial(_compile, file, batch)
+        )
         if found["fits"]:
             best = batch
         else:
@@ -113,6 +121,16 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
         batch = int(min(max(batch, best + 1), too_large - 1, best * 8 or batch))
         if batch <= best * (1 + _WITHIN) or batch < 1:
             return best
+
+
+def _once(folder: str | os.PathLike, name: str, measure: Callable[[], object]):
+    """Returns what an earlier start measured in the folder, or measures and keeps it."""
+    path = epath.Path(folder) / _MEASURED
+    measured = json.loads(path.read_text()) if path.exists() else {}
+    if name not in measured:
+        measured[name] = measure()
+        runs.write_json(folder, _MEASURED, measured)
+    return measured[name]
 
 
 def _compile(file: epath.Path, batch: int) -> dict:
