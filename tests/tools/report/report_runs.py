@@ -235,7 +235,7 @@ def study_point(axes, labels, exaflops, scores):
         "exaflops": exaflops,
         "scores": {
             score: {
-                "values": [found[0]] * 2,
+                "values": [found[0]] * (1 if found[1] is None else 2),
                 "mean": found[0],
                 "half_interval": found[1],
             }

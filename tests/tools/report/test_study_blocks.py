@@ -93,7 +93,7 @@ def test_an_axis_of_words_has_them_at_its_ticks(tmp_path):
 def test_a_study_says_who_leads_and_leaves_out_what_is_missing(told):
     (said,) = (text for text in texts(told) if text.startswith("fine-tuned: "))
     assert said == (
-        "fine-tuned: the best is ResNet-32 at images 3,000 (48.00), ResNet-32 at images "
+        "fine-tuned: the highest is ResNet-32 at images 3,000 (48.00), ResNet-32 at images "
         "12,000 (53.56), ViT-128 at images 48,000 (68.33). The lead changes."
     )
     drawn = charts(told)
@@ -105,6 +105,29 @@ def test_a_study_says_who_leads_and_leaves_out_what_is_missing(told):
     assert line.x == (1e-4, 2.5e-4, 6e-4)
     assert line.y == pytest.approx((30.0, 28.0, 25.0))
     assert line.spread == (2.0, 2.0, 2.0)
+
+
+def test_scores_of_one_seed_have_no_intervals(tmp_path):
+    points = [
+        report_runs.study_point({"pixels": side}, {}, 0.5, {"images/s": (speed, None)})
+        for side, speed in ((128, 1934.14), (224, 69.7561), (384, 3.8158))
+    ]
+    config = {
+        "axes": {"pixels": [128, 224, 384]},
+        "stages": ["train"],
+        "scores": {"images/s": "cost/images_per_second"},
+        "tune": {},
+        "published": {},
+        "source": "",
+        "figures": [{"x": "pixels", "y": "images/s"}],
+        "laws": [],
+    }
+    content = {"kind": "study", "name": "own", "config": config, "points": points}
+    found = blocks(report_runs.write(tmp_path / "study", "study.json", content))
+    (table,) = (block for block in found if isinstance(block, Table))
+    assert [row[-1] for row in table.rows] == ["1934", "69.8", "3.8158"]
+    assert table.note == "Scores are of one seed."
+    assert charts(found)["study_images_s_by_pixels"].note == ""
 
 
 def test_a_law_finds_the_numbers_that_made_the_points():

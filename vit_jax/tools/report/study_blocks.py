@@ -12,6 +12,7 @@ laws      {"x": column, "y": score, "lines": (columns)}: y = a + b x^-c through 
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -118,8 +119,7 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
         cells += [_chosen(point, stage, key) or NONE for stage, key in tuned]
         for score in scores:
             value = _score(point, config, score)
-            decimals = 2 if units[score] else 4
-            cells.append(with_spread(*value, decimals) if value else NONE)
+            cells.append(_text(value, config, score) if value else NONE)
         if published:
             paper = published.get(point["name"])
             paper = None if paper is None else _scaled(config, first) * paper
@@ -128,6 +128,8 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
         rows.append(tuple(cells))
     seeds = {len(s["values"]) for p in points for s in p.get("scores", {}).values()}
     note = f"Scores are means over {_range(seeds)} seeds ± {_INTERVAL} of the mean (Student's t)."
+    if seeds == {1}:
+        note = "Scores are of one seed."
     if published:
         note += f" Paper: {config['source']}."
     title = f"Points of {name}"
@@ -139,6 +141,18 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
         labels=len(config["axes"]),
         note=note,
     )
+
+
+def _text(value: tuple[Number, Number | None], config: Row, name: str) -> str:
+    """Formats a score: 2 decimals of percent, 4 below 10, else 3 significant digits."""
+    size = abs(value[0])
+    if _unit(config["scores"][name]):
+        decimals = 2
+    elif size < 10:
+        decimals = 4
+    else:
+        decimals = max(0, 2 - math.floor(math.log10(size)))
+    return with_spread(*value, decimals)
 
 
 def _range(numbers: set[int]) -> str:
@@ -245,6 +259,7 @@ def _chart(name: str, points: Sequence[Row], config: Row, figure: Row) -> Chart:
                 **look,
             )
         )
+    spread = any(half is not None for one in series for half in one.spread)
     ticks = tuple(places.values()) or tuple(sorted({column(p, x) for p in there}))
     return Chart(
         stem(name, y, "by", x),
@@ -257,7 +272,7 @@ def _chart(name: str, points: Sequence[Row], config: Row, figure: Row) -> Chart:
         ticks=() if x in _AXES else ticks,
         tick_labels=tuple(places),
         spread_label=_INTERVAL,
-        note=f"Error bars: {_INTERVAL} of the mean.",
+        note=f"Error bars: {_INTERVAL} of the mean." if spread else "",
     )
 
 
@@ -307,13 +322,13 @@ def _curves(run: Run, figure: Row) -> Chart:
 
 
 def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:
-    """Names the best line at each value of an axis, and whether the lead changes."""
+    """Names the leading line at each value of an axis, and whether the lead changes."""
     x, y, lines = figure["x"], figure["y"], figure.get("lines", ())
     if x not in config["axes"] or not lines:
         return ""
     there = [p for p in points if _score(p, config, y)]
     values = list(dict.fromkeys(column(p, x) for p in there))
-    sign = -1 if lower_is_better(_metric(config["scores"][y])) else 1
+    sign = -1 if (lower := lower_is_better(_metric(config["scores"][y]))) else 1
     parts, first = [], []
     for value in values:
         own = [p for p in there if column(p, x) == value]
@@ -321,9 +336,10 @@ def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:
         (label,) = _lines([best], lines)
         first.append(label)
         parts.append(
-            f"{label} at {_short(x, value)} ({_score(best, config, y)[0]:.2f})"
+            f"{label} at {_short(x, value)} "
+            f"({_text((_score(best, config, y)[0], None), config, y)})"
         )
-    text = f"{y}: the best is {', '.join(parts)}."
+    text = f"{y}: the {'lowest' if lower else 'highest'} is {', '.join(parts)}."
     if len(values) < 2:
         return text
     if len(set(first)) == 1:
