@@ -349,26 +349,50 @@ def test_a_choice_at_an_edge_is_told():
     assert line == "learning_rate=0.2 is best by val/top1: 0.5"
 
 
+LIMIT, PARAMS = 8_000, 900
+
+
+def straight(batch):
+    # Small batches are padded, so that memory is no straight line.
+    return 1_000 + 7 * max(batch, 100) + batch % 3
+
+
+def saving(batch):
+    # As XLA, which computes values again once they do not fit, until nothing is left.
+    needed = PARAMS + 10 * batch
+    return needed if needed < 7_500 else max(7_500, PARAMS + 6 * batch)
+
+
+@pytest.mark.parametrize(
+    "peak, largest, tries",
+    [
+        (straight, 1_000, 5),
+        (saving, (LIMIT - PARAMS) // 6, 9),
+        (lambda batch: PARAMS + 70 * batch, 101, 5),
+        (lambda batch: PARAMS + 3_000 * batch, 2, 5),
+        (lambda batch: PARAMS + 8_000 * batch, 0, 3),
+    ],
+)
 def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
-    monkeypatch, tmp_path
+    monkeypatch, tmp_path, peak, largest, tries
 ):
     def compile_(file, batch):
         tried.append(batch)
-        # Small batches are padded, so that memory is no straight line.
-        peak = 1_000 + 7 * max(batch, 100) + batch % 3
         return {
-            "fits": peak <= 8_000,
-            "peak_bytes": peak,
-            "params_bytes": 900,
-            "limit_bytes": 8_000,
+            "fits": peak(batch) <= LIMIT,
+            "peak_bytes": peak(batch),
+            "params_bytes": PARAMS,
+            "limit_bytes": LIMIT,
         }
 
     tried = []
     monkeypatch.setattr(step_cost, "_compile", compile_)
     config = configuration.load("study/cost")
     found = step_cost.largest_batch(config, tmp_path)
-    assert 0.95 * 1_000 <= found <= 1_000
-    assert len(tried) < 8
+    assert 0.95 * largest <= found <= largest
+    assert found in (*tried, 0)
+    assert min(b for b in tried if peak(b) > LIMIT) <= max(1.05 * found, found + 1)
+    assert len(tried) <= tries
     # What an earlier start compiled is not compiled again.
     count = len(tried)
     assert step_cost.largest_batch(config, tmp_path) == found

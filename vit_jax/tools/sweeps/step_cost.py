@@ -30,7 +30,7 @@ from vit_jax.training.config import TrainConfig
 
 TOPOLOGY = "v5e:1x1"
 _ROUNDS = 5
-_FIRST, _WITHIN = 64, 0.05  # First batch to compile; precision of the largest.
+_FIRST, _WITHIN = 256, 0.05  # First batch to compile; precision of the largest.
 _MEASURED = "measured.json"
 _EXIT_TOO_LARGE = 3
 
@@ -93,7 +93,9 @@ def forward_speed(model, config: TrainConfig) -> float:
 
 
 def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
-    """Returns the largest batch, within 5 %, of a bfloat16 training step that fits a chip.
+    """Returns the largest batch of a bfloat16 training step that fits a chip.
+
+    One that is 5 % or one image larger was compiled too, and does not fit.
 
     Args:
       config: complete config.
@@ -106,21 +108,23 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
         "from ml_collections import ConfigDict\n\n\ndef get_config(arg=None):\n"
         f"    return ConfigDict({stated!r})\n"
     )
-    batch, best, too_large = _FIRST, 0, math.inf
-    while True:
+    batch, best, too_large, step = _FIRST, 0, math.inf, _WITHIN / 2
+    while too_large - best > max(1, _WITHIN * best):
         found = _once(
             folder, f"batch {batch}", functools.partial(_compile, file, batch)
         )
-        if found["fits"]:
-            best = batch
-        else:
-            too_large = batch
         per_image = (found["peak_bytes"] - found["params_bytes"]) / batch
-        batch = int((found["limit_bytes"] - found["params_bytes"]) / per_image)
-        # Between what is known to fit and what is known not to.
-        batch = int(min(max(batch, best + 1), too_large - 1, best * 8 or batch))
-        if batch <= best * (1 + _WITHIN) or batch < 1:
-            return best
+        linear = int((found["limit_bytes"] - found["params_bytes"]) / per_image)
+        if found["fits"]:
+            # Near the limit XLA saves memory, and more may fit than is in proportion.
+            best, batch = batch, max(linear, math.ceil(batch * (1 + step)))
+            step *= 2
+        else:
+            most = int(batch / (1 + _WITHIN / 2))
+            too_large, batch = batch, min(max(linear, 1), most)
+        if not best < batch < too_large:
+            batch = (best + too_large) // 2
+    return best
 
 
 def _once(folder: str | os.PathLike, name: str, measure: Callable[[], object]):
