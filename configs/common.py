@@ -66,7 +66,7 @@ def _value(name: str, text: str, arguments: dict) -> object:
         by_text = {str(value).lower(): value for value in default}
         if text.lower() in by_text:
             return by_text[text.lower()]
-        known = ", ".join(map(str, default))
+        known = ", ".join(filter(None, map(str, default)))
         raise UserError(f"config argument {name}={text!r} is not one of {known}")
     try:
         return type(default)(text)

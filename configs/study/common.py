@@ -13,9 +13,10 @@ from types import SimpleNamespace
 from ml_collections import ConfigDict
 
 from configs import jft, transfer
+from vit_jax.errors import UserError
 
 SIZES = ("cpu", "gpu", "paper")
-ARGUMENTS = dict(size=SIZES, data=("digits", "cifar10"))
+ARGUMENTS = dict(size=SIZES, data=("", "digits", "cifar10"))
 STAGES = ("pretrain", "finetune")
 # A config of one stage for the scores that most studies report.
 SCORES = {"5-shot": "fewshot/5shot", "top-1": "test/top1"}
@@ -40,7 +41,15 @@ BUDGETS = {
 
 def data_of(arg: SimpleNamespace) -> str:
     """Returns the data set of an argument."""
-    return {"cpu": arg.data, "gpu": "cifar10", "paper": "jft300m"}[arg.size]
+    found = {"cpu": arg.data or "digits", "gpu": "cifar10", "paper": "jft300m"}[
+        arg.size
+    ]
+    if arg.data not in ("", found):
+        raise UserError(
+            f"config argument data={arg.data!r}: size={arg.size} takes {found}; leave "
+            "data out"
+        )
+    return found
 
 
 def pool(arg: SimpleNamespace) -> str:
@@ -51,13 +60,13 @@ def pool(arg: SimpleNamespace) -> str:
 
 def pretraining(arg: SimpleNamespace) -> ConfigDict:
     """Returns a config that trains from scratch, with evaluations val, test and fewshot."""
+    data = data_of(arg)
     if arg.size == "paper":
         c = jft.get_config()
         c.evals = dict(val="validation", test="test")
         c.evals.fewshot = dict(name="imagenet2012", train="train", test="validation")
         c.evals.fewshot.update(kind="fewshot", shots=(5,), seeds=5)
         return c
-    data = data_of(arg)
     (patch, width, depth, heads, mlp_dim), (steps, batch, rate), _ = BUDGETS[
         arg.size, data
     ]
@@ -75,12 +84,13 @@ def pretraining(arg: SimpleNamespace) -> ConfigDict:
 
 def finetuning(arg: SimpleNamespace) -> ConfigDict:
     """Returns a config that fine-tunes, by SGD, with evaluations val and test."""
+    data = data_of(arg)
     if arg.size == "paper":
         c = transfer.get_config("dataset=imagenet2012")
         c.data.split = "train[:99%]"
         c.evals = dict(val="train[99%:]", test="validation")
         return c
-    _, _, (steps, batch, rate) = BUDGETS[arg.size, data_of(arg)]
+    _, _, (steps, batch, rate) = BUDGETS[arg.size, data]
     c = _small(arg, pool(arg))
     c.init = "?"  # The study states the pretraining.
     c.model = pretraining(arg).model

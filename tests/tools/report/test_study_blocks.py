@@ -72,8 +72,9 @@ def test_the_table_has_what_was_chosen_and_the_paper_beside_ours(told):
 def test_pairs_are_compared_with_the_papers_order(tmp_path):
     (text, *_) = texts(ranked(tmp_path / "a", (0.1, 0.5, 0.6), (0.1, 0.6, 0.5), 0.2))
     assert text == (
-        "Of the 3 pairs that the paper orders, 2 have the same order here. 2 of ours "
-        "differ by more than their intervals together, none of them against the paper."
+        "Pairs of points that the paper orders: 3; in the same order here: 2. Pairs that "
+        "differ here by more than the root of the sum of their squared intervals: 2; of "
+        "these against the paper: none."
     )
     (text, *_) = texts(ranked(tmp_path / "b", (0.1, 0.5, 0.6), (0.1, 0.6, 0.5), 0.01))
     assert text.endswith("against the paper: relative over learned.")
@@ -109,13 +110,22 @@ def test_a_study_says_who_leads_and_leaves_out_what_is_missing(told):
 
 def test_scores_of_one_seed_have_no_intervals(tmp_path):
     points = [
-        report_runs.study_point({"pixels": side}, {}, 0.5, {"images/s": (speed, None)})
-        for side, speed in ((128, 1934.14), (224, 69.7561), (384, 3.8158))
+        report_runs.study_point(
+            {"pixels": side},
+            {},
+            0.5,
+            {"images/s": (speed, None), "batch": (most, None)},
+        )
+        for side, speed, most in (
+            (128, 1934.14, 71),
+            (224, 69.7561, 9),
+            (384, 3.8158, 4),
+        )
     ]
     config = {
         "axes": {"pixels": [128, 224, 384]},
         "stages": ["train"],
-        "scores": {"images/s": "cost/images_per_second"},
+        "scores": {"images/s": "cost/images_per_second", "batch": "cost/largest_batch"},
         "tune": {},
         "published": {},
         "source": "",
@@ -125,7 +135,11 @@ def test_scores_of_one_seed_have_no_intervals(tmp_path):
     content = {"kind": "study", "name": "own", "config": config, "points": points}
     found = blocks(report_runs.write(tmp_path / "study", "study.json", content))
     (table,) = (block for block in found if isinstance(block, Table))
-    assert [row[-1] for row in table.rows] == ["1934", "69.8", "3.8158"]
+    assert [row[-2:] for row in table.rows] == [
+        ("1934.1", "71"),
+        ("69.8", "9"),
+        ("3.8", "4"),
+    ]
     assert table.note == "Scores are of one seed."
     assert charts(found)["study_images_s_by_pixels"].note == ""
 

@@ -12,7 +12,6 @@ laws      {"x": column, "y": score, "lines": (columns)}: y = a + b x^-c through 
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -98,6 +97,7 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
     tuned = [(s, k) for s, keys in config["tune"].items() for k in keys]
     tuned = [(s, k) for s, k in tuned if any(_chosen(p, s, k) for p in points)]
     units = {score: _unit(path) for score, path in scores.items()}
+    decimals = {score: _decimals(points, config, score) for score in scores}
     head = [*config["axes"], "exaFLOPs", *(k.rpartition(".")[2] for _, k in tuned)]
     head += [f"{score}{units[score]}" for score in scores]
     kinds = [PLAIN] * (len(head) - len(scores)) + [OURS] * len(scores)
@@ -119,7 +119,7 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
         cells += [_chosen(point, stage, key) or NONE for stage, key in tuned]
         for score in scores:
             value = _score(point, config, score)
-            cells.append(_text(value, config, score) if value else NONE)
+            cells.append(with_spread(*value, decimals[score]) if value else NONE)
         if published:
             paper = published.get(point["name"])
             paper = None if paper is None else _scaled(config, first) * paper
@@ -143,16 +143,15 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
     )
 
 
-def _text(value: tuple[Number, Number | None], config: Row, name: str) -> str:
-    """Formats a score: 2 decimals of percent, 4 below 10, else 3 significant digits."""
-    size = abs(value[0])
+def _decimals(points: Sequence[Row], config: Row, name: str) -> int:
+    """Returns the decimals of a score: 2 of percent, fewer the larger it gets."""
     if _unit(config["scores"][name]):
-        decimals = 2
-    elif size < 10:
-        decimals = 4
-    else:
-        decimals = max(0, 2 - math.floor(math.log10(size)))
-    return with_spread(*value, decimals)
+        return 2
+    values = [found[0] for p in points if (found := _score(p, config, name))]
+    if all(float(value).is_integer() for value in values):
+        return 0
+    largest = max(map(abs, values))
+    return 4 if largest < 10 else 2 if largest < 100 else 1
 
 
 def _range(numbers: set[int]) -> str:
@@ -212,13 +211,11 @@ def _ranking(points: Sequence[Row], config: Row) -> str:
             if not agrees:
                 better, worse = (a, b) if ours_a > ours_b else (b, a)
                 wrong.append(f"{better} over {worse}")
-    text = (
-        f"Of the {pairs} pairs that the paper orders, {same} have the same order here. "
-        f"{clear} of ours differ by more than their intervals together"
+    return (
+        f"Pairs of points that the paper orders: {pairs}; in the same order here: {same}. "
+        "Pairs that differ here by more than the root of the sum of their squared "
+        f"intervals: {clear}; of these against the paper: {', '.join(wrong) or 'none'}."
     )
-    if wrong:
-        return f"{text}, against the paper: {', '.join(wrong)}."
-    return f"{text}, none of them against the paper."
 
 
 def _lines(points: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]:
@@ -326,6 +323,7 @@ def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:
     x, y, lines = figure["x"], figure["y"], figure.get("lines", ())
     if x not in config["axes"] or not lines:
         return ""
+    decimals = _decimals(points, config, y)
     there = [p for p in points if _score(p, config, y)]
     values = list(dict.fromkeys(column(p, x) for p in there))
     sign = -1 if (lower := lower_is_better(_metric(config["scores"][y]))) else 1
@@ -336,8 +334,7 @@ def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:
         (label,) = _lines([best], lines)
         first.append(label)
         parts.append(
-            f"{label} at {_short(x, value)} "
-            f"({_text((_score(best, config, y)[0], None), config, y)})"
+            f"{label} at {_short(x, value)} ({_score(best, config, y)[0]:.{decimals}f})"
         )
     text = f"{y}: the {'lowest' if lower else 'highest'} is {', '.join(parts)}."
     if len(values) < 2:
