@@ -6,7 +6,7 @@ Result: on digits equal at the best rate of each, 88.5 and 89.0 %
         (docs/studies.md)
 
 The paper's figure 9 shows that the two are equal, but not at the same rate. With size=paper
-the highest rate is that of table 3, the others are halves of it.
+the highest rate is that of table 3, the others are a half and a quarter of it.
 """
 
 from ml_collections import ConfigDict

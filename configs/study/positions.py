@@ -16,10 +16,12 @@ KINDS = {"none": "none", "1d": "learned", "2d": "learned2d", "relative": "relati
 PLACES = ("stem", "every", "shared")
 # Kind and place; "none" has no place, and relative ones act in every layer.
 POSITIONS = ("none", *(f"{k}-{p}" for k in ("1d", "2d") for p in PLACES), "relative")
+RATES = {"cpu": (2e-3, 4e-3, 8e-3), "gpu": (5e-4, 1e-3, 2e-3), "paper": (8e-4,)}
 ARGUMENTS = common.ARGUMENTS | dict(positions=POSITIONS)
 
 
 def get_study(arg: str | None = None) -> dict:
+    arg = parse_arg(arg, **ARGUMENTS)
     table = published_tables()["table8"]
     published = {"none": table["none"][0], "relative": table["rel"][0]}
     for kind in ("1d", "2d"):
@@ -28,6 +30,7 @@ def get_study(arg: str | None = None) -> dict:
     return dict(
         axes=dict(positions=POSITIONS),
         scores=common.SCORES,
+        tune=dict(train={"optim.learning_rate": RATES[arg.size]}),
         seeds=3,
         published=published,
         source="table 8, ViT-B/16, ImageNet 5-shot linear",

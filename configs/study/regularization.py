@@ -1,4 +1,4 @@
-"""Dropout, weight decay and Polyak averaging, together and apart (arXiv:2010.11929, table 3).
+"""Dropout, weight decay and Polyak averaging, together and apart (arXiv:2010.11929, table 3, 4.1).
 
 Run:    python -m vit_jax.study --config=configs/study/regularization.py --workdir=runs/reg
 Then:   python -m vit_jax.report runs/reg --out=report/
@@ -16,12 +16,14 @@ from configs import b16_i1k
 from configs.common import parse_arg
 from configs.study import common
 
+RATES = {"cpu": (2e-3, 4e-3, 8e-3), "gpu": (5e-4, 1e-3, 2e-3), "paper": (3e-3,)}
 ARGUMENTS = common.ARGUMENTS | dict(
     dropout=(0.0, 0.1), weight_decay=(0.0, 0.03, 0.1, 0.3)
 )
 
 
 def get_study(arg: str | None = None) -> dict:
+    arg = parse_arg(arg, **ARGUMENTS)
     return dict(
         axes={name: ARGUMENTS[name] for name in ("dropout", "weight_decay")},
         scores={
@@ -29,6 +31,7 @@ def get_study(arg: str | None = None) -> dict:
             "averaged": "test/ema/top1",
             "loss": "test/params/loss",
         },
+        tune=dict(train={"optim.learning_rate": RATES[arg.size]}),
         seeds=3,
         figures=[
             dict(x="weight_decay", y="last", lines=("dropout",)),

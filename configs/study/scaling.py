@@ -1,10 +1,9 @@
-"""How much data which architecture needs (arXiv:2010.11929, 4.4, figures 3 to 5).
+"""How much data which architecture needs (arXiv:2010.11929, 4.3 and 4.4, figures 3 to 5).
 
-Run:    python -m vit_jax.study --config=configs/study/scaling.py:data=cifar10 \\
-            --config.data.data_dir=DIR --workdir=runs/scaling
+Run:    python -m vit_jax.study --config=configs/study/scaling.py --workdir=runs/scaling
 Then:   python -m vit_jax.report runs/scaling --out=report/
-Result: on digits the hybrid and the ResNet are ahead of all ViTs at every size
-        (docs/studies.md)
+Result: on digits the means of the hybrid and the ResNet are ahead of those of all ViTs at
+        every size (docs/studies.md)
 
 Three ViTs, a hybrid and a ResNet (the last two with about the compute of vit-s) are
 pretrained on nested parts of the training images, all with as many images seen. Rate and
@@ -65,8 +64,6 @@ ARGUMENTS = common.ARGUMENTS | dict(images=0, model=MODELS, stage=common.STAGES)
 
 def get_study(arg: str | None = None) -> dict:
     arg = parse_arg(arg, **ARGUMENTS)
-    family = {name: "ViT" for name in MODELS if name.startswith("vit")}
-    family |= dict(hybrid="hybrid", resnet="ResNet (BiT)")
     scores = {
         "5-shot": "pretrain:fewshot/5shot",
         "fine-tuned": "test/top1",
@@ -74,12 +71,10 @@ def get_study(arg: str | None = None) -> dict:
         "loss": "pretrain:test/loss",
     }
     charts = [
-        dict(x="images", y=score, lines=("model",), colours="family", log_x=True)
+        dict(x="images", y=score, lines=("model",), log_x=True)
         for score in list(scores)[:3]
     ]
-    by_compute = dict(
-        x="exaflops", y="5-shot", lines=("family", "images"), colours="family"
-    )
+    by_compute = dict(x="exaflops", y="5-shot", lines=("model",))
     return dict(
         # All models on the smallest part first: so a study cut short still compares them.
         axes=dict(images=IMAGES[common.data_of(arg)], model=MODELS),
@@ -92,7 +87,6 @@ def get_study(arg: str | None = None) -> dict:
             }
         ),
         seeds=3,
-        labels=dict(family=family),
         figures=[*charts, by_compute],
         laws=[
             dict(x="exaflops", y="loss", lines=("images",)),
