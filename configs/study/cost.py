@@ -2,8 +2,8 @@
 
 Run:    python -m vit_jax.study --config=configs/study/cost.py --workdir=runs/cost
 Then:   python -m vit_jax.report runs/cost --out=report/
-Result: 9 times the pixels are 7 (S/32) to 11 times (S/16) slower; memory of ViTs alone
-        (docs/studies.md)
+Result: nine times the pixels make S/32 7 and S/16 15 times slower; R50x1 fits about the
+        batch of S/32, 3.6 to 4.8 times that of S/16 (docs/studies.md)
 
 Speeds are of the forward pass on this machine's first device; batches are of a training
 step that fits one chip of v5e by its compiler (extra `tpu`), which runs on a CPU. The paper's

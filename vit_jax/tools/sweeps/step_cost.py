@@ -3,7 +3,7 @@
 A study measures this instead of training where its `measure` is "cost", as the paper's
 appendix D.5 does. The speed is that of the forward pass on this machine's first device. The
 largest training batch is found by the compiler for a TPU that is not here (`python -m
-vit_jax.compile`): its peak of memory grows in proportion to the batch.
+vit_jax.compile`).
 """
 
 import functools
