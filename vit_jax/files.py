@@ -1,6 +1,7 @@
-"""Checks of paths that a user gives, and writing files that are never half written."""
+"""Checks of paths that a user gives; files that are never half written, and reading them."""
 
 import contextlib
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -63,6 +64,22 @@ def writing_out(folder: str | os.PathLike) -> Iterator[None]:
             f"--out={folder} cannot be written ({error.strerror or error}): choose "
             "another folder"
         ) from error
+
+
+def read_json(path: epath.Path) -> dict:
+    """Returns the content of a file that this package wrote.
+
+    Raises:
+      UserError: it cannot be read, or is no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+        reason = "it holds no object"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+    raise UserError(f"{path} is damaged ({reason}): remove it and repeat the command")
 
 
 def replace_text(path: epath.Path, text: str) -> None:

@@ -8,7 +8,7 @@ chosen on validation images and trained with further seeds, and fine-tuned where
 says so. Results are in study.json and points.csv; `python -m vit_jax.report WORKDIR` puts
 them beside the paper's. Repeat the command to resume a study; what is done is not repeated.
 Any key that the study does not vary can be set for all runs: --config.data.data_dir=DIR.
-Exit codes: 0 done, 2 bad input, 75 preempted.
+Exit codes: 0 done, 2 bad input, 75 preempted, 130 interrupted.
 """
 
 import argparse
@@ -20,10 +20,13 @@ def main(flags: argparse.Namespace) -> int:
     """Runs the study that the flags describe; returns the exit code."""
     from vit_jax.tools.sweeps import study
 
+    only: dict[str, tuple[str, ...]] = {}
+    for axis, values in flags.only:
+        only[axis] = (*only.get(axis, ()), *values)
     plan = study.plan(
         flags.config,
         flags.workdir,
-        only=dict(flags.only),
+        only=only,
         seeds=flags.seeds,
         overrides=flags.overrides,
     )
@@ -34,7 +37,11 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
-    add("--config", required=True, help="file under configs/study/, or file:argument")
+    add(
+        "--config",
+        required=True,
+        help="file with get_study, as those of configs/study/, or file:argument",
+    )
     add("--workdir", required=True, help="folder of the study")
     add(
         "--only",
@@ -48,7 +55,7 @@ def parser() -> cli.Parser:
         "--seeds",
         type=cli.positive,
         default=0,
-        help="runs a point; default: the study's",
+        help="runs a point in the results; default: the study's",
     )
     return parser
 

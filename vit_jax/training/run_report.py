@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from vit_jax.errors import UserError
 from vit_jax.evaluators.result_tables import fewer_images, text
-from vit_jax.files import replace_text
+from vit_jax.files import read_json, replace_text
 
 FILE = "report.json"
 # Parameters to quote where an evaluation has several, in this order.
@@ -63,9 +63,13 @@ def commit() -> str | None:
 
 
 def read_report(workdir: str | os.PathLike) -> dict | None:
-    """Returns the report of a finished run, or None."""
+    """Returns the report of a finished run, or None.
+
+    Raises:
+      UserError: the file is damaged.
+    """
     path = epath.Path(workdir) / FILE
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def write_report(workdir: str | os.PathLike, report: dict) -> None:

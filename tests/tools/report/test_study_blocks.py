@@ -170,7 +170,7 @@ def test_a_point_that_diverged_is_told_and_not_drawn(tmp_path):
     first["stages"] = {"pretrain": {"trials": [], "chosen": None, "runs": []}}
     report_runs.write(folder, "study.json", content)
     found = blocks(folder)
-    assert "Diverged, so that it has no score: ViT-64,3000, pretrain." in texts(found)
+    assert "Diverged, and in no mean: ViT-64,3000, pretrain." in texts(found)
     for chart in charts(found).values():
         assert not any(value is None for s in chart.series for value in (*s.x, *s.y))
 

@@ -13,7 +13,7 @@ from vit_jax.data import splits
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tools.report import pages, results
-from vit_jax.tools.sweeps import step_cost, study
+from vit_jax.tools.sweeps import step_cost, study, study_config
 from vit_jax.training import config as configuration
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -193,6 +193,43 @@ def test_points_are_the_product_of_the_axes_and_each_has_its_own_grid(own):
             {},
             "scores 'tset/top1', but the evaluations of finet",
         ),
+        (
+            ("pretrain:test", "pretrian:test"),
+            {},
+            "scores.upstream='pretrian:test/params/top1', but its stages are pretrain",
+        ),
+        (("test/top1", "test"), {}, "states scores=.*: give a dict of names to EVAL"),
+        (("seeds=2", "seeds=0"), {}, "states seeds=0: give a positive integer"),
+        (("seeds=2", "seeds='3'"), {}, "states seeds='3': give a positive integer"),
+        (("seeds=2", "tune_by='val'"), {}, "states tune_by='val': give EVALUATION/ME"),
+        (("width=(12, 18), kind=(", "width=(), kind=("), {}, "states axes=.*: give a"),
+        (("width=(12, 18), kind=(", "width='12', kind=("), {}, "states axes=.*: give"),
+        (("width=(12, 18), kind=(", "width=(12, 12), kind=("), {}, "tuple of differ"),
+        (("width=(12, 18), kind=(", "width=range(9), kind=("), {}, "states axes=.*: g"),
+        (
+            ("axes=dict(width=(12, 18)", "axes=dict(width=('1/2', '1_2')"),
+            {},
+            "one fold",
+        ),
+        (("(0.5, 0.9)", "()"), {}, "states tune=.*: give a dict of stages to dicts of"),
+        (("dict(a=(0.02, 0.01), b", "dict(a=(0.02, 0.01), c"), {}, "all the values of"),
+        (("seeds=2", "labels=[]"), {}, "states labels=.*: give a dict of columns"),
+        (
+            ("seeds=2", "figures=[dict(x='wdth', y='top-1')]"),
+            {},
+            "figures with x='wdth', which is none of width, kind, exaflops",
+        ),
+        (
+            ("seeds=2", "figures=[dict(x='width', y='top1')]"),
+            {},
+            "figures with y='top1', which is none of top-1, upstream",
+        ),
+        (("seeds=2", "laws=[dict(x='width', y='top-1')]"), {}, "states laws=.*: give"),
+        (
+            ("seeds=2", "laws=[dict(x='width', y='top-1', lines=('kid',))]"),
+            {},
+            "laws with lines='kid', which is none of width, kind",
+        ),
         ("", {"only": {"kind": ["c"]}}, "--only=kind=c: the study has a, b"),
         ("", {"only": {"size": ["c"]}}, "--only=size=.*: the axes are width, kind"),
         ("", {"overrides": {"model.width": 24}}, "--config.model.width: the study sta"),
@@ -214,6 +251,8 @@ def scripted(scores, calls):
 
     def train(config, folder, shared, *, keep):
         place = pathlib.Path(folder).relative_to(calls["workdir"]).as_posix()
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        (pathlib.Path(folder) / step_cost.MEASURED).write_text("{}")
         calls["order"].append((place, config.init.checkpoint, keep))
         found = scores(place, config)
         if isinstance(found, str):
@@ -237,7 +276,7 @@ def run(own, tmp_path, monkeypatch, scores, **options):
     """Runs the study with made scores; returns the report and what was trained."""
     calls = {"workdir": tmp_path / "work", "order": []}
     train = scripted(scores, calls)
-    monkeypatch.setitem(study.MEASURES, "train", train)
+    monkeypatch.setitem(study_config.MEASURES, "train", train)
     planned = study.plan(str(own), calls["workdir"], **options)
     return planned.run(), calls["order"]
 
@@ -301,6 +340,95 @@ def test_a_part_is_run_first_and_the_rest_added(own, tmp_path, monkeypatch):
         )
 
 
+def test_what_earlier_starts_told_stays_until_it_is_told_anew(
+    own, tmp_path, monkeypatch
+):
+    run(own, tmp_path, monkeypatch, lambda *_: 0.5)
+
+    def ended(place, config):
+        if place.startswith("12,b/finetune") and config.seed == 2:
+            raise KeyboardInterrupt
+        return 0.75
+
+    with pytest.raises(KeyboardInterrupt):
+        run(own, tmp_path, monkeypatch, ended, seeds=3)
+    saved = json.loads((tmp_path / "work" / "study.json").read_text())
+    values = {p["name"]: p["scores"]["top-1"]["values"] for p in saved["points"]}
+    assert values == {
+        "12,a": [0.75] * 3,
+        "12,b": [0.5] * 2,
+        "18,a": [0.5] * 2,
+        "18,b": [0.5] * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    "change, difference",
+    [
+        (('val[:7]"', 'val[:6]"'), "points.12,a.*evals.test"),
+        (
+            ('kind=("a", "b")),', 'kind=("a", "b"), more=(False,)),'),
+            "axes: width, kind",
+        ),
+        (("seeds=2", "tune_by='val/loss'"), "tune_by: val/top1 -> val/loss"),
+    ],
+)
+def test_another_study_is_refused_once_there_are_results(
+    own, tmp_path, monkeypatch, change, difference
+):
+    run(own, tmp_path, monkeypatch, lambda *_: 0.5, only={"kind": ["a"]})
+    own.write_text(OWN.replace(*change))
+    with pytest.raises(UserError, match=f"by another command .*{difference}"):
+        run(own, tmp_path, monkeypatch, lambda *_: 0.5)
+    own.rename(own.with_name("other.py"))
+    own.with_name("other.py").write_text(OWN)
+    with pytest.raises(UserError, match="by another command .*name: own -> other"):
+        other = own.with_name("other.py")
+        run(other, tmp_path, monkeypatch, lambda *_: 0.5)
+
+
+def test_a_command_that_left_no_result_may_be_mended(own, tmp_path, monkeypatch):
+    def unfinished(config, folder, shared, *, keep):
+        raise UserError("data.split: no such split")
+
+    monkeypatch.setitem(study_config.MEASURES, "train", unfinished)
+    with pytest.raises(UserError, match="no such split"):
+        study.plan(str(own), tmp_path / "work", overrides={"batch_size": 4}).run()
+    report, _ = run(own, tmp_path, monkeypatch, lambda *_: 0.5)
+    assert len(report["points"]) == 4
+
+
+@pytest.mark.parametrize("file", ["study.json", "command.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_file_of_a_study_is_named(own, tmp_path, monkeypatch, file, content):
+    run(own, tmp_path, monkeypatch, lambda *_: 0.5)
+    (tmp_path / "work" / file).write_text(content)
+    with pytest.raises(UserError, match=f"{file} is damaged .*remove it and repeat"):
+        run(own, tmp_path, monkeypatch, lambda *_: 0.5)
+    (tmp_path / "work" / file).unlink()
+    report, _ = run(own, tmp_path, monkeypatch, lambda *_: 0.5)
+    assert len(report["points"]) == 4
+
+
+def test_one_seed_that_diverges_is_told(own, tmp_path, monkeypatch, capsys):
+    def scores(place, config):
+        return (
+            "the loss is NaN" if place.endswith("finetune/momentum=0.5/seed1") else 0.5
+        )
+
+    only = {"width": ["12"], "kind": ["a"]}
+    report, _ = run(own, tmp_path, monkeypatch, scores, only=only)
+    (point,) = report["points"]
+    assert point["scores"]["top-1"]["values"] == [0.5]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "diverged, in no mean: 12,a, finetune, seed 1 (the loss is N"
+    )
+    pages.write_report([tmp_path / "work"], tmp_path / "report")
+    told = (tmp_path / "report" / "report.md").read_text()
+    assert "Diverged, and in no mean: 12,a, finetune, seed 1." in told
+
+
 def test_what_points_have_in_common_is_run_once(own, tmp_path, monkeypatch):
     # The widths are trained apart; kinds differ in what is tuned alone.
     own.write_text(OWN.replace("dict(a=(0.02, 0.01), b=(0.03,))", "(0.01,)"))
@@ -327,7 +455,9 @@ def test_what_diverges_is_told_and_the_rest_goes_on(own, tmp_path, monkeypatch, 
     assert kept["stages"]["finetune"]["chosen"] == {"optim.momentum": 0.5}
     assert kept["scores"]["top-1"]["values"] == [0.5, 0.25]
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("diverged: 12,a, pretrain (the loss is NaN); lower rates")
+    assert last.startswith(
+        "diverged, in no mean: 12,a, pretrain (the loss is NaN); lower rates"
+    )
     files = pages.write_report([tmp_path / "work"], tmp_path / "report")
     assert "report.md" in files
 
@@ -345,6 +475,9 @@ def test_a_choice_at_an_edge_is_told():
     best = {"choice": grid[2], "score": 0.5}
     line = study.on_choice(best, grid, "val/top1")
     assert line.endswith("warning: a better optim.learning_rate may lie above 0.4")
+    names = [{"optim.name": name} for name in ("sgd", "adam")]
+    line = study.on_choice({"choice": names[0], "score": 0.5}, names, "val/top1")
+    assert line == "name=sgd is best by val/top1: 0.5"
     line = study.on_choice({"choice": grid[1], "score": 0.5}, grid, "val/top1")
     assert line == "learning_rate=0.2 is best by val/top1: 0.5"
 

@@ -46,7 +46,7 @@ def study_blocks(run: Run) -> tuple[Block, ...]:
         return (Text(f"{run.name} has no point yet."),)
     found: list[Block] = [_table(run.name, points, config)]
     if lines := _diverged(points):
-        found.append(Text(f"Diverged, so that it has no score: {'; '.join(lines)}."))
+        found.append(Text(f"Diverged, and in no mean: {'; '.join(lines)}."))
     if text := _ranking(points, config):
         found.append(Text(text))
     for figure in config["figures"]:
@@ -162,7 +162,8 @@ def _range(numbers: set[int]) -> str:
 def _chosen(point: Row, stage: str, key: str) -> str:
     """Returns the chosen value of a tuned key, "" if the stage is not done."""
     chosen = point["stages"].get(stage, {}).get("chosen") or {}
-    return f"{chosen[key]:g}" if key in chosen else ""
+    value = chosen.get(key, "")
+    return f"{value:g}" if type(value) in (int, float) else str(value)
 
 
 def _ranks(values: Mapping[str, Number | None], *, lower: bool) -> dict[str, str]:
@@ -172,12 +173,18 @@ def _ranks(values: Mapping[str, Number | None], *, lower: bool) -> dict[str, str
 
 
 def _diverged(points: Sequence[Row]) -> list[str]:
-    return [
-        f"{point['name']}, {stage}"
-        for point in points
-        for stage, outcome in point["stages"].items()
-        if not outcome["runs"]
-    ]
+    """Returns the stages of which all diverged, and single seeds that did."""
+    found = []
+    for point in points:
+        for stage, outcome in point["stages"].items():
+            if not outcome["runs"]:
+                found.append(f"{point['name']}, {stage}")
+            else:
+                found += [
+                    f"{point['name']}, {stage}, seed {run['seed']}"
+                    for run in outcome.get("diverged", [])
+                ]
+    return found
 
 
 def _ranking(points: Sequence[Row], config: Row) -> str:

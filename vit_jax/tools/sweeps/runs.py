@@ -21,7 +21,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Diverged, UserError
-from vit_jax.files import replace_text
+from vit_jax.files import read_json, replace_text
 from vit_jax.training import loop, resume_check, run_report
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_writer import Events, summary
@@ -29,7 +29,7 @@ from vit_jax.training.sweep import SweepCache
 from vit_jax.weights import workdir as layout
 
 _COMMAND = "command.json"
-_DIVERGED = "diverged.json"
+DIVERGED = "diverged.json"
 Row = Mapping[str, object]
 _HPARAMS = "tensorboard"
 _CONFIDENCE = 0.95
@@ -59,7 +59,7 @@ def train(
         try:
             done = loop.train(config, folder, sweep=shared)
         except Diverged as error:
-            done, path = {"diverged": str(error)}, epath.Path(folder) / _DIVERGED
+            done, path = {"diverged": str(error)}, epath.Path(folder) / DIVERGED
             with writing(path, "only this run"):
                 _write(path, done)
     if not keep:
@@ -96,13 +96,11 @@ def check_command(
     """
     path = epath.Path(workdir) / _COMMAND
     if begun and path.exists():
-        recorded = json.loads(path.read_text())
+        recorded = read_json(path)
         if grows:
-            before, command = (
-                recorded[grows],
-                command | {grows: recorded[grows] | command[grows]},
-            )
+            before = recorded.get(grows, {})
             recorded[grows] = command[grows] | before
+            command = command | {grows: before | command[grows]}
         changed = fields.differences(recorded, command)
         if changed:
             moved = ""
@@ -148,10 +146,10 @@ def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:
 
 def _outcome(folder: str | os.PathLike) -> dict | None:
     """Returns the outcome of a finished run, or None; the same in all processes."""
-    diverged = epath.Path(folder) / _DIVERGED
+    diverged = epath.Path(folder) / DIVERGED
     found = run_report.read_report(folder)
     if not found and diverged.exists():
-        found = json.loads(diverged.read_text())
+        found = read_json(diverged)
     seen = meshes.process_allgather(found=bool(found))["found"]
     if seen.any() != seen.all():
         raise UserError(

@@ -23,6 +23,7 @@ from etils import epath
 from vit_jax.config import fields
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
+from vit_jax.files import read_json
 from vit_jax.models import cost
 from vit_jax.tools.sweeps import runs
 from vit_jax.training import run_report
@@ -31,7 +32,7 @@ from vit_jax.training.config import TrainConfig
 TOPOLOGY = "v5e:1x1"
 _ROUNDS = 5
 _FIRST, _WITHIN = 256, 0.05  # First batch to compile; precision of the largest.
-_MEASURED = "measured.json"
+MEASURED = "measured.json"
 _EXIT_TOO_LARGE = 3
 
 
@@ -129,11 +130,11 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
 
 def _once(folder: str | os.PathLike, name: str, measure: Callable[[], object]):
     """Returns what an earlier start measured in the folder, or measures and keeps it."""
-    path = epath.Path(folder) / _MEASURED
-    measured = json.loads(path.read_text()) if path.exists() else {}
+    path = epath.Path(folder) / MEASURED
+    measured = read_json(path) if path.exists() else {}
     if name not in measured:
         measured[name] = measure()
-        runs.write_json(folder, _MEASURED, measured)
+        runs.write_json(folder, MEASURED, measured)
     return measured[name]
 
 

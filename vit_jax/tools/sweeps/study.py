@@ -21,82 +21,20 @@ from vit_jax import progress
 from vit_jax.config import fields, loading
 from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
-from vit_jax.tools.sweeps import runs, step_cost
+from vit_jax.files import read_json
+from vit_jax.tools.sweeps import runs, step_cost, study_config
 from vit_jax.tools.sweeps.runs import SplitCache
+from vit_jax.tools.sweeps.study_config import StudyConfig
 from vit_jax.tools.sweeps.transfer import say
-from vit_jax.training import lock
+from vit_jax.training import lock, run_report
 from vit_jax.training.best_checkpoint import lower_is_better
 from vit_jax.training.config import TrainConfig, complete
-from vit_jax.training.run_report import quoted_scores
 from vit_jax.training.sweep import SweepCache
 
 FILE, TABLE = "study.json", "points"
-_ONE_STAGE = ("train",)
-# What is done at a point -> function of the config, folder, cache and `keep`, see
-# `runs.train`.
-MEASURES = {"train": runs.train, "cost": step_cost.measure}
+_RESULTS = (run_report.FILE, runs.DIVERGED, step_cost.MEASURED)  # Of a run.
 # What the study states for each run.
 _OWN = ("seed", "name", "init", "init.checkpoint")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyConfig:
-    """What `get_study` returns.
-
-    Attributes:
-      axes: argument of `get_config` -> its values. The first axis varies slowest.
-      scores: name of a column -> "EVALUATION/METRIC" of the last stage, or
-        "STAGE:EVALUATION/METRIC". The first is what points are ranked by.
-      stages: values of the argument `stage` of `get_config`; each stage starts from the
-        weights of the one before. A study of one stage needs no such argument.
-      measure: name in MEASURES of what is done at each point.
-      seeds: runs of each point.
-      tune: stage -> dotted key -> values, or value of an axis -> values; the best
-        combination is chosen for each point.
-      tune_by: "EVALUATION/METRIC" that chooses, of the stage's own evaluations.
-      labels: name of a column -> value of an axis -> text, to group points by.
-      published: name of a point -> score in the paper, as `scores` are.
-      source: of the published scores.
-      figures: charts, see tools/report/study_blocks.py.
-      laws: fits of y = a + b x^-c, see tools/report/study_blocks.py.
-    """
-
-    axes: Mapping[str, Sequence]
-    scores: Mapping[str, str]
-    stages: Sequence[str] = _ONE_STAGE
-    measure: str = "train"
-    seeds: int = 1
-    tune: Mapping[str, Mapping[str, Sequence | Mapping[str, Sequence]]] = (
-        dataclasses.field(default_factory=dict)
-    )
-    tune_by: str = "val/top1"
-    labels: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    published: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    source: str = ""
-    figures: Sequence[Mapping[str, object]] = ()
-    laws: Sequence[Mapping[str, object]] = ()
-
-    def stage_and_path(self, score: str) -> tuple[str, str]:
-        """Returns the stage that a score is of, and its path in the stage's report."""
-        stage, colon, path = score.partition(":")
-        return (stage, path) if colon else (self.stages[-1], score)
-
-    def grid(self, stage: str, axes: Mapping[str, object]) -> list[dict]:
-        """Returns every combination of the values to try, the last key varying fastest.
-
-        Args:
-          stage: of the study.
-          axes: of a point.
-        """
-        keys = {}
-        for key, values in self.tune.get(stage, {}).items():
-            if isinstance(values, Mapping):
-                values = next(values[v] for v in map(str, axes.values()) if v in values)
-            keys[key] = values
-        return [
-            dict(zip(keys, values, strict=True))
-            for values in itertools.product(*keys.values())
-        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,35 +85,39 @@ class Study:
           Preempted: SIGTERM came; the same command resumes.
         """
         with lock.held(self.workdir):
-            runs.check_command(self.workdir, self._command(), grows="points")
-            others, done = self._others(), {}
-            rows: list[dict] = []
+            runs.check_command(
+                self.workdir, self._command(), begun=self._begun(), grows="points"
+            )
+            told, done = self._told(), {}
+            rows = dict(told)
             caches = {stage: SweepCache() for stage in self.config.stages}
             with opened_by(SplitCache()):
                 for number, point in enumerate(
                     progress.each(self.points, "points", "points"), 1
                 ):
                     say(f"point {number} of {len(self.points)}: {point.name}")
-                    rows.append(_row(point, self.config))
-                    for row in self._stages(point, rows[-1], done, caches):
-                        rows[-1] = row
-                        self._write([*rows, *others])
-            report = self._report([*rows, *others])
+                    begun = _row(point, self.config)
+                    for row in self._stages(point, begun, done, caches):
+                        # What an earlier start told stays until it is told anew.
+                        if point.name not in told:
+                            self._write(rows | {point.name: row})
+                    rows[point.name] = row
+                    self._write(rows)
+            report = self._report(rows)
             for line in summary(report):
                 say(line)
             return report
 
-    def _others(self) -> list[dict]:
-        """Returns the points of earlier starts that are none of this one's."""
+    def _told(self) -> dict[str, dict]:
+        """Returns name -> point, of those that earlier starts told."""
         path = epath.Path(self.workdir) / FILE
-        told = json.loads(path.read_text())["points"] if path.exists() else []
-        names = self._order().keys() - {point.name for point in self.points}
-        return [row for row in told if row["name"] in names]
+        told = read_json(path)["points"] if path.exists() else []
+        order = self._order()
+        return {row["name"]: row for row in told if row["name"] in order}
 
-    def _order(self) -> dict[str, int]:
-        """Returns the names of all points of the study, with their places."""
-        values = itertools.product(*self.config.axes.values())
-        return {_name(point): place for place, point in enumerate(values)}
+    def _order(self) -> list[str]:
+        """Returns the names of all points of the study, those left out by --only too."""
+        return [_name(v) for v in itertools.product(*self.config.axes.values())]
 
     def _stages(
         self, point: Point, row: dict, done: dict, caches: dict[str, SweepCache]
@@ -223,7 +165,7 @@ class Study:
         def train(choice: dict, seed: int) -> dict:
             place = f"{folder}/{_words(choice)}/seed{seed}"
             config = _config(recipe, choice, seed, self._path(starts.get(seed, "")))
-            measure = MEASURES[self.config.measure]
+            measure = study_config.MEASURES[self.config.measure]
             report = measure(config, self._path(place), shared, keep=not last)
             if "diverged" in report:
                 say(f"{place} diverged: {report['diverged']}")
@@ -281,30 +223,37 @@ class Study:
         sign = -1 if lower_is_better(self.config.tune_by) else 1
         return max(done, key=lambda t: sign * (t["score"] or 0), default=None)
 
-    def _write(self, rows: list[dict]) -> None:
+    def _write(self, rows: Mapping[str, dict]) -> None:
         report = self._report(rows)
         runs.write_json(self.workdir, FILE, report)
         runs.write_table(self.workdir, TABLE, [_flat(row) for row in report["points"]])
 
-    def _report(self, rows: list[dict]) -> dict:
-        order = self._order()
-        rows = sorted(rows, key=lambda row: order[row["name"]])
+    def _report(self, rows: Mapping[str, dict]) -> dict:
+        points = [rows[name] for name in self._order() if name in rows]
         about = dataclasses.asdict(self.config)
-        return {"kind": "study", "name": self.name, "config": about, "points": rows}
+        return {"kind": "study", "name": self.name, "config": about, "points": points}
 
     def _command(self) -> dict:
         """Returns what decides the results; more seeds and points only add runs."""
         return {
+            "study": self.name,
+            "axes": ", ".join(self.config.axes),
+            "measure": self.config.measure,
             "tune": json.loads(json.dumps(self.config.tune)),
             "tune_by": self.config.tune_by,
             "points": {
                 point.name: {
-                    stage: runs.decisive(complete(recipe))
+                    stage: _decisive(complete(recipe))
                     for stage, recipe in point.recipes.items()
                 }
                 for point in self.points
             },
         }
+
+    def _begun(self) -> bool:
+        """Whether an earlier start left results, which another command must not join."""
+        found = epath.Path(self.workdir).glob("*/*/*/seed*/*.json")
+        return any(file.name in _RESULTS for file in found)
 
 
 def plan(
@@ -331,7 +280,7 @@ def plan(
     """
     path, _, rest = spec.partition(":")
     raw = loading.read_study(path, rest or None)
-    config = _complete(raw, path)
+    config = study_config.complete(raw, path)
     if seeds:
         config = dataclasses.replace(config, seeds=seeds)
     for axis in config.axes:
@@ -340,6 +289,7 @@ def plan(
                 f"--config={spec}: the study goes through {axis!r}; choose with "
                 f"--only={axis}=VALUE"
             )
+    _refuse_one_folder([_name(v) for v in itertools.product(*config.axes.values())])
     chosen = _chosen(config.axes, only or {})
     points = []
     for values in itertools.product(*chosen.values()):
@@ -361,31 +311,6 @@ def plan(
     return Study(name, config, tuple(points), workdir)
 
 
-def _complete(raw: Mapping, path: str) -> StudyConfig:
-    known = [field.name for field in dataclasses.fields(StudyConfig)]
-    for key in raw:
-        if key not in known:
-            raise UserError(
-                f"{path}: get_study states {key!r}, which is none of {', '.join(known)}"
-            )
-    for key in ("axes", "scores"):
-        if not raw.get(key):
-            raise UserError(f"{path}: get_study states no {key}")
-    config = StudyConfig(**raw)
-    if config.measure not in MEASURES:
-        raise UserError(
-            f"{path}: get_study states measure={config.measure!r}, which is none of "
-            f"{', '.join(MEASURES)}"
-        )
-    for stage in config.tune:
-        if stage not in config.stages:
-            raise UserError(
-                f"{path}: get_study states tune.{stage}, but its stages are "
-                f"{', '.join(config.stages)}"
-            )
-    return config
-
-
 def _chosen(axes: Mapping[str, Sequence], only: Mapping[str, Sequence[str]]) -> dict:
     """Returns the axes with those of their values that are wanted."""
     for axis, texts in only.items():
@@ -401,6 +326,18 @@ def _chosen(axes: Mapping[str, Sequence], only: Mapping[str, Sequence[str]]) -> 
         axis: tuple(v for v in values if str(v) in only.get(axis, [str(v)]))
         for axis, values in axes.items()
     }
+
+
+def _refuse_one_folder(names: Sequence[str]) -> None:
+    """Raises UserError if two points would have one folder."""
+    folders: dict[str, str] = {}
+    for name in names:
+        other = folders.setdefault(_file_name(name), name)
+        if other != name:
+            raise UserError(
+                f"the points {other} and {name} would have one folder, "
+                f"{_file_name(name)}: give one of them another value"
+            )
 
 
 def _refuse_varied(
@@ -454,6 +391,15 @@ def _config(recipe: dict, choice: Mapping, seed: int, start: str) -> TrainConfig
     return complete(raw)
 
 
+def _decisive(config: TrainConfig) -> dict[str, object]:
+    """Returns what decides the scores of a run: its result, and how it is evaluated."""
+    evals = fields.to_json(config)["evals"]
+    return runs.decisive(config) | {
+        f"evals.{name}": json.dumps(stated, sort_keys=True)
+        for name, stated in evals.items()
+    }
+
+
 def _name(values: Iterable[object]) -> str:
     return ",".join(map(str, values))
 
@@ -481,7 +427,11 @@ def score_of(final: Mapping[str, dict], path: str) -> float:
     """
     evaluation, *parameters, metric = path.split("/")
     kinds = final.get(evaluation, {})
-    found = kinds.get(parameters[0], {}) if parameters else quoted_scores(kinds)[1]
+    found = (
+        kinds.get(parameters[0], {})
+        if parameters
+        else run_report.quoted_scores(kinds)[1]
+    )
     if metric not in found:
         known = {name for scores in kinds.values() for name in scores}
         raise UserError(
@@ -495,6 +445,8 @@ def on_choice(best: dict, grid: Sequence[dict], metric: str) -> str:
     """Returns a line on what was chosen, and a warning if it is at an edge of the grid."""
     text = f"{_words(best['choice'])} is best by {metric}: {best['score']:.4g}"
     for key, value in best["choice"].items():
+        if type(value) not in (int, float):
+            continue
         tried = sorted({choice[key] for choice in grid})
         if len(tried) > 1 and value in (tried[0], tried[-1]):
             side = "below" if value == tried[0] else "above"
@@ -559,15 +511,15 @@ def summary(report: dict) -> list[str]:
         rows.append(cells)
     lines = runs.format_table(rows, columns).split("\n")
     lost = [
-        f"{row['name']}, {stage} ({reason})"
+        f"{row['name']}, {stage}{reason}"
         for row in report["points"]
         for stage, outcome in row["stages"].items()
-        if (reason := _all_diverged(outcome))
+        for reason in _diverged(outcome)
     ]
     if lost:
         lines.append(
-            f"diverged: {'; '.join(lost)}; lower rates in the study's config, and another "
-            "--workdir, may mend that"
+            f"diverged, in no mean: {'; '.join(lost)}; lower rates in the study's config, "
+            "and another --workdir, may mend that"
         )
     return lines
 
@@ -578,12 +530,13 @@ def with_interval(score: dict) -> str:
     return f"{score['mean']:.4f}" + ("" if half is None else f" ± {half:.4f}")
 
 
-def _all_diverged(outcome: dict) -> str:
-    """Returns why a stage has no run, "" if it has one."""
-    if outcome["runs"]:
-        return ""
-    told = [*outcome["trials"], *outcome.get("diverged", [])]
-    return next((one["diverged"] for one in told if "diverged" in one), "")
+def _diverged(outcome: dict) -> list[str]:
+    """Returns what diverged of a stage and why: all trials, or seeds of the best."""
+    if outcome["chosen"] is None:
+        told = (one["diverged"] for one in outcome["trials"] if "diverged" in one)
+        return [f" ({reason})" for reason in list(told)[:1]]
+    lost = outcome.get("diverged", [])
+    return [f", seed {run['seed']} ({run['diverged']})" for run in lost]
 
 
 def _flat(row: dict) -> dict:

@@ -1,0 +1,237 @@
+"""What the `get_study` of a config file states, and the checks of it.
+
+All of it is plain data: numbers, texts, booleans, and tuples, lists and dicts of them, as
+study.json and its report have to hold it.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+from vit_jax.errors import UserError
+from vit_jax.tools.sweeps import runs, step_cost
+
+# What is done at a point -> function of the config, folder, cache and `keep`, see
+# `runs.train`.
+MEASURES = {"train": runs.train, "cost": step_cost.measure}
+_ONE_STAGE = ("train",)
+_AMOUNTS = ("exaflops", "images_seen")  # Columns that every point has.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """What `get_study` returns.
+
+    Attributes:
+      axes: argument of `get_config` -> its values. The first axis varies slowest.
+      scores: name of a column -> "EVALUATION/METRIC" of the last stage, or
+        "STAGE:EVALUATION/METRIC". The first is what points are ranked by.
+      stages: values of the argument `stage` of `get_config`; each stage starts from the
+        weights of the one before. A study of one stage needs no such argument.
+      measure: name in MEASURES of what is done at each point.
+      seeds: runs of each point.
+      tune: stage -> dotted key -> values, or value of an axis -> values; the best
+        combination is chosen for each point.
+      tune_by: "EVALUATION/METRIC" that chooses, of the stage's own evaluations.
+      labels: name of a column -> value of an axis -> text, to group points by.
+      published: name of a point -> score in the paper, as `scores` are.
+      source: of the published scores.
+      figures: charts, see tools/report/study_blocks.py.
+      laws: fits of y = a + b x^-c, see tools/report/study_blocks.py.
+    """
+
+    axes: Mapping[str, Sequence]
+    scores: Mapping[str, str]
+    stages: Sequence[str] = _ONE_STAGE
+    measure: str = "train"
+    seeds: int = 1
+    tune: Mapping[str, Mapping[str, Sequence | Mapping[str, Sequence]]] = (
+        dataclasses.field(default_factory=dict)
+    )
+    tune_by: str = "val/top1"
+    labels: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    published: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    figures: Sequence[Mapping[str, object]] = ()
+    laws: Sequence[Mapping[str, object]] = ()
+
+    def stage_and_path(self, score: str) -> tuple[str, str]:
+        """Returns the stage that a score is of, and its path in the stage's report."""
+        stage, colon, path = score.partition(":")
+        return (stage, path) if colon else (self.stages[-1], score)
+
+    def grid(self, stage: str, axes: Mapping[str, object]) -> list[dict]:
+        """Returns every combination of the values to try, the last key varying fastest.
+
+        Args:
+          stage: of the study.
+          axes: of a point.
+        """
+        keys = {}
+        for key, values in self.tune.get(stage, {}).items():
+            if isinstance(values, Mapping):
+                values = next(values[v] for v in map(str, axes.values()) if v in values)
+            keys[key] = values
+        return [
+            dict(zip(keys, values, strict=True))
+            for values in itertools.product(*keys.values())
+        ]
+
+
+def complete(raw: Mapping, path: str) -> StudyConfig:
+    """Returns what `get_study` returned as a StudyConfig.
+
+    Args:
+      raw: what it returned.
+      path: of the file, for messages.
+
+    Raises:
+      UserError: a key or a value is wrong; the message says what it takes.
+    """
+    known = [field.name for field in dataclasses.fields(StudyConfig)]
+    for key in raw:
+        if key not in known:
+            raise UserError(
+                f"{path}: get_study states {key!r}, which is none of {', '.join(known)}"
+            )
+    for key in ("axes", "scores"):
+        if not raw.get(key):
+            raise UserError(f"{path}: get_study states no {key}")
+    for key, (fits, form) in _FORMS.items():
+        if key in raw and not fits(raw[key]):
+            raise UserError(f"{path}: get_study states {key}={raw[key]!r}: give {form}")
+    config = StudyConfig(**raw)
+    if config.measure not in MEASURES:
+        raise UserError(
+            f"{path}: get_study states measure={config.measure!r}, which is none of "
+            f"{', '.join(MEASURES)}"
+        )
+    stages = ", ".join(config.stages)
+    for stage in config.tune:
+        if stage not in config.stages:
+            raise UserError(
+                f"{path}: get_study states tune.{stage}, but its stages are {stages}"
+            )
+    for name, score in config.scores.items():
+        if config.stage_and_path(score)[0] not in config.stages:
+            raise UserError(
+                f"{path}: get_study states scores.{name}={score!r}, but its stages are "
+                f"{stages}"
+            )
+    _check_tuned_by_axis(config, path)
+    _check_drawings(config, path)
+    return config
+
+
+def _check_tuned_by_axis(config: StudyConfig, path: str) -> None:
+    """Raises UserError if a point has no values of a key that is tuned by an axis."""
+    for stage, keys in config.tune.items():
+        for key, values in keys.items():
+            if isinstance(values, Mapping) and not any(
+                {str(v) for v in of_axis} <= values.keys()
+                for of_axis in config.axes.values()
+            ):
+                raise UserError(
+                    f"{path}: get_study states tune.{stage}[{key!r}] for "
+                    f"{', '.join(values)}, which are not all the values of an axis"
+                )
+
+
+def _check_drawings(config: StudyConfig, path: str) -> None:
+    """Raises UserError if a figure or a law is of a column that no point has."""
+    columns = [*config.axes, *config.labels, *_AMOUNTS]
+    for name, x_of in (("figures", [*columns, "step"]), ("laws", columns)):
+        for one in getattr(config, name):
+            # A curve in training is of an evaluation, not of a score.
+            y_of = [one["y"]] if one["x"] == "step" else [*config.scores]
+            lines = one.get("lines", ())
+            of_lines = [*lines, *filter(None, [one.get("colours")])]
+            for key, value, among in (
+                ("x", one["x"], x_of),
+                ("y", one["y"], y_of),
+                *(("lines", line, columns) for line in of_lines),
+            ):
+                if value not in among:
+                    raise UserError(
+                        f"{path}: get_study states {name} with {key}={value!r}, which is "
+                        f"none of {', '.join(among)}"
+                    )
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in (int, float, str, bool)
+
+
+def _are_plain(values: object) -> bool:
+    """Whether it is a sequence of different plain values, and not empty."""
+    return (
+        isinstance(values, tuple | list)
+        and all(map(_is_plain, values))
+        and 0 < len(values) == len(set(map(str, values)))
+    )
+
+
+def _is_dict(value: object, fits: Callable[[object], bool]) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) for key in value)
+        and all(map(fits, value.values()))
+    )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_path(value: object) -> bool:
+    return _is_text(value) and "/" in value
+
+
+def _is_tuned(keys: object) -> bool:
+    return _is_dict(
+        keys, lambda values: _are_plain(values) or _is_dict(values, _are_plain)
+    )
+
+
+def _is_drawing(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and _is_text(value.get("x"))
+        and _is_text(value.get("y"))
+        and isinstance(value.get("lines", ()), tuple | list)
+    )
+
+
+def _are_drawings(values: object) -> bool:
+    return isinstance(values, tuple | list) and all(map(_is_drawing, values))
+
+
+def _are_laws(values: object) -> bool:
+    return _are_drawings(values) and all("lines" in value for value in values)
+
+
+_VALUES = "a tuple of different numbers or texts of Python, not of NumPy"
+_TUNED = f"{_VALUES} (or to a dict of an axis's values to such tuples)"
+_FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "axes": (lambda v: _is_dict(v, _are_plain), f"a dict of arguments to {_VALUES}"),
+    "scores": (lambda v: _is_dict(v, _is_path), "a dict of names to EVALUATION/METRIC"),
+    "stages": (lambda v: _are_plain(v) and all(map(_is_text, v)), "a tuple of texts"),
+    "measure": (_is_text, "a text"),
+    "seeds": (lambda v: type(v) is int and v > 0, "a positive integer"),
+    "tune": (
+        lambda v: _is_dict(v, _is_tuned),
+        f"a dict of stages to dicts of keys to {_TUNED}",
+    ),
+    "tune_by": (_is_path, "EVALUATION/METRIC"),
+    "labels": (
+        lambda v: _is_dict(v, lambda texts: _is_dict(texts, _is_text)),
+        "a dict of columns to dicts of an axis's values to texts",
+    ),
+    "published": (
+        lambda v: _is_dict(v, lambda n: n is None or type(n) in (int, float)),
+        "a dict of points' names to numbers",
+    ),
+    "source": (_is_text, "a text"),
+    "figures": (_are_drawings, "a tuple of dicts with x and y, and lines as a tuple"),
+    "laws": (_are_laws, "a tuple of dicts with x, y and lines, a tuple"),
+}
