@@ -93,6 +93,8 @@ def _one(flags, config, devices, examples, limit, heading, assumed) -> int:
 
     mesh = meshes.create(config.mesh, devices)
     found = analysis.analyse(config, mesh, examples, limit)
+    if not flags.json:
+        print(report.text(found, heading))
     plan = None
     if assumed and found.roofline:
         every = config.checkpoint_every_steps
@@ -113,10 +115,8 @@ def _one(flags, config, devices, examples, limit, heading, assumed) -> int:
         if plan:
             words["plan"] = run_plan.to_json(plan, assumed)
         print(json.dumps(words))
-    else:
-        print(report.text(found, heading))
-        if plan:
-            print("\n" + "\n".join(run_plan.text(plan, assumed)))
+    elif plan:
+        print("\n" + "\n".join(run_plan.text(plan, assumed)))
     if flags.export:
         size = analysis.export_stablehlo(
             config, mesh, examples, pathlib.Path(flags.export)
@@ -178,7 +178,7 @@ def parser() -> cli.Parser:
         nargs="?",
         const="",
         metavar="NAME=VALUE,...",
-        help="what the whole run needs; mfu, host_days, restart, ... are assumed",
+        help="what the whole run needs; mfu, host_days, store, ... are assumed",
     )
     add("--strategies", action="store_true", help="compare meshes and remat policies")
     add("--meshes", default="", help="to compare: data=-1,fsdp=16,model=4")

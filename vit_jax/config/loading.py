@@ -397,7 +397,8 @@ def arguments(path: str) -> dict[str, object]:
 
 
 def read_study(path: str, arg: str | None = None) -> dict:
-    """Returns what `get_study` of a config file states; see tools/sweeps/study.py.
+    """Returns what `get_study` of a config file states; see
+    tools/sweeps/study_config.py.
 
     Args:
       path: path of a config file or name of a recipe.
@@ -413,7 +414,10 @@ def read_study(path: str, arg: str | None = None) -> dict:
                 f"--config={path}: the file has no get_study(arg=None), so it is no study; "
                 "take one of configs/study/"
             )
-        return dict(file.get_study(arg))
+        study = file.get_study(arg)
+        if not isinstance(study, Mapping):
+            raise UserError(f"{path}: get_study returned {study!r}: give a dict")
+        return dict(study)
 
     return _run_config_file(find(path), get)
 

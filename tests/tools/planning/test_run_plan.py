@@ -94,6 +94,13 @@ def test_checkpoints_on_disks_and_on_the_storage():
     assert json.dumps(row)
 
 
+def test_a_run_that_hosts_do_not_let_end_is_told():
+    with pytest.raises(
+        UserError, match="host_days=0.001 one of 16 hosts fails every 5.4 "
+    ):
+        plan_of(host_days=0.001)
+
+
 def test_the_report_says_whose_word_an_input_is():
     plan, assumed = plan_of(mfu=0.5, store=0.25)
     words = {
@@ -156,6 +163,8 @@ def test_assumptions_are_read_and_refused():
         ("speed=3", "'speed' is no assumption; they are copy, cpu_images, dcn"),
         ("mfu=fast", "'mfu=fast' is not a positive number"),
         ("mfu=0", "'mfu=0' is not a positive number"),
+        ("mfu=1.5", "'mfu=1.5' is not a positive number of at most 1: state one"),
+        ("store=inf", "'store=inf' is not a positive number: state one"),
         ("store=inf", "'store=inf' is not"),
     ):
         with pytest.raises(UserError, match=message) as error:

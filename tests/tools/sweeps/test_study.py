@@ -173,6 +173,12 @@ def test_points_are_the_product_of_the_axes_and_each_has_its_own_grid(own):
             {},
             "has no get_study.*take one of configs/study/",
         ),
+        (("return dict(\n", "return list(\n"), {}, "does not run: TypeError"),
+        (
+            ("    return dict(\n        axes", "    return 3\n    dict(\n        axes"),
+            {},
+            "give a dict",
+        ),
         (
             ("axes", "axis"),
             {},

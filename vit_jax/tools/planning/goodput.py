@@ -15,6 +15,8 @@ import math
 import numpy as np
 from jaxtyping import Float
 
+MOST_FAILURES = 2_000  # Of a run; one with more is taken to make no progress.
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -56,10 +58,10 @@ def simulate(
 
 
 def _whole(job: Job, interval: float, rng: np.random.Generator) -> float:
-    """Returns the time from the start to the end of one run."""
+    """Returns the time from the start to the end of one run, inf if it makes none."""
     period, behind = interval + job.stall, max(0.0, job.write - job.stall)
     left, passed, starting = job.work, 0.0, 0.0
-    while True:
+    for _ in range(MOST_FAILURES):
         up = rng.exponential(job.mean_time) - starting
         if up < 0:  # It failed before its first step.
             passed += up + starting
@@ -72,3 +74,4 @@ def _whole(job: Job, interval: float, rng: np.random.Generator) -> float:
         left -= counting * interval
         passed += starting + up
         starting = job.restart
+    return math.inf

@@ -7,6 +7,7 @@ assumed, which `compile --plan=name=value,...` changes; all of them are printed.
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -77,6 +78,7 @@ class Assumptions:
     price: float = _by("assumed", 0.0)
 
 
+_MOST = {"mfu": 1.0}
 _ZERO_ALLOWED = ("notice", "price", "replace", "start")
 
 
@@ -99,8 +101,12 @@ def parse(text: str) -> Assumptions:
         except ValueError:
             found[name] = -1.0
         least = 0.0 if name in _ZERO_ALLOWED else 1e-9
-        if not least <= found[name] < float("inf"):
-            raise UserError(f"--plan: {item!r} is not a positive number: state one")
+        most = _MOST.get(name, sys.float_info.max)
+        if not least <= found[name] <= most:
+            bound = f" of at most {most:g}" if name in _MOST else ""
+            raise UserError(
+                f"--plan: {item!r} is not a positive number{bound}: state one"
+            )
     return Assumptions(**found)
 
 
@@ -239,6 +245,12 @@ def make(
             every: goodput.simulate(job, every * seconds, _RUNS)
             for every in sorted(intervals)
         }
+        if not any(share.any() for share in shares.values()):
+            raise UserError(
+                f"--plan: with host_days={assumed.host_days:g} one of {hosts:,} hosts fails "
+                f"every {mean_time:.3g} s, and the run does not end within "
+                f"{goodput.MOST_FAILURES:,} failures: state a larger host_days"
+            )
         return Checkpoints(place, key, float(size), job, shares, young, every)
 
     local, store = stated

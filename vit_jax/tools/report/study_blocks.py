@@ -1,6 +1,6 @@
 """Blocks of a study: its points beside the paper's, charts, rankings and fitted laws.
 
-What is drawn the study's config states (tools/sweeps/study.py):
+What is drawn the study's config states (tools/sweeps/study_config.py):
 
 figures   {"x": ..., "y": score, "lines": (columns), "colours": column, "log_x": bool,
           "log_y": bool}.
