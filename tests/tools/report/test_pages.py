@@ -184,6 +184,7 @@ def test_the_compute_of_runs_inside_others_is_there(tmp_path):
             None,
             r"run holds none of report.json, .*: give the workdir of a training",
         ),
+        ("command.json", "{}", "run holds a study of which nothing is finished yet"),
         (
             "study.json",
             '{"kind": "sca',

@@ -134,6 +134,10 @@ def test_scores_of_one_seed_have_no_intervals(tmp_path):
     }
     content = {"kind": "study", "name": "own", "config": config, "points": points}
     found = blocks(report_runs.write(tmp_path / "study", "study.json", content))
+    assert not any("points are there" in text for text in texts(found))
+    content["points"] = points[:2]
+    part = blocks(report_runs.write(tmp_path / "part", "study.json", content))
+    assert "2 of the 3 points are there." in texts(part)
     (table,) = (block for block in found if isinstance(block, Table))
     assert [row[-2:] for row in table.rows] == [
         ("1934.1", "71"),

@@ -135,6 +135,10 @@ def _read(path: epath.Path, name: str) -> Run:
     found = {file: _load(path / file) for file in _NEEDED}
     metrics = _lines(path / _METRICS)
     if not metrics and not any(found.values()):
+        if (path / "command.json").exists():
+            raise UserError(
+                f"{path} holds a study of which nothing is finished yet: let it go on"
+            )
         raise UserError(
             f"{path} {'holds none' if path.is_dir() else 'is no folder with any'} of "
             f"{', '.join((*_NEEDED, _METRICS))}: give the workdir of a training run, or "

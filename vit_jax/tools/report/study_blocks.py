@@ -12,6 +12,7 @@ laws      {"x": column, "y": score, "lines": (columns)}: y = a + b x^-c through 
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -45,6 +46,9 @@ def study_blocks(run: Run) -> tuple[Block, ...]:
     if not points:
         return (Text(f"{run.name} has no point yet."),)
     found: list[Block] = [_table(run.name, points, config)]
+    every = math.prod(map(len, config["axes"].values()))
+    if len(points) < every:
+        found.append(Text(f"{len(points)} of the {every} points are there."))
     if lines := _diverged(points):
         found.append(Text(f"Diverged, and in no mean: {'; '.join(lines)}."))
     if text := _ranking(points, config):
