@@ -184,7 +184,11 @@ def test_the_compute_of_runs_inside_others_is_there(tmp_path):
             None,
             r"run holds none of report.json, .*: give the workdir of a training",
         ),
-        ("command.json", "{}", "run holds a study of which nothing is finished yet"),
+        (
+            "command.json",
+            "{}",
+            "run holds nothing that is finished yet: let its command go",
+        ),
         (
             "study.json",
             '{"kind": "sca',

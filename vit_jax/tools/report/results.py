@@ -137,7 +137,7 @@ def _read(path: epath.Path, name: str) -> Run:
     if not metrics and not any(found.values()):
         if (path / "command.json").exists():
             raise UserError(
-                f"{path} holds a study of which nothing is finished yet: let it go on"
+                f"{path} holds nothing that is finished yet: let its command go on"
             )
         raise UserError(
             f"{path} {'holds none' if path.is_dir() else 'is no folder with any'} of "
