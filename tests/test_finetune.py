@@ -112,6 +112,9 @@ def test_weights_of_the_classes_take_the_place_of_balanced_draws(
     assert config["task"]["class_weights"] == "inverse"
     assert config["data"]["class_balance"] == ""
     assert config["checkpoint"]["best_metric"] == "val/balanced_accuracy"
+    (tmp_path / "finetune.json").write_text("{")
+    with pytest.raises(UserError, match=r"finetune.json is damaged .*remove it and"):
+        command(place, *words, photos="uneven")
 
 
 @pytest.mark.usefixtures("uneven")

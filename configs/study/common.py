@@ -41,9 +41,8 @@ BUDGETS = {
 
 def data_of(arg: SimpleNamespace) -> str:
     """Returns the data set of an argument."""
-    found = {"cpu": arg.data or "digits", "gpu": "cifar10", "paper": "jft300m"}[
-        arg.size
-    ]
+    fixed = {"gpu": "cifar10", "paper": "jft300m"}
+    found = fixed.get(arg.size, arg.data or "digits")
     if arg.data not in ("", found):
         raise UserError(
             f"config argument data={arg.data!r}: size={arg.size} takes {found}; leave "

@@ -397,8 +397,7 @@ def arguments(path: str) -> dict[str, object]:
 
 
 def read_study(path: str, arg: str | None = None) -> dict:
-    """Returns what `get_study` of a config file states; see
-    tools/sweeps/study_config.py.
+    """Returns what `get_study` of a config file states (tools/sweeps/study_config.py).
 
     Args:
       path: path of a config file or name of a recipe.

@@ -252,3 +252,6 @@ def test_what_the_workdir_holds_of_other_tasks_stays(benchmark, monkeypatch):
     other = dataclasses.replace(of(("dtd",)), settings={"mode": "head"})
     with pytest.raises(UserError, match=r"VTAB-1k by another .*\(mode: full -> head\)"):
         other.run()
+    (benchmark.workdir / "vtab.json").write_text("{")
+    with pytest.raises(UserError, match=r"vtab.json is damaged .*remove it and repeat"):
+        other.run()

@@ -14,7 +14,7 @@ from vit_jax.config import fields, loading
 from vit_jax.data.sources.base import read_labels
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
-from vit_jax.files import replace_text
+from vit_jax.files import read_json, replace_text
 from vit_jax.printing import masked
 from vit_jax.tools.finetuning import layout, rate_range, report, rule, trial
 from vit_jax.tools.finetuning.rule import Choice
@@ -101,7 +101,7 @@ def finetune(
         begun=path.exists(),
     )
     if path.exists():
-        raw = json.loads(path.read_text())
+        raw = read_json(path)
         say(f"going on with what was chosen before: {path}")
     else:
         raw, choices = choose(place, workdir, model, minutes, overrides, say)

@@ -58,7 +58,7 @@ def simulate(
 
 
 def _whole(job: Job, interval: float, rng: np.random.Generator) -> float:
-    """Returns the time from the start to the end of one run, inf if it makes none."""
+    """Returns the time from the start to the end of one run, inf without progress."""
     period, behind = interval + job.stall, max(0.0, job.write - job.stall)
     left, passed, starting = job.work, 0.0, 0.0
     for _ in range(MOST_FAILURES):

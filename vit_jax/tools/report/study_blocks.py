@@ -13,11 +13,13 @@ laws      {"x": column, "y": score, "lines": (columns)}: y = a + b x^-c through 
 
 import itertools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
+from vit_jax.config import fields
 from vit_jax.evaluators.result_tables import is_fraction
 from vit_jax.tools.report.blocks import (
     NONE,
@@ -167,7 +169,7 @@ def _chosen(point: Row, stage: str, key: str) -> str:
     """Returns the chosen value of a tuned key, "" if the stage is not done."""
     chosen = point["stages"].get(stage, {}).get("chosen") or {}
     value = chosen.get(key, "")
-    return f"{value:g}" if type(value) in (int, float) else str(value)
+    return f"{value:g}" if fields.is_number(value, numbers.Real) else str(value)
 
 
 def _ranks(values: Mapping[str, Number | None], *, lower: bool) -> dict[str, str]:

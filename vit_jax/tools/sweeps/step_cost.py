@@ -6,7 +6,6 @@ largest training batch is found by the compiler for a TPU that is not here (`pyt
 vit_jax.compile`).
 """
 
-import functools
 import json
 import math
 import os
@@ -59,7 +58,7 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
     model = config.build_model()
     scores = {
         "images_per_second": _once(
-            folder, "images_per_second", lambda: forward_speed(model, config)
+            folder, "images_per_second", forward_speed, model, config
         ),
         "largest_batch": largest_batch(config, folder),
         "gmacs": cost.macs_per_image(model) / 1e9,
@@ -111,9 +110,7 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
     )
     batch, best, too_large, step = _FIRST, 0, math.inf, _WITHIN / 2
     while too_large - best > max(1, _WITHIN * best):
-        found = _once(
-            folder, f"batch {batch}", functools.partial(_compile, file, batch)
-        )
+        found = _once(folder, f"batch {batch}", _compile, file, batch)
         per_image = (found["peak_bytes"] - found["params_bytes"]) / batch
         linear = int((found["limit_bytes"] - found["params_bytes"]) / per_image)
         if found["fits"]:
@@ -128,12 +125,12 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
     return best
 
 
-def _once(folder: str | os.PathLike, name: str, measure: Callable[[], object]):
+def _once(folder: str | os.PathLike, name: str, measure: Callable, *args: object):
     """Returns what an earlier start measured in the folder, or measures and keeps it."""
     path = epath.Path(folder) / MEASURED
     measured = read_json(path) if path.exists() else {}
     if name not in measured:
-        measured[name] = measure()
+        measured[name] = measure(*args)
         runs.write_json(folder, MEASURED, measured)
     return measured[name]
 

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import numbers
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -88,36 +89,32 @@ class Study:
             runs.check_command(
                 self.workdir, self._command(), begun=self._begun(), grows="points"
             )
-            told, done = self._told(), {}
-            rows = dict(told)
+            rows, done = self._earlier(), {}
             caches = {stage: SweepCache() for stage in self.config.stages}
             with opened_by(SplitCache()):
                 for number, point in enumerate(
                     progress.each(self.points, "points", "points"), 1
                 ):
                     say(f"point {number} of {len(self.points)}: {point.name}")
+                    # What an earlier start told stays until all of it is told anew.
+                    stays = point.name in rows
                     begun = _row(point, self.config)
                     for row in self._stages(point, begun, done, caches):
-                        # What an earlier start told stays until it is told anew.
-                        if point.name not in told:
+                        if not stays:
                             self._write(rows | {point.name: row})
                     rows[point.name] = row
-                    self._write(rows)
+                    if stays:
+                        self._write(rows)
             report = self._report(rows)
             for line in summary(report):
                 say(line)
             return report
 
-    def _told(self) -> dict[str, dict]:
+    def _earlier(self) -> dict[str, dict]:
         """Returns name -> point, of those that earlier starts told."""
         path = epath.Path(self.workdir) / FILE
         told = read_json(path)["points"] if path.exists() else []
-        order = self._order()
-        return {row["name"]: row for row in told if row["name"] in order}
-
-    def _order(self) -> list[str]:
-        """Returns the names of all points of the study, those left out by --only too."""
-        return [_name(v) for v in itertools.product(*self.config.axes.values())]
+        return {row["name"]: row for row in told}
 
     def _stages(
         self, point: Point, row: dict, done: dict, caches: dict[str, SweepCache]
@@ -229,7 +226,7 @@ class Study:
         runs.write_table(self.workdir, TABLE, [_flat(row) for row in report["points"]])
 
     def _report(self, rows: Mapping[str, dict]) -> dict:
-        points = [rows[name] for name in self._order() if name in rows]
+        points = [rows[name] for name in _names(self.config) if name in rows]
         about = dataclasses.asdict(self.config)
         return {"kind": "study", "name": self.name, "config": about, "points": points}
 
@@ -289,7 +286,7 @@ def plan(
                 f"--config={spec}: the study goes through {axis!r}; choose with "
                 f"--only={axis}=VALUE"
             )
-    _refuse_one_folder([_name(v) for v in itertools.product(*config.axes.values())])
+    _refuse_one_folder(_names(config))
     chosen = _chosen(config.axes, only or {})
     points = []
     for values in itertools.product(*chosen.values()):
@@ -400,6 +397,11 @@ def _decisive(config: TrainConfig) -> dict[str, object]:
     }
 
 
+def _names(config: StudyConfig) -> list[str]:
+    """Returns the names of all points of a study, those left out by --only too."""
+    return list(map(_name, itertools.product(*config.axes.values())))
+
+
 def _name(values: Iterable[object]) -> str:
     return ",".join(map(str, values))
 
@@ -445,7 +447,7 @@ def on_choice(best: dict, grid: Sequence[dict], metric: str) -> str:
     """Returns a line on what was chosen, and a warning if it is at an edge of the grid."""
     text = f"{_words(best['choice'])} is best by {metric}: {best['score']:.4g}"
     for key, value in best["choice"].items():
-        if type(value) not in (int, float):
+        if not fields.is_number(value, numbers.Real):
             continue
         tried = sorted({choice[key] for choice in grid})
         if len(tried) > 1 and value in (tried[0], tried[-1]):
@@ -533,8 +535,7 @@ def with_interval(score: dict) -> str:
 def _diverged(outcome: dict) -> list[str]:
     """Returns what diverged of a stage and why: all trials, or seeds of the best."""
     if outcome["chosen"] is None:
-        told = (one["diverged"] for one in outcome["trials"] if "diverged" in one)
-        return [f" ({reason})" for reason in list(told)[:1]]
+        return [f" ({outcome['trials'][0]['diverged']})"]
     lost = outcome.get("diverged", [])
     return [f", seed {run['seed']} ({run['diverged']})" for run in lost]
 

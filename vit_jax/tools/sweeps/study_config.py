@@ -14,8 +14,7 @@ from vit_jax.tools.sweeps import runs, step_cost
 # What is done at a point -> function of the config, folder, cache and `keep`, see
 # `runs.train`.
 MEASURES = {"train": runs.train, "cost": step_cost.measure}
-_ONE_STAGE = ("train",)
-_AMOUNTS = ("exaflops", "images_seen")  # Columns that every point has.
+_COLUMNS = ("exaflops", "images_seen", "name")  # Of every point.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class StudyConfig:
 
     axes: Mapping[str, Sequence]
     scores: Mapping[str, str]
-    stages: Sequence[str] = _ONE_STAGE
+    stages: Sequence[str] = ("train",)
     measure: str = "train"
     seeds: int = 1
     tune: Mapping[str, Mapping[str, Sequence | Mapping[str, Sequence]]] = (
@@ -139,7 +138,7 @@ def _check_tuned_by_axis(config: StudyConfig, path: str) -> None:
 
 def _check_drawings(config: StudyConfig, path: str) -> None:
     """Raises UserError if a figure or a law is of a column that no point has."""
-    columns = [*config.axes, *config.labels, *_AMOUNTS]
+    columns = [*config.axes, *config.labels, *_COLUMNS]
     for name, x_of in (("figures", [*columns, "step"]), ("laws", columns)):
         for one in getattr(config, name):
             # A curve in training is of an evaluation, not of a score.

@@ -1,7 +1,6 @@
 """VTAB-1k (arXiv:1910.04867): 19 tasks of 1,000 images, in three groups."""
 
 import dataclasses
-import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from vit_jax.data import catalogue
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
+from vit_jax.files import read_json
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.transfer import Study, say
 from vit_jax.training import lock
@@ -154,7 +154,7 @@ class Benchmark:
         path = epath.Path(self.workdir) / FILE
         if not path.exists():
             return {}
-        held = json.loads(path.read_text())
+        held = read_json(path)
         own = {"model": self.model, **self.settings}
         told = {key: held.get(key, value) for key, value in own.items()}
         if changed := fields.differences(told, own):
