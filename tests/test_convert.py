@@ -316,7 +316,7 @@ def test_a_disk_that_fails_leaves_nothing_and_keeps_what_was_there(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vit_jax.weights.formats.timm.save_file", fail)
+    monkeypatch.setattr("safetensors.numpy.save_file", fail)
     with pytest.raises(UserError, match="cannot be written: .*No space left"):
         export.export(made(), "timm", out, overwrite=True)
     assert {path: path.read_bytes() for path in out.iterdir()} == before

@@ -82,21 +82,7 @@ WEIGHTS = [
 @pytest.mark.parametrize("to", sorted(WEIGHTS))
 def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
     out = tmp_path / f"a{registry.WRITERS[to].suffix}"
-    bare = to.removeprefix("hf_") in ("mae", "dinov2", "dinov3")
-    plain = {"num_classes": 0, "activation": "gelu", "mlp_dim": 24} if bare else {}
-    plain |= {
-        "hf_clip": {"pre_norm": True, "num_classes": 0},
-        "hf_dinov3": {"rope": "centered", "posemb": "none"},
-        "hf_beit": {"relative_bias": "every"},
-        "hf_ijepa": {"pool": "gap"},
-        "open_clip": {"pre_norm": True, "num_classes": 0, "activation": "gelu"},
-    }.get(to, {})
-    given = checkpoint(encoder(**plain))
-    if to == "microsoft":
-        given = weights.open_pretrained(GOLDEN / "swin_v1.safetensors")
-    if to == "open_clip":
-        given = with_text_tower(given)
-    export.export(given, to, out)
+    export.export(written_as(to), to, out)
     tensors = files.read(out)
     reader = registry.find_reader(tensors)
     others = [
@@ -113,6 +99,40 @@ def test_one_reader_recognises_what_a_writer_writes(tmp_path, to):
     assert dataclasses.asdict(reader.read(tensors, 3))["source"] == str(out)
 
 
+def written_as(to):
+    """Returns a checkpoint that a writer takes."""
+    bare = to.removeprefix("hf_") in ("mae", "dinov2", "dinov3")
+    plain = {"num_classes": 0, "activation": "gelu", "mlp_dim": 24} if bare else {}
+    plain |= {
+        "hf_clip": {"pre_norm": True, "num_classes": 0},
+        "hf_dinov3": {"rope": "centered", "posemb": "none"},
+        "hf_beit": {"relative_bias": "every"},
+        "hf_ijepa": {"pool": "gap"},
+        "open_clip": {"pre_norm": True, "num_classes": 0, "activation": "gelu"},
+    }.get(to, {})
+    given = checkpoint(encoder(**plain))
+    if to == "microsoft":
+        given = weights.open_pretrained(GOLDEN / "swin_v1.safetensors")
+    return with_text_tower(given) if to == "open_clip" else given
+
+
+@pytest.mark.parametrize("to", sorted(WEIGHTS))
+def test_the_memory_order_of_arrays_changes_no_file(tmp_path, to):
+    given = written_as(to)
+    transposed = dataclasses.replace(
+        given,
+        params=jax.tree.map(np.asfortranarray, given.params),
+        task_params=jax.tree.map(np.asfortranarray, given.task_params),
+    )
+    out = [tmp_path / f"{name}{registry.WRITERS[to].suffix}" for name in "ab"]
+    for path, one in zip(out, (given, transposed)):
+        export.export(one, to, path)
+    expected, found = (files.read(path).flat for path in out)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 def with_text_tower(pretrained):
     """Returns a checkpoint with a small text tower and CLIP's projection."""
     about = {"vocab_size": 9, "width": 8, "depth": 1, "num_heads": 2, "causal": True}
@@ -121,7 +141,8 @@ def with_text_tower(pretrained):
     module = text.TextConfig(**about).build(5, 6, "float32")
     tower = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), text.shapes(module))
     width = pretrained.params["Transformer"]["encoder_norm"]["bias"].size
-    params = {"text": tower, "projection": {"kernel": np.ones((width, 6), np.float32)}}
+    kernel = np.arange(6 * width, dtype=np.float32).reshape(width, 6)
+    params = {"text": tower, "projection": {"kernel": kernel}}
     params["logit_scale"] = np.ones(1, np.float32)
     task = {"name": "contrastive", "text": about}
     return dataclasses.replace(pretrained, task=task, task_params=params)

@@ -8,7 +8,7 @@ from trees import assert_same, encoder, random_flat
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained, open_pretrained
-from vit_jax.weights.formats import native
+from vit_jax.weights.formats import files, native
 
 
 def example(**changes):
@@ -90,7 +90,7 @@ def test_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     (tmp_path / "a.safetensors").write_bytes(b"before")
-    monkeypatch.setattr(native.safetensors.numpy, "save_file", full)
+    monkeypatch.setattr(files.safetensors.numpy, "save_file", full)
     with pytest.raises(UserError, match="cannot be written: No space left"):
         native.write(pretrained, tmp_path / "a.safetensors")
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"before"]

@@ -1,14 +1,19 @@
-"""Reads weight files of every kind, recognised by content, as one dict of arrays."""
+"""Weight files of every kind, recognised by content, as one dict of arrays.
+
+Every .safetensors file of this project is written here.
+"""
 
 import dataclasses
 import json
 import os
 import pathlib
 import zipfile
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
 import safetensors
+import safetensors.numpy
 
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import torch_file
@@ -89,6 +94,41 @@ def read(path: str | os.PathLike) -> Tensors:
         raise UserError(f"{path} holds no arrays: give a file with weights")
     folder = path if path.is_dir() else path.parent
     return Tensors(flat, metadata, _sidecars(folder) if described else {}, str(path))
+
+
+def write_safetensors(
+    path: str | os.PathLike,
+    arrays: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes a .safetensors file atomically, and compares what it holds.
+
+    Args:
+      path: of the file; its folder exists.
+      arrays: by name, in any memory order.
+      metadata: for the header.
+
+    Raises:
+      UserError: the file cannot be written, or reads back as other arrays.
+    """
+    # safetensors 0.8.0 writes memory in its order, which scrambles transposed views.
+    arrays = {name: np.asarray(value, order="C") for name, value in arrays.items()}
+    path = pathlib.Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        safetensors.numpy.save_file(arrays, part, dict(metadata))
+        with safetensors.safe_open(part, framework="np") as file:
+            for name, value in arrays.items():
+                if file.get_tensor(name).tobytes() != value.tobytes():
+                    raise UserError(
+                        f"{path} cannot be written: {name} reads back as other numbers; "
+                        "check the disk and the version of safetensors"
+                    )
+        os.replace(part, path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path} cannot be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _folder(path: pathlib.Path) -> tuple[list[pathlib.Path], tuple[str, ...]]:

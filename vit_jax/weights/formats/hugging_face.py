@@ -14,13 +14,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import linen, torch_file
-from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
     CONV,
@@ -373,7 +372,7 @@ def write_folder(
     else:
         notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
     folder = pathlib.Path(folder)
-    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    write_safetensors(folder / "model.safetensors", arrays, {"format": "pt"})
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return notes

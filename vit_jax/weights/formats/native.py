@@ -9,15 +9,12 @@ of version 2.
 import dataclasses
 import json
 import os
-import pathlib
 
-import numpy as np
-import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models import text
-from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
@@ -110,21 +107,12 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         header |= {"task": pretrained.task, "tokenizer": pretrained.tokenizer}
         header["format_version"] = _VERSION
         parts[_TASK] = pretrained.task_params
-    # The library writes memory in its order, which would scramble transposed views.
     flat = {
-        prefix + name: np.asarray(value, order="C")
+        prefix + name: value
         for prefix, params in parts.items()
         for name, value in flatten_dict(params, sep="/").items()
     }
-    path = pathlib.Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        safetensors.numpy.save_file(flat, part, {METADATA_KEY: json.dumps(header)})
-        os.replace(part, path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path} cannot be written: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    write_safetensors(path, flat, {METADATA_KEY: json.dumps(header)})
     return []
 
 

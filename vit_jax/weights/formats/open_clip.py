@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.data import tokenizer
@@ -27,7 +26,7 @@ from vit_jax.weights.formats import (
     timm,
     torch_file,
 )
-from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
     SAME,
@@ -429,7 +428,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             "resize_mode": "squash" if how.squash else "shortest",
         }
     folder = pathlib.Path(folder)
-    save_file(arrays, folder / _WEIGHTS, {"format": "pt"})
+    write_safetensors(folder / _WEIGHTS, arrays, {"format": "pt"})
     (folder / _CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
     return notes + tokenizer.copy_files(pretrained.tokenizer, folder)
 

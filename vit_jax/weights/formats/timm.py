@@ -12,13 +12,12 @@ import re
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import save_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import linen, timm_config, timm_networks, torch_file
-from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
     CONV,
@@ -396,7 +395,7 @@ def write_folder(
     if pretrained.loss == "sigmoid":
         notes.append("loss: the config does not say that it was sigmoid, not softmax")
     folder = pathlib.Path(folder)
-    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    write_safetensors(folder / "model.safetensors", arrays, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return notes
 

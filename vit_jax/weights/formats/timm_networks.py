@@ -244,7 +244,7 @@ def from_plain(
             renamed |= {f"{fc1[1]}_g.{fc1[2]}": gate, f"{fc1[1]}_x.{fc1[2]}": other}
         else:
             renamed[name] = value
-    return {name: np.ascontiguousarray(value) for name, value in renamed.items()}
+    return renamed
 
 
 def turn_features(

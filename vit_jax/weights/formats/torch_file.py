@@ -580,7 +580,7 @@ def to_their_arrays(
       table: of the network, with each of our arrays once.
 
     Returns:
-      Theirs by name, contiguous.
+      Theirs by name.
 
     Raises:
       UserError: one of our arrays is missing or left over.
@@ -594,8 +594,8 @@ def to_their_arrays(
         if names:
             raise UserError(f"the model {what.format(min(names))}: it is not complete")
     return {
-        entry.theirs: np.ascontiguousarray(
-            entry.layout.to_theirs([np.asarray(flat[name]) for name in entry.ours])
+        entry.theirs: entry.layout.to_theirs(
+            [np.asarray(flat[name]) for name in entry.ours]
         )
         for entry in table
     }
