@@ -1,3 +1,6 @@
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
+from vit_jax.models.vit import ViTConfig
 from vit_jax.training import optim
 
 DECAY, DEPTH = 0.6, 3
@@ -61,32 +65,69 @@ def test_the_resnet_of_a_hybrid_is_its_input(variant):
     assert set(stem) == {found["embedding/kernel"]} == {DECAY ** (DEPTH + 1)}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"posemb": "learned2d", "posemb_placement": "every", "pool": "map"},
-        {"posemb": "relative", "posemb_placement": "every"},
-        {"posemb": "relative", "posemb_placement": "shared"},
-        {"posemb": "sincos2d", "pool": "gap", "class_token": True},
-        {"distillation": True, "fc_norm": True, "representation_layer": True},
-        {"num_register_tokens": 2, "layer_scale_init": 0.1, "activation": "swiglu"},
-    ],
-)
+# Of what an option needs beside it, and numbers that add parameters.
+WITH = {
+    "class_token": {"pool": "gap"},
+    "posemb_placement": {"posemb": "relative"},
+    "posemb": {"posemb_placement": "every"},
+    "num_register_tokens": {"num_register_tokens": 2},
+    "layer_scale_init": {"layer_scale_init": 0.1},
+}
+
+
+def every_option():
+    """Yields options of a Vision Transformer, each key with each of its values once."""
+    for field in dataclasses.fields(ViTConfig):
+        if (
+            field.name == "attention_impl"
+        ):  # Without parameters, and of some devices only.
+            continue
+        values = field.metadata["config"].choices
+        for value in (False, True) if field.type is bool else values:
+            more = {} if value == "stem" else WITH.get(field.name, {})
+            if field.name == "posemb" and value != "relative":
+                more = {}
+            yield {**more, field.name: value}
+    yield from (WITH["num_register_tokens"], WITH["layer_scale_init"])
+    yield {"posemb": "learned2d", "posemb_placement": "every", "pool": "map"}
+    yield {"distillation": True, "fc_norm": True, "representation_layer": True}
+
+
+@pytest.mark.parametrize("options", list(every_option()), ids=str)
 def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
-    found = flat(optim.layer_factors(shapes(**options), DECAY))
-    assert all(0 < factor <= 1 for factor in found.values())
+    given = shapes(**options)
+    found = flat(optim.layer_factors(given, DECAY))
     for name, factor in found.items():
+        # Below the factors of all layers together, or of one.
+        assert ((0 < np.asarray(factor)) & (np.asarray(factor) <= 1)).all(), name
+        np.broadcast_to(factor, flat(given)[name].shape)
         if name.startswith(("head", "fc_norm", "pre_logits", "MAPHead_0")):
             assert factor == 1, name
-    if options.get("num_register_tokens"):
-        assert found["register_tokens"] == found["cls"] == DECAY ** (DEPTH + 1)
-        block = "Transformer/encoderblock_0"
-        for name in ("LayerScale_1/gamma", "MlpBlock_3/gate/kernel"):
-            assert found[f"{block}/{name}"] == pytest.approx(DECAY**DEPTH)
-    if options.get("posemb_placement") == "every":
-        of_last = [f for name, f in found.items() if f"embedding_{DEPTH - 1}" in name]
-        of_last += [f for name, f in found.items() if f"posembed_{DEPTH - 1}/" in name]
-        assert of_last and set(of_last) == {DECAY}
+        elif number := re.search(r"(?:block|bias|embedding|posembed)_(\d+)(/|$)", name):
+            layer = int(number[1])
+            layer = -1 if name.startswith("Transformer/posembed_0") else layer
+            assert factor == pytest.approx(DECAY ** (DEPTH - layer)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("register_tokens", {"num_register_tokens": 2}),
+        ("Transformer/pre_norm/scale", {"pre_norm": True}),
+        ("Transformer/relative_bias", {"relative_bias": "shared"}),
+    ],
+)
+def test_what_stands_before_all_blocks_is_of_the_first_layer(name, options):
+    found = flat(optim.layer_factors(shapes(**options), DECAY))
+    assert found[name] == found["cls"] == DECAY ** (DEPTH + 1)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_frequencies_of_all_blocks_move_as_their_blocks(scan):
+    given = shapes(rope="mixed", scan=scan)
+    found = flat(optim.layer_factors(given, DECAY))["Transformer/rope_frequencies"]
+    np.testing.assert_allclose(found.ravel(), [DECAY**3, DECAY**2, DECAY], rtol=1e-6)
+    assert len(flat(given)["Transformer/rope_frequencies"].shape) == found.ndim
 
 
 def test_blocks_of_all_stages_count_as_layers():

@@ -512,15 +512,17 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
 _INPUT = re.compile(
     r"(cls|dist|register_tokens)$"
     r"|(embedding|embedding_norm|conv_root|gn_root|block\d+|posembed_input)/"
-    r"|Transformer/(posembed_input|posembed_0)/"
+    r"|Transformer/(posembed_input|posembed_0|pre_norm)/"
+    r"|Transformer/relative_bias$"  # The table that all blocks share, as in timm's BEiT.
 )
 # Of a Vision Transformer, a Mixer or an Axial-ViT, and of the stages of a Swin Transformer.
 # What is added before or within a block belongs to it.
 _BLOCK = re.compile(
-    r"(?:Transformer/(?:encoderblock|posembed|relative_embedding)|MixerBlock"
+    r"(?:Transformer/(?:encoderblock|posembed|relative_(?:embedding|bias))|MixerBlock"
     r"|(?:row|column)_block|stage_(\d+)/block)_(\d+)"
 )
 _MERGE = re.compile(r"stage_(\d+)/merge")  # After the last block of a stage, and of it.
+_ALL_BLOCKS = "Transformer/rope_frequencies"  # With a leading axis of blocks.
 _OUTPUT = re.compile(
     # One table for the attention of all blocks; BEiT has it at the full rate too.
     r"Transformer/(encoder_norm/|relative_embedding$)"
@@ -561,7 +563,8 @@ def layer_factors(params: dict, decay: float) -> dict:
     Args and Raises: as `scale_by_layer`.
 
     Returns:
-      Nested dict of floats; of stacked blocks, arrays that broadcast against them.
+      Nested dict of floats; of what has an axis of blocks, arrays that broadcast against
+      it.
     """
     blocks = set()
 
@@ -577,9 +580,13 @@ def layer_factors(params: dict, decay: float) -> dict:
         )
     blocks = sorted(blocks)
     depth = len(blocks)
-    return stacking.map_paths(
-        params, lambda path: decay ** (depth + 1 - _layer(path, blocks))
-    )
+
+    def factor(path):
+        if path == _ALL_BLOCKS:
+            return decay ** np.arange(depth, 0.0, -1)[:, None, None, None]
+        return decay ** (depth + 1 - _layer(path, blocks))
+
+    return stacking.map_paths(params, factor)
 
 
 def _layer(path: str, blocks: list[tuple[int, int]]) -> int:
