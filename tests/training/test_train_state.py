@@ -6,11 +6,11 @@ import pytest
 from vit_jax.training import train_state
 
 
-def averages(values, decay):
+def averages(values, decay, warmup=True):
     average = {"a": jnp.float32(100.0)}  # A start far away.
     for step, value in enumerate(values, 1):
         average = train_state.update_ema(
-            average, {"a": jnp.float32(value)}, jnp.int32(step), decay
+            average, {"a": jnp.float32(value)}, jnp.int32(step), decay, warmup
         )
     return float(average["a"])
 
@@ -21,7 +21,7 @@ def test_average_of_a_short_run_forgets_its_start():
 
 def test_average_of_a_long_run_uses_the_decay():
     one = train_state.update_ema(
-        {"a": jnp.float32(0)}, {"a": jnp.float32(1)}, jnp.int32(10**6), 0.999
+        {"a": jnp.float32(0)}, {"a": jnp.float32(1)}, jnp.int32(10**6), 0.999, True
     )
     assert float(one["a"]) == pytest.approx(0.001, rel=1e-3)
 
@@ -32,7 +32,12 @@ def test_average_follows_the_closed_form_of_the_first_steps():
     assert averages([3.0, 7.0], 0.9999) == pytest.approx(expected, rel=1e-5)
 
 
+def test_average_without_a_warmup_has_the_decay_of_timm_from_the_first_step():
+    expected = 0.9 * (0.9 * 100 + 0.1 * 3) + 0.1 * 7
+    assert averages([3.0, 7.0], 0.9, warmup=False) == pytest.approx(expected, rel=1e-6)
+
+
 def test_average_stays_exactly_at_equal_parameters():
     params = {"a": jax.random.normal(jax.random.key(0), (11,))}
-    same = train_state.update_ema(params, params, jnp.int32(4), 0.9)
+    same = train_state.update_ema(params, params, jnp.int32(4), 0.9, True)
     np.testing.assert_array_equal(same["a"], params["a"])

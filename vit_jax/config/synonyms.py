@@ -16,6 +16,7 @@ _WORDS = {
         "augmentation augment colorjitter reprob randomerasing hflip ppcommon pp"
     ),
     "ema.decay": "ema emadecay modelema polyak polyakdecay",
+    "ema.warmup": "emawarmup modelemawarmup usewarmup",
     "epochs": "epoch numepochs numtrainepochs totalepochs",
     "init.checkpoint": "pretrained finetune resume modelinit initialcheckpoint",
     "model.drop_path_rate": "droppath stochasticdepth stochdepth",

@@ -33,6 +33,11 @@ class EmaConfig:
         below=1,
         formerly="average.decay",
     )
+    warmup: bool = key(
+        True,
+        "Weigh it in the first steps by (1 + step) / (10 + step) instead, until that is "
+        "larger: 90,000 steps at 0.9999.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

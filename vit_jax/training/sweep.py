@@ -94,7 +94,7 @@ class _StepOfRate:
                 sharpness.radius(config.optim, rate, peak, run),
                 sharpness.splits(config.optim, config.batch_size, mesh),
                 config.optim,
-                config.ema.decay,
+                config.ema,
                 mesh,
                 shardings,
             )

@@ -68,18 +68,22 @@ def run_key(seed: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), 1)
 
 
-def update_ema(old: dict, params: dict, step: jax.Array, decay: float) -> dict:
+def update_ema(
+    old: dict, params: dict, step: jax.Array, decay: float, warmup: bool
+) -> dict:
     """Moves the Polyak average towards the parameters.
 
     Args:
       old: average so far.
       params: after the step.
       step: steps taken, this one included.
-      decay: weight of the old average in a long run. The first steps use less,
-        (1 + step) / (10 + step), so that a short run is not stuck at its initial values.
+      decay: weight of the old average.
+      warmup: whether the first steps use less, (1 + step) / (10 + step), so that a short
+        run is not stuck at its initial values.
 
     Returns:
       The new average.
     """
-    decay = jnp.minimum(decay, (1 + step) / (10 + step))
+    if warmup:
+        decay = jnp.minimum(decay, (1 + step) / (10 + step))
     return jax.tree.map(lambda a, p: a + (1 - decay) * (p - a), old, params)

@@ -23,7 +23,7 @@ from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.models import stacking
 from vit_jax.tasks.task import Task, backbone_path
 from vit_jax.training import optim, sharpness
-from vit_jax.training.config import TrainConfig
+from vit_jax.training.config import EmaConfig, TrainConfig
 from vit_jax.training.optim import OptimConfig
 from vit_jax.training.schedules import Schedule
 from vit_jax.training.train_state import (
@@ -199,7 +199,7 @@ def build_train_setup(
         to_disk = functools.partial(convert, function=unstack)
         from_disk = functools.partial(convert, function=stack)
     step = make_train_step(
-        task, tx, rate, rho, splits, config.optim, config.ema.decay, mesh, shardings
+        task, tx, rate, rho, splits, config.optim, config.ema, mesh, shardings
     )
     batch_sharding = meshes.batched(mesh)
     flops = task.training_flops()
@@ -269,7 +269,7 @@ def make_train_step(
     rho: Schedule,
     splits: tuple[int, int],
     config: OptimConfig,
-    ema_decay: float,
+    ema: EmaConfig,
     mesh: Mesh,
     shardings: TrainState,
 ) -> Step:
@@ -282,7 +282,7 @@ def make_train_step(
       rho: radius of SAM, from `sharpness.radius`.
       splits: of the batch, from `sharpness.splits`.
       config: section `optim`; SAM and freezing are read.
-      ema_decay: of the parameters' moving average; not read if the state has none.
+      ema: section `ema`; not read if the state has no average.
       mesh: of all devices.
       shardings: of each array of the state.
 
@@ -319,7 +319,7 @@ def make_train_step(
         step = state.step + 1
         average = state.average
         if average is not None:
-            average = update_ema(average, params, step, ema_decay)
+            average = update_ema(average, params, step, ema.decay, ema.warmup)
         metrics = metrics | {
             "grad_norm": optax.tree.norm(grads),
             "param_norm": optax.tree.norm(params),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 
 import jax
@@ -138,6 +139,21 @@ def test_one_program_replaces_another(tmp_path):
     written(made(classes=3), "stablehlo", folder, overwrite=True)
     assert in_jax(folder)(images(1))["logits"].shape == (1, 3)
     assert (folder / "mine.txt").read_text() == "stays"
+
+
+def test_the_command_prints_nothing_of_jax2onnx(tmp_path):
+    pytest.importorskip("jax2onnx")
+    export.export(made(), "safetensors", tmp_path / "x.safetensors")
+    words = f"--model={tmp_path}/x.safetensors", "--to=onnx", f"--out={tmp_path}/out"
+    # In a process of its own, because warnings come with its first import.
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_jax.convert", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for word in ("Traceback", "jax2onnx.", "WARNING:jax2onnx"):
+        assert word not in done.stdout + done.stderr
 
 
 def test_without_the_extra_the_line_says_what_to_install(tmp_path, monkeypatch):

@@ -23,15 +23,16 @@ def write(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
     Raises:
       UserError: the extra is not installed.
     """
+    for name in ("jax2onnx", "onnx_ir"):  # They warn of optional parts and each shape.
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with _silenced():  # Importing it tells which of its optional parts fail.
+        with _silenced():
             import jax2onnx
     except ImportError as error:
         raise UserError(
             f"--to=onnx needs jax2onnx ({error}): pip install -e '.[onnx]' in the clone"
         ) from error
     built = program.build(pretrained)
-    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # It warns of each shape.
     # It prints what it traces, and adds vectors to images.
     with _silenced(), jax.numpy_rank_promotion("allow"):
         jax2onnx.to_onnx(
