@@ -142,7 +142,8 @@ def open_pretrained(
         )
     tensors = dataclasses.replace(files.read(path), image_size=image_size)
     try:
-        found = registry.find_reader(tensors).read(tensors, num_heads)
+        reader, tensors = registry.find_reader(tensors)
+        found = reader.read(tensors, num_heads)
         for key, value in flatten_dict(found.params, sep="/").items():
             if value.ndim:  # Scalars, such as step counters, are not weights.
                 torch_file.check_floating(key, value, name)
@@ -163,7 +164,8 @@ def open_pretrained(
         ) from error
     # By its name, because files of a tokenizer are not downloaded with weights.
     tokenizer = name if found.tokenizer == tensors.path else found.tokenizer
-    return dataclasses.replace(found, source=name, tokenizer=tokenizer)
+    notes = (*tensors.notes, *found.notes)
+    return dataclasses.replace(found, source=name, tokenizer=tokenizer, notes=notes)
 
 
 def load(

@@ -217,7 +217,8 @@ def read_shapes(name, folder, **changes):
     }
     sidecars = {"config.json": json.loads((folder / "config.json").read_text())}
     tensors = files.Tensors(flat, {}, sidecars, name)
-    return network, registry.find_reader(tensors).read(tensors, 0)
+    reader, tensors = registry.find_reader(tensors)
+    return network, reader.read(tensors, 0)
 
 
 ROPES = {

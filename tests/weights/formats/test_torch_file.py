@@ -162,10 +162,10 @@ def test_every_kind_of_number_is_read_and_halves_are_widened(tmp_path, write):
 
 
 @pytest.mark.parametrize(
-    ("key", "prefix"),
-    [("model", ""), ("state_dict", "module."), ("model_ema", "_orig_mod.")],
+    "key",
+    ["model", "state_dict", "model_ema", "model_state_dict", "net", "weights"],
 )
-def test_a_training_checkpoint_gives_its_parameters(tmp_path, write, key, prefix):
+def test_a_training_checkpoint_gives_its_parameters(tmp_path, write, key):
     storage = floats()
     parameter = Call(
         Name("torch._utils", "_rebuild_parameter"),
@@ -173,14 +173,25 @@ def test_a_training_checkpoint_gives_its_parameters(tmp_path, write, key, prefix
     )
     content = {
         "epoch": 299,
-        "args": argparse.Namespace(lr=0.1),
-        key: {f"{prefix}a.weight": parameter, "step": 3}
-        if not prefix
-        else {f"{prefix}a.weight": parameter},
+        "args": argparse.Namespace(lr=0.1, out=pathlib.PurePosixPath("runs")),
+        "callbacks": {Call(Name("some.module", "Callback"), (3,)): {"best": 0.1}},
+        "optimizer": {"state": {0: {"exp_avg": parameter}}, "param_groups": [{}]},
+        key: {"a.weight": parameter, "step": 3},
     }
     found = torch_file.read(write(tmp_path / "a.pth", content, storage))
     assert found.keys() == {"a.weight"}
     np.testing.assert_array_equal(found["a.weight"], ROWS)
+
+
+def test_containers_are_opened_until_there_are_tensors(tmp_path):
+    storage = floats()
+    state = {"a": tensor(storage, (1,), (1,), offset=3)}
+    content = {"epoch": 1, "model": {"step": 2, "state_dict": state}}
+    found = torch_file.read(write_zip(tmp_path / "a.pth", content, storage))
+    np.testing.assert_array_equal(found["a"], [3])
+    path = write_zip(tmp_path / "b.pth", {"generator": state, "critic": state}, storage)
+    with pytest.raises(UserError, match="tensors under generator, critic"):
+        torch_file.read(path)
 
 
 def test_averaged_parameters_come_before_the_others(tmp_path):

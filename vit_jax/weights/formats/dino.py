@@ -15,7 +15,7 @@ from vit_jax.weights.pretrained import IMAGENET, Preprocess, Pretrained
 
 _TEACHER = f"{torch_file.TEACHER}."
 # Before the names of a backbone beside its head; with wrappers of PyTorch's.
-_INSIDE = re.compile(rf"({re.escape(_TEACHER)})?(module\.)?backbone\.")
+_INSIDE = re.compile(rf"({re.escape(_TEACHER)})?((module|_orig_mod)\.)*backbone\.")
 _NAMES = (
     (r"^register_tokens$", "reg_token"),
     (r"\.mlp\.w12\.", ".mlp.fc1."),

@@ -55,6 +55,7 @@ class Tensors:
       path: of the file or folder.
       image_size: height and width that the caller states, for files that do not tell the
         sides of their grid; None if unknown.
+      notes: a line for what was left out.
     """
 
     flat: dict[str, np.ndarray]
@@ -62,6 +63,7 @@ class Tensors:
     sidecars: dict[str, dict]
     path: str
     image_size: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def read(path: str | os.PathLike) -> Tensors:

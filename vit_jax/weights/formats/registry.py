@@ -69,8 +69,13 @@ READERS: dict[str, Reader] = {}  # By the name in messages.
 WRITERS: dict[str, Writer] = {}  # By the value of the flag --to.
 
 
-def find_reader(tensors: Tensors) -> Reader:
-    """Returns the format that a file is in.
+# Modules in which training scripts wrap a network: DistributedDataParallel,
+# torch.compile, and those of Lightning.
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "net.", "network.")
+
+
+def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
+    """Returns the format that a file is in, and its arrays without wrappers.
 
     Args:
       tensors: of the file.
@@ -78,14 +83,38 @@ def find_reader(tensors: Tensors) -> Reader:
     Raises:
       UserError: the file is in none of the registered formats.
     """
-    # The last registered is asked first: exported files of this project have the names
-    # of google's, and a module of a user's may refine a format of ours.
-    for reader in reversed(READERS.values()):
-        if reader.recognises(tensors):
-            return reader
+    inner = tensors
+    while inner is not None:
+        # The last registered is asked first: exported files of this project have the
+        # names of google's, and a module of a user's may refine a format of ours.
+        for reader in reversed(READERS.values()):
+            if reader.recognises(inner):
+                return reader, inner
+        inner = _unwrap(inner)
     names = sorted(tensors.flat)
     shown = ", ".join(names[:: max(1, len(names) // 3)][:3])
     raise UserError(
         f"{tensors.path} is in none of the known formats ({', '.join(READERS)}): its "
         f"{len(names)} arrays have names such as {shown}"
+    )
+
+
+def _unwrap(tensors: Tensors) -> Tensors | None:
+    """Returns the arrays below the module that all are in, or below a known wrapper."""
+    first = {name.partition(".")[0] + "." for name in tensors.flat if "." in name}
+    if len(first) == 1 and all("." in name for name in tensors.flat):
+        prefix = first.pop()
+    else:
+        prefix = next((p for p in _WRAPPERS if p in first), None)
+    if prefix is None:
+        return None
+    inside = {k: v for k, v in tensors.flat.items() if k.startswith(prefix)}
+    outside = sorted(tensors.flat.keys() - inside.keys())
+    notes = (
+        (f"outside of {prefix}*: {', '.join(outside)}, left out",) if outside else ()
+    )
+    return dataclasses.replace(
+        tensors,
+        flat={name.removeprefix(prefix): value for name, value in inside.items()},
+        notes=(*tensors.notes, *notes),
     )

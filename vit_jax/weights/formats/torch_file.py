@@ -1,7 +1,8 @@
 """PyTorch without PyTorch: files of `torch.save`, and its array layouts.
 
 A file (.pth, .pt, .bin) is a pickle, which names functions to call. Here each name is
-looked up in one short table and never imported, so a hostile file can run nothing. There
+looked up in one short table and never imported, so a hostile file can run nothing; any
+other name, such as a path among the settings of a training, becomes a placeholder. There
 are two containers: a zip archive (`data.pkl` and one record per storage; PyTorch 1.6 and
 later), and before that a stream of pickles followed by the storages.
 
@@ -16,6 +17,7 @@ import math
 import os
 import pickle
 import pickletools
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -32,11 +34,14 @@ Arrays = list[np.ndarray]
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 TEACHER = "teacher"
 # Names under which training scripts store parameters, averaged ones first.
-_CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict", TEACHER)
+_CONTAINERS = (
+    *("model_ema", "state_dict_ema", "ema_state_dict", "ema"),
+    *("model", "state_dict", "model_state_dict", "module", "net", "network", TEACHER),
+)
+_TRAINING = re.compile("optim|sched|scaler|amp")  # Keys of what is no network.
 # A pickle holds names and shapes, some hundred bytes per tensor. Python's objects for it
 # take up to a hundred times its size.
 _PICKLE_BYTES = 16 << 20
-_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel; torch.compile.
 
 # Trained float32 weights deflate to 93 % of their size, rounded to bfloat16 to 47 %, to
 # 4 bits to 14 %, and 99 % pruned to 1.6 %. Only constants go beyond (zeros to 0.1 %).
@@ -49,15 +54,16 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """Reads the tensors of a file of `torch.save`.
 
     Args:
-      path: of a state dict, or of a checkpoint that has one under "model_ema",
-        "state_dict_ema", "model", "state_dict" or, as DINO does, "teacher".
+      path: of a state dict, or of a checkpoint that has one at any depth: the first of
+        "model_ema", "model", "state_dict", ... or, as DINO does, "teacher", else the
+        only one.
 
     Returns:
       Arrays by name; float16 and bfloat16 are widened to float32. Names of a teacher
       begin with "teacher.".
 
     Raises:
-      UserError: damaged, no state dict, or it names anything but tensors.
+      UserError: damaged, no state dict, or with anything but tensors in it.
     """
     try:
         with epath.Path(path).open("rb") as stream:
@@ -164,23 +170,48 @@ def check_expansion(expanded: int, size: int, what: str) -> None:
 
 
 def _state_dict(content: Any) -> dict[str, "_Tensor"]:
+    if isinstance(content, _Placeholder):
+        raise _Refused(content.name)
     if not isinstance(content, dict):
         raise TypeError(f"it holds a {type(content).__name__}, not a state dict")
-    key = next((k for k in _CONTAINERS if isinstance(content.get(k), dict)), None)
-    tensors = {
-        name: value
-        for name, value in (content if key is None else content[key]).items()
-        if isinstance(value, _Tensor)
-    }
+    keys = []
+    while (key := _find_container(content)) is not None:
+        keys.append(key)
+        content = content[key]
+    tensors = {k: v for k, v in content.items() if isinstance(v, _Tensor)}
+    for value in content.values():  # It may stand for a tensor of another kind.
+        if isinstance(value, _Placeholder) and value.name != _SETTINGS:
+            raise _Refused(value.name)
     if not tensors:
-        keys = ", ".join(map(str, list(content)[:4]))
-        raise ValueError(f"it has no tensors, only {keys or 'nothing'}")
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {k.removeprefix(prefix): v for k, v in tensors.items()}
-    if key == TEACHER:
+        names = ", ".join(map(str, list(content)[:4]))
+        raise ValueError(f"it has no tensors, only {names or 'nothing'}")
+    if TEACHER in keys:
         return {f"{TEACHER}.{name}": value for name, value in tensors.items()}
     return tensors
+
+
+def _find_container(content: dict) -> str | None:
+    """Returns the key under which the parameters are; None if they are not below."""
+    found = [k for k, v in content.items() if isinstance(k, str) and _has_tensors(v)]
+    for key in _CONTAINERS:
+        if key in found:
+            return key
+    if any(isinstance(value, _Tensor) for value in content.values()):
+        return None
+    found = [key for key in found if not _TRAINING.match(key)]
+    if len(found) > 1:
+        raise ValueError(
+            f"it has tensors under {', '.join(found)}: save one of them alone"
+        )
+    return found[0] if found else None
+
+
+def _has_tensors(content: Any) -> bool:
+    """Returns whether it is a dict with tensors at any depth, all keys being names."""
+    return isinstance(content, dict) and any(
+        isinstance(key, str) and (isinstance(value, _Tensor) or _has_tensors(value))
+        for key, value in content.items()
+    )
 
 
 @dataclasses.dataclass
@@ -231,17 +262,26 @@ class _Tensor:
 
 
 class _Refused(Exception):
-    """A pickle names something that is not in `_KNOWN`."""
+    """A state dict needs something that is not in `_KNOWN`."""
 
 
-class _Ignored:
-    """Placeholder for the settings of a training script; discards its arguments."""
+class _Placeholder:
+    """Stands for any object of a class that is not known, and keeps nothing of it.
+
+    Attributes:
+      name: of the class or function that the pickle asks for.
+    """
+
+    name = ""
 
     def __init__(self, *args, **kwargs):
         pass
 
-    def __setstate__(self, state):
-        pass
+    def _ignore(self, *args, **kwargs):
+        return self
+
+    # What an unpickler does with an object.
+    __call__ = __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
 def _rebuild_tensor(storage, offset, size, stride, *rest) -> _Tensor:
@@ -259,7 +299,6 @@ _KNOWN = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-    ("argparse", "Namespace"): _Ignored,
 } | {
     ("torch", f"{name}Storage"): dtype
     for name, dtype in {
@@ -277,8 +316,11 @@ _KNOWN = {
 }
 
 
+_SETTINGS = "argparse.Namespace"  # May stand beside tensors.
+
+
 class _Unpickler(pickle.Unpickler):
-    """Resolves names by `_KNOWN` only, and collects storages.
+    """Resolves names by `_KNOWN` only, others to placeholders, and collects storages.
 
     Args:
       stream: of the pickle.
@@ -291,7 +333,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
-            raise _Refused(f"{module}.{name}")
+            return type("Placeholder", (_Placeholder,), {"name": f"{module}.{name}"})
         return _KNOWN[module, name]
 
     def persistent_load(self, pid: tuple) -> _Storage:
@@ -348,7 +390,10 @@ def _read_legacy(stream: io.IOBase) -> Any:
     storages = {}
     protocol = stream.read(1)
     stream.seek(0)
-    if protocol != pickle.PROTO or _load(stream, {}) != _LEGACY_MAGIC:
+    first = _load(stream, {}) if protocol == pickle.PROTO else None
+    if isinstance(first, _Placeholder):
+        raise _Refused(first.name)
+    if first != _LEGACY_MAGIC:
         raise ValueError("it is neither a zip archive nor a stream of torch.save")
     for _ in ("protocol version", "system"):
         _load(stream, {})
