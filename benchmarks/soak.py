@@ -1,7 +1,7 @@
 """Kills a small run again and again, and compares its end with one left alone.
 
 Run: python benchmarks/soak.py [--kills=200] [--hosts=1,2] [--seed=0] [--steps=160]
-[--workers=1] [--one_host]
+[--workers=1] [--one_host] [--aimed]
 
 Each run is started, killed with SIGKILL at a random moment, uniform over the time that
 an undisturbed run takes from its start to its report, and started again, until it is
@@ -12,6 +12,10 @@ as many hosts, bit for bit, and with its metrics, each step once. A host that lo
 other must end by itself, with 75 and the name of the one that was lost. Images are files
 that loader processes read ahead. Starts share a cache of compiled programs; one in
 twenty finds it empty.
+
+Runs choose their best checkpoint by the scores of their evaluations. With --aimed each
+window near the end of a run gets a SIGKILL and a SIGTERM of its own, in runs of one
+process; after SIGTERM it has to end with 0 or 75.
 
 Prints what was being done at each kill, seen from outside: by the last line printed, and
 for a save by the unfinished folder on the disk; the exit codes of the hosts that lost the
@@ -54,6 +58,7 @@ def get_config(arg=None):
     c.model = dict(variant="Ti/4", width=48, depth=2, num_heads=3, mlp_dim=96)
     c.model.dropout = 0.1
     c.optim = dict(learning_rate=0.01, warmup_steps=5)
+    c.checkpoint = dict(best_metric="val/loss")
     c.evals = dict(val="val")
     c.log_every_steps = 1; c.eval_every_steps = EVALUATE; c.checkpoint_every_steps = 7
     return c
@@ -123,6 +128,14 @@ class Job:
     def running(self):
         """Tells whether any process of it runs."""
         return any(process.poll() is None for process in self.processes)
+
+    def printed(self, begin):
+        """Tells whether a line begins so."""
+        return any(line.startswith(begin) for line in list(self.lines[0]))
+
+    def saved(self, name):
+        """Tells whether a file is there, of a checkpoint or beside it."""
+        return (self.workdir / "checkpoints" / name).exists()
 
     def doing(self):
         """Says what the run is at, seen from outside."""
@@ -322,6 +335,43 @@ def punish(config, workdir, hosts, evaluate, seconds, rng, budget, seen, *, one_
             raise SystemExit(f"the run makes no progress\n{job.said()}")
 
 
+# Near the end of a run, as it is seen from outside.
+WINDOWS = {
+    "after the last step": lambda job, last: job.printed(f"step {last}/{last}  loss"),
+    "in the last save": lambda job, last: job.saved(f"{last}.unfinished"),
+    "in the last evaluation": lambda job, last: job.saved(f"{last}/checksums.json"),
+    "before the report": lambda job, last: job.printed(f"step {last}/{last}  top-1"),
+    "after the report": lambda job, _: (job.workdir / "report.json").exists(),
+}
+
+
+def aim(config, folder, evaluate, last, wanted, rng):
+    """Ends runs of one process in each window; returns how many went wrong."""
+    wrong = 0
+    for name, is_in in WINDOWS.items():
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            job = Job(config, folder / f"{name}, {number.name}", 1, evaluate)
+            while job.running() and not is_in(job, last):
+                time.sleep(0.002)
+            if name == "after the report":
+                time.sleep(rng.uniform(0, 0.5))
+            job.processes[0].send_signal(number)
+            (code,) = job.wait()
+            again = Job(config, job.workdir, 1, evaluate)
+            got = outcome(job.workdir) if again.wait() == [0] else {}
+            bad = [key for key in wanted if got.get(key) != wanted[key]]
+            if code not in (0, 75 if number == signal.SIGTERM else -number):
+                bad.append(f"code {code}")
+            wrong += bool(bad)
+            print(
+                f"{number.name} {name}: {code}, {', '.join(bad) or 'identical'}",
+                flush=True,
+            )
+            if bad:
+                print(job.said(), again.said(), flush=True)
+    return wrong
+
+
 def main():
     """Runs the soak and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -331,6 +381,7 @@ def main():
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--one_host", action="store_true")
+    parser.add_argument("--aimed", action="store_true")
     flags = parser.parse_args()
     rng, began = random.Random(flags.seed), time.monotonic()
     counts, different, rows = collections.Counter(), 0, []
@@ -355,6 +406,10 @@ def main():
                 f"{wanted['sha256'][:16]}",
                 flush=True,
             )
+            if flags.aimed and hosts == 1:
+                different += aim(
+                    *(folder / "soak.py", place, evaluate, flags.steps, wanted, rng)
+                )
             run = 0
             while share:
                 run += 1

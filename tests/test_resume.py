@@ -191,3 +191,18 @@ def test_sigterm_ends_the_digits_run_soon_at_any_time(tmp_path, training):
     assert process.returncode in (75, -signal.SIGTERM), out
     if training:
         assert "is saved in" in out
+
+
+@pytest.mark.slow
+def test_sigterm_after_the_report_ends_a_run_with_0_or_75(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG)
+    for delay in (0.0, 0.05, 0.1, 0.2, 0.4):
+        workdir = tmp_path / f"run{delay}"
+        process = start(path, workdir, "--config.total_steps=3", fork=False)
+        while not (workdir / "report.json").exists() and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode in (0, 75), (delay, out)

@@ -1,5 +1,6 @@
 """How a command ends when somebody ends it: signals, and output that nobody reads."""
 
+import atexit
 import io
 import os
 import select
@@ -37,6 +38,8 @@ def catch(*, trains: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _preempt)
+            # Python's own end would give the signal back its power to kill.
+            atexit.register(signal.signal, number, signal.SIG_IGN)
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
 

@@ -1,17 +1,24 @@
 """The best checkpoint by a metric, and early stopping: whole runs of a tiny model."""
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
+import signal
+import sys
 
 import numpy as np
 import pytest
 from helpers import tiny_config
 
-from vit_jax.errors import UserError
+from vit_jax.errors import Preempted, UserError
 from vit_jax.training import loop
 from vit_jax.training.best_checkpoint import BestCheckpoint, lower_is_better
+from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training.metric_logger import MetricLogger
+from vit_jax.training.periodic_actions import Evaluations
 from vit_jax.weights import workdir as workdirs
 
 METRIC = "val/loss"
@@ -63,11 +70,13 @@ def test_a_finished_run_evaluates_the_best_again(base, tmp_path):
     assert again["params_sha256"] == base[1]["params_sha256"]
 
 
-@pytest.mark.parametrize("killed_at", [2, 3, 5])
-def test_a_resumed_run_has_the_same_best(base, tmp_path, killed_at, monkeypatch):
-    class KilledError(Exception):
-        pass
+class KilledError(Exception):
+    """What ends a run here, at once."""
 
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("killed_at", [2, 3, 5])
+def test_a_resumed_run_has_the_same_best(base, tmp_path, killed_at, local, monkeypatch):
     run = BestCheckpoint.update
 
     def update(self, step, scores):
@@ -76,14 +85,65 @@ def test_a_resumed_run_has_the_same_best(base, tmp_path, killed_at, monkeypatch)
         return run(self, step, scores)
 
     config = make_config(checkpoint_every_steps=1)
+    if local:  # Then the step before is on the disk of the host alone.
+        disk = {"dir": str(tmp_path / "disk"), "every_steps": 1}
+        config = make_config(checkpoint_every_steps=100, local_checkpoint=disk)
+    workdir = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(KilledError):
         patch.setattr(BestCheckpoint, "update", update)
-        loop.train(config, tmp_path)
-    report = loop.train(config, tmp_path)
+        loop.train(config, workdir)
+    report = loop.train(config, workdir)
     assert report["best"] == base[1]["best"]
     assert report["params_sha256"] == base[1]["params_sha256"]
-    assert workdirs.steps(tmp_path) == workdirs.steps(base[0])
-    assert losses(tmp_path) == losses(base[0])
+    assert workdirs.steps(workdir) == workdirs.steps(base[0])
+    assert losses(workdir) == losses(base[0])
+
+
+@pytest.fixture(scope="module")
+def falling(tmp_path_factory):
+    """A run whose last step is its best."""
+    config = make_config(optim={"learning_rate": 0.01}, checkpoint_every_steps=1)
+    workdir = tmp_path_factory.mktemp("falling") / "run"
+    report = loop.train(config, workdir)
+    assert report["best"]["step"] == 6
+    return config, workdir, report
+
+
+@pytest.mark.parametrize(
+    ("call", "by_signal"),
+    [
+        (MetricLogger.log_metrics, True),
+        (Evaluations.run, True),
+        (Evaluations.run, False),
+        (MetricLogger.log_scores, False),
+        (BestCheckpoint.update, False),
+        (Checkpointer.demand, True),
+        (Checkpointer.demand, False),
+    ],
+    ids=lambda x: getattr(x, "__qualname__", str(x)),
+)
+def test_a_run_that_is_ended_near_its_end_hands_on_the_same(
+    falling, tmp_path, monkeypatch, call, by_signal
+):
+    config, undisturbed, wanted = falling
+
+    def ended(self, step, *args, **more):
+        if step == 6:
+            if not by_signal:
+                raise KilledError
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call(self, step, *args, **more)
+
+    owner = getattr(sys.modules[call.__module__], call.__qualname__.split(".")[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call.__name__, ended)
+        with contextlib.suppress(KilledError, Preempted):  # Or it was done.
+            loop.train(config, tmp_path)
+    report = loop.train(config, tmp_path)
+    for name in "best", "final", "params_sha256":
+        assert report[name] == wanted[name]
+    assert losses(tmp_path) == losses(undisturbed)
+    assert workdirs.steps(tmp_path) == workdirs.steps(undisturbed)
 
 
 def test_a_run_ends_early_and_stays_ended(base, tmp_path):

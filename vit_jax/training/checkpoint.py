@@ -73,7 +73,7 @@ class Checkpointer:
             layout.SUMMED: True,
             **metadata,
         }
-        self._best, self._writing_best = {}, threading.Lock()
+        self._best, self._tidying = {}, threading.Lock()
         self.failures = 0
         self._saving = None
         silence_orbax()
@@ -141,7 +141,7 @@ class Checkpointer:
             that the workdir hands on the newest.
         """
         self._best = record
-        self._write_best()
+        self._tidy()
 
     def save(
         self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0
@@ -211,9 +211,7 @@ class Checkpointer:
         first = jax.process_index() == 0
         if reason is None:
             self.latest, self._good = step, time.monotonic()
-            self._write_best()
-            if first:
-                self._remove_old()
+            self._tidy()
             return
         self.failures += 1
         if first:
@@ -225,17 +223,22 @@ class Checkpointer:
             )
             leftovers.remove_unfinished(self._folder, again_after=1.0)
 
+    def _tidy(self) -> None:
+        """Writes which checkpoint is best, once it is there, and removes old ones."""
+        if jax.process_index() == 0:
+            with self._tidying:  # A save may end meanwhile.
+                self._write_best()
+                self._remove_old()
+
     def _write_best(self) -> None:
-        """Writes which checkpoint is best, once it is there: now, or when it is saved."""
         path, record = self._folder.parent / layout.BEST_FILE, self._best
-        if jax.process_index() or layout.best(self._workdir) == record:
+        if layout.best(self._workdir) == record:
             return
         try:
-            with self._writing_best:
-                if not record:
-                    path.unlink(missing_ok=True)
-                elif record["step"] in layout.steps(self._workdir):
-                    replace_text(path, json.dumps(record))
+            if not record:
+                path.unlink(missing_ok=True)
+            elif record["step"] in layout.steps(self._workdir):
+                replace_text(path, json.dumps(record))
         except OSError as error:
             print_error(
                 f"warning: {path} cannot be written ({describe_failure(error)}); the next "

@@ -181,13 +181,15 @@ def _train(
 
     # The best so far, with evaluations that preemption interrupted.
     final, skipped = {}, 0
-    best = BestCheckpoint(config, logger.history, layout.steps(workdir))
+    best = BestCheckpoint(config, logger.history, [*layout.steps(workdir), start])
     if evaluations.is_pending(start):
-        scores = evaluations.run(start, state)
-        if scores is None:
+        final = evaluations.run(start, state)
+        if final is None:
             early_exit.save_and_raise(start, state)
-        best.update(start, scores)
+        best.update(start, final)
     checkpoints.keep_best(best.record)
+    if best.record and best.step == start:  # It may be on the hosts' own disks alone.
+        checkpoints.save(start, setup.to_disk(state), *clock.elapsed())
     last = start if best.is_exhausted else max(start, total)
 
     # Training.
@@ -293,7 +295,8 @@ def _train(
         state = setup.from_disk(
             checkpoints.load(handed_on, setup.disk_shapes, setup.disk_shardings)
         )
-    if finished or handed_on != last:
+    scored = final and last == total  # By all evaluations, which are due then.
+    if handed_on != last or (finished and not scored):
         final = evaluations.run(handed_on, state, due_at=total)
         if final is None:
             early_exit.save_and_raise(last, state)

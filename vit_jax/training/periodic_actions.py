@@ -100,10 +100,13 @@ class Evaluations:
         )
 
     def is_pending(self, start: int) -> bool:
-        """Returns whether preemption interrupted the evaluations of the first step."""
-        if not 0 < start < self._setup.total_steps:
-            return False
-        return not all(self._logger.has_scores(start, name) for name in self.due(start))
+        """Returns whether the evaluations of the step to start from are to be made up for.
+
+        A start before this one may have ended between a save and the scores.
+        """
+        return start > 0 and not all(
+            self._logger.has_scores(start, name) for name in self.due(start)
+        )
 
     def run(
         self, step: int, state: TrainState, *, due_at: int | None = None
