@@ -13,7 +13,7 @@ from vit_jax.config.fields import is_custom, key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import posemb, stacking
-from vit_jax.weights import surgery, workdir
+from vit_jax.weights import adapters, surgery, workdir
 from vit_jax.weights.formats import files, registry, torch_file
 from vit_jax.weights.hub import download
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -116,7 +116,7 @@ def open_pretrained(
     Args:
       checkpoint: a workdir, a file or folder with weights, or any source that
         `hub.download` takes: "hf://owner/name", "timm/...", "gs://...", "https://...",
-        "augreg:B/16".
+        "augreg:B/16". A LoRA adapter of PEFT is merged into its base.
       use_ema: read the averaged parameters of a workdir if it has them.
       num_heads: attention heads, for files that do not state them (timm's without a
         config).
@@ -140,7 +140,12 @@ def open_pretrained(
             f"{name} has no finished checkpoint: give the workdir of a finished run, or "
             "one file with weights"
         )
-    tensors = dataclasses.replace(files.read(path), image_size=image_size)
+    tensors = files.read(path)
+    if files.ADAPTER in tensors.sidecars:
+        base = adapters.base_of(tensors)
+        place = base if os.path.exists(base) else f"hf://{base}"
+        tensors = adapters.merge(tensors, files.read(download.download(place)))
+    tensors = dataclasses.replace(tensors, image_size=image_size)
     try:
         reader, tensors = registry.find_reader(tensors)
         found = reader.read(tensors, num_heads)

@@ -24,13 +24,17 @@ _FOLDER = (
     "model.safetensors",
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
 )
 _SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt")
 
 # A JSON file of these names belongs to the weights if it has one of these keys.
+ADAPTER = "adapter_config.json"
 _SIDECARS = {
     "config.json": ("architectures", "model_type", "architecture", "pretrained_cfg"),
     "open_clip_config.json": ("model_cfg",),
+    ADAPTER: ("peft_type",),
     "preprocessor_config.json": ("image_mean", "size", "do_resize", "do_normalize"),
 }
 

@@ -436,13 +436,14 @@ def _find_prefix(names: Collection[str]) -> str | None:
 def rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Renames arrays as in files, without the prefix."""
     prefix = _find_prefix(flat) or ""
-    renamed = {}
-    for name, value in flat.items():
-        name = name.removeprefix(prefix)
-        for new, old in _NAMES_IN_MEMORY:
-            name = re.sub(new, old, name)
-        renamed[name] = value
-    return renamed
+    return {file_name(k.removeprefix(prefix)): value for k, value in flat.items()}
+
+
+def file_name(name: str) -> str:
+    """Returns the name in files of an array in memory, without the model's prefix."""
+    for new, old in _NAMES_IN_MEMORY:
+        name = re.sub(new, old, name)
+    return name
 
 
 def encoder_table(options: dict) -> list[ArrayEntry]:

@@ -39,7 +39,12 @@ _WEIGHTS = (
     "*.pth",
     "*.pt",
 )
-_SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
+_SIDECARS = (
+    "config.json",
+    "preprocessor_config.json",
+    "open_clip_config.json",
+    "adapter_config.json",
+)
 _INDEX = ".index.json"
 _MAX_LISTED = 12
 

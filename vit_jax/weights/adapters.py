@@ -1,0 +1,128 @@
+"""LoRA adapters as PEFT saves them, merged into the weights that they were trained on.
+
+A folder has adapter_config.json and adapter_model.safetensors (or .bin). The arrays are
+named `base_model.model.<layer>.lora_A.weight`, and layers that were trained whole, such
+as a new classifier, `base_model.model.<layer>.weight`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from vit_jax.errors import UserError
+from vit_jax.weights.formats import hugging_face
+from vit_jax.weights.formats.files import ADAPTER, Tensors
+
+_WHOLE = re.compile(r"base_model\.model\.(.*)")
+_FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?\.weight")
+# Values of init_lora_weights that leave the weights as they were.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_PREFIX = re.compile(r"^(vit|deit)\.")
+# Of config.json, and of the classes of the weights before.
+_CLASSES = ("id2label", "label2id", "label_names", "label_descriptions", "labels")
+
+
+def base_of(adapter: Tensors) -> str:
+    """Returns path or name on the hub of the weights that an adapter is for.
+
+    Raises:
+      UserError: it is no LoRA, or nothing says what it is for.
+    """
+    config = adapter.sidecars[ADAPTER]
+    wrong = [
+        key for key in ("use_dora", "fan_in_fan_out", "lora_bias") if config.get(key)
+    ]
+    if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        wrong.append("init_lora_weights")
+    if config.get("peft_type") != "LORA":
+        wrong.append("peft_type")
+    if wrong:
+        raise UserError(
+            f"{adapter.path}: {wrong[0]}={config[wrong[0]]!r} in {ADAPTER} is not "
+            "supported, only a plain LoRA: merge it by PEFT's merge_and_unload, and save "
+            "that model"
+        )
+    if not (base := config.get("base_model_name_or_path")):
+        raise UserError(
+            f"{adapter.path}: base_model_name_or_path is not in {ADAPTER}: put the path "
+            "or the hub's name of the weights there that the adapter was trained on"
+        )
+    return base
+
+
+def merge(adapter: Tensors, base: Tensors) -> Tensors:
+    """Returns weights with an adapter's changes.
+
+    Args:
+      adapter: of a folder that PEFT saved.
+      base: what the adapter was trained on.
+
+    Raises:
+      UserError: the adapter is for other weights, or changes what cannot be merged.
+    """
+    config, flat = adapter.sidecars[ADAPTER], dict(base.flat)
+    places = {_file_name(name): name for name in flat}
+    factors: dict[str, dict[str, np.ndarray]] = {}
+    replaced = []
+    for stored, value in adapter.flat.items():
+        name = match[1] if (match := _WHOLE.fullmatch(stored)) else stored
+        name = re.sub(r"\.(base_layer|modules_to_save)\.", ".", name)
+        if ".original_module." in name:  # What modules_to_save took the place of.
+            continue
+        if factor := _FACTOR.fullmatch(name):
+            factors.setdefault(factor[1], {})[factor[2]] = value
+        elif "lora_" in name:
+            raise UserError(
+                f"{adapter.path}: {stored} is not supported, only LoRA of linear layers "
+                "and convolutions"
+            )
+        else:
+            flat[places.get(_file_name(name), name)] = value
+            replaced.append(name)
+    for layer, pair in factors.items():
+        place = places.get(_file_name(f"{layer}.weight"))
+        if place is None or pair.keys() != {"A", "B"}:
+            raise UserError(
+                f"{adapter.path}: {layer} has no counterpart in {base.path}: give the "
+                f"weights that it was trained on as base_model_name_or_path in {ADAPTER}"
+            )
+        change = _change(pair["A"], pair["B"], _scale(config, layer, len(pair["A"])))
+        if change.size != flat[place].size:
+            raise UserError(
+                f"{adapter.path}: {layer} is of another shape in {base.path}, "
+                f"{flat[place].shape}: give the weights that it was trained on"
+            )
+        flat[place] = flat[place] + change.reshape(flat[place].shape)
+    sidecars = {
+        k: v for k, v in (base.sidecars | adapter.sidecars).items() if k != ADAPTER
+    }
+    if any("classifier" in name or "head" in name for name in replaced):
+        for name, content in sidecars.items():
+            sidecars[name] = {k: v for k, v in content.items() if k not in _CLASSES}
+    notes = (f"LoRA of {len(factors)} layers: merged into {base.path}",)
+    if replaced:
+        notes += (f"trained whole: {len(replaced)} arrays, such as {min(replaced)}",)
+    return dataclasses.replace(
+        adapter, flat=flat, metadata=base.metadata, sidecars=sidecars, notes=notes
+    )
+
+
+def _change(down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
+    """Returns the product of both factors, (out, in) or of a convolution flattened so."""
+    rank = len(down)
+    return (scale * (up.reshape(-1, rank) @ down.reshape(rank, -1))).astype(np.float32)
+
+
+def _scale(config: Mapping, layer: str, rank: int) -> float:
+    """Returns the factor of a layer's change, as PEFT computes it."""
+    alphas = config.get("alpha_pattern") or {}
+    matching = (a for key, a in alphas.items() if re.match(rf"(.*\.)?({key})$", layer))
+    alpha = next(matching, config.get("lora_alpha", 8))
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _file_name(name: str) -> str:
+    """Returns the name that transformers' files have, without the model's prefix."""
+    return hugging_face.file_name(_PREFIX.sub("", name))
