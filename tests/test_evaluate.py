@@ -432,6 +432,7 @@ def test_deit_knows_flowers_from_few_examples(capsys):
         ((24, 24), "resize_small(27) | central_crop"),
         ((16, 24), "resize_small(28) | central_crop"),
         ((16, 24), "resize((20, 30)) | central_crop"),
+        ((16, 24), "resize_small((18, 27)) | central_crop"),
     ],
 )
 def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(

@@ -144,6 +144,19 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     assert sorted(labels) == ["few"] + ["many"] * 4
 
 
+def test_a_rectangle_is_covered_before_it_is_cropped(place, tmp_path, capsys):
+    words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
+    words += ["--config.data.image_size=(24,40)"]
+    assert command(place, *words) == 0
+    assert "images of 24x40 pixels" in capsys.readouterr().out
+    config = json.loads((tmp_path / "finetune.json").read_text())
+    assert config["data"]["eval_transform"] == "resize_small((27, 45)) | central_crop"
+    model = vit_jax.load_model(tmp_path, tell=lambda line: None)
+    how = model.preprocessing
+    assert (how.image_size, how.short_side, how.squash) == ((24, 40), False, False)
+    assert how.crop_fraction == 24 / 27
+
+
 def test_a_table_of_several_labels(place, tmp_path):
     table = place / "photos" / "several.csv"
     rows = [

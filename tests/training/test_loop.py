@@ -298,6 +298,23 @@ def test_a_folder_that_has_changed_is_refused_on_resume(tmp_path, capsys):
     assert "(data.check=False): image files replaced" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"data.eval_transform": "central_crop(9)"}, "data.eval_transform"),
+        ({"data.train_transform": "random_crop(99)"}, "data.train_transform"),
+        ({"data.eval_transform": "resize(5)"}, "data.eval_transform"),
+    ],
+)
+def test_what_cannot_be_prepared_ends_a_run_before_its_first_step(
+    tmp_path, capsys, change, names
+):
+    config = fields.replace(tiny_config(total_steps=200), change)
+    with pytest.raises(UserError, match=names):
+        loop.train(config, tmp_path)
+    assert "compile" not in capsys.readouterr().out
+
+
 def test_the_loop_stops_transfers_that_nobody_meant(tmp_path, monkeypatch):
     def careless(step, values, checkpoints):
         jax.numpy.sin(np.ones(3))  # Moves a host array to the device.

@@ -193,6 +193,12 @@ def test_workdir_is_opened_like_any_other_checkpoint(run, average):
             Preprocess((12, 20), crop_fraction=0.8, squash=True),
         ),
         ("resize((16, 20)) | central_crop", (12, 20), None),
+        (
+            "resize_small((15, 25)) | central_crop",
+            (12, 20),
+            Preprocess((12, 20), crop_fraction=0.8),
+        ),
+        ("resize_small((16, 20)) | central_crop", (12, 20), None),
         ("resize_small(16)", (12, 12), None),
     ],
 )

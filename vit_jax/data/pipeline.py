@@ -76,6 +76,17 @@ def train_batches(
     return Batches(load, range(start, stop), data)
 
 
+def try_training(source: Source, data: DataConfig) -> None:
+    """Prepares one training image, so that what does not fit is found before a step.
+
+    Raises:
+      UserError: as the batches of `train_batches`.
+    """
+    data = dataclasses.replace(data, num_workers=0, class_balance="")
+    with train_batches(source, data, batch_size=1, seed=0, start=0, stop=1) as batches:
+        next(batches)
+
+
 def eval_batches(
     source: Source,
     data: DataConfig,

@@ -95,6 +95,7 @@ class FeaturesEvaluator:
         self._train = splits.open(name, config, train, model_classes=False)
         self._test = splits.open(name, config, config.test, model_classes=False)
         self.splits = (self._train, self._test)
+        self._check(self._test.known_labels)
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
         names = frozenset((FEATURES,))
@@ -113,10 +114,13 @@ class FeaturesEvaluator:
             (outputs[split].values[FEATURES], outputs[split].labels)
             for split in ("train", "test")
         )
-        num_classes, worst = self._train.num_classes, int(test[1].max())
+        self._check(test[1])
+        return train, test, self._train.num_classes
+
+    def _check(self, labels: np.ndarray) -> None:
+        num_classes, worst = self._train.num_classes, labels.max(initial=0)
         if worst >= num_classes:
             raise UserError(
                 f"evals.{self._name}: {self._test.title} has label {worst}, but "
                 f"{self._train.title} has {num_classes} classes: take another train split"
             )
-        return train, test, num_classes

@@ -111,10 +111,29 @@ class EvalSplit:
             host=self.ops,
         )
 
+    def try_first(self) -> None:
+        """Prepares the first record as an evaluation will.
+
+        Raises:
+          UserError: it is damaged or does not fit the config.
+        """
+        here = dataclasses.replace(
+            self, data=dataclasses.replace(self.data, num_workers=0)
+        )
+        with here.batches(np.arange(1), 1, 0, 1) as batches:
+            next(batches)
+
     @functools.cached_property
     def labels(self) -> Integer[np.ndarray, " N"]:
         """The class of every record, see `base.read_labels`."""
         return read_labels(self.source)
+
+    @property
+    def known_labels(self) -> Integer[np.ndarray, " N"]:
+        """The same where no record has to be read for it; else empty."""
+        known = self.source.labels is not None
+        known = known or hasattr(self.source, "labels_of_paths")
+        return self.labels if known else np.empty(0, np.int64)
 
     @property
     def title(self) -> str:

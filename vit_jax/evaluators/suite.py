@@ -162,6 +162,17 @@ class Suite:
             for split in evaluator.splits
         }
 
+    def try_first(self) -> None:
+        """Prepares the first record of each split, as a run does before its first step.
+
+        Raises:
+          UserError: a record is damaged or does not fit the config.
+        """
+        evaluators = self._evaluators.values()
+        for split in dict.fromkeys(s for each in evaluators for s in each.splits):
+            if len(split.source):
+                split.try_first()
+
     def due(
         self,
         step: int,

@@ -59,6 +59,7 @@ class ZeroShot:
         if not config.prompts:
             raise UserError(f"evals.{name}.prompts is empty: give at least ('{{}}',)")
         self._texts = filled(config.prompts, self._classes)
+        self._check(split.known_labels)
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
         (split,) = self.splits
@@ -70,12 +71,7 @@ class ZeroShot:
         K = len(self._classes)
         means = found.values[TEXTS].reshape(K, len(self._prompts), -1).mean(1)
         means /= np.linalg.norm(means, axis=1, keepdims=True)
-        worst = int(found.labels.max())
-        if worst >= K:
-            raise UserError(
-                f"{self.splits[0].title} has label {worst}, but {K} classes are named: "
-                "name all of them"
-            )
+        self._check(found.labels)
         similar = found.values[EMBEDDINGS] @ means.T
         best = np.argsort(-similar, axis=1, kind="stable")[:, :TOP]
         right = best == found.labels[:, None]
@@ -83,6 +79,14 @@ class ZeroShot:
         if K > TOP:
             metrics["top5"] = float(right.any(1).mean())
         return Scored(metrics)
+
+    def _check(self, labels: np.ndarray) -> None:
+        K, worst = len(self._classes), labels.max(initial=0)
+        if worst >= K:
+            raise UserError(
+                f"{self.splits[0].title} has label {worst}, but {K} classes are named: "
+                "name all of them"
+            )
 
 
 EVALUATORS["zero_shot"] = ZeroShotConfig

@@ -132,6 +132,8 @@ def _train(
         mesh,
         trained=setup.trained_task,
     )
+    pipeline.try_training(source, data)
+    suite.try_first()
     log_interval = Interval(config.log_every_steps, config.log_every_epochs, setup)
     save_interval = Interval(
         config.checkpoint_every_steps, config.checkpoint_every_epochs, setup

@@ -146,14 +146,8 @@ def resized_size(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, in
       size: height and width of the image, in pixels.
       preprocess: see `prepare_image`.
     """
-    rows, columns = resize_sides(preprocess)
-    if preprocess.squash:
-        return rows, columns
-    if rows == columns:
-        return host_transforms.short_side_size(size, rows)
-    height, width = size
-    ratio = min(height / rows, width / columns)
-    return round(height / ratio), round(width / ratio)
+    sides = resize_sides(preprocess)
+    return sides if preprocess.squash else host_transforms.covering_size(size, sides)
 
 
 def crop_box(

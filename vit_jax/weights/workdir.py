@@ -23,7 +23,12 @@ from vit_jax import models
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.weights.pretrained import Preprocess, Pretrained, per_channel
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    per_channel,
+    resize_sides,
+)
 
 FOLDER = "checkpoints"  # In the workdir; it has one folder per step.
 BEST_FILE = "best.json"  # In the workdir: which one is best, see `best`.
@@ -199,6 +204,12 @@ def _preprocess(data: dict) -> Preprocess | None:
             return Preprocess(**common, squash=True)
         case (host_transforms.Resize(size=size),) if _pair(size) == image_size:
             return Preprocess(**common, squash=True)
+        case (
+            host_transforms.ResizeSmall(size=(rows, columns)),
+            host_transforms.CentralCrop(size=size),
+        ) if _pair(size) == image_size:
+            how = Preprocess(**common, crop_fraction=image_size[0] / rows)
+            return how if resize_sides(how) == (rows, columns) else None
         case (
             host_transforms.ResizeSmall(size=short),
             host_transforms.CentralCrop(size=size),

@@ -29,6 +29,12 @@ def test_resize_small_keeps_the_aspect(photograph):
     assert host_transforms.ResizeSmall(11)(turned, rng()).shape == (15, 11, 3)
 
 
+def test_resize_small_to_a_pair_covers_both_sides(photograph):
+    covers = lambda *size: host_transforms.ResizeSmall(size)(photograph, rng()).shape
+    assert covers(28, 42) == (29, 42, 3)  # Of 37x53: the width decides,
+    assert covers(28, 14) == (28, 40, 3)  # and here the height.
+
+
 def test_central_crop_is_the_middle(photograph):
     image = host_transforms.CentralCrop((7, 9))(photograph, rng())
     np.testing.assert_array_equal(image, photograph[15:22, 22:31])
@@ -48,7 +54,7 @@ def test_random_crop_reaches_every_place_equally_often():
 )
 def test_a_crop_larger_than_the_image_says_so(photograph, op):
     with pytest.raises(
-        host_transforms.TooSmall, match="37x53: put resize_small before it"
+        host_transforms.TooSmall, match=r"37x53: put resize_small\(\(.*before it"
     ):
         op(photograph, rng())
 

@@ -84,7 +84,7 @@ def test_examples_are_mixed_once():
         ("resize(sise=3)", r"unexpected keyword argument 'sise'; it is resize\(size"),
         ("resize('a')", "size='a' is not a whole number"),
         ("resize(0)", "size=0 is not"),
-        ("resize_small(2.5)", "size=2.5 is not a positive whole number"),
+        ("resize_small(2.5)", "size=2.5 is not a whole number"),
         ("inception_crop(area=(0, 1))", r"area=\(0, 1\) is not"),
         ("inception_crop(area=3)", "it is inception_crop"),
         ("mixup(0)", "alpha=0 must be above 0"),

@@ -44,13 +44,15 @@ def test_small_images_are_enlarged_fourfold(side, weights, patch, expected):
 
 def test_grey_images_are_not_mirrored():
     how = Preprocess(image_size=(224, 224), crop_fraction=0.875)
-    found = rule.transforms_of(FLOWERS, how, 224)
+    found = rule.transforms_of(FLOWERS, how, (224, 224))
     assert found == {
         "train_transform": "inception_crop(area=(0.3, 1.0)) | flip",
         "eval_transform": "resize_small(256) | central_crop",
     }
-    found = rule.transforms_of(DIGITS, how, 96)
+    found = rule.transforms_of(DIGITS, how, (96, 96))
     assert "flip" not in found["train_transform"]
+    wide = rule.transforms_of(FLOWERS, how, (28, 42))
+    assert wide["eval_transform"] == "resize_small((32, 48)) | central_crop"
     assert found["eval_transform"] == "resize"  # Nothing to crop off.
 
 

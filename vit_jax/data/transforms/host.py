@@ -167,7 +167,8 @@ class Resize:
 
 @dataclasses.dataclass(frozen=True)
 class ResizeSmall:
-    """Resizes the short side to `size` pixels and keeps the aspect ratio."""
+    """Resizes and keeps the aspect ratio: the short side to `size` pixels, or until the
+    image just covers a `size` of (height, width)."""
 
     runs_on: ClassVar[str] = "host"
     in_eval: ClassVar[bool] = True
@@ -175,12 +176,11 @@ class ResizeSmall:
     size: Given
 
     def __post_init__(self):
-        if type(self.size) is not int or self.size < 1:
-            raise ValueError(f"size={self.size!r} is not a positive whole number")
+        check_size(self.size)
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         height, width = image.shape[:2]
-        target = short_side_size((height, width), self.size)
+        target = covering_size((height, width), pair(self.size))
         if math.prod(target) > MAX_RESIZED:
             raise TooLong(f"is {height}x{width}, too long to resize to {self.size}")
         return resize_bilinear(image, target)
@@ -288,7 +288,8 @@ def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
     if min(room) < 0:
         raise TooSmall(
             f"crop of {height}x{width} from an image of "
-            f"{image.shape[0]}x{image.shape[1]}: put resize_small before it"
+            f"{image.shape[0]}x{image.shape[1]}: put resize_small(({height}, {width})) "
+            "before it"
         )
     return room
 
@@ -298,17 +299,23 @@ def _below(stop: int, rng: np.random.Generator) -> int:
     return int(rng.random() * stop)
 
 
-def short_side_size(size: tuple[int, int], short: int) -> tuple[int, int]:
-    """Returns the height and width of an image whose short side is made `short` pixels.
+def covering_size(size: tuple[int, int], least: tuple[int, int]) -> tuple[int, int]:
+    """Returns the height and width of an image that is resized until it covers `least`.
 
-    The long side is rounded down, as by torchvision's Resize and so by timm.
+    Of a square the short side is met and the long side rounded down, as by torchvision's
+    Resize; of another shape both are rounded. So does timm.
 
     Args:
       size: height and width of the image, in pixels.
-      short: short side of the result, in pixels.
+      least: height and width that it just covers.
     """
-    least = min(size)
-    return int(short * size[0] / least), int(short * size[1] / least)
+    height, width = size
+    rows, columns = least
+    if rows == columns:
+        short = min(size)
+        return int(rows * height / short), int(rows * width / short)
+    ratio = min(height / rows, width / columns)
+    return round(height / ratio), round(width / ratio)
 
 
 def centre_crop_start(length: int, crop: int) -> int:

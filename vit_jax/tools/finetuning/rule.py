@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax.data.sources.base import Source
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, resize_sides
 
 SMALL, LEAST_SIDE = 4, 96
 IMAGES, LEAST_EPOCHS, MOST_EPOCHS = 30_000, 3, 30
@@ -100,13 +100,18 @@ def side_of(images: Images, weights: int, patch: int) -> int:
     return min(weights, max(1, round(side / patch)) * patch)
 
 
-def transforms_of(images: Images, preprocess: Preprocess, side: int) -> dict[str, str]:
-    """Returns `train_transform` and `eval_transform`."""
+def transforms_of(
+    images: Images, preprocess: Preprocess, image_size: tuple[int, int]
+) -> dict[str, str]:
+    """Returns `train_transform` and `eval_transform` for images of a height and width."""
     area = (0.6, 1.0) if images.grey else (0.3, 1.0)
     train = f"inception_crop(area={area})" + ("" if images.grey else " | flip")
-    if preprocess.squash or images.side <= side / 2:  # Little to crop off.
+    if preprocess.squash or images.side <= min(image_size) / 2:  # Little to crop off.
         return {"train_transform": train, "eval_transform": "resize"}
-    resized = round(side / preprocess.crop_fraction)
+    rows = round(image_size[0] / preprocess.crop_fraction)
+    how = Preprocess(image_size, crop_fraction=image_size[0] / rows)
+    rows, columns = resize_sides(how)
+    resized = rows if rows == columns else (rows, columns)
     return {
         "train_transform": train,
         "eval_transform": f"resize_small({resized}) | central_crop",

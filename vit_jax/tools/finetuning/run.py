@@ -23,7 +23,7 @@ from vit_jax.training import loop, run_report
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.training.timers import StartupTimer
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 FILE = "finetune.json"
 SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
@@ -192,18 +192,24 @@ def choose(
     images = rule.look_at(source, None if several else read_labels(source).tolist())
     validated = len(lies.open(lies.validation))
     patch = models.create(**pretrained.options).patch_size
-    of_weights = max(forward_passes.preprocessing_of(pretrained).image_size)
+    preprocess = forward_passes.preprocessing_of(pretrained)
+    of_weights = max(preprocess.image_size)
     side = rule.side_of(images, of_weights, patch)
 
     def config_of(side: int, steps: int, evaluations: int) -> dict:
-        raw = _raw(pretrained, model, lies, images, classes, side, steps, evaluations)
+        raw = _raw(
+            *(pretrained, preprocess, model, lies, images, classes),
+            *(side, steps, evaluations),
+        )
         if "task.class_weights" in others:  # In the place of balanced draws.
             raw["data"].pop("class_balance", None)
         loading.override(TrainConfig, raw, others)
         if "epochs" in others:
             raw["total_steps"] = 0
-        averaged = complete(raw).task.averages_network
-        if "ema.decay" not in others and not averaged:
+        config = complete(raw)
+        chosen = rule.transforms_of(images, preprocess, config.data.image_size)
+        raw["data"] = chosen | raw["data"]
+        if "ema.decay" not in others and not config.task.averages_network:
             raw["ema"]["decay"] = 0.0
         return raw
 
@@ -229,6 +235,7 @@ def choose(
 
 def _raw(
     pretrained: Pretrained,
+    preprocess: Preprocess,
     model: str,
     lies: layout.Layout,
     images: rule.Images,
@@ -237,7 +244,6 @@ def _raw(
     steps: int,
     evaluations: int,
 ) -> dict:
-    preprocess = forward_passes.preprocessing_of(pretrained)
     on_cpu = jax.default_backend() == "cpu"
     several = bool(lies.data.get("multi_label"))
     kind = "multi_label" if several else "classification"
@@ -253,7 +259,6 @@ def _raw(
         "exif": True,
         "mean": preprocess.mean,
         "std": preprocess.std,
-        **rule.transforms_of(images, preprocess, side),
     }
     if images.uneven >= rule.UNEVEN and not several:
         data["class_balance"] = "sqrt"
@@ -285,6 +290,7 @@ def _choices(
 ) -> list[Choice]:
     data, optim = raw["data"], raw["optim"]
     side = data["image_size"][0]
+    pixels = "x".join(map(str, dict.fromkeys(data["image_size"])))
     why = f"as the weights ({of_weights})"
     if side != of_weights:
         why = (
@@ -316,7 +322,7 @@ def _choices(
             + (f", and the split {lies.test!r} to test on" if lies.test else ""),
             "data.split, evals",
         ),
-        Choice(f"images of {side} pixels", why, "data.image_size"),
+        Choice(f"images of {pixels} pixels", why, "data.image_size"),
         Choice(
             data["train_transform"],
             "grey images" if images.grey else "photographs",
