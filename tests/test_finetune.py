@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import re
+import shutil
 
 import image_folder
 import jax
@@ -218,3 +219,32 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(
             ):
                 command(place, f"--workdir={tmp_path / 'c'}", f"--config.{key}", *more)
     assert not (tmp_path / "c").exists()
+
+
+def test_the_same_photographs_train_the_same_model_wherever_they_lie(place, tmp_path):
+    photos = tmp_path / "photos"
+    shutil.copytree(place / "photos" / "train", photos)
+
+    def sha_of(photos, run):
+        result = vit_jax.finetune(
+            str(photos),
+            str(run),
+            model=place / "weights.safetensors",
+            minutes=0,
+            total_steps=3,
+            tell=lambda line: None,
+        )
+        return result.report["params_sha256"]
+
+    sha = sha_of(photos, tmp_path / "run")
+    assert sha_of(photos, tmp_path / "deeper" / "and" / "run") == sha
+    moved = tmp_path / "elsewhere" / "Pictures"
+    moved.parent.mkdir()
+    photos.rename(moved)
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    # It goes on: the images are what they were.
+    assert sha_of(moved, tmp_path / "renamed") == sha
+    (moved / "ant" / "0.png").write_bytes((moved / "bee" / "0.png").read_bytes())
+    moved.rename(photos.with_name("others"))
+    with pytest.raises(UserError, match="by another command.*others"):
+        sha_of(photos.with_name("others"), tmp_path / "renamed")

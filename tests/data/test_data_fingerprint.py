@@ -1,7 +1,9 @@
 import json
+import os
 import pathlib
 import shutil
 
+import image_folder
 import numpy as np
 import pytest
 from tfds_sets import builder_class, png
@@ -103,6 +105,112 @@ def test_it_is_the_same_wherever_the_data_lies(folder, data_config, tmp_path_fac
     )
     assert one == other
     assert len(json.dumps(one)) < 4_000
+
+
+OWN_SOURCE = """
+import pathlib
+
+class Own:
+    class_names, images, labels = ("ant", "bee", "cat"), None, None
+
+    def __init__(self, root):
+        self.root = pathlib.Path(root)
+        self.names = sorted(str(p.relative_to(root)) for p in self.root.rglob("*.png"))
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, i):
+        return {"image": (self.root / self.names[i]).read_bytes(), "label": 0}
+
+    def record_id(self, i):
+        return self.names[i]
+
+    describe = record_id
+
+def open_source(data, split):
+    return Own(data.data_dir)
+"""
+
+
+def lay_out(kind, root):
+    """Writes a data set, and returns the keys that open it."""
+    images = root / "images"
+    image_folder.write(images)
+    keys = {"name": "folder", "data_dir": images}
+    rows = [
+        {"image": f"{path.relative_to(root)}", "label": path.parent.name}
+        | {"split": path.parts[-3]}
+        for path in sorted(images.rglob("*.png"))
+    ]
+    if kind == "absolute":
+        rows = [row | {"image": f"{root / row['image']}"} for row in rows]
+        root, kind = root.joinpath(*"x" * len(root.parts)), "csv"  # At another depth.
+        root.mkdir(parents=True)
+    if kind in ("csv", "tsv", "jsonl"):
+        lines = [json.dumps(row) for row in rows]
+        if kind != "jsonl":
+            mark = "," if kind == "csv" else "\t"
+            lines = [
+                mark.join(row.values()) for row in ({k: k for k in rows[0]}, *rows)
+            ]
+        table = root / f"listed.{kind}"
+        table.write_text("\n".join(lines))
+        keys = {"name": "table", "data_dir": table}
+    elif kind == "parquet":
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        table = {"image": [b"image"] * 9, "label": [0, 1, 2] * 3}
+        path = root / "parquet" / "train-00000-of-00001.parquet"
+        path.parent.mkdir()
+        pq.write_table(pa.table(table), path)
+        keys = {"name": "parquet", "data_dir": path.parent}
+    elif kind == "custom":
+        keys = {"name": "own_source:open_source", "data_dir": images}
+    elif kind == "excluding":
+        (root / "listed.txt").write_text("train/ant/0.png\ntrain/bee/1.png\n")
+        keys["exclude"] = root / "listed.txt"
+    return {key: str(value) for key, value in keys.items()}
+
+
+def state_of(data, split):
+    source = open_source(data, split)
+    names = [source.record_id(i) for i in range(len(source))]
+    return names, fingerprint(source)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("folder", "csv", "tsv", "jsonl", "absolute", "parquet", "custom"),
+        *("excluding", "tfds"),
+    ],
+)
+def test_order_split_and_fingerprint_stay_where_a_set_is_moved(
+    kind, prepared, data_config, tmp_path, monkeypatch
+):
+    (tmp_path / "own_source.py").write_text(OWN_SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    one, other = tmp_path / "Photos", tmp_path / "deeper" / "and" / "PHOTOS"
+    other.parent.mkdir(parents=True)
+    states = []
+    for root in (one, other):
+        if kind == "tfds":
+            shutil.copytree(prepared, root)
+            keys = {"name": "printed_set", "data_dir": str(root)}
+        else:
+            keys = lay_out(kind, root)
+        for part in ("train[:50%]", "train[50%:]") if kind != "custom" else ("train",):
+            states.append(state_of(data_config(**keys), part))
+    half = len(states) // 2
+    assert states[:half] == states[half:]
+    # By a link, and from another folder.
+    os.symlink(other, tmp_path / "link")
+    monkeypatch.chdir(other.parent)
+    for place in (str(tmp_path / "link"), "PHOTOS"):
+        data = data_config(
+            **{key: v.replace(str(other), place, 1) for key, v in keys.items()}
+        )
+        assert state_of(data, part) == states[-1]
 
 
 def of_files(changed=()):

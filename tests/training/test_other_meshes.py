@@ -76,6 +76,9 @@ def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
     other = tiny_config(optim={"mu_dtype": "bfloat16"})
     with pytest.raises(UserError, match="optim.mu_dtype: float32 -> bfloat16"):
         resume_check.check_workdir(tmp_path, other)
+    # What is left out is compared with the data, wherever the list lies.
+    moved = tiny_config(data={"exclude": "elsewhere/listed.txt", "data_dir": "there"})
+    resume_check.check_workdir(tmp_path, moved)
 
 
 def _distinct(state):

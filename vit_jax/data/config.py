@@ -39,7 +39,18 @@ class ReaderConfig:
     image_key: str = key(
         "image", "TFDS feature or Parquet column of the images, and ..."
     )
-    label_key: str = key("label", "... of their labels, where labels are read.")
+    label_key: str = key(
+        "label",
+        "... of their labels, where labels are read. Of a table also one column a class, "
+        'as "cat,dog", with 1, 0, -1 (counts as 0) or nothing.',
+    )
+    image_dir: str = key(
+        "",
+        "Folder of the paths in a table, from the table's own.",
+        changes_result=False,
+        of_host=True,
+    )
+    image_suffix: str = key("", 'Added to the paths in a table, as ".jpg".')
     multi_label: bool = key(
         False, "Whether an image has several labels, or none, and not one class."
     )

@@ -16,6 +16,12 @@ from jaxtyping import Integer
 
 from vit_jax.errors import NoSplit, UserError
 
+# What splits are called, whatever their case; the first that is there counts.
+TRAIN = ("train", "training", "trn")
+VALIDATION = ("val", "valid", "validation", "dev")
+TEST = ("test", "testing", "eval")
+HELD_OUT, MOST_HELD_OUT = 0.2, 10_000  # Of the training images, where none validate.
+_SEED = 0
 _PARTS = re.compile(
     r"(?P<kind>even|interleaved)_splits\((?P<of>.+),\s*(?P<n>\d+)\s*\)\[(?P<i>\d+)\]"
 )
@@ -90,6 +96,33 @@ class Numbered:
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         return self.numbering.locate(record_ids)
+
+
+def first_of(usual: Sequence[str], names: Sequence[str] | Mapping) -> str:
+    """Returns the first usual name that is there, as it is spelt there; or ""."""
+    there = {name.lower(): name for name in names}
+    return next((there[name] for name in usual if name in there), "")
+
+
+def held_out(groups: Sequence[str]) -> np.ndarray:
+    """Returns which images to set aside: a part of each group, drawn by a fixed seed.
+
+    Of two images or more of a group at least one is set aside and one stays.
+
+    Args:
+      groups: what each image is stratified by.
+    """
+    share = min(HELD_OUT, MOST_HELD_OUT / len(groups))
+    members: dict[str, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    rng = np.random.default_rng(_SEED)
+    apart = np.zeros(len(groups), bool)
+    for group in sorted(members):
+        there = np.array(members[group])
+        count = max(round(share * len(there)), int(len(there) > 1))
+        apart[rng.permutation(there)[:count]] = True
+    return apart
 
 
 def names(split: str) -> list[str]:

@@ -48,7 +48,12 @@ class EvalConfig:
     )
     every_epochs: float = epochs("The same in epochs.")
     name: str = key("", "Another data set than `data.name`.")
-    data_dir: str = key("", 'Where that lies; "": `data.data_dir`.', of_host=True)
+    data_dir: str = key(
+        "",
+        'Where that lies; "": `data.data_dir`.',
+        changes_result=False,
+        of_host=True,
+    )
     image_key: str = key(
         "", 'Its images; "": as `data.image_key`, or "image" of another set.'
     )
@@ -263,6 +268,7 @@ class EvalSplits:
         if config.name:
             split = getattr(config, "train", "") or "train"
             of_set = {"image_key": "image", "label_key": "label", "split": split}
+            of_set |= {"image_dir": "", "image_suffix": ""}
             stated = of_set | {"exclude": "", "num_examples": 0} | stated
         # A run that reads no labels may have evaluations that do.
         if labelled and not self._data.num_classes:

@@ -26,6 +26,8 @@ from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as layout
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
+# Files whose content is in the fingerprint of the data, wherever they lie.
+_OF_DATA = ("data.exclude",)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
 
 
@@ -123,7 +125,10 @@ def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | Non
         return None
     metadata = layout.read_metadata(workdir)
     stored = _decisive_stored(metadata["config"], config)
-    if changed := fields.differences(stored, decisive(config)):
+    now = decisive(config)
+    for key in _OF_DATA:
+        stored.pop(key, None), now.pop(key)
+    if changed := fields.differences(stored, now):
         raise UserError(
             f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
             "choose another --workdir, or state the same config"

@@ -168,3 +168,129 @@ def test_what_is_wrong_is_named(root, tmp_path):
     for config, split, kind, message in cases:
         with pytest.raises(kind, match=message):
             open_source(config, split)
+
+
+def records(source):
+    return {
+        source.paths[i]: source.class_names[label]
+        for i, label in enumerate(source.labels_of_paths)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "delimiter"), [("t.csv", ";"), ("t.csv", "\t"), ("t.tsv", "\t")]
+)
+def test_the_delimiter_is_read_from_the_header(root, name, delimiter):
+    rows = rows_of(root)
+    lines = [delimiter.join(row.values()) for row in ({k: k for k in rows[0]}, *rows)]
+    place = root / name
+    place.write_text("\n".join(lines), encoding="utf-8-sig")
+    source = open_source(data(place), "train")
+    assert len(source) == 19 and source.class_names == ("ant", "bee", "cat")
+
+
+def test_a_list_of_rows_as_json(root):
+    place = root / "rows.json"
+    place.write_text(json.dumps(rows_of(root)))
+    assert len(open_source(data(place), "val")) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_of_classes(root, kind):
+    wanted, rows = {}, []
+    marks = {"ant": (1.0, 0.0), "bee": (0, 1), "cat": (1, 1)}
+    for i, row in enumerate(rows_of(root)):
+        ant, bee = marks[row["label"]]
+        blank = "" if kind in ("csv", "tsv") else None
+        cells = {"ant": ant, "bee": bee, "sex": "m"}
+        if row["label"] == "ant":  # What CheXpert has in the place of 0.
+            cells["bee"] = (blank, -1.0, 0.0)[i % 3]
+        rows.append({"image": row["image"], "split": row["split"]} | cells)
+        wanted[row["image"]] = [0] * bool(ant) + [1] * bool(bee)
+    place = write(root / f"columns.{kind}", rows)
+    keys = {"label_key": "ant,bee", "num_classes": 2}
+    source = open_source(data(place, multi_label=True, **keys), "train")
+    assert source.class_names == ("ant", "bee")
+    for path, labels in zip(source.paths, source.labels_of_paths, strict=True):
+        assert labels == wanted[path]
+    with pytest.raises(UserError, match="the labels ant, bee: set .*multi_label=True"):
+        open_source(data(place, **keys), "train")
+    with pytest.raises(
+        UserError, match="label_key: 'm' in column 'sex' is not 1, 0, -1"
+    ):
+        open_source(data(place, label_key="ant,sex", num_classes=2), "train")
+    with pytest.raises(UserError, match="label_key='dog'.* it has image, split, ant"):
+        open_source(data(place, label_key="ant,dog", num_classes=2), "train")
+    one_hot = [row for row in rows if not (row["ant"] and row["bee"] == 1)]
+    source = open_source(data(write(place, one_hot), **keys), "train")
+    assert np.bincount(source.labels_of_paths).tolist() == [9, 6]
+
+
+def test_names_without_folder_and_ending(root, tmp_path):
+    rows = [
+        {"id": p.stem, "label": "ab"[i % 2]}
+        for i, p in enumerate(root.glob("train/ant/*"))
+    ]
+    place = write(root / "kaggle.csv", rows)
+    keys = {"image_key": "id", "num_classes": 2, "split": "all"}
+    with pytest.raises(UserError, match="no file .*set .*data.image_suffix=.png"):
+        open_source(data(place, image_dir="train/ant", **keys), "all")
+    keys["image_suffix"] = ".png"
+    source = open_source(data(place, image_dir="train/ant", **keys), "all")
+    assert len(source) == 9 and source[0]["image"][:4] == b"\x89PNG"
+    far = write(tmp_path / "kaggle.csv", rows)
+    other = open_source(data(far, image_dir=str(root / "train" / "ant"), **keys), "all")
+    assert other.paths == source.paths and fingerprint(other) == fingerprint(source)
+
+
+def test_a_file_that_is_listed_again(root, caplog):
+    rows = rows_of(root)
+    place = write(root / "twice.csv", [*rows, *rows[:3]])
+    keys = {"num_classes": 3}
+    source = open_source(data(place, **keys), "train")
+    assert len(source) == len(set(source.paths)) == 19
+    assert "twice.csv: 3 rows list a file again; each file counts once" in caplog.text
+    write(place, [*rows, rows[0] | {"image": f"./{rows[0]['image']}", "label": "cat"}])
+    os.utime(place, (1, 1))
+    with pytest.raises(
+        UserError, match="row 24 gives train/ant/0.png the label 'cat'.*row 1 "
+    ):
+        open_source(data(place), "train")
+    write(place, [*rows, rows[0] | {"split": "val"}])
+    os.utime(place, (2, 2))
+    for split in ("train", "val"):
+        with pytest.raises(
+            UserError, match="row 1 lists train/ant/0.png to train on.*row 24"
+        ):
+            open_source(data(place), split)
+
+
+def test_names_that_differ_in_case_alone_are_named(root, caplog):
+    rows = rows_of(root)
+    rows[0]["label"] = "Ant"
+    open_source(data(write(root / "case.csv", rows), num_classes=4), "train")
+    assert "the classes 'Ant' and 'ant' differ in case or blanks alone" in caplog.text
+
+
+def test_damaged_tables_are_one_short_line(root):
+    deep = root / "deep.json"
+    deep.write_text("[" * 100_000)
+    lines = root / "text.jsonl"
+    lines.write_text('"abc"\n')
+    nul = root / "nul.csv"
+    nul.write_bytes(b"image,label\ntrain/a\0.png,ant\n")
+    cells = write(root / "cells.parquet", [{"image": b"\xff" * 5_000, "label": "ant"}])
+    for place, message in (
+        (deep, "deep.json cannot be read"),
+        (lines, "text.jsonl cannot be read .*a row is no object"),
+        (
+            nul,
+            r"nul.csv row 1 names the image 'train/a\\x00.png', and there is no file",
+        ),
+        (cells, "in column 'image', which is no path.*data.name='parquet'"),
+    ):
+        keys = {"num_classes": 1, "split": "all"}
+        with pytest.raises(UserError, match=message) as caught:
+            open_source(data(place, **keys), "all")
+        assert len(str(caught.value)) < 1_000
+        assert len(str(caught.value).splitlines()) == 1

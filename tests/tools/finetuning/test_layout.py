@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from vit_jax.data import splits
 from vit_jax.data.sources import parquet
 from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import layout
@@ -136,10 +137,10 @@ def test_a_set_of_the_project_by_its_name(tmp_path):
 
 def test_the_part_that_is_set_aside():
     groups = ["a"] * 100 + ["b"] * 5 + ["c"] * 2 + ["d"]
-    apart = layout.held_out(groups)
+    apart = splits.held_out(groups)
     by_group = {g: apart[np.array(groups) == g].sum() for g in "abcd"}
     assert by_group == {"a": 20, "b": 1, "c": 1, "d": 0}
-    many = layout.held_out(["a"] * 100_000)
+    many = splits.held_out(["a"] * 100_000)
     assert many.sum() == 10_000
 
 
@@ -186,3 +187,19 @@ def test_a_table_without_labels_is_no_split(photos, tmp_path):
     found = find(tmp_path, tmp_path / "run")
     assert (found.validation, found.test) == ("val", "")
     assert sum(sizes(found)) == 8
+
+
+def test_columns_of_classes_are_found(photos, tmp_path):
+    def find_with(rows):
+        lines = ["image;age;cat;dog", *rows]
+        (tmp_path / "t.csv").write_text("\n".join(lines))
+        return find(tmp_path / "t.csv", tmp_path / "run")
+
+    paths = sorted(photos.glob("*/*/*.png"))
+    found = find_with(f"{p};7{i};{i % 2};{1 - i % 2}" for i, p in enumerate(paths))
+    assert "labels in 'cat,dog'" in found.found and sum(sizes(found)) == 23
+    assert not found.data.get("multi_label")
+    found = find_with(
+        f"{p};7{i};{i % 2};{(-1, 1)[i > 19]}" for i, p in enumerate(paths)
+    )
+    assert found.data["multi_label"] and sum(sizes(found)) == 23

@@ -1,7 +1,9 @@
 """The protocol of a data set, and the registry of the kinds of data sets."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -95,6 +97,26 @@ def read_labels(source: Source) -> Integer[np.ndarray, " N"]:
         numbers = range(start, min(start + 1000, len(source)))
         found[start : numbers.stop] = [r["label"] for r in source.read(numbers)]
     return found
+
+
+@functools.cache  # However often a split is opened.
+def warn(message: str) -> None:
+    """Logs a warning, once per process."""
+    logging.getLogger(__name__).warning("%s", message)
+
+
+def warn_of_twins(what: str, names: Iterable[str]) -> None:
+    """Logs the names that are equal but for case and outer blanks.
+
+    Args:
+      what: they name, in the plural.
+      names: of classes or splits.
+    """
+    there: dict[str, str] = {}
+    for name in names:
+        twin = there.setdefault(name.strip().casefold(), name)
+        if twin != name:
+            warn(f"the {what} {twin!r} and {name!r} differ in case or blanks alone")
 
 
 def check_label(label: int, num_classes: int, record: str) -> None:

@@ -1,10 +1,12 @@
-"""Image files and their labels by a table: CSV, TSV, JSON Lines or Parquet.
+"""Image files and their labels by a table: CSV, TSV, JSON, JSON Lines or Parquet.
 
 `data.data_dir` is the file, or a folder with one file a split: train.csv, val.csv. Its
-column `data.image_key` has paths, relative to the table's folder, and `data.label_key` the
-names or numbers of classes. A column named "split" says which split a row is of; without
-one, a single file is one split named "all". With `data.multi_label` a row has several
-labels, or none: a list, or names with "|", ";" or "," between them.
+column `data.image_key` has paths, relative to the table's folder or to `data.image_dir`,
+and `data.label_key` the names or numbers of classes. A column named "split" says which
+split a row is of; without one, a single file is one split named "all". With
+`data.multi_label` a row has several labels, or none: a list, or names with "|", ";" or ","
+between them. Several columns in `data.label_key`, with "," between them, are one class
+each, with 1 where an image has it, and 0, -1 (uncertain, as in CheXpert) or nothing else.
 """
 
 import collections
@@ -12,22 +14,31 @@ import csv
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources.base import SOURCES, SourceType
-from vit_jax.data.sources.folder import WHOLE, FolderSource, in_order
+from vit_jax.data.sources.base import SOURCES, SourceType, warn, warn_of_twins
+from vit_jax.data.sources.folder import EXTENSIONS as IMAGES
+from vit_jax.data.sources.folder import (
+    WHOLE,
+    FolderSource,
+    in_order,
+    visible_folders,
+)
 from vit_jax.errors import NoLabels, UserError
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 SPLIT = "split"  # Column that says which split a row is of.
 _BETWEEN = re.compile(r"[|;,]")  # Between the labels of a row.
+_DELIMITERS = ",;\t"  # Of CSV files; spreadsheets write the last two too.
+_SHOWN, _PATH = 80, 300  # Characters of a cell and a path in a message.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,23 +55,38 @@ class Table:
     columns: tuple[str, ...]
     rows: list[dict]
 
-    def check_column(self, key: str, column: str, error: type = UserError) -> None:
+    def check_columns(
+        self, key: str, columns: Sequence[str], error: type = UserError
+    ) -> None:
         """Raises an error if a column is missing.
 
         Args:
-          key: of `config.data` that names it.
-          column: its name.
+          key: of `config.data` that names them.
+          columns: their names.
           error: to raise.
         """
-        if column not in self.columns:
-            raise error(
-                f"data.{key}={column!r}: {self.path} has no such column; it has "
-                f"{', '.join(self.columns) or 'none'}"
-            )
+        for column in columns:
+            if column not in self.columns:
+                raise error(
+                    f"data.{key}={column!r}: {self.path} has no such column; it has "
+                    f"{', '.join(self.columns) or 'none'}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row of a table, and its number from 1."""
+
+    table: Table
+    number: int
+    cells: Mapping
+
+    def __str__(self) -> str:
+        return f"{self.table.path} row {self.number}"
 
 
 def open_table(data: DataConfig, split: str) -> FolderSource:
-    """Lists the images of a split of a table.
+    """Lists the images of a split of a table, each once.
 
     Records stand in an order hashed from their paths, as those of folders do.
 
@@ -71,7 +97,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     Raises:
       NoSplit: there is none of that name.
       NoLabels: no column of labels.
-      UserError: the table cannot be read, lacks a column, or names a file that is missing.
+      UserError: the table cannot be read, lacks a column, names a file that is missing,
+        gives one file two labels, or lists one to train on in a validation or test split.
     """
     tables = read_splits(data.data_dir)
     rows = collections.defaultdict(list)
@@ -79,31 +106,38 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     used = {WHOLE, first, *splits.names(split)}
     for name, table in tables.items():
         if name in used:  # Others may lack labels.
-            table.check_column("image_key", data.image_key)
+            table.check_columns("image_key", [data.image_key])
             if data.num_classes:
-                table.check_column("label_key", data.label_key, NoLabels)
-        for number, row in enumerate(table.rows, 1):
+                columns = label_columns(data.label_key, table.columns)
+                table.check_columns("label_key", columns, NoLabels)
+        for number, cells in enumerate(table.rows, 1):
             # Of a file that is a split, the column says nothing more.
-            of = str(row[SPLIT]) if name == WHOLE and SPLIT in row else name
-            rows[of].append((table, number, row))
-    sizes = {name: len(found) for name, found in rows.items()}
-    classes = ()
+            of = _text(cells[SPLIT]) if name == WHOLE and SPLIT in cells else name
+            rows[of].append(_Row(table, number, cells))
+    warn_of_twins("splits", rows)
+    paths = _Paths.of(data, tables)
+    _check_apart(paths, rows)
+    classes = {}
     if data.num_classes:
-        splits.select(first, sizes, data.data_dir)  # It may be missing.
-        classes = class_names(data, (row for _, _, row in rows[first]))
-    root = _root(data.data_dir)
+        splits.select(
+            first, dict.fromkeys(rows, 1), data.data_dir
+        )  # It may be missing.
+        names = class_names(data, (row.cells for row in rows[first]))
+        warn_of_twins("classes", names)
+        classes = {name: number for number, name in enumerate(names)}
     files = {
-        name: in_order([_file(data, root, classes, *row) for row in rows[name]])
+        name: in_order(_files(data, paths, classes, rows[name]))
         for name in splits.names(split)
         if name in rows
     }
+    sizes = {name: len(files.get(name, rows[name])) for name in rows}
     chosen = [
         files[name][i]
         for name, numbers in splits.select(split, sizes, data.data_dir)
         for i in numbers
     ]
     return FolderSource(
-        root=str(root),
+        root=paths.root,
         paths=[path for path, _, _ in chosen],
         labels_of_paths=[label for _, label, _ in chosen] if classes else None,
         class_names=tuple(classes),
@@ -111,12 +145,39 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     )
 
 
+def label_columns(label_key: str, columns: Collection[str]) -> list[str]:
+    """Returns the columns that `data.label_key` names: one, or one a class."""
+    if label_key in columns:
+        return [label_key]
+    return [column.strip() for column in label_key.split(",")]
+
+
 def class_names(data: DataConfig, rows: Iterable[Mapping]) -> list[str]:
-    """Returns the classes that rows name: as numbers if all are, else by the alphabet."""
-    found = {name for row in rows for name in _labels(data, row[data.label_key])}
+    """Returns the classes of rows.
+
+    Columns of classes keep their order; names are sorted, as numbers if all are.
+    """
+    rows = list(rows)
+    if len(columns := label_columns(data.label_key, rows[0])) > 1:
+        return columns
+    found = {name for row in rows for name in _labels(data, row)}
     if not found:
         raise NoLabels(f"data.label_key={data.label_key!r}: this column is empty")
     return sorted(found, key=_number if all(map(_is_number, found)) else None)
+
+
+def flag(value: object) -> int | None:
+    """Returns 0, 1 or -1 of a cell that says whether an image has a label, or None.
+
+    An empty cell is 0. None is for any other value.
+    """
+    try:
+        number = float(value or 0)
+    except (TypeError, ValueError):
+        return None if _text(value) else 0
+    if math.isnan(number):  # An empty cell of Parquet.
+        return 0
+    return int(number) if number in (0, 1, -1) else None
 
 
 def read_splits(place: str) -> dict[str, Table]:
@@ -153,21 +214,11 @@ def read(path: str, changed: int) -> Table:
     """
     file = pathlib.Path(path)
     try:
-        match file.suffix.lower():
-            case ".parquet":
-                import pyarrow.parquet as pq
-
-                rows = pq.read_table(path).to_pylist()
-            case ".jsonl" | ".ndjson":
-                lines = file.read_text("utf-8-sig").splitlines()
-                rows = [json.loads(line) for line in lines if line.strip()]
-            case _:
-                tabs = file.suffix.lower() == ".tsv"
-                with file.open(encoding="utf-8-sig", newline="") as text:
-                    reader = csv.DictReader(text, delimiter="\t" if tabs else ",")
-                    rows = list(reader)
+        rows = _rows(file)
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("a row is no object with the names of its columns")
         columns = tuple(dict.fromkeys(str(key) for row in rows for key in row))
-    except (OSError, ValueError, csv.Error, TypeError) as error:
+    except (OSError, ValueError, csv.Error, TypeError, RecursionError) as error:
         reason = (str(error).splitlines() or ["damaged"])[0]
         raise UserError(
             f"the table {path} cannot be read ({reason}): write it anew as CSV, TSV, "
@@ -178,48 +229,200 @@ def read(path: str, changed: int) -> Table:
     return Table(file, columns, rows)
 
 
+def _rows(file: pathlib.Path) -> list:
+    """Returns the rows of a file, by its ending."""
+    match file.suffix.lower():
+        case ".parquet":
+            import pyarrow.parquet as pq
+
+            return pq.read_table(file).to_pylist()
+        case ".jsonl" | ".ndjson":
+            lines = file.read_text("utf-8-sig").splitlines()
+            return [json.loads(line) for line in lines if line.strip()]
+        case ".json":
+            rows = json.loads(file.read_text("utf-8-sig"))
+            return rows if isinstance(rows, list) else [rows]
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        head = text.readline()
+        text.seek(0)
+        tabs = file.suffix.lower() == ".tsv"
+        delimiter = "\t" if tabs else max(_DELIMITERS, key=head.count)
+        return list(csv.DictReader(text, delimiter=delimiter))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Paths:
+    """Where the images of a table lie, and what they are called.
+
+    Attributes:
+      folder: that paths are relative to.
+      root: folder below which images have their names: `folder`, or of absolute paths the
+        folder that all images share, so that names, and with them the order, stay where
+        the images are moved.
+      key, suffix: `image_key` and `image_suffix` of `config.data`.
+    """
+
+    folder: str
+    root: str
+    key: str
+    suffix: str
+
+    @classmethod
+    def of(cls, data: DataConfig, tables: Mapping[str, Table]) -> "_Paths":
+        place = os.path.abspath(os.path.expanduser(data.data_dir))
+        folder = os.path.dirname(place) if os.path.isfile(place) else place
+        folder = os.path.join(folder, os.path.expanduser(data.image_dir))
+        folder = os.path.normpath(folder)
+        paths = cls(folder, folder, data.image_key, data.image_suffix)
+        rows = (row for table in tables.values() for row in table.rows)
+        found = [str(row[paths.key]) for row in rows if row.get(paths.key)]
+        if not any(map(os.path.isabs, found)):
+            return paths
+        above = {os.path.dirname(os.path.join(folder, path)) for path in found}
+        root = os.path.commonpath(list(map(os.path.normpath, above)))
+        return dataclasses.replace(paths, root=root)
+
+    def path(self, cells: Mapping) -> str:
+        """Returns the path of a row's image."""
+        return os.path.join(self.folder, f"{cells.get(self.key)}{self.suffix}")
+
+    def name(self, cells: Mapping) -> str:
+        """Returns the path of a row's image relative to `root`."""
+        if self.root != self.folder:
+            name = os.path.relpath(self.path(cells), self.root)
+        else:  # Not from the path: `root` may itself stand in ../photos/a.jpg.
+            name = os.path.normpath(f"{cells.get(self.key)}{self.suffix}")
+        return pathlib.PurePath(name).as_posix()
+
+
+def _check_apart(paths: _Paths, rows: Mapping[str, list[_Row]]) -> None:
+    """Raises UserError for a file to train on that also validates; warns if it tests."""
+    train, validation, test = (
+        {
+            paths.name(row.cells): row
+            for row in rows.get(splits.first_of(usual, rows), ())
+            if row.cells.get(paths.key)
+        }
+        for usual in (splits.TRAIN, splits.VALIDATION, splits.TEST)
+    )
+    for name in sorted(train.keys() & validation.keys()):
+        raise UserError(
+            f"{train[name]} lists {name} to train on, and {validation[name]} lists it to "
+            "validate on: remove one of the two rows"
+        )
+    if both := train.keys() & test.keys():
+        warn(
+            f"{len(both):,} files to train on are listed to test on too, as {min(both)} "
+            f"in {test[min(both)]}"
+        )
+
+
+def _files(
+    data: DataConfig, paths: _Paths, classes: Mapping[str, int], rows: Sequence[_Row]
+) -> list[tuple]:
+    """Returns (path relative to root, label, bytes) of the files of rows, each once."""
+    found, first = {}, {}
+    for row in rows:
+        name, label, size = _file(data, paths, classes, row)
+        if name in found and found[name][1] != label:
+            column = data.label_key
+            raise UserError(
+                f"{row} gives {name} the label {_shown(row.cells.get(column))}, and "
+                f"{first[name]} another, {_shown(first[name].cells.get(column))}: keep "
+                "one row for each image; several labels stand in one row, as a|b with "
+                "data.multi_label=True"
+            )
+        found[name] = name, label, size
+        first.setdefault(name, row)
+    if twice := len(rows) - len(found):
+        warn(
+            f"{data.data_dir}: {twice:,} rows list a file again; each file counts once"
+        )
+    return list(found.values())
+
+
 def _file(
-    data: DataConfig,
-    root: pathlib.Path,
-    classes: Sequence[str],
-    table: Table,
-    number: int,
-    row: Mapping,
+    data: DataConfig, paths: _Paths, classes: Mapping[str, int], row: _Row
 ) -> tuple[str, int | list[int] | None, int]:
     """Returns (path relative to root, label, bytes) of a row."""
-    where = f"{table.path} row {number}"
-    stated = row.get(data.image_key)
-    path = os.path.join(table.path.parent, str(stated))
+    stated, path = row.cells.get(paths.key), paths.path(row.cells)
     try:
         size = os.stat(path).st_size if stated else -1
-    except OSError:
+    except (OSError, ValueError):  # A path may hold a NUL byte.
         size = -1
     if size < 0 or not os.path.isfile(path):
-        raise UserError(
-            f"{where} names the image {stated!r}, and there is no file {path}: paths are "
-            "relative to the table's folder; mend or remove that row"
-        )
-    path = os.path.relpath(path, root)
+        raise UserError(_missing(data, row, stated, path))
+    name = paths.name(row.cells)
     if not classes:
-        return path, None, size
-    names = _labels(data, row.get(data.label_key))
-    for name in names:
-        if name not in classes:
+        return name, None, size
+    names = _labels(data, row.cells)
+    for each in names:
+        if each not in classes:
             raise UserError(
-                f"{where} has class {name!r}, which the training split {data.split!r} "
+                f"{row} has class {each!r}, which the training split {data.split!r} "
                 f"lacks: its classes are {', '.join(classes)}"
             )
     if data.multi_label:
-        return path, [classes.index(name) for name in names], size
+        return name, [classes[each] for each in names], size
     if not names:
         raise UserError(
-            f"{where} has no label in column {data.label_key!r}: add it or remove the row"
+            f"{row} has no label in column {data.label_key!r}: add it or remove the row"
         )
-    return path, classes.index(names[0]), size
+    if len(names) > 1:
+        raise UserError(
+            f"{row} has the labels {', '.join(names)}: set --config.data.multi_label=True "
+            "for several labels an image"
+        )
+    return name, classes[names[0]], size
 
 
-def _labels(data: DataConfig, value: object) -> list[str]:
-    """Returns the names of the classes in a cell."""
+def _missing(data: DataConfig, row: _Row, stated: object, path: str) -> str:
+    """Returns what is wrong with a row that names no file."""
+    if not isinstance(stated, str | int | None):
+        return (
+            f"{row} has {_shown(stated)} in column {data.image_key!r}, which is no path: "
+            "name the column of paths by data.image_key; images inside Parquet files are "
+            "read by data.name='parquet'"
+        )
+    remedy = "mend or remove that row"
+    folder = os.path.dirname(row.table.path)
+    for inside in (*visible_folders(folder), data.image_dir):
+        for suffix in (*IMAGES, ""):
+            if os.path.isfile(os.path.join(folder, inside, f"{stated}{suffix}")):
+                keys = {"image_dir": inside, "image_suffix": suffix}
+                stating = [f"--config.data.{k}={v}" for k, v in keys.items() if v]
+                remedy = f"set {' '.join(stating)}"
+    return (
+        f"{row} names the image {_shown(stated)}, and there is no file "
+        f"{repr(os.path.normpath(path))[1:-1][:_PATH]}: paths are relative to the table's folder, or "
+        f"to data.image_dir; {remedy}"
+    )
+
+
+def _shown(value: object) -> str:
+    """Returns a value as a message shows it, on one line and not too long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _labels(data: DataConfig, cells: Mapping) -> list[str]:
+    """Returns the names of the classes in a row."""
+    columns = label_columns(data.label_key, cells)
+    if len(columns) > 1:
+        flags = {column: flag(cells.get(column)) for column in columns}
+        for column, found in flags.items():
+            if found is None:
+                raise UserError(
+                    f"data.label_key: {_shown(cells[column])} in column {column!r} is not "
+                    "1, 0, -1 or empty, as columns of classes are"
+                )
+        if -1 in flags.values():
+            warn(
+                f"{data.data_dir}: labels of -1 (uncertain) count as 0; write 1 in their "
+                "place to count them"
+            )
+        return [column for column, found in flags.items() if found == 1]
+    value = cells.get(data.label_key)
     if value is None:
         return []
     if not data.multi_label:
@@ -244,14 +447,9 @@ def _number(name: str) -> int:
     return int(name)
 
 
-def _root(place: str) -> pathlib.Path:
-    path = pathlib.Path(place).expanduser().resolve()
-    return path.parent if path.is_file() else path
-
-
 SOURCES["table"] = SourceType(
     open=open_table,
     pattern="table",
-    help="Image files by a CSV, TSV, JSON Lines or Parquet file, `data.data_dir`.",
+    help="Image files by a CSV, TSV, JSON or Parquet file, `data.data_dir`.",
     numbered=False,
 )

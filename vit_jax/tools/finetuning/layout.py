@@ -12,7 +12,6 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from etils import epath
 
 from vit_jax.config import fields
@@ -21,21 +20,17 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import folder, parquet, table
 from vit_jax.data.sources.base import SOURCES, Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
+from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
 from vit_jax.errors import UserError
 from vit_jax.files import replace_text
+from vit_jax.weights.workdir import absolute
 
-# What splits are called, whatever their case; the first that is there counts.
-TRAIN = ("train", "training", "trn")
-VALIDATION = ("val", "valid", "validation", "dev")
-TEST = ("test", "testing", "eval")
 # What columns of tables are called.
 IMAGES = ("image", "path", "image_path", "file", "filename", "file_name", "filepath")
 IMAGES += ("img", "img_path", "image_name", "image_id", "id")
 LABELS = ("label", "labels", "class", "classes", "class_name", "category", "target")
 LABELS += ("species", "tag", "tags", "fine_label", "coarse_label", "y")
 SPLIT_FILE = "split.csv"  # In the workdir.
-HELD_OUT, MOST_HELD_OUT = 0.2, 10_000  # Of the training images.
-_SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +125,22 @@ def _of_table(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
     tables = table.read_splits(str(path))
     first = tables[first_of(TRAIN, tables) or next(iter(tables))]
     data = {"name": "table", "data_dir": str(path)}
-    data |= columns(first.columns, str(first.path), stated)
-    values = [row[data["label_key"]] for row in first.rows]
-    if "multi_label" not in stated:
+    flags = _columns_of_flags(first)
+    if len(flags) > 1 and not first_of(LABELS, first.columns):
+        data["label_key"] = ",".join(flags)
+    data |= columns(first.columns, str(first.path), data | dict(stated))
+    labels = table.label_columns(data["label_key"], first.columns)
+    if "multi_label" not in stated and len(labels) > 1:
+        ones = ([table.flag(row.get(k)) for k in labels].count(1) for row in first.rows)
+        data["multi_label"] = any(count != 1 for count in ones)
+    elif "multi_label" not in stated:
+        values = [row.get(data["label_key"]) for row in first.rows]
         data["multi_label"] = any(map(_is_several, values))
     data |= stated
     # Test images are often listed without their labels.
-    names = [k for k, each in tables.items() if data["label_key"] in each.columns]
+    names = [k for k, each in tables.items() if {*labels} <= {*each.columns}]
     if names == [table.WHOLE] and table.SPLIT in first.columns:
-        names = list(dict.fromkeys(str(row[table.SPLIT]) for row in first.rows))
+        names = list(dict.fromkeys(str(row[table.SPLIT]).strip() for row in first.rows))
     train = first_of(TRAIN, names) or table.WHOLE
     if train not in names:
         raise UserError(
@@ -211,7 +213,7 @@ def _with_validation(
     layout = Layout(data, validation, test, found)
     if validation:
         return layout
-    place = epath.Path(workdir) / SPLIT_FILE
+    place = epath.Path(split_file(workdir))
     source = layout.open(data["split"])
     groups = _groups(source)
     apart = held_out(groups)
@@ -236,6 +238,7 @@ def _with_validation(
     several = {"multi_label": True} if data.get("multi_label") else {}
     kept = set(fields.fields(DataConfig)) & data.keys()
     kept -= {"name", "data_dir", "split", "image_key", "label_key", "multi_label"}
+    kept -= {"image_dir", "image_suffix"}
     data = {key: data[key] for key in kept} | several
     data |= {"name": "table", "data_dir": str(place), "split": TRAIN[0]}
     return Layout(
@@ -247,25 +250,9 @@ def _with_validation(
     )
 
 
-def held_out(groups: Sequence[str]) -> np.ndarray:
-    """Returns which images to set aside: a part of each group, drawn by a fixed seed.
-
-    Of two images or more of a group at least one is set aside and one stays.
-
-    Args:
-      groups: what each image is stratified by.
-    """
-    share = min(HELD_OUT, MOST_HELD_OUT / len(groups))
-    members: dict[str, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    rng = np.random.default_rng(_SEED)
-    apart = np.zeros(len(groups), bool)
-    for group in sorted(members):
-        there = np.array(members[group])
-        count = max(round(share * len(there)), int(len(there) > 1))
-        apart[rng.permutation(there)[:count]] = True
-    return apart
+def split_file(workdir: str) -> str:
+    """Returns the path of the list of the split in a workdir."""
+    return str(absolute(workdir) / SPLIT_FILE)
 
 
 def columns(known: Sequence[str], place: str, stated: Mapping) -> dict[str, str]:
@@ -288,12 +275,6 @@ def columns(known: Sequence[str], place: str, stated: Mapping) -> dict[str, str]
                 f"{'images' if key == 'image_key' else 'labels'} by --config.data.{key}"
             )
     return found
-
-
-def first_of(usual: Sequence[str], names: Sequence[str] | Mapping) -> str:
-    """Returns the first usual name that is there, as it is spelt there; or ""."""
-    there = {name.lower(): name for name in names}
-    return next((there[name] for name in usual if name in there), "")
 
 
 def _groups(source: Source) -> list[str]:
@@ -319,6 +300,15 @@ def _has_images(path: pathlib.Path) -> bool:
         for _, _, names in os.walk(path)
         for name in names
     )
+
+
+def _columns_of_flags(of: table.Table) -> list[str]:
+    """Returns the columns that hold 1 and 0, -1 or nothing alone, as those of classes."""
+    found = {
+        column: {table.flag(row.get(column)) for row in of.rows}
+        for column in of.columns
+    }
+    return [name for name, seen in found.items() if 1 in seen and None not in seen]
 
 
 def _is_several(value: object) -> bool:

@@ -1,9 +1,11 @@
 """A fine-tuning run on images of one's own, from the folder to the accuracy."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -11,7 +13,9 @@ from etils import epath
 
 from vit_jax import models, weights
 from vit_jax.config import fields, loading
+from vit_jax.data import fingerprint
 from vit_jax.data.sources.base import read_labels
+from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.files import read_json, replace_text
@@ -23,6 +27,7 @@ from vit_jax.training import loop, run_report
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.training.timers import StartupTimer
+from vit_jax.weights import workdir as workdirs
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 FILE = "finetune.json"
@@ -30,6 +35,7 @@ SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
 MINUTES = 15.0
 # Overrides that say how the images lie.
 _OF_LAYOUT = ("image_key", "label_key", "multi_label", "data_dir")
+_OF_LAYOUT += ("image_dir", "image_suffix")
 _FLAGS = {
     "init": "--model",
     "init.checkpoint": "--model",
@@ -89,19 +95,20 @@ def finetune(
     overrides = _allowed(overrides)
     model = _model(model)
     at = os.path.abspath(os.path.expanduser(place))
+    place = at if os.path.exists(at) else place
     path = epath.Path(workdir) / FILE
+    raw, images = _begun(place, workdir, overrides)
     runs.check_command(
         workdir,
         {
-            "images": at if os.path.exists(at) else place,
+            "images": images,
             "--model": masked(model),
             "--minutes": minutes,
             "config": {key: str(value) for key, value in overrides.items()},
         },
-        begun=path.exists(),
+        begun=raw is not None,
     )
-    if path.exists():
-        raw = read_json(path)
+    if raw:
         say(f"going on with what was chosen before: {path}")
     else:
         raw, choices = choose(place, workdir, model, minutes, overrides, say)
@@ -116,6 +123,36 @@ def finetune(
     say("looking at mistakes")
     page = report.write(config, workdir, result.split, summary(result)[0])
     return dataclasses.replace(result, page=page)
+
+
+def _begun(
+    place: str, workdir: str, overrides: Mapping[str, object]
+) -> tuple[dict | None, str]:
+    """Returns the config that an earlier start chose, if one did, and its images.
+
+    The workdir and the images may have been moved since then: the paths in the config are
+    those of this start, and images are recognised by what they are.
+    """
+    path = epath.Path(workdir) / FILE
+    if not path.exists():
+        return None, place
+    raw, images = read_json(path), runs.recorded(workdir).get("images", place)
+    data = raw["data"]
+    if images == place or not os.path.exists(place):
+        if os.path.basename(data["data_dir"]) == layout.SPLIT_FILE:
+            data["data_dir"] = layout.split_file(workdir)
+        return raw, images
+    if not workdirs.has_checkpoint(workdir):
+        return None, place
+    with tempfile.TemporaryDirectory() as there, contextlib.suppress(UserError):
+        lies = layout.find(place, _stated(overrides), there)
+        found = complete(raw | {"data": data | lies.data}).data
+        source = open_source(found, found.split)
+        stored = workdirs.read_metadata(workdir)["data"]
+        if not fingerprint.differences(stored, source):
+            lies = layout.find(place, _stated(overrides), workdir)
+            return raw | {"data": data | lies.data}, images
+    return raw, place
 
 
 def find_rate(
@@ -159,6 +196,12 @@ def _model(model: str) -> str:
     return model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
 
 
+def _stated(overrides: Mapping[str, object]) -> dict[str, object]:
+    """Returns the overrides that say how the images lie, without "data."."""
+    keys = {name: f"data.{name}" for name in _OF_LAYOUT}
+    return {name: overrides[k] for name, k in keys.items() if k in overrides}
+
+
 def choose(
     place: str,
     workdir: str,
@@ -168,9 +211,10 @@ def choose(
     say: Callable[[str], None],
 ) -> tuple[dict, list[Choice]]:
     """Returns the whole config as a dict, and what was chosen for it; see `rule`."""
-    keys = [f"data.{name}" for name in _OF_LAYOUT]
-    stated = {k.partition(".")[2]: overrides[k] for k in keys if k in overrides}
-    others = {key: value for key, value in overrides.items() if key not in keys}
+    stated = _stated(overrides)
+    others = {
+        k: v for k, v in overrides.items() if k.removeprefix("data.") not in stated
+    }
     name = others.get("optim.name", rule.OPTIMIZER)
     if name != rule.OPTIMIZER and "optim.learning_rate" not in others:
         raise UserError(

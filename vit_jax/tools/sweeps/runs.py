@@ -79,6 +79,12 @@ def drop_checkpoints(folder: str | os.PathLike) -> None:
             checkpoints.rmtree(missing_ok=True)
 
 
+def recorded(workdir: str | os.PathLike) -> dict:
+    """Returns the command that `check_command` recorded, or {}."""
+    path = epath.Path(workdir) / _COMMAND
+    return read_json(path) if path.exists() else {}
+
+
 def check_command(
     workdir: str | os.PathLike, command: dict, *, begun: bool = True, grows: str = ""
 ) -> None:
