@@ -13,6 +13,7 @@ import pytest
 
 import vit_jax
 from vit_jax import __main__ as command
+from vit_jax import cli, finetune, predict, train, transfer
 from vit_jax.config import fields, loading, synonyms
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
@@ -53,6 +54,31 @@ def test_the_version_and_a_word_that_is_no_command():
     shown = run("trian")
     assert shown.returncode == 2 and shown.stderr.count("\n") == 1
     assert "error: 'trian' is no command: give one of train, finetune" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "word", "meant"),
+    [
+        (finetune, "--lr=0.1", "--config.optim.learning_rate"),
+        (finetune, "--epochs=3", "--config.epochs"),
+        (train, "--batch_size=8", "--config.batch_size"),
+        (transfer, "--weight_decay=0", "--config.optim.weight_decay"),
+        (finetune, "--init=deit:Ti/16", "--model"),
+        (finetune, "--pretrained=x", "--model"),
+        (finetune, "--minuets=3", "--minutes"),
+        (predict, "--top_k=3", "--topk"),
+    ],
+)
+def test_an_unknown_flag_leads_to_what_it_may_mean(module, word, meant, capsys):
+    parser = module.parser()
+    words = ["x"] if module in (finetune, predict) else []
+    needed = [a for a in parser._actions if a.required and a.option_strings]
+    words += [f"{action.option_strings[0]}=x" for action in needed]
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(parser, [*words, word])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and shown.count("\n") == 1
+    assert word in shown and re.search(rf"{re.escape(meant)}\b", shown)
 
 
 @pytest.mark.parametrize("shell", command.SHELLS)

@@ -35,6 +35,7 @@ from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.timers import StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup
 from vit_jax.weights import surgery
+from vit_jax.weights import workdir as workdirs
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 from vit_jax.weights.text_tower import TextTower
 
@@ -128,6 +129,7 @@ def load_model(
     *,
     image_size: int | Sequence[int] | None = None,
     class_names: Sequence[str] = (),
+    step: int | None = None,
     use_ema: bool = True,
     num_heads: int = 0,
     tokenizer: str = "",
@@ -142,6 +144,7 @@ def load_model(
         "hf://owner/name".
       image_size: side of the images in pixels, or (height, width), if not the weights'.
       class_names: in label order, if not the weights'.
+      step: of a run's checkpoint; the best, or else the last, if None.
       use_ema: a run's averaged parameters if it has them, not its last ones.
       num_heads: attention heads, for files that do not state them.
       tokenizer: of a text tower if not the weights', see `config.data.tokenizer`.
@@ -164,7 +167,7 @@ def load_model(
     if image_size is not None:
         preprocess["image_size"] = _sides(image_size)
     found, how = forward_passes.open_weights(
-        os.fspath(source),
+        _at_step(source, step),
         preprocess,
         use_ema=use_ema,
         num_heads=num_heads,
@@ -532,6 +535,7 @@ def evaluate(
     *,
     data: Arrays | Mapping[str, Arrays] | None = None,
     class_names: Sequence[str] = (),
+    step: int | None = None,
     use_ema: bool = True,
     tell: Callable[[str], None] = print,
     **overrides,
@@ -545,6 +549,7 @@ def evaluate(
       data: images and labels to classify, as of `train`, in place of the config's data
         set and evaluations; or such pairs by the name of their split.
       class_names: of `data`, in label order.
+      step: of a run's checkpoint, see `load_model`.
       use_ema: a run's averaged parameters if it has them, not its last ones.
       tell: called with lines about what happens.
       **overrides: config keys, as of `train`.
@@ -570,7 +575,7 @@ def evaluate(
     config = config or {"batch_size": 2 * _BATCH}
     config = _config(config, overrides, sections, cls=EvaluationConfig)
     found, how = forward_passes.open_weights(
-        os.fspath(source),
+        _at_step(source, step),
         {},
         use_ema=use_ema,
         num_heads=0,
@@ -657,6 +662,10 @@ def _config(
         raw[name] = change(raw.get(name, {}))
     loading.override(TrainConfig, raw, overrides)
     return loading.complete(cls, raw)
+
+
+def _at_step(source: str | os.PathLike, step: int | None) -> str:
+    return os.fspath(source) if step is None else workdirs.at_step(source, step)
 
 
 def _sides(image_size: int | Sequence[int]) -> tuple[int, int]:

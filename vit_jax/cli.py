@@ -1,6 +1,7 @@
 """What all verbs share: flags, config overrides, and how errors are shown."""
 
 import argparse
+import difflib
 import gc
 import importlib
 import re
@@ -8,7 +9,7 @@ import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from vit_jax import signals
 from vit_jax.errors import (
@@ -37,14 +38,21 @@ class Parser(argparse.ArgumentParser):
       config: name of the dataclass in training/config.py whose keys the verb takes; "" if
         it takes none.
       recipes: regular expression of the names of recipes that --help lists; "" lists none.
+      keys: config key to the flag that sets it in this verb.
     """
 
-    def __init__(self, doc: str, config: str = "", recipes: str = ""):
+    def __init__(
+        self,
+        doc: str,
+        config: str = "",
+        recipes: str = "",
+        keys: Mapping[str, str] = types.MappingProxyType({}),
+    ):
         super().__init__(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self.add_argument("--debug", action="store_true", help="show tracebacks")
-        self._config, self._recipes = config, recipes
+        self._config, self._recipes, self._keys = config, recipes, keys
 
     def format_help(self) -> str:
         """Returns what --help shows: the flags, then the keys of the config."""
@@ -68,6 +76,25 @@ class Parser(argparse.ArgumentParser):
             heading = "recipes, as --config=NAME or --config=NAME:ARGUMENT:"
             parts.append("\n".join([heading, *lines, ""]))
         return "\n".join([*parts, reference.text(getattr(config, self._config))])
+
+    def refuse(self, words: Sequence[str]) -> None:
+        """Ends with the flag or the config key that an unknown flag may mean.
+
+        Args:
+          words: that no flag takes.
+        """
+        word = next((word for word in words if word.startswith("-")), words[0])
+        name, hint = word.partition("=")[0], ""
+        if self._config:
+            from vit_jax.config import loading
+            from vit_jax.training import config
+
+            key = loading.key_called(getattr(config, self._config), name.strip("-"))
+            hint = key and f"; set {self._keys.get(key, f'--config.{key}')}"
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        if not hint and (near := difflib.get_close_matches(name, flags, 1)):
+            hint = f"; did you mean {near[0]}?"
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
     def error(self, message: str) -> None:
         """Ends with one line, as every other bad input does."""
@@ -103,8 +130,14 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
                 parser.error(f"--config.{key} has no value")
             value = rest.pop(0)
         overrides[key] = loading.parse_override(value)
-    flags = parser.parse_args(words)
+    flags, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.refuse(unknown)
     flags.overrides = overrides
+    if getattr(flags, "step", None) is not None:
+        from vit_jax.weights import workdir
+
+        flags.model = workdir.at_step(flags.model, flags.step)
     return flags
 
 
@@ -179,6 +212,7 @@ def add_weights_flags(parser: Parser) -> None:
     """Adds flags that say which weights are tried, and at which size of images."""
     add = parser.add_argument
     add("--model", required=True, help="weights: run, file, folder or name")
+    add_step_flag(parser)
     add(
         "--no_ema",
         action="store_true",
@@ -186,6 +220,15 @@ def add_weights_flags(parser: Parser) -> None:
     )
     add("--resolution", type=size, help="other image size: pixels, or HEIGHTxWIDTH")
     _add_preparation(parser)
+
+
+def add_step_flag(parser: Parser) -> None:
+    """Adds the flag that chooses a checkpoint of a run; `parse` applies it to --model."""
+    parser.add_argument(
+        "--step",
+        type=positive,
+        help="the run's checkpoint of this step, not its best or last",
+    )
 
 
 def add_tta_flag(parser: Parser) -> None:

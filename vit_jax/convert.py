@@ -133,6 +133,7 @@ def parser() -> cli.Parser:
     add("--model", required=True, metavar="CHECKPOINT", help="weights, as above")
     add("--to", required=True, metavar="FORMAT", help="a name above")
     add("--out", required=True, help="folder or file to make")
+    cli.add_step_flag(parser)
     add("--overwrite", action="store_true", help="replace what is there")
     add(
         "--no_ema",

@@ -55,7 +55,8 @@ def default_workdir(flags: argparse.Namespace) -> str:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__, config="TrainConfig")
+    keys = {"init": "--model", "init.checkpoint": "--model"}
+    parser = cli.Parser(__doc__, config="TrainConfig", keys=keys)
     add = parser.add_argument
     add("photos", metavar="PHOTOS", help="folder, table or name of a data set")
     add(
@@ -63,6 +64,7 @@ def parser() -> cli.Parser:
         default="",
         help="weights; default: deit:Ti/16 on a CPU, augreg:S/16 elsewhere",
     )
+    cli.add_step_flag(parser)
     add(
         "--minutes",
         type=_minutes,

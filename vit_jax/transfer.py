@@ -94,6 +94,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
     add("--model", required=True, help="weights: run, file, folder or name")
+    cli.add_step_flag(parser)
     add("--dataset", required=True, help="name, folder, vtab or vtab/TASK")
     add("--data_dir", default="", help="folder of prepared data sets; default: TFDS's")
     add("--test", default="", help="test split, if not the usual one")

@@ -18,7 +18,18 @@ from trees import (
     save,
 )
 
-from vit_jax import models, weights
+from vit_jax import (
+    cli,
+    convert,
+    evaluate,
+    explore,
+    finetune,
+    models,
+    predict,
+    transfer,
+    visualize,
+    weights,
+)
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
@@ -169,6 +180,37 @@ def test_workdir_is_opened_like_any_other_checkpoint(run, average):
     )
     averaged = "averaged " if average else ""
     assert found.notes == (f"{averaged}parameters of step 6",)
+
+
+def test_a_step_chooses_a_checkpoint_of_a_run(run, monkeypatch):
+    folder, trees = run(complete())
+    (folder / "checkpoints" / "6").rename(folder / "checkpoints" / "3")
+    run(complete())
+    newest, third = weights.open_pretrained(folder), folder / "checkpoints" / "3"
+    assert newest.notes == ("averaged parameters of step 6",)
+    for place in (third, f"{third}/", workdir.at_step(folder, 3)):
+        found = weights.open_pretrained(place)
+        assert found.notes == ("averaged parameters of step 3",)
+        assert_same(found.params, trees["average"])
+    monkeypatch.chdir(folder)
+    assert "step 3" in weights.open_pretrained("checkpoints/3").notes[0]
+    with pytest.raises(UserError, match="step=4.*there are 3, 6"):
+        weights.open_pretrained(folder / "checkpoints" / "4")
+    for command in (predict, evaluate, explore, visualize, convert, transfer, finetune):
+        words = [f"--model={folder}", "--step=3"]
+        words += ["--config=x"] * (command is evaluate)
+        words += ["x"] * (command in (predict, finetune))
+        words += ["--to=timm"] * (command is convert)
+        words += ["--out=x"] * (command in (convert, visualize))
+        words += ["--dataset=x"] * (command is transfer)
+        assert cli.parse(command.parser(), words).model == str(third)
+        words[1] = "--step=4"
+        with pytest.raises(UserError, match="step=4"):
+            cli.parse(command.parser(), words)
+    with pytest.raises(
+        UserError, match="step=4.*deit:Ti/16 has no finished checkpoint"
+    ):
+        workdir.at_step("deit:Ti/16", 4)
 
 
 @pytest.mark.parametrize(

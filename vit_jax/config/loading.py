@@ -332,6 +332,22 @@ def _nearest(cls: type, key: str, known: Iterable[str]) -> str:
     return max(known, key=likeness)
 
 
+def key_called(cls: type, word: str) -> str:
+    """Returns the dotted key of a config that a word means alone; "" if it means none.
+
+    Args:
+      cls: dataclass of the config.
+      word: a key, the end of one, or what other codebases call one, as "lr".
+    """
+    places = [("", "", cls), *fields.sections(cls)]
+    keys = [
+        f"{at}.{name}".strip(".") for at, _, c in places for name in fields.fields(c)
+    ]
+    meant = SYNONYMS.get(re.sub(r"[^a-z0-9]", "", word.lower()), word)
+    found = [key for key in keys if key == meant or key.endswith(f".{meant}")]
+    return min(found, key=lambda key: key.count("."), default="")
+
+
 def _known_keys(cls: type, raw: Mapping, where: str) -> Iterator[str]:
     """Yields the dotted keys that are read, given what is stated."""
     for name in fields.fields(cls):

@@ -114,7 +114,7 @@ def open_pretrained(
     """Reads a checkpoint of any known format.
 
     Args:
-      checkpoint: a workdir, a file or folder with weights, or any source that
+      checkpoint: a workdir, WORKDIR/checkpoints/STEP, a file or folder with weights, or any source that
         `hub.download` takes: "hf://owner/name", "timm/...", "gs://...", "https://...",
         "augreg:B/16". A LoRA adapter of PEFT is merged into its base.
       use_ema: read the averaged parameters of a workdir if it has them.
@@ -131,7 +131,8 @@ def open_pretrained(
       UserError: the checkpoint does not exist, is unreadable, or of no known format.
     """
     name = os.fspath(checkpoint)
-    path = download.download(name)
+    of_step = workdir.split_step(name)[1] is not None
+    path = name if of_step else download.download(name)
     if workdir.has_checkpoint(path):
         found = workdir.load_pretrained(path, use_ema=use_ema, with_task=with_task)
         return dataclasses.replace(found, source=name)

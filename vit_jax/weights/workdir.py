@@ -11,6 +11,7 @@ import functools
 import json
 import operator
 import os
+import re
 from collections.abc import Iterator
 
 import google_crc32c
@@ -66,8 +67,41 @@ class Checkpoint:
 
 
 def has_checkpoint(workdir: str | os.PathLike) -> bool:
-    """Returns whether a folder is a workdir with at least one finished checkpoint."""
-    return bool(steps(workdir))
+    """Returns whether a folder is a workdir, or the checkpoint of a step in one."""
+    return bool(steps(split_step(workdir)[0]))
+
+
+def at_step(workdir: str | os.PathLike, step: int) -> str:
+    """Returns the path of one checkpoint of a run, which is a model as the workdir is.
+
+    Raises:
+      UserError: it is no workdir, or has no finished checkpoint of that step.
+    """
+    known = steps(workdir) if _may_be_workdir(os.fspath(workdir)) else []
+    if step not in known:
+        there = f"there are {', '.join(map(str, known))}" if known else "it has none"
+        raise UserError(
+            f"step={step}: {workdir or 'no model'} has no finished checkpoint of that "
+            f"step; {there}: give the workdir of a run, and one of its steps"
+        )
+    return os.path.join(workdir, FOLDER, str(step))
+
+
+def split_step(path: str | os.PathLike) -> tuple[str, int | None]:
+    """Returns the workdir and the step of WORKDIR/checkpoints/STEP.
+
+    The step is None of a path that is no checkpoint of a run.
+    """
+    text = os.fspath(path)
+    match = re.fullmatch(rf"(?:(?P<workdir>.*)/)?{FOLDER}/(?P<step>[0-9]+)/*", text)
+    workdir = match and (match["workdir"] or ".")
+    if match and _may_be_workdir(workdir) and steps(workdir):
+        return workdir, int(match["step"])
+    return text, None
+
+
+def _may_be_workdir(text: str) -> bool:
+    return bool(text) and ("://" not in text or text.startswith("gs://"))
 
 
 def load(
@@ -76,7 +110,7 @@ def load(
     """Reads the network of the best checkpoint, or the newest; all else stays on disk.
 
     Args:
-      workdir: of a training run.
+      workdir: of a training run, or the path of one checkpoint in it, see `at_step`.
       use_ema: load the averaged parameters if the run kept them.
       with_task: load the other parameters of its task too, averaged as well.
 
@@ -87,14 +121,20 @@ def load(
       UserError: there is no finished checkpoint, or the one to read is damaged or of an
         earlier version.
     """
-    workdir = epath.Path(workdir)
-    if not has_checkpoint(workdir):
+    folder, step = split_step(workdir)
+    workdir = epath.Path(folder)
+    if not steps(workdir):
         raise UserError(
             f"{workdir} has no finished checkpoint under {workdir / FOLDER}: "
             "give the workdir of a run that has saved one"
         )
     record = best(workdir)
-    path = path_of(workdir, record.get("step", steps(workdir)[-1]))
+    if step is None:
+        step = record.get("step", steps(workdir)[-1])
+    else:
+        at_step(folder, step)
+        record = record if record.get("step") == step else {}
+    path = path_of(workdir, step)
     refuse_damage(path)
     stored = ocp.metadata(path)
     _check_version(path, stored.custom_metadata)
