@@ -139,10 +139,42 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     assert config["task"]["name"] == "lora"
     assert "no average of the parameters (task.name=lora keeps the network" in out
     report = json.loads((tmp_path / "report.json").read_text())
-    assert config["ema"] == {"decay": 0.0} and "ema" not in report["final"]["val"]
+    assert config["ema"]["decay"] == 0.0 and "ema" not in report["final"]["val"]
     with (tmp_path / "split.csv").open() as file:
         labels = [row["label"] for row in csv.DictReader(file) if row["split"] == "val"]
     assert sorted(labels) == ["few"] + ["many"] * 4
+
+
+def test_few_images_are_said_and_folds_score_all_of_them(place, tmp_path, capsys):
+    words = [f"--workdir={tmp_path / 'one'}", "--minutes=0", "--config.total_steps=4"]
+    words += ["--config.eval_every_steps=1"]
+    assert command(place, *words) == 0
+    out = capsys.readouterr().out
+    assert "for the best of 4 looks)" in out and "on 4 images of val" in out
+    assert "of 3 of 3 classes (bee 0, ant 2, cat 2)" in out
+    config = json.loads((tmp_path / "one" / "finetune.json").read_text())
+    assert config["early_stopping_evals"] == 0
+    # A key that changes no result does not make another run of it.
+    assert command(place, *words, "--config.log_every_steps=2") == 0
+    with pytest.raises(UserError, match="config.seed"):
+        command(place, *words, "--config.seed=2")
+    with pytest.raises(UserError, match="folds=2: there are images to validate on"):
+        command(place, f"--workdir={tmp_path / 'two'}", "--folds=2", *words[1:])
+    capsys.readouterr()
+    words[0] = f"--workdir={tmp_path / 'folds'}"
+    assert command(place, *words, "--folds=2", photos="photos/train") == 0
+    out = capsys.readouterr().out
+    assert "on 19 images, each by the one of 2 runs that was not trained on it" in out
+    validated = [_validated(tmp_path / "folds" / name) for name in ("", "folds/1")]
+    assert not validated[0] & validated[1]
+    assert len(validated[0] | validated[1]) == 19
+    with pytest.raises(UserError, match="another command.*--folds"):
+        command(place, *words, photos="photos/train")
+
+
+def _validated(run):
+    with (run / "split.csv").open() as file:
+        return {row["image"] for row in csv.DictReader(file) if row["split"] == "val"}
 
 
 def test_a_rectangle_is_covered_before_it_is_cropped(place, tmp_path, capsys):

@@ -481,6 +481,7 @@ def finetune(
     *,
     model: str | os.PathLike = "",
     minutes: int | float = finetuning.MINUTES,  # noqa: PYI041 (beartype knows)
+    folds: int = 0,
     callbacks: Iterable[Callback] = (),
     tell: Callable[[str], None] = print,
     **overrides,
@@ -498,6 +499,8 @@ def finetune(
       model: weights, see `load_model`; DeiT-Ti on a CPU and AugReg S/16 elsewhere if
         empty.
       minutes: to train and evaluate in, by the measured speed; 0 is no limit.
+      folds: train so often, each time with another part of the images to validate on, so
+        that all of a small set are scored; the first run is the model.
       callbacks: told what happens.
       tell: called with lines about what was found and chosen.
       **overrides: config keys, as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
@@ -523,6 +526,7 @@ def finetune(
         os.fspath(workdir),
         model=os.fspath(model),
         minutes=float(minutes),
+        folds=folds,
         overrides=overrides,
         callbacks=callbacks,
         say=tell,

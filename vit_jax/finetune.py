@@ -39,6 +39,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         workdir,
         model=flags.model,
         minutes=finetuning.MINUTES if flags.minutes is None else flags.minutes,
+        folds=flags.folds,
         overrides=flags.overrides,
         say=cli.say,
     )
@@ -69,6 +70,13 @@ def parser() -> cli.Parser:
         "--minutes",
         type=_minutes,
         help="time to train in, by the measured speed; 0 is no limit; default: 15",
+    )
+    add(
+        "--folds",
+        type=cli.positive,
+        default=0,
+        help="runs, each with another part to validate on, for few images; the first is "
+        "the model; default: one run",
     )
     add(
         "--find_rate",

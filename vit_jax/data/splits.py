@@ -9,7 +9,7 @@ fifth on: a fair part of records that lie sorted by class.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -113,16 +113,39 @@ def held_out(groups: Sequence[str]) -> np.ndarray:
       groups: what each image is stratified by.
     """
     share = min(HELD_OUT, MOST_HELD_OUT / len(groups))
+    apart = np.zeros(len(groups), bool)
+    for there in _shuffled(groups):
+        count = max(round(share * len(there)), int(len(there) > 1))
+        apart[there[:count]] = True
+    return apart
+
+
+def folds(groups: Sequence[str], count: int) -> np.ndarray:
+    """Returns the fold of each image, of which each holds the same part of each group.
+
+    The only image of a group is in none, which is -1, so that it is always trained on.
+
+    Args:
+      groups: what each image is stratified by.
+      count: number of folds, two or more.
+    """
+    found = np.full(len(groups), -1)
+    dealt = 0
+    for there in _shuffled(groups):
+        if len(there) > 1:  # Dealt on from where the group before ended.
+            found[there] = (dealt + np.arange(len(there))) % count
+            dealt += len(there)
+    return found
+
+
+def _shuffled(groups: Sequence[str]) -> Iterator[np.ndarray]:
+    """Yields the images of each group in an order drawn by a fixed seed."""
     members: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
     rng = np.random.default_rng(_SEED)
-    apart = np.zeros(len(groups), bool)
     for group in sorted(members):
-        there = np.array(members[group])
-        count = max(round(share * len(there)), int(len(there) > 1))
-        apart[rng.permutation(there)[:count]] = True
-    return apart
+        yield rng.permutation(np.array(members[group]))
 
 
 def names(split: str) -> list[str]:

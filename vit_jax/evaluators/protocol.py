@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.config.fields import key
+from vit_jax.data.sources.base import known_labels
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import FEATURES, Outputs
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit, EvalSplits
@@ -95,7 +96,7 @@ class FeaturesEvaluator:
         self._train = splits.open(name, config, train, model_classes=False)
         self._test = splits.open(name, config, config.test, model_classes=False)
         self.splits = (self._train, self._test)
-        self._check(self._test.known_labels)
+        self._check(known_labels(self._test.source))
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
         names = frozenset((FEATURES,))
@@ -117,7 +118,9 @@ class FeaturesEvaluator:
         self._check(test[1])
         return train, test, self._train.num_classes
 
-    def _check(self, labels: np.ndarray) -> None:
+    def _check(self, labels: np.ndarray | None) -> None:
+        if labels is None:
+            return
         num_classes, worst = self._train.num_classes, labels.max(initial=0)
         if worst >= num_classes:
             raise UserError(

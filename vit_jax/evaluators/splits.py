@@ -134,13 +134,6 @@ class EvalSplit:
         return read_labels(self.source)
 
     @property
-    def known_labels(self) -> Integer[np.ndarray, " N"]:
-        """The same where no record has to be read for it; else empty."""
-        known = self.source.labels is not None
-        known = known or hasattr(self.source, "labels_of_paths")
-        return self.labels if known else np.empty(0, np.int64)
-
-    @property
     def title(self) -> str:
         """Its name in messages."""
         return f"{self.data.name} {self.split}"

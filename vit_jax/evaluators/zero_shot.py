@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from vit_jax.config.fields import key
+from vit_jax.data.sources.base import known_labels
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import (
     EMBEDDINGS,
@@ -59,7 +60,7 @@ class ZeroShot:
         if not config.prompts:
             raise UserError(f"evals.{name}.prompts is empty: give at least ('{{}}',)")
         self._texts = filled(config.prompts, self._classes)
-        self._check(split.known_labels)
+        self._check(known_labels(split.source))
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
         (split,) = self.splits
@@ -80,7 +81,9 @@ class ZeroShot:
             metrics["top5"] = float(right.any(1).mean())
         return Scored(metrics)
 
-    def _check(self, labels: np.ndarray) -> None:
+    def _check(self, labels: np.ndarray | None) -> None:
+        if labels is None:
+            return
         K, worst = len(self._classes), labels.max(initial=0)
         if worst >= K:
             raise UserError(

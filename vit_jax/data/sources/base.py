@@ -119,6 +119,12 @@ def warn_of_twins(what: str, names: Iterable[str]) -> None:
             warn(f"the {what} {twin!r} and {name!r} differ in case or blanks alone")
 
 
+def known_labels(source: Source) -> Integer[np.ndarray, " N"] | None:
+    """Returns `read_labels` if no record has to be read for it, else None."""
+    known = source.labels is not None or hasattr(source, "labels_of_paths")
+    return read_labels(source) if known else None
+
+
 def check_label(label: int, num_classes: int, record: str) -> None:
     """Raises UserError unless 0 <= label < classes, naming the record."""
     if not 0 <= label < num_classes:

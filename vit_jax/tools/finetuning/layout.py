@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from etils import epath
 
 from vit_jax.config import fields
-from vit_jax.data import catalogue
+from vit_jax.data import catalogue, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import folder, parquet, table
 from vit_jax.data.sources.base import SOURCES, Source, read_labels
@@ -248,6 +248,37 @@ def _with_validation(
         f"{found}; {apart.sum():,} of {len(source):,} images, the same part of each "
         f"class, set aside to validate on: {place}",
     )
+
+
+def take_fold(layout: Layout, fold: int, count: int) -> None:
+    """Rewrites the list of the split in a workdir: one fold validates.
+
+    Args:
+      layout: of images of which a part was set aside.
+      fold: that validates, counted from 0.
+      count: number of folds.
+
+    Raises:
+      UserError: the images have others to validate on, or there are too few.
+    """
+    place = epath.Path(layout.data.get("data_dir", ""))
+    if place.name != SPLIT_FILE:
+        raise UserError(
+            f"folds={count}: there are images to validate on, and folds are parts of the "
+            "training images: leave it out"
+        )
+    rows = list(csv.DictReader(io.StringIO(place.read_text())))
+    ours = [row for row in rows if row[table.SPLIT] != TEST[0]]
+    folds = splits.folds([row["label"] for row in ours], count)
+    if len({*folds.tolist()} - {-1}) < count:
+        raise UserError(f"folds={count}: {len(ours)} images are too few: lower it")
+    for row, its in zip(ours, folds, strict=True):
+        row[table.SPLIT] = VALIDATION[0] if its == fold else TRAIN[0]
+    text = io.StringIO()
+    lines = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+    lines.writeheader()
+    lines.writerows(rows)
+    replace_text(place, text.getvalue())
 
 
 def split_file(workdir: str) -> str:

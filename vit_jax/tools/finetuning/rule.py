@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,6 +20,9 @@ OPTIMIZER = "sgd"
 RATE, RATE_BATCH, WARMUP = 0.04, 64, 0.05
 UNEVEN = 4.0
 EVALUATIONS, PATIENCE = 12, 5
+# Below so many validation images 5 looks in a row are no better by chance too often, and
+# below FEW of a class its accuracy is rough.
+NOISY, FEW = 400, 10
 _SAMPLE = 64  # Images whose size and colours are looked at.
 # An image that is evaluated takes this part of the time of one that is trained on.
 _EVALUATED = 1 / 3
@@ -213,8 +217,21 @@ def metric_of(images: Images, data: Mapping) -> str:
     return "val/balanced_accuracy" if images.uneven >= UNEVEN else "val/top1"
 
 
-def interval(right: int, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Returns the 95 % interval of a proportion (Wilson, 1927)."""
+def patience_of(validated: int) -> int:
+    """Returns `early_stopping_evals`; 0 where so few images mostly show noise."""
+    return PATIENCE if validated >= NOISY else 0
+
+
+def interval(right: int, count: int, looks: int = 1) -> tuple[float, float]:
+    """Returns the 95 % interval of a proportion (Wilson, 1927).
+
+    Args:
+      right: number of right ones.
+      count: number of all.
+      looks: of how many proportions on the same images this is the best; each then gets
+        an interval that misses with 5 % / looks (Bonferroni).
+    """
+    z = statistics.NormalDist().inv_cdf(1 - 0.025 / looks)
     share, root = right / count, z * z / count
     middle = (share + root / 2) / (1 + root)
     half = z * np.sqrt(share * (1 - share) / count + root / (4 * count)) / (1 + root)

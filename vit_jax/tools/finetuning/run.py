@@ -2,19 +2,21 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
+import numpy as np
 from etils import epath
 
 from vit_jax import models, weights
 from vit_jax.config import fields, loading
 from vit_jax.data import fingerprint
-from vit_jax.data.sources.base import read_labels
+from vit_jax.data.sources.base import known_labels, read_labels
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
@@ -54,8 +56,12 @@ class Result:
       metric: "top1", or "map" where images have several labels.
       score: of the averaged parameters of the best checkpoint.
       interval: 95 % interval of top1; None of map.
+      examples: number of images that were scored.
+      looks: evaluations on these images among which the checkpoint was chosen.
       workdir: of the run, which is a model for all commands.
       page: path of the page on what it gets wrong; "" with several processes.
+      folds: number of runs, each of which scored another part; 0 of one run.
+      counts: number of images that were scored, by class; empty if it is not known.
     """
 
     report: dict
@@ -63,8 +69,12 @@ class Result:
     metric: str
     score: float
     interval: tuple[float, float] | None
+    examples: int
+    looks: int
     workdir: str
     page: str = ""
+    folds: int = 0
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def finetune(
@@ -73,6 +83,7 @@ def finetune(
     *,
     model: str = "",
     minutes: float = MINUTES,
+    folds: int = 0,
     overrides: Mapping[str, object] | None = None,
     callbacks: Iterable[Callback] = (),
     say: Callable[[str], None] = print,
@@ -84,6 +95,9 @@ def finetune(
       workdir: folder of the run.
       model: weights; DeiT-Ti on a CPU and AugReg S/16 elsewhere if empty.
       minutes: to train and evaluate in; 0 is no limit.
+      folds: train so often, each time with another part of the images to validate on,
+        and score all of them; the first run is the model, the others are under
+        workdir/folds. 0 is one run.
       overrides: dotted config key to value, in place of what is chosen.
       callbacks: told what happens.
       say: called with lines about what is found and chosen.
@@ -92,32 +106,22 @@ def finetune(
       UserError: the images or weights cannot be read or do not fit, or the workdir holds
         something else.
     """
+    if folds < 0 or folds == 1:
+        raise UserError(f"folds={folds}: give two or more, or 0 for one run")
     overrides = _allowed(overrides)
     model = _model(model)
     at = os.path.abspath(os.path.expanduser(place))
     place = at if os.path.exists(at) else place
-    path = epath.Path(workdir) / FILE
-    raw, images = _begun(place, workdir, overrides)
-    runs.check_command(
-        workdir,
-        {
-            "images": images,
-            "--model": masked(model),
-            "--minutes": minutes,
-            "config": {key: str(value) for key, value in overrides.items()},
-        },
-        begun=raw is not None,
-    )
-    if raw:
-        say(f"going on with what was chosen before: {path}")
-    else:
-        raw, choices = choose(place, workdir, model, minutes, overrides, say)
-        for line in _table(choices):
-            say(line)
-        replace_text(path, json.dumps(raw, indent=2) + "\n")
-    config = complete(raw)
-    done = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
-    result = _result(done, config, workdir)
+    trained = []
+    for fold in range(folds or 1):
+        folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
+        if folds:
+            say(f"fold {fold + 1} of {folds}: {folder}")
+        of_run = place, folder, model, minutes / (folds or 1), (fold, folds)
+        trained.append(_train(*of_run, overrides, callbacks, say))
+    config, result = trained[0]
+    if folds:
+        result = _pooled([one for _, one in trained])
     if jax.process_count() > 1:  # Each has a part of the parameters alone.
         return result
     say("looking at mistakes")
@@ -125,8 +129,65 @@ def finetune(
     return dataclasses.replace(result, page=page)
 
 
+def _find(
+    place: str, overrides: Mapping[str, object], fold: tuple[int, int], workdir: str
+) -> layout.Layout:
+    """Finds how images lie, see `layout.find`; writes the list of the split."""
+    lies = layout.find(place, _stated(overrides), workdir)
+    if fold[1]:
+        layout.take_fold(lies, *fold)
+    return lies
+
+
+def _train(
+    place: str,
+    workdir: str,
+    model: str,
+    minutes: float,
+    fold: tuple[int, int],
+    overrides: Mapping[str, object],
+    callbacks: Iterable[Callback],
+    say: Callable[[str], None],
+) -> tuple[TrainConfig, Result]:
+    """Trains one run, see `finetune`; `fold` is its number and that of all folds."""
+    path = epath.Path(workdir) / FILE
+    find = functools.partial(_find, place, overrides, fold)
+    raw, images = _begun(place, workdir, find)
+    command = {
+        "images": images,
+        "--model": masked(model),
+        "--minutes": minutes,
+        "config": {key: str(value) for key, value in overrides.items()},
+    }
+    if fold[1]:
+        command["--folds"] = list(fold)
+    free = _free(raw)
+    runs.check_command(workdir, command, begun=raw is not None, free=free)
+    if raw:
+        say(f"going on with what was chosen before: {path}")
+        again = {key: overrides[key] for key in free & overrides.keys()}
+        loading.override(TrainConfig, raw, again)
+    else:
+        raw, choices = choose(find, place, workdir, model, minutes, overrides, say)
+        for line in _table(choices):
+            say(line)
+        replace_text(path, json.dumps(raw, indent=2) + "\n")
+    config = complete(raw)
+    done = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
+    return config, _result(done, config, workdir)
+
+
+def _free(raw: Mapping | None) -> set[str]:
+    """Returns the keys that change no result, of a config that an earlier start chose."""
+    if raw is None:
+        return set()
+    found = fields.walk(complete(raw))
+    free = {".".join(path) for path, about, _ in found if not about.changes_result}
+    return free - {f"data.{name}" for name in _OF_LAYOUT}
+
+
 def _begun(
-    place: str, workdir: str, overrides: Mapping[str, object]
+    place: str, workdir: str, find: Callable[[str], layout.Layout]
 ) -> tuple[dict | None, str]:
     """Returns the config that an earlier start chose, if one did, and its images.
 
@@ -145,12 +206,12 @@ def _begun(
     if not workdirs.has_checkpoint(workdir):
         return None, place
     with tempfile.TemporaryDirectory() as there, contextlib.suppress(UserError):
-        lies = layout.find(place, _stated(overrides), there)
+        lies = find(there)
         found = complete(raw | {"data": data | lies.data}).data
         source = open_source(found, found.split)
         stored = workdirs.read_metadata(workdir)["data"]
         if not fingerprint.differences(stored, source):
-            lies = layout.find(place, _stated(overrides), workdir)
+            lies = find(workdir)
             return raw | {"data": data | lies.data}, images
     return raw, place
 
@@ -172,7 +233,8 @@ def find_rate(
       UserError: as `finetune`.
     """
     overrides = _allowed(overrides)
-    raw, _ = choose(place, workdir, _model(model), 0.0, overrides, say)
+    find = functools.partial(_find, place, overrides, (0, 0))
+    raw, _ = choose(find, place, workdir, _model(model), 0.0, overrides, say)
     found = rate_range.run(raw, say=say)
     written = rate_range.write(found, workdir)
     say(
@@ -203,6 +265,7 @@ def _stated(overrides: Mapping[str, object]) -> dict[str, object]:
 
 
 def choose(
+    find: Callable[[str], layout.Layout],
     place: str,
     workdir: str,
     model: str,
@@ -221,7 +284,7 @@ def choose(
             f"--config.optim.name={name}: the rate is chosen for {rule.OPTIMIZER} alone; "
             "state --config.optim.learning_rate too"
         )
-    lies = layout.find(place, stated, workdir)
+    lies = find(workdir)
     pretrained = weights.open_pretrained(model, with_task=False)
     for note in pretrained.notes:
         say(f"{masked(model)}: {note}")
@@ -324,7 +387,7 @@ def _raw(
         "eval_every_steps": interval,
         "checkpoint_every_steps": interval,
         "checkpoint": {"max_to_keep": 1, "best_metric": rule.metric_of(images, data)},
-        "early_stopping_evals": rule.PATIENCE,
+        "early_stopping_evals": rule.patience_of(len(lies.open(lies.validation))),
         "evals": evals,
     }
 
@@ -393,8 +456,10 @@ def _choices(
             "checkpoint.best_metric",
         ),
         Choice(
-            f"ends after {raw['early_stopping_evals']} looks that are no better",
-            "",
+            f"ends after {raw['early_stopping_evals']} looks that are no better"
+            if raw["early_stopping_evals"]
+            else "all steps are taken",
+            f"{validated:,} images to validate on; {rule.NOISY} or more end a run early",
             "early_stopping_evals",
         ),
     ]
@@ -414,29 +479,87 @@ def _result(report: dict, config: TrainConfig, workdir: str) -> Result:
     split = "test" if "test" in final else "val"
     _, scores = run_report.quoted_scores(final[split])
     metric = "map" if config.data.multi_label else "top1"
-    found = None
+    looks = 1
+    if split == "val" and config.checkpoint.best_metric and config.eval_every_steps:
+        looks = math.ceil(report["steps"] / config.eval_every_steps)
+    counts, found, count = {}, None, scores["examples"]
     if metric == "top1":
-        count = scores["examples"]
-        found = rule.interval(round(scores["top1"] * count), count)
-    return Result(report, split, metric, scores[metric], found, workdir)
+        found = rule.interval(round(scores["top1"] * count), count, looks)
+        opened = open_source(config.data, config.evals[split].split)
+        if (labels := known_labels(opened)) is not None:
+            numbers = np.bincount(labels, minlength=config.data.num_classes)
+            names = report["class_names"] or map(str, range(len(numbers)))
+            counts = dict(zip(names, numbers.tolist(), strict=True))
+    return Result(
+        *(report, split, metric, scores[metric], found, count, looks),
+        counts=counts,
+        workdir=workdir,
+    )
+
+
+def _pooled(results: Sequence[Result]) -> Result:
+    """Returns the score over the images of all folds, of which none was trained on."""
+    first = results[0]
+    counts = {
+        name: sum(one.counts.get(name, 0) for one in results) for name in first.counts
+    }
+    examples = sum(one.examples for one in results)
+    score = sum(one.score * one.examples for one in results) / examples
+    looks, found = max(one.looks for one in results), None
+    if first.interval:
+        found = rule.interval(round(score * examples), examples, looks)
+    return dataclasses.replace(
+        first,
+        score=score,
+        interval=found,
+        examples=examples,
+        looks=looks,
+        counts=counts,
+        folds=len(results),
+    )
 
 
 def summary(result: Result) -> list[str]:
     """Returns lines on the score, and the commands that come next."""
-    _, scores = run_report.quoted_scores(result.report["final"][result.split])
-    chosen = ", which also chose the checkpoint" if result.split == "val" else ""
     what = "accuracy" if result.metric == "top1" else "mean average precision"
     line = f"{what} {result.score:.2%}"
     if result.interval:
         low, high = result.interval
-        line += f" (95 % interval {low:.2%} to {high:.2%})"
-    on = f"on {scores['examples']:,} images of {result.split}{chosen}"
+        wider = f", for the best of {result.looks} looks" * (result.looks > 1)
+        line += f" (95 % interval {low:.2%} to {high:.2%}{wider})"
+    chosen = ", which also chose the checkpoint" if result.split == "val" else ""
+    on = f"on {result.examples:,} images of {result.split}{chosen}"
+    if result.folds:
+        on = (
+            f"on {result.examples:,} images, each by the one of {result.folds} runs "
+            "that was not trained on it"
+        )
     model = f"--model={result.workdir}"
     page = [f"mistakes:  {result.page}"] if result.page else []
     return [
         f"{line} {on}",
+        *_doubts(result),
         *page,
         f"classify:  python -m vit_jax.predict {model} IMAGES",
         f"look:      python -m vit_jax.explore {model} IMAGES",
         f"export:    python -m vit_jax.convert {model} --to=timm --out=FOLDER",
     ]
+
+
+def _doubts(result: Result) -> list[str]:
+    """Returns lines on classes of which too few images were scored."""
+    if not result.counts:
+        few = result.examples < rule.FEW * len(result.report["class_names"])
+        return [f"note: fewer than {rule.FEW} images a class were scored"] * few
+    few = {name: n for name, n in result.counts.items() if n < rule.FEW}
+    if not few:
+        return []
+    named = [f"{name} {n}" for name, n in sorted(few.items(), key=lambda x: x[1])]
+    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    remedy = "" if result.folds else "; --folds=5 scores all images, in 5 runs"
+    line = (
+        f"note: fewer than {rule.FEW} images were scored of {len(few)} of "
+        f"{len(result.counts)} classes ({', '.join(named[:5])}{more}), so that their "
+        f"accuracy is rough{remedy}"
+    )
+    return [line]

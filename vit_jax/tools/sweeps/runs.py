@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 from etils import epath
@@ -86,7 +86,12 @@ def recorded(workdir: str | os.PathLike) -> dict:
 
 
 def check_command(
-    workdir: str | os.PathLike, command: dict, *, begun: bool = True, grows: str = ""
+    workdir: str | os.PathLike,
+    command: dict,
+    *,
+    begun: bool = True,
+    grows: str = "",
+    free: Collection[str] = (),
 ) -> None:
     """Records the command of a sweep, or refuses another one in the same workdir.
 
@@ -96,6 +101,7 @@ def check_command(
       begun: whether a recorded command has left anything; else this one replaces it.
       grows: key of a dict in the command that may have other keys at each start: those of
         all starts are recorded.
+      free: config keys that may differ, because they change no result.
 
     Raises:
       UserError: the recorded command differs; the message lists the differences.
@@ -107,7 +113,11 @@ def check_command(
             before = recorded.get(grows, {})
             recorded[grows] = command[grows] | before
             command = command | {grows: before | command[grows]}
-        changed = fields.differences(recorded, command)
+        changed = [
+            line
+            for line in fields.differences(recorded, command)
+            if line.partition(": ")[0].removeprefix("config.") not in free
+        ]
         if changed:
             moved = ""
             if any(line.startswith("--data_dir:") for line in changed):
