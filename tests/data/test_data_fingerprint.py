@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from tfds_sets import builder_class, png
 
+from vit_jax.data import captions
 from vit_jax.data import fingerprint as fingerprints
+from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import differences, fingerprint
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.folder import FolderSource
@@ -33,6 +35,10 @@ def compare(data_config):
         return "; ".join(lines)
 
     return compare
+
+
+def data_of(keys):
+    return DataConfig(**keys, num_classes=3)
 
 
 def rename(path):
@@ -309,6 +315,45 @@ def test_of_parquet_files_labels_and_contents_count(compare, tmp_path):
     assert "1 records left out" in compare(
         lambda: listed.write_text("train/2\n"), **keys
     )
+
+
+@pytest.mark.parametrize("kind", ["txt", "metadata.jsonl", "parquet"])
+def test_captions_that_are_read_count(folder, compare, kind):
+    keys = {"name": "folder", "data_dir": str(folder), "caption_key": "txt"}
+    pixels = (folder / "train" / "ant" / "0.png").read_bytes()
+
+    def write(text):  # Of equal length, so that no size tells.
+        if kind == "txt":
+            for path in (folder / "train").rglob("*.png"):
+                path.with_suffix(".txt").write_text("a photograph")
+            (folder / "train" / "ant" / "0.txt").write_text(text)
+        elif kind == "metadata.jsonl":
+            row = {"file_name": "ant/0.png", "txt": text}
+            (folder / "train" / kind).write_text(json.dumps(row))
+            captions._metadata.cache_clear()  # As in another process.
+        else:
+            pq = pytest.importorskip("pyarrow.parquet")
+            pa = pytest.importorskip("pyarrow")
+            texts = ["a", text, "z"]
+            table = {"image": [pixels] * 3, "label": [0, 1, 2], "txt": texts}
+            pq.write_table(pa.table(table), folder / "train.parquet")
+            keys["name"] = "parquet"
+
+    write("a cat")
+    found = compare(lambda: write("a dog"), **keys)
+    name = "train.parquet" if kind == "parquet" else "train/ant/0.png"
+    what = "shards" if kind == "parquet" else "image files"
+    assert f"captions of {what} replaced: {name!r}" in found or (
+        f"{what} replaced: {name!r}" in found
+    )
+    # A run of a version that compared none goes on.
+    data = data_of(keys)
+    stored = fingerprint(open_source(data, "train"))
+    del stored["captions"]
+    assert differences(stored, open_source(data, "train")) == []
+    # Where none are read, they are not compared.
+    del keys["caption_key"]
+    assert compare(lambda: write("a cat"), **keys) == "" or kind == "parquet"
 
 
 @pytest.fixture(scope="module")

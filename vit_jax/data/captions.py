@@ -9,11 +9,13 @@ import functools
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
+from vit_jax.data import fingerprint
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.tokenizer import open_tokenizer
@@ -129,6 +131,23 @@ def of_file(root: str, path: str, key: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise DamagedImage(f"has a caption that is no UTF-8 ({beside})") from error
     return [line.strip() for line in lines if line.strip()]
+
+
+def sums_of_files(root: str, paths: Sequence[str], key: str) -> dict[str, int]:
+    """Returns a checksum of the captions of each image file, of many of every n-th.
+
+    Args:
+      root, key: as of `of_file`.
+      paths: of the images below root.
+    """
+    sums = {}
+    for path in paths[:: max(1, -(-len(paths) // fingerprint.NAMES))]:
+        try:
+            texts = of_file(root, path, key)
+        except (DamagedImage, OSError) as error:  # Left to `data.on_error`.
+            texts = [str(error)]
+        sums[path] = zlib.crc32(json.dumps(texts).encode())
+    return sums
 
 
 def of_value(value: object) -> list[str]:

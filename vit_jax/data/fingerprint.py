@@ -6,11 +6,12 @@ summed in a few hundred cells. Equal data give equal sums at any path and on any
 where data differ, an entry that is the only one in its cell to have changed can be
 worked out from the difference of the sums. The cells get smaller and smaller shares of
 the entries, so that some cells have one change each, however many there are in all.
+Captions that a task reads have cells of their own.
 """
 
 import base64
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ _VERSION = 1
 _LEVELS, _CELLS_OF_LEVEL = 24, 32  # Level k holds a share of 2 ** -(k+1).
 _CELLS = _LEVELS * _CELLS_OF_LEVEL
 # Names of a user's own source are asked for one by one; beyond this every n-th.
-_NAMES = 200_000
+NAMES = 200_000
 _MEMORY = 2**30  # Bytes of images in memory up to which they are hashed.
 _EXAMPLES = 3  # Changed entries that a message names.
 # What a label and a size stay below: another value was worked out from several changes.
@@ -35,12 +36,19 @@ class Entries(NamedTuple):
       names: one an entry, the same wherever the data lies.
       labels: class numbers, or a checksum of the labels of a shard; None if unknown.
       sizes: bytes or checksums, integers from 0 on; None if unknown.
+      captions: of those that are read, by the name of the record or shard: a checksum.
     """
 
     what: str
     names: Sequence[str]
     labels: Integer[np.ndarray, " N"] | None
     sizes: Integer[np.ndarray, " N"] | None
+    captions: Mapping[str, int] | None = None
+
+    def of_captions(self) -> "Entries":
+        """Returns the captions as entries."""
+        sums = np.fromiter(self.captions.values(), np.int64, len(self.captions))
+        return Entries(f"captions of {self.what}", list(self.captions), None, sums)
 
 
 def fingerprint(source) -> dict:
@@ -60,7 +68,7 @@ def entries(source) -> Entries:
     """Returns what the records of a source are recognised by."""
     if hasattr(source, "entries"):
         return source.entries()
-    step = max(1, -(-len(source) // _NAMES))
+    step = max(1, -(-len(source) // NAMES))
     names = [source.record_id(i) for i in range(0, len(source), step)]
     labels = None if source.labels is None else np.asarray(source.labels)[::step]
     images = None if source.images is None else source.images[::step]
@@ -82,15 +90,16 @@ def in_memory(names: Sequence[str], labels, images) -> Entries:
     return Entries("records", names, labels, sizes)
 
 
-def unchecked(stored: dict, *, labelled: bool) -> str:
+def unchecked(stored: dict, *, labelled: bool, captioned: bool = False) -> str:
     """Returns a line on what of the data is not compared at a resume, or "".
 
     Args:
       stored: from `fingerprint`.
       labelled: whether the run reads labels.
+      captioned: whether it reads captions.
     """
-    parts = ("labels", "sizes") if labelled else ("sizes",)
-    lacking = [part for part in parts if not stored[part]]
+    parts = ("labels",) * labelled + ("sizes",) + ("captions",) * captioned
+    lacking = [part for part in parts if not stored.get(part)]
     if not lacking or stored["what"] == "shards":  # Whose checksums cover the labels.
         return ""
     return (
@@ -130,17 +139,34 @@ def differences(stored: dict, source) -> list[str]:
         lines += found or [_in_all(difference, what)]
     elif stored["order"] != now["order"]:
         lines.append(f"the {what} are in another order")
+    # Of a run that was begun by an earlier version they are unknown.
+    if {"captions"} <= stored.keys() & now.keys() and not lines:
+        texts = here.of_captions()
+        difference = _unpack(now["captions"]) - _unpack(stored["captions"])
+        if difference.any():
+            changes = list(_changes(difference, *_hashed(texts)))
+            found = list(_in_words(changes, texts, ()))
+            lines += found or [_in_all(difference, texts.what)]
     return lines
 
 
-def _summary(source, here: Entries) -> dict:
+def _cells_of(here: Entries) -> str:
+    """Returns the sums of entries as text."""
     hashes, labels, sizes = _hashed(here)
     cells = np.zeros((_CELLS, 4), np.uint64)
     terms = np.ones_like(hashes), hashes, hashes * labels, hashes * sizes
     for column, values in enumerate(terms):
         np.add.at(cells[:, column], _cell(hashes), values)
-    places = 2 * np.arange(len(hashes), dtype=np.uint64) + 1
     packed = zlib.compress(cells.astype("<u8").tobytes())
+    return base64.b64encode(packed).decode()
+
+
+def _summary(source, here: Entries) -> dict:
+    hashes, *_ = _hashed(here)
+    places = 2 * np.arange(len(hashes), dtype=np.uint64) + 1
+    captions = {}
+    if here.captions is not None:
+        captions["captions"] = _cells_of(here.of_captions())
     return {
         "version": _VERSION,
         "what": here.what,
@@ -149,7 +175,8 @@ def _summary(source, here: Entries) -> dict:
         "labels": here.labels is not None,
         "sizes": here.sizes is not None,
         "order": f"{np.sum(hashes * places, dtype=np.uint64):016x}",
-        "cells": base64.b64encode(packed).decode(),
+        "cells": _cells_of(here),
+        **captions,
     }
 
 

@@ -171,7 +171,9 @@ def _train(
     logger.log_header(len(source))
     trace = timers.Trace(config.profile_steps, workdir, start, active=is_first)
     labelled = bool(data.num_classes)
-    unchecked = fingerprint.unchecked(checkpoints.data, labelled=labelled)
+    unchecked = fingerprint.unchecked(
+        checkpoints.data, labelled=labelled, captioned=bool(data.caption_key)
+    )
     notes += [*setup.task.notes, unchecked, uncached, trace.note]
     for note in filter(None, notes):
         logger.info(note)

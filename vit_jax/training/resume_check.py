@@ -99,7 +99,8 @@ def _data(sources: Mapping[str, Source]) -> dict[str, object]:
     data = {}
     for name, source in sources.items():
         found = fingerprint.fingerprint(source)
-        found["cells"] = hashlib.sha256(found["cells"].encode()).hexdigest()[:16]
+        for key in {"cells", "captions"} & found.keys():
+            found[key] = hashlib.sha256(found[key].encode()).hexdigest()[:16]
         data |= {f"{name} {key}": value for key, value in found.items()}
     return data
 

@@ -78,7 +78,10 @@ class FolderSource:
             labels = [zlib.crc32(repr(each).encode()) for each in labels]
         if labels is not None:
             labels = np.array(labels, np.int64)
-        return Entries("image files", self.paths, labels, self.sizes)
+        texts = None
+        if self.caption_key:
+            texts = captions.sums_of_files(self.root, self.paths, self.caption_key)
+        return Entries("image files", self.paths, labels, self.sizes, texts)
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         wanted = set(record_ids)

@@ -163,7 +163,8 @@ class Excluding:
                 None if values is None else np.append(values, 0)
                 for values in (every.labels, every.sizes)
             )
-            return Entries(every.what, [*every.names, name], labels, sizes)
+            names = [*every.names, name]
+            return Entries(every.what, names, labels, sizes, every.captions)
         names = np.delete(np.array(every.names, object), found).tolist()
         if self.images is not None:
             return in_memory(names, self.labels, self.images)
@@ -171,7 +172,11 @@ class Excluding:
             None if values is None else np.delete(values, found)
             for values in (every.labels, every.sizes)
         )
-        return Entries(every.what, names, labels, sizes)
+        texts = every.captions
+        if texts is not None:
+            gone = {every.names[i] for i in found.tolist()}
+            texts = {name: value for name, value in texts.items() if name not in gone}
+        return Entries(every.what, names, labels, sizes, texts)
 
     def _inner(self, i: int) -> int:
         if not 0 <= i < len(self):

@@ -102,7 +102,11 @@ class ParquetSource(splits.Numbered):
         if self.label_key is not None:
             labels = [_sum_of_labels(path, self.label_key) for path in self.files]
             labels = np.array(labels, np.int64)
-        return Entries("shards", names, labels, np.array(sizes, np.int64))
+        texts = None
+        if self.caption_key:
+            sums = (_sum_of_captions(path, self.caption_key) for path in self.files)
+            texts = dict(zip(names, sums, strict=True))
+        return Entries("shards", names, labels, np.array(sizes, np.int64), texts)
 
     def _group(self, group: int) -> dict:
         """Returns the columns of a row group that are read, by name."""
@@ -279,13 +283,26 @@ def _open(path: str):
 
 def _sum_of_labels(path: str, label_key: str) -> int:
     """Returns a checksum of a file's labels."""
+    labels = _column(path, label_key)
+    values = labels.to_numpy().astype(np.float64)  # Whole numbers, or none (NaN).
+    return zlib.crc32(values.tobytes())
+
+
+def _sum_of_captions(path: str, caption_key: str) -> int:
+    """Returns a checksum of a file's captions."""
+    found = 0
+    for chunk in _column(path, caption_key).chunks:
+        texts = [captions.of_value(value) for value in chunk.to_pylist()]
+        found = zlib.crc32(json.dumps(texts).encode(), found)
+    return found
+
+
+def _column(path: str, name: str):
     import pyarrow.parquet as pq
 
     # Its own threads, as of `read_table`, cost six times as much here.
     with pq.ParquetFile(path, memory_map=True) as reader:
-        labels = reader.read(columns=[label_key], use_threads=False).column(0)
-    values = labels.to_numpy().astype(np.float64)  # Whole numbers, or none (NaN).
-    return zlib.crc32(values.tobytes())
+        return reader.read(columns=[name], use_threads=False).column(0)
 
 
 def _sum_of_metadata(path: str) -> int:
