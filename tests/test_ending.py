@@ -28,6 +28,8 @@ def get_config(arg=None):
     c.log_every_steps = 10
     if arg == "stuck":
         c.data.update(name="stuck:Stuck", num_workers=0)
+    if arg == "large":
+        c.data.update(name="stuck:Large")
     return c
 """
 STUCK = """
@@ -40,13 +42,19 @@ class Stuck:
     def __init__(self, data, split):
         pass
     def describe(self, i):
-        return record_id(i)
+        return self.record_id(i)
     def record_id(self, i):
         return str(i)
     def __len__(self):
         return 3000
     def __getitem__(self, index):
         time.sleep(600)
+
+class Large(Stuck):
+    def __init__(self, data, split):
+        self.payload = bytes(1 << 20)  # More than a pipe holds.
+    def __getitem__(self, index):
+        return {"image": np.zeros((9, 13, 3), np.uint8), "label": 0}
 """
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
 
@@ -215,6 +223,23 @@ def test_a_second_ctrl_c_ends_a_run_at_once(train, tmp_path):
     run.send_signal(signal.SIGINT)
     code, said = end(run, 5)
     assert (code, said) == (130, "Ctrl-C again: ended at once\n")
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_loader_processes_that_end_while_they_start_end_a_run(train, tmp_path, number):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    run = train(argument=":large", PYTHONPATH=path)
+    assert eventually(lambda: loaders(run), 100)
+    if number == signal.SIGTERM:
+        os.killpg(run.pid, number)
+    else:
+        os.kill(loaders(run)[0], number)
+    code, said = end(run, 60)
+    assert code == 75, said
+    assert number.name in said.splitlines()[-1]
 
 
 @LINUX

@@ -199,7 +199,7 @@ def test_sigterm_after_the_report_ends_a_run_with_0_or_75(tmp_path):
     path.write_text(CONFIG)
     for delay in (0.0, 0.05, 0.1, 0.2, 0.4):
         workdir = tmp_path / f"run{delay}"
-        process = start(path, workdir, "--config.total_steps=3", fork=False)
+        process = start(path, workdir, "--config.total_steps=7", fork=False)
         while not (workdir / "report.json").exists() and process.poll() is None:
             time.sleep(0.002)
         time.sleep(delay)

@@ -13,7 +13,7 @@ from PIL import Image
 from vit_jax.data import workers
 
 LOADING = """
-import multiprocessing, os, signal
+import multiprocessing, os, signal, sys
 import numpy as np
 from vit_jax.training import config
 from vit_jax.data import pipeline
@@ -25,6 +25,7 @@ def load(workers, kill_at):
     raw["data"]["train_transform"] = "inception_crop"
     data = config.complete(raw).data
     source = open_source(data, "train")
+    object.__setattr__(source, "payload", bytes(1 << 20))  # More than a pipe holds.
     loaded = []
     options = dict(batch_size=4, seed=0, start=0, stop=40)
     with pipeline.train_batches(source, data, **options) as batches:
@@ -34,6 +35,8 @@ def load(workers, kill_at):
                 os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
     return loaded
 
+if __name__ == "__mp_main__" and "at_start" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
 if __name__ == "__main__":
     got, wanted = load(2, kill_at=3), load(0, kill_at=0)
     assert len(got) == len(wanted) > 4
@@ -46,11 +49,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(tmp_path):
+@pytest.mark.parametrize("moment", ["at_start", "later"])
+def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(tmp_path, moment):
     script = tmp_path / "loading.py"
     script.write_text(LOADING)
     run = subprocess.run(
-        [sys.executable, "-W", "error", script],
+        [sys.executable, "-W", "error", script, moment],
         check=False,
         capture_output=True,
         text=True,

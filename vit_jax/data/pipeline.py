@@ -467,7 +467,8 @@ class Batches:
             prefetch_buffer_size=self._data.prefetch,
         )
         left = self._numbers[self._done :]
-        batches = grain.MapDataset.range(left.start, left.stop).map(self._load)
+        load = workers.Shipped(self._load) if self._workers else self._load
+        batches = grain.MapDataset.range(left.start, left.stop).map(load)
         batches = batches.to_iter_dataset(options)
         if self._workers:
             from absl import flags

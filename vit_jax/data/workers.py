@@ -12,17 +12,21 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import pickle
 import re
 import signal
 import sys
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, shared_memory
 
 from vit_jax import processes
-from vit_jax.errors import keep_warnings_from_raising
+from vit_jax.errors import UserError, keep_warnings_from_raising
 
 _FOLDER = pathlib.Path("/dev/shm")
+_OPEN_FILES = pathlib.Path("/proc/self/fd")
 _NAME = re.compile(r"(?:sem\.)?vit_jax-(\d+)-(\d+)-(\d+)-")
 _RANDOM = 16  # Characters at the end of a segment's name.
 # From a terminal these reach the whole process group; the parent sees to them.
@@ -62,6 +66,57 @@ def _initialize(prefix: str, index: int, count: int) -> None:
     if prefix:  # It is followed by random characters up to a length of the whole name.
         shared_memory._SHM_NAME_PREFIX = prefix
         shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + _RANDOM
+
+
+class Shipped:
+    """A function that travels to loader processes by a file without a name.
+
+    Not through the pipe of Python's `spawn`: its writer holds the read end too, so that
+    more than 64 KiB would wait for ever for a process that dies while it starts.
+
+    Args:
+      function: picklable, of any size.
+
+    Raises:
+      UserError: the folder of temporary files is full or cannot be written.
+    """
+
+    def __init__(self, function: Callable):
+        import cloudpickle  # As Grain, which this module need not import.
+
+        self._function = function
+        try:
+            linux = _OPEN_FILES.exists()
+            kind = tempfile.TemporaryFile if linux else tempfile.NamedTemporaryFile
+            file = kind()
+            weakref.finalize(self, file.close)
+            self._path = file.name
+            if linux:
+                self._path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+            cloudpickle.dump(function, file)
+            file.flush()
+        except OSError as error:
+            raise UserError(
+                f"TMPDIR={tempfile.gettempdir()}: the data set cannot be written there for "
+                f"loader processes ({error}): free space, name another folder, or set "
+                "data.num_workers=0"
+            ) from error
+
+    def __call__(self, *args):
+        return self._function(*args)
+
+    def __reduce__(self):
+        return _receive, (self._path,)
+
+
+def _receive(path: str) -> Callable:
+    try:
+        with open(path, "rb") as file:
+            return pickle.load(file)
+    except OSError:
+        if multiprocessing.parent_process().is_alive():
+            raise
+        os._exit(1)  # It ended with the file.
 
 
 def first_batch(batches: Iterator) -> object:
