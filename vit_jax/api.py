@@ -165,7 +165,7 @@ def load_model(
         hint = _SYNONYMS.get(unknown[0], f"not one of {', '.join(sorted(known))}")
         raise UserError(f"{unknown[0]}={preprocess[unknown[0]]!r}: {hint}")
     if image_size is not None:
-        preprocess["image_size"] = _sides(image_size)
+        preprocess |= {"image_size": _sides(image_size), "cut": (0, 0)}
     found, how = forward_passes.open_weights(
         _at_step(source, step),
         preprocess,

@@ -272,6 +272,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "squash": flags.crop_pct and flags.crop_pct == SQUASH,
         "short_side": False if flags.crop_pct == SQUASH else None,
         "image_size": getattr(flags, "resolution", None),
+        "cut": (0, 0) if getattr(flags, "resolution", None) else None,
         "exif": flags.exif,
     }
     return {name: value for name, value in given.items() if value is not None}

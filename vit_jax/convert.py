@@ -106,7 +106,7 @@ def open_weights(flags: argparse.Namespace):
         notes += (
             f"how images are prepared: nothing says, so assumed as of {usual}: {how}",
         )
-    if preprocess.image_size != tuple(found.options["image_size"]):
+    if flags.resolution and flags.resolution != tuple(found.options["image_size"]):
         model, params = surgery.fit_network(found, preprocess)
         found = dataclasses.replace(found, params=params, options=model.options)
     return dataclasses.replace(

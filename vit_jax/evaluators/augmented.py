@@ -107,7 +107,7 @@ def augment(
         part = min(preprocess.crop_fraction, _PART)
         larger = tuple(round(side / part) for side in crop)
         preprocess = dataclasses.replace(
-            preprocess, image_size=larger, crop_fraction=1.0
+            preprocess, image_size=larger, crop_fraction=1.0, cut=(0, 0)
         )
     values = {
         field.name: getattr(model, field.name) for field in dataclasses.fields(Model)

@@ -159,13 +159,12 @@ def name_classes(
 def preprocessing_of(pretrained: Pretrained) -> Preprocess:
     """Returns the preprocessing in a checkpoint, or the usual one of its format.
 
-    Its size and channels are those of the network.
+    Its size is that of the network, unless what comes with the weights states another.
     """
-    size = tuple(pretrained.options.get("image_size", (224, 224)))
     found = pretrained.preprocess or usual_preprocess(pretrained).preprocess
     # Equal numbers for three channels hold for one as well.
     mean, std = (v[:1] if len(set(v)) == 1 else v for v in (found.mean, found.std))
-    return dataclasses.replace(found, image_size=size, mean=mean, std=std)
+    return dataclasses.replace(found, mean=mean, std=std)
 
 
 def make_eval_step(

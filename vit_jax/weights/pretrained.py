@@ -1,11 +1,12 @@
 """A published checkpoint in any format, and the preprocessing of its images.
 
-Sizes and roundings of the preprocessing are those of timm's evaluation transform. Those
-of Hugging Face's image processors differ only by half a pixel of an odd margin.
+Sizes and roundings of the preprocessing are those of timm's evaluation transform. Hugging
+Face's image processors round an odd margin down (`Preprocess.crop_down`).
 """
 
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,7 +39,8 @@ class Preprocess:
     """Preprocessing of images for a model.
 
     The image is resized until it just covers `image_size / crop_fraction`, or with
-    `squash` to exactly that size, and the centre is cropped to `image_size`.
+    `squash` to exactly that size, and the centre is cropped to `image_size`. With `cut`
+    both are larger by so many pixels, of which the crop then loses the last ones.
 
     Attributes:
       image_size: height and width of the model's input, in pixels.
@@ -52,6 +54,9 @@ class Preprocess:
         `min(image_size) / crop_fraction` independently of the shape of the crop. Only
         set for crops that are not square; for square ones it makes no difference.
       exif: whether files are turned as the orientation tags of cameras say.
+      crop_down: whether half a pixel of the margin above and beside the crop is rounded
+        down, as by transformers, not to even, as by torchvision.
+      cut: rows and columns at the bottom and on the right that fill no patch.
     """
 
     image_size: tuple[int, int]
@@ -62,6 +67,8 @@ class Preprocess:
     squash: bool = False
     short_side: bool = False
     exif: bool = False
+    crop_down: bool = False
+    cut: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,13 +178,21 @@ def crop_box(
 
 def _corner(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
     """Returns the top and left of the crop in a resized image, in pixels."""
-    top, left = map(host_transforms.centre_crop_start, size, preprocess.image_size)
+    start = host_transforms.centre_crop_start
+    if preprocess.crop_down:
+        start = lambda length, crop: (length - crop) // 2
+    top, left = map(start, size, crop_sides(preprocess))
     return top, left
+
+
+def crop_sides(preprocess: Preprocess) -> tuple[int, int]:
+    """Returns the height and width of the crop, in pixels, before its end is cut off."""
+    return tuple(map(operator.add, preprocess.image_size, preprocess.cut))
 
 
 def resize_sides(preprocess: Preprocess) -> tuple[int, int]:
     """Returns the minimum height and width after resizing, before cropping."""
-    sides = preprocess.image_size
+    sides = crop_sides(preprocess)
     if preprocess.short_side:
         sides = (min(sides),) * 2
     # Floored as in timm, except that 224 / (224 / 232) is 232 despite its last bit.
@@ -260,6 +275,8 @@ def describe_preprocess(preprocess: Preprocess) -> str:
         crop = f"short side {resize_sides(preprocess)[0]}, centre crop"
     if preprocess.squash:
         crop = "whole image" + (f", {crop}" if preprocess.crop_fraction < 1 else "")
+    if any(preprocess.cut):
+        crop += ", cut at the end"
     mean, std = (
         ",".join(f"{value:g}" for value in values)
         for values in (preprocess.mean, preprocess.std)

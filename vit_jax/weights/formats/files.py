@@ -35,6 +35,7 @@ _SIDECARS = {
     "config.json": ("architectures", "model_type", "architecture", "pretrained_cfg"),
     "open_clip_config.json": ("model_cfg",),
     ADAPTER: ("peft_type",),
+    "processor_config.json": ("image_processor",),
     "preprocessor_config.json": ("image_mean", "size", "do_resize", "do_normalize"),
 }
 

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import linen, torch_file
+from vit_jax.weights.formats import hugging_face_processor, linen, torch_file
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
@@ -34,8 +34,7 @@ from vit_jax.weights.pretrained import (
     POSITIONS,
     Preprocess,
     Pretrained,
-    per_channel,
-    resize_sides,
+    crop_sides,
 )
 
 _ANCHOR = "embeddings.patch_embeddings.projection.weight"
@@ -59,14 +58,11 @@ _ACTIVATIONS = {
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
     "quick_gelu": ("quick_gelu",),
 }
-# Pillow's numbers (Image.Resampling).
-_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
 # One network, trained in different ways; masking of patches is for training only.
 _MODEL_TYPES = ("vit", "deit", "vit_msn", "vit_mae")
 _SIGMOID = "multi_label_classification"
 # Of config.json, with the value of `model.posemb_resize`; transformers ignores it.
 RESIZE_KEY = "posemb_resize"
-_WRITABLE = ("nearest", "lanczos", "bilinear", "bicubic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +147,12 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     table = encoder_table(form)
     _check_names(flat, {entry.theirs for entry in table}, tensors.path)
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
-    preprocess, more = read_preprocess(
-        tensors.sidecars.get("preprocessor_config.json", {})
-    )
     names = facts.class_names
     options = _model_options(ours, form, facts, tensors.path)
+    patch = ours["embedding/kernel"].shape[0]
+    preprocess, more = hugging_face_processor.read(
+        tensors.sidecars, options["image_size"], patch
+    )
     if options["posemb_resize"] == "bicubic_dino" and not facts.posemb_resize:
         more = [*more, "neither classifier nor pooler: taken for a ViT of DINO"]
     return Pretrained(
@@ -287,6 +284,8 @@ def find_image_size(
 ) -> tuple[int, int]:
     """Returns the height and width that position embeddings are of.
 
+    What of images fills no patch is left out, as by the first layer of transformers.
+
     Args:
       ours: our arrays by name.
       facts: of config.json.
@@ -298,8 +297,8 @@ def find_image_size(
     """
     patch = ours["embedding/kernel"].shape[0]
     patches = ours[POSITIONS].shape[1] - num_prefix_tokens
-    size = facts.image_size
-    if size is not None and math.prod(side // patch for side in size) == patches:
+    size = fill_patches(facts.image_size, patch)
+    if size is not None and math.prod(size) == patches * patch**2:
         return size
     side = math.isqrt(patches)
     if side * side != patches:
@@ -308,6 +307,11 @@ def find_image_size(
             "square grid: keep its config.json beside it"
         )
     return side * patch, side * patch
+
+
+def fill_patches(size: tuple[int, int] | None, patch: int) -> tuple[int, int] | None:
+    """Returns a height and width in pixels without what fills no patch."""
+    return size and tuple(side // patch * patch for side in size)
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
@@ -368,7 +372,12 @@ def write_folder(
     """
     contents, notes = {"config.json": config}, []
     if preprocess:
-        contents["preprocessor_config.json"] = write_preprocess(preprocess, channels)
+        content = hugging_face_processor.write(preprocess, channels)
+        if any(preprocess.cut):  # Which the first layer of transformers cuts.
+            height, width = crop_sides(preprocess)
+            size = height if height == width else [height, width]
+            config.get("vision_config", config)["image_size"] = size
+        contents["preprocessor_config.json"] = content
     else:
         notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
     folder = pathlib.Path(folder)
@@ -542,56 +551,6 @@ def read_config(config: Mapping) -> HuggingFaceConfig:
     )
 
 
-def read_preprocess(config: Mapping) -> tuple[Preprocess | None, list[str]]:
-    """Reads the preprocessing of images.
-
-    Args:
-      config: content of preprocessor_config.json; empty if there is none.
-
-    Returns:
-      The preprocessing, or None if unknown, and a line for each unsupported value.
-    """
-    if not config.get("do_resize", bool(config)):
-        return None, []
-    notes, size = [], config.get("size", 224)
-    crop = config.get("crop_size") if config.get("do_center_crop") else None
-    if config.get("do_rescale", True) and config.get("rescale_factor", 0) > 1 / 254:
-        notes.append("rescale_factor: not 1/255, so ignored")
-    resample = config.get("resample", 2)
-    if resample not in _RESAMPLE:
-        notes.append(f"resample={resample}: not known, so bicubic")
-    mean, std = (0.0,) * 3, (1.0,) * 3
-    if config.get("do_normalize", True):
-        mean, std = (config.get(f"image_{n}", (0.5,) * 3) for n in ("mean", "std"))
-    out, fraction, squash = _geometry(size, crop)
-    return Preprocess(
-        image_size=out,
-        interpolation=_RESAMPLE.get(resample, "bicubic"),
-        crop_fraction=fraction,
-        squash=squash,
-        short_side=not squash and out[0] != out[1],
-        mean=tuple(mean),
-        std=tuple(std),
-    ), notes
-
-
-def _geometry(
-    size: int | Mapping, crop: int | Mapping | None
-) -> tuple[tuple[int, int], float, bool]:
-    """Returns the image size, the crop fraction and whether images are squashed."""
-    out = _pair(crop if crop is not None else size)
-    if isinstance(size, Mapping) and "shortest_edge" in size:
-        return out, min(out) / size["shortest_edge"], False
-    return out, out[0] / _pair(size)[0], True
-
-
-def _pair(size: int | Mapping) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    edge = size.get("shortest_edge", 224)
-    return size.get("height", edge), size.get("width", edge)
-
-
 def write_activation(name: str) -> str:
     """Returns what `hidden_act` is for `model.activation`."""
     return _ACTIVATIONS[name][0]
@@ -638,56 +597,6 @@ def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dic
     if loss == "sigmoid":
         config["problem_type"] = _SIGMOID
     return config
-
-
-def write_preprocess(preprocess: Preprocess, channels: int) -> dict:
-    """Returns the config of an image processor.
-
-    Args:
-      preprocess: of images.
-      channels: of the model's input.
-
-    Returns:
-      Content of preprocessor_config.json.
-
-    Raises:
-      UserError: transformers has no such image processor.
-    """
-    if preprocess.interpolation not in _WRITABLE:
-        raise UserError(
-            f"interpolation={preprocess.interpolation!r}: Hugging Face's image "
-            f"processors have {', '.join(_WRITABLE)}: write it with --to=timm"
-        )
-    height, width = resize_sides(preprocess)
-    config = {
-        "image_processor_type": "ViTImageProcessor",
-        "do_convert_rgb": channels == 3,
-        "do_resize": True,
-        "size": {"height": height, "width": width},
-        "resample": {v: k for k, v in _RESAMPLE.items()}[preprocess.interpolation],
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": per_channel(preprocess.mean, channels),
-        "image_std": per_channel(preprocess.std, channels),
-    }
-    if preprocess.squash and preprocess.image_size == (height, width):
-        return config
-    if not preprocess.squash:
-        if height != width:
-            raise UserError(
-                f"a centre crop of {preprocess.image_size[0]}x{preprocess.image_size[1]}: "
-                "Hugging Face's image processors resize the short side, whichever it "
-                "is: write it with --to=timm"
-            )
-        config["size"] = {"shortest_edge": height}
-    rows, columns = preprocess.image_size
-    # BiT's processor crops in every release of transformers; ViT's did not.
-    return config | {
-        "image_processor_type": "BitImageProcessor",
-        "do_center_crop": True,
-        "crop_size": {"height": rows, "width": columns},
-    }
 
 
 READERS["Hugging Face"] = Reader(recognises, read)

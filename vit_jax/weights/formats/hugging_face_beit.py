@@ -12,7 +12,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import hugging_face, linen, torch_file
+from vit_jax.weights.formats import (
+    hugging_face,
+    hugging_face_processor,
+    linen,
+    torch_file,
+)
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import CONV, SAME, ArrayEntry, dense, norm
@@ -98,8 +103,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
     sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
     sizes["image_size"] = _image_size(ours, facts, tensors.path)
-    preprocess, more = hugging_face.read_preprocess(
-        tensors.sidecars.get("preprocessor_config.json", {})
+    patch = ours["embedding/kernel"].shape[0]
+    preprocess, more = hugging_face_processor.read(
+        tensors.sidecars, sizes["image_size"], patch, any_size=True
     )
     names = facts.class_names
     if form["layer_scale_init"]:
@@ -135,7 +141,7 @@ def _image_size(
         )
     tables = [v for k, v in ours.items() if k.startswith("Transformer/relative_bias")]
     patch = ours["embedding/kernel"].shape[0]
-    stated = facts.image_size
+    stated = hugging_face.fill_patches(facts.image_size, patch)
     offsets = len(tables[0]) - 3 if tables else 0
     if stated and offsets in (0, np.prod([2 * (s // patch) - 1 for s in stated])):
         return stated

@@ -19,6 +19,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import (
     hugging_face,
+    hugging_face_processor,
     hugging_face_text,
     linen,
     torch_file,
@@ -38,8 +39,6 @@ from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
 _ANCHOR = "embeddings.patch_embedding.weight"
 _PREFIX = re.compile(r"vision_model\.")
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # By the type: what config.json may leave out, as in transformers 5.23.
 _DEFAULTS = {
     "clip": {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "patch_size": 32},
@@ -129,8 +128,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     sizes["image_size"] = hugging_face.find_image_size(
         ours, facts, num_prefix_tokens=int(clip), source=tensors.path
     )
-    preprocess, more = hugging_face.read_preprocess(
-        tensors.sidecars.get("preprocessor_config.json", {})
+    patch = ours["embedding/kernel"].shape[0]
+    preprocess, more = hugging_face_processor.read(
+        tensors.sidecars, sizes["image_size"], patch
     )
     if preprocess is None:
         preprocess = _preprocess(sizes["image_size"], clip)
@@ -164,7 +164,9 @@ def _name(clip: bool) -> str:
 
 def clip_preprocess(image_size: tuple[int, int]) -> Preprocess:
     """Returns how images were prepared for CLIP."""
-    return Preprocess(image_size, _CLIP_MEAN, _CLIP_STD, interpolation="bicubic")
+    return Preprocess(
+        image_size, interpolation="bicubic", **hugging_face_processor.CLIP
+    )
 
 
 def _preprocess(image_size: tuple[int, int], clip: bool) -> Preprocess:

@@ -11,7 +11,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import dino, hugging_face, linen, torch_file
+from vit_jax.weights.formats import (
+    dino,
+    hugging_face,
+    hugging_face_processor,
+    linen,
+    torch_file,
+)
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.hugging_face_text import attention_table
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
@@ -86,9 +92,12 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     sizes = linen.transformer_options(ours)
     patch = ours["embedding/kernel"].shape[0]
     side = round(224 / patch) * patch
-    sizes["image_size"] = facts.image_size or (side, side)
-    preprocess, more = hugging_face.read_preprocess(
-        tensors.sidecars.get("preprocessor_config.json", {})
+    sizes["image_size"] = hugging_face.fill_patches(facts.image_size, patch) or (
+        side,
+        side,
+    )
+    preprocess, more = hugging_face_processor.read(
+        tensors.sidecars, sizes["image_size"], patch, any_size=True
     )
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),

@@ -10,7 +10,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import hugging_face, linen, torch_file
+from vit_jax.weights.formats import (
+    hugging_face,
+    hugging_face_processor,
+    linen,
+    torch_file,
+)
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import ArrayEntry
@@ -71,8 +76,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     sizes["image_size"] = hugging_face.find_image_size(
         ours, facts, num_prefix_tokens=0, source=tensors.path
     )
-    preprocess, more = hugging_face.read_preprocess(
-        tensors.sidecars.get("preprocessor_config.json", {})
+    patch = ours["embedding/kernel"].shape[0]
+    preprocess, more = hugging_face_processor.read(
+        tensors.sidecars, sizes["image_size"], patch
     )
     names = facts.class_names
     return Pretrained(

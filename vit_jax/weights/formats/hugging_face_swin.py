@@ -8,7 +8,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models.swin import SwinConfig
-from vit_jax.weights.formats import hugging_face, swin, torch_file
+from vit_jax.weights.formats import (
+    hugging_face,
+    hugging_face_processor,
+    swin,
+    torch_file,
+)
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader
 from vit_jax.weights.pretrained import Pretrained
@@ -92,8 +97,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         "model_type": "vit",
     }
     facts = hugging_face.read_config({**as_vit, "num_attention_heads": 1})
-    preprocess, more = hugging_face.read_preprocess(
-        tensors.sidecars.get("preprocessor_config.json", {})
+    preprocess, more = hugging_face_processor.read(
+        tensors.sidecars, facts.image_size or (224, 224)
     )
     grown = config.get("pretrained_window_sizes") or ()
     return Pretrained(

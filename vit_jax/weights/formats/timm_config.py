@@ -340,7 +340,6 @@ def write(
     if preprocess:
         names = {ours: theirs for theirs, ours in _INTERPOLATIONS.items()}
         images |= {
-            "input_size": [size[0], *preprocess.image_size],
             "interpolation": names[preprocess.interpolation],
             "crop_pct": _crop(preprocess),
             "crop_mode": "squash" if preprocess.squash else "center",
@@ -368,6 +367,7 @@ def _crop(preprocess: Preprocess) -> float:
     Raises:
       UserError: timm has no such crop.
     """
+    preprocess = dataclasses.replace(preprocess, cut=(0, 0))  # timm fills its patches.
     fraction, sides = preprocess.crop_fraction, preprocess.image_size
     if preprocess.short_side and sides[0] != sides[1]:
         raise UserError(

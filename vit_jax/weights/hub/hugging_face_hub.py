@@ -42,6 +42,7 @@ _WEIGHTS = (
 _SIDECARS = (
     "config.json",
     "preprocessor_config.json",
+    "processor_config.json",
     "open_clip_config.json",
     "adapter_config.json",
 )

@@ -1,0 +1,336 @@
+"""Configs of image processors of transformers, in and out, and what they make of images."""
+
+import dataclasses
+import importlib
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vit_jax
+from vit_jax.errors import UserError
+from vit_jax.weights import Preprocess
+from vit_jax.weights.formats import hugging_face_processor as processor
+from vit_jax.weights.pretrained import prepare_image
+
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+# As on the hub, most of them older than the names of their keys today.
+ON_THE_HUB = {
+    "google/vit-base-patch16-224": (
+        {"do_normalize": True, "do_resize": True, "resample": 2, "size": 224, **HALF},
+        "vit",
+        Preprocess((224, 224), squash=True),
+    ),
+    "facebook/deit-tiny-patch16-224": (
+        {
+            "crop_size": 224,
+            "do_center_crop": True,
+            "do_normalize": True,
+            "do_resize": True,
+            "resample": 3,
+            "size": 256,
+            **IMAGENET,
+        },
+        "deit",
+        Preprocess(
+            (224, 224),
+            (0.485, 0.456, 0.406),
+            (0.229, 0.224, 0.225),
+            "bicubic",
+            0.875,
+            squash=True,
+        ),
+    ),
+    "openai/clip-vit-base-patch32": (
+        {
+            "crop_size": 224,
+            "do_center_crop": True,
+            "do_normalize": True,
+            "do_resize": True,
+            "feature_extractor_type": "CLIPFeatureExtractor",
+            "resample": 3,
+            "size": 224,
+            **HALF,
+        },
+        "clip",
+        Preprocess((224, 224), interpolation="bicubic"),
+    ),
+    "as written by transformers 5": (
+        {"image_processor_type": "BitImageProcessorFast", **HALF},
+        "dinov2",
+        Preprocess((224, 224), interpolation="bicubic"),
+    ),
+    "without a class, of DINOv2": (
+        {"size": {"shortest_edge": 256}, "image_mean": None, **HALF},
+        "dinov2",
+        Preprocess((224, 224), interpolation="bicubic", crop_fraction=0.875),
+    ),
+    "ConvNext's": (
+        {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.95}
+        | {"size": {"shortest_edge": 224}},
+        "swin",
+        Preprocess((224, 224), interpolation="bicubic", crop_fraction=224 / 235),
+    ),
+    "not normalised": (
+        {"size": {"height": 224, "width": 224}, "do_normalize": False},
+        "vit",
+        Preprocess((224, 224), (0.0,) * 3, (1.0,) * 3, squash=True),
+    ),
+}
+
+
+def read(config, image_size=(224, 224), model_type="vit", **options):
+    sidecars = {"preprocessor_config.json": config}
+    sidecars["config.json"] = {"model_type": model_type}
+    return processor.read(sidecars, image_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "expected"),
+    [
+        (
+            Preprocess((20, 20), (0.5,), (0.25,), "bilinear", squash=True),
+            {
+                "image_processor_type": "ViTImageProcessor",
+                "size": {"height": 20, "width": 20},
+                "resample": 2,
+                "image_mean": [0.5] * 3,
+                "image_std": [0.25] * 3,
+                "do_convert_rgb": True,
+            },
+        ),
+        (
+            Preprocess((224, 224), interpolation="lanczos", crop_fraction=0.9),
+            {
+                "image_processor_type": "BitImageProcessor",
+                "size": {"shortest_edge": 248},
+                "crop_size": {"height": 224, "width": 224},
+                "do_center_crop": True,
+                "resample": 1,
+            },
+        ),
+        (
+            Preprocess((112, 224), crop_fraction=0.875, short_side=True),
+            {
+                "size": {"shortest_edge": 128},
+                "crop_size": {"height": 112, "width": 224},
+            },
+        ),
+        (
+            Preprocess((224, 112), crop_fraction=0.875, squash=True),
+            {
+                "size": {"height": 256, "width": 128},
+                "crop_size": {"height": 224, "width": 112},
+            },
+        ),
+    ],
+)
+def test_preprocessing_in_their_terms_and_back(preprocess, expected):
+    config = processor.write(preprocess, 3)
+    assert {key: config[key] for key in expected} == expected
+    found, notes = read(config, preprocess.image_size)
+    assert notes == []
+    assert processor.write(found, 3) == config
+
+
+@pytest.mark.parametrize("name", ON_THE_HUB)
+def test_preprocessing_of_the_hub_is_read(name):
+    config, model_type, expected = ON_THE_HUB[name]
+    cropped = not expected.squash or expected.crop_fraction < 1
+    expected = dataclasses.replace(expected, crop_down=cropped)
+    assert read(config, model_type=model_type) == (expected, [])
+
+
+def test_without_a_config_nothing_is_known():
+    assert processor.read({}, (224, 224)) == (None, [])
+
+
+def test_the_nested_config_of_transformers_5_comes_first():
+    old, new = ({"size": {"height": s, "width": s}} for s in (48, 32))
+    sidecars = {
+        "preprocessor_config.json": old,
+        "processor_config.json": {"image_processor": new, "processor_class": "X"},
+    }
+    assert processor.read(sidecars, (32, 32))[0].image_size == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("rescaling", "white"),
+    [
+        ({"do_rescale": False}, 255.0),
+        ({"rescale_factor": 1 / 127.5}, 2.0),
+        ({"rescale_factor": 1 / 255}, 1.0),
+    ],
+)
+def test_pixels_on_another_scale_have_statistics_on_it(rescaling, white):
+    found, notes = read({**IMAGENET, **rescaling})
+    assert found.mean == pytest.approx([x / white for x in IMAGENET["image_mean"]])
+    assert found.std == pytest.approx([x / white for x in IMAGENET["image_std"]])
+    assert notes == []
+
+
+def test_preprocessing_that_is_not_known_is_told():
+    config = {"size": 32, "resample": 5, "image_processor_type": "OddImageProcessor"}
+    found, notes = read(config, (32, 32))
+    assert found.interpolation == "bicubic"
+    assert [note.split(":")[0] for note in notes] == ["OddImageProcessor", "resample=5"]
+    for config, word in (
+        ({"do_resize": False}, "do_resize=False"),
+        ({"size": {"shortest_edge": 32}}, "do_center_crop=False"),
+        ({"size": 48}, "48x48"),
+    ):
+        found, (note,) = read(config, (32, 32))
+        assert found.image_size == (32, 32) and word in note
+
+
+def test_the_size_of_the_processor_counts_where_the_network_takes_all():
+    config = {
+        "size": {"shortest_edge": 256},
+        "image_processor_type": "BitImageProcessor",
+    }
+    found, notes = read(config, (518, 518), patch=14, any_size=True)
+    assert (found.image_size, found.crop_fraction, notes) == ((224, 224), 0.875, [])
+    found, notes = read(config, (518, 518), patch=14)
+    assert found.image_size == (518, 518) and "518x518" in notes[0]
+
+
+def test_what_fills_no_patch_is_cut_off_at_the_end():
+    image = np.random.default_rng(0).integers(0, 256, (31, 47, 3), dtype=np.uint8)
+    squashed, notes = read({"size": 31, "resample": 3}, (28, 28), patch=14)
+    assert notes == [] and squashed.cut == (3, 3)
+    expected = np.array(Image.fromarray(image).resize((31, 31), Image.BICUBIC))
+    found = prepare_image(image, squashed)
+    np.testing.assert_array_equal(found, expected[:28, :28])
+    cropped, _ = read({"size": 31, "crop_size": 31}, (28, 28), "clip", patch=14)
+    # A margin of 16, and then the first 28 of 31.
+    np.testing.assert_array_equal(prepare_image(image, cropped), image[:28, 8:36])
+    assert processor.write(squashed, 3)["size"] == {"height": 31, "width": 31}
+    assert processor.write(cropped, 3)["crop_size"] == {"height": 31, "width": 31}
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "message"),
+    [
+        (Preprocess((12, 20)), "a centre crop of 12x20: .*--to=timm"),
+        (Preprocess((12, 12), interpolation="area"), "interpolation='area': Hugging"),
+    ],
+)
+def test_preprocessing_that_they_lack_is_refused(preprocess, message):
+    with pytest.raises(UserError, match=message):
+        processor.write(preprocess, 3)
+
+
+PROCESSORS = [
+    ("ViT", {}),
+    ("ViT", {"size": 384, "resample": 3}),
+    ("ViT", {"do_rescale": False}),
+    ("ViT", {"size": {"shortest_edge": 226}, "do_center_crop": True, "crop_size": 224}),
+    ("DeiT", {}),
+    ("DeiT", {"size": 438, "crop_size": 384}),
+    ("Beit", {}),
+    ("Beit", {"size": 256, "do_center_crop": True}),
+    ("CLIP", {}),
+    ("CLIP", {"size": 336, "crop_size": 336}),
+    ("Siglip", {}),
+    ("Bit", {"size": {"shortest_edge": 256}}),
+    ("Bit", {"size": {"shortest_edge": 592}, "crop_size": 518}),
+    ("Bit", {"size": 256, "crop_size": {"height": 224, "width": 288}}),
+    ("ConvNext", {}),
+    ("ConvNext", {"size": 224, "crop_pct": 0.95}),
+]
+
+
+def import_processor(name):
+    import_timm = pytest.importorskip("import_timm")
+    import_timm.import_timm()  # transformers imports torchvision, as timm does.
+    pytest.importorskip("transformers", reason="needs the extra parity")
+    module = f"transformers.models.{name.lower()}.image_processing_pil_{name.lower()}"
+    return getattr(importlib.import_module(module), f"{name}ImageProcessorPil")
+
+
+def photograph(height, width):
+    """Returns smooth shapes with edges and noise."""
+    rng = np.random.default_rng(height)
+    y, x = np.mgrid[:height, :width]
+    smooth = 90 * np.sin(y[..., None] / (9, 23, 5) + x[..., None] / (31, 7, 11))
+    edges = 60 * ((y // 17 + x // 23) % 2)[..., None]
+    noise = rng.normal(0, 9, (height, width, 3))
+    return (smooth + edges + noise + 110).clip(0, 255).astype(np.uint8)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize(("name", "options"), PROCESSORS, ids=str)
+def test_images_are_those_of_transformers(name, options, bare):
+    theirs = import_processor(name)(**options)
+    config = {"image_processor_type": f"{name}ImageProcessor", **options}
+    if not bare:  # All keys, as its own files have them.
+        config = json.loads(theirs.to_json_string())
+    found, _ = read(config, any_size=True)
+    for height, width in ((171, 260), (500, 333), (613, 820)):
+        image = photograph(height, width)
+        expected = theirs(Image.fromarray(image), return_tensors="np")
+        expected = expected["pixel_values"][0].transpose(1, 2, 0)
+        ours = (prepare_image(image, found) / 255 - found.mean) / found.std
+        levels = 255 * np.abs(ours - expected) * found.std
+        assert levels.max() < 0.1
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 31,
+    "patch_size": 14,
+}
+EDGE = {"size": {"height": 31, "width": 31}}
+# Network, class of its processor, and what that says.
+NETWORKS = {
+    "ViT": ("ViTModel", "ViTConfig", "ViT", EDGE),
+    "CLIP": (
+        "CLIPVisionModel",
+        "CLIPVisionConfig",
+        "CLIP",
+        {"size": 31, "crop_size": 31},
+    ),
+    "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", "Siglip", EDGE),
+    "BEiT": ("BeitModel", "BeitConfig", "Beit", EDGE),
+    "DINOv2": ("Dinov2Model", "Dinov2Config", "Bit", {"size": 31, "crop_size": 31}),
+    # As on the hub: positions of larger images than the processor makes.
+    "DINOv2 with registers, smaller": (
+        *("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig"),
+        *("Bit", {"size": 32, "crop_size": 28, "of": {"image_size": 56}}),
+    ),
+}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_photograph_has_the_features_of_transformers(name, tmp_path):
+    network, config, kind, options = NETWORKS[name]
+    make = import_processor(kind)
+    import torch
+    import transformers
+
+    sizes = SIZES | options.get("of", {})
+    options = {k: v for k, v in options.items() if k != "of"}
+    more = {"mlp_ratio": 2} if kind == "Bit" else {}
+    torch.manual_seed(3)
+    theirs = getattr(transformers, network)(
+        getattr(transformers, config)(**sizes, **more)
+    )
+    with torch.no_grad():
+        for value in theirs.parameters():
+            value.add_(0.1 * torch.randn_like(value))
+    theirs.eval().save_pretrained(tmp_path)
+    images = make(**options)
+    images.save_pretrained(tmp_path)
+    image = photograph(70, 93)
+    pixels = images(Image.fromarray(image), return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        expected = theirs(pixels).pooler_output.numpy()
+    found = vit_jax.load_model(tmp_path, tell=lambda line: None)
+    np.testing.assert_allclose(found.features(image), expected, atol=2e-4)

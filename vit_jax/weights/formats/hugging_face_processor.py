@@ -1,0 +1,225 @@
+"""Image processors of transformers: preprocessor_config.json and processor_config.json.
+
+Files may leave out what their class has by default, so that the class, or the network in
+config.json, decides what they mean. Defaults are those of transformers 5.23.
+"""
+
+import math
+from collections.abc import Mapping
+
+from vit_jax.errors import UserError
+from vit_jax.weights.pretrained import (
+    IMAGENET,
+    Preprocess,
+    crop_sides,
+    per_channel,
+    resize_sides,
+)
+
+# Pillow's numbers (Image.Resampling).
+_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
+_WRITABLE = ("nearest", "lanczos", "bilinear", "bicubic")
+
+CLIP = {
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
+}
+_HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+
+
+def _defaults(size, resample, statistics=_HALF, **more) -> dict:
+    mean, std = statistics["mean"], statistics["std"]
+    return {
+        "size": size,
+        "resample": resample,
+        "image_mean": mean,
+        "image_std": std,
+    } | (more)
+
+
+_SQUARE = {"height": 224, "width": 224}
+_OF_CLIP = _defaults(
+    {"shortest_edge": 224}, 3, CLIP, do_center_crop=True, crop_size=224
+)
+# By the class, without "ImageProcessor".
+_PROCESSORS = {
+    "ViT": _defaults(_SQUARE, 2),
+    "DeiT": _defaults(256, 3, do_center_crop=True, crop_size=224),
+    "Beit": _defaults(_SQUARE, 3, crop_size=224),
+    "CLIP": _OF_CLIP,
+    "Bit": _OF_CLIP,
+    "Siglip": _defaults(_SQUARE, 3),
+    "ConvNext": _defaults({"shortest_edge": 384}, 3, crop_pct=224 / 256),
+    "DINOv3ViT": _defaults(_SQUARE, 2, IMAGENET),
+}
+# A single number is the short side, not both.
+_BY_SHORT_SIDE = ("CLIP", "Bit", "Siglip", "ConvNext")
+# By model_type in config.json, in whose place files of old versions have no class.
+_OF_NETWORK = {
+    "deit": "DeiT",
+    "beit": "Beit",
+    "clip": "CLIP",
+    "clip_vision_model": "CLIP",
+    "siglip": "Siglip",
+    "siglip_vision_model": "Siglip",
+    "dinov2": "Bit",
+    "dinov2_with_registers": "Bit",
+    "dinov3_vit": "DINOv3ViT",
+}
+_SQUASHED_FROM = 384  # Pixels; ConvNext's crops images of smaller networks only.
+
+
+def read(
+    sidecars: Mapping[str, Mapping],
+    image_size: tuple[int, int],
+    patch: int = 1,
+    *,
+    any_size: bool = False,
+) -> tuple[Preprocess | None, list[str]]:
+    """Reads the preprocessing of images.
+
+    Args:
+      sidecars: file name to content of the JSON files beside the weights.
+      image_size: height and width of the network, in pixels.
+      patch: side of its patches; what fills none is cut off, as by its first layer.
+      any_size: whether the network of transformers takes images of every size, so that
+        the processor decides. Else the network does.
+
+    Returns:
+      The preprocessing, or None if unknown, and a line for each thing that differs.
+    """
+    config = sidecars.get("processor_config.json", {}).get("image_processor")
+    config = config or sidecars.get("preprocessor_config.json")
+    if not config:
+        return None, []
+    name = config.get("image_processor_type") or config.get("feature_extractor_type")
+    network = sidecars.get("config.json", {}).get("model_type")
+    name, notes = name or _OF_NETWORK.get(network, "ViT"), []
+    for suffix in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
+        name = name.removesuffix(suffix)
+    if name not in _PROCESSORS:
+        notes.append(f"{name}ImageProcessor: not known, so what it says as of ViT's")
+    config = _PROCESSORS.get(name, _PROCESSORS["ViT"]) | {
+        key: value for key, value in config.items() if value is not None
+    }
+    resample = config["resample"]
+    if resample not in _RESAMPLE:
+        notes.append(f"resample={resample}: not known, so bicubic")
+    out, fraction, squash = image_size, 1.0, True
+    if config.get("do_resize", True):
+        out, fraction, squash, more = _geometry(config, name)
+        notes += more
+    else:
+        notes.append(
+            f"do_resize=False: images of another size than {out[0]}x{out[1]} are resized"
+        )
+    whole = tuple(side // patch * patch for side in out)
+    cut = tuple(a - b for a, b in zip(out, whole, strict=True))
+    if not any_size and whole != tuple(image_size):
+        notes.append(
+            f"images of {out[0]}x{out[1]} in the image processor's config: made for "
+            f"{image_size[0]}x{image_size[1]}, the size of the network"
+        )
+        whole, cut = tuple(image_size), (0, 0)
+    mean, std = _statistics(config)
+    return Preprocess(
+        image_size=whole,
+        interpolation=_RESAMPLE.get(resample, "bicubic"),
+        crop_fraction=fraction,
+        squash=squash,
+        short_side=not squash and out[0] != out[1],
+        mean=mean,
+        std=std,
+        crop_down=not squash or fraction < 1,
+        cut=cut,
+    ), notes
+
+
+def _geometry(
+    config: Mapping, name: str
+) -> tuple[tuple[int, int], float, bool, list[str]]:
+    """Returns the image size, the crop fraction, whether images are squashed, and notes."""
+    size = config["size"]
+    if isinstance(size, int) and name in _BY_SHORT_SIDE:
+        size = {"shortest_edge": size}
+    short = size.get("shortest_edge") if isinstance(size, Mapping) else None
+    if name == "ConvNext" and short:
+        if short >= _SQUASHED_FROM:
+            return (short, short), 1.0, True, []
+        return (short, short), short / int(short / config["crop_pct"]), False, []
+    crop = config["crop_size"] if config.get("do_center_crop") else None
+    out = _pair(size if crop is None else crop)
+    if short is None:
+        return out, out[0] / _pair(size)[0], True, []
+    notes = [] if crop else ["do_center_crop=False: images are cropped to a square"]
+    return out, min(out) / short, False, notes
+
+
+def _pair(size: int | Mapping) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    edge = size.get("shortest_edge", 224)
+    return size.get("height", edge), size.get("width", edge)
+
+
+def _statistics(config: Mapping) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the mean and standard deviation of pixels divided by 255."""
+    mean, std = (0.0,) * 3, (1.0,) * 3
+    if config.get("do_normalize", True):
+        mean, std = config["image_mean"], config["image_std"]
+    white = 255.0  # What it is before it is normalised.
+    if config.get("do_rescale", True):
+        white *= config.get("rescale_factor", 1 / 255)
+    if math.isclose(white, 1.0):
+        return tuple(mean), tuple(std)
+    return tuple(x / white for x in mean), tuple(x / white for x in std)
+
+
+def write(preprocess: Preprocess, channels: int) -> dict:
+    """Returns the config of an image processor.
+
+    Args:
+      preprocess: of images.
+      channels: of the model's input.
+
+    Returns:
+      Content of preprocessor_config.json.
+
+    Raises:
+      UserError: transformers has no such image processor.
+    """
+    if preprocess.interpolation not in _WRITABLE:
+        raise UserError(
+            f"interpolation={preprocess.interpolation!r}: Hugging Face's image "
+            f"processors have {', '.join(_WRITABLE)}: write it with --to=timm"
+        )
+    height, width = resize_sides(preprocess)
+    config = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": channels == 3,
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "resample": {v: k for k, v in _RESAMPLE.items()}[preprocess.interpolation],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": per_channel(preprocess.mean, channels),
+        "image_std": per_channel(preprocess.std, channels),
+    }
+    if preprocess.squash and crop_sides(preprocess) == (height, width):
+        return config
+    if not preprocess.squash:
+        if height != width:
+            raise UserError(
+                f"a centre crop of {preprocess.image_size[0]}x{preprocess.image_size[1]}: "
+                "Hugging Face's image processors resize the short side, whichever it "
+                "is: write it with --to=timm"
+            )
+        config["size"] = {"shortest_edge": height}
+    rows, columns = crop_sides(preprocess)
+    # BiT's processor crops in every release of transformers; ViT's did not.
+    return config | {
+        "image_processor_type": "BitImageProcessor",
+        "do_center_crop": True,
+        "crop_size": {"height": rows, "width": columns},
+    }
