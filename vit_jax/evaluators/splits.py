@@ -16,8 +16,14 @@ from vit_jax.data import catalogue, pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
-from vit_jax.data.sources.base import Source, read_labels
-from vit_jax.data.sources.folder import WHOLE, is_split
+from vit_jax.data.sources.base import Source, read_labels, warn
+from vit_jax.data.sources.folder import (
+    WHOLE,
+    class_folders,
+    has_split,
+    inside,
+    is_split,
+)
 from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
 from vit_jax.errors import NoLabels, NoSplit, UserError
@@ -211,7 +217,12 @@ class EvalSplits:
         if key not in self._opened:
             try:
                 source, opened, data = open_first_split(
-                    name, data, split, self._order, model_classes=model_classes
+                    name,
+                    data,
+                    split,
+                    self._order,
+                    model_classes=model_classes,
+                    own=self._order != TESTS and not (config.name or config.data_dir),
                 )
                 if data.num_classes and not model_classes:
                     _check_labelled(source)
@@ -313,6 +324,7 @@ def open_first_split(
     order: Sequence[str] = TESTS,
     *,
     model_classes: bool,
+    own: bool,
 ) -> tuple[Source, str, DataConfig]:
     """Opens a split, or the first of `order` that exists.
 
@@ -323,6 +335,7 @@ def open_first_split(
       order: `TESTS` or `VALIDATIONS`.
       model_classes: whether the labels are the model's classes, and nothing is learnt
         from the split.
+      own: whether a run reads the data set that it trains on.
 
     Returns:
       The source, its expression, and `data`, whose `split` a folder has.
@@ -334,7 +347,7 @@ def open_first_split(
     splits = [split] if split else _unstated(data.name, order)
     if data.name == "folder":
         splits, data = _in_folder(
-            name, data, splits, stated=bool(split), model_classes=model_classes
+            name, data, splits, stated=bool(split), model_classes=model_classes, own=own
         )
     first = None
     for one in splits:
@@ -350,7 +363,7 @@ def first_in_folder(
 ) -> str:
     """Returns the first split of `order` that a folder has, or ""."""
     root = os.path.expanduser(data_dir)
-    there = (name for name in order if is_split(root, name, labelled=labelled))
+    there = (name for name in order if has_split(root, name, labelled=labelled))
     return next(there, "")
 
 
@@ -367,21 +380,30 @@ def _in_folder(
     *,
     stated: bool,
     model_classes: bool,
+    own: bool,
 ) -> tuple[Sequence[str], DataConfig]:
     """Returns the splits that a folder has, and `data` with one of them as `split`."""
     root, labelled = os.path.expanduser(data.data_dir), bool(data.num_classes)
+    # Class folders without splits are read whole, if nothing is learnt from them.
+    whole = model_classes and not stated and not own
+    has = is_split if whole else has_split
 
     def exists(split):
         first = split_names(split)[0]
-        return first == WHOLE or os.path.isdir(os.path.join(root, first))
+        there = first == WHOLE or os.path.isdir(os.path.join(root, first))
+        return there or (not whole and has_split(root, first, labelled=labelled))
 
     if stated:
         found = list(filter(exists, splits))
     else:
-        found = list(filter(None, [first_in_folder(root, splits, labelled=labelled)]))
-    # Class folders without splits are read whole, if nothing is learnt from them.
-    if not found and model_classes and not stated and not exists(data.split):
+        found = [each for each in splits if has(root, each, labelled=labelled)][:1]
+    if not found and whole and not exists(data.split) and not inside(root):
         found = [WHOLE]
+        if class_folders(root):
+            warn(
+                f"evals.{name}: {data.data_dir} has no folders of splits: all of its "
+                "images are read; split=val is the part that training sets aside"
+            )
     if not found and os.path.isdir(root):
         how = f"split=, as {WHOLE}"
         if labelled and not model_classes:
@@ -391,9 +413,9 @@ def _in_folder(
         lacking = " or ".join(map(repr, splits))
         if not stated:
             lacking += f" {'of class folders ' if labelled else ''}with images"
+        remedy = inside(root) or f"add it, or state {how}"
         raise NoSplit(
-            f"evals.{name}: {data.data_dir} has no folder {lacking}: add it, or state "
-            f"{how}"
+            f"evals.{name}: {data.data_dir} has no folder {lacking}: {remedy}"
         )
     found = found or list(splits)
     if not exists(data.split):  # Its class folders define the classes.

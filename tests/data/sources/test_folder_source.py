@@ -8,10 +8,12 @@ import pytest
 from vit_jax.data import decode, inputs, pipeline
 from vit_jax.data.fingerprint import differences, fingerprint, unchecked
 from vit_jax.data.sources import folder as folder_reader
-from vit_jax.data.sources.folder import OBJECTNET_CLASSES
+from vit_jax.data.sources.folder import OBJECTNET_CLASSES, splits_of
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
+from vit_jax.tools.finetuning import layout
 from vit_jax.tools.preparing import images, metadata
+from vit_jax.tools.sweeps import recipes
 
 
 @pytest.fixture
@@ -121,7 +123,53 @@ def test_a_folder_without_splits_is_one_split_named_all(data_config, folder):
     assert not set(train.paths) & set(rest.paths)
     match = r"no folder .*has ant, bee, cat; if those are classes.*split=all\[:90%\]"
     with pytest.raises(UserError, match=match):
-        open_source(data_config(name="folder", data_dir=data.data_dir), "train")
+        open_source(data_config(name="folder", data_dir=data.data_dir), "test")
+
+
+def test_a_folder_without_splits_has_a_part_to_train_and_one_to_validate_on(
+    data_config, folder
+):
+    flat = folder / "train"
+    data = data_config(name="folder", data_dir=str(flat))
+    train, val = (open_source(data, split) for split in ("train", "val"))
+    assert train.class_names == val.class_names == ("ant", "bee", "cat")
+    whole = open_source(data_config(name="folder", data_dir=str(flat)), "all")
+    assert np.bincount(val.labels_of_paths).tolist() == [2, 1, 1]
+    assert sorted(train.paths + val.paths) == sorted(whole.paths)
+    # The part is the same where labels are not read, and wherever it is asked for.
+    bare = open_source(data_config(**vars_of(data, num_classes=0)), "val")
+    assert bare.paths == val.paths
+    found = layout.find(str(flat), {}, str(folder / "run"))
+    assert {*found.open("val").paths} == {*val.paths}
+    assert splits_of(flat) == ["train", "val"] and splits_of(folder) == ["train", "val"]
+    assert recipes.find(str(flat)).test == "val"
+    half, rest = (open_source(data, f"train[{s}]") for s in (":50%", "50%:"))
+    assert half.paths + rest.paths == train.paths
+
+
+def test_splits_one_level_below_are_named(data_config, folder):
+    (folder / "zip").mkdir()
+    for split in ("train", "val"):
+        (folder / split).rename(folder / "zip" / split)
+    data = data_config(name="folder", data_dir=f"{folder}//")
+    match = f"{folder}/zip has the splits train, val: give that folder"
+    for opening in (
+        lambda: open_source(data, "train"),
+        lambda: layout.find(f"{folder}//", {}, str(folder / "run")),
+        lambda: splits_of(folder),
+        lambda: recipes.find(str(folder)),
+    ):
+        with pytest.raises(UserError, match=match):
+            opening()
+    shutil.move(folder / "zip" / "train", folder / "all")
+    shutil.rmtree(folder / "zip")
+    with pytest.raises(UserError, match="all has the folders ant, bee, cat: give that"):
+        layout.find(str(folder), {}, str(folder / "run"))
+
+
+def vars_of(data, **changed):
+    keys = ("name", "data_dir", "num_classes")
+    return {key: getattr(data, key) for key in keys} | changed
 
 
 def test_a_split_may_be_named_all(data_config, folder):

@@ -239,6 +239,16 @@ def test_a_folder_keeps_bytes_labels_order_and_paths(folder, out):
         assert found.class_names == expected.class_names == ("ant", "bee", "cat")
 
 
+def test_class_folders_without_splits_are_split(folder, out):
+    root = folder / "train"
+    content = of_images(root, out / "pets/1.0.0")
+    for split, count in {"train": 15, "val": 4}.items():
+        expected = image_folders.open_folder(str(root), split, "train")
+        found = open_tfds("pets", str(out), split, "image", "label")
+        assert len(found) == content["splits"][split]["records"] == count
+        assert [record["path"].decode() for record in found.records] == expected.paths
+
+
 def test_a_folder_is_written_the_same_again(folder, out):
     first, second = out / "a/pets/1.0.0", out / "b/pets/1.0.0"
     assert of_images(folder, first) == of_images(folder, second)

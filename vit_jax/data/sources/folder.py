@@ -1,6 +1,7 @@
 """Image folders: data_dir/<split>/<class>/**/image files.
 
-A folder without splits, data_dir/<class>/**, is one split named "all". Where labels are
+A folder without splits, data_dir/<class>/**, is one split named "all", and has the splits
+"train" and "val": a fifth of each class, drawn by a fixed seed, is "val". Where labels are
 not read (`data.num_classes` is 0), folders are no classes: a split is every image below
 its folder, data_dir/<split>/**. Files and folders whose names begin with ".", and folders
 named __pycache__ or __MACOSX, are no data. Links that lead out of data_dir are followed,
@@ -24,7 +25,7 @@ from jaxtyping import Integer
 from vit_jax.data import captions, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
-from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.data.sources.base import SOURCES, SourceType, warn_of_twins
 from vit_jax.errors import NoLabels, NoSplit, UserError
 
 # Which files are images; what they hold is found from their content.
@@ -32,7 +33,9 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
     *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif"),
 )
-WHOLE = "all"  # The one split of a folder that has none.
+WHOLE = "all"  # The one split of a folder that has none ...
+_PARTS = (splits.TRAIN[0], splits.VALIDATION[0])  # ... or its parts.
+_USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 _LEFT_BY_PROGRAMS = ("__pycache__", "__MACOSX")
 
 
@@ -108,7 +111,8 @@ def open_folder(
 
     Args:
       data_dir: folder that holds one folder a split, or the folders of the classes.
-      split: expression over the names of those folders, or over "all".
+      split: expression over the names of those folders; or over "all", "train" and "val"
+        of a folder without splits.
       train_split: expression of the training split, whose first folder defines the
         classes: its folders' names, sorted.
       only: the classes to read, in the order of their numbers; none is all.
@@ -128,27 +132,34 @@ def open_folder(
             "data_dir/<split>/<class>/*.jpg"
         )
     first = splits.names(train_split)[0]
+    parts = () if only else _parts(root, (first, *splits.names(split)), labelled)
+    folder_of = {name: WHOLE for name in parts}
     classes = list(only)
     if labelled and not only:
-        classes = _class_folders(root, first)
-    if split == train_split and not only and _folder(root, first) != root:
+        classes = _class_folders(root, folder_of.get(first, first))
+        warn_of_twins("classes", classes)
+    whole = first in parts or _folder(root, first) == root
+    if split == train_split and not only and not whole:
         _name_other_folders(root, labelled)
     files = {}
     for name in splits.names(split):
+        at = folder_of.get(name, name)
         if not labelled:
-            files[name] = _unlabelled_files(root, name)
-            continue
-        there = _class_folders(root, name)
-        extra = sorted(set(there) - set(classes))
-        if extra and not only:
-            raise UserError(
-                f"{_folder(root, name)} has class {extra[0]!r}, which the training "
-                f"split {train_split!r} lacks: its classes are {', '.join(classes)}"
-            )
-        missing = sorted(set(only) - set(there))
-        if missing:
-            raise UserError(f"{_folder(root, name)} lacks class {missing[0]!r}")
-        files[name] = _files(root, name, [c for c in there if c in classes], classes)
+            files[name] = _unlabelled_files(root, at)
+        else:
+            there = _class_folders(root, at)
+            extra = sorted(set(there) - set(classes))
+            if extra and not only:
+                raise UserError(
+                    f"{_folder(root, at)} has class {extra[0]!r}, which the training "
+                    f"split {train_split!r} lacks: its classes are {', '.join(classes)}"
+                )
+            missing = sorted(set(only) - set(there))
+            if missing:
+                raise UserError(f"{_folder(root, at)} lacks class {missing[0]!r}")
+            files[name] = _files(root, at, [c for c in there if c in classes], classes)
+        if name in parts:
+            files[name] = _part(root, name, files[name])
     sizes = {name: len(found) for name, found in files.items()}
     chosen = [
         files[name][i]
@@ -162,6 +173,82 @@ def open_folder(
         class_names=tuple(classes),
         sizes=np.array([size for _, _, size in chosen], np.int64),
     )
+
+
+def splits_of(data_dir: str | os.PathLike) -> list[str]:
+    """Returns the splits with class folders that a folder has.
+
+    They are folders, or the parts "train" and "val" where the folders are classes.
+
+    Raises:
+      UserError: they lie one level below, or a folder cannot be listed.
+    """
+    found = split_folders(data_dir)
+    if splits.first_of(_USUAL, found):
+        return found
+    if deeper := inside(data_dir, classes=False):
+        raise UserError(f"{data_dir} has no folders of splits; {deeper}")
+    return [name for name in _PARTS if has_split(data_dir, name)] or found
+
+
+def has_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -> bool:
+    """Returns whether a folder has a split: a folder, see `is_split`, or a part."""
+    part = _parts(pathlib.Path(data_dir), (name,), labelled)
+    return bool(part) or is_split(data_dir, name, labelled=labelled)
+
+
+def class_folders(data_dir: str | os.PathLike) -> list[str]:
+    """Returns the folders with images of a folder without splits, sorted.
+
+    [] if one is a split by its name, or if all are, whose labels must stand elsewhere.
+    """
+    if splits.first_of(_USUAL, split_folders(data_dir)):
+        return []
+    there = visible_folders(data_dir)
+    found = [name for name in there if is_split(data_dir, name, labelled=False)]
+    return [] if all(splits.first_of(_USUAL, [name]) for name in found) else found
+
+
+def inside(data_dir: str | os.PathLike, *, classes: bool = True) -> str:
+    """Returns which folder one level below has the splits, in words; else "".
+
+    Args:
+      data_dir: folder whose only folder with images is looked into.
+      classes: whether one that has class folders counts too.
+    """
+    found = class_folders(data_dir)
+    if len(found) != 1:
+        return ""
+    below = pathlib.Path(data_dir, found[0])
+    there = [n for n in visible_folders(below) if is_split(below, n, labelled=False)]
+    usual = [name for name in there if splits.first_of(_USUAL, [name])]
+    if usual:
+        return f"{below} has the splits {', '.join(usual)}: give that folder"
+    if classes and len(there) > 1:
+        return f"{below} has the folders {', '.join(there[:5])}: give that folder"
+    return ""
+
+
+def _parts(root: pathlib.Path, names: Sequence[str], labelled: bool) -> dict[str, None]:
+    """Returns the names, of some, that are parts of a folder of class folders."""
+    wanted = [n for n in names if n in _PARTS and not (root / n).is_dir()]
+    if not wanted or not root.is_dir():
+        return {}
+    # Without labels, images may lie in no folder, and so in no class.
+    loose = not labelled and any(map(_is_image, _entries(root)))
+    classes = class_folders(root)
+    # Folders that all hold folders with images may be splits of other names.
+    splits_too = classes == split_folders(root) or (root / WHOLE).is_dir()
+    flat = len(classes) > 1 and not loose and not splits_too
+    return dict.fromkeys(wanted if flat else ())
+
+
+def _part(root: pathlib.Path, name: str, files: list[tuple]) -> list[tuple]:
+    """Returns the files of the part "train" or "val" of all files of a folder."""
+    number = {name: str(k) for k, name in enumerate(visible_folders(root))}
+    apart = splits.held_out([number[path.split("/")[0]] for path, _, _ in files])
+    kept = apart if name == splits.VALIDATION[0] else ~apart
+    return [files[i] for i in np.flatnonzero(kept)]
 
 
 def split_folders(data_dir: str | os.PathLike) -> list[str]:
@@ -196,10 +283,11 @@ def _any_folder_with_images(entries: list[os.DirEntry]) -> bool:
 
 
 def _has_images(entries: list[os.DirEntry]) -> bool:
-    return any(
-        entry.name.lower().endswith(EXTENSIONS) and not is_folder(entry)
-        for entry in entries
-    ) or _any_folder_with_images(entries)
+    return any(map(_is_image, entries)) or _any_folder_with_images(entries)
+
+
+def _is_image(entry: os.DirEntry) -> bool:
+    return entry.name.lower().endswith(EXTENSIONS) and not is_folder(entry)
 
 
 @functools.cache
@@ -232,10 +320,15 @@ def _check_split(root: pathlib.Path, split: str, whole: str) -> None:
     """
     folder, there = _folder(root, split), visible_folders(root)
     if folder != root and split not in there:
+        deeper = inside(root)
         raise NoSplit(
             f"split {split!r}: no folder {folder}; {root} has "
-            f"{', '.join(there) or 'no folders'}; {whole} one "
-            f"split named {WHOLE!r}: write --config.data.split={WHOLE}[:90%]"
+            f"{', '.join(there) or 'no folders'}; "
+            + (
+                deeper
+                or f"{whole} one split named {WHOLE!r}: write "
+                f"--config.data.split={WHOLE}[:90%]"
+            )
         )
 
 

@@ -80,13 +80,12 @@ def find(place: str, stated: Mapping[str, object], workdir: str) -> Layout:
 def _of_folder(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
     names = folder.split_folders(path)
     train = first_of(TRAIN, names)
-    classes = [name for name in folder.visible_folders(path) if name not in names]
-    classes = [name for name in classes if _has_images(path / name)]
-    bare = []
-    if all(first_of((*TRAIN, *VALIDATION, *TEST), [name]) for name in classes):
-        bare, classes = classes, []  # Splits, whose labels are in a table.
+    there = [name for name in folder.visible_folders(path) if name not in names]
+    there = [n for n in there if folder.is_split(path, n, labelled=False)]
+    classes = folder.class_folders(path)
+    shallow = [name for name in there if name in classes]
     tables = {each.stem: each for each in sorted(path.iterdir()) if _is_table(each)}
-    if not train and len(classes) < 2 and tables:
+    if not train and len(shallow) < 2 and tables:
         if first_of(TRAIN, tables):
             return _of_table(path, stated, workdir)
         if len(tables) > 1:
@@ -105,12 +104,19 @@ def _of_folder(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
             f"folders of splits ({spoken}) with folders of classes",
             workdir,
         )
-    if bare:
+    if deeper := folder.inside(path):
+        raise UserError(f"{path} has one folder with images; {deeper}")
+    if names and not classes:
         raise UserError(
-            f"{path / bare[0]} has images but no folders of classes: give "
-            f"{path / bare[0]}/CLASS/*.jpg, or a table of paths and labels"
+            f"{path} has the splits {', '.join(names)}, and none to train on: call one "
+            f"{TRAIN[0]}"
         )
-    if not classes and not names:
+    if there and not classes:  # Splits, whose labels stand elsewhere.
+        raise UserError(
+            f"{path / there[0]} has images but no folders of classes: give "
+            f"{path / there[0]}/CLASS/*.jpg, or a table of paths and labels"
+        )
+    if not classes:
         raise UserError(
             f"{path} has no images in folders: give PHOTOS/CLASS/*.jpg, or "
             "PHOTOS/train/CLASS/*.jpg and PHOTOS/val/CLASS/*.jpg, or a table of paths "
@@ -323,14 +329,6 @@ def _row(source: folder.FolderSource, i: int) -> tuple[str, str]:
 
 def _is_table(path: pathlib.Path) -> bool:
     return path.is_file() and path.suffix.lower() in table.EXTENSIONS
-
-
-def _has_images(path: pathlib.Path) -> bool:
-    return any(
-        name.lower().endswith(folder.EXTENSIONS)
-        for _, _, names in os.walk(path)
-        for name in names
-    )
 
 
 def _columns_of_flags(of: table.Table) -> list[str]:

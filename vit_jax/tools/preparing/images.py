@@ -99,11 +99,11 @@ def open_images(
     """
     if not root.is_dir():
         raise UserError(f"--from={root} is not a folder")
-    splits = list(split_names or folder.split_folders(root))
+    splits = list(split_names or folder.splits_of(root))
     if not splits:
         raise UserError(
             f"--from={root} has no folders with images: it must look like "
-            f"{root}/train/<class>/*.jpg"
+            f"{root}/train/<class>/*.jpg or {root}/<class>/*.jpg"
         )
     classes_of = "train" if "train" in splits else splits[0]
     sources, shards, stats, total = {}, [], [], 0

@@ -306,7 +306,7 @@ def _check_folders(test: str, data_dir: str) -> None:
     root = pathlib.Path(data_dir).expanduser()
     there = folder.visible_folders(root)
     for name in splits.names(test):
-        if name not in there:
+        if name not in there and not folder.has_split(root, name):
             raise UserError(
                 f"--test={test}: {data_dir} has no folder {name!r}; it has "
                 f"{', '.join(there) or 'none'}"

@@ -11,6 +11,7 @@ import os
 
 from vit_jax.data import catalogue
 from vit_jax.data.sources import vtab
+from vit_jax.data.sources.folder import inside
 from vit_jax.errors import UserError
 from vit_jax.evaluators import splits
 
@@ -173,9 +174,12 @@ def _test_folder(data_dir: str) -> str:
     train = splits.first_in_folder(data_dir, ("train",))
     test = splits.first_in_folder(data_dir)
     if not train or not test:
+        remedy = inside(os.path.expanduser(data_dir)) or (
+            f"put the images to train on into {data_dir}/train/<class>/ and those to "
+            f"test on into {data_dir}/test/<class>/"
+        )
         raise UserError(
             f"--dataset={data_dir} has {train or test or 'neither'} of the folders "
-            "train and test (or val, validation): put the images to train on into "
-            f"{data_dir}/train/<class>/ and those to test on into {data_dir}/test/<class>/"
+            f"train and test (or val, validation): {remedy}"
         )
     return test
