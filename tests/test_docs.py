@@ -33,7 +33,15 @@ import generated
 
 COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 # In the order in which their commands are run.
-PAGES = ("getting_started", "finetuning", "weights", "evaluation", "studies", "gallery")
+PAGES = (
+    "getting_started",
+    "finetuning",
+    "weights",
+    "evaluation",
+    "labels",
+    "studies",
+    "gallery",
+)
 PAGES += ("pretraining", "pretraining_without_labels", "launch", "compile", "scale")
 PAGES += ("extending", "data", "install", "export", "trackers", "images_and_text")
 

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from vit_jax import cli, evaluate, models
+from vit_jax.data import imagenet
 from vit_jax.distributed import start as distributed_start
 from vit_jax.errors import UserError
 from vit_jax.evaluators import result_tables, suite
@@ -112,7 +113,8 @@ def test_classification_writes_numbers_and_a_picture(run, place, tmp_path):
     }
     photos = {"dataset": "photos", "data_dir": str(place / "photos")}
     assert report["evals"] == {
-        "test": {"kind": "classification", "splits": ["val"]} | photos
+        "test": {"kind": "classification", "splits": ["val"], "match_classes": "names"}
+        | photos
     }
     metrics = report["results"]["test"]["weights"]
     assert metrics["examples"] == 23
@@ -167,20 +169,115 @@ def test_classes_in_another_order_are_matched_by_name(run, changed, tmp_path):
     out, err = run("classification", "--json", f"--out={tmp_path}/out", model=path)
     found, expected = (json.loads(x)["test"] for x in (out, usual))
     assert found == pytest.approx(expected, rel=1e-5)
-    assert "in another order: they are matched by their names" in err
+    assert "folder val: the model's 3 classes, matched by names" in err
     numbers = (tmp_path / "out/test_confusion.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in numbers] == ["class", "Cat", "ant", "bee"]
     assert [int(row.split(",")[1]) for row in numbers[1:]] == [7, 8, 8]
 
 
-def test_classes_of_other_names_are_told(run, changed):
+def test_a_name_that_the_model_lacks_is_an_error(run, changed, capsys):
     usual, told = run("classification", "--json")
     assert "class" not in told
-    path = changed(class_names=("ant", "wasp", "dog"))
-    out, err = run("classification", "--json", model=path)
+    path = changed(class_names=("ant", "beetle", "dog"))
+    with pytest.raises(UserError, match="lack 2 of 3: 'bee' .*'beetle'.*'cat' "):
+        run("classification", "--json", model=path)
+    assert not capsys.readouterr().out
+    by = "--config.evals.test.match_classes=position"
+    out, err = run("classification", "--json", by, model=path)
     assert json.loads(out) == json.loads(usual)
-    assert "2 of 3 classes are not called what the model calls them (class 1 is" in err
-    assert "'bee', the model's 'wasp')" in err
+    assert "class k is taken as the model's class k, in the order ant, bee, cat" in err
+
+
+def renamed(place, root, names):
+    """Copies the test images into folders of other names; returns the folder."""
+    for old, new in zip(NAMES, names, strict=True):
+        shutil.copytree(place / "photos/val" / old, root / new)
+    return root
+
+
+def spread(params, kept, num_classes, best=None):
+    """Gives a classifier more classes, of which those of `kept` are the ones it has."""
+    for key, value in params["head"].items():
+        more = np.zeros((*value.shape[:-1], num_classes), np.float32)
+        more[..., kept] = value
+        if best is not None:
+            more[..., best] = 1e3 * (key == "bias")
+        params["head"][key] = more
+
+
+def test_folders_of_numbers_are_numbers_of_classes(run, place, changed, tmp_path):
+    usual, _ = run("classification", "--json")
+    path = changed(
+        lambda params: spread(params, [0, 2, 10], 11),
+        options=OPTIONS | {"num_classes": 11},
+        class_names=tuple("abcdefghijk"),
+    )
+    # In text order 10 stands before 2.
+    photos = renamed(place, tmp_path / "numbers", ("0", "2", "10"))
+    out, err = run("classification", "--json", model=path, data=photos)
+    found, expected = (json.loads(x)["test"] for x in (out, usual))
+    assert found.pop("classes") == 3
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert "3 of the model's 11 classes, matched by class numbers" in err
+
+
+def test_wordnet_folders_are_classes_of_imagenet(run, place, changed, tmp_path):
+    usual, _ = run("classification", "--json")
+    kept = [0, 3, 9]
+    path = changed(
+        lambda params: spread(params, kept, 1000, best=500),
+        options=OPTIONS | {"num_classes": 1000},
+        class_names=(),
+    )
+    synsets = [imagenet.synsets()[k] for k in kept]
+    photos = renamed(place, tmp_path / "wordnet", synsets)
+    more = ["--json", f"--out={tmp_path}/out"]
+    out, err = run("classification", *more, model=path, data=photos)
+    found, expected = (json.loads(x)["test"] for x in (out, usual))
+    assert found.pop("classes") == 3
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert "3 of the model's 1,000 classes, matched by WordNet ids" in err
+    assert "only_present_classes=True" in err
+    table = (tmp_path / "out/test_confusion.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in table] == ["class", *synsets]
+    # Any of the 1,000 may be answered if that is stated, by flag or key.
+    flag = "--only_present_classes=false"
+    for word in (flag, "--config.evals.test.only_present_classes=False"):
+        out, err = run("classification", "--json", word, model=path, data=photos)
+        every = json.loads(out)["test"]
+        assert every["top1"] == 0
+        assert "classes" not in every
+        assert "only_present_classes=False" in err
+
+
+def test_only_labels_that_occur_may_be_answered(run, place, tmp_path):
+    photos = tmp_path / "photos"
+    shutil.copytree(place / "photos", photos)
+    shutil.rmtree(photos / "val/bee")
+    usual = json.loads(run("classification", "--json", data=photos).out)["test"]
+    flag = "--only_present_classes"
+    fewer = json.loads(run("classification", "--json", flag, data=photos).out)["test"]
+    assert "classes" not in usual
+    assert fewer["classes"] == 2
+    assert fewer["top1"] > usual["top1"]
+    assert fewer["examples"] == usual["examples"] == 15
+    with pytest.raises(
+        UserError, match="--only_present_classes: .* leave the flag out"
+    ):
+        run("fewshot", flag)
+
+
+def test_features_of_train_and_test_have_the_same_classes(run, place, tmp_path):
+    more = "--json", "--config.evals.fewshot.seeds=1"
+    usual = json.loads(run("fewshot", *more).out)["knn"]
+    # Neither folder is called train: each says what its own classes are.
+    shutil.copytree(place / "photos/train", tmp_path / "one")
+    renamed(place, tmp_path / "two", ("ant", "Bee", "cat"))
+    data = f"{tmp_path},train=one,test=two"
+    assert json.loads(run("fewshot", *more, data=data).out)["knn"] == usual
+    (tmp_path / "two/ant").rename(tmp_path / "two/zebra")
+    with pytest.raises(UserError, match="zebra"):
+        run("fewshot", *more, data=data)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +355,7 @@ def test_a_probe_and_flags_for_the_images(run):
 @pytest.mark.parametrize(
     ("recipe", "more", "data", "message"),
     [
-        ("classification", [], "digits", "evals.test: digits has 10 classes, but .* 3"),
+        ("classification", [], "digits", "evals.test: .* 3 classes lack 7 of 10: '3'"),
         ("fewshot", [], "absent", "data.name='absent': no such prepared TFDS data set"),
         ("fewshot", ["--resolution=20"], "photos", "height 20 is not a multiple of"),
         ("imagenet", [], "", "config argument 'data' is unknown"),

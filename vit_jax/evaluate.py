@@ -14,6 +14,7 @@ import functools
 import json
 
 from vit_jax import cli, job
+from vit_jax.errors import UserError
 from vit_jax.printing import masked
 
 
@@ -22,6 +23,8 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.training import config as configuration
 
     config = configuration.load_evaluation(flags.config, flags.overrides)
+    if flags.only_present_classes is not None:
+        config = _restrict(config, flags.only_present_classes)
     return job.run(lambda: run(flags, config), "", debug=flags.debug)
 
 
@@ -82,12 +85,45 @@ def run(flags: argparse.Namespace, config) -> None:
         tell(f"written to {flags.out}: {', '.join(names)}")
 
 
+def _restrict(config, only_present_classes: bool):
+    """Returns a config with a value of `only_present_classes` in all classifications."""
+    from vit_jax.evaluators.classification import ClassificationConfig
+
+    stated = {"only_present_classes": only_present_classes}
+    evals = {
+        name: dataclasses.replace(one, **stated)
+        for name, one in config.evals.items()
+        if isinstance(one, ClassificationConfig)
+    }
+    if not evals:
+        raise UserError(
+            "--only_present_classes: the config has no evaluation of kind "
+            "'classification': leave the flag out"
+        )
+    return dataclasses.replace(config, evals={**config.evals, **evals})
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+    return text.lower() == "true"
+
+
 def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="EvaluationConfig", recipes=r"eval/\w+")
     add = parser.add_argument
     add("--config", required=True, help="recipe or file, :argument")
     add("--json", action="store_true", help="one line of JSON, not a table")
+    add(
+        "--only_present_classes",
+        nargs="?",
+        type=_truth,
+        const=True,
+        metavar="true|false",
+        help="whether answers are of the data's classes alone; default: if those are "
+        "fewer than the model's",
+    )
     cli.add_tta_flag(parser)
     add("--out", default="", help="folder for evaluate.json and confusion matrices")
     cli.add_weights_flags(parser)

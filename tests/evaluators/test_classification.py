@@ -28,7 +28,7 @@ def test_scores_of_seven_predictions():
         [0, 1, 2, 3, 4],
     ]
     loss = [0.5, 1.5, 0.25, 1.0, 4.0, 2.0, 3.0]
-    metrics, confusion = classification.score(outputs(labels, tops, loss=loss), 6)
+    metrics, confusion, _ = classification.score(outputs(labels, tops, loss=loss), 6)
     assert metrics["top1"] == pytest.approx(3 / 7)
     assert metrics["top5"] == pytest.approx(5 / 7)
     assert metrics["loss"] == pytest.approx(sum(loss) / 7)
@@ -88,23 +88,25 @@ def test_a_calibrated_network_has_no_error_and_a_boaster_its_excess():
     )
 
 
-def test_names_of_classes_give_their_order():
-    theirs = ("pink_primrose", "Rose", "tiger-lily")
-    ours = ("rose", "tiger lily", "pink primrose")
-    assert classification.match_class_names(theirs, ours).tolist() == [2, 0, 1]
-    assert classification.match_class_names(ours, theirs).tolist() == [1, 2, 0]
-    for same in (ours, (), ("rose", "tiger lily", "dandelion"), ("rose",) * 3):
-        assert classification.match_class_names(same, ours) is None
-    assert classification.match_class_names(("a", "b"), ("a", "a")) is None
-
-
-def test_names_that_need_not_agree_are_not_told():
-    wordnet, readable = ("n01440764", "n01443537"), ("tench", "goldfish")
-    assert not classification.describe_name_difference(wordnet, readable)
-    assert not classification.describe_name_difference(readable, wordnet)
-    assert not classification.describe_name_difference((), readable)
-    assert not classification.describe_name_difference(readable, ("Tench", "Goldfish"))
-    told = classification.describe_name_difference(readable, ("tench", "shark"))
-    assert "1 of 2 classes are not called what the model" in told
-    assert "class 1 is 'goldfish', the model's 'shark'" in told
-    assert classification.describe_name_difference(wordnet[::-1], readable)
+def test_answers_of_a_part_of_the_classes():
+    allowed = (1, 4, 5, 6, 8, 9)
+    restricted = {
+        "restricted/tops": np.array(
+            [[4, 1, 5, 6, 8], [9, 6, 1, 5, 8], [1, 9, 4, 5, 6]]
+        ),
+        "restricted/loss": np.array([0.5, 1.0, 3.0], np.float32),
+        "restricted/confidence": np.array([0.5, 0.25, 0.75], np.float32),
+    }
+    found = outputs([4, 6, 8], [[0, 4, 2, 3, 7]] * 3)
+    found.values.update(restricted)
+    metrics, confusion, classes = classification.score(found, 10, allowed)
+    assert classes == allowed
+    assert (metrics["top1"], metrics["top5"]) == pytest.approx((1 / 3, 2 / 3))
+    assert (metrics["loss"], metrics["classes"]) == (1.5, 6)
+    assert confusion.shape == (6, 6)
+    rows = {(4, 4), (6, 9), (8, 1)}
+    expected = {(allowed.index(true), allowed.index(best)) for true, best in rows}
+    assert set(zip(*np.nonzero(confusion), strict=True)) == expected
+    everything = classification.score(found, 10)
+    assert everything.metrics["top1"] == 0
+    assert everything.confusion.shape == (10, 10)

@@ -103,8 +103,16 @@ def test_each_example_counts_once_on_any_mesh(setting, sizes):
     np.testing.assert_allclose(found.values["confidence"], chances.max(1), rtol=1e-5)
     loss = -np.log(chances[np.arange(EXAMPLES), labels])
     np.testing.assert_allclose(found.values["loss"], loss, rtol=1e-5)
-    restricted = np.array(ALLOWED)[logits[:, ALLOWED].argmax(1)]
-    np.testing.assert_array_equal(found.values["restricted"], restricted)
+    # The same with the other logits left out.
+    best = np.array(ALLOWED)[np.argsort(-logits[:, ALLOWED], axis=1)]
+    np.testing.assert_array_equal(found.values["restricted/tops"], best)
+    part = chances[:, ALLOWED] / chances[:, ALLOWED].sum(1, keepdims=True)
+    np.testing.assert_allclose(
+        found.values["restricted/confidence"], part.max(1), rtol=1e-5
+    )
+    rows = np.flatnonzero(np.isin(labels, ALLOWED))
+    missed = -np.log(part[rows, np.searchsorted(ALLOWED, labels[rows])])
+    np.testing.assert_allclose(found.values["restricted/loss"][rows], missed, rtol=1e-4)
 
     scores = classification.score(found, 7).metrics
     assert scores["examples"] == EXAMPLES

@@ -157,14 +157,13 @@ def test_objectnet_takes_any_of_the_objects_imagenet_classes():
         [1, 0, 2, 3, 4],
         [0, 906, 2, 3, 4],
     ]
-    restricted = np.array([671, 414, 765, 412], np.int32)
-    found = label_sets.score_objectnet(outputs(tops, labels, restricted=restricted))
-    assert found.metrics == {
-        "top1": 1 / 4,
-        "top5": 3 / 4,
-        "top1_overlap": 3 / 4,
-        "examples": 4,
-    }
+    best = np.array([[671], [414], [765], [412]], np.int32)
+    expected = {"top1": 1 / 4, "top5": 3 / 4, "top1_overlap": 3 / 4, "examples": 4}
+    values = outputs(tops, labels, **{"restricted/tops": best})
+    assert label_sets.score_objectnet(values).metrics == expected
+    # A model that has ImageNet's classes in the opposite order.
+    values = outputs(999 - np.array(tops), labels, **{"restricted/tops": 999 - best})
+    assert label_sets.score_objectnet(values, np.arange(1000)[::-1]).metrics == expected
 
 
 def test_the_overlap_has_each_imagenet_class_once():

@@ -382,6 +382,8 @@ def fit(name: str, value: object, default: object) -> object:
         return float(value)
     if type(default) is int and is_number(value, numbers.Integral):
         return int(value)
+    if default is None and (value is None or isinstance(value, bool)):
+        return value  # Unstated, or stated either way.
     if type(value) is not type(default):
         raise UserError(
             f"{name}={value!r} is {type(value).__name__}, "

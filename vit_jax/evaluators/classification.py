@@ -7,8 +7,6 @@ their names. Letters: N examples, K classes, T the best classes of an example.
 import csv
 import dataclasses
 import io
-import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +16,18 @@ from PIL import Image, ImageDraw, ImageFont
 from vit_jax import fonts
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import LOSS, TOPS, Outputs
+from vit_jax.evaluators.forward_passes import (
+    CONFIDENCE,
+    LOSS,
+    RESTRICTED,
+    TOPS,
+    Outputs,
+)
 from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
-from vit_jax.evaluators.splits import EvalConfig, EvalSplit, EvalSplits
+from vit_jax.evaluators.splits import EvalSplit, EvalSplits, ModelClassesConfig
 
 BINS = 15
 _MAX_CLASSES = 2_000  # A confusion matrix of more has gigabytes, and is unreadable.
-_WORDNET = re.compile(r"n\d{8}")  # Names of ImageNet's classes.
 # The drawing of a confusion matrix, in pixels.
 _SIDE = 900  # Width of the matrix, about.
 _CELLS = (1, 44)  # Smallest and largest width of a class.
@@ -38,11 +41,17 @@ _MAX_LETTERS = 24  # Of a name.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassificationConfig(EvalConfig):
+class ClassificationConfig(ModelClassesConfig):
     """Classification of a split."""
 
     kind: str = key("classification", "What is evaluated.")
     split: str = key("", 'To classify; "" is the split that the data set is tested on.')
+    only_present_classes: bool | None = key(
+        None,
+        "Whether the answer is one of the classes that the data has, and not any of the "
+        "model's. None: yes if the data names fewer classes than the model has, as for "
+        "ImageNet-A and -R. True for data that names them all: of the labels that occur.",
+    )
 
     def open(self, name, splits, num_classes):
         if splits.multi_label:
@@ -63,34 +72,58 @@ class Classification:
         splits: EvalSplits,
         num_classes: int,
     ):
-        split = splits.open(name, config, config.split, model_classes=True)
-        self._split = with_model_order(name, split, splits)
-        self.splits, self._classes = (self._split,), num_classes
+        self._split = splits.open(name, config, config.split, model_classes=True)
+        self.splits, self._num_classes = (self._split,), num_classes
+        self._allowed, note = _allowed(config, self._split, num_classes)
+        if note:
+            splits.notes.append(f"evals.{name}: {note}")
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
-        return {"test": RequiredOutputs(self._split, frozenset((TOPS, LOSS)))}
+        names = {TOPS, LOSS} | ({RESTRICTED} if self._allowed else set())
+        needed = RequiredOutputs(self._split, frozenset(names), allowed=self._allowed)
+        return {"test": needed}
 
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        return score(outputs["test"], self._classes)
+        return score(outputs["test"], self._num_classes, self._allowed)
 
 
 EVALUATORS["classification"] = ClassificationConfig
 
 
-def score(outputs: Outputs, num_classes: int) -> Scored:
+def _allowed(
+    config: ClassificationConfig, split: EvalSplit, num_classes: int
+) -> tuple[tuple[int, ...], str]:
+    """Returns the classes that may be answered, () for all, and a line for the user."""
+    present, stated = sorted(split.classes), config.only_present_classes
+    if stated and len(present) == num_classes:
+        present = np.unique(split.labels).tolist()
+    if len(present) == num_classes:
+        return (), ""
+    restricted = stated is None or stated
+    answers = f"these {len(present):,} alone" if restricted else f"all {num_classes:,}"
+    note = f"answers are of {answers} (only_present_classes={restricted})"
+    return tuple(present) if restricted else (), note
+
+
+def score(outputs: Outputs, num_classes: int, allowed: tuple[int, ...] = ()) -> Scored:
     """Scores predictions against one label each.
 
     Args:
       outputs: with TOPS and LOSS.
       num_classes: number of classes.
+      allowed: the classes that may be answered, of RESTRICTED outputs; () is all.
 
     Returns:
       top1, top5 (with more than five classes), loss (nats), ece, balanced_accuracy (mean
       of the accuracies of the classes that occur), macro_f1 (mean of their F1 scores),
-      examples; and the confusion matrix, of up to
-      2,000 classes.
+      examples, and the number of allowed classes if those are not all; and the confusion
+      matrix, of up to 2,000 classes.
     """
-    labels, tops = outputs.labels, outputs.values[TOPS]
+    view, classes = (RESTRICTED, allowed) if allowed else ("", range(num_classes))
+    place = np.full(num_classes, -1)
+    place[list(classes)] = np.arange(len(classes))
+    labels, tops = place[outputs.labels], place[outputs.values[view + TOPS]]
+    num_classes = len(classes)
     right = tops == labels[:, None]
     counts = np.bincount(labels, minlength=num_classes)
     hits = np.bincount(labels[right[:, 0]], minlength=num_classes)
@@ -101,19 +134,21 @@ def score(outputs: Outputs, num_classes: int) -> Scored:
     if num_classes > tops.shape[1]:
         metrics["top5"] = float(right.any(1).mean())
     metrics |= {
-        "loss": float(outputs.values[LOSS].mean(dtype=np.float64)),
-        "ece": calibration_error(outputs.values["confidence"], right[:, 0]),
+        "loss": float(outputs.values[view + LOSS].mean(dtype=np.float64)),
+        "ece": calibration_error(outputs.values[view + CONFIDENCE], right[:, 0]),
         "balanced_accuracy": float((hits[occurs] / counts[occurs]).mean()),
         "macro_f1": float(f1[occurs].mean()),
         "examples": len(labels),
     }
+    if allowed:
+        metrics["classes"] = num_classes
     confusion = None
     if num_classes <= _MAX_CLASSES:
         cells = labels.astype(np.int64) * num_classes + tops[:, 0]
         confusion = np.bincount(cells, minlength=num_classes**2).reshape(
             num_classes, num_classes
         )
-    return Scored(metrics, confusion)
+    return Scored(metrics, confusion, allowed)
 
 
 def calibration_error(
@@ -137,78 +172,6 @@ def calibration_error(
         bins, right.astype(np.float64) - confidence, minlength=BINS
     )
     return float(np.abs(difference).sum() / len(right))
-
-
-def with_model_order(name: str, split: EvalSplit, splits: EvalSplits) -> EvalSplit:
-    """Returns the split with the model's indices of its classes."""
-    names, model_names = split.source.class_names, splits.class_names
-    if not model_names:
-        return split
-    indices = match_class_names(names, model_names)
-    if indices is None:
-        if note := describe_name_difference(names, model_names):
-            splits.notes.append(f"evals.{name}: {split.title}: {note}")
-        return split
-    return splits.relabel(
-        split,
-        indices,
-        f"evals.{name}: {split.title} numbers the model's classes in another order: "
-        "they are matched by their names",
-    )
-
-
-def match_class_names(
-    names: Sequence[str], model_names: Sequence[str]
-) -> Integer[np.ndarray, " K"] | None:
-    """Returns the model's index of each class, if the model has another order.
-
-    Case, "_" and "-" do not count.
-
-    Args:
-      names: of the data, in the order of its labels.
-      model_names: of the model, in the order of its outputs.
-
-    Returns:
-      None if the order is the same, or if the names do not decide it: there are none, or
-      not the same ones on both sides, each once.
-    """
-    plain, known = list(map(_plain, names)), list(map(_plain, model_names))
-    places = {name: place for place, name in enumerate(known)}
-    same = plain == known or sorted(plain) != sorted(known)
-    if same or len(places) < len(known):
-        return None
-    return np.array([places[name] for name in plain])
-
-
-def describe_name_difference(names: Sequence[str], model_names: Sequence[str]) -> str:
-    """Returns a note on names that differ; "" if they agree, or need not.
-
-    They need not agree if one side has none, or has those of WordNet: ImageNet's classes
-    are in the order of WordNet whatever their names are.
-
-    Args:
-      names, model_names: as in `match_class_names`, equally many.
-    """
-    if not names or not model_names or _wordnet(names) or _wordnet(model_names):
-        return ""
-    pairs = list(zip(map(_plain, names), map(_plain, model_names), strict=True))
-    others = [i for i, (one, other) in enumerate(pairs) if one != other]
-    if not others:
-        return ""
-    first = others[0]
-    return (
-        f"{len(others)} of {len(names)} classes are not called what the model calls "
-        f"them (class {first} is {names[first]!r}, the model's {model_names[first]!r}): "
-        "they are compared by their numbers"
-    )
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]+", " ", name).strip().casefold()
-
-
-def _wordnet(names: Sequence[str]) -> bool:
-    return list(names) == sorted(names) and all(map(_WORDNET.fullmatch, names))
 
 
 class Confusion(NamedTuple):

@@ -31,7 +31,7 @@ from vit_jax.weights.text_tower import TextTower
 
 TOP = 5  # Classes that are kept per example, best first.
 # Names of the outputs of a pass; see `Outputs`.
-FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted"
+FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted/"
 LOGITS = "logits"
 CONFIDENCE = "confidence"  # Comes with TOPS.
 # Of images and of texts in the space that they share, float32, of length 1.
@@ -55,8 +55,9 @@ class Outputs:
       values: name to an array of N rows: FEATURES, float32 (N, D), the input of the
         classifier; TOPS, int32 (N, T), the best classes, with "confidence", (N,), the
         softmax probability of the first; LOSS, (N,), the softmax cross-entropy in nats;
-        RESTRICTED, (N,), the best class among those allowed; for TASK each metric,
-        (N,), as "task/loss"; LOGITS, float32 (N, K).
+        for RESTRICTED each of these once more, as "restricted/tops", with all but the
+        allowed classes left out; for TASK each metric, (N,), as "task/loss"; LOGITS,
+        float32 (N, K).
     """
 
     records: np.ndarray
@@ -184,7 +185,7 @@ def make_eval_step(
       mesh: of all devices.
       shardings: of the parameters; replicated if None.
       names: of the outputs, see `Outputs`.
-      allowed: classes among which RESTRICTED chooses.
+      allowed: classes among which RESTRICTED outputs choose.
       trained: task of a run, whose states then stand in place of parameters.
 
     Returns:
@@ -194,7 +195,7 @@ def make_eval_step(
     """
     shardings = trained.shardings if trained else shardings
     names = frozenset(names)
-    allowed = np.asarray(allowed, np.int32)
+    others = np.setdiff1d(np.arange(model.options["num_classes"]), allowed)
 
     def eval_step(params, batch):
         images = transforms.normalize(batch["image"], data.mean, data.std)
@@ -218,15 +219,20 @@ def make_eval_step(
         logits = outputs["logits"].astype(jnp.float32)
         if LOGITS in names:
             found[LOGITS] = logits
-        log_probs = jax.nn.log_softmax(logits)
-        if TOPS in names:
-            best, tops = jax.lax.top_k(log_probs, min(TOP, logits.shape[-1]))
-            found |= {TOPS: tops.astype(jnp.int32), CONFIDENCE: jnp.exp(best[:, 0])}
-        if LOSS in names:
-            label = batch["label"][:, None]
-            found[LOSS] = -jnp.take_along_axis(log_probs, label, axis=-1)[:, 0]
+        views = {"": logits}
         if RESTRICTED in names:
-            found[RESTRICTED] = jnp.asarray(allowed)[logits[:, allowed].argmax(-1)]
+            views[RESTRICTED] = logits.at[:, others].set(-jnp.inf)
+        for view, chosen in views.items():
+            log_probs = jax.nn.log_softmax(chosen)
+            classes = len(allowed) if view else logits.shape[-1]
+            if TOPS in names:
+                best, tops = jax.lax.top_k(log_probs, min(TOP, classes))
+                found[view + TOPS] = tops.astype(jnp.int32)
+                found[view + CONFIDENCE] = jnp.exp(best[:, 0])
+            if LOSS in names:
+                label = batch["label"][:, None]
+                losses = -jnp.take_along_axis(log_probs, label, axis=-1)
+                found[view + LOSS] = losses[:, 0]
         return found
 
     replicated = meshes.replicated(mesh)

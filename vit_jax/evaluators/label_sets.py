@@ -15,6 +15,7 @@ import numpy as np
 
 from vit_jax import files
 from vit_jax.config.fields import key
+from vit_jax.data import class_names
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
@@ -50,8 +51,8 @@ class Real:
     def __init__(
         self, name: str, config: RealConfig, splits: EvalSplits, num_classes: int
     ):
-        _check_imagenet(name, config, num_classes)
-        self._split = splits.open(name, config, config.split, model_classes=True)
+        self._order = _imagenet_order(name, config, splits, num_classes)
+        self._split = splits.open(name, config, config.split, model_classes=False)
         self.splits = (self._split,)
         self._path, self._sets = config.labels, None
 
@@ -61,7 +62,9 @@ class Real:
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
         if self._sets is None:
             split = self._split
-            self._sets = read_real(split.source, self._path, split.title)
+            sets = read_real(split.source, self._path, split.title)
+            order = self._order.tolist()
+            self._sets = [frozenset(order[c] for c in numbers) for numbers in sets]
         return score_real(outputs["test"], self._sets)
 
 
@@ -86,7 +89,7 @@ class ObjectNet:
     def __init__(
         self, name: str, config: ObjectNetConfig, splits: EvalSplits, num_classes: int
     ):
-        _check_imagenet(name, config, num_classes)
+        self._order = _imagenet_order(name, config, splits, num_classes)
         self._split = splits.open(name, config, config.split, model_classes=False)
         self.splits = (self._split,)
         if self._split.source.class_names != tuple(OBJECTNET_CLASSES):
@@ -97,10 +100,11 @@ class ObjectNet:
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
         names = frozenset((TOPS, RESTRICTED))
-        return {"test": RequiredOutputs(self._split, names, allowed=OVERLAP)}
+        allowed = tuple(self._order[list(OVERLAP)].tolist())
+        return {"test": RequiredOutputs(self._split, names, allowed=allowed)}
 
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        return score_objectnet(outputs["test"])
+        return score_objectnet(outputs["test"], self._order)
 
 
 EVALUATORS["objectnet"] = ObjectNetConfig
@@ -173,11 +177,12 @@ def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
     )
 
 
-def score_objectnet(outputs: Outputs) -> Scored:
+def score_objectnet(outputs: Outputs, order: np.ndarray | None = None) -> Scored:
     """Scores ImageNet predictions on ObjectNet's classes that overlap ImageNet.
 
     Args:
       outputs: with TOPS and RESTRICTED; labels are indices into `OBJECTNET_CLASSES`.
+      order: the model's index of each class of ImageNet; the same if None.
 
     Returns:
       top1 and top5 among all 1,000 classes, as its authors score: any ImageNet class of
@@ -187,15 +192,16 @@ def score_objectnet(outputs: Outputs) -> Scored:
     Source: objectnet.dev; github.com/abarbu/objectnet-template-tensorflow.
     """
     belongs = np.zeros((len(OBJECTNET_CLASSES), CLASSES), bool)
+    order = np.arange(CLASSES) if order is None else order
     for place, numbers in enumerate(OBJECTNET_CLASSES.values()):
-        belongs[place, list(numbers)] = True
-    labels = outputs.labels
+        belongs[place, order[list(numbers)]] = True
+    labels, restricted = outputs.labels, outputs.values[RESTRICTED + TOPS]
     right = belongs[labels[:, None], outputs.values[TOPS]]
     return Scored(
         {
             "top1": float(right[:, 0].mean()),
             "top5": float(right.any(1).mean()),
-            "top1_overlap": float(belongs[labels, outputs.values[RESTRICTED]].mean()),
+            "top1_overlap": float(belongs[labels, restricted[:, 0]].mean()),
             "examples": len(labels),
         }
     )
@@ -243,10 +249,19 @@ def _read_file(path: str) -> list[list[int]]:
     return known
 
 
-def _check_imagenet(name: str, config: EvalConfig, num_classes: int) -> None:
-    """Checks that the model has ImageNet's classes."""
-    if num_classes != CLASSES:
+def _imagenet_order(
+    name: str, config: EvalConfig, splits: EvalSplits, num_classes: int
+) -> np.ndarray:
+    """Returns the model's index of each class of ImageNet.
+
+    Raises:
+      UserError: the model does not have them.
+    """
+    order = class_names.imagenet_order(splits.class_names, num_classes)
+    if num_classes != CLASSES or order is None or (order < 0).any():
+        other = f"{num_classes}" if num_classes != CLASSES else "1,000 of other names"
         raise UserError(
             f"evals.{name}: kind={config.kind!r} is for classifiers of ImageNet's 1,000 "
-            f"classes, but the model has {num_classes}: take it out"
+            f"classes, but the model has {other}: take it out"
         )
+    return order

@@ -10,16 +10,15 @@ from jaxtyping import Bool, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.evaluators.classification import with_model_order
 from vit_jax.evaluators.forward_passes import LOGITS, Outputs
 from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
-from vit_jax.evaluators.splits import EvalConfig, EvalSplits
+from vit_jax.evaluators.splits import EvalSplits, ModelClassesConfig
 
 _MAX_CLASSES = 100  # Of more, the precision of each is not among the metrics.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultiLabelConfig(EvalConfig):
+class MultiLabelConfig(ModelClassesConfig):
     """Mean average precision and F1 of images with several labels."""
 
     kind: str = key("multi_label", "What is evaluated.")
@@ -41,19 +40,19 @@ class MultiLabel:
     """Average precision by class, and F1 at thresholds."""
 
     def __init__(self, name: str, config: MultiLabelConfig, splits: EvalSplits):
-        split = splits.open(name, config, config.split, model_classes=True)
-        self._split = with_model_order(name, split, splits)
-        self._names = splits.class_names or split.source.class_names
+        self._split = splits.open(name, config, config.split, model_classes=True)
         self.splits, self._thresholds = (self._split,), config.thresholds
 
     def required_outputs(self) -> dict[str, RequiredOutputs]:
         return {"test": RequiredOutputs(self._split, frozenset((LOGITS,)))}
 
     def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        found = outputs["test"]
-        return Scored(
-            score(found.values[LOGITS], found.labels, self._thresholds, self._names)
-        )
+        found, classes = outputs["test"], sorted(self._split.classes)
+        names = self._split.source.class_names
+        names = tuple(names[k] for k in classes) if names else ()
+        # Of classes that the data does not have, nothing is known of the images.
+        logits, labels = found.values[LOGITS][:, classes], found.labels[:, classes]
+        return Scored(score(logits, labels, self._thresholds, names))
 
 
 EVALUATORS["multi_label"] = MultiLabelConfig

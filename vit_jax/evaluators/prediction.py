@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, UInt8
 
 from vit_jax import files
 from vit_jax.data import inputs
+from vit_jax.data.class_names import arrange
 from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
@@ -174,10 +175,11 @@ def names_of(
 
     Args:
       pretrained: from `weights.open_pretrained`.
-      class_names: names to use; the checkpoint's if empty, numbers if it has none.
+      class_names: names to use; the checkpoint's if empty, numbers if it has none. Its own
+        names, or ImageNet's, are put in its order.
 
     Raises:
-      UserError: there is not one name per class.
+      UserError: there is not one name per class, or as `class_names.arrange`.
     """
     num_classes = pretrained.options["num_classes"]
     names = class_names or pretrained.class_names
@@ -186,6 +188,7 @@ def names_of(
             f"there are {len(names)} class names, but {pretrained.source} has "
             f"{num_classes} classes: give --labels with one line a class"
         )
+    names = arrange(names, pretrained.class_names, where="the class names given")
     return names or tuple(f"class {i}" for i in range(num_classes))
 
 

@@ -31,7 +31,7 @@ class RequiredOutputs(NamedTuple):
       split: to pass over.
       names: of the outputs, see `forward_passes.Outputs`.
       rows: indices of the records that it reads; all if None.
-      allowed: classes among which the output RESTRICTED chooses.
+      allowed: classes among which RESTRICTED outputs choose.
       num_pictures: images of which the task's pictures are shown.
       texts: returns texts to compare the images with, which takes a text tower; with
         FEATURES they bring the outputs TEXTS and EMBEDDINGS.
@@ -51,10 +51,12 @@ class Scored(NamedTuple):
     Attributes:
       metrics: name to number.
       confusion: number of examples by true class (rows) and predicted class, or None.
+      classes: those of its rows; all if empty.
     """
 
     metrics: dict[str, float]
     confusion: Integer[np.ndarray, "K K"] | None = None
+    classes: tuple[int, ...] = ()
 
 
 class Evaluator(Protocol):
@@ -95,6 +97,8 @@ class FeaturesEvaluator:
         train = config.train or splits.train_split(config)
         self._train = splits.open(name, config, train, model_classes=False)
         self._test = splits.open(name, config, config.test, model_classes=False)
+        if names := self._train.source.class_names:
+            self._test = splits.match(name, self._test, names, len(names))
         self.splits = (self._train, self._test)
         self._check(known_labels(self._test.source))
 

@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.config.fields import epochs, key
-from vit_jax.data import catalogue, pipeline
+from vit_jax.data import catalogue, class_names, pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
-from vit_jax.data.sources.base import Source, read_labels, warn
+from vit_jax.data.sources.base import Source, check_label, read_labels, warn
 from vit_jax.data.sources.folder import (
     WHOLE,
     class_folders,
@@ -89,6 +89,18 @@ class EvalConfig:
         return metrics
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelClassesConfig(EvalConfig):
+    """Keys of evaluations whose labels are classes of the model."""
+
+    match_classes: str = key(
+        class_names.NAMES,
+        "How the classes of data and model are matched (docs/labels.md): by their names, "
+        "or class by class.",
+        choices=(class_names.NAMES, class_names.POSITION),
+    )
+
+
 @dataclasses.dataclass(eq=False)
 class EvalSplit:
     """An open split of a data set.
@@ -98,12 +110,14 @@ class EvalSplit:
       source: its records.
       data: `config.data` for them.
       ops: host operations; those of `data.eval_transform` if None.
+      classes: where the labels are the model's, its indices of the data's classes.
     """
 
     split: str
     source: Source
     data: DataConfig
     ops: tuple | None
+    classes: tuple[int, ...] = ()
 
     def batches(
         self,
@@ -183,7 +197,7 @@ class EvalSplits:
     ):
         self._data, self._preprocess, self._order = data, preprocess, order
         self._opened: dict[tuple, EvalSplit] = {}
-        self._relabeled: dict[EvalSplit, EvalSplit] = {}
+        self._matched: dict[tuple, EvalSplit] = {}
         self.class_names, self.multi_label = tuple(class_names), data.multi_label
         self.notes: list[str] = []
 
@@ -202,12 +216,12 @@ class EvalSplits:
           name: of the evaluation, for messages.
           config: of the evaluation; KEYS are read.
           split: its expression; "" is the first of `order` that exists.
-          model_classes: whether the labels must be classes of the model.
+          model_classes: whether the labels are to be the model's classes.
           labelled: whether the labels are read in a run that reads none.
 
         Raises:
           UserError: the set or the split does not exist, or has other classes or no
-            labels.
+            labels; or as `class_names.match`.
         """
         data = self._data_of(config, labelled=labelled)
         of_split = (*(getattr(data, k) for k in KEYS), split)
@@ -238,29 +252,54 @@ class EvalSplits:
             host = self._host_ops(source, data, stated=bool(config.eval_transform))
             self._opened[key] = EvalSplit(opened, source, data, host)
         found = self._opened[key]
-        if model_classes:
-            self._check(name, found)
-            # Labels are checked against this number when records are read.
-            found.data = dataclasses.replace(
-                found.data, num_classes=self._data.num_classes
-            )
-        return found
+        if not model_classes:
+            return found
+        self._check(name, found)
+        known = self._data.num_classes
+        how = {}
+        if isinstance(config, ModelClassesConfig):
+            how["by"] = config.match_classes
+            key = f"evals.{name}.match_classes={class_names.POSITION!r}"
+            how["hint"] = f", or compare them class by class: {key}"
+        matched = self.match(name, found, self.class_names, known, **how)
+        # Labels are checked against this number when records are read.
+        matched.data = dataclasses.replace(matched.data, num_classes=known)
+        return matched
 
-    def relabel(
-        self, split: EvalSplit, indices: Integer[np.ndarray, " K"], note: str
+    def match(
+        self,
+        name: str,
+        split: EvalSplit,
+        known: Sequence[str],
+        num_classes: int,
+        **how: str,
     ) -> EvalSplit:
-        """Returns a split with the model's indices of its classes.
+        """Returns a split whose labels number other classes, see `class_names.match`.
 
         Args:
+          name: of the evaluation, for messages.
           split: from `open`.
-          indices: the model's index of each class.
-          note: line for the user, added once per split.
+          known: names of the other classes, in their order; may be empty.
+          num_classes: number of them.
+          **how: `by` and `hint` of `class_names.match`.
         """
-        if split not in self._relabeled:
-            self.notes.append(note)
-            source = Relabeled(split.source, self.class_names, indices)
-            self._relabeled[split] = dataclasses.replace(split, source=source)
-        return self._relabeled[split]
+        key = split, tuple(known), how.get("by")
+        if key not in self._matched:
+            names, where = split.source.class_names, f"evals.{name}: {split.title}"
+            matched = class_names.match(names, known, num_classes, where=where, **how)
+            indices = matched.indices
+            if matched.line:
+                self.notes.append(f"{where}: {matched.line}")
+            if not np.array_equal(indices, np.arange(num_classes)):
+                shown = dict(zip(indices.tolist(), names, strict=True))
+                known = known or [
+                    shown.get(k, f"class {k}") for k in range(num_classes)
+                ]
+                source = Relabeled(split.source, tuple(known), indices)
+                split = dataclasses.replace(split, source=source)
+            split.classes = tuple(indices.tolist())
+            self._matched[key] = split
+        return self._matched[key]
 
     def train_split(self, config: EvalConfig) -> str:
         """Returns the split to learn from if a config states none."""
@@ -280,14 +319,13 @@ class EvalSplits:
         return dataclasses.replace(self._data, **stated)
 
     def _check(self, name: str, found: EvalSplit) -> None:
-        source, num_classes = found.source, self._data.num_classes
-        known = len(source.class_names)
-        labels = source.labels if source.labels is not None else np.zeros(1, int)
+        num_classes, labels = self._data.num_classes, found.source.labels
+        classes = (len(found.source.class_names) or num_classes) if num_classes else 0
+        labels = labels if labels is not None else np.zeros(1, int)
         worst = int(labels.max()) if labels.min() >= 0 else int(labels.min())
-        if (known and known != num_classes) or not 0 <= worst < num_classes:
-            what = f"{known} classes" if known else f"a label {worst}"
+        if not 0 <= worst < classes:
             raise UserError(
-                f"evals.{name}: {found.data.name} has {what}, but the model tells "
+                f"evals.{name}: {found.data.name} has a label {worst}, but the model tells "
                 f"{num_classes} classes apart: fine-tune it on these, or take an "
                 "evaluation of its features, as kind='fewshot'"
             )
@@ -500,8 +538,8 @@ class Relabeled:
     def __getitem__(self, i: int) -> dict:
         record = self.source[i]
         label = np.asarray(record["label"], int)  # With `data.multi_label` several.
-        if ((label < 0) | (label >= len(self.indices))).any():
-            return record  # The reader raises an error.
+        for one in label.ravel().tolist():
+            check_label(one, len(self.indices), self.source.describe(i))
         return record | {"label": self.indices[label].tolist()}
 
     def describe(self, i: int) -> str:

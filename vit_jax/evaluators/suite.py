@@ -346,10 +346,10 @@ class Suite:
                 {SKIPPED: skipped} if skipped else {}
             )
             if found.confusion is not None:
-                class_names = next(iter(required.values())).split.source.class_names
-                self.confusions[name][params_name] = Confusion(
-                    found.confusion, class_names
-                )
+                names = next(iter(required.values())).split.source.class_names
+                if names and found.classes:
+                    names = tuple(names[k] for k in found.classes)
+                self.confusions[name][params_name] = Confusion(found.confusion, names)
         return scores
 
 
@@ -458,7 +458,8 @@ def _described(config: EvalConfig, splits: Sequence[EvalSplit]) -> dict[str, obj
         found["data_dir"] = first.data.data_dir
     found["splits"] = [split.split for split in splits]
     keys = fields.to_dict(config).items()
-    return found | {k: v for k, v in keys if k not in _NOT_DESCRIBED and v != ""}
+    empty = ("", None)
+    return found | {k: v for k, v in keys if k not in _NOT_DESCRIBED and v not in empty}
 
 
 def _count_skipped(required: RequiredOutputs, outputs: forward_passes.Outputs) -> int:

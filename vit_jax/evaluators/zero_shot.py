@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from vit_jax.config.fields import key
+from vit_jax.data import class_names
 from vit_jax.data.sources.base import known_labels
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import (
@@ -30,7 +31,9 @@ class ZeroShotConfig(EvalConfig):
     kind: str = key("zero_shot", "What is evaluated.")
     split: str = key("", 'Its images; "" is the split that the data set is tested on.')
     classes: tuple[str, ...] = key(
-        (), "Names of the classes in label order, in place of the data set's."
+        (),
+        "Names of the classes in label order, in place of the data set's; the data set's "
+        "own may stand in any order.",
     )
     prompts: tuple[str, ...] = key(
         ("a photo of a {}.",),
@@ -51,7 +54,10 @@ class ZeroShot:
     def __init__(self, name: str, config: ZeroShotConfig, splits: EvalSplits):
         split = splits.open(name, config, config.split, model_classes=False)
         self.splits, self._prompts = (split,), config.prompts
-        self._classes = config.classes or split.source.class_names
+        names, where = split.source.class_names, f"evals.{name}.classes"
+        self._classes = names
+        if config.classes:
+            self._classes = class_names.arrange(config.classes, names, where=where)
         if not self._classes:
             raise UserError(
                 f"evals.{name}: {split.title} does not name its classes: state "

@@ -124,12 +124,14 @@ def _train(
     setup = build(dataclasses.replace(config, task=task), mesh, len(source), saved)
     total = setup.total_steps
     timers.check_profile_steps(config.profile_steps, total)
+    named = len(source.class_names) == data.num_classes
     suite = make_suite(
         setup.model,
         config.evals,
         data,
         config.batch_size,
         mesh,
+        class_names=source.class_names if named else (),
         trained=setup.trained_task,
     )
     pipeline.try_training(source, data)
@@ -174,7 +176,7 @@ def _train(
     unchecked = fingerprint.unchecked(
         checkpoints.data, labelled=labelled, captioned=bool(data.caption_key)
     )
-    notes += [*setup.task.notes, unchecked, uncached, trace.note]
+    notes += [*setup.task.notes, *suite.notes, unchecked, uncached, trace.note]
     for note in filter(None, notes):
         logger.info(note)
     pending = PendingMetrics(checkpoints, logger, watchdog)

@@ -6,7 +6,7 @@ an argument. Results are bit-identical to those of separate runs.
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -63,16 +63,26 @@ class SweepCache:
         data: DataConfig,
         batch_size: int,
         mesh: Mesh,
+        class_names: Sequence[str],
         trained: TrainedTask,
     ) -> Suite:
         """Returns a `Suite` with these arguments."""
         named = {name: fields.to_dict(spec) for name, spec in evals.items()}
         places = [str(place.spec) for place in jax.tree.leaves(trained.shardings)]
         decisive = [model.options, named, fields.to_dict(data), batch_size, places]
+        decisive.append(class_names)
         key = _key(decisive, mesh)
         if self._suite is None or self._suite[0] != key:
             self._suite = None  # Its images go before those of the next are read.
-            suite = Suite(model, evals, data, batch_size, mesh, trained=trained)
+            suite = Suite(
+                model,
+                evals,
+                data,
+                batch_size,
+                mesh,
+                class_names=class_names,
+                trained=trained,
+            )
             self._suite = key, suite
         return self._suite[1]
 
