@@ -22,6 +22,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks import smoke
+
 
 @dataclasses.dataclass(frozen=True)
 class Size:
@@ -168,7 +170,10 @@ def main() -> None:
     parser.add_argument("--num_classes", type=int, default=21_843)
     parser.add_argument("--batch_size", type=int, default=4_096)
     parser.add_argument("--side", type=int, default=224)
-    flags = parser.parse_args()
+    flags = smoke.parse(
+        parser,
+        "--variant=Ti/16 --topology=v5e:2x2 --num_classes=10 --batch_size=8 --side=32",
+    )
     devices = topology.parse(flags.topology).devices()
     lowered, traced, (params, moments) = lower(
         flags.variant, flags.num_classes, flags.batch_size, flags.side, devices

@@ -22,6 +22,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import smoke
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
@@ -122,7 +123,7 @@ def cost(folder, gigabytes):
 def local(folder, gigabytes):
     """Times checkpoints on a host's own disk."""
     config = configuration.load(
-        "configs/b16_i21k.py",
+        "b16_i21k",
         {
             "data.name": "synthetic",
             "data.split": "train",
@@ -170,7 +171,7 @@ def main():
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--flips", type=int, default=60)
     parser.add_argument("--parts", default="damage,cost,local")
-    flags = parser.parse_args()
+    flags = smoke.parse(parser, "--gigabytes=0.02 --flips=1")
     with tempfile.TemporaryDirectory() as place:
         place, parts = pathlib.Path(place), flags.parts.split(",")
         if "damage" in parts:

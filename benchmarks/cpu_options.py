@@ -18,6 +18,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import smoke
 import step
 import step_contenders
 import torch
@@ -58,7 +59,7 @@ def main():
     parser.add_argument("options", nargs="*")
     parser.add_argument("--models", default="S/16,B/16")
     parser.add_argument("--rounds", type=int, default=12)
-    args = parser.parse_args()
+    args = smoke.parse(parser, "--models=Ti/16 --rounds=1")
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # As XLA.
     sets = {PRODUCT: compilation.options()} | {w: parsed(w) for w in args.options}
     print(f"<!-- jax {jax.__version__}, {PRODUCT}: {sets[PRODUCT]} -->")

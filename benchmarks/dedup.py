@@ -16,6 +16,7 @@ import time
 
 import faiss
 import numpy as np
+import smoke
 from PIL import Image
 
 from vit_jax.data import decode, spec
@@ -177,7 +178,7 @@ def main():
     parser.add_argument("--sets", default="digits#test")
     parser.add_argument("--others", default="")
     parser.add_argument("--images", type=int, default=500)
-    flags = parser.parse_args()
+    flags = smoke.parse(parser, "--images=20")
     sets = flags.sets.split(",")
     measure(sets, list(filter(None, flags.others.split(","))), flags.images)
     extrapolate(sets[0])

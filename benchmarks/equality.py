@@ -1,21 +1,24 @@
 """How far 20 steps on a mesh of 8 fake devices are from 20 steps on one.
 
-Run: PYTHONPATH=. python benchmarks/equality.py
+Run: PYTHONPATH=. python benchmarks/equality.py [--options=all,sgd]
 
 What tests/training/test_strategies.py holds to 1e-5, as a table: the largest absolute
 difference of parameters, moments and average, and of the metrics of the last step.
 """
 
+import argparse
 import os
 import pathlib
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "training"))
+TESTS = pathlib.Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "training")]
 
 import jax
 import numpy as np
+import smoke
 import test_strategies as strategies
 
 
@@ -27,9 +30,14 @@ def furthest(one, other):
 
 def main():
     """Trains with every strategy and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--options", default=",".join(strategies.OPTIONS))
+    wanted = smoke.parse(parser, "--options=sgd").options.split(",")
     print("| mesh | optimiser | parameters | moments | average | metrics |")
     print("|---|---|---|---|---|---|")
     for mesh, options in strategies.CASES:
+        if options not in wanted:
+            continue
         one = strategies.on_one_device(options)
         other = strategies.train(strategies.MESHES[mesh], **strategies.OPTIONS[options])
         cells = [

@@ -25,6 +25,7 @@ import time
 
 import jax
 import numpy as np
+import smoke
 from PIL import Image, ImageFilter
 
 from vit_jax import models
@@ -201,4 +202,8 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--clicks", type=int, default=50)
     parser.add_argument("--photographs", type=int, default=48)
-    main(parser.parse_args())
+    main(
+        smoke.parse(
+            parser, "--variant=Ti/16 --side=64 --images=1 --clicks=2 --photographs=1"
+        )
+    )

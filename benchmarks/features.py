@@ -19,6 +19,7 @@ import time
 
 import jax
 import numpy as np
+import smoke
 from PIL import Image, ImageFilter
 
 from vit_jax import models
@@ -143,7 +144,9 @@ def parse():
     add("--threads", type=int, default=2)
     add("--data", default="", help="folder of class folders, or with splits")
     add("--split", default="all", help="of --data")
-    return parser.parse_args()
+    return smoke.parse(
+        parser, "--variant=Ti/16 --side=64 --images=16 --round=8 --batch=8"
+    )
 
 
 if __name__ == "__main__":

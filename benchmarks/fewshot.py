@@ -14,6 +14,7 @@ import resource
 import time
 
 import numpy as np
+import smoke
 
 from vit_jax.evaluators import fewshot
 
@@ -73,7 +74,7 @@ def parse():
     add("--features", type=int, default=768)
     add("--strengths", type=int, default=10)
     add("--test", type=int, default=10_000)
-    return parser.parse_args()
+    return smoke.parse(parser, "--num_classes=10 --features=16 --test=50")
 
 
 if __name__ == "__main__":

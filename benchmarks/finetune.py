@@ -33,6 +33,7 @@ import sys
 import time
 
 import numpy as np
+import smoke
 from PIL import Image
 
 SETS = ("flowers", "flowers10", "digits", "cifar10", "pairs")
@@ -241,6 +242,8 @@ METHODS = {
 def main(args):
     """Runs the methods on the set."""
     work = pathlib.Path(args.work).resolve()
+    if args.smoke:  # A network of seconds in place of published weights.
+        run("vit_jax.train", "--config=digits:quick", f"--workdir={args.model}")
     photos = make_set(args.set, pathlib.Path(args.data_dir).resolve(), work)
     for method in args.methods.split(","):
         began = time.perf_counter()
@@ -263,7 +266,10 @@ def parse():
     add("--seed", type=int, default=0)
     add("--model", default=MODEL)
     add("--rates", default="0.003,0.01,0.03,0.1")
-    return parser.parse_args()
+    return smoke.parse(
+        parser,
+        "digits --work={folder} --methods=finetune --minutes=0.02 --model={folder}/model",
+    )
 
 
 if __name__ == "__main__":

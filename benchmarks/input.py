@@ -25,6 +25,7 @@ import sys
 import tempfile
 
 import numpy as np
+import smoke
 from input_contender import Contender
 from PIL import Image, ImageOps
 
@@ -204,7 +205,7 @@ def main():
     parser.add_argument("--photographs", default="")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batches", type=int, default=12)
-    args = parser.parse_args()
+    args = smoke.parse(parser, "--rounds=1 --batches=1")
     with tempfile.TemporaryDirectory() as folder:
         paths = make_files(folder, args.photographs)
         report_jpeg(args, folder, paths)

@@ -11,6 +11,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import smoke
 
 B, N, H, K = 16, 197, 6, 64
 D, F = H * K, 4 * H * K
@@ -62,7 +63,7 @@ def main():
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds = smoke.parse(parser, "--rounds=1").rounds
 
     def normal(i, *shape):
         return jax.random.normal(jax.random.key(i), shape)

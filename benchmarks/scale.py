@@ -12,9 +12,12 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 
+from benchmarks import smoke
 from vit_jax.distributed import chips
 from vit_jax.tools.planning import run_plan
 from vit_jax.tools.planning.analysis import Analysis, Roofline
@@ -150,21 +153,28 @@ def _tables(rows, assumed):
     )
 
 
+SMOKE = """--out={folder}/rows.jsonl --only='B/16 256' --extra='--topology=v5e:2x2
+--config.model.variant=Ti/16 --config.model.depth=1 --config.batch_size=8'"""
+
+
 def main() -> None:
     """Compiles or prints, as the flags say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--only", default="", help="regular expression of names")
+    parser.add_argument("--extra", default="", help="words for each command")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plan", default="", help="inputs: price=1.2,host_days=30")
-    flags = parser.parse_args()
+    flags = smoke.parse(parser, SMOKE)
     lines = flags.out.read_text().splitlines() if flags.out.exists() else []
     rows = {row["name"]: row for row in map(json.loads, lines)}
     if flags.table:
         _tables(rows, run_plan.parse(flags.plan))
         return
     for name, words in _rows():
-        if name in rows:
+        if name in rows or not re.search(flags.only, name):
             continue
+        words += shlex.split(flags.extra)
         print(name, " ".join(words), flush=True)
         row = {"name": name} | _compile(words)
         with flags.out.open("a") as file:

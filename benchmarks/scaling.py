@@ -22,6 +22,7 @@ import sys
 import time
 
 import jax
+import smoke
 
 FIELDS = ("axis", "value", "batch", "depth", "tokens", "devices", "images_per_second")
 FIELDS += ("seconds", "peak_gib", "gmacs_per_image")
@@ -192,7 +193,10 @@ def main():
     add("--csv", default="", help="file to write")
     add("--plot", default="", help="PNG to write")
     add("--point", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = smoke.parse(
+        parser,
+        "--variant=Ti/16 --batch=1 --depth=1 --side=32 --devices=1 --doublings=0 --calls=1",
+    )
     if point := args.point:
         print(json.dumps(measure(args, Point(**json.loads(point)))))
         return

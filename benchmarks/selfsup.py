@@ -34,6 +34,7 @@ import sys
 import jax
 import numpy as np
 import selfsup_contenders
+import smoke
 import step
 
 MAKE = {"mae": selfsup_contenders.mae, "dino": selfsup_contenders.dino}
@@ -177,7 +178,10 @@ def main():
     add("--dtype", default="bfloat16" if gpu else "float32")
     add("--alone", action="store_true", help="processes as on a GPU, also on a CPU")
     add("--child", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = smoke.parse(
+        parser,
+        "--model=Ti/16 --side=32 --batch=1 --rounds=1",
+    )
     args.batches = {k: args.batch or size for k, size in BATCHES[gpu].items()}
     if args.child:
         child(args)

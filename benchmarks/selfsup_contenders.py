@@ -68,8 +68,8 @@ class Encoder(Mae):
         )
         return latent.astype(jnp.float32), visible
 
-    def errors(self, predicted, images, mask):
-        return jnp.square(predicted - 1).mean((1, 2))
+    def metrics(self, extra, batch, predicted, mask):
+        return {"loss": jnp.square(predicted - 1).mean((1, 2))}
 
 
 class Ours(step_contenders.OfJax):

@@ -43,6 +43,7 @@ import threading
 import time
 
 import numpy as np
+import smoke
 from PIL import Image
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -382,7 +383,7 @@ def main():
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--one_host", action="store_true")
     parser.add_argument("--aimed", action="store_true")
-    flags = parser.parse_args()
+    flags = smoke.parse(parser, "--kills=0 --steps=14 --hosts=1")
     rng, began = random.Random(flags.seed), time.monotonic()
     counts, different, rows = collections.Counter(), 0, []
     seen = collections.defaultdict(collections.Counter) | {"wrong": 0}

@@ -21,6 +21,7 @@ import tempfile
 import time
 
 import numpy as np
+import smoke
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PHASES = ("import", "devices", "data", "trace", "init", "compile", "first step")
@@ -99,7 +100,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", default="digits,S/16,B/16,R50+B/16")
-    args = parser.parse_args()
+    args = smoke.parse(parser, "--rounds=1 --cases=digits")
     names = args.cases.split(",")
     seconds = {(name, kind): [] for name in names for kind in ("first", "second")}
     for _ in range(args.rounds):

@@ -28,6 +28,7 @@ import time
 
 import jax
 import numpy as np
+import smoke
 import step_contenders
 
 from vit_jax import models
@@ -248,7 +249,7 @@ def main():
     add("--remat", default="none,dots,full", help="policies of ours, on a GPU")
     add("--alone", action="store_true", help="processes as on a GPU, also on a CPU")
     add("--child", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = smoke.parse(parser, "--models=Ti/16 --side=64 --batch=1 --rounds=1")
     args.timm = bool(importlib.util.find_spec("timm"))
     if args.child:
         child(args)

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 
+from benchmarks import smoke
+
 _I21K = {v: f"configs/{v[0].lower()}{v[2:]}_i21k.py" for v in ("B/16", "L/16", "H/14")}
 _TUNE = "configs/transfer.py:model=L/16,dataset=imagenet2012,resolution=512"
 # As the plain ViT is trained: no dropout, data parallel, a bfloat16 first moment.
@@ -119,15 +121,20 @@ def _table(rows):
             print(f"| {' | '.join(cells)} | {one['count']} | {one['sent'] / 1e6:.0f} |")
 
 
+SMOKE = """--out={folder}/rows.jsonl --only='plain B/16' --extra='--topology=v5e:2x2
+--variant=Ti/16 --batch_size=8 --side=32'"""
+
+
 def main() -> None:
     """Compiles or prints, as the flags say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--only", default="", help="regular expression of names")
+    parser.add_argument("--extra", default="", help="words for each command")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--prefix", default="", help="of each command, as a lock")
     parser.add_argument("--list", action="store_true")
-    flags = parser.parse_args()
+    flags = smoke.parse(parser, SMOKE)
     lines = flags.out.read_text().splitlines() if flags.out.exists() else []
     rows = [json.loads(line) for line in lines]
     if flags.table:
@@ -137,6 +144,7 @@ def main() -> None:
     for name, words in _rows():
         if name in done or not re.search(flags.only, name):
             continue
+        words += shlex.split(flags.extra)
         print(name, " ".join(words), flush=True)
         if flags.list:
             continue

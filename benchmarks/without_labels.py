@@ -27,6 +27,8 @@ import statistics
 import subprocess
 import sys
 
+import smoke
+
 NETWORK = {"width": 128, "depth": 6, "num_heads": 4, "mlp_dim": 256}
 BATCH, EXAMPLES, CLASSES = 128, 50_000, 10
 OUTPUTS = 1_024  # Of DINO's head.
@@ -75,6 +77,31 @@ def get_config(arg=None):
 """
 
 
+def make_cifar10(data_dir):
+    """Prepares random images as CIFAR-10 has them."""
+    import numpy as np
+    import tensorflow_datasets as tfds
+
+    tests = pathlib.Path(__file__).resolve().parents[1] / "tests"
+    sys.path.insert(0, str(tests))
+    import tfds_sets
+
+    rng = np.random.default_rng(0)
+    features = {
+        "image": tfds.features.Image(shape=(32, 32, 3)),
+        "label": tfds.features.ClassLabel(num_classes=CLASSES),
+    }
+
+    def examples(count):
+        for i in range(count):
+            pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            yield {"image": tfds_sets.png(pixels), "label": i % CLASSES}
+
+    splits = {"train": lambda: examples(10 * BATCH), "test": lambda: examples(BATCH)}
+    builder = tfds_sets.builder_class("cifar10", "3.0.2", features, splits, tests)
+    builder(data_dir=data_dir, file_format="array_record").download_and_prepare()
+
+
 def command(words, cwd):
     """Runs a command of the project, which it prints; returns what that prints."""
     print("$", shlex.join(["python", *words]), flush=True)
@@ -89,6 +116,7 @@ def train(config, workdir, keys, args):
     """Trains, if that was not done; returns report.json."""
     if not (workdir / "report.json").exists():
         keys = {"data.data_dir": args.data_dir, "batch_size": BATCH} | keys
+        keys |= {"data.num_examples": 0}
         keys |= {f"model.{name}": value for name, value in NETWORK.items()}
         flags = [f"--config.{name}={value}" for name, value in keys.items()]
         words = ["-m", "vit_jax.train", f"--config={config}", *flags]
@@ -140,7 +168,6 @@ def fine_tune(workdir, init, steps, seed, split, args):
     keys = {
         "seed": seed,
         "data.split": split,
-        "data.num_examples": 0,
         "model.pool": "gap",
         "model.class_token": True,
         "model.activation": "gelu",
@@ -252,13 +279,18 @@ def main():
     add("--only", default=";".join(NAMES), help="names, separated by semicolons")
     add("--control_steps", type=int, default=150, help="of DINO's controls")
     add("--plot", help="PNG to write")
-    args = parser.parse_args()
+    args = smoke.parse(
+        parser,
+        "--data_dir={folder} --out={folder}/runs --epochs=0.006 --only='scratch;untrained'",
+    )
     args.root = pathlib.Path(__file__).resolve().parents[1]
     args.data_dir, args.out = (
         str(pathlib.Path(args.data_dir).resolve()),
         args.out.resolve(),
     )
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.smoke:
+        make_cifar10(args.data_dir)
     for seed in map(int, args.seeds.split(",")):
         for name in filter(None, args.only.split(";")):
             place = args.out / f"{name}_{seed}.result.json"
