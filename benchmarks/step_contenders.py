@@ -90,7 +90,8 @@ class Timm:
     def for_ours(self):
         """Returns what makes `Ours` this network: params, and options of the model."""
         tensors = Tensors(self.weights(), {}, {}, self._name)
-        read = find_reader(tensors).read(tensors, 0)
+        reader, tensors = find_reader(tensors)
+        read = reader.read(tensors, 0)
         told = ("activation", "window_padding")
         options = {name: read.options[name] for name in told if name in read.options}
         return {"params": read.params} | options

@@ -22,6 +22,16 @@ everywhere() { # COMMAND: on all hosts at once, and fails if it fails on one.
   gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1"
 }
 
+check() {
+  if [[ ${train[*]} == *://BUCKET/* ]]; then
+    echo "tpu_pod.sh: BUCKET in train=(...) is a placeholder: write the name of your bucket there" >&2
+    exit 2
+  fi
+  if [[ -n $(git status --porcelain) ]]; then
+    echo "tpu_pod.sh: warning: uncommitted changes stay here: the hosts get the commit $(git rev-parse --short HEAD)" >&2
+  fi
+}
+
 up() {
   # SPOT=1 is cheaper, and may end at any time. A queue, as a large slice is rarely free.
   queue create --node-id="$name" --accelerator-type="$slice" \
@@ -73,12 +83,17 @@ down() { queue delete --force --quiet; }
 
 case ${1:-all} in
   all) # Not by "&&", which would keep a failure within them from ending this.
+    check
     up
     install
     train
     watch
     ;;
-  up | install | train | watch | stop | down) "$1" ;;
+  up | install | train)
+    check
+    "$1"
+    ;;
+  watch | stop | down) "$1" ;;
   *)
     sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
     exit 2

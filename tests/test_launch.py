@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,9 +51,28 @@ def environment(place, **more):
     return keep | own | more
 
 
-def run(place, script, *words, **more):
+@pytest.fixture
+def clone(place):
+    """A repository with the scripts of launch/, edited as a user does; returns its launch/."""
+    folder = place.folder / "clone"
+    shutil.copytree(LAUNCH, folder / "launch")
+    for path in (folder / "launch").glob("*.sh"):
+        path.write_text(path.read_text().replace("gs://BUCKET", "gs://mine"))
+    (folder / "vit_jax").mkdir()
+    (folder / "vit_jax" / "train.py").write_text("committed")
+    (folder / ".gitignore").write_text(".venv/\nruns/\n")
+    for word in ("runs/one/report.json", ".venv/bin/python"):
+        (folder / word).parent.mkdir(parents=True)
+        (folder / word).touch()
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    return folder / "launch"
+
+
+def run(place, script, *words, launch=LAUNCH, **more):
     return subprocess.run(
-        ["bash", str(LAUNCH / script), *words],
+        ["bash", str(launch / script), *words],
         cwd=place.folder,
         env=environment(place, **more),
         check=False,
@@ -185,17 +205,44 @@ def test_slurm_does_not_queue_a_job_that_was_cancelled(place):
     assert calls(place, "scontrol") == []
 
 
-def test_xpk_is_told_what_to_run_and_when_to_restart(place):
-    place("xpk")
-    assert run(place, "xpk.sh").returncode == 0
+def test_xpk_is_told_what_to_run_and_when_to_restart(place, clone):
+    # Notes what it would put into the image.
+    place("xpk", 'for w; do case $w in --script-dir=*) ls -A "${w#*=}"; esac; done')
+    (clone.parent / "new.py").touch()
+    out = run(place, "xpk.sh", launch=clone)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.split() == [".gitignore", "launch", "new.py", "vit_jax"]
     (words,) = calls(place, "xpk")
     assert words[:2] == ["workload", "create"]
     flags = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
     assert flags["restart-on-exit-codes"] == "70,75"
-    install, command = flags["command"].split(" && exec ")
+    assert not pathlib.Path(flags["script-dir"]).exists()
+    install, command = flags["command"].split("; exec ")
     assert install.startswith("pip install -q -r requirements.txt -e '.[tpu,gcs]'")
     assert command.startswith("python -m vit_jax.train --config=")
     parsed(shlex.split(command))
+
+
+@pytest.mark.parametrize(("pip", "code"), [(0, 2), (1, 75), (2, 75)])
+def test_what_xpk_starts_is_tried_again_where_pip_failed(place, clone, pip, code):
+    place("xpk")
+    assert run(place, "xpk.sh", launch=clone).returncode == 0
+    (words,) = calls(place, "xpk")
+    (command,) = [word for word in words if word.startswith("--command=")]
+    place("pip", f"exit {pip}")
+    place("python", "exit 2")
+    command = ["bash", "-c", command.partition("=")[2]]
+    process = subprocess.run(command, env=environment(place), check=False)
+    assert process.returncode == code
+
+
+def test_a_job_of_slurm_asks_for_gpus_cores_and_memory():
+    text = (LAUNCH / "slurm.sbatch").read_text()
+    asked = dict(
+        re.findall(r"--([\w-]+)=(\S+)", " ".join(re.findall(r"#SBATCH.*", text)))
+    )
+    assert (asked["gpus-per-node"], asked["cpus-per-task"]) == ("8", "64")
+    assert asked["mem"] == "0"  # All of the node's.
 
 
 def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
@@ -211,12 +258,26 @@ def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
 
     for name in start.JAX_NAMES:
         monkeypatch.delenv(name, raising=False)
+    # What JobSet labels the pod of its job 1 with.
+    prefix = "metadata.labels['jobset.sigs.k8s.io/"
+    labels = {"replicatedjob-replicas": str(hosts["replicas"]), "job-index": "1"}
     for variable in container["env"]:
-        monkeypatch.setenv(variable["name"], variable["value"])
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+        value = variable.get("value")
+        if value is None:
+            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            value = labels[path.removeprefix(prefix).removesuffix("']")]
+        monkeypatch.setenv(variable["name"], value)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
     found = start.find_job()
-    assert (found.count, found.process) == (job["parallelism"], 1)
-    assert job["completions"] == job["parallelism"]
+    assert (found.count, found.process) == (hosts["replicas"], 1)
+    assert (job["parallelism"], job["completions"]) == (1, 1)
+    asked = container["resources"]["requests"]
+    assert asked == container["resources"]["limits"]
+    assert {"nvidia.com/gpu", "cpu", "memory"} == asked.keys()
+    (mount,) = container["volumeMounts"]
+    (volume,) = job["template"]["spec"]["volumes"]
+    assert (mount["mountPath"], mount["name"]) == ("/dev/shm", volume["name"])
+    assert volume["emptyDir"]["medium"] == "Memory"
     (final,) = job["podFailurePolicy"]["rules"]
     assert final["action"] == "FailJob"
     assert final["onExitCodes"]["values"] == [1, 2, 130, 141]
@@ -252,7 +313,7 @@ esac
 """
 
 
-def test_a_tpu_slice_is_rented_set_up_and_trained_on(place):
+def test_a_tpu_slice_is_rented_set_up_and_trained_on(place, clone):
     home = place.folder
     place("gcloud", GCLOUD)
     place("python3")
@@ -261,16 +322,16 @@ def test_a_tpu_slice_is_rented_set_up_and_trained_on(place):
     place("python", f"touch {home}/trained", path=python)
     uv = home / ".local" / "bin" / "uv"
     place("uv", f"mkdir -p .venv/bin && cp {python} .venv/bin/python", path=uv)
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a clone: there is no commit to send")
-    out = run(place, "tpu_pod.sh", SPOT="1")
+    (clone.parent / "vit_jax" / "train.py").write_text("edited")
+    out = run(place, "tpu_pod.sh", launch=clone, SPOT="1")
     assert out.returncode == 0, out.stderr
+    assert "warning: uncommitted changes" in out.stderr
     assert "ACTIVE" in out.stdout
     create = next(words for words in calls(place, "gcloud") if "create" in words)
     assert create[:4] == ["compute", "tpus", "queued-resources", "create"]
     assert {"--node-id=vit-jax", "--spot", "--zone=us-east5-b"} <= set(create)
     # The hosts have the commit, and run it by themselves.
-    assert (home / "vit_jax" / "vit_jax" / "train.py").exists()
+    assert (home / "vit_jax" / "vit_jax" / "train.py").read_text() == "committed"
     limit = time.monotonic() + 20
     while not (home / "trained").exists():
         assert time.monotonic() < limit, (home / "vit_jax" / "train.log").read_text()
@@ -280,10 +341,11 @@ def test_a_tpu_slice_is_rented_set_up_and_trained_on(place):
     parsed(words)
 
 
-def test_a_tpu_slice_that_is_not_to_be_had_ends_the_script(place):
+def test_a_tpu_slice_that_is_not_to_be_had_ends_the_script(place, clone):
     place("gcloud", '[[ " $* " != *" describe "* ]] || echo FAILED')
-    out = run(place, "tpu_pod.sh")
+    out = run(place, "tpu_pod.sh", launch=clone)
     assert out.returncode == 1
+    assert "warning" not in out.stderr
     assert "no slice (FAILED)" in out.stderr
     assert not any("ssh" in words for words in calls(place, "gcloud"))
 
@@ -291,14 +353,32 @@ def test_a_tpu_slice_that_is_not_to_be_had_ends_the_script(place):
 @pytest.mark.parametrize(
     ("failing", "never"), [("create", "describe"), (" scp ", " ssh ")]
 )
-def test_what_fails_on_the_way_to_a_slice_ends_the_script(place, failing, never):
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a clone: there is no commit to send")
+def test_what_fails_on_the_way_to_a_slice_ends_the_script(place, clone, failing, never):
     place("gcloud", f'[[ " $* " != *"{failing}"* ]] || exit 4\necho ACTIVE')
-    assert run(place, "tpu_pod.sh").returncode == 4
+    assert run(place, "tpu_pod.sh", launch=clone).returncode == 4
     said = [f" {' '.join(words)} " for words in calls(place, "gcloud")]
     assert any(failing in words for words in said)
     assert not any(never in words for words in said)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("tpu_pod.sh", []),
+        ("tpu_pod.sh", ["up"]),
+        ("tpu_pod.sh", ["train"]),
+        ("xpk.sh", []),
+    ],
+)
+def test_a_bucket_that_is_not_filled_in_ends_the_script_before_it_rents(
+    place, script, words
+):
+    place("gcloud", "echo ACTIVE")
+    place("xpk")
+    out = run(place, script, *words)
+    assert (out.returncode, out.stdout) == (2, "")
+    assert "BUCKET in train=(...) is a placeholder" in out.stderr
+    assert not calls(place, "gcloud") + calls(place, "xpk")
 
 
 def test_stop_and_down_of_a_tpu_slice(place):
