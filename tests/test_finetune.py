@@ -256,6 +256,8 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(
 def test_the_same_photographs_train_the_same_model_wherever_they_lie(place, tmp_path):
     photos = tmp_path / "photos"
     shutil.copytree(place / "photos" / "train", photos)
+    # One damaged image ends nothing.
+    (photos / "ant" / "8.png").write_bytes(b"no image")
 
     def sha_of(photos, run):
         result = vit_jax.finetune(

@@ -36,7 +36,7 @@ from vit_jax.training.timers import StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup
 from vit_jax.weights import surgery
 from vit_jax.weights import workdir as workdirs
-from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image, upright
 from vit_jax.weights.text_tower import TextTower
 
 # What other libraries call an argument here.
@@ -175,7 +175,7 @@ def load_model(
         tell=tell,
     )
     found = dataclasses.replace(found, tokenizer=tokenizer or found.tokenizer)
-    return PretrainedModel(found, how, tuple(class_names))
+    return PretrainedModel(found, upright(how), tuple(class_names))
 
 
 class PretrainedModel:

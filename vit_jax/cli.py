@@ -257,7 +257,15 @@ def _add_preparation(parser: Parser) -> None:
         "--exif",
         action="store_true",
         default=None,
-        help="turn images as the orientation tags of cameras say, as data.exif does",
+        help="turn images as the orientation tags of cameras say, as data.exif does; "
+        "predict and explore do unless a run was trained without",
+    )
+    add(
+        "--no_exif",
+        dest="exif",
+        action="store_false",
+        default=None,
+        help="do not turn them",
     )
     add("--num_heads", type=positive, default=0, help="if the weights do not record it")
 

@@ -6,8 +6,8 @@ parts of that. Weights with a text tower (CLIP, SigLIP, LiT) compare images with
 --labels="a photo of a dog, a photo of a cat", or --labels="dog, cat" --prompts="a photo of
 a {}". "-" reads paths from standard input, one a line (find
 photos -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or one image's
-content (... - < photo.jpg). Orientation tags of cameras are ignored unless training
-heeded them (data.exif). Exit codes: 0 done, 1 some images could not be read (one line
+content (... - < photo.jpg). Images are turned as the orientation tags of cameras say, unless a
+run was trained without (data.exif), or with --no_exif. Exit codes: 0 done, 1 some images could not be read (one line
 each says why), 2 bad input or no image at all.
 """
 
@@ -56,9 +56,11 @@ def open_classifier(flags: argparse.Namespace):
     """Opens the checkpoint, with the flags in place of what travelled with it."""
     from vit_jax.errors import UserError
     from vit_jax.evaluators import prediction
+    from vit_jax.weights.pretrained import upright
     from vit_jax.weights.text_tower import TextTower
 
     found, preprocess, names = cli.open_weights(flags, texts=True)
+    preprocess = upright(preprocess)
     if found.options["num_classes"] or "text" not in found.task_params:
         if flags.prompts or flags.tokenizer:
             raise UserError(

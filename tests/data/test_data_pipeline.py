@@ -1,10 +1,13 @@
 import dataclasses
+import pathlib
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from vit_jax.data import order
 from vit_jax.data.pipeline import eval_batches, train_batches
+from vit_jax.data.sources.base import _warned
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.errors import UserError
@@ -203,6 +206,36 @@ def test_a_skipped_image_is_replaced_by_the_next_and_counted(make, damaged, work
     np.testing.assert_array_equal(skipped, records == damaged)
     next_label = source[(damaged + 1) % 19]["label"]
     assert batches[0]["label"][0] == next_label
+
+
+def test_up_to_one_percent_of_damaged_images_are_skipped_and_named(
+    make, damaged, caplog
+):
+    data, source = make(on_error="skip_few")
+    stream(source, data)
+    (line,) = [line for line in caplog.messages if source.describe(damaged) in line]
+    assert "left out, 1 of at most 1 (--config.data.on_error=raise" in line
+    second = source.describe((damaged + 1) % 19)
+    pathlib.Path(second).write_bytes(b"")
+    match = r"as 1 others: more than 1 % of 19 images.*data\.on_error=skip"
+    with pytest.raises(UserError, match=match):
+        stream(source, data)
+
+
+@pytest.mark.parametrize("exif", [False, True])
+def test_a_tag_that_is_not_read_is_one_line(
+    make, damaged, encode, photograph, caplog, exif
+):
+    _warned.discard("data.exif")
+    tags = Image.Exif()
+    tags[0x0112] = 6  # Turned by a quarter.
+    data, source = make(exif=exif)
+    for i in (damaged, (damaged + 1) % 19):
+        content = encode(photograph, "JPEG", exif=tags)
+        pathlib.Path(source.describe(i)).write_bytes(content)
+    stream(source, data)
+    lines = [line for line in caplog.messages if "data.exif=True turns" in line]
+    assert len(lines) == (not exif)
 
 
 def test_evaluation_masks_a_skipped_image_and_counts_it(make, damaged):

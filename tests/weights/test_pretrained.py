@@ -21,6 +21,7 @@ from vit_jax.weights.pretrained import (
     describe_preprocess,
     prepare_image,
     resized_size,
+    upright,
     usual_preprocess,
 )
 
@@ -183,6 +184,18 @@ def test_the_camera_orientation_is_ignored(picture):
         np.testing.assert_array_equal(
             prepare_image(data, preprocess), expected[:, 4:27]
         )
+
+
+def test_files_are_upright_unless_the_weights_say_otherwise(picture):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Turned by a quarter.
+    tagged = encoded(picture, "JPEG", exif=exif)
+    unknown, without = Preprocess((23, 23)), Preprocess((23, 23), exif=False)
+    turned = prepare_image(tagged, Preprocess((23, 23), exif=True))
+    as_stored = prepare_image(tagged, without)
+    assert (turned != as_stored).any()
+    np.testing.assert_array_equal(prepare_image(tagged, upright(unknown)), turned)
+    np.testing.assert_array_equal(prepare_image(tagged, upright(without)), as_stored)
 
 
 def test_what_cannot_be_prepared_is_damaged():

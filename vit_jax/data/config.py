@@ -89,8 +89,9 @@ class ReaderConfig:
     )
     on_error: str = key(
         "raise",
-        'A damaged image: "raise", or "skip" (counted).',
-        choices=("raise", "skip"),
+        'A damaged image: "raise"; "skip" (counted); or "skip_few": up to 1 % of the images '
+        "of a split are skipped, and named.",
+        choices=("raise", "skip", "skip_few"),
     )
 
 

@@ -14,7 +14,7 @@ from vit_jax.data import decode, order, workers
 from vit_jax.data.balance import Balance
 from vit_jax.data.captions import TEXT, Captions
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources.base import Source, check_label, read_labels
+from vit_jax.data.sources.base import Source, check_label, read_labels, warn
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
@@ -23,6 +23,7 @@ Batch = dict[str, np.ndarray]
 
 # Keeps augmentation's random bits apart from those of other uses of the same seed.
 _STREAM = 0x617567
+_LOOKED_AT = 1_000  # Images of a split whose orientation tags are looked at.
 
 
 def train_batches(
@@ -146,11 +147,12 @@ class Loader:
       shapes: of each array that it makes of an image, by its name.
       num_classes: number of classes; 0: labels are not read.
       multi_label: whether a record has a list of labels.
-      on_error: "raise" or "skip".
+      on_error: see `DataConfig`.
       seed: of the run.
       repeats: of each record in training, see `DataConfig`.
       exif: whether images are turned as their tags say.
       captions: makes the tokens of captions; None where they are not read.
+      damaged: records that were skipped.
     """
 
     source: Source
@@ -165,6 +167,7 @@ class Loader:
     repeats: int
     exif: bool
     captions: Captions | None = None
+    damaged: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
     def from_config(
@@ -226,7 +229,7 @@ class Loader:
         )
         rng = np.random.Generator(bits)
         try:
-            image, ops = self._open(item["image"], rng)
+            image, ops = self._open(record, item["image"], rng)
             for op in ops:
                 image = op(image, rng)
         except host_transforms.TooLong as error:
@@ -255,11 +258,19 @@ class Loader:
         return found
 
     def _open(
-        self, data: bytes | np.ndarray, rng: np.random.Generator
+        self, record: int, data: bytes | np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray | dict[str, np.ndarray], tuple]:
         """Returns pixels, and the operations that are still to be done on them."""
         fused = self.ops and hasattr(self.ops[0], "from_file")
-        turned = self.exif and isinstance(data, bytes) and decode.orientation(data) != 1
+        looked_at = self.exif or not record % -(-len(self.source) // _LOOKED_AT)
+        tagged = looked_at and isinstance(data, bytes) and decode.orientation(data) != 1
+        turned = tagged and self.exif
+        if tagged and not turned:
+            warn(
+                f"{self._name(record)} is upright only by its orientation tag, which is "
+                "not read: --config.data.exif=True turns such images",
+                about="data.exif",
+            )
         if fused and isinstance(data, bytes) and not turned:
             return self.ops[0].from_file(data, self.channels, rng), self.ops[1:]
         return decode.decode(data, self.channels, exif=self.exif), self.ops
@@ -271,6 +282,21 @@ class Loader:
                 f"{self._name(record)} {error}: mend or remove it, or go on "
                 "without with --config.data.on_error=skip"
             ) from error
+        if self.on_error == "skip":
+            return
+        self.damaged.add(record)
+        found, most = len(self.damaged), max(1, len(self.source) // 100)
+        if found > most:
+            raise UserError(
+                f"{self._name(record)} {error}, as {found - 1} others: more than 1 % of "
+                f"{len(self.source):,} images; mend or remove them, or go on without with "
+                "--config.data.on_error=skip"
+            ) from error
+        warn(
+            f"{self._name(record)} {error}: left out, {found} of at most {most} "
+            "(--config.data.on_error=raise ends the run instead)",
+            about=f"damaged {self.source.describe(record)}",
+        )
 
     def empty(self, rows: int) -> Batch:
         """Returns a batch of blank rows."""

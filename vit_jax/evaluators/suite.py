@@ -477,7 +477,7 @@ def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConf
         "channels": options["channels"],
         "mean": tuple(preprocess.mean),
         "std": tuple(preprocess.std),
-        "exif": data.exif or preprocess.exif,
+        "exif": data.exif or bool(preprocess.exif),
     }
     return DataConfig(**dataclasses.asdict(data) | of_weights)
 

@@ -330,7 +330,9 @@ def _train(
         report = report | (run_report.read_report(workdir) or {}) | kept
         report["final"] = report["final"] | final
     if skipped:
-        logger.info(f"skipped damaged images {skipped} times (data.on_error=skip)")
+        logger.info(
+            f"skipped damaged images {skipped} times (data.on_error={data.on_error})"
+        )
     logger.info("\n" + run_report.format_report(report))
     if is_first:
         run_report.write_report(workdir, report)

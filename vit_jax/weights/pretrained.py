@@ -53,7 +53,8 @@ class Preprocess:
       short_side: whether the short side of the image is resized to
         `min(image_size) / crop_fraction` independently of the shape of the crop. Only
         set for crops that are not square; for square ones it makes no difference.
-      exif: whether files are turned as the orientation tags of cameras say.
+      exif: whether files are turned as the orientation tags of cameras say; None if the
+        weights do not tell. Then evaluations do not turn them, and `upright` does.
       crop_down: whether half a pixel of the margin above and beside the crop is rounded
         down, as by transformers, not to even, as by torchvision.
       cut: rows and columns at the bottom and on the right that fill no patch.
@@ -66,7 +67,7 @@ class Preprocess:
     crop_fraction: float = 1.0
     squash: bool = False
     short_side: bool = False
-    exif: bool = False
+    exif: bool | None = None
     crop_down: bool = False
     cut: tuple[int, int] = (0, 0)
 
@@ -106,6 +107,11 @@ class Pretrained:
     multi_label: bool = False
 
 
+def upright(preprocess: Preprocess) -> Preprocess:
+    """Returns a preprocessing that turns files by their tags, unless it states `exif`."""
+    return dataclasses.replace(preprocess, exif=preprocess.exif is not False)
+
+
 def prepare_image(
     data: bytes | UInt8[np.ndarray, "H W C"], preprocess: Preprocess, channels: int = 3
 ) -> UInt8[np.ndarray, "h w c"]:
@@ -129,7 +135,7 @@ def prepare_image(
 
     Source: timm.data.create_transform, crop modes "center" and "squash".
     """
-    pixels = decode.decode(data, channels, exif=preprocess.exif)
+    pixels = decode.decode(data, channels, exif=bool(preprocess.exif))
     height, width = resized_size(pixels.shape[:2], preprocess)
     if height * width > decode.MAX_PIXELS:
         raise decode.DamagedImage(

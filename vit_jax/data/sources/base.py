@@ -1,7 +1,6 @@
 """The protocol of a data set, and the registry of the kinds of data sets."""
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
@@ -99,10 +98,19 @@ def read_labels(source: Source) -> Integer[np.ndarray, " N"]:
     return found
 
 
-@functools.cache  # However often a split is opened.
-def warn(message: str) -> None:
-    """Logs a warning, once per process."""
-    logging.getLogger(__name__).warning("%s", message)
+_warned: set[str] = set()
+
+
+def warn(message: str, about: str = "") -> None:
+    """Logs a warning, once per process, however often a split is opened.
+
+    Args:
+      message: one line.
+      about: one warning about it is enough; "" is the message itself.
+    """
+    if (about or message) not in _warned:
+        _warned.add(about or message)
+        logging.getLogger(__name__).warning("%s", message)
 
 
 def warn_of_twins(what: str, names: Iterable[str]) -> None:

@@ -162,7 +162,7 @@ class ExploredModel:
         """
         channels = self._model.image_shape[-1]
         try:
-            exif = self._loaded.preprocess.exif
+            exif = bool(self._loaded.preprocess.exif)
             whole = decode.decode(data, channels, exif=exif)
             pixels = self._loaded.prepare(whole)
         except decode.DamagedImage as error:

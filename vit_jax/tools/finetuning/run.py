@@ -364,6 +364,7 @@ def _raw(
         "image_size": (side, side),
         "channels": pretrained.options["channels"],
         "exif": True,
+        "on_error": "skip_few",
         "mean": preprocess.mean,
         "std": preprocess.std,
     }
