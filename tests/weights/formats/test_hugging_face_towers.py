@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from import_timm import import_timm, torch
+from safetensors.numpy import load_file, save_file
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
@@ -68,6 +69,13 @@ NETWORKS = {
     "DINOv3, gated": (
         *("DINOv3ViTModel", "DINOv3ViTConfig"),
         SIZES | {"num_register_tokens": 0, "use_gated_mlp": True, "hidden_act": "silu"},
+        "hf_dinov3",
+    ),
+    "DINOv3, neither registers nor biases": (
+        *("DINOv3ViTModel", "DINOv3ViTConfig"),
+        SIZES
+        | {"num_register_tokens": 0}
+        | {f"{name}_bias": False for name in ("query", "value", "proj", "mlp")},
         "hf_dinov3",
     ),
     "BEiT, classifier": (
@@ -138,6 +146,19 @@ def test_a_network_is_the_same_here_and_when_written_again(tmp_path, case):
     )
     assert not any(info.values())
     np.testing.assert_allclose(outputs(again.eval(), images), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_dinov3_without_registers_fits_its_network(tmp_path, kept):
+    network = create(*NETWORKS["DINOv3, gated"][:3])
+    network.save_pretrained(tmp_path)
+    arrays = load_file(tmp_path / "model.safetensors")
+    if not kept:  # An array without numbers, which other writers leave out.
+        del arrays["embeddings.register_tokens"]
+        save_file(arrays, tmp_path / "model.safetensors")
+    found = weights.open_pretrained(tmp_path)
+    assert "register_tokens" not in found.params
+    weights.load(tmp_path, models.create(**found.options))
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,47 @@ def test_what_transformers_network_has_and_ours_lacks_is_named(
     assert message in refusal("hf", change)
 
 
+def rope(arrays, config):
+    removes("pos_embed")(arrays, config)
+    config.clear()
+
+
+def two_lambdas(arrays, config):
+    adds(f"{LAYER}.lambda_1", 12)(arrays, config)
+    config.clear()
+
+
+def no_positions(arrays, config):
+    removes("vit.embeddings.position_embeddings")(arrays, config)
+    config.clear()
+
+
+@pytest.mark.parametrize(
+    ("library", "change"),
+    [("timm", rope), ("hf", two_lambdas), ("hf", no_positions)],
+    ids=["rotary or BEiT of timm", "BEiT", "BEiT without positions"],
+)
+def test_bare_files_of_other_networks_ask_for_their_config(refusal, library, change):
+    assert "keep its config.json beside it" in refusal(library, change)
+
+
+@pytest.mark.parametrize("library", ["timm", "hf"])
+@pytest.mark.parametrize(
+    "stated", [{"model_type": "convnext"}, {"architecture": "swinv2_cr_tiny_224"}]
+)
+def test_a_network_that_no_reader_knows_is_named(refusal, library, stated):
+    def change(arrays, config):
+        arrays.clear()
+        arrays["stages.0.layers.0.dwconv.weight"] = floats(4, 1, 7, 7)
+        config.clear()
+        config.update(stated)
+
+    ((key, value),) = stated.items()
+    line = refusal(library, change)
+    assert f"{key}={value!r} in config.json" in line
+    assert "none of the known formats" not in line
+
+
 @pytest.mark.parametrize(
     ("config", "rows", "message"),
     [

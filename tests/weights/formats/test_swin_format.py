@@ -167,8 +167,11 @@ def test_what_ours_have_not_is_refused(tmp_path):
     path.write_text(json.dumps(config | {"use_absolute_embeddings": True}))
     with pytest.raises(UserError, match="use_absolute_embeddings=True in config.json"):
         weights.open_pretrained(tmp_path / "hf")
+    path.write_text(json.dumps(config | {"model_type": "donut-swin"}))
+    with pytest.raises(UserError, match="model_type='donut-swin' in config.json"):
+        weights.open_pretrained(tmp_path / "hf")
     path.unlink()
-    with pytest.raises(UserError, match="no config.json of a Swin Transformer lies"):
+    with pytest.raises(UserError, match="no config.json, which has to be of swin or"):
         weights.open_pretrained(tmp_path / "hf")
 
 

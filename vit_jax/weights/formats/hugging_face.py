@@ -79,7 +79,7 @@ class HuggingFaceConfig:
       pooler: activation after the pooler's dense layer.
       query_bias: whether query, key and value have biases.
       posemb_resize: how position embeddings were resized in training; "" if unknown.
-      plain_vit: whether it is of type "vit".
+      model_type: as "vit"; "" without a config.
     """
 
     num_heads: int = 0
@@ -91,7 +91,7 @@ class HuggingFaceConfig:
     pooler: str = "tanh"
     query_bias: bool = True
     posemb_resize: str = ""
-    plain_vit: bool = False
+    model_type: str = ""
 
 
 def recognises(tensors: Tensors) -> bool:
@@ -145,7 +145,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     if not tensors.sidecars.get("config.json"):
         notes.append("config.json: none, so exact GELU and epsilon 1e-12")
     table = encoder_table(form)
-    _check_names(flat, {entry.theirs for entry in table}, tensors.path)
+    _check_names(flat, {entry.theirs for entry in table}, facts, tensors.path)
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
     names = facts.class_names
     options = _model_options(ours, form, facts, tensors.path)
@@ -183,9 +183,7 @@ def _check_network(
         needed.append("classifier.bias")
     for name in needed:
         if name not in flat:
-            raise UserError(
-                f"{source}: {name} is missing: give the whole file of a ViT or DeiT"
-            )
+            raise UserError(f"{source}: {name} is missing: {_remedy(facts)}")
     rows, columns = flat[f"{block}.attention.attention.query.weight"].shape
     if rows != columns:
         raise UserError(
@@ -207,13 +205,22 @@ def _check_network(
         )
 
 
-def _check_names(flat: dict[str, np.ndarray], known: set[str], source: str) -> None:
+def _remedy(facts: HuggingFaceConfig) -> str:
+    """Returns what to do about arrays that are not those of a ViT."""
+    if not facts.model_type:
+        return "keep its config.json beside it, which names the network"
+    return "give the whole file of a plain ViT or DeiT"
+
+
+def _check_names(
+    flat: dict[str, np.ndarray], known: set[str], facts: HuggingFaceConfig, source: str
+) -> None:
     """Raises UserError if the encoder has an array without an entry."""
     for name in sorted(flat.keys() - known - _UNUSED):
         if name.startswith(("embeddings.", "encoder.", "layernorm.", "pooler.")):
             raise UserError(
                 f"{source}: {name} is not supported: no model here computes the same; "
-                "give weights of a plain ViT or DeiT"
+                f"{_remedy(facts)}"
             )
 
 
@@ -259,7 +266,7 @@ def _model_options(
     sizes = linen.transformer_options(rest)
     # ViTs of DINO are the only published ones that have neither.
     plain = not form["num_classes"] and not form["representation_layer"]
-    resize = "bicubic_dino" if plain and facts.plain_vit else "bicubic"
+    resize = "bicubic_dino" if plain and facts.model_type == "vit" else "bicubic"
     return {
         **sizes,
         "image_size": find_image_size(
@@ -547,7 +554,7 @@ def read_config(config: Mapping) -> HuggingFaceConfig:
         pooler=config.get("pooler_act", "tanh"),
         query_bias=config.get("qkv_bias", True),
         posemb_resize=config.get(RESIZE_KEY, ""),
-        plain_vit=config["model_type"] == "vit",
+        model_type=config["model_type"],
     )
 
 

@@ -26,6 +26,7 @@ from vit_jax.weights.pretrained import Pretrained
 
 _TYPE = "dinov3_vit"
 _MASK_TOKEN = "embeddings.mask_token"
+_REGISTERS = "embeddings.register_tokens"
 _DEFAULTS = {"layer_norm_eps": 1e-5, "hidden_act": "gelu"}
 
 
@@ -72,6 +73,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat = dict(tensors.flat)
     if flat.pop(_MASK_TOKEN, None) is not None:
         notes.append("mask token: dropped, which only pretraining has")
+    registers = flat.get(_REGISTERS, np.zeros((1, 0, 1))).shape[1]
+    if not registers:  # An array without numbers, if any.
+        flat.pop(_REGISTERS, None)
     flat, more = _add_biases(flat)
     notes += more
     depth = len({n.split(".")[1] for n in flat if n.startswith("layer.")})
@@ -84,7 +88,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         "depth": depth,
         "num_heads": num_heads,
         "activation": "swiglu" if gated else facts.activation,
-        "num_register_tokens": flat["embeddings.register_tokens"].shape[1],
+        "num_register_tokens": registers,
     }
     table = _table(form)
     torch_file.check_names(flat, table, tensors.path, network="a DINOv3ViTModel")
@@ -138,15 +142,16 @@ def _table(options: dict) -> list[ArrayEntry]:
     """Returns the entries of an encoder.
 
     Args:
-      options: depth, num_heads and activation of `models.Model`.
+      options: depth, num_heads, activation and num_register_tokens of `models.Model`.
     """
     embed = "embeddings"
     table = [
         *dense(f"{embed}.patch_embeddings", "embedding", CONV),
         ArrayEntry(f"{embed}.cls_token", ("cls",), SAME),
-        ArrayEntry(f"{embed}.register_tokens", ("register_tokens",), SAME),
         *norm("norm", "Transformer/encoder_norm"),
     ]
+    if options["num_register_tokens"]:
+        table.append(ArrayEntry(_REGISTERS, ("register_tokens",), SAME))
     for i in range(options["depth"]):
         theirs, ours = f"layer.{i}", f"Transformer/encoderblock_{i}"
         attention = f"{ours}/MultiHeadDotProductAttention_1"
@@ -189,9 +194,9 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         scales = [e.ours[0] for e in table if e.ours[0].endswith("/gamma")]
         flat |= {name: np.ones(options["width"], np.float32) for name in scales}
         notes.append("LayerScale: none, written as ones")
-    if not options["num_register_tokens"]:
-        flat["register_tokens"] = np.zeros((1, 0, options["width"]), np.float32)
     arrays = torch_file.to_their_arrays(flat, table)
+    if not options["num_register_tokens"]:
+        arrays[_REGISTERS] = np.zeros((1, 0, options["width"]), np.float32)
     arrays[_MASK_TOKEN] = np.zeros((1, 1, options["width"]), np.float32)
     config = _config(options, model.patch_size)
     preprocess, channels = pretrained.preprocess, options["channels"]

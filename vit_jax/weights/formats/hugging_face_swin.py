@@ -63,9 +63,10 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """
     config = tensors.sidecars.get("config.json", {})
     if config.get("model_type") not in ("swin", "swinv2"):
+        found = f"model_type={config['model_type']!r} in" if config else "no"
         raise UserError(
-            f"{tensors.path}: no config.json of a Swin Transformer lies beside it, which "
-            "states the windows: give the folder with both files"
+            f"{tensors.path}: {found} config.json, which has to be of swin or swinv2, whose "
+            "windows it states: give the folder of such a network with both files"
         )
     for name, plain in (("use_absolute_embeddings", False), ("qkv_bias", True)):
         if config.get(name, plain) != plain:

@@ -81,7 +81,8 @@ def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
       tensors: of the file.
 
     Raises:
-      UserError: the file is in none of the registered formats.
+      UserError: the file is in none of the registered formats; its config.json tells
+        the network.
     """
     inner = tensors
     while inner is not None:
@@ -93,6 +94,14 @@ def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
         inner = _unwrap(inner)
     names = sorted(tensors.flat)
     shown = ", ".join(names[:: max(1, len(names) // 3)][:3])
+    config = tensors.sidecars.get("config.json", {})
+    for key in ("architecture", "model_type"):
+        if key in config:
+            raise UserError(
+                f"{tensors.path}: {key}={config[key]!r} in config.json: no model of this "
+                f"project has its {len(names)} arrays, such as {shown}; give weights of "
+                f"one of {', '.join(READERS)}"
+            )
     raise UserError(
         f"{tensors.path} is in none of the known formats ({', '.join(READERS)}): its "
         f"{len(names)} arrays have names such as {shown}"

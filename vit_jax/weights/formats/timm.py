@@ -138,8 +138,8 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
     if "pos_embed" not in tensors.flat and not facts.no_positions:
         raise UserError(
             f"{tensors.path}: pos_embed is missing, and no config.json says that the "
-            "network has none (model_args, pos_embed): give weights of a network with "
-            "learned position embeddings"
+            "network has none, as BEiT, DINOv3 and rotary networks: keep its config.json "
+            "beside it"
         )
     flat, notes = _add_biases(timm_networks.to_plain(tensors.flat))
     form = _form(flat, facts, tensors.path)
