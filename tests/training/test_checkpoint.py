@@ -1,8 +1,10 @@
 """Saving, failing to save, and what is taken for a checkpoint, without a training run."""
 
 import asyncio
+import json
 import shutil
 
+import google_crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,9 +43,11 @@ def state_of(step):
 def restored(checkpoints):
     shapes = jax.eval_shape(lambda: state_of(1))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    notes = checkpoints.verify()
-    found = checkpoints.restore(shapes, jax.tree.map(lambda _: place, shapes))
-    return found._replace(notes=[*notes, *found.notes])
+    shardings = jax.tree.map(lambda _: place, shapes)
+    checkpoints.verify()
+    while (found := checkpoints.restore(shapes, shardings)).state is None:
+        checkpoints.verify()
+    return found._replace(notes=[*checkpoints.put_damaged_aside(), *found.notes])
 
 
 def assert_is(state, step):
@@ -219,13 +223,112 @@ def test_a_damaged_one_is_put_aside_and_may_be_saved_again(
     assert_is(found.state, 1)
     assert found.notes[0] == "the checkpoint of step 2 is damaged"
     said = capsys.readouterr().err
-    assert f"{path.name} is not what was written (CRC-32C)" in said
+    assert f"{path.name} is not what was written (sha256)" in said
     assert "kept as " in said
     with checkpoints:
         checkpoints.save(2, state_of(2), 0.0)
     assert workdirs.steps(tmp_path) == [1, 2]
     assert (tmp_path / "checkpoints" / "2.damaged").is_dir()
     assert workdirs.load(tmp_path, use_ema=False).step == 2
+
+
+def two_steps(checkpointer, tmp_path):
+    """Saves steps 8 and 12; returns their folders."""
+    with checkpointer() as checkpoints:
+        for step in (8, 12):
+            checkpoints.save(step, state_of(step), 0.0)
+    return tmp_path / "checkpoints" / "8", tmp_path / "checkpoints" / "12"
+
+
+def assert_goes_on_from_8(checkpointer, tmp_path, capfd, why):
+    with pytest.raises(UserError, match=f"12 is damaged .*{why}.* of step 8"):
+        workdirs.load(tmp_path)
+    capfd.readouterr()
+    found = restored(checkpointer())
+    assert_is(found.state, 8)
+    said = capfd.readouterr().err
+    assert why in said
+    assert "Traceback" not in said
+    assert (tmp_path / "checkpoints" / "12.damaged").is_dir()
+
+
+def test_a_file_of_another_checkpoint_is_damage(checkpointer, tmp_path, capfd):
+    old, new = two_steps(checkpointer, tmp_path)
+    swapped = 0
+    for path in old.rglob("manifest.ocdbt"):  # It ends in a CRC-32C of itself.
+        other = new / path.relative_to(old)
+        ours, theirs = path.read_bytes(), other.read_bytes()
+        if len(ours) == len(theirs) and ours != theirs:
+            assert google_crc32c.value(ours) == google_crc32c.value(theirs)
+            other.write_bytes(ours)
+            swapped += 1
+    assert swapped
+    assert_goes_on_from_8(checkpointer, tmp_path, capfd, "is not what was written")
+
+
+def sign_again(folder):
+    """Writes the checksums of what is there."""
+    folder = epath.Path(folder)
+    workdirs.write_checksums(folder, workdirs.compute_checksums(folder))
+
+
+@pytest.mark.parametrize("what", ["d", "manifest.ocdbt", "_METADATA"])
+def test_what_cannot_be_restored_is_damage(checkpointer, tmp_path, capfd, what):
+    _, new = two_steps(checkpointer, tmp_path)
+    for path in map(epath.Path, new.rglob(what)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.write_bytes(b"else")
+    sign_again(new)
+    assert_goes_on_from_8(checkpointer, tmp_path, capfd, "cannot be re")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damage(
+    checkpointer, tmp_path, capfd
+):
+    old, new = two_steps(checkpointer, tmp_path)
+    shutil.rmtree(new)
+    shutil.copytree(old, new)
+    assert_goes_on_from_8(checkpointer, tmp_path, capfd, "of step 8")
+
+
+def test_nothing_is_renamed_where_nothing_can_be_restored(checkpointer, tmp_path):
+    for folder in two_steps(checkpointer, tmp_path):
+        for path in folder.rglob("manifest.ocdbt"):
+            path.write_bytes(b"else")
+        sign_again(folder)
+    with pytest.raises(
+        UserError, match="step 12, 8; .*12 cannot be restored: .*8 cannot be"
+    ):
+        restored(checkpointer())
+    assert workdirs.steps(tmp_path) == [8, 12]
+
+
+def test_a_folder_that_is_no_number_as_it_is_written_is_no_step(
+    checkpointer, tmp_path, capsys
+):
+    old, new = two_steps(checkpointer, tmp_path)
+    new.rename(old.parent / "012")
+    assert workdirs.steps(tmp_path) == [8]
+    assert_is(restored(checkpointer()).state, 8)
+    assert "has 012, of no checkpoint" in capsys.readouterr().err
+
+
+def test_checksums_of_earlier_versions_are_read(checkpointer, tmp_path):
+    _, new = two_steps(checkpointer, tmp_path)
+    files = {
+        name: [size, f"{google_crc32c.value((new / name).read_bytes()):08x}"]
+        for name, (size, _) in workdirs.compute_checksums(epath.Path(new)).items()
+    }
+    crc = google_crc32c.value(json.dumps(files, sort_keys=True).encode())
+    text = json.dumps({"files": files, "crc32c": f"{crc:08x}"})
+    (new / workdirs.CHECKSUMS_FILE).write_text(text)
+    assert workdirs.find_damage(epath.Path(new)) == []
+    assert_is(restored(checkpointer()).state, 12)
+    path = next(new.glob("state/ocdbt.process_0/d/*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert "(crc32c)" in workdirs.find_damage(epath.Path(new))[0]
 
 
 def test_one_without_checksums_is_not_removed_with_the_old_ones(checkpointer, tmp_path):

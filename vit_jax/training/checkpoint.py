@@ -74,6 +74,7 @@ class Checkpointer:
             **metadata,
         }
         self._best, self._tidying = {}, threading.Lock()
+        self._damaged, self._unreadable = [], {}  # Steps; and why, by step.
         self.failures = 0
         self._saving = None
         silence_orbax()
@@ -85,18 +86,25 @@ class Checkpointer:
         self._last = self.latest  # Finished or under way.
         self._good = time.monotonic()  # When `latest` was saved, or this start began.
 
-    def verify(self) -> list[str]:
-        """Sets `latest` to the newest checkpoint that is intact; renames damaged ones.
-
-        Returns:
-          Notes on what is unusual about it.
+    def verify(self) -> None:
+        """Sets `latest` to the newest checkpoint that is intact.
 
         Raises:
           UserError: there are checkpoints, and none is intact.
         """
-        self.latest, notes = resume_check.newest_intact(self._workdir)
+        self.latest, self._damaged = resume_check.newest_intact(
+            self._workdir, self._unreadable
+        )
         self._last = self.latest
-        return notes
+
+    def put_damaged_aside(self) -> list[str]:
+        """Renames the damaged checkpoints that `verify` has found; returns notes on them."""
+        for step in self._damaged if jax.process_index() == 0 else ():
+            aside = leftovers.put_aside(layout.path_of(self._workdir, step), "damaged")
+            print_error(
+                f"error: going on from step {self.latest}; the damaged one is kept as {aside}"
+            )
+        return [f"the checkpoint of step {step} is damaged" for step in self._damaged]
 
     def restore(self, shapes: TrainState, shardings: TrainState) -> Restored:
         """Reads the latest checkpoint; `verify` comes before.
@@ -106,18 +114,36 @@ class Checkpointer:
           shardings: of each of its arrays, whatever they were when it was saved.
 
         Returns:
-          The state and what goes with it.
+          The state and what goes with it; without a state if it cannot be read, so that
+          the next `verify` takes it for damaged.
 
         Raises:
           UserError: the data set has changed since then, unless `data.check` is off.
         """
-        step = self.latest
+        step, state, why = self.latest, None, ""
         path = layout.path_of(self._workdir, step)
-        stored = ocp.metadata(path).custom_metadata
-        notes = resume_check.check_data(
-            stored["data"], self.data, self._source, self._workdir, check=self._check
-        )
-        state = self.load(step, shapes, shardings)
+        try:
+            stored = ocp.metadata(path).custom_metadata
+            notes = resume_check.check_data(
+                stored["data"],
+                self.data,
+                self._source,
+                self._workdir,
+                check=self._check,
+            )
+            state = self.load(step, shapes, shardings)
+            if int(state.step) != step:
+                why = f"it is the checkpoint of step {int(state.step)}"
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # Of Orbax, TensorStore, or of metadata.
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            why = describe_failure(error)
+        if meshes.process_allgather(failed=bool(why))["failed"].any():
+            self._unreadable[step] = f"{path} cannot be restored: {why}"
+            print_error(f"error: the checkpoint {self._unreadable[step]}")
+            return Restored(None, 0, 0.0, 0.0, [])
         notes = [f"resume: step {step} of {self._workdir}", *notes]
         seconds, device_seconds = stored["seconds"], stored["device_seconds"]
         return Restored(state, step, seconds, device_seconds, notes)

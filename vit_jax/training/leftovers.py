@@ -80,13 +80,13 @@ def _remove_unfinished(folder: epath.Path) -> list[str]:
         name = path.name
         if _ORBAX in name or re.fullmatch(rf"\d+{_REMOVED}", name):
             _remove_tree(path)
-        elif name.isdecimal() and not layout.is_finished(path):
+        elif layout.is_step(name) and not layout.is_finished(path):
             if name not in ours:
                 unverified.append(name)
                 continue
             with contextlib.suppress(OSError):  # A disk that is read-only.
                 remove(path)
-        elif not (name.isdecimal() or _KNOWN.fullmatch(name)):
+        elif not (layout.is_step(name) or _KNOWN.fullmatch(name)):
             foreign.append(name)
     for name in ours:
         with contextlib.suppress(OSError):

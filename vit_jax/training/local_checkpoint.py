@@ -201,7 +201,7 @@ class LocalCheckpointer:
     def _find(self, newer_than: int) -> dict[tuple[int, int], pathlib.Path]:
         """Returns the undamaged files on this disk: (step, writing process) to path."""
         found = {}
-        for path in self._folder.glob("process_*/*.npz"):
+        for path in self._folder.glob("process_*/[0-9]*.npz"):
             step, process = int(path.stem), int(path.parent.name.split("_")[1])
             if step <= newer_than:
                 continue
@@ -212,6 +212,8 @@ class LocalCheckpointer:
                 # A flipped bit may cut the file's table of contents short.
                 if bad is None and members != about["members"]:
                     bad = f"{members} of {about['members']} arrays"
+                if bad is None and step != about["step"]:
+                    bad = f"step {about['step']}"
                 if bad is not None:
                     raise zipfile.BadZipFile(f"{bad} is not what was written")
                 if about["print"] == self._print:

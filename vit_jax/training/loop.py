@@ -412,14 +412,17 @@ def restore_or_init(
     """
     latest, notes = checkpoints.latest or 0, []
     found = local.restore(newer_than=latest)
-    if found.state is None and latest:
-        notes = checkpoints.verify()
+    while found.state is None and latest:
+        checkpoints.verify()
         if checkpoints.latest < latest:  # A local checkpoint may be newer now.
             found = local.restore(newer_than=checkpoints.latest)
         if found.state is None:
             notes += found.notes
             found = checkpoints.restore(setup.disk_shapes, setup.disk_shardings)
-            found = found._replace(state=setup.from_disk(found.state))
+            if found.state is not None:
+                found = found._replace(state=setup.from_disk(found.state))
+    if latest:
+        notes += checkpoints.put_damaged_aside()
     elif found.state is None and config.init.checkpoint:
         params, others, notes = load_initial(
             config.init,

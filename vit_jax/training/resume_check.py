@@ -19,7 +19,6 @@ from vit_jax.distributed import start
 from vit_jax.errors import UserError
 from vit_jax.printing import masked, print_error
 from vit_jax.training import config as training_config
-from vit_jax.training import leftovers
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.run_report import params_sha256
 from vit_jax.training.train_state import TrainState
@@ -174,43 +173,41 @@ class Restored(NamedTuple):
     notes: list[str]
 
 
-def newest_intact(workdir: str | os.PathLike) -> tuple[int, list[str]]:
-    """Finds the newest intact checkpoint and renames damaged ones.
+def newest_intact(
+    workdir: str | os.PathLike, unreadable: Mapping[int, str]
+) -> tuple[int, list[int]]:
+    """Finds the newest intact checkpoint.
 
     All processes call it. Each verifies its share of the files.
 
     Args:
       workdir: holds at least one finished checkpoint.
+      unreadable: steps whose checkpoints could not be restored, and why.
 
     Returns:
-      Its step, and notes on what is unusual about it.
+      Its step, and the steps of newer ones, which are damaged.
 
     Raises:
-      UserError: none is intact; then none is renamed.
+      UserError: none is intact.
     """
     me, everyone = jax.process_index(), jax.process_count()
-    damaged, notes = [], []
+    damaged = []
     for step in reversed(layout.steps(workdir)):
         path = layout.path_of(workdir, step)
-        found = layout.find_damage(path, me, everyone)
-        if found:
-            print_error(f"error: the checkpoint {path} is damaged: {'; '.join(found)}")
-        if not meshes.process_allgather(found=len(found))["found"].any():
-            break
+        if step not in unreadable:
+            found = layout.find_damage(path, me, everyone)
+            if found:
+                print_error(
+                    f"error: the checkpoint {path} is damaged: {'; '.join(found)}"
+                )
+            if not meshes.process_allgather(found=len(found))["found"].any():
+                return step, damaged
         damaged.append(step)
-    else:
-        raise UserError(
-            f"no checkpoint under {path.parent} is intact (damaged: step "
-            f"{', '.join(map(str, damaged))}): move that folder away to begin anew"
-        )
-    for bad in damaged:
-        if me == 0:
-            aside = leftovers.put_aside(layout.path_of(workdir, bad), "damaged")
-            print_error(
-                f"error: going on from step {step}; the damaged one is kept as {aside}"
-            )
-        notes.append(f"the checkpoint of step {bad} is damaged")
-    return step, notes
+    why = "".join(f"; {reason}" for reason in unreadable.values())
+    raise UserError(
+        f"no checkpoint under {path.parent} is intact (damaged: step "
+        f"{', '.join(map(str, damaged))}{why}): move that folder away to begin anew"
+    )
 
 
 def check_data(

@@ -1,18 +1,21 @@
 """Checkpoints in the workdir of a training run: parameters, config, checksums.
 
 Orbax detects damage in its index, not in the array data: it loads a file with a flipped
-bit without an error. Therefore a file of CRC-32C checksums is written last, beside the
-data, and a checkpoint counts as finished once that file exists.
+bit without an error. Therefore a file of SHA-256 checksums is written last, beside the
+data, and a checkpoint counts as finished once that file exists. Earlier versions wrote
+CRC-32C, which is the same for all files that end in their own, as Orbax's do.
 """
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
 
 import google_crc32c
 import jax
@@ -38,6 +41,8 @@ CHECKSUMS_FILE = "checksums.json"
 
 _DATA = "d"  # Name of the folders of array data; the other files are small.
 _CHUNK_BYTES = 8 << 20
+_HASHES = {"sha256": hashlib.sha256, "crc32c": google_crc32c.Checksum}
+_HASH = "sha256"  # Which is written.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +141,18 @@ def load(
         record = record if record.get("step") == step else {}
     path = path_of(workdir, step)
     refuse_damage(path)
+    try:
+        found = _read(path, use_ema=use_ema, with_task=with_task)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 (its files may be those of another one)
+        _refuse(path, [f"cannot be read: {' '.join(str(error).split())[:200]}"])
+    if found.step != step:
+        _refuse(path, [f"it is that of step {found.step}"])
+    return dataclasses.replace(found, best=record)
+
+
+def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
     stored = ocp.metadata(path)
     _check_version(path, stored.custom_metadata)
     network = stored.custom_metadata["network"]
@@ -147,6 +164,7 @@ def load(
     target = find(stored.metadata)
     for key in reversed(keys):
         target = {key: target}
+    target["step"] = stored.metadata["step"]
     if with_task:
         kind = "average" if averaged else "params"
         target |= {kind: stored.metadata[kind]}
@@ -163,8 +181,8 @@ def load(
             for name, value in network["options"].items()
         },
         kind="ema" if averaged else "params",
-        step=int(path.name),
-        best=record,
+        step=int(loaded["step"]),
+        best={},
         config=stored.custom_metadata["config"],
         class_names=tuple(stored.custom_metadata["class_names"]),
     )
@@ -323,8 +341,13 @@ def steps(workdir: str | os.PathLike) -> list[int]:
     folder = epath.Path(workdir) / FOLDER
     if not folder.is_dir():
         return []
-    named = [p for p in path_of(workdir, 0).parent.iterdir() if p.name.isdecimal()]
+    named = [p for p in path_of(workdir, 0).parent.iterdir() if is_step(p.name)]
     return sorted(int(path.name) for path in named if is_finished(path))
+
+
+def is_step(name: str) -> bool:
+    """Returns whether a folder is named as that of a step: 12, but not 012."""
+    return name.isdecimal() and str(int(name)) == name
 
 
 def best(workdir: str | os.PathLike) -> dict:
@@ -359,15 +382,17 @@ def refuse_damage(path: epath.Path) -> None:
       path: folder of one step.
     """
     if found := find_damage(path):
-        before = [s for s in steps(path.parent.parent) if s < int(path.name)]
-        remedy = (
-            f"move that folder away to use the one before it, of step {before[-1]}"
-            if before
-            else "there is none before it; restore it from a backup"
-        )
-        raise UserError(
-            f"the checkpoint {path} is damaged ({'; '.join(found)}): {remedy}"
-        )
+        _refuse(path, found)
+
+
+def _refuse(path: epath.Path, found: list[str]) -> NoReturn:
+    before = [s for s in steps(path.parent.parent) if s < int(path.name)]
+    remedy = (
+        f"move that folder away to use the one before it, of step {before[-1]}"
+        if before
+        else "there is none before it; restore it from a backup"
+    )
+    raise UserError(f"the checkpoint {path} is damaged ({'; '.join(found)}): {remedy}")
 
 
 def absolute(workdir: str | os.PathLike) -> epath.Path:
@@ -392,7 +417,7 @@ def compute_checksums(
       num_shards: number of shards.
 
     Returns:
-      Path relative to the folder to [bytes, CRC-32C in hexadecimal].
+      Path relative to the folder to [bytes, SHA-256 in hexadecimal].
     """
     names = sorted(_list_files(folder))[shard::num_shards]
     return {name: _checksum(folder / name) for name in names}
@@ -407,7 +432,7 @@ def write_checksums(folder: epath.Path, files: dict[str, list]) -> None:
     """
     text = json.dumps(files, sort_keys=True)
     new = folder / f".{CHECKSUMS_FILE}.new"
-    new.write_text(json.dumps({"files": files, "crc32c": _crc(text.encode())}))
+    new.write_text(json.dumps({"files": files, _HASH: _hash([text.encode()])}))
     new.replace(folder / CHECKSUMS_FILE)
 
 
@@ -435,10 +460,11 @@ def find_damage(
         return []
     try:
         stored = json.loads((folder / CHECKSUMS_FILE).read_text())
-        files = stored["files"]
-        if _crc(json.dumps(files, sort_keys=True).encode()) != stored["crc32c"]:
+        files, kind = stored["files"], next(k for k in _HASHES if k in stored)
+        text = json.dumps(files, sort_keys=True)
+        if _hash([text.encode()], kind) != stored[kind]:
             raise ValueError
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, StopIteration):
         return [f"{CHECKSUMS_FILE} is damaged"]
     found = []
     for name in sorted(files)[shard::num_shards]:
@@ -449,8 +475,8 @@ def find_damage(
             found.append(f"{name} is missing")
         elif path.stat().length != size:
             found.append(f"{name} has {path.stat().length:,} of {size:,} bytes")
-        elif _checksum(path) != files[name]:
-            found.append(f"{name} is not what was written (CRC-32C)")
+        elif _checksum(path, kind) != files[name]:
+            found.append(f"{name} is not what was written ({kind})")
     return found
 
 
@@ -462,13 +488,14 @@ def _list_files(folder: epath.Path, below: str = "") -> Iterator[str]:
             yield below + path.name
 
 
-def _checksum(path: epath.Path) -> list:
-    crc = size = 0
+def _checksum(path: epath.Path, kind: str = _HASH) -> list:
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc, size = google_crc32c.extend(crc, chunk), size + len(chunk)
-    return [size, f"{crc:08x}"]
+        found = _hash(iter(lambda: file.read(_CHUNK_BYTES), b""), kind)
+    return [path.stat().length, found]
 
 
-def _crc(data: bytes) -> str:
-    return f"{google_crc32c.value(data):08x}"
+def _hash(chunks: Iterable[bytes], kind: str = _HASH) -> str:
+    digest = _HASHES[kind]()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.digest().hex()
