@@ -3,6 +3,7 @@
 Needs the extra `parity`.
 """
 
+import inspect
 import json
 import re
 
@@ -13,7 +14,7 @@ from import_timm import import_timm, torch
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import files, registry
+from vit_jax.weights.formats import files, registry, timm_config
 
 pytestmark = pytest.mark.parity
 their_timm = import_timm()
@@ -32,6 +33,27 @@ NETWORKS = {
     "LayerScale, many": ("vit_small_patch16_36x1_224", {}, None),
     "no position of the class token": ("deit3_small_patch16_224", {}, None),
     "dist token": ("deit_tiny_distilled_patch16_224", {}, None),
+    "no biases": ("vit_tiny_patch16_224", {"proj_bias": False}, None),
+    "registers, map, no class token": (
+        "vit_tiny_patch16_224",
+        {"global_pool": "map", "class_token": False, "reg_tokens": 1},
+        "pool_include_prefix=False",
+    ),
+    "registers, gap with them": (
+        "vit_tiny_patch16_224",
+        {
+            "global_pool": "avg",
+            "class_token": False,
+            "reg_tokens": 1,
+            "pool_include_prefix": True,
+        },
+        "pool_include_prefix=True",
+    ),
+    "dist token, registers": (
+        "deit_tiny_distilled_patch16_224",
+        {"reg_tokens": 1},
+        "distillation token beside registers",
+    ),
     "no positions": ("vit_tiny_patch16_224", {"pos_embed": "none"}, None),
     "fc_norm of a token": ("vit_tiny_patch16_224", {"fc_norm": True}, None),
     "every token": ("vit_tiny_patch16_224", {"global_pool": ""}, None),
@@ -130,6 +152,10 @@ def create(architecture, **changes):
 
 
 _REFUSALS = "not supported|not an architecture|none of the known formats|not one of"
+_REFUSALS += (
+    "|not of a model of this project|is not square|is missing|does not fit the model"
+)
+_REFUSALS += "|not a multiple of the patch"
 
 
 def check(network, folder, refusal):
@@ -148,11 +174,12 @@ def check(network, folder, refusal):
         return
     found = weights.open_pretrained(folder)
     model = models.create(**found.options)
+    params = weights.load(folder, model).params
     rng = np.random.default_rng(1)
     images = rng.normal(size=(2, *model.image_shape)).astype(np.float32)
     with torch.no_grad():
         theirs = network(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()
-    outputs = jax.jit(model.apply)(found.params, images)
+    outputs = jax.jit(model.apply)(params, images)
     ours = outputs["logits" if found.options["num_classes"] else "pre_logits"]
     size = np.abs(theirs).max()
     assert size > 0.1
@@ -167,6 +194,153 @@ def check(network, folder, refusal):
 def test_logits_are_equal_or_what_differs_is_named(tmp_path, case):
     architecture, changes, refusal = (NETWORKS | SLOW)[case]
     check(create(architecture, **SMALL | changes), tmp_path, refusal)
+
+
+ENCODER = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "depth": 1}
+SWIN = {"img_size": 64, "embed_dim": 12, "num_heads": (1, 2), "depths": (2, 2)}
+SWIN["window_size"] = 4
+# Class of each kind of network with what makes it small.
+CLASSES = {
+    "vit_tiny_patch16_224": ("vision_transformer.VisionTransformer", ENCODER),
+    "eva02_tiny_patch14_224": ("eva.Eva", ENCODER),
+    "beit_base_patch16_224": ("beit.Beit", ENCODER),
+    "swin_tiny_patch4_window7_224": ("swin_transformer.SwinTransformer", SWIN),
+    "swinv2_tiny_window8_256": ("swin_transformer_v2.SwinTransformerV2", SWIN),
+    "mixer_s32_224": ("mlp_mixer.MlpMixer", {"img_size": 64}),
+    "resnetv2_50x1_bit": ("resnetv2.ResNetV2", {}),
+}
+# Values of each argument that is accounted for; each gives equal logits or a refusal.
+VALUES = {
+    "img_size": [48, (32, 64)],
+    "patch_size": [4, (8, 4)],
+    "in_chans": [1],
+    "num_classes": [0],
+    "global_pool": ["", "avg", "token", "map", "max", "avgmax", "prr", "catavgmax"],
+    "embed_dim": [24],
+    "depth": [2],
+    "depths": [(2,), (1, 2)],
+    "layers": [(1, 1, 1, 1)],
+    "channels": [(64, 128, 256, 512)],
+    "width_factor": [2],
+    "stem_chs": [32],
+    "num_heads": [4],
+    "mlp_ratio": [2.3, (0.5, 2.0)],
+    "qkv_bias": [False],
+    "qkv_fused": [False],
+    "qk_norm": [True],
+    "scale_attn_norm": [True],
+    "scale_mlp_norm": [True],
+    "scale_mlp": [True, False],
+    "scale_attn_inner": [True],
+    "swiglu_mlp": [True, False],
+    "swiglu_align_to": [8],
+    "proj_bias": [False],
+    "init_values": [0.1],
+    "class_token": [False],
+    "pos_embed": ["none"],
+    "no_embed_class": [True],
+    "reg_tokens": [2],
+    "num_reg_tokens": [2],
+    "pre_norm": [True],
+    "final_norm": [False],
+    "fc_norm": [True],
+    "use_fc_norm": [True, False],
+    "pool_include_prefix": [True],
+    "dynamic_img_size": [True],
+    "dynamic_img_pad": [True],
+    "strict_img_size": [False],
+    "weight_init": ["skip"],
+    "fix_init": [True],
+    "zero_init_last": [True],
+    "nlhb": [True],
+    "act_layer": ["gelu_tanh", "quick_gelu", "silu"],
+    "attn_type": ["eva", "rope"],
+    "use_abs_pos_emb": [True, False],
+    "use_rel_pos_bias": [False],
+    "use_shared_rel_pos_bias": [True],
+    "use_rot_pos_emb": [False],
+    "use_post_norm": [True],
+    "rope_type": ["dinov3", "mixed"],
+    "rope_temperature": [50.0],
+    "rope_rotate_half": [True],
+    "rope_grid_indexing": ["xy"],
+    "rope_shift_coords": [0.1],
+    "rope_jitter_coords": [1.1],
+    "rope_rescale_coords": [1.2],
+    "ref_feat_shape": [(7, 7), (7, 5)],
+    "head_init_scale": [0.1],
+    "window_size": [3, (4, 2), [(4, 4), (2, 2)], [(4, 4), (4, 4)]],
+    "pretrained_window_sizes": [(4, 4), (3, 0)],
+    "norm_layer": ["layernorm"],
+}
+
+
+def arguments(architecture):
+    """Yields the arguments of a network's class, and whether each is accounted for."""
+    module, name = CLASSES[architecture][0].split(".")
+    network = getattr(getattr(their_timm.models, module), name)
+    known = (
+        accounted
+        for names, accounted in timm_config.ARCHITECTURES.items()
+        if re.fullmatch(names, architecture)
+    )
+    known = next(known)
+    for argument in inspect.signature(network).parameters.values():
+        yield argument, bool(re.fullmatch(known, argument.name))
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_an_argument_of_timms_class_is_accounted_for_or_refused(architecture):
+    for argument, known in arguments(architecture):
+        name = argument.name
+        if known:
+            assert name in VALUES or name.endswith("_rate"), name
+            continue
+        for value in ("other", 2, [1], False, "", 0):
+            if not value and not argument.default:
+                continue
+            args = {"architecture": architecture, "model_args": {name: value}}
+            with pytest.raises(UserError, match=f"{name}="):
+                timm_config.check_config(args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_each_value_of_an_argument_is_equal_or_refused(tmp_path, architecture):
+    small = CLASSES[architecture][1]
+    for argument, known in arguments(architecture):
+        for i, value in enumerate(VALUES.get(argument.name, ()) if known else ()):
+            try:
+                network = create(architecture, **small | {argument.name: value})
+            except (AssertionError, RuntimeError, TypeError, ValueError):
+                # timm has no such network.
+                continue
+            folder = tmp_path / f"{argument.name}{i}"
+            folder.mkdir()
+            try:
+                check(network, folder, None)
+            except UserError as error:
+                assert re.search(_REFUSALS, str(error)), (argument.name, value)
+
+
+@pytest.mark.parametrize(
+    "name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"]
+)
+def test_swin_at_another_size_is_what_timm_creates_for_that_size(tmp_path, name):
+    network = create(name, **SWIN | {"img_size": 32, "strict_img_size": False})
+    their_timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
+    found = weights.open_pretrained(tmp_path)
+    assert any("img_size=SIZE" in note for note in found.notes)
+    model = models.create(**found.options | {"image_size": (64, 64)})
+    params = weights.load(tmp_path, model).params
+    images = np.random.default_rng(1).normal(size=(2, 64, 64, 3)).astype(np.float32)
+    network = their_timm.create_model(
+        f"local-dir:{tmp_path}", pretrained=True, img_size=64
+    ).eval()
+    with torch.no_grad():
+        theirs = network(torch.from_numpy(images.transpose(0, 3, 1, 2).copy()))
+    ours = jax.jit(model.apply)(params, images)["logits"]
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 EVERY = "vit|deit|eva|beit|swin|mixer"

@@ -79,9 +79,8 @@ timm_config.ARCHITECTURES[
     r"|swinv2_(tiny|small|base|large)_window\d+(to\d+)?_\d+(to\d+)?(_22k|_22kft1k)?"
 ] = (
     r"img_size|patch_size|in_chans|num_classes|global_pool|embed_dim|depths|num_heads"
-    r"|window_size|pretrained_window_sizes|mlp_ratio|qkv_bias|weight_init|\w+_rate"
-    r"|strict_img_size|pretrained|checkpoint_path|cache_dir|scriptable|exportable|no_jit"
-    r"|out_indices"
+    r"|window_size|pretrained_window_sizes|mlp_ratio|qkv_bias|strict_img_size"
+    r"|dynamic_img_size" + timm_config.TRAINING
 )
 _TIMM_SIZES = {"T": "tiny", "S": "small", "B": "base", "L": "large"}
 
@@ -128,6 +127,15 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             f"{tensors.path}: global_pool={facts.pool!r} of a Swin Transformer is not "
             "supported, only 'avg'"
         )
+    args = config.get("model_args") or {}
+    window = _one_window(args.get("window_size"), tensors.path)
+    if args.get("dynamic_img_size") or not args.get("strict_img_size", True):
+        notes.append(
+            "strict_img_size=False: at another size windows are as after "
+            "timm.create_model(..., img_size=SIZE), not as when this network of timm is "
+            "given other images, whose last stages then never shift, nor as after "
+            "set_input_size, which scales the windows"
+        )
     buffers = {name: flat.pop(name) for name in list(flat) if _BUFFER.search(name)}
     found = options_of(flat, names, tensors.path)
     entries = table(found, names)
@@ -139,7 +147,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         bias = ours[f"stage_{stages - 1}/block_0/attn/bias_table"]
         last = (math.isqrt(len(bias)) + 1) // 2
     else:
-        found["window_size"], last, grown, more = _v2_windows(buffers, config, stages)
+        found["window_size"], last, grown, more = _v2_windows(
+            buffers, config, stages, window
+        )
         notes += more
     image_size = facts.image_size
     if image_size is None:
@@ -204,8 +214,15 @@ def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dic
     v2 = f"{first[0]}.{names.attention}.logit_scale" in flat
     which = "logit_scale" if v2 else "relative_position_bias_table"
     biases = [find(f"{block}.{names.attention}.{which}") for block in first]
-    width, channels, patch, _ = find(f"{names.embedding}.weight").shape
-    hidden = len(find(f"{first[0]}.{names.mlp[0]}.weight"))
+    width, channels, *patch = find(f"{names.embedding}.weight").shape
+    mlps = [find(f"{block}.{names.mlp[0]}.weight").shape for block in first]
+    ratios = {hidden / features for hidden, features in mlps}
+    if len(ratios) > 1 or patch[0] != patch[1]:
+        what = f"mlp_ratio={sorted(ratios)}" if len(ratios) > 1 else f"patch {patch}"
+        raise UserError(
+            f"{source}: {what} is not supported: models of this project have square "
+            "patches, and MLPs of one ratio in all stages"
+        )
     published = (
         size
         for size, numbers in SIZES.items()
@@ -213,19 +230,34 @@ def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dic
     )
     return {
         "variant": f"Swin{'V2' if v2 else ''}-{next(published, 'T')}",
-        "patch_size": patch,
+        "patch_size": patch[0],
         "width": width,
         "stage_depths": tuple(depths),
         "num_heads": tuple(x.shape[0 if v2 else 1] for x in biases),
-        "mlp_ratio": hidden / width,
+        "mlp_ratio": ratios.pop(),
         "window_size": 0 if v2 else (math.isqrt(len(biases[0])) + 1) // 2,
         "num_classes": len(flat.get(f"{names.head}.weight", ())),
         "channels": channels,
     }
 
 
+def _one_window(stated: int | list | None, source: str) -> int:
+    """Returns the side of all windows that config.json states; 0 if it states none.
+
+    Raises:
+      UserError: they are not square, or not the same in all stages.
+    """
+    sides = set(np.ravel(stated).tolist()) if stated is not None else {0}
+    if len(sides) > 1:
+        raise UserError(
+            f"{source}: window_size={stated!r} in model_args of config.json is not "
+            "supported: only square windows of one size for all stages"
+        )
+    return sides.pop()
+
+
 def _v2_windows(
-    buffers: Mapping[str, np.ndarray], config: Mapping, stages: int
+    buffers: Mapping[str, np.ndarray], config: Mapping, stages: int, window: int
 ) -> tuple[int, int, tuple[int, ...], list[str]]:
     """Returns V2's first and last window, those of pretraining, and notes.
 
@@ -245,16 +277,11 @@ def _v2_windows(
         return windows[0], windows[-1], grown, []
     args, name = config.get("model_args") or {}, config.get("architecture", "")
     stated = re.search(r"_window(\d+)(?:to(\d+))?_", name)
-    window, notes = args.get("window_size"), []
-    if window is None and stated:
+    notes = []
+    if not window and stated:
         window = int(stated[2] or stated[1])
-    elif window is None:
+    elif not window:
         window, notes = 8, ["windows: nothing says how large, so 8 patches"]
-    elif not isinstance(window, int):
-        raise UserError(
-            f"window_size={window!r} in model_args of config.json is not supported: only "
-            "one number for all stages"
-        )
     # What timm's own code states for windows that have grown.
     usual = (12, 12, 12, 6) if stated and stated[2] else (0,)
     pretrained = args.get("pretrained_window_sizes", usual)

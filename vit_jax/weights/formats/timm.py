@@ -41,6 +41,12 @@ _BIASES = {
     "every": "blocks.0.attn.relative_position_bias_table",
     "shared": "rel_pos_bias.relative_position_bias_table",
 }
+# Layers of a block that may have no biases (qkv_bias, proj_bias).
+_BIASED = {
+    r"attn\.qkv": "query, key and value",
+    r"attn\.proj": "attention's results",
+    r"mlp\.fc[12]": "the MLPs",
+}
 _STEM_NOTE = (
     "stem: timm's epsilons are 1e-5 in GroupNorm and 1e-8 beside a kernel's variance, "
     "ours 1e-6 and 1e-5 beside its deviation: logits differ from timm's by 5e-5 to 1e-4 "
@@ -97,6 +103,11 @@ def _read_resnet(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int
     timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
     channels, stem_width = ours["root_block/conv_root/kernel"].shape[2:]
+    if facts.pool not in (None, "avg"):
+        raise UserError(
+            f"{tensors.path}: global_pool={facts.pool!r} of a ResNet is not supported, "
+            "only 'avg'"
+        )
     if facts.image_size is None:
         notes.append("image size: not in the file, so 224x224")
     options = {
@@ -152,6 +163,8 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
     timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
     if form["stem_width"]:
         notes.append(_STEM_NOTE)
+    if form["distillation"] and not form["num_classes"]:
+        notes.append("features: timm gives the mean of both tokens, we the first")
     ours = torch_file.to_our_arrays(flat, table, tensors.path)
     if form["rope"] != "none":
         ours = timm_networks.turn_features(ours, facts.rotary)
@@ -212,11 +225,23 @@ def _form(
         pooled = "fc_norm.weight" in flat and head == ""
         head = "token" if token and not pooled else "gap"
     beside = token and head != "token"
-    # The class token is among what is pooled here for "map", and is not for "gap".
-    if beside and head in ("gap", "map") and facts.pools_prefix != (head == "map"):
+    prefix = beside or "reg_token" in flat
+    # These tokens are among what is pooled here for "map", and are not for "gap".
+    if prefix and head in ("gap", "map") and facts.pools_prefix != (head == "map"):
         raise UserError(
             f"{source}: pooling {head} with pool_include_prefix={facts.pools_prefix} "
-            "and a class token is not of a model of this project"
+            f"and {'a class token' if beside else 'register tokens'} is not of a model "
+            "of this project"
+        )
+    if "dist_token" in flat and {"fc_norm.weight", "reg_token"} & flat.keys():
+        raise UserError(
+            f"{source}: a distillation token beside registers or fc_norm is not of a "
+            "model of this project"
+        )
+    if head == "map" and timm_config.is_gated(flat):
+        raise UserError(
+            f"{source}: pooling map with gated MLPs (SwiGLU) is not of a model of this "
+            "project"
         )
     return {
         "depth": len({n.split(".")[1] for n in flat if n.startswith("blocks.")}),
@@ -279,23 +304,25 @@ def _image_size(
 def _add_biases(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Adds biases of zero to attention and patches without biases.
+    """Adds biases of zero to attention, MLPs and patches without biases.
 
     Args:
       flat: under timm's names.
 
     Returns:
-      The arrays with `qkv.bias` everywhere, and a note.
+      The arrays with `qkv.bias` everywhere, and a note for each kind of layer.
     """
     kernel = flat.get("patch_embed.proj.weight")
     if kernel is not None:  # Networks with a norm before the blocks have none.
         flat = {"patch_embed.proj.bias": np.zeros(len(kernel), np.float32)} | flat
-    weights = [n for n in flat if re.fullmatch(r"blocks\.\d+\.attn\.qkv\.weight", n)]
-    biases = {name: name.removesuffix("weight") + "bias" for name in weights}
-    if not weights or any(bias in flat for bias in biases.values()):
-        return flat, []
-    zeros = {bias: np.zeros(len(flat[n]), np.float32) for n, bias in biases.items()}
-    return flat | zeros, ["biases of query, key and value: none in the file, so zeros"]
+    notes = []
+    for layer, what in _BIASED.items():
+        names = [n for n in flat if re.fullmatch(rf"blocks\.\d+\.{layer}\.weight", n)]
+        biases = {name: name.removesuffix("weight") + "bias" for name in names}
+        if names and not flat.keys() & biases.values():
+            flat |= {b: np.zeros(len(flat[n]), np.float32) for n, b in biases.items()}
+            notes.append(f"biases of {what}: none in the file, so zeros")
+    return flat, notes
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:

@@ -35,8 +35,10 @@ _EQUAL = (
     r"test_vit2?",
     r"vit_(tiny_r_s16_p8|(small|base)_r26_s32|base_r50_s16|large_r50_s32)_\d+(_in21k)?",
     r"vit_base_resnet50_(224_in21k|384)",
-    r"resnetv2_(50x1|50x3|101x1|101x3|152x2|152x4)_bit(m|m_in21k)?",
-    r"resnetv2_(50x1_bit_distilled|152x2_bit_teacher|152x2_bit_teacher_384)",
+)
+_RESNETS = (
+    r"resnetv2_(50x1|50x3|101x1|101x3|152x2|152x4)_bit(m|m_in21k)?"
+    r"|resnetv2_(50x1_bit_distilled|152x2_bit_teacher|152x2_bit_teacher_384)"
 )
 
 # Features that parameters do not show, by the name of the architecture.
@@ -71,23 +73,36 @@ _PARTS = re.compile(
     r"|pos_embed|norm_pre|rope|rel_pos_bias|stem|stages)(\.|$)"
 )
 
+# Arguments of any architecture that have no effect at inference.
+TRAINING = (
+    r"|\w+_rate|weight_init|pretrained|checkpoint_path|cache_dir|scriptable|exportable"
+    r"|no_jit|out_indices"
+)
 # By a pattern of names of equal architectures: arguments that the parameters show, that
 # have no effect at inference, or that the format's module handles. Any other could change
 # the output without a trace in the parameters. Modules of further networks add theirs.
 ARCHITECTURES = {
+    _RESNETS: r"in_chans|num_classes|global_pool|layers|channels|width_factor|stem_chs"
+    + r"|zero_init_last"
+    + TRAINING,
     "|".join(_EQUAL): (
         r"img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio"
         r"|qkv_bias|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|init_values"
         r"|class_token|no_embed_class|reg_tokens|pre_norm|final_norm|fc_norm"
-        r"|dynamic_img_size|dynamic_img_pad|strict_img_size|weight_init|fix_init|stem_chs"
-        r"|channels|pos_embed|global_pool|act_layer|pool_include_prefix|\w+_rate"
-        r"|pretrained|checkpoint_path|cache_dir|scriptable|exportable|no_jit|out_indices"
-    )
+        r"|dynamic_img_size|dynamic_img_pad|strict_img_size|fix_init"
+        r"|pos_embed|global_pool|act_layer|pool_include_prefix" + TRAINING
+    ),
 }
 for _own in timm_networks.NETWORKS:
     ARCHITECTURES[_own.pattern] = timm_networks.ARGUMENTS.get(
-        _own.kind, next(iter(ARCHITECTURES.values()))
+        _own.kind, ARCHITECTURES["|".join(_EQUAL)]
     )
+# Arguments that leave the network as it is where they are off.
+_OFF = re.compile(
+    r"embed_norm_layer|num_kv_heads|attn_only_layer_scale|rope_grid_offset"
+    r"|rope_mrope_section|use_pre_transformer_norm|attn_pool_\w+|always_partition"
+    r"|head_dim|avg_down|basic|stem_type|stem_norm"
+)
 _NONE = (None, False, "", "none")
 
 _SIZE_NAMES = {
@@ -688,7 +703,8 @@ def check_config(config: Mapping) -> None:
     for key, value in args.items():
         if key == "norm_layer" and _same_norm(name, value):
             continue
-        if not re.fullmatch(known, key) and value not in _NONE:
+        off = value is None or (value in _NONE and _OFF.fullmatch(key))
+        if not off and not re.fullmatch(known, key):
             raise _unsupported(file, f"{key}={value!r} in model_args is")
 
 
@@ -699,9 +715,10 @@ def _architecture_of(config: Mapping) -> str:
 
 def _same_norm(name: str, norm: object) -> bool:
     """Returns whether a norm_layer is the default of an architecture."""
-    # timm's LayerNorm has epsilon 1e-6, which is not that of CLIP.
-    own = "_clip_" not in name and not name.startswith("resnetv2_")
-    return own and str(norm).replace("_", "").lower() == "layernorm"
+    # timm's LayerNorm has epsilon 1e-6, which is not that of CLIP or of Swin.
+    own = timm_networks.find(name) or timm_networks.Defaults(name)
+    other = own.epsilon != 1e-6 or name.startswith(("resnetv2_", "swin"))
+    return not other and str(norm).replace("_", "").lower() == "layernorm"
 
 
 def _unsupported(where: str, *what: str) -> UserError:

@@ -21,9 +21,7 @@ _NEEDED = (
 )
 _OLD = r"(_in21k|_miil|_miil_in21k)?"
 timm_config.ARCHITECTURES[rf"mixer_[sbl](16|32)_224{_OLD}"] = (
-    r"img_size|in_chans|num_classes|mlp_ratio|nlhb|global_pool"
-    r"|\w+_rate|pretrained|checkpoint_path|cache_dir|scriptable|exportable"
-    r"|no_jit|out_indices"
+    r"img_size|in_chans|num_classes|mlp_ratio|nlhb|global_pool" + timm_config.TRAINING
 )
 # By width and depth, which timm's functions do not take as arguments.
 _SIZES = {(512, 8): "s", (768, 12): "b", (1024, 24): "l"}
