@@ -269,6 +269,42 @@ def test_only_labels_that_occur_may_be_answered(run, place, tmp_path):
         run("fewshot", flag)
 
 
+def test_a_run_matches_the_classes_of_another_set(place, tmp_path):
+    other = renamed(
+        place, tmp_path / "other", ("ant", "bee", "Cat")
+    )  # Cat comes first.
+
+    def scores(images):
+        evals = {"kind": "classification", "name": "folder", "split": "all"}
+        raw = {
+            "total_steps": 1,
+            "batch_size": 8,
+            "data": {
+                "name": "folder",
+                "data_dir": str(place / "photos"),
+                "num_classes": 3,
+                "image_size": OPTIONS["image_size"],
+                "train_transform": "resize",
+                "eval_transform": "resize",
+            },
+            "model": {
+                k: OPTIONS[k] for k in ("variant", "width", "depth", "num_heads")
+            },
+            "optim": {"learning_rate": 0.3},
+            "evals": {"other": evals | {"data_dir": str(images)}},
+        }
+        report = loop.train(
+            configuration.complete(raw), tmp_path / f"run_{images.name}"
+        )
+        return report["final"]["other"]["params"]
+
+    expected = scores(place / "photos/val")
+    assert scores(other) == pytest.approx(expected, rel=1e-5)
+    (other / "Cat").rename(other / "zebra")
+    with pytest.raises(UserError, match="evals.other: .* lack 1 of 3: 'zebra'"):
+        scores(other.rename(tmp_path / "third"))
+
+
 def test_features_of_train_and_test_have_the_same_classes(run, place, tmp_path):
     more = "--json", "--config.evals.fewshot.seeds=1"
     usual = json.loads(run("fewshot", *more).out)["knn"]

@@ -123,6 +123,12 @@ def test_flags_on_images_and_classes_are_those_of_the_first_model(run, place, tm
     assert {found["name"] for found in second["classes"]} == {"apple", "Bär", "cat"}
     assert first["box"] == [0, 0, 1, 1]
     assert second["box"] != [0, 0, 1, 1]
+    # The model's own names, in another order.
+    labels.write_text("cat\nBär\napple\n", encoding="utf-8")
+    run(*words, f"--labels={labels}")
+    state = json.loads(re.search(r'id="saved">(.+?)</script>', path.read_text())[1])
+    first, second = state["seen"]["models"]
+    assert first["classes"] == second["classes"]
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,16 @@ def test_labels_are_read_with_and_without_synsets(place, run, tmp_path):
             run(path, f"--labels={file}")
 
 
+def test_labels_are_the_models_own_names_in_any_order(place, run, tmp_path):
+    file, path = tmp_path / "labels.txt", place / "images" / "b.JPG"
+    _, usual, _ = run(path)
+    file.write_text("\n".join(sorted(NAMES, key=len)), encoding="utf-8")
+    assert run(path, f"--labels={file}")[1] == usual
+    file.write_text("\n".join([*NAMES[1:], "fly"]), encoding="utf-8")
+    with pytest.raises(UserError, match="lack 1 of 5: 'fly' "):
+        run(path, f"--labels={file}")
+
+
 def replaced(pretrained, **fields):
     return Pretrained(**{**vars(pretrained), **fields})
 

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import pathlib
@@ -9,6 +10,7 @@ from PIL import Image
 from tfds_sets import builder_class
 
 from vit_jax import models
+from vit_jax.data.imagenet import synsets
 from vit_jax.data.sources import folder
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.data.sources.folder import OBJECTNET_CLASSES
@@ -241,6 +243,18 @@ def test_labels_share_a_pass_over_the_same_images(prepared, photos, monkeypatch)
     firsts = [(x, next(k for k in b if k in known)) for x, b in pairs]
     assert other["top1_overlap"] == pytest.approx(mean(k in x for x, k in firsts))
     assert 0 < imagenet["top5"] != real["top5"] > 0
+    # A model that numbers the same classes otherwise has the same scores.
+    turned = rng.permutation(1000)
+    params["head"] = {key: v[..., turned] for key, v in params["head"].items()}
+    names = tuple(synsets()[k] for k in turned)
+    changed = dataclasses.replace(pretrained, params=params, class_names=names)
+    again = suite.evaluate(changed, preprocess, config).scores
+    for name, metrics in found.scores.items():
+        assert again[name]["weights"] == pytest.approx(metrics["weights"], rel=1e-5)
+    names = tuple(f"kind {k}" for k in rng.permutation(1000))
+    changed = dataclasses.replace(pretrained, class_names=names[:-1] + ("x",))
+    with pytest.raises(UserError, match="has 1,000 of other names"):
+        suite.evaluate(changed, preprocess, config)
     assert 0 < other["top1"] < other["top1_overlap"]
     assert other["top1"] < other["top5"]
 

@@ -143,6 +143,24 @@ def test_a_checkpoint_is_evaluated_as_in_the_run(run, tmp_path, capsys):
     assert found["map"] == pytest.approx(report["final"]["val"]["params"]["map"])
 
 
+def test_a_part_of_the_classes_is_scored_alone(run, capsys):
+    root, rows, report = run
+    table = root / "green.jsonl"
+    known = [r | {"label": [n for n in r["label"] if n == "green"]} for r in rows]
+    table.write_text("".join(json.dumps(row) + "\n" for row in known))
+    config = {
+        "data": {"name": "table", "data_dir": str(table), "multi_label": True},
+        "evals": {"val": {"kind": "multi_label", "split": "val"}},
+        "batch_size": 16,
+    }
+    found = vit_jax.evaluate(str(root / "run"), config)["val"]["weights"]
+    expected = report["final"]["val"]["params"]["ap/green"]
+    assert found["ap/green"] == found["map"] == pytest.approx(expected)
+    assert found["macro_f1@0.5"] == found["micro_f1@0.5"]
+    assert "ap/red" not in found
+    assert "1 of the model's 2 classes, matched by names" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "task", ["classification", "distillation", "linear_probe", "lora"]
 )

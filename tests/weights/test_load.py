@@ -1,4 +1,5 @@
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
 from vit_jax.weights import Preprocess, surgery, workdir
-from vit_jax.weights.formats import hugging_face, timm
+from vit_jax.weights.formats import hugging_face, native, timm
 from vit_jax.weights.hub import download
 from vit_jax.weights.load import load_initial
 
@@ -64,7 +65,7 @@ def build(config):
     )
 
 
-def begin(config):
+def begin(config, **more):
     model = build(config)
     initial = unflatten_dict(random_flat(model, seed=5), sep="/")
     params, others, lines = load_initial(
@@ -74,6 +75,7 @@ def begin(config):
         lambda: initial,
         head_bias_init=config.model.head_bias_init,
         task=config.task.name,
+        **more,
     )
     assert others == {}  # Classification has nothing beside the network.
     return params, lines
@@ -394,3 +396,24 @@ def test_a_workdir_of_before_tasks_is_refused_in_one_line(run, tmp_path):
     for read in (workdir.load, workdir.read_metadata):
         with pytest.raises(UserError, match=message):
             read(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "told"),
+    [
+        ("edcba", [4, 3, 2, 1, 0], "the model's 5 classes, matched by names"),
+        ("Bd", [1, 3], "2 of the model's 5 classes, matched by names"),
+        ("abcde", [0, 1, 2, 3, 4], ""),
+        ("abcdx", [0, 1, 2, 3, 4], "class by class; .* lack 1 of 5: 'x'"),
+    ],
+)
+def test_a_head_that_is_kept_follows_the_names(tmp_path, names, columns, told):
+    found = checkpoint(encoder(num_classes=5), class_names=tuple("abcde"))
+    native.write(found, tmp_path / "five.safetensors")
+    place = {"checkpoint": str(tmp_path / "five.safetensors"), "head": "keep"}
+    config = complete(init=place, data={"num_classes": len(names)})
+    params, lines = begin(config, class_names=tuple(names))
+    for leaf, value in found.params["head"].items():
+        np.testing.assert_array_equal(params["head"][leaf], value[..., columns])
+    (line,) = [line for line in lines if line.startswith("head kept")] or [""]
+    assert bool(re.search(told, line)) if told else not line

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -153,7 +153,9 @@ def _train(
     startup.end_phase("trace")
     announce("making or restoring the state, while the train step compiles")
     local = LocalCheckpointer(config, workdir, source, setup.shapes, setup.shardings)
-    state, start, *before, notes = restore_or_init(config, setup, checkpoints, local)
+    state, start, *before, notes = restore_or_init(
+        config, setup, checkpoints, local, source.class_names
+    )
     clock.add(*before)
 
     # Logging.
@@ -394,6 +396,7 @@ def restore_or_init(
     setup: TrainSetup,
     checkpoints: Checkpointer,
     local: LocalCheckpointer,
+    class_names: Sequence[str] = (),
 ) -> Restored:
     """Restores or initialises the state, each part on the devices that hold it.
 
@@ -402,6 +405,7 @@ def restore_or_init(
       setup: of the run.
       checkpoints: in the workdir.
       local: on the hosts' own disks; the newer of the two is taken.
+      class_names: of the training data.
 
     Returns:
       The state, at step 0 for a run that begins.
@@ -431,6 +435,7 @@ def restore_or_init(
             lambda: setup.task.backbone(*setup.init()),
             head_bias_init=config.model.head_bias_init,
             task=config.task.name,
+            class_names=class_names,
         )
         _check_weights_of_hosts(setup, params | {"task": others})
         found = found._replace(state=setup.state_from(params, others))

@@ -10,9 +10,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.config.fields import is_custom, key
+from vit_jax.data.class_names import match
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import posemb, stacking
+from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights import adapters, surgery, workdir
 from vit_jax.weights.formats import files, registry, torch_file
 from vit_jax.weights.hub import download
@@ -50,7 +52,8 @@ class InitConfig:
     )
     head: str = key(
         "new",
-        '"new": a classifier of zeros, "keep", or "drop".',
+        '"new": a classifier of zeros, "keep" (its classes in the order of the data\'s, by '
+        'their names), or "drop".',
         choices=("new", "keep", "drop"),
         formerly="init_head",
     )
@@ -185,6 +188,7 @@ def load(
     use_ema: bool = True,
     init: Callable[[], dict] | None = None,
     with_task: bool = False,
+    class_names: Sequence[str] = (),
 ) -> Loaded:
     """Reads a checkpoint of any known format and fits it to a model.
 
@@ -196,6 +200,7 @@ def load(
       init: returns the initial values of parameters that may be missing; `model.init`
         with key 0 if None.
       with_task: see `open_pretrained`.
+      class_names: of the model, to which a head that is kept is put in order.
 
     Returns:
       The parameters, and a table of what fitting did.
@@ -217,10 +222,13 @@ def load(
     )
     source = models.create(**found.options)
     given, theirs, learned = found.params, source.options, []
+    if head == "keep" and class_names:
+        given, learned = _order_head(found, class_names)
     if _learns_positions(theirs, model.options):
-        flat, theirs, learned = surgery.learn_positions(
+        flat, theirs, notes = surgery.learn_positions(
             flatten_dict(given, sep="/"), theirs, source.grid
         )
+        learned += notes
         given = unflatten_dict(flat, sep="/")
     resized = model.resize(given, source)
     if resized is not given:
@@ -259,6 +267,7 @@ def load_initial(
     *,
     head_bias_init: float,
     task: str,
+    class_names: Sequence[str] = (),
 ) -> tuple[dict, dict, list[str]]:
     """Loads the checkpoint that a run starts from, and fits it to the run's model.
 
@@ -268,6 +277,8 @@ def load_initial(
       model: of the run.
       head_bias_init: see `surgery.fit`.
       init: returns the run's initial parameters, for those that may be missing.
+      task: name of the run's task.
+      class_names: of the training data.
 
     Returns:
       The parameters with one subtree per block, as on disk; what the checkpoint has
@@ -288,6 +299,7 @@ def load_initial(
             use_ema=config.use_ema,
             init=init,
             with_task=True,
+            class_names=class_names,
         )
     except UserError as error:
         told = config.checkpoint in str(error)
@@ -302,6 +314,26 @@ def load_initial(
     lines += [f"{name} of the task: loaded" for name in others]
     lines += _compare_normalisation(found.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
+
+
+def _order_head(found: Pretrained, names: Sequence[str]) -> tuple[dict, list[str]]:
+    """Returns parameters with the head in the order of other classes, and notes."""
+    num_classes = found.options["num_classes"]
+    try:
+        matched = match(
+            names, found.class_names, num_classes, where="classes of the data"
+        )
+    except UserError as error:
+        # Another number of classes does not fit, which is told of the shapes.
+        same = len(names) == num_classes
+        return found.params, [f"head kept class by class; {error}"] if same else []
+    heads = {
+        name: {key: value[..., matched.indices] for key, value in head.items()}
+        for name, head in found.params.items()
+        if name in CLASSIFIERS
+    }
+    line = f"head kept: {matched.line}" if matched.line else ""
+    return {**found.params, **heads}, [line] if line else []
 
 
 def _hints(theirs: dict, ours: dict) -> list[str]:
