@@ -104,6 +104,15 @@ def test_other_images_and_other_weights_are_named(job, tmp_path):
     assert all("the hosts differ in data: train cells is " in line for line in lines)
 
 
+@pytest.mark.slow
+def test_another_workdir_is_named(job, tmp_path):
+    lines, processes = job((), (f"--workdir={tmp_path / 'other'}",))
+    assert_names_both(lines, processes)
+    for line in lines:
+        assert f'--workdir is "{tmp_path / "run"}" on process 0' in line
+    assert not (tmp_path / "other").exists()
+
+
 def test_what_is_compared_is_what_decides_the_program(tmp_path, monkeypatch):
     (tmp_path / "pair.py").write_text(CONFIG)
     seen = {}

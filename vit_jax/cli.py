@@ -113,6 +113,7 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
       The flags, and `overrides`: dotted config key to value.
     """
     # Here, because a signal is caught as early as possible.
+    from vit_jax import files
     from vit_jax.config import loading
 
     words, overrides = [], {}
@@ -134,6 +135,8 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.refuse(unknown)
     flags.overrides = overrides
+    for name in ("workdir", "out"):
+        files.refuse_scheme(f"--{name}", getattr(flags, name, None) or "")
     if getattr(flags, "step", None) is not None:
         from vit_jax.weights import workdir
 

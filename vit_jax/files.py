@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 
@@ -47,6 +48,24 @@ def check(thing: str, path: str | os.PathLike) -> None:
         raise UserError(
             f"{thing}={path}: is {kind}, not a file; copy its content to a file and "
             "give that"
+        )
+
+
+def refuse_scheme(thing: str, path: str | os.PathLike) -> None:
+    """Refuses a place to write that is neither a local path nor in a bucket of Google.
+
+    Args:
+      thing: what the place was given as, for example "--out".
+      path: of which no folder may be made, as one that is named "s3:".
+
+    Raises:
+      UserError: it is another.
+    """
+    found = re.match(r"[A-Za-z][\w+.-]*:/", os.fspath(path))
+    if found and not os.fspath(path).startswith("gs://"):
+        raise UserError(
+            f"{thing}={path}: nothing is written to {found[0]}: give a local path, or one in "
+            "a bucket, gs://BUCKET/FOLDER"
         )
 
 

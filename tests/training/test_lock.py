@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import hosts
 import pytest
 from etils.epath import backend
 
+from vit_jax import cli
 from vit_jax.errors import UserError
 from vit_jax.training import lock
 
@@ -68,6 +70,9 @@ def place(request, tmp_path):
         with lock.held(workdir):
             text = path.read_text()
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        if request.param == "folder":
+            changes["inode"] = os.stat(path).st_ino
         path.write_text(json.dumps(json.loads(text) | changes))
 
     return workdir, path, write
@@ -133,6 +138,30 @@ def test_a_holder_that_lives_counts_also_without_the_lock_of_the_system(place):
     match = f"process {os.getpid()} on .* writes to it"
     with pytest.raises(UserError, match=match), lock.held(workdir):
         pass
+
+
+def test_a_copy_of_the_workdir_of_a_run_that_lives_is_free(tmp_path):
+    with lock.held(tmp_path / "run"):
+        copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        with lock.held(copy):
+            pass
+        with (
+            pytest.raises(UserError, match="writes to it"),
+            lock.held(tmp_path / "run"),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("workdir", ["s3://b/run", "foo://b", "https://h/run", "gs:/b"])
+def test_another_scheme_is_refused_and_makes_no_folder(tmp_path, monkeypatch, workdir):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"--workdir={workdir}: "), lock.held(workdir):
+        pass
+    parser = cli.Parser("")
+    parser.add_argument("--out")
+    with pytest.raises(UserError, match=f"--out={workdir}: "):
+        cli.parse(parser, [f"--out={workdir}"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_file_that_cannot_be_opened_is_one_line(tmp_path):

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
-from vit_jax import processes
+from vit_jax import files, processes
 from vit_jax.distributed import failures
 from vit_jax.errors import EXIT_USER_ERROR, UserError
 from vit_jax.training.checkpoint import describe_failure
@@ -143,6 +143,7 @@ class _Lock:
         self._file, locked = None, False
         if _is_local(path):
             self._file, locked = self._open()
+            self._own["inode"] = os.fstat(self._file).st_ino
         try:
             self._wait_for_the_last_holder(locked)
             self._write()
@@ -197,8 +198,10 @@ class _Lock:
         here = all(found[key] == self._own[key] for key in ("boot", "processes"))
         if here and self._own["born"]:
             # Also where we have the system's lock: the holder may have begun without it,
-            # when a file server still kept that of a host that was gone.
-            if processes.started(found["pid"]) == found["born"]:
+            # when a file server still kept that of a host that was gone. Not if this is a
+            # copy of its workdir, and so of its file.
+            copied = locked and found.get("inode") not in (None, self._own["inode"])
+            if not copied and processes.started(found["pid"]) == found["born"]:
                 self._refuse_if(bool)
             return
         if locked and found["boot"] == self._own["boot"]:
@@ -263,6 +266,7 @@ class _Lock:
 
 
 def _absolute(workdir: str | os.PathLike) -> epath.Path | pathlib.Path:
+    files.refuse_scheme("--workdir", workdir)
     bucket = "://" in str(workdir)
     path = epath.Path(workdir) if bucket else pathlib.Path(workdir).absolute()
     # Orbax puts the path into a glob pattern as it merges what the hosts have written: it

@@ -100,7 +100,7 @@ def _train(
     jax.config.update("jax_debug_nans", config.debug_nans)
     jax.config.update("jax_debug_infs", config.debug_nans)
     uncached = compilation.enable_cache(config.compilation_cache_dir)
-    resume_check.check_hosts(config)
+    resume_check.check_hosts(config, workdir)
 
     # Mesh.
     mesh = meshes.create(config.mesh)

@@ -30,8 +30,10 @@ _OF_DATA = ("data.exclude",)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
 
 
-def check_hosts(config: TrainConfig | EvaluationConfig) -> None:
-    """Checks that all hosts were started with the same config, code and devices.
+def check_hosts(
+    config: TrainConfig | EvaluationConfig, workdir: str | os.PathLike = ""
+) -> None:
+    """Checks that all hosts were started with the same config, code, devices and workdir.
 
     Call it before anything is compiled: programs that differ would wait for each other.
 
@@ -51,6 +53,7 @@ def check_hosts(config: TrainConfig | EvaluationConfig) -> None:
                 "count": jax.local_device_count(),
                 "kind": jax.local_devices()[0].device_kind,
             },
+            workdir={"--workdir": str(workdir and layout.absolute(workdir))},
         )
 
 
