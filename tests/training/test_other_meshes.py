@@ -1,5 +1,6 @@
 """Checkpoints that are restored on another mesh than they were saved on."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -77,8 +78,26 @@ def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="optim.mu_dtype: float32 -> bfloat16"):
         resume_check.check_workdir(tmp_path, other)
     # What is left out is compared with the data, wherever the list lies.
+    stored["data"]["exclude"] = "here/listed.txt"
     moved = tiny_config(data={"exclude": "elsewhere/listed.txt", "data_dir": "there"})
     resume_check.check_workdir(tmp_path, moved)
+
+
+def test_a_run_goes_on_with_the_same_tokenizer_wherever_it_lies(tmp_path):
+    data = tiny_config().data
+    source = open_source(data, "train")
+
+    def read(name, words):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vocab.txt").write_text(words)
+        place = dataclasses.replace(data, tokenizer=str(tmp_path / name))
+        return resume_check.data_read(place, source)
+
+    stored, moved, other = read("a", "[PAD]\na"), read("b", "[PAD]\na"), read("c", "b")
+    check = lambda now: resume_check.check_data(stored, now, source, "run", check=True)
+    assert check(moved) == []
+    with pytest.raises(UserError, match="data.tokenizer has files of other content"):
+        check(other)
 
 
 def _distinct(state):

@@ -97,7 +97,7 @@ def _metadata(folder: str) -> dict[str, dict]:
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
         return {os.path.normpath(row["file_name"]): row for row in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} is not a line of JSON an image, each with file_name: {error}"
         ) from error

@@ -15,6 +15,7 @@ import pathlib
 import re
 import shutil
 import string
+import zlib
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -106,6 +107,21 @@ def open_tokenizer(source: str) -> Tokenizer:
             f"the hf://owner/name of a checkpoint, or {BYTES!r}"
         )
     return opened
+
+
+def checksum(source: str) -> int:
+    """Returns a checksum of a tokenizer's files, wherever they lie.
+
+    Args and Raises: as `open_tokenizer`.
+    """
+    if source == BYTES:
+        return 0
+    path, found = _local(source), 0
+    folder = path.parent if path.suffix == ".json" else path
+    for file in [folder / name for name in FILES] if folder.is_dir() else [path]:
+        if file.is_file():
+            found = zlib.crc32(file.read_bytes(), zlib.crc32(file.name.encode(), found))
+    return found
 
 
 def _local(source: str) -> pathlib.Path:

@@ -453,7 +453,8 @@ def _in_folder(
             lacking += f" {'of class folders ' if labelled else ''}with images"
         remedy = inside(root) or f"add it, or state {how}"
         raise NoSplit(
-            f"evals.{name}: {data.data_dir} has no folder {lacking}: {remedy}"
+            f"evals.{name}: {os.path.normpath(data.data_dir)} has no folder {lacking}: "
+            f"{remedy}"
         )
     found = found or list(splits)
     if not exists(data.split):  # Its class folders define the classes.

@@ -17,7 +17,6 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax.config import fields
-from vit_jax.data.fingerprint import fingerprint
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed import failures
 from vit_jax.distributed import mesh as meshes
@@ -64,7 +63,7 @@ class Checkpointer:
         self._workdir = workdir
         self._folder = layout.absolute(workdir) / layout.FOLDER
         self._keep, self._check = config.checkpoint, config.data.check
-        self._source, self.data = source, fingerprint(source)
+        self._source, self.data = source, resume_check.data_read(config.data, source)
         self._about = {
             "config": fields.to_json(config),
             "class_names": list(source.class_names),

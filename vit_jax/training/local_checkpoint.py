@@ -26,7 +26,6 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from vit_jax.data.fingerprint import fingerprint
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
@@ -83,7 +82,8 @@ class LocalCheckpointer:
             return
         self._parts = StateParts(shapes, shardings)
         self._source, self._workdir = source, workdir
-        self._check, self._data = config.data.check, fingerprint(source)
+        self._check = config.data.check
+        self._data = resume_check.data_read(config.data, source)
         told = [len(source), list(source.class_names), self._parts.describe()]
         told.append(resume_check.decisive(config))
         self._print = hashlib.sha256(json.dumps(told).encode()).hexdigest()

@@ -147,7 +147,9 @@ def _train(
     )
     compilations = stack.enter_context(CompilationCounter())
     resume_check.check_data_of_hosts(
-        {"train": source} | suite.sources(), checkpoints.latest
+        {"train": source} | suite.sources(),
+        checkpoints.latest,
+        checkpoints.data.get("tokenizer"),
     )
     compiling = BackgroundCompilation(setup, debug_nans=config.debug_nans)
     startup.end_phase("trace")

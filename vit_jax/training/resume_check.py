@@ -13,7 +13,9 @@ import jax
 import vit_jax
 from vit_jax.config import fields
 from vit_jax.data import fingerprint
+from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
+from vit_jax.data.tokenizer import checksum
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import start
 from vit_jax.errors import UserError
@@ -25,8 +27,9 @@ from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as layout
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
-# Files whose content is in the fingerprint of the data, wherever they lie.
-_OF_DATA = ("data.exclude",)
+# Files whose content is compared with the data, wherever they lie.
+_OF_DATA = ("data.exclude", "data.tokenizer")
+_TOKENIZER = "tokenizer"  # Its checksum, in what is stored of the data.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
 
 
@@ -57,19 +60,34 @@ def check_hosts(
         )
 
 
-def check_data_of_hosts(sources: Mapping[str, Source], latest: int | None) -> None:
+def data_read(data: DataConfig, source: Source) -> dict[str, str | int]:
+    """Returns the fingerprint of the training split, and of the tokenizer if there is one.
+
+    Args:
+      data: `config.data`.
+      source: training split.
+    """
+    found = fingerprint.fingerprint(source)
+    return found | ({_TOKENIZER: checksum(data.tokenizer)} if data.tokenizer else {})
+
+
+def check_data_of_hosts(
+    sources: Mapping[str, Source], latest: int | None, tokenizer: int | None = None
+) -> None:
     """Checks that all hosts read the same data and see the same checkpoints.
 
     Args:
       sources: name for messages to data source.
       latest: step of the newest checkpoint in the workdir, or None.
+      tokenizer: its checksum, or None.
 
     Raises:
       UserError: they differ; it names what, and on which hosts.
     """
     if jax.process_count() > 1:
         start.check_agreement(
-            data=_data(sources), workdir={"latest checkpoint": latest}
+            data=_data(sources) | {_TOKENIZER: tokenizer},
+            workdir={"latest checkpoint": latest},
         )
 
 
@@ -130,7 +148,8 @@ def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | Non
     stored = _decisive_stored(metadata["config"], config)
     now = decisive(config)
     for key in _OF_DATA:
-        stored.pop(key, None), now.pop(key)
+        if stored.get(key) and now[key]:
+            stored[key] = now[key]
     if changed := fields.differences(stored, now):
         raise UserError(
             f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
@@ -224,8 +243,8 @@ def check_data(
     """Checks that the training split is the one that a run was trained on.
 
     Args:
-      stored: fingerprint of the split that it was trained on.
-      data: fingerprint of `source`.
+      stored: `data_read` of the split that it was trained on.
+      data: `data_read` of `source`.
       source: training split of this start.
       workdir: of the run.
       check: `config.data.check`.
@@ -239,6 +258,9 @@ def check_data(
     if stored == data:
         return []
     found = fingerprint.differences(stored, source)
+    known = stored.get(_TOKENIZER)
+    if known is not None and data.get(_TOKENIZER, known) != known:
+        found.append("data.tokenizer has files of other content")
     if not found:
         return []
     changed = f"the training split has changed since {workdir} was begun"

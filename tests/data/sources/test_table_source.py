@@ -279,6 +279,7 @@ def test_damaged_tables_are_one_short_line(root):
     lines.write_text('"abc"\n')
     nul = root / "nul.csv"
     nul.write_bytes(b"image,label\ntrain/a\0.png,ant\n")
+    bytes_ = write(root / "b.parquet", [{"image": "a.png", "label": b"\xff" * 5_000}])
     cells = write(root / "cells.parquet", [{"image": b"\xff" * 5_000, "label": "ant"}])
     for place, message in (
         (deep, "deep.json cannot be read"),
@@ -288,6 +289,7 @@ def test_damaged_tables_are_one_short_line(root):
             r"nul.csv row 1 names the image 'train/a\\x00.png', and there is no file",
         ),
         (cells, "in column 'image', which is no path.*data.name='parquet'"),
+        (bytes_, "label_key='label': .* is no name or number of a class"),
     ):
         keys = {"num_classes": 1, "split": "all"}
         with pytest.raises(UserError, match=message) as caught:

@@ -38,7 +38,8 @@ EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 SPLIT = "split"  # Column that says which split a row is of.
 _BETWEEN = re.compile(r"[|;,]")  # Between the labels of a row.
 _DELIMITERS = ",;\t"  # Of CSV files; spreadsheets write the last two too.
-_SHOWN, _PATH = 80, 300  # Characters of a cell and a path in a message.
+_SHOWN, _PATH = 80, 300  # Characters of a cell and a path in a message ...
+_CLASSES = 20  # ... and classes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,9 +359,12 @@ def _file(
     names = _labels(data, row.cells)
     for each in names:
         if each not in classes:
+            known = list(classes)
+            more = ", ..." * (len(known) > _CLASSES)
             raise UserError(
-                f"{row} has class {each!r}, which the training split {data.split!r} "
-                f"lacks: its classes are {', '.join(classes)}"
+                f"{row} has class {_shown(each)}, which the training split "
+                f"{data.split!r} lacks: its classes are "
+                f"{', '.join(known[:_CLASSES])}{more}"
             )
     if data.multi_label:
         return name, [classes[each] for each in names], size
@@ -425,6 +429,11 @@ def _labels(data: DataConfig, cells: Mapping) -> list[str]:
     value = cells.get(data.label_key)
     if value is None:
         return []
+    if isinstance(value, bytes | Mapping):
+        raise UserError(
+            f"data.label_key={data.label_key!r}: {_shown(value)} in this column is no "
+            "name or number of a class: name another column"
+        )
     if not data.multi_label:
         return [_text(value)] if _text(value) else []
     if isinstance(value, str):

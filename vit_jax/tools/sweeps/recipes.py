@@ -174,6 +174,7 @@ def _test_folder(data_dir: str) -> str:
     train = splits.first_in_folder(data_dir, ("train",))
     test = splits.first_in_folder(data_dir)
     if not train or not test:
+        data_dir = os.path.normpath(data_dir)
         remedy = inside(os.path.expanduser(data_dir)) or (
             f"put the images to train on into {data_dir}/train/<class>/ and those to "
             f"test on into {data_dir}/test/<class>/"
