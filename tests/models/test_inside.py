@@ -133,6 +133,12 @@ def test_both_tokens_of_deit_are_looked_at():
     np.testing.assert_allclose(looked_at[1], [0.5, 0.5, 0, 0, 0, 0, 0, 0])
 
 
+def test_the_class_token_and_the_patches_are_looked_at_alike():
+    model, params, images = drawn(pool="token_gap")
+    looked_at, _ = model.gradients(params, images, jnp.array([0, 1]))
+    np.testing.assert_allclose(looked_at[1], [1 / 2, *[1 / 12] * 6], rtol=1e-6)
+
+
 def alive(B, H, N):
     """Counts the arrays of the size of a layer's attention."""
     return sum(array.shape == (B, H, N, N) for array in jax.live_arrays())

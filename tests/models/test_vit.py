@@ -131,7 +131,12 @@ def test_gelu_flavours_differ_a_little():
             {"stage_depths": (1,)},
             r"option stage_depths=\(1,\) is not one of B/16",
         ),
-        ("B/16", {"pool": "tok"}, "pool='tok' is not one of token, gap, map, none"),
+        (
+            "B/16",
+            {"pool": "tok"},
+            "pool='tok' is not one of token, gap, token_gap, map",
+        ),
+        ("B/16", {"pool": "token_gap", "fc_norm": True}, "needs another pool than"),
         ("B/16", {"posemb": "2d"}, "posemb='2d' is not one of learned, learned2d"),
         (
             "B/16",
@@ -184,6 +189,7 @@ def test_options_build_the_same_model_again(variant, options):
         ({"pool": "token"}, (2, 12)),
         ({"pool": "gap"}, (2, 12)),
         ({"pool": "map"}, (2, 12)),
+        ({"pool": "token_gap", "num_register_tokens": 2}, (2, 24)),
         ({"pool": "none"}, (2, 6, 12)),
         ({"pool": "none", "class_token": True}, (2, 7, 12)),
         ({"distillation": True}, (2, 12)),

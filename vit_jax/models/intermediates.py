@@ -267,11 +267,14 @@ def head_vjp(module, params, x, classes):
         weights = kept[INTERMEDIATES][_POOLING][name]["weights"][0]
         return nn.relu(weights * gradient).mean(1)[:, 0], slope
     first, last = 0, 1 + module.distillation
-    if module.pool == "gap":
+    if module.pool in ("gap", "token_gap"):
         first, last = module.num_prefix_tokens, N
     places = jnp.arange(N)
     pooling = (first <= places) & (places < last)
-    return jnp.broadcast_to(pooling / (last - first), (B, N)), slope
+    pooling = pooling / (last - first)
+    if module.pool == "token_gap":
+        pooling = (pooling + (places == 0)) / 2
+    return jnp.broadcast_to(pooling, (B, N)), slope
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -526,6 +526,11 @@ def _check_encoder(module: vit.VisionTransformer) -> None:
             "model.fc_norm=True is where the final norm is, and model.final_norm=False "
             "says that there is none: set one of them to the other value"
         )
+    if module.pool == "token_gap" and module.fc_norm:
+        raise UserError(
+            "model.fc_norm=True needs another pool than token_gap, which has no single "
+            "token to normalise: set model.fc_norm=False"
+        )
     if module.rope != "none" and module.width // module.num_heads % 4:
         raise UserError(
             f"heads of {module.width // module.num_heads} features are not a multiple of "

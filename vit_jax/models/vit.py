@@ -28,7 +28,7 @@ from vit_jax.models.layers import (
 from vit_jax.models.posemb import RESIZE_METHODS
 from vit_jax.models.variants import CONFIGS, ModelConfig
 
-POOLS = ("token", "gap", "map", "none")
+POOLS = ("token", "gap", "token_gap", "map", "none")
 POSITION_KINDS = (
     *("learned", "learned2d", "sincos2d", "sincos2d_mae"),
     *("relative", "none"),
@@ -59,8 +59,9 @@ class ViTConfig(ModelConfig):
     )
     pool: str = key(
         "token",
-        'Classifier input: "token", "gap" (mean) or "map" (attention).',
-        choices=("token", "gap", "map"),
+        'Classifier input: "token", "gap" (mean), "token_gap" (both, as DINOv2\'s linear '
+        'classifiers) or "map" (attention).',
+        choices=("token", "gap", "token_gap", "map"),
         formerly="model.head",
     )
     class_token: bool = key(
@@ -73,8 +74,8 @@ class ViTConfig(ModelConfig):
     )
     num_register_tokens: int = key(
         0,
-        "Learnt tokens without position in front of the patches, which the pools "
-        '"token" and "gap" leave out (arXiv:2309.16588).',
+        "Learnt tokens without position in front of the patches, which all pools "
+        'but "map" leave out (arXiv:2309.16588).',
         below=1_000,
     )
     representation_layer: bool = key(
@@ -225,12 +226,13 @@ class VisionTransformer(nn.Module):
       stage_depths: units per stage of the ResNet stem.
       stem_width: features of the stem's root; 0 is no stem.
       pool: input of the classifier: the class "token", "gap" (mean of the patches),
-        "map" (attention pooling), or "none" (every token separately).
+        "token_gap" (both, one after the other), "map" (attention pooling), or "none"
+        (every token separately).
       class_token: whether there is a class token with another `pool`.
       distillation: whether a second token has a second classifier; the logits are the
         mean of both (DeiT, arXiv:2012.12877, section 4).
       num_register_tokens: learnt tokens without position in front of the patches
-        (arXiv:2309.16588), which the pools "token" and "gap" leave out.
+        (arXiv:2309.16588), which all pools but "map" leave out.
       representation_layer: whether there is a tanh layer of width D before the classifier
         (the paper's pretraining head).
       fc_norm: whether the final LayerNorm is after the pooling (timm's fc_norm).
@@ -307,7 +309,8 @@ class VisionTransformer(nn.Module):
     @property
     def prefix_tokens(self) -> tuple[str, ...]:
         """Names of the tokens before the patches, in their order."""
-        names = ["class token"] if self.pool == "token" or self.class_token else []
+        token = self.pool in ("token", "token_gap") or self.class_token
+        names = ["class token"] if token else []
         names += ["distillation token"] if self.distillation else []
         registers = range(1, self.num_register_tokens + 1)
         return (*names, *(f"register {i}" for i in registers))
@@ -342,8 +345,8 @@ class VisionTransformer(nn.Module):
 
         Returns:
           "pre_logits" (B, D), the features that few-shot evaluation uses (with
-          distillation the class token's), and "logits" (B, L), float32; with head
-          "none" (B, N, D) and (B, N, L).
+          distillation the class token's), and "logits" (B, L), float32; with pool
+          "none" (B, N, D) and (B, N, L), and with "token_gap" (B, 2 D) and (B, L).
         """
         x, grid = self._embed(images, edit_patches)
         x = self._encoder(Encoder, grid)(x, train=train, visible=visible)
@@ -365,7 +368,7 @@ class VisionTransformer(nn.Module):
         B, *grid, D = x.shape
         x = x.reshape(B, -1, D)
         x = edit_patches(x) if edit_patches else x
-        names = ["cls"] if self.pool == "token" or self.class_token else []
+        names = ["cls"] if "class token" in self.prefix_tokens else []
         names += ["dist"] if self.distillation else []
         tokens = [self.param(n, nn.initializers.zeros, (1, 1, D)) for n in names]
         if R := self.num_register_tokens:
@@ -417,8 +420,10 @@ class VisionTransformer(nn.Module):
             return outputs
         if self.pool == "token":
             x = x[:, 0]
-        elif self.pool == "gap":
-            x = x[:, self.num_prefix_tokens :].mean(axis=1)
+        elif self.pool in ("gap", "token_gap"):
+            mean = x[:, self.num_prefix_tokens :].mean(axis=1)
+            token = [x[:, 0]] if self.pool == "token_gap" else []
+            x = jnp.concatenate([*token, mean], axis=-1)
         elif self.pool == "map":
             x = MapHead(
                 self.num_heads,

@@ -244,14 +244,48 @@ def test_a_vit_of_transformers_without_pooler_is_of_dino(
     assert opened(tmp_path / "a").options["posemb_resize"] == method
 
 
-def test_classifiers_of_dinov2_are_refused(tmp_path):
-    shutil.copytree(GOLDEN / "dinov2_mlp_reg4" / "hf", tmp_path / "a")
-    arrays = load_file(tmp_path / "a" / "model.safetensors")
-    arrays = {f"dinov2_with_registers.{name}": value for name, value in arrays.items()}
-    arrays["classifier.weight"] = np.zeros((3, 48), np.float32)
-    save_file(arrays, tmp_path / "a" / "model.safetensors")
-    with pytest.raises(UserError, match="class token and the mean of the patches"):
-        opened(tmp_path / "a")
+@pytest.mark.parametrize("network", ["mlp_reg0", "mlp_reg4"])
+@pytest.mark.parametrize("place", ["facebook", "transformers"])
+def test_linear_classifiers_see_the_class_token_and_the_mean(tmp_path, network, place):
+    rng = np.random.default_rng(5)
+    weight, bias = (rng.normal(size=n).astype(np.float32) for n in ((3, 48), 3))
+    source = GOLDEN / f"dinov2_{network}" / PLACES[place]
+    # As torch.hub's dinov2_vits14_lc(layers=1), and Dinov2ForImageClassification.
+    if place == "facebook":
+        arrays = {f"backbone.{name}": v for name, v in load_file(source).items()}
+        arrays |= {"linear_head.weight": weight, "linear_head.bias": bias}
+        torch_file.write(tmp_path / "a.pth", {"model": arrays})
+        found = opened(tmp_path / "a.pth")
+        assert not any("projection head" in note for note in found.notes)
+    else:
+        shutil.copytree(source, tmp_path / "a")
+        file = tmp_path / "a" / "model.safetensors"
+        prefix = "dinov2_with_registers" if "reg4" in network else "dinov2"
+        arrays = {f"{prefix}.{name}": v for name, v in load_file(file).items()}
+        save_file(arrays | {"classifier.weight": weight, "classifier.bias": bias}, file)
+        found = opened(tmp_path / "a")
+    export.export(found, "hf_dinov2", tmp_path / "again")
+    again = opened(tmp_path / "again")
+    assert (again.options["pool"], again.options["num_classes"]) == ("token_gap", 3)
+    assert_same(again.params, flatten_dict(found.params, sep="/"))
+    model, params = at_size(found, "32x32")
+    cls, patches = (DINOV2[f"{network}/32x32/{part}"] for part in ("cls", "patches"))
+    features = np.concatenate([cls, patches.mean(1)], axis=1)
+    outputs = jax.jit(model.apply)(params, nhwc(DINOV2["32x32/image"]))
+    np.testing.assert_allclose(outputs["pre_logits"], features, rtol=0, atol=1e-5)
+    expected = features @ weight.T + bias
+    np.testing.assert_allclose(outputs["logits"], expected, rtol=0, atol=1e-4)
+
+
+def test_a_linear_classifier_of_four_blocks_is_left_out_by_name(tmp_path):
+    source = GOLDEN / "dinov2_mlp_reg0" / "facebook.safetensors"
+    arrays = {f"backbone.{name}": value for name, value in load_file(source).items()}
+    arrays["linear_head.weight"] = np.ones((3, 5 * 24), np.float32)
+    arrays["linear_head.bias"] = np.ones(3, np.float32)
+    torch_file.write(tmp_path / "a.pth", {"model": arrays})
+    found = opened(tmp_path / "a.pth")
+    assert any(note.startswith("linear_head: left out") for note in found.notes)
+    assert not found.options["num_classes"] and "head" not in found.params
 
 
 @pytest.mark.parametrize("to", ["timm", "hf_dinov2", "safetensors"])
@@ -311,7 +345,11 @@ def test_layer_scale_is_multiplied_in_where_a_format_has_none(tmp_path, to):
             {"num_register_tokens": 2, "distillation": True},
             "timm has no distillation token beside register tokens",
         ),
-        ("hf_dinov2", {"num_classes": 3}, "num_classes=3: Dinov2Model of transformers"),
+        ("hf_dinov2", {"num_classes": 3}, "pool='token': Dinov2Model of transformers"),
+        ("timm", {"pool": "token_gap"}, "pool='token_gap': timm's classifiers see"),
+        ("google", {"pool": "token_gap"}, "pool='token_gap': Google's code has no"),
+        ("hf", {"pool": "token_gap"}, "pool='token_gap': Hugging Face's ViT"),
+        ("mae", {"pool": "token_gap"}, "pool='token_gap'"),
         ("hf_dinov2", {"mlp_dim": 25}, "mlp_dim=25: Dinov2Model .* has 48 and what"),
         (
             "hf_dinov2",

@@ -78,6 +78,14 @@ NETWORKS = {
         | {f"{name}_bias": False for name in ("query", "value", "proj", "mlp")},
         "hf_dinov3",
     ),
+    "DINOv2, classifier": (
+        *("Dinov2ForImageClassification", "Dinov2Config"),
+        *(SIZES | {"mlp_ratio": 2, "num_labels": 3}, "hf_dinov2"),
+    ),
+    "DINOv2 with registers, classifier": (
+        *("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig"),
+        *(SIZES | {"mlp_ratio": 2, "num_labels": 3}, "hf_dinov2"),
+    ),
     "BEiT, classifier": (
         *("BeitForImageClassification", "BeitConfig"),
         *(SIZES | {"num_labels": 3, "use_relative_position_bias": True}, "hf_beit"),

@@ -8,6 +8,8 @@ of DINOv2 without registers, are resized in another way than timm does.
 import dataclasses
 import re
 
+import numpy as np
+
 from vit_jax.weights.formats import timm, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, Reader
@@ -23,6 +25,8 @@ _NAMES = (
     (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # Blocks in chunks, as in training.
 )
 _MASK_TOKEN = "mask_token"
+# Of the class token and the mean of the patches, of a hub model such as dinov2_vits14_lc.
+_CLASSIFIER = ("linear_head.weight", "linear_head.bias")
 # What a backbone has; a network with a head or a distillation token has more.
 _PLAIN = re.compile(
     r"(cls_token|reg_token|pos_embed)$|(patch_embed\.proj|norm)\.(weight|bias)$"
@@ -79,10 +83,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     if any(name.startswith(_TEACHER) for name in tensors.flat):
         notes.append("teacher: its backbone is taken, and not the student's")
     if inside and len(flat) < len(tensors.flat):
-        notes.append("projection head: dropped, which only pretraining has")
+        beside = {n for n in tensors.flat if not _INSIDE.match(n)} - {*_CLASSIFIER}
+        if beside:
+            notes.append("projection head: dropped, which only pretraining has")
     if flat.pop(_MASK_TOKEN, None) is not None:
         notes.append("mask token: dropped, which only pretraining has")
     found = timm.read(dataclasses.replace(tensors, flat=flat), num_heads)
+    params, options, more = _classifier(tensors.flat, found)
+    notes += more
     if not told:
         notes.append(
             f"no classifier and no config.json: taken for a backbone of {name}, whose "
@@ -92,11 +100,26 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     notes += [note for note in found.notes if not note.startswith("config.json")]
     return dataclasses.replace(
         found,
-        options=found.options | {"posemb_resize": resize},
+        params=params,
+        options=options | {"posemb_resize": resize},
         format=name.lower(),
         preprocess=preprocess(found.options["image_size"]),
         notes=tuple(notes),
     )
+
+
+def _classifier(flat: dict, found: Pretrained) -> tuple[dict, dict, list[str]]:
+    """Returns parameters and options with the classifier of DINOv2 `*_lc`, and notes."""
+    if not flat.keys() >= {*_CLASSIFIER}:
+        return found.params, found.options, []
+    weight, bias = (flat[name] for name in _CLASSIFIER)
+    width = found.params["cls"].shape[-1]
+    if weight.shape[1] != 2 * width:
+        note = "linear_head: left out, as it sees class tokens of several blocks"
+        return found.params, found.options, [f"{note} (layers=4): features alone"]
+    options = {"num_classes": len(weight), "pool": "token_gap"}
+    head = {"kernel": np.ascontiguousarray(weight.T), "bias": bias}
+    return {**found.params, "head": head}, found.options | options, []
 
 
 def preprocess(image_size: tuple[int, int]) -> Preprocess:

@@ -70,11 +70,6 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
       UserError: this project has no such network.
     """
     flat, notes = _rename(tensors.flat), []
-    if "classifier.weight" in flat:
-        raise UserError(
-            f"{tensors.path}: a classifier of the class token and the mean of the patches "
-            "together is not supported: give the weights of Dinov2Model, without it"
-        )
     config = tensors.sidecars.get("config.json", {})
     facts, more = _read_config(config)
     notes += more
@@ -91,7 +86,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     notes += more
     swiglu = f"{_BLOCK}.mlp.weights_in.weight" in flat
     registers = flat.get("embeddings.register_tokens")
+    num_classes = len(flat.get("classifier.weight", ()))
     form = {
+        "num_classes": num_classes,
         "depth": depth,
         "num_heads": num_heads,
         "activation": "swiglu" if swiglu else facts.activation,
@@ -110,13 +107,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     preprocess, more = hugging_face_processor.read(
         tensors.sidecars, sizes["image_size"], patch, any_size=True
     )
+    names = facts.class_names
     resize = "bicubic" if form["num_register_tokens"] else "bicubic_dino"
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
         options={
             **sizes,
-            "num_classes": 0,
-            "pool": "token",
+            "num_classes": num_classes,
+            "pool": "token_gap" if num_classes else "token",
             "activation": form["activation"],
             "layer_scale_init": float(config.get("layerscale_value") or 1.0),
             "posemb_resize": facts.posemb_resize or resize,
@@ -125,6 +123,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         format="dinov2",
         source=tensors.path,
         preprocess=preprocess or dino.preprocess(sizes["image_size"]),
+        class_names=names if len(names) == num_classes else (),
+        loss=facts.loss,
+        multi_label=facts.loss == "sigmoid",  # As the hub calls it.
         notes=(*notes, *more),
     )
 
@@ -142,7 +143,8 @@ def _table(options: dict) -> list[ArrayEntry]:
     """Returns the entries of an encoder, without the prefix.
 
     Args:
-      options: depth, num_heads, activation and num_register_tokens of `models.Model`.
+      options: depth, num_heads, num_classes, activation and num_register_tokens of
+        `models.Model`.
     """
     embed = "embeddings"
     table = [
@@ -168,6 +170,8 @@ def _table(options: dict) -> list[ArrayEntry]:
         else:
             table += dense(f"{theirs}.mlp.fc1", f"{mlp}/Dense_0")
             table += dense(f"{theirs}.mlp.fc2", f"{mlp}/Dense_1")
+    if options["num_classes"]:
+        table += dense("classifier", "head")
     return table
 
 
@@ -201,7 +205,12 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     registers = options["num_register_tokens"]
     if registers:  # That network always has one.
         arrays[_MASK_TOKEN] = np.zeros((1, options["width"]), np.float32)
-    config = _config(options, model.patch_size)
+    config = _config(options, model.patch_size, pretrained)
+    if options["num_classes"]:
+        arrays = {
+            k if k.startswith("classifier.") else f"{config['model_type']}.{k}": v
+            for k, v in arrays.items()
+        }
     preprocess, channels = pretrained.preprocess, options["channels"]
     return notes + hugging_face.write_folder(
         folder, arrays, config, preprocess, channels
@@ -214,15 +223,14 @@ def _check_writable(options: dict) -> None:
         options,
         "Dinov2Model of transformers",
         {
-            "num_classes": (0,),
-            "pool": ("token",),
+            "pool": ("token_gap",) if options["num_classes"] else ("token",),
             "num_register_tokens": range(1_000),
         },
         to="--to=timm, --to=hf or --to=safetensors",
     )
 
 
-def _config(options: dict, patch_size: int) -> dict:
+def _config(options: dict, patch_size: int, pretrained: Pretrained) -> dict:
     """Returns the content of config.json.
 
     Raises:
@@ -246,12 +254,15 @@ def _config(options: dict, patch_size: int) -> dict:
         )
     activation = "gelu" if swiglu else options["activation"]
     config = hugging_face.write_config(
-        options | {"activation": activation, "patch": patch_size}, (), "softmax"
+        options | {"activation": activation, "patch": patch_size},
+        pretrained.class_names,
+        pretrained.loss,
     )
+    task = "ForImageClassification" if options["num_classes"] else "Model"
     for name in ("encoder_stride", "intermediate_size"):
         del config[name]
     config |= {
-        "architectures": ["Dinov2Model"],
+        "architectures": [f"Dinov2{task}"],
         "model_type": "dinov2",
         "mlp_ratio": ratio,
         "use_swiglu_ffn": swiglu,
@@ -260,7 +271,7 @@ def _config(options: dict, patch_size: int) -> dict:
     if not registers:
         return config | {"use_mask_token": False}
     return config | {
-        "architectures": ["Dinov2WithRegistersModel"],
+        "architectures": [f"Dinov2WithRegisters{task}"],
         "model_type": "dinov2_with_registers",
         "num_register_tokens": registers,
     }
@@ -268,10 +279,13 @@ def _config(options: dict, patch_size: int) -> dict:
 
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     """Returns Python lines that load a written checkpoint."""
-    del pretrained, on_hub
+    del on_hub
+    name, output = "AutoModel", "pooler_output: the features"
+    if pretrained.options.get("num_classes"):
+        name, output = "AutoModelForImageClassification", "logits"
     return (
-        "from transformers import AutoModel\n"
-        f'model = AutoModel.from_pretrained("{path}")  # .pooler_output: the features'
+        f"from transformers import {name}\n"
+        f'model = {name}.from_pretrained("{path}")  # .{output}'
     )
 
 

@@ -354,6 +354,11 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
                 "representation_layer=True: timm has no tanh layer before the classifier: "
                 "write it with --to=google or --to=safetensors"
             )
+        if options["pool"] == "token_gap":
+            raise UserError(
+                "pool='token_gap': timm's classifiers see the class token or the mean: write "
+                "it with --to=hf_dinov2 or --to=safetensors"
+            )
         flat, options, notes = surgery.norm_every_token(flat, options)
         flat, options, more = surgery.learn_positions(flat, options, model.grid)
         if options["pre_norm"]:
