@@ -129,8 +129,8 @@ def says(line, *parts):
             id="config value with an element of the wrong type",
         ),
         pytest.param(
-            ["--config.optim.name=adamw"],
-            ["optim.name='adamw'", "adam, sgd, lars, lamb"],
+            ["--config.optim.name=adamax"],
+            ["optim.name='adamax'", "adam, adamw, sgd, lars, lamb"],
             id="config value that is no choice",
         ),
         pytest.param(

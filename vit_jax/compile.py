@@ -24,6 +24,7 @@ EXIT_TOO_LARGE = 3
 # length of the run and of its schedule, numbers in a program that stays the same. As
 # many as JFT-300M has, so that no warmup is longer than the run.
 _EXAMPLES = 303_000_000
+_ASSUMED = "assumed; it changes numbers, not the program"
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -40,6 +41,7 @@ def main(flags: argparse.Namespace) -> int:
     devices = place.devices()
     limit = topology.usable_memory(devices[0])
     examples, source = _examples(flags, config)
+    unknown = examples if source == _ASSUMED else 0
     heading = (
         f"{printable(config.name)} on {len(devices)} x {devices[0].device_kind} "
         f"({place.slices} x {place.name}), {config.batch_size:,} images a step; "
@@ -47,7 +49,7 @@ def main(flags: argparse.Namespace) -> int:
     )
     if flags.strategies:
         return _compare(flags, config, devices, examples, limit, heading)
-    return _one(flags, config, devices, examples, limit, heading, assumed)
+    return _one(flags, config, devices, examples, limit, heading, assumed, unknown)
 
 
 def _check(flags) -> None:
@@ -82,11 +84,10 @@ def _examples(flags, config) -> tuple[int, str]:
         (config.data.num_examples, "data.num_examples"),
         (entry.images if entry else 0, "the catalogue"),
     )
-    assumed = _EXAMPLES, "assumed; it changes numbers, not the program"
-    return next((pair for pair in known if pair[0]), assumed)
+    return next((pair for pair in known if pair[0]), (_EXAMPLES, _ASSUMED))
 
 
-def _one(flags, config, devices, examples, limit, heading, assumed) -> int:
+def _one(flags, config, devices, examples, limit, heading, assumed, unknown) -> int:
     from vit_jax.distributed import chips
     from vit_jax.distributed import mesh as meshes
     from vit_jax.tools.planning import analysis, report, run_plan
@@ -113,10 +114,10 @@ def _one(flags, config, devices, examples, limit, heading, assumed) -> int:
     if flags.json:
         words = {"heading": heading} | found.to_json()
         if plan:
-            words["plan"] = run_plan.to_json(plan, assumed)
+            words["plan"] = run_plan.to_json(plan, assumed, unknown)
         print(json.dumps(words))
     elif plan:
-        print("\n" + "\n".join(run_plan.text(plan, assumed)))
+        print("\n" + "\n".join(run_plan.text(plan, assumed, unknown)))
     if flags.export:
         size = analysis.export_stablehlo(
             config, mesh, examples, pathlib.Path(flags.export)

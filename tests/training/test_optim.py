@@ -1,3 +1,4 @@
+import dataclasses
 import pathlib
 
 import jax
@@ -268,3 +269,9 @@ def test_freezing_ends_after_its_steps():
         for steps in (1, 2, 3)
     ]
     assert moved == [False, False, True]
+
+
+def test_adamw_is_adam_with_its_decoupled_weight_decay():
+    stated = {"learning_rate": 0.1, "weight_decay": 0.3, "b2": 0.95}
+    one, other = (tiny_config(optim=stated | {"name": n}) for n in ("adam", "adamw"))
+    assert dataclasses.replace(other.optim, name="adam") == one.optim

@@ -114,6 +114,26 @@ def test_a_task_of_ones_own_keeps_its_state_in_checkpoints(outside, tmp_path):
         loop.train(tiny_config(**keys | {"task": task | {"decay": 0.25}}), workdir)
 
 
+def test_a_task_of_ones_own_applies_the_device_transforms_or_is_refused(
+    outside, tmp_path
+):
+    text = (EXAMPLES / "brightness.py").read_text()
+    ignoring = text.replace("transforms.apply(self.ops, ", "transforms.apply((), ")
+    assert ignoring != text
+    outside(brightness=text, ignoring=ignoring)
+    hashes = set()
+    for i, transform in enumerate(("", "color_jitter(0.4)", "mixup(0.5)")):
+        data = {"train_transform": transform, "num_classes": 0}
+        keys = {"data": data, "evals": {}, "total_steps": 2}
+        config = tiny_config(**keys, task={"name": "brightness:BrightnessConfig"})
+        hashes.add(loop.train(config, tmp_path / str(i))["params_sha256"])
+        config = tiny_config(**keys, task={"name": "ignoring:BrightnessConfig"})
+        if transform:
+            with pytest.raises(UserError, match=r"train_transform=.*ignoring:"):
+                loop.train(config, tmp_path / f"ignoring{i}")
+    assert len(hashes) == 3
+
+
 NETWORK = {
     "variant": "conv_net:ConvNetConfig",
     "width": 16,

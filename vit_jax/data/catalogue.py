@@ -107,7 +107,7 @@ _PAPER = (
         "imagenet21k",
         "imagenet21k",
         21_843,
-        0,
+        14_145_922,  # Of 14,197,122 in all.
         {
             "train": "full[51200:]",
             "validation": "full[25600:51200]",

@@ -25,7 +25,7 @@ from vit_jax.training.schedules import (
 class OptimConfig:
     """What `config.optim` states of every optimiser."""
 
-    name: str = key("adam", '"adam", "sgd", "lars" or "lamb".')
+    name: str = key("adam", '"adam" or "adamw", the same; "sgd", "lars" or "lamb".')
     learning_rate: float = key(0.0, "Peak learning rate: this ...", in_step=False)
     base_learning_rate: float = key(
         0.0,
@@ -218,6 +218,7 @@ class LambConfig(AdamConfig):
 
 OPTIMIZERS = {
     "adam": AdamConfig,
+    "adamw": AdamConfig,  # Weight decay is decoupled in any case.
     "sgd": SgdConfig,
     "lars": LarsConfig,
     "lamb": LambConfig,

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
+from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
@@ -167,6 +168,8 @@ def build_train_setup(
         )
     batch_spec = task.batch_spec(config.batch_size)
     parse.check_batch(batch_spec, config.data)
+    if re.fullmatch(fields.CUSTOM, config.task.name):
+        _check_transforms(task, batch_spec, config)
 
     def init():
         return task.init(init_key(config.seed))
@@ -234,6 +237,26 @@ def build_train_setup(
         ),
         metadata=metadata,
     )
+
+
+def _check_transforms(task: Task, batch_spec: dict, config: TrainConfig) -> None:
+    """Checks that a task of the user's own applies the device part of the transforms.
+
+    Raises:
+      UserError: it does not; with the transforms.
+    """
+    data = config.data
+    stated = parse.parse_train(data.train_transform, data.image_size).device
+    if not stated:
+        return
+    with transforms.recording() as applied:
+        jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))
+    if left := [type(op).__name__ for op in stated if op not in applied]:
+        raise UserError(
+            f"data.train_transform={data.train_transform!r}: {', '.join(left)} run on the "
+            f"device, but `prepare` of task.name={config.task.name!r} does not apply them: "
+            "call `transforms.apply` there (docs/extending.md), or leave them out"
+        )
 
 
 def _program_key(

@@ -1,5 +1,6 @@
 """The plan of a run: what follows from a step's costs and the assumptions."""
 
+import argparse
 import dataclasses
 import json
 
@@ -7,9 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks import scale
+from vit_jax import compile
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import goodput, run_plan
 from vit_jax.tools.planning.analysis import Analysis, Roofline
+from vit_jax.training import config as configuration
 
 FOUND = Analysis(
     settings={"batch_size": 1_000},
@@ -42,6 +45,24 @@ def lines_of(plan, assumed):
         if line.startswith("  ") and line[26:].split():
             found.setdefault(line[2:26].strip(), line[26:].split()[0])
     return found
+
+
+def test_a_size_of_the_data_that_is_assumed_stands_among_the_assumptions():
+    plan, assumed = plan_of()
+    assert (
+        "--examples=303"
+        in "\n".join(run_plan.text(plan, assumed, 303)).split("assumed").pop()
+    )
+    assert "--examples" not in "\n".join(run_plan.text(plan, assumed))
+    assert run_plan.to_json(plan, assumed, 303)["assumed"]["examples"] == 303
+
+
+def test_imagenet21k_is_counted_by_the_catalogue():
+    config = configuration.load("b16_i21k", {})
+    flags = argparse.Namespace(examples=0)
+    examples, source = compile._examples(flags, config)
+    assert (examples, source) == (14_145_922, "the catalogue")
+    assert config.num_steps(examples) == pytest.approx(14_145_922 * 90 / 4096, abs=1)
 
 
 def test_what_a_run_needs():

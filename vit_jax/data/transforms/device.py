@@ -8,9 +8,11 @@ batch, on any number of hosts. Letters: B examples, H and W height and width, h 
 after enlarging, C channels, K classes.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import jax
@@ -35,6 +37,19 @@ Labels = Float[Array, "B K"]
 _ATTEMPTS = 10  # Shapes that random erasing draws for an example.
 _GREY = (0.299, 0.587, 0.114)  # Rec. 601, as Pillow's mode L.
 
+_applied = contextvars.ContextVar("applied", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list]:
+    """Gives a list to which `apply` adds the operations that it is called with."""
+    found = []
+    token = _applied.set(found)
+    try:
+        yield found
+    finally:
+        _applied.reset(token)
+
 
 def apply(
     ops: Sequence,
@@ -58,6 +73,8 @@ def apply(
     """
     for number, op in enumerate(ops):
         images, labels = op(images, labels, index, jax.random.fold_in(key, number))
+    if (applied := _applied.get()) is not None:
+        applied.extend(ops)
     return images.astype(jnp.float32), labels
 
 

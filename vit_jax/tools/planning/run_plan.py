@@ -284,8 +284,11 @@ def make(
     )
 
 
-def to_json(plan: Plan, assumed: Assumptions) -> dict:
-    """Returns the plan as plain numbers, with the means of the shares."""
+def to_json(plan: Plan, assumed: Assumptions, examples: int = 0) -> dict:
+    """Returns the plan as plain numbers, with the means of the shares.
+
+    Args: as of `text`.
+    """
     row = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     row["checkpoints"] = [
         {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
@@ -303,11 +306,18 @@ def to_json(plan: Plan, assumed: Assumptions) -> dict:
         "days": plan.days,
         "chip_hours": plan.chip_hours,
     }
-    return row | {"assumed": dataclasses.asdict(assumed)}
+    more = {"examples": examples} if examples else {}
+    return row | {"assumed": dataclasses.asdict(assumed) | more}
 
 
-def text(plan: Plan, assumed: Assumptions) -> Iterable[str]:
-    """Yields the lines of the report."""
+def text(plan: Plan, assumed: Assumptions, examples: int = 0) -> Iterable[str]:
+    """Yields the lines of the report.
+
+    Args:
+      plan: from `make`.
+      assumed: what it was made with.
+      examples: size of the training split if it is assumed; 0 if it is known.
+    """
     yield "The run"
     yield line("steps", f"{plan.steps:,}", f"of {plan.images:,} images")
     yield line(
@@ -330,7 +340,7 @@ def text(plan: Plan, assumed: Assumptions) -> Iterable[str]:
     cost = f"{plan.chip_hours * assumed.price:,.0f} at {assumed.price:g} each"
     cost *= bool(assumed.price)
     yield line("chip-hours", f"{plan.chip_hours:,.0f}", cost)
-    yield from _sources(assumed)
+    yield from _sources(assumed, examples)
 
 
 def _input(plan, assumed):
@@ -373,9 +383,11 @@ def _checkpoints(plan, one):
         ).rstrip()
 
 
-def _sources(assumed):
+def _sources(assumed, examples):
     """Yields the inputs by whose word they are; one that was stated is its user's."""
     found = {source: [] for source in _SOURCES}
+    if examples:
+        found["assumed"].append(f"--examples={examples}")
     for field in dataclasses.fields(assumed):
         value = getattr(assumed, field.name)
         stated = value != field.default
