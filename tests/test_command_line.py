@@ -1,15 +1,18 @@
 """The command `vit_jax`, recipes by name, hints at keys, and what a wheel holds."""
 
+import ast
 import importlib
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
+from jax._src import cloud_tpu_init
 
 import vit_jax
 from vit_jax import __main__ as command
@@ -53,7 +56,10 @@ def test_the_version_and_a_word_that_is_no_command():
     assert run("--version").stdout == f"vit_jax {vit_jax.__version__}\n"
     shown = run("trian")
     assert shown.returncode == 2 and shown.stderr.count("\n") == 1
-    assert "error: 'trian' is no command: give one of train, finetune" in shown.stderr
+    assert "error: 'trian' is no command: did you mean train? " in shown.stderr
+    for word, meant in (("predct", "predict"), ("eval", "evaluate"), ("zzz", "")):
+        shown = run(word).stderr
+        assert (f"did you mean {meant}? " in shown) == bool(meant), shown
 
 
 @pytest.mark.parametrize(
@@ -101,11 +107,13 @@ def test_shells_complete_commands_and_flags(shell):
     assert wrong.returncode == 2 and "give one of bash, zsh, tcsh" in wrong.stderr
 
 
-def test_a_command_runs_from_any_folder_with_a_recipe_by_its_name(tmp_path):
-    words = ("summary", "--config=digits")
+@pytest.mark.parametrize("name", ["digits", "digits.py", "configs/digits.py"])
+def test_a_command_runs_from_any_folder_with_a_recipe_by_its_name(tmp_path, name):
+    words = ("summary", f"--config={name}")
     shown = run(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "Ti/2" in shown.stdout
+    assert loading.find("eval/fewshot.py") == ROOT / "configs" / "eval" / "fewshot.py"
     wrong = run("summary", "--nope", cwd=tmp_path)
     assert wrong.returncode == 2 and "--help lists the flags" in wrong.stderr
 
@@ -152,9 +160,26 @@ def test_synonyms_are_of_keys_that_exist():
         ]
         for name in fields.fields(section)
     }
-    for word, key in synonyms.SYNONYMS.items():
+    for word, keys in synonyms.SYNONYMS.items():
         assert re.fullmatch("[a-z0-9]+", word), word
-        assert key in known, key
+        assert set(keys) <= known, keys
+
+
+@pytest.mark.skipif(
+    cloud_tpu_init.running_in_cloud_tpu_vm, reason="this machine has a TPU"
+)
+def test_libtpu_is_not_heard_where_there_is_no_tpu():
+    pytest.importorskip("libtpu", reason="needs the extra tpu")
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    code = "import jax, vit_jax; vit_jax.load_model; print(jax.devices())"
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout and shown.stderr == ""
 
 
 def test_help_lists_the_recipes_and_quick_is_told(tmp_path):
@@ -163,14 +188,19 @@ def test_help_lists_the_recipes_and_quick_is_told(tmp_path):
     assert "eval/probe" not in shown
     shown = importlib.import_module("vit_jax.evaluate").parser().format_help()
     assert "  eval/probe " in shown
-    done = run(
-        "train",
-        "--config=mixer:quick",
-        f"--workdir={tmp_path}/run",
-        "--config.evals={}",
+    words = ("--config=mixer:quick", f"--workdir={tmp_path}/run", "--config.evals={}")
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_jax.train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "mixer:quick: a small network, made images and 3 steps show" in done.stderr
+    assert done.returncode == 0, done.stdout
+    before, _, after = done.stdout.partition(
+        "mixer:quick: a small stand-in for the net"
+    )
+    assert " parameters" not in before and " parameters" in after
 
 
 def test_a_wheel_holds_the_recipes(tmp_path):
@@ -215,3 +245,73 @@ def test_a_wheel_holds_the_recipes(tmp_path):
         check=True,
     )
     assert pathlib.Path(shown.stdout.strip()).is_relative_to(installed.resolve())
+
+
+def written():
+    """Yields place and text of every string of the package and of the recipes.
+
+    What an f-string fills in is the word VALUE.
+    """
+    for path in sorted((ROOT / "vit_jax").rglob("*.py")) + sorted(
+        (ROOT / "configs").rglob("*.py")
+    ):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        filled = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+        inside = {id(part) for node in filled for part in node.values}
+        alone = [
+            n for n in nodes if isinstance(n, ast.Constant) and id(n) not in inside
+        ]
+        for node in filled + alone:
+            parts = node.values if node in filled else [node]
+            values = [getattr(part, "value", None) for part in parts]
+            text = "".join(v if isinstance(v, str) else "VALUE" for v in values)
+            place = f"{path.relative_to(ROOT)}:{node.lineno}"
+            yield place, re.sub(r"\s*\\\n\s*", " ", text)
+
+
+# A command, and the flags and placeholders that follow it.
+COMMAND = re.compile(
+    r"(python -m vit_jax[. ]|\bvit_jax )([a-z_]+)\b"
+    r'((?: +(?:--[a-z_.\d]+(?:="[^"]*"|[^\s`]*)|(?!VALUE:)[A-Z]{2,}[^\s`]*|\.{3}|-(?=[\s)])))*)'
+)
+
+
+def stand_in(parser, word):
+    """Returns a word with a value that its flag takes in place of VALUE and "..."."""
+    flag, equals, value = word.rstrip(".,;:)").partition("=")
+    if value in ("VALUE", "") and word != flag:
+        (action,) = [a for a in parser._actions if flag in a.option_strings] or [None]
+        choices = getattr(action, "choices", None)
+        value = next(iter(choices)) if choices else "1"
+    return f"{flag}{equals}{value}" if equals else flag
+
+
+def test_every_command_in_the_sources_is_one_of_its_parser(monkeypatch):
+    count, wrong = 0, []
+
+    def refuse(_, text):
+        raise UserError(text)
+
+    monkeypatch.setattr(cli.Parser, "error", refuse)
+    for place, text in written():
+        for start, name, words in COMMAND.findall(text):
+            if start == "vit_jax " and name not in command.COMMANDS:
+                continue  # The package in a sentence.
+            assert name in command.COMMANDS, (place, name)
+            count += 1
+            elided, words = "..." in words, shlex.split(words)
+            words = [word for word in words if word != "..."]
+            if not words or "--help" in words[0]:
+                continue  # The name of the command in a sentence.
+            parser = importlib.import_module(f"vit_jax.{name}").parser()
+            try:
+                flags = cli.parse(parser, [stand_in(parser, word) for word in words])
+                config = getattr(flags, "config", None) or ""
+                if config.startswith("configs/"):
+                    loading.arguments(config.partition(":")[0])
+            except UserError as error:
+                if elided and "arguments are required" in str(error):
+                    continue
+                wrong.append((place, name, words, str(error)))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert count > 80

@@ -84,6 +84,10 @@ def test_complete_takes_a_config_dict_and_is_idempotent():
             "unknown .* optimizer.rate; .* is optim.learning_rate",
         ),
         (stated(mesh={"dta": 1}), "unknown config key mesh.dta; .* is mesh.data"),
+        (
+            stated(model={"variant": "Ti/4", "head": 3}),
+            "unknown config key model.head; .* is model.num_heads or model.pool",
+        ),
     ],
 )
 def test_unknown_key_is_refused_with_the_nearest(raw, message):
@@ -140,7 +144,6 @@ def test_key_of_another_choice_is_refused(optim, message):
         ("profile", "profile_steps"),
         ("compilation_cache", "compilation_cache_dir"),
         ("model.heads", "model.num_heads"),
-        ("model.head", "model.pool"),
         ("model.representation", "model.representation_layer"),
         ("model.pooled_norm", "model.fc_norm"),
         ("model.posemb_at", "model.posemb_placement"),

@@ -417,6 +417,12 @@ def test_tfds_set_that_is_not_there_says_where_and_how_to_prepare_it(refused, tm
     line = refused(f"--workdir={tmp_path / 'run'}", *words)
     build = f"python -m vit_jax.prepare --dataset=cifar10 --data_dir={tmp_path}"
     says(line, "data.name='cifar10'", f"set in {tmp_path} ", build)
+    words = ("--config.data.name=imagenet21k", f"--config.data.data_dir={tmp_path}")
+    line = refused(f"--workdir={tmp_path / 'run'}", *words)
+    build = (
+        "python -m vit_jax.prepare --dataset=folder --from=FOLDER --name=imagenet21k"
+    )
+    says(line, "data.name='imagenet21k'", f"{build} --data_dir={tmp_path}")
 
 
 @pytest.mark.parametrize(

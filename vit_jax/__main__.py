@@ -7,6 +7,7 @@ flags (or zsh, tcsh; extra `completion`). The same as `vit_jax` alone, which an 
 
 import argparse
 import ast
+import difflib
 import importlib
 import importlib.resources
 import os
@@ -39,7 +40,9 @@ def main() -> None:
         sys.argv = [f"{os.path.basename(sys.argv[0])} {name}", *words[1:]]
         runpy.run_module(f"vit_jax.{name}", run_name="__main__", alter_sys=False)
     else:
-        _end(f"{name!r} is no command: give one of {', '.join(COMMANDS)}")
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]}? The commands are" if near else "give one of"
+        _end(f"{name!r} is no command: {hint} {', '.join(COMMANDS)}")
 
 
 def usage() -> str:

@@ -31,13 +31,12 @@ def main(flags: argparse.Namespace) -> int:
     def train():
         if jax.process_count() > 1 and not flags.workdir:
             raise UserError("several processes need the same --workdir: state it")
-        loop.train(config, flags.workdir or new_workdir(config.name), startup)
-        # At the end, where it is read beside the scores.
         if "quick" in flags.config.partition(":")[2] and not jax.process_index():
             cli.tell(
-                f"{flags.config}: a small network, made images and 3 steps show that the "
-                "recipe runs, not what it reaches"
+                f"{flags.config}: a small stand-in for the network, made images and 3 "
+                "steps show that the recipe runs, not what it reaches"
             )
+        loop.train(config, flags.workdir or new_workdir(config.name), startup)
 
     return job.run(train, flags.workdir, debug=flags.debug)
 

@@ -68,12 +68,15 @@ def find(name: str) -> pathlib.Path:
     """Returns the path of a config file, or of the recipe of that name.
 
     Args:
-      name: a path; or "digits" or "eval/probe", which are found from any folder.
+      name: a path; or "digits", "eval/probe.py" or "configs/digits.py", which are found
+        from any folder that has no such file.
     """
     path = pathlib.Path(name)
-    recipe = recipe_folder() / f"{name}.py"
-    is_name = re.fullmatch(r"\w+(/\w+)?", name) and not os.path.exists(path)
-    return recipe if is_name and recipe.is_file() else path
+    known = re.fullmatch(r"(?:configs/)?(\w+(?:/\w+)?)(?:\.py)?", name)
+    if known and not os.path.exists(path):
+        recipe = recipe_folder() / f"{known[1]}.py"
+        return recipe if recipe.is_file() else path
+    return path
 
 
 def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> None:
@@ -320,8 +323,8 @@ def _nearest(cls: type, key: str, known: Iterable[str]) -> str:
                 return f"{where}.{name}".strip(".")
     plain = re.sub(r"[^a-z0-9]", "", key.rpartition(".")[2].lower())
     known = list(known)
-    if SYNONYMS.get(plain) in known:
-        return SYNONYMS[plain]
+    if meant := [key for key in SYNONYMS.get(plain, ()) if key in known]:
+        return " or ".join(meant)
     words = set(re.findall(r"[a-z0-9]+", key.lower()))
 
     def likeness(other):
@@ -343,7 +346,7 @@ def key_called(cls: type, word: str) -> str:
     keys = [
         f"{at}.{name}".strip(".") for at, _, c in places for name in fields.fields(c)
     ]
-    meant = SYNONYMS.get(re.sub(r"[^a-z0-9]", "", word.lower()), word)
+    meant = SYNONYMS.get(re.sub(r"[^a-z0-9]", "", word.lower()), [word])[0]
     found = [key for key in keys if key == meant or key.endswith(f".{meant}")]
     return min(found, key=lambda key: key.count("."), default="")
 

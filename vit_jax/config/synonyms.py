@@ -22,6 +22,8 @@ _WORDS = {
     "model.drop_path_rate": "droppath stochasticdepth stochdepth",
     "model.dropout": "droprate hiddendropoutprob",
     "model.dtype": "amp fp16 bf16 precision mixedprecision",
+    "model.num_heads": "head heads numattentionheads nheads",
+    "model.pool": "head globalpool pooling pooltype classifier",
     "model.scan": "scanlayers",
     "model.variant": "model modelname arch architecture patchsize variant",
     "optim.b1": "beta1",
@@ -39,4 +41,8 @@ _WORDS = {
     "task.label_smoothing": "smoothing labelsmoothing labelsmoothingfactor",
     "total_steps": "steps maxsteps numsteps totalsteps",
 }
-SYNONYMS = {word: key for key, words in _WORDS.items() for word in words.split()}
+SYNONYMS = {
+    word: [key for key, words in _WORDS.items() if word in words.split()]
+    for all_words in _WORDS.values()
+    for word in all_words.split()
+}

@@ -31,7 +31,6 @@ class Entry:
       keys: other keys of `config.data` that it needs.
       steps: what to do by hand before, or instead of, `vit_jax.prepare`.
       newer: a TFDS version that also does.
-      built_in: whether TFDS knows how to make it.
     """
 
     name: str
@@ -42,12 +41,11 @@ class Entry:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     steps: str = ""
     newer: str = ""
-    built_in: bool = True
 
     def how(self, data_dir: str) -> str:
         """Returns how to get the set into a folder."""
-        if not self.tfds or not self.built_in:
-            return self.steps.format(data_dir=data_dir)
+        if not self.tfds:
+            return self.steps
         command = prepare_command(self.newer or self.tfds, data_dir)
         if "MANUAL" in self.steps:
             command += " --manual_dir=MANUAL"
@@ -113,12 +111,6 @@ _PAPER = (
             "validation": "full[25600:51200]",
             "test": "full[:25600]",
         },
-        steps=(
-            "no TFDS built-in: register at image-net.org, unpack the archive of each "
-            "class to FOLDER/full/<class>, then: python -m vit_jax.prepare "
-            "--dataset=folder --from=FOLDER --name=imagenet21k --data_dir={data_dir}"
-        ),
-        built_in=False,
     ),
     Entry("cifar10", "cifar10:3.*.*", 10, 50_000, _sweep(2, "test")),
     Entry("cifar100", "cifar100:3.*.*", 100, 50_000, _sweep(2, "test")),

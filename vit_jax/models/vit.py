@@ -62,7 +62,6 @@ class ViTConfig(ModelConfig):
         'Classifier input: "token", "gap" (mean), "token_gap" (both, as DINOv2\'s linear '
         'classifiers) or "map" (attention).',
         choices=("token", "gap", "token_gap", "map"),
-        formerly="model.head",
     )
     class_token: bool = key(
         False,

@@ -284,7 +284,13 @@ def no_foreign_features(name: str) -> Iterator[None]:
 
 
 def prepare_command(name: str, data_dir: str) -> str:
-    """Returns the command that prepares a set; TFDS itself picks "*" in a version."""
+    """Returns how to prepare a set; TFDS itself picks "*" in a version."""
+    if name.partition(":")[0] == "imagenet21k":  # Which TFDS cannot make.
+        return (
+            "register at image-net.org, unpack the archive of each class to "
+            "FOLDER/full/<class>, then: python -m vit_jax.prepare --dataset=folder "
+            f"--from=FOLDER --name=imagenet21k --data_dir={data_dir}"
+        )
     name = name.split(":")[0] if "*" in name else name
     return f"python -m vit_jax.prepare --dataset={name} --data_dir={data_dir}"
 

@@ -535,15 +535,15 @@ def summary(result: Result) -> list[str]:
             f"on {result.examples:,} images, each by the one of {result.folds} runs "
             "that was not trained on it"
         )
-    model = f"--model={result.workdir}"
+    model = result.workdir
     page = [f"mistakes:  {result.page}"] if result.page else []
     return [
         f"{line} {on}",
         *_doubts(result),
         *page,
-        f"classify:  python -m vit_jax.predict {model} IMAGES",
-        f"look:      python -m vit_jax.explore {model} IMAGES",
-        f"export:    python -m vit_jax.convert {model} --to=timm --out=FOLDER",
+        f"classify:  python -m vit_jax.predict --model={model} IMAGES",
+        f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
+        f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
     ]
 
 

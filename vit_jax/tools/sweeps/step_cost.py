@@ -136,7 +136,7 @@ def _once(folder: str | os.PathLike, name: str, measure: Callable, *args: object
 
 
 def _compile(file: epath.Path, batch: int) -> dict:
-    """Returns what `python -m vit_jax.compile --json` says of a batch size."""
+    """Returns what `vit_jax.compile`, in JSON, says of a batch size."""
     words = [f"--config={file}", f"--topology={TOPOLOGY}", "--json"]
     words.append(f"--config.batch_size={batch}")
     done = subprocess.run(
