@@ -57,6 +57,7 @@ _SYNONYMS = {
 }
 # Keys of `data` that say where files are and what is in them.
 _OF_FILES = {"data_dir", "num_examples", "exclude", "label_key", "image_key"}
+_OF_FILES |= {"image_dir", "image_suffix"}
 _BATCH = 32  # Images that pass through a network at once.
 
 Images = (

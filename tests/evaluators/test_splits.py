@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import shutil
 
+import image_folder
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,9 +12,9 @@ from PIL import Image
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.errors import NoSplit, UserError
-from vit_jax.evaluators import splits
+from vit_jax.evaluators import classification, splits
 from vit_jax.evaluators.knn import NeighboursConfig
-from vit_jax.tools.sweeps import recipes
+from vit_jax.tools.sweeps import fine_tuning, recipes
 from vit_jax.training import config as configuration
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -154,3 +155,24 @@ def test_labels_that_stand_for_none_are_told_before_a_run(tmp_path, label):
     )
     assert len(found.source) == 3
     assert found.data.num_classes == 0
+
+
+def test_class_folders_without_splits_are_read_as_training_splits_them(tmp_path):
+    image_folder.write(tmp_path)
+    flat = str(tmp_path / "train")
+    data = DataConfig(name="folder", data_dir=flat, num_classes=3)
+    spec = classification.ClassificationConfig()
+    found = {}
+    for order in (splits.VALIDATIONS, splits.TESTS):
+        reads = splits.EvalSplits(data, order=order)
+        opened = reads.open("val", spec, spec.split, model_classes=True)
+        found[opened.split] = len(opened.source)
+    assert found == {"val": 4, "all": 19}  # Of a run, and of `evaluate`.
+    other = classification.ClassificationConfig(data_dir=flat)
+    reads = splits.EvalSplits(data, order=splits.VALIDATIONS)
+    assert reads.open("b", other, "", model_classes=True).split == "all"
+    recipe = recipes.find(flat)
+    assert (recipe.train, recipe.test) == ("train", "val")
+    fine_tuning._check_folders(recipe.test, flat)
+    with pytest.raises(UserError, match="--test=test: .* has no folder 'test'"):
+        fine_tuning._check_folders("test", flat)
