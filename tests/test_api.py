@@ -119,6 +119,61 @@ def test_images_are_given_in_any_form(place, tmp_path):
     assert bigger.model.image_shape == (12, 12, 1)
 
 
+def test_models_are_called_and_take_folders(place):
+    model = vit_jax.load_model("runs/digits", tell=lambda line: None)
+    paths = sorted(pathlib.Path("photos").rglob("*.png"))
+    logits = model(paths)
+    assert logits.shape == (40, 10)
+    np.testing.assert_array_equal(model("photos"), logits)
+    assert model.predict("photos") == model.predict(paths)
+    assert model.features(pathlib.Path("photos")).shape == (40, 48)
+    np.testing.assert_array_equal(model(["photos/class0", "photos/class1"]), logits)
+    best = logits.argmax(1)
+    assert [found[0].label for found in model.predict("photos")] == best.tolist()
+
+
+def test_a_new_head_is_one_of_zeros_on_the_same_body(place):
+    model = vit_jax.load_model("runs/digits", tell=lambda line: None)
+    fresh = vit_jax.load_model("runs/digits", num_classes=3, tell=lambda line: None)
+    images = NOISE[:4]
+    np.testing.assert_array_equal(fresh(images), np.zeros((4, 3)))
+    # The layer before the old classifier goes with it.
+    layer = jax.device_get(model.params["pre_logits"])
+    seen = np.tanh(fresh.features(images) @ layer["kernel"] + layer["bias"])
+    np.testing.assert_allclose(seen, model.features(images), atol=1e-5)
+    assert fresh.class_names == ("class 0", "class 1", "class 2")
+    bare = vit_jax.load_model("runs/digits", num_classes=0, tell=lambda line: None)
+    np.testing.assert_array_equal(bare(images), fresh.features(images))
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_arrays_are_fine_tuned_without_a_workdir(place, pairs):
+    given = (NOISE, LABELS)
+    if pairs:
+        given = {"train": given, "val": (NOISE[:8], LABELS[:8])}
+    result = vit_jax.finetune(
+        given,
+        model="runs/digits",
+        class_names=list("abcd"),
+        minutes=0,
+        total_steps=2,
+        tell=lambda line: None,
+    )
+    assert result.workdir == "runs/finetune/runs-digits_in-memory"
+    assert result.examples == (8 if pairs else 12)
+    model = vit_jax.load_model(result.workdir, tell=lambda line: None)
+    assert model.class_names == tuple("abcd")
+    shutil.rmtree(result.workdir)
+
+
+def test_train_makes_a_workdir_under_runs(place):
+    before = {*pathlib.Path("runs").iterdir()}
+    keys = {"epochs": 1, "optim.warmup_epochs": 0}
+    vit_jax.train("configs/digits.py", data=(NOISE, LABELS), **keys)
+    (new,) = {*pathlib.Path("runs").iterdir()} - before
+    assert new.name.startswith("digits-") and (new / "report.json").exists()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import fnmatch
 import functools
+import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +18,15 @@ import numpy as np
 from jaxtyping import Array, Float
 from PIL import Image
 
+from vit_jax import finetune as _finetune
 from vit_jax import models
+from vit_jax import train as _train
 from vit_jax.analysis.attention import attention_maps
-from vit_jax.config import fields, loading
-from vit_jax.data import decode
-from vit_jax.data.sources.arrays import IN_MEMORY, open_arrays
+from vit_jax.config import arguments, fields, loading
+from vit_jax.config.fields import key
+from vit_jax.data import decode, inputs
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.arrays import IN_MEMORY, check_pair, open_arrays
 from vit_jax.data.sources.open import opened_by
 from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import mesh as meshes
@@ -36,6 +41,7 @@ from vit_jax.training.timers import StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup
 from vit_jax.weights import surgery
 from vit_jax.weights import workdir as workdirs
+from vit_jax.weights.hub import mirrors
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image, upright
 from vit_jax.weights.text_tower import TextTower
 
@@ -60,6 +66,37 @@ _OF_FILES = {"data_dir", "num_examples", "exclude", "label_key", "image_key"}
 _OF_FILES |= {"image_dir", "image_suffix"}
 _BATCH = 32  # Images that pass through a network at once.
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """What an argument of these functions may be; the same name is the same in all."""
+
+    pattern: str = key("", "Of names.")
+    pretrained: bool = key(False, "Whether names are of weights.")
+    variant: str = key("", "Name of a network.")
+    num_classes: int = key(0, "Width of the classifier.", below=2**31)
+    source: str = key("", "Weights.")
+    model: str = key("", "Weights.")
+    workdir: str = key("", "Folder of a run.")
+    class_names: tuple[str, ...] = key((), "In label order.")
+    step: int = key(0, "Of a checkpoint.")
+    use_ema: bool = key(True, "Averaged parameters.")
+    num_heads: int = key(0, "Attention heads.", below=2**31)
+    tokenizer: str = key("", "Of a text tower.")
+    topk: int = key(5, "Classes per image.", at_least=1)
+    threshold: float = key(0.5, "Least probability.", at_most=1)
+    tokens: bool = key(False, "Whether features are of patches.")
+    texts: tuple[str, ...] = key((), "To compare images with.")
+    prompts: tuple[str, ...] = key(("{}",), "With {} for a class.")
+    minutes: float = key(0.0, "To train in.", below=2**31)
+    folds: int = key(0, "Runs on other parts.")
+    num_examples: int = key(1, "Images per epoch.", at_least=1)
+    callbacks: tuple[Callback, ...] = key((Callback(),), "What else happens.")
+    tell: Callable = key(print, "Called with lines.")
+
+
+_checked = arguments.checked(_Arguments)
+
 Images = (
     str
     | os.PathLike
@@ -71,20 +108,27 @@ Images = (
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
-def list_models(pattern: str = "*") -> list[str]:
+@_checked
+def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
     """Returns the names of the models whose numbers are published.
 
     Args:
       pattern: as in a shell; "*/16" are those with patches of 16 pixels.
+      pretrained: return short names of weights for `load_model`, as "deit:Ti/16".
 
     Example:
       >>> import vit_jax
       >>> vit_jax.list_models("B/*")
       ['B/8', 'B/14', 'B/16', 'B/32']
+      >>> vit_jax.list_models("deit:S*", pretrained=True)
+      ['deit:S/16', 'deit:S/16-distilled']
     """
-    return fnmatch.filter(models.names(), pattern)
+    families = mirrors.families() if pretrained else ()
+    weights = (name for family in families for name in mirrors.names(family))
+    return fnmatch.filter(weights if pretrained else models.names(), pattern)
 
 
+@_checked
 def create_model(
     variant: str,
     *,
@@ -120,15 +164,23 @@ def create_model(
             raise UserError(
                 f"{name}={options[name]!r}: this argument is called {ours} here"
             )
+    kind = models.VARIANTS.find(variant, "model")
+    about, defaults = fields.fields(kind), fields.defaults(kind)
+    for name in about.keys() & options.keys():
+        if not isinstance(options[name], str) or options[name] not in about[name].names:
+            of_key = name, about[name], options[name], defaults[name]
+            options[name] = arguments.take(*of_key)
     return models.create(
         variant, num_classes=num_classes, image_size=_sides(image_size), **options
     )
 
 
+@_checked
 def load_model(
     source: str | os.PathLike,
     *,
     image_size: int | Sequence[int] | None = None,
+    num_classes: int | None = None,
     class_names: Sequence[str] = (),
     step: int | None = None,
     use_ema: bool = True,
@@ -144,6 +196,7 @@ def load_model(
         a name as "deit:Ti/16" or "timm/vit_base_patch16_224.augreg_in21k"; or a URL, as
         "hf://owner/name".
       image_size: side of the images in pixels, or (height, width), if not the weights'.
+      num_classes: width of a new classifier, of zeros, in place of the weights'; 0 is none.
       class_names: in label order, if not the weights'.
       step: of a run's checkpoint; the best, or else the last, if None.
       use_ema: a run's averaged parameters if it has them, not its last ones.
@@ -165,6 +218,11 @@ def load_model(
     if unknown := sorted(preprocess.keys() - known):
         hint = _SYNONYMS.get(unknown[0], f"not one of {', '.join(sorted(known))}")
         raise UserError(f"{unknown[0]}={preprocess[unknown[0]]!r}: {hint}")
+    usual = Preprocess(image_size=(1, 1))
+    for name, value in preprocess.items():
+        preprocess[name] = arguments.take(
+            name, fields.Key(help="", at_least=None), value, getattr(usual, name)
+        )
     if image_size is not None:
         preprocess |= {"image_size": _sides(image_size), "cut": (0, 0)}
     found, how = forward_passes.open_weights(
@@ -176,6 +234,8 @@ def load_model(
         tell=tell,
     )
     found = dataclasses.replace(found, tokenizer=tokenizer or found.tokenizer)
+    if num_classes is not None:
+        found = surgery.replace_head(found, num_classes)
     return PretrainedModel(found, upright(how), tuple(class_names))
 
 
@@ -184,7 +244,8 @@ class PretrainedModel:
 
     Images are given as a path, the content of a file, an array of uint8 (height, width,
     channels) or grey (height, width), a PIL image, or a list of these, which an array
-    with one more dimension is.
+    with one more dimension is. A folder is all images in it, in the order of their paths.
+    Called with images, it returns the logits of the classes.
 
     Args:
       pretrained: the weights.
@@ -210,6 +271,8 @@ class PretrainedModel:
       (2, 4, 4, 48)
       >>> model.apply(model.params, model.preprocess(images))["logits"].shape
       (2, 10)
+      >>> model(images).shape, len(model.predict("photos"))
+      ((2, 10), 40)
     """
 
     def __init__(
@@ -248,6 +311,22 @@ class PretrainedModel:
         """
         return self.model.apply(params, images, **more)
 
+    def __call__(self, images: Images) -> Float[np.ndarray, "B K"]:
+        """Returns the logits of the classes, or the features if there is no classifier.
+
+        Args:
+          images: see the class.
+
+        Raises:
+          UserError: an image cannot be read.
+        """
+        if not self.class_names:
+            return self.features(images)
+        return self._in_batches(
+            images, lambda p, pixels: self._outputs(p, pixels)["logits"]
+        )
+
+    @_checked
     def preprocess(self, images: Images) -> Float[Array, "B Y X C"]:
         """Returns images as the network takes them: resized, cropped and normalised.
 
@@ -257,8 +336,9 @@ class PretrainedModel:
         Raises:
           UserError: an image cannot be read.
         """
-        return self._normed(self._prepare(images))
+        return self._normed(np.stack([self._prepare(one) for one in _listed(images)]))
 
+    @_checked
     def predict(
         self, images: Images, topk: int = 5, *, threshold: float | None = None
     ) -> list[tuple[prediction.Prediction, ...]] | tuple[prediction.Prediction, ...]:
@@ -282,15 +362,14 @@ class PretrainedModel:
                 f"{self._pretrained.source} has no classifier (num_classes=0): give "
                 "weights that have one, or use zero_shot if they have a text tower"
             )
-        logits = self._in_batches(
-            images, lambda p, pixels: self._outputs(p, pixels)["logits"]
-        )
+        logits = self(images)
         if threshold is None:
             threshold = prediction.threshold_of(self._pretrained)
         how = {"sigmoid": self._sigmoid, "threshold": threshold}
         found = [prediction.rank(row, self.class_names, topk, **how) for row in logits]
         return found[0] if _is_single(images) else found
 
+    @_checked
     def zero_shot(
         self,
         images: Images,
@@ -325,6 +404,7 @@ class PretrainedModel:
         ]
         return found[0] if _is_single(images) else found
 
+    @_checked
     def similarity(
         self, images: Images, texts: Sequence[str]
     ) -> Float[np.ndarray, "B K"]:
@@ -347,6 +427,7 @@ class PretrainedModel:
     def _image_embeddings(self, images: Images) -> Float[np.ndarray, "B E"]:
         return self.tower.embed_images(self.features(images))
 
+    @_checked
     def features(
         self, images: Images, *, tokens: bool = False
     ) -> Float[np.ndarray, "B D"] | Float[np.ndarray, "B Y X D"]:
@@ -370,6 +451,7 @@ class PretrainedModel:
             images, lambda p, pixels: self._outputs(p, pixels)["pre_logits"]
         )
 
+    @_checked
     def attention(self, images: Images) -> Float[np.ndarray, "B L H N N"]:
         """Returns the attention from each token to each, by layer and head.
 
@@ -386,28 +468,25 @@ class PretrainedModel:
         return np.stack([np.asarray(layer) for layer in maps], axis=1)
 
     def _in_batches(self, images: Images, compute: Callable) -> np.ndarray:
-        pixels = self._prepare(images)
-        parts = (pixels[i : i + _BATCH] for i in range(0, len(pixels), _BATCH))
-        return np.concatenate(
-            [np.asarray(compute(self.params, part)) for part in parts]
-        )
+        listed, found = _listed(images), []
+        for i in range(0, len(listed), _BATCH):
+            pixels = np.stack([self._prepare(one) for one in listed[i : i + _BATCH]])
+            found.append(np.asarray(compute(self.params, pixels)))
+        return np.concatenate(found)
 
     def _normed(self, pixels):
         how = self.preprocessing
         images = transforms.normalize(jax.numpy.asarray(pixels), how.mean, how.std)
         return images.astype(self.model.options["dtype"])
 
-    def _prepare(self, images: Images) -> np.ndarray:
-        listed = [images] if _is_single(images) else list(images)
-        if not listed:
-            raise UserError("images=[]: give at least one")
-        channels = self.model.image_shape[-1]
-        return np.stack([_prepare(one, self.preprocessing, channels) for one in listed])
+    def _prepare(self, image) -> np.ndarray:
+        return _prepare(image, self.preprocessing, self.model.image_shape[-1])
 
 
+@_checked
 def train(
     config: str | os.PathLike | Mapping | TrainConfig,
-    workdir: str | os.PathLike,
+    workdir: str | os.PathLike | None = None,
     *,
     data: Arrays | Mapping[str, Arrays] | None = None,
     class_names: Sequence[str] = (),
@@ -419,7 +498,8 @@ def train(
     Args:
       config: file of a recipe, with its argument after a colon if it takes one; or a
         mapping or config of the same keys.
-      workdir: folder for checkpoints, metrics and the report.
+      workdir: folder for checkpoints, metrics and the report; a new one under runs/ if
+        None.
       data: images, uint8 (N, height, width, channels) or grey (N, height, width), and
         their labels, integers (N,), in place of the config's data set; or such pairs by
         the name of their split, of which "train" is trained on and all others are
@@ -451,35 +531,33 @@ def train(
       >>> sorted(report["final"]["test"])
       ['ema', 'params']
     """
-    if data is None:
-        return loop.train(
-            _config(config, overrides),
-            workdir,
-            StartupTimer(say=print_line),
-            callbacks=callbacks,
-        )
-    arrays = dict(data) if isinstance(data, Mapping) else {"train": data}
-    if "train" not in arrays:
-        raise UserError(f"data has no 'train' among {', '.join(arrays) or 'nothing'}")
-    images, labels = map(np.asarray, arrays["train"])
-    stated = {
-        "name": IN_MEMORY,
-        "split": "train",
-        "num_classes": len(class_names) or int(labels.max(initial=0)) + 1,
-        "channels": images.shape[3] if images.ndim == 4 else 1,
-    }
-    sections = _sections(arrays, stated, arrays.keys() - {"train"})
+    arrays, sections = {}, {}
+    if data is not None:
+        arrays = _arrays(data, "train", class_names)
+        images, labels = map(np.asarray, arrays["train"])
+        stated = {
+            "name": IN_MEMORY,
+            "split": "train",
+            "num_classes": len(class_names) or int(labels.max(initial=0)) + 1,
+            "channels": images.shape[3] if images.ndim == 4 else 1,
+        }
+        sections = _sections(arrays, stated, arrays.keys() - {"train"})
     complete = _config(config, overrides, sections)
     with _opened(arrays, class_names):
         return loop.train(
-            complete, workdir, StartupTimer(say=print_line), callbacks=callbacks
+            complete,
+            workdir or _train.new_workdir(complete.name),
+            StartupTimer(say=print_line),
+            callbacks=callbacks,
         )
 
 
+@_checked
 def finetune(
-    photos: str | os.PathLike,
-    workdir: str | os.PathLike,
+    photos: str | os.PathLike | Arrays | Mapping[str, Arrays],
+    workdir: str | os.PathLike | None = None,
     *,
+    class_names: Sequence[str] = (),
     model: str | os.PathLike = "",
     minutes: int | float = finetuning.MINUTES,  # noqa: PYI041 (beartype knows)
     folds: int = 0,
@@ -495,8 +573,11 @@ def finetune(
     Args:
       photos: folder with folders of classes, or of splits with those; a table of paths
         and labels (CSV, TSV, JSON Lines, Parquet); or the name of a data set, as
-        "owner/name" on the Hugging Face hub.
-      workdir: folder of the run, which is a model for `load_model`.
+        "owner/name" on the Hugging Face hub. Or images and labels, or such pairs by the
+        name of their split, as `data` of `train`.
+      workdir: folder of the run, which is a model for `load_model`; one under
+        runs/finetune, the same for the same images and model, if None.
+      class_names: of arrays, in label order.
       model: weights, see `load_model`; DeiT-Ti on a CPU and AugReg S/16 elsewhere if
         empty.
       minutes: to train and evaluate in, by the measured speed; 0 is no limit.
@@ -522,18 +603,24 @@ def finetune(
       >>> result.split, result.metric, result.interval[0] < result.score
       ('val', 'top1', True)
     """
-    return finetuning.finetune(
-        os.fspath(photos),
-        os.fspath(workdir),
-        model=os.fspath(model),
-        minutes=float(minutes),
-        folds=folds,
-        overrides=overrides,
-        callbacks=callbacks,
-        say=tell,
-    )
+    arrays, place = {}, photos
+    if isinstance(photos, Mapping | tuple | list):
+        arrays, place = _arrays(photos, "train", class_names), IN_MEMORY
+    place = arguments.take("photos", fields.Key(help=""), place, "")
+    with _opened(arrays, class_names):
+        return finetuning.finetune(
+            place,
+            workdir or _finetune.default_workdir(model, place),
+            model=model,
+            minutes=minutes,
+            folds=folds,
+            overrides=overrides,
+            callbacks=callbacks,
+            say=tell,
+        )
 
 
+@_checked
 def evaluate(
     source: str | os.PathLike,
     config: str | os.PathLike | Mapping | EvaluationConfig | None = None,
@@ -572,12 +659,16 @@ def evaluate(
       >>> scores["test"]["weights"]["top1"]
       0.1
     """
-    sections, opening = {}, contextlib.nullcontext()
+    arrays, sections = {}, {}
     if data is not None:
-        arrays = dict(data) if isinstance(data, Mapping) else {"test": data}
+        arrays = _arrays(data, "", class_names)
         sections = _sections(arrays, {"name": IN_MEMORY}, arrays)
-        opening = _opened(arrays, class_names)
-    config = config or {"batch_size": 2 * _BATCH}
+    elif config is None:
+        raise UserError(
+            "config=None: give a recipe, as 'configs/eval/fewshot.py:data=digits', or "
+            "data=(images, labels) to classify"
+        )
+    config = {"batch_size": 2 * _BATCH} if config is None else config
     config = _config(config, overrides, sections, cls=EvaluationConfig)
     found, how = forward_passes.open_weights(
         _at_step(source, step),
@@ -587,10 +678,11 @@ def evaluate(
         with_task=True,
         tell=tell,
     )
-    with opening:
+    with _opened(arrays, class_names):
         return suite.evaluate(found, how, config, tell).scores
 
 
+@_checked
 def train_setup(
     config: str | os.PathLike | Mapping | TrainConfig, num_examples: int, **overrides
 ) -> TrainSetup:
@@ -637,8 +729,31 @@ def _sections(
     }
 
 
+def _arrays(
+    data: Arrays | Mapping[str, Arrays], main: str, class_names: Sequence[str]
+) -> dict[str, Arrays]:
+    """Returns images and labels by the name of their split, checked.
+
+    Args:
+      data: pairs by name, or one pair.
+      main: split that there has to be, and that one pair is; "" if there has to be none.
+      class_names: in label order; may be empty.
+    """
+    arrays = dict(data) if isinstance(data, Mapping) else {main or "test": data}
+    if main and main not in arrays:
+        raise UserError(f"data has no {main!r} among {', '.join(arrays) or 'nothing'}")
+    for name, pair in arrays.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            what = f"{type(pair).__name__} {fields.shown(pair)}"
+            raise UserError(f"data {name}={what}: give a pair (images, labels)")
+        check_pair(f"data {name}: ", *pair, class_names)
+    return arrays
+
+
 def _opened(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
-    """Opens arrays in place of every data set."""
+    """Opens arrays, if there are any, in place of every data set."""
+    if not arrays:
+        return contextlib.nullcontext()
 
     def opener(_, split: str, __):
         return open_arrays(arrays, split, IN_MEMORY, class_names)
@@ -661,8 +776,13 @@ def _config(
         raw = loading.read(TrainConfig, os.fspath(config))
     elif isinstance(config, Mapping):
         raw = copy.deepcopy(dict(config))
-    else:
+    elif isinstance(config, cls):
         raw = fields.to_dict(config)
+    else:
+        raise UserError(
+            f"config={fields.shown(config)} is {type(config).__name__}: give the file of a recipe, "
+            f"a mapping of its keys or a {cls.__name__}"
+        )
     for name, change in (sections or {}).items():
         raw[name] = change(raw.get(name, {}))
     loading.override(TrainConfig, raw, overrides)
@@ -674,21 +794,49 @@ def _at_step(source: str | os.PathLike, step: int | None) -> str:
 
 
 def _sides(image_size: int | Sequence[int]) -> tuple[int, int]:
-    if isinstance(image_size, int | np.integer):
-        return int(image_size), int(image_size)
-    sides = tuple(image_size)
-    if len(sides) != 2 or not all(isinstance(side, int | np.integer) for side in sides):
+    whole = fields.is_number(image_size, numbers.Integral)
+    sides = (image_size, image_size) if whole else image_size
+    if not isinstance(sides, Sequence | np.ndarray) or len(sides) != 2:
         raise UserError(
             f"image_size={image_size!r} is neither a side nor (height, width) in pixels"
         )
-    return sides
+    about, default = fields.fields(DataConfig), fields.defaults(DataConfig)
+    name = "image_size"
+    return arguments.take(name, about[name], sides, default[name])
 
 
 def _is_single(images: Images) -> bool:
     if isinstance(images, np.ndarray):
         # Three dimensions without channels are grey images, as of `train`.
         return images.ndim < 3 or (images.ndim == 3 and images.shape[-1] in (1, 3, 4))
-    return isinstance(images, str | os.PathLike | bytes | Image.Image)
+    path = isinstance(images, str | os.PathLike)
+    return isinstance(images, bytes | Image.Image) or (
+        path and not os.path.isdir(images)
+    )
+
+
+def _listed(images: Images) -> list:
+    """Returns single images, with those of folders in their place."""
+    if not _is_single(images) and isinstance(images, str | os.PathLike):
+        images = [images]
+    elif _is_single(images):
+        return [images]
+    kinds = str | os.PathLike | bytes | np.ndarray | Image.Image
+    listed = list(images) if isinstance(images, np.ndarray | Iterable) else [images]
+    if not listed:
+        raise UserError("images=[]: give at least one")
+    found = []
+    for one in listed:
+        if not isinstance(one, kinds) or isinstance(images, Mapping):
+            raise UserError(
+                f"images={fields.shown(images)}: give a path, a folder, bytes, an array of uint8, a "
+                "PIL image, or a list of these"
+            )
+        if isinstance(one, str | os.PathLike) and os.path.isdir(one):
+            found += [path for _, path in inputs.find_some([os.fspath(one)])]
+        else:
+            found.append(one)
+    return found
 
 
 def _prepare(image, preprocess: Preprocess, channels: int) -> np.ndarray:
@@ -701,14 +849,22 @@ def _prepare(image, preprocess: Preprocess, channels: int) -> np.ndarray:
         except OSError as error:
             raise UserError(f"{name} cannot be read ({error.strerror})") from error
     elif isinstance(image, Image.Image):
-        data = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+        name = f"the image of mode {image.mode}"
+        with _readable(name):
+            data = decode.to_pixels(image, channels)
     if isinstance(data, np.ndarray):
         data = data[..., None] if data.ndim == 2 else data
-        if data.dtype != np.uint8 or data.ndim != 3:
+        if data.dtype != np.uint8 or data.ndim != 3 or not data.size:
             raise UserError(
                 f"image of {data.dtype} {data.shape}: give uint8 (height, width, channels)"
             )
-    try:
+    with _readable(name):
         return prepare_image(data, preprocess, channels)
-    except decode.DamagedImage as error:
+
+
+@contextlib.contextmanager
+def _readable(name: str):
+    try:
+        yield
+    except (decode.DamagedImage, OSError) as error:
         raise UserError(f"{name} {error}: give another image") from error

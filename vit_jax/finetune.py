@@ -17,7 +17,7 @@ from vit_jax.printing import masked
 
 def main(flags: argparse.Namespace) -> int:
     """Fine-tunes as the flags say; returns the exit code."""
-    workdir = flags.workdir or default_workdir(flags)
+    workdir = flags.workdir or default_workdir(flags.model, flags.photos)
     return job.run(lambda: run(flags, workdir), workdir, debug=flags.debug)
 
 
@@ -47,9 +47,9 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         cli.say(line)
 
 
-def default_workdir(flags: argparse.Namespace) -> str:
-    """Returns a folder under runs/, the same whenever the command is."""
-    words = filter(None, (masked(flags.model), flags.photos))
+def default_workdir(model: str, photos: str) -> str:
+    """Returns a folder under runs/, the same whenever the model and the images are."""
+    words = filter(None, (masked(model), photos))
     parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in words)
     return f"runs/finetune/{'_'.join(parts)}"
 

@@ -362,6 +362,12 @@ def is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def shown(value: object) -> str:
+    """Returns what Python shows of a value, in one line of at most 100 characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def fit(name: str, value: object, default: object) -> object:
     """Returns a value converted to the type that a key takes.
 
@@ -384,12 +390,17 @@ def fit(name: str, value: object, default: object) -> object:
         return int(value)
     if default is None and (value is None or isinstance(value, bool)):
         return value  # Unstated, or stated either way.
-    if type(value) is not type(default):
-        raise UserError(
-            f"{name}={value!r} is {type(value).__name__}, "
-            f"but it takes {type(default).__name__} (as {default!r})"
-        )
-    return value
+    first = default[0] if isinstance(default, tuple) and default else default
+    plain = isinstance(first, (bool, int, float, str, tuple, type(None)))
+    if type(value) is type(default) or (not plain and isinstance(value, type(default))):
+        return value
+    if callable(default) and callable(value):
+        return value
+    takes = "a function" if callable(default) else type(default).__name__
+    raise UserError(
+        f"{name}={shown(value)} is {type(value).__name__}, but it takes {takes}"
+        + (f" (as {default!r})" if plain else f" of {type(first).__name__}")
+    )
 
 
 def check(name: str, about: Key, value: object) -> None:

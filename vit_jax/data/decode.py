@@ -132,7 +132,7 @@ def decode(
                 pixels = _decode_png(critical, channels)
                 if pixels is not None:
                     return pixels
-        return _to_pixels(image, channels)
+        return to_pixels(image, channels)
     except DamagedImage:
         raise
     except Image.DecompressionBombError as error:
@@ -363,7 +363,8 @@ def _decode_png(data: bytes, channels: int) -> np.ndarray | None:
     return pixels[..., None] if pixels is not None and channels == 1 else pixels
 
 
-def _to_pixels(image: Image.Image, channels: int) -> np.ndarray:
+def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
+    """Returns the pixels of a PIL image, of any mode, as `decode` does; may raise it too."""
     image.load()
     if image.mode.startswith("I"):
         grey = np.asarray(image).astype(np.int64) >> 8

@@ -5,6 +5,8 @@ Letters: N and M tokens, D model width, C and c channels, P and p patch sides, b
 after.
 """
 
+import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -598,6 +600,30 @@ def store_positions(
         flat, options = flat | {POSITIONS: zeros}, options | {"posemb": "learned"}
         notes = [*notes, "position embeddings: none, written as zeros"]
     return flat, options, notes
+
+
+def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
+    """Returns a checkpoint with a classifier of zeros, or with none for 0 classes.
+
+    The tanh layer before a classifier belongs to the old classes and goes with it.
+    """
+    options = pretrained.options | {"num_classes": num_classes}
+    if "representation_layer" in options:
+        options["representation_layer"] = False
+    model = models.create(**options)
+    init = functools.partial(model.init, jax.random.key(0))
+    params, _ = fit(
+        pretrained.params,
+        jax.eval_shape(init),
+        grid=model.grid,
+        old_grid=model.grid,
+        head="new" if num_classes else "drop",
+        allow_mismatch=None,
+        init=init,
+    )
+    return dataclasses.replace(
+        pretrained, params=params, options=options, class_names=()
+    )
 
 
 def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, dict]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer, UInt8
 
+from vit_jax.config import fields
 from vit_jax.data import decode, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries, in_memory
@@ -98,21 +99,10 @@ def open_arrays(
     """
     sizes = {}
     for key, (images, labels) in arrays.items():
-        images = np.asarray(images)
-        if not images.ndim:
-            raise UserError(f"{name} {key}: images={describe(images)}: {_SHAPE}")
-        sizes[key] = len(images)
-        if np.ndim(labels) and len(labels) != len(images):
-            raise UserError(
-                f"{name} {key}: {len(images)} images, but {len(labels)} labels; give "
-                "one label per image"
-            )
+        sizes[key] = _length(f"{name} {key}: ", images, labels)
     numbering = Numbering.of(split, sizes, name)
     for key in dict(numbering.parts):
-        images, labels = map(np.asarray, arrays[key])
-        if problem := _problem(images):
-            raise UserError(f"{name} {key}: images={describe(images)}: {problem}")
-        check_labels(f"{name} {key}: ", labels, class_names)
+        check_pair(f"{name} {key}: ", *arrays[key], class_names)
 
     image_parts, label_parts = [], []
     for key, part in numbering.parts:
@@ -264,6 +254,45 @@ def small_in_memory(source, data: DataConfig):
     return ArraySource(
         source.name, images, labels, source.class_names, source.numbering
     )
+
+
+def check_pair(
+    where: str, images: object, labels: object, class_names: Sequence[str]
+) -> None:
+    """Raises UserError unless images and labels are as `open_arrays` takes them.
+
+    Args:
+      where: start of the message.
+      images, labels: to check.
+      class_names: in label order; empty if unknown.
+    """
+    _length(where, images, labels)
+    images, labels = _array(where, "images", images), _array(where, "labels", labels)
+    if problem := _problem(images):
+        raise UserError(f"{where}images={describe(images)}: {problem}")
+    check_labels(where, labels, class_names)
+
+
+def _length(where: str, images: object, labels: object) -> int:
+    """Returns the number of images, and checks that there are as many labels."""
+    images = _array(where, "images", images)
+    if not images.ndim:
+        raise UserError(f"{where}images={describe(images)}: {_SHAPE}")
+    if np.ndim(labels) and len(labels) != len(images):
+        raise UserError(
+            f"{where}{len(images)} images, but {len(labels)} labels; give one label per "
+            "image"
+        )
+    return len(images)
+
+
+def _array(where: str, name: str, values: object) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:  # Lists of lists of other lengths.
+        raise UserError(
+            f"{where}{name}={fields.shown(values)}: no array; give rows of equal lengths"
+        ) from error
 
 
 def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from vit_jax.config import fields
 from vit_jax.data import catalogue, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import folder, parquet, table
+from vit_jax.data.sources.arrays import IN_MEMORY
 from vit_jax.data.sources.base import SOURCES, Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
@@ -200,7 +201,8 @@ def _of_name(place: str, stated: Mapping) -> Layout:
         )
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     found = f"a data set with the splits {', '.join(names)}"
-    if not validation and parquet.is_hub(name):  # Many of them are sorted by class.
+    # Many of these are sorted by class.
+    if not validation and (parquet.is_hub(name) or name == IN_MEMORY):
         count = round(1 / HELD_OUT)
         parts = [f"interleaved_splits({train}, {count})[{i}]" for i in range(count)]
         validation, train = parts[-1], "+".join(parts[:-1])

@@ -125,6 +125,8 @@ def _download_from(
         path = transfer.download_gcs(source, **options)
     else:
         examples = ", ".join(mirrors.names(f)[0] for f in mirrors.families())
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+            examples += f"; on the Hugging Face hub it may be hf://{source}"
         raise UserError(
             f"{source!r} is not here and is no place that weights come from: give "
             f"{_FORMS}, or a name such as {examples}"

@@ -1,0 +1,76 @@
+"""Checks the arguments of Python functions as those of a config, by the fields of a dataclass."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from vit_jax.config import fields
+from vit_jax.errors import UserError
+
+F = TypeVar("F", bound=Callable)
+
+
+def checked(keys: type) -> Callable[[F], F]:
+    """Returns a decorator that checks the arguments that a dataclass has fields for.
+
+    The function gets each as a value of the field's type. An argument that is the default
+    of the function, as None, is left as it is.
+
+    Args:
+      keys: dataclass with a field made by `key` for each argument, by its name; of those
+        that are not plain values the default is an instance of what it takes.
+
+    Raises:
+      UserError: when the decorated function is called: an argument is of another type or
+        out of its bounds, or there are too many, too few or unknown ones.
+    """
+    defaults, about = fields.defaults(keys), fields.fields(keys)
+
+    def decorate(function):
+        signature = inspect.signature(function)
+        parameters = signature.parameters
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                takes = ", ".join(name for name in parameters if name != "self")
+                raise UserError(
+                    f"{function.__name__}: {error}; it takes {takes}"
+                ) from error
+            given = bound.arguments
+            for name in about.keys() & given.keys():
+                if given[name] is not parameters[name].default:
+                    given[name] = take(name, about[name], given[name], defaults[name])
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def take(name: str, about: fields.Key, value: object, default: object) -> object:
+    """Returns an argument as a value of its field's type, and checks it.
+
+    Args:
+      name: of the argument.
+      about: metadata of its field.
+      value: as given; a path may stand for a text, and any iterable for a tuple.
+      default: of the field.
+
+    Raises:
+      UserError: it is of another type or out of its bounds.
+    """
+    if isinstance(default, str) and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    several = isinstance(value, Iterable) and not isinstance(
+        value, str | bytes | Mapping
+    )
+    if isinstance(default, tuple) and several:
+        value = tuple(value.tolist() if hasattr(value, "tolist") else value)
+    value = fields.fit(name, value, default)
+    fields.check(name, about, value)
+    return value
