@@ -168,10 +168,13 @@ def test_synonyms_are_of_keys_that_exist():
 @pytest.mark.skipif(
     cloud_tpu_init.running_in_cloud_tpu_vm, reason="this machine has a TPU"
 )
-def test_libtpu_is_not_heard_where_there_is_no_tpu():
+@pytest.mark.parametrize(
+    "first", ["vit_jax; vit_jax.load_model", "vit_jax.distributed.start, flax"]
+)
+def test_libtpu_is_not_heard_where_there_is_no_tpu(first):
     pytest.importorskip("libtpu", reason="needs the extra tpu")
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    code = "import jax, vit_jax; vit_jax.load_model; print(jax.devices())"
+    code = f"import jax, {first}; print(jax.devices())"
     shown = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
