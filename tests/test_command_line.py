@@ -206,23 +206,45 @@ def test_help_lists_the_recipes_and_quick_is_told(tmp_path):
     assert " parameters" not in before and " parameters" in after
 
 
-def test_a_wheel_holds_the_recipes(tmp_path):
-    source = tmp_path / "source"
+def build(tmp_path, kind):
+    """Builds a wheel of a copy of the sources, tmp_path / "vit_jax"; returns its path."""
+    source = tmp_path / "vit_jax"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
     for name in ("vit_jax", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    code = f"from setuptools import build_meta; print(build_meta.{kind}('..'))"
     done = subprocess.run(
-        [sys.executable, "-c", build],
+        [sys.executable, "-c", code],
         cwd=source,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    wheel = tmp_path / done.stdout.split()[-1]
+    return tmp_path / done.stdout.split()[-1]
+
+
+def test_python_beside_the_clone_finds_the_package_in_it(tmp_path):
+    with zipfile.ZipFile(build(tmp_path, "build_editable")) as packed:
+        packed.extractall(tmp_path / "installed")
+    code = (
+        "import site, sys; sys.path.insert(0, ''); site.addsitedir('installed'); "
+        "import vit_jax; print(vit_jax.__file__)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip().endswith("vit_jax/vit_jax/__init__.py")
+
+
+def test_a_wheel_holds_the_recipes(tmp_path):
+    wheel = build(tmp_path, "build_wheel")
     with zipfile.ZipFile(wheel) as packed:
         names = packed.namelist()
         packed.extractall(tmp_path / "installed")
