@@ -7,10 +7,12 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from trees import checkpoint, encoder
 
 import vit_jax
+from vit_jax import cli, convert, weights
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess
+from vit_jax.weights import Preprocess, export
 from vit_jax.weights.formats import hugging_face_processor as processor
 from vit_jax.weights.pretrained import prepare_image
 
@@ -305,6 +307,22 @@ NETWORKS = {
         *("Bit", {"size": 32, "crop_size": 28, "of": {"image_size": 56}}),
     ),
 }
+
+
+@pytest.mark.parametrize("to", ["hf_dinov2", "timm", "safetensors"])
+def test_converting_keeps_positions_for_more_than_the_processor_makes(tmp_path, to):
+    options = {"activation": "gelu", "layer_scale_init": 0.1, "mlp_dim": 24}
+    model = encoder(num_classes=0, image_size=(24, 24), **options)
+    made = checkpoint(model, preprocess=Preprocess((16, 16), crop_fraction=0.5))
+    export.export(made, "hf_dinov2", tmp_path / "a")
+    words = f"--model={tmp_path}/a", f"--to={to}", f"--out={tmp_path}/b"
+    suffix = ".safetensors" if to == "safetensors" else ""
+    convert.main(cli.parse(convert.parser(), [*words[:2], words[2] + suffix]))
+    found = weights.open_pretrained(f"{tmp_path}/b{suffix}", num_heads=3)
+    assert tuple(found.options["image_size"]) == (24, 24)
+    assert found.preprocess.crop_fraction == 0.5
+    size = (24, 24) if to == "timm" else (16, 16)
+    assert tuple(found.preprocess.image_size) == size
 
 
 @pytest.mark.parity

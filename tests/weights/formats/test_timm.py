@@ -170,6 +170,13 @@ def test_the_config_says_what_timm_needs(tmp_path):
     assert config["num_classes"] == images["num_classes"] == 7
 
 
+def test_images_are_prepared_at_the_size_that_the_network_is_for(tmp_path):
+    arrays, config = write(tmp_path, encoder(image_size=(12, 20)))
+    config["pretrained_cfg"]["input_size"] = [3, 224, 224]
+    found = read(arrays, config)
+    assert found.preprocess.image_size == found.options["image_size"] == (12, 20)
+
+
 @pytest.mark.parametrize(
     ("variant", "options", "architecture"),
     [

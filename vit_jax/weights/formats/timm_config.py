@@ -228,7 +228,7 @@ def read(config: Mapping) -> TimmConfig:
             f"{', '.join(layers.ACTIVATIONS)}, which models of this project have"
         )
     notes = []
-    size = images.get("input_size", (3, 224, 224))[1:]
+    size = _pair(args.get("img_size") or images.get("input_size", (3, 224, 224))[1:])
     return TimmConfig(
         layer_scale_init=float(args.get("init_values") or 1.0),
         posemb_resize=_posemb_resize(config, images, name),
@@ -243,8 +243,8 @@ def read(config: Mapping) -> TimmConfig:
         post_norm=bool(args.get("use_post_norm", own.post_norm)),
         pre_norm=bool(args.get("pre_norm", own.pre_norm)),
         final_norm=bool(args.get("final_norm", own.final_norm)),
-        image_size=_pair(args.get("img_size") or size),
-        preprocess=_preprocess(images, _pair(size), notes),
+        image_size=size,
+        preprocess=_preprocess(images, size, notes),
         class_names=_class_names(config, images),
         notes=tuple(notes),
     )
@@ -264,6 +264,12 @@ def _posemb_resize(config: Mapping, images: Mapping, name: str) -> str:
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def preprocess_of(config: TimmConfig, image_size: tuple[int, int]) -> Preprocess | None:
+    """Returns the preprocessing for the image size that parameters are of."""
+    found = config.preprocess
+    return found and dataclasses.replace(found, image_size=image_size)
 
 
 def _preprocess(

@@ -88,7 +88,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         },
         format="timm",
         source=tensors.path,
-        preprocess=facts.preprocess,
+        preprocess=timm_config.preprocess_of(facts, image_size),
         class_names=facts.class_names,
         notes=facts.notes,
     )
