@@ -238,7 +238,7 @@ def test_choice_brings_its_keys():
     [
         (
             stated(optim={"name": "adm"}),
-            "optim.name='adm' is not one of adam, sgd, lars, lamb",
+            "optim.name='adm' is not one of adam, adamw, sgd, lars, lamb",
         ),
         (stated(optim={"name": ["sgd"]}), r"optim.name=\['sgd'\] is not one of"),
         (stated(init={"head": "a"}), "init.head='a' is not one of new, keep, drop"),

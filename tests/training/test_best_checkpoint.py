@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
+from vit_jax.config.lengths import RunLength
 from vit_jax.errors import Preempted, UserError
-from vit_jax.training import loop
+from vit_jax.training import loop, optim
 from vit_jax.training.best_checkpoint import BestCheckpoint, lower_is_better
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.metric_logger import MetricLogger
@@ -221,3 +222,27 @@ def test_what_cannot_decide_is_refused(tmp_path):
     config = make_config(checkpoint={"best_metric": "val/top9"})
     with pytest.raises(UserError, match="gives top1, .*and no 'top9'"):
         loop.train(config, tmp_path)
+
+
+def test_a_finished_run_is_extended_by_a_key_alone(falling, tmp_path):
+    copy = shutil.copytree(falling[1], tmp_path / "copy")
+    stated = {"optim": {"learning_rate": 0.01}, "checkpoint_every_steps": 1}
+    with pytest.raises(
+        UserError, match=r"total_steps: 6 -> 9.*extend_schedule=stretch"
+    ):
+        loop.train(make_config(**stated, total_steps=9), copy)
+    longer = make_config(**stated, total_steps=9, extend_schedule="stretch")
+    report = loop.train(longer, copy)
+    assert report["steps"] == 9
+    assert sorted(losses(copy)) == list(range(1, 10))
+    lines = map(json.loads, (copy / "metrics.jsonl").read_text().splitlines())
+    rates = {x["step"]: x["train/learning_rate"] for x in lines if len(x) > 9}
+    whole = make_config(**stated, total_steps=9)
+    run = RunLength(9, 20 / 8)
+    rate = optim.learning_rate(whole.optim, 0.01, run)
+    assert rates[8] == pytest.approx(float(rate(7)))  # As of a run of that length.
+    # From then on that is its length.
+    assert loop.train(whole, copy)["params_sha256"] == report["params_sha256"]
+    shorter = make_config(**stated, total_steps=5, extend_schedule="stretch")
+    with pytest.raises(UserError, match="at step 9 already.*raise total_steps"):
+        loop.train(shorter, copy)

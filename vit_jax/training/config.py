@@ -133,6 +133,14 @@ class TrainConfig(_Config):
     )
     total_steps: int = key(0, "Length of the run: this ...", below=2**31)
     epochs: float = epochs("... or this many passes over the training split.")
+    extend_schedule: str = key(
+        "none",
+        'Whether a resumed run may be given more `total_steps` or `epochs`: "stretch", its '
+        "schedules go on as those of a run of the new length.",
+        choices=("none", "stretch"),
+        changes_result=False,
+        in_step=False,
+    )
     init: InitConfig = section(InitConfig, text_key="checkpoint", in_step=False)
     debug_nans: bool = key(
         False,

@@ -13,6 +13,7 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import compilation
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import start as hosts
+from vit_jax.errors import UserError
 from vit_jax.evaluators.suite import Suite
 from vit_jax.printing import masked
 from vit_jax.training import guards, lock, resume_check, run_report, timers
@@ -151,6 +152,12 @@ def _train(
         checkpoints.latest,
         checkpoints.data.get("tokenizer"),
     )
+    if config.extend_schedule != "none" and total < (checkpoints.latest or 0):
+        raise UserError(
+            f"extend_schedule={config.extend_schedule!r}: {workdir} is at step "
+            f"{checkpoints.latest} already, and the run would have {total}: raise "
+            "total_steps or epochs"
+        )
     compiling = BackgroundCompilation(setup, debug_nans=config.debug_nans)
     startup.end_phase("trace")
     announce("making or restoring the state, while the train step compiles")

@@ -29,6 +29,7 @@ from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 # Files whose content is compared with the data, wherever they lie.
 _OF_DATA = ("data.exclude", "data.tokenizer")
+_LENGTH = {"total_steps", "epochs"}
 _TOKENIZER = "tokenizer"  # Its checksum, in what is stored of the data.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
 
@@ -150,10 +151,18 @@ def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | Non
     for key in _OF_DATA:
         if stored.get(key) and now[key]:
             stored[key] = now[key]
+    if config.extend_schedule != "none":
+        stored |= {key: now[key] for key in _LENGTH}
     if changed := fields.differences(stored, now):
+        remedy = ""
+        if {key for key in now if stored.get(key) != now[key]} <= _LENGTH:
+            remedy = (
+                "go on on the schedule of the new length by "
+                "--config.extend_schedule=stretch, "
+            )
         raise UserError(
             f"{workdir} holds a run of another config ({'; '.join(changed[:6])}): "
-            "choose another --workdir, or state the same config"
+            f"choose another --workdir, {remedy}or state the same config"
         )
     return metadata["task"]
 
