@@ -5,6 +5,7 @@ examples, B rows of a batch, D features, K classes, T the best classes that are 
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def open_weights(
     Args:
       checkpoint, use_ema, num_heads, with_task: as in `weights.open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
-      tell: called with a line about each thing that was guessed.
+      tell: called with one line about all that was guessed, if anything was.
 
     Returns:
       The checkpoint and the preprocessing.
@@ -127,33 +128,35 @@ def open_weights(
         with_task=with_task,
         image_size=given.get("image_size"),
     )
-    for note in found.notes:  # Such as a guessed number of heads.
-        tell(f"{checkpoint}: {note}")
+    guesses = list(found.notes)  # Such as a guessed number of heads.
     preprocess = dataclasses.replace(preprocessing_of(found), **given)
     stated = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not found.preprocess and not stated:
-        tell(
-            f"{checkpoint} does not tell how its images are prepared; assumed as of "
+        guesses.append(
+            "does not tell how its images are prepared; assumed as of "
             f"{usual_preprocess(found).family}: {describe_preprocess(preprocess)}"
         )
-    return name_classes(found, checkpoint, tell), preprocess
+    found = name_classes(found, guesses.append)
+    if guesses:
+        # Of a file its name alone; "deit:Ti/16" is no path.
+        place = pathlib.Path(checkpoint)
+        name = place.name if place.exists() else checkpoint
+        tell(f"{name}: {'; '.join(guesses)}")
+    return found, preprocess
 
 
-def name_classes(
-    pretrained: Pretrained, checkpoint: str, tell: Callable[[str], None]
-) -> Pretrained:
+def name_classes(pretrained: Pretrained, tell: Callable[[str], None]) -> Pretrained:
     """Returns a checkpoint with the names of ImageNet's classes if it has 1,000 unnamed.
 
     Args:
       pretrained: the checkpoint.
-      checkpoint: its name, for the line.
       tell: called with a line if they are taken for ImageNet's.
     """
     published = pretrained.format not in ("workdir", "vit_jax")
     count = pretrained.options["num_classes"]
     if pretrained.class_names or not published or count != imagenet.NUM_CLASSES:
         return pretrained
-    tell(f"{checkpoint} does not name its 1,000 classes; taken for ImageNet's")
+    tell("does not name its 1,000 classes; taken for ImageNet's")
     return dataclasses.replace(pretrained, class_names=imagenet.class_names())
 
 
