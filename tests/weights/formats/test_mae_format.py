@@ -291,7 +291,6 @@ def test_a_classifier_is_written_as_fine_tuning_has_it(tmp_path):
             {"decoder_extra.bias": np.ones(3)},
             "extra.bias of the decoder is not support",
         ),
-        ({"decoder_pos_embed": np.ones((1, 17, 16))}, "decoder are not the fixed ones"),
         ({"decoder_pos_embed": None}, "pos_embed' is missing"),
     ],
 )
@@ -301,3 +300,19 @@ def test_a_decoder_that_is_not_maes_is_refused(tmp_path, change, message):
     path = stored(tmp_path / "a.pth", arrays)
     with pytest.raises(UserError, match=message):
         weights.open_pretrained(path, num_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [("zero", "positions are not the fixed ones"), ("width", "does not divide into 4")],
+)
+def test_a_decoder_that_cannot_be_told_leaves_the_encoder(tmp_path, change, note):
+    arrays = load_file(FACEBOOK)
+    if change == "zero":
+        arrays["decoder_pos_embed"] = np.zeros_like(arrays["decoder_pos_embed"])
+    else:
+        arrays["decoder_embed.weight"] = arrays["decoder_embed.weight"][:15]
+    found = weights.open_pretrained(stored(tmp_path / "a.pth", arrays), num_heads=4)
+    assert (found.task, found.task_params) == ({}, {})
+    assert any(note in line for line in found.notes)
+    assert "encoderblock_0" in found.params["Transformer"]

@@ -156,11 +156,11 @@ def _read_decoder(
         heads = models.create(**options).options["num_heads"]
         num_heads = _PUBLISHED.get(width, heads)
         if width % num_heads:
-            raise UserError(
-                f"{source}: nothing says how many heads its decoder has, and its width, "
-                f"{width}, does not divide into {num_heads}: give those of the encoder "
-                "by --num_heads, if they are the same, or leave the decoder out"
+            left_out = (
+                "decoder: left out, because nothing says how many heads it has, and its "
+                f"width, {width}, does not divide into {num_heads}"
             )
+            return {}, {}, [left_out]
         notes.append(f"decoder's heads: nothing says how many, so {num_heads}")
     table = _decoder_table(width, depth, num_heads, in_hf=in_hf)
     positions = flat.pop(_positions(in_hf))
@@ -168,10 +168,11 @@ def _read_decoder(
         flat, table, source, part=" of the decoder", network="a masked autoencoder"
     )
     if not _is_fixed(positions, models.create(**options).grid):
-        raise UserError(
-            f"{source}: the positions of the decoder are not the fixed ones of MAE "
-            f"({_KIND}), which its decoder has here: leave the decoder out"
+        left_out = (
+            "decoder: left out, because its positions are not the fixed ones of MAE "
+            f"({_KIND})"
         )
+        return {}, {}, [left_out]
     ours = torch_file.to_our_arrays(flat, table, source)
     if "norm_pix_loss" not in config:
         notes.append(
