@@ -272,7 +272,7 @@ def test_choice_brings_its_keys():
         ),
         (stated(slow_step_factor=-3.0), "slow_step_factor=-3.0 must be at least 0"),
         (stated(data={"image_size": (8, 8, 3)}), r"\(8, 8, 3\) is not \(height, width"),
-        (stated(optim={"learning_rate": 0.0}), "set exactly one"),
+        (stated(optim={"learning_rate": 0.0}), "learning_rate=0.0: .*above 0"),
         (
             stated(optim={"base_learning_rate": 1e-3}),
             "rate=0.1 and .*=0.001: set exactly one",
@@ -430,3 +430,14 @@ def test_every_key_is_read_somewhere():
             if not by_unit and not re.search(direct, code):
                 unread.append(f"{section}.{key}")
     assert unread == []
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".."])
+def test_a_name_that_leads_out_of_runs_is_refused(name):
+    with pytest.raises(UserError, match=rf"^name='{name}'"):
+        config.complete(stated(total_steps=1, name=name))
+
+
+def test_a_rate_of_zero_is_named():
+    with pytest.raises(UserError, match=r"^optim.learning_rate=0.0: .*above 0"):
+        config.complete(stated(total_steps=1, optim={"learning_rate": 0.0}))

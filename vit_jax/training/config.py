@@ -212,6 +212,11 @@ class TrainConfig(_Config):
             raise UserError(
                 f"profile_steps={self.profile_steps} is not (first step, last step), as (10, 15)"
             )
+        if "/" in self.name or self.name in (".", ".."):
+            raise UserError(
+                f"name={self.name!r}: new workdirs are named by it, under runs/: leave out "
+                "the slashes and dots, or state --workdir"
+            )
         self._check_best_metric()
 
     def _check_best_metric(self) -> None:

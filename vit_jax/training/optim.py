@@ -105,6 +105,11 @@ class OptimConfig:
     freeze_fraction: float = key(0.0, "... as a fraction of the run.")
 
     def __post_init__(self):
+        if not self.learning_rate and not self.base_learning_rate:
+            raise UserError(
+                "optim.learning_rate=0.0: nothing would be learnt; state a rate above 0, or "
+                "optim.base_learning_rate"
+            )
         if bool(self.learning_rate) == bool(self.base_learning_rate):
             raise UserError(
                 f"config states optim.learning_rate={self.learning_rate} and "
