@@ -169,7 +169,7 @@ def test_synonyms_are_of_keys_that_exist():
     cloud_tpu_init.running_in_cloud_tpu_vm, reason="this machine has a TPU"
 )
 @pytest.mark.parametrize(
-    "first", ["vit_jax; vit_jax.load_model", "vit_jax.distributed.start, flax"]
+    "first", ["vit_jax; vit_jax.load_model", "vit_jax.distributed.mesh, flax"]
 )
 def test_libtpu_is_not_heard_where_there_is_no_tpu(first):
     pytest.importorskip("libtpu", reason="needs the extra tpu")
