@@ -29,6 +29,18 @@ def test_kind_is_told_by_content_not_by_name(tmp_path, suffix):
     assert safe.metadata == {"synthetic": "here"}
 
 
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408])
+def test_a_header_whose_length_begins_as_a_pickle_is_read(tmp_path, length):
+    path = tmp_path / "model"
+    header = json.dumps(
+        {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    )
+    header = header.ljust(length).encode()
+    path.write_bytes(length.to_bytes(8, "little") + header + A.tobytes())
+    assert path.read_bytes()[:1] == b"\x80"
+    same(files.read(path), {"a": A})
+
+
 @pytest.mark.parametrize("container", ["zip", "pickle"])
 def test_torch_files_go_to_their_reader(tmp_path, monkeypatch, container):
     path = tmp_path / "model.npz"

@@ -216,10 +216,11 @@ def _kind(path: pathlib.Path) -> str:
         if not all(name.endswith(".npy") for name in names):
             raise UserError(f"{path} is an archive of {names[0]}: give what is in it")
         return "npz"
+    # After the length of the header, whose first bytes may be those of a pickle.
+    if start[8:9] == b"{" and (start[:1] != b"\x80" or start[4:8] == bytes(4)):
+        return "safetensors"
     if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
         return "torch"  # A bare pickle, as before PyTorch 1.6.
-    if start[8:9] == b"{":  # After the length of the header.
-        return "safetensors"
     other = f"it begins with {start[:8]!r}" if start else "it is empty"
     hints = (text for sign, text in _HINTS.items() if start.startswith(sign))
     raise UserError(
