@@ -32,7 +32,7 @@ def main(flags: argparse.Namespace) -> int:
         if jax.process_count() > 1 and not flags.workdir:
             raise UserError("several processes need the same --workdir: state it")
         if "quick" in flags.config.partition(":")[2] and not jax.process_index():
-            cli.tell(
+            cli.say(
                 f"{flags.config}: a small stand-in for the network, made images and 3 "
                 "steps show that the recipe runs, not what it reaches"
             )

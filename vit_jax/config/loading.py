@@ -75,7 +75,8 @@ def find(name: str) -> pathlib.Path:
     known = re.fullmatch(r"(?:configs/)?(\w+(?:/\w+)?)(?:\.py)?", name)
     if known and not os.path.exists(path):
         recipe = recipe_folder() / f"{known[1]}.py"
-        return recipe if recipe.is_file() else path
+        # Unlike pathlib's, its answer for a name that is too long is no.
+        return recipe if os.path.isfile(recipe) else path
     return path
 
 

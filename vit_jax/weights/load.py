@@ -117,9 +117,9 @@ def open_pretrained(
     """Reads a checkpoint of any known format.
 
     Args:
-      checkpoint: a workdir, WORKDIR/checkpoints/STEP, a file or folder with weights, or any source that
-        `hub.download` takes: "hf://owner/name", "timm/...", "gs://...", "https://...",
-        "augreg:B/16". A LoRA adapter of PEFT is merged into its base.
+      checkpoint: a workdir, WORKDIR/checkpoints/STEP, a file or folder with weights, or
+        any source that `hub.download` takes: "hf://owner/name", "timm/...", "gs://...",
+        "https://...", "augreg:B/16". A LoRA adapter of PEFT is merged into its base.
       use_ema: read the averaged parameters of a workdir if it has them.
       num_heads: attention heads, for files that do not state them (timm's without a
         config).

@@ -73,13 +73,15 @@ def test_the_test_split_is_neither_opened_nor_read_before_the_choice(done):
     first = next(i for i, (_, name) in enumerate(events) if name.startswith("test"))
     before = [name for kind, name in events[:first] if kind == "read"]
     scored = [trial for trial in report["trials"] if trial["score"] is not None]
-    # The trials are scored by then, each on the whole of the held-out part ...
+    # The trials are scored by then, each on the whole of the held-out part, whose first
+    # image each trial prepares before its first step too ...
     held_out = [f"train/{i}" for i in range(36, 40)]
-    assert [before.count(name) for name in held_out] == [len(scored)] * 4
-    # ... and each final run reads every test image once.
+    times = [before.count(name) for name in held_out]
+    assert times == [len(scored) + len(report["trials"]), *[len(scored)] * 3]
+    # ... and each final run reads every test image once, and the first before that.
     after = [name for kind, name in events[first:] if kind == "read"]
     of_test = [name for name in after if name.startswith("test/")]
-    assert sorted(of_test) == sorted(2 * [f"test/{i}" for i in range(13)])
+    assert sorted(of_test) == sorted(2 * ["test/0", *(f"test/{i}" for i in range(13))])
     # All runs share what was opened, until the choice is made.
     opened = [name for kind, name in events if kind == "open"]
     assert sorted(opened[:2]) == ["train[90%:]", "train[:90%]"]
