@@ -33,9 +33,9 @@ def parsed(words):
     return dict(word.split("=", 1) for word in words.split(","))
 
 
-def contenders(variant, sets, batch):
+def contenders(variant, sets, batch, side):
     """Returns timm's network and one of ours with each set of options."""
-    images, labels = step_contenders.made_batch(batch)
+    images, labels = step_contenders.made_batch(batch, side)
     keys = {"dtype": "float32", "optimizer": "sgd"}
     timm = step_contenders.Timm(variant, images, labels, spread=0.02, **keys)
     keys |= timm.for_ours()
@@ -59,14 +59,19 @@ def main():
     parser.add_argument("options", nargs="*")
     parser.add_argument("--models", default="S/16,B/16")
     parser.add_argument("--rounds", type=int, default=12)
-    args = smoke.parse(parser, "--models=Ti/16 --rounds=1")
+    parser.add_argument(
+        "--side", type=int, default=224, help="of the images, in pixels"
+    )
+    args = smoke.parse(parser, "--models=Ti/16 --rounds=1 --side=32")
+    if args.smoke:
+        smoke.shrink()
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # As XLA.
     sets = {PRODUCT: compilation.options()} | {w: parsed(w) for w in args.options}
     print(f"<!-- jax {jax.__version__}, {PRODUCT}: {sets[PRODUCT]} -->")
     print("| model | what | options | s | to the product's | to timm |")
     print("|---|---|---|---|---|---|")
     for variant in args.models.split(","):
-        found = contenders(variant, sets, step.ON_CPU.get(variant, 8))
+        found = contenders(variant, sets, step.ON_CPU.get(variant, 8), args.side)
         reference = found[PRODUCT].forward()
         for name, one in found.items():
             error = np.abs(one.forward() - reference).max()

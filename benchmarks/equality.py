@@ -12,7 +12,9 @@ import pathlib
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+)
 TESTS = pathlib.Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "training")]
 

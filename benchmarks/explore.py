@@ -202,8 +202,9 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--clicks", type=int, default=50)
     parser.add_argument("--photographs", type=int, default=48)
-    main(
-        smoke.parse(
-            parser, "--variant=Ti/16 --side=64 --images=1 --clicks=2 --photographs=1"
-        )
+    flags = smoke.parse(
+        parser, "--variant=Ti/16 --side=64 --images=1 --clicks=2 --photographs=1"
     )
+    if flags.smoke:
+        smoke.shrink()
+    main(flags)

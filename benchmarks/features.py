@@ -144,9 +144,12 @@ def parse():
     add("--threads", type=int, default=2)
     add("--data", default="", help="folder of class folders, or with splits")
     add("--split", default="all", help="of --data")
-    return smoke.parse(
-        parser, "--variant=Ti/16 --side=64 --images=16 --round=8 --batch=8"
+    args = smoke.parse(
+        parser, "--variant=Ti/16 --side=64 --images=4 --round=2 --batch=2"
     )
+    if args.smoke:
+        smoke.shrink()
+    return args
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from PIL import Image, ImageOps
 
 from vit_jax.data.transforms import host as host_transforms
 
-BATCH, FILES, SIZE = 64, 256, 224
-SMALL_BATCH = 512
+SIZE, SMALL_BATCH = 224, 512
 OURS = {
     "antialiased": "antialias=True",
     "not antialiased": "antialias=False",
@@ -40,19 +39,19 @@ OURS = {
 }
 
 
-def make_files(folder, photographs):
+def make_files(folder, photographs, count):
     """Writes JPEG files of 500x375 with natural content; returns their paths."""
     if photographs:
         found = sorted(pathlib.Path(photographs).rglob("*.[jJ][pP]*[gG]"))
-        pictures = [Image.open(path).convert("RGB") for path in found[:FILES]]
+        pictures = [Image.open(path).convert("RGB") for path in found[:count]]
     else:
         from sklearn.datasets import load_sample_images
 
         pictures = [Image.fromarray(image) for image in load_sample_images().images]
     rng, paths = np.random.default_rng(0), []
-    for i in range(FILES):
+    for i in range(count):
         picture = pictures[i % len(pictures)]
-        if len(pictures) < FILES:  # Another part of the same photograph.
+        if len(pictures) < count:  # Another part of the same photograph.
             w, h = (round(side * rng.uniform(0.8, 1)) for side in picture.size)
             left = rng.integers(picture.width - w + 1)
             top = rng.integers(picture.height - h + 1)
@@ -112,19 +111,19 @@ def spread(values):
 
 def jpeg_contenders(args, folder):
     """Starts all that read JPEG files, one process each and no workers."""
-    ours = ("input_ours.py", "jpeg", folder, BATCH)
+    ours = ("input_ours.py", "jpeg", folder, args.batch)
     started = {
-        f"ours, {name}": Contender(sys.executable, *ours, options, 0)
-        for name, options in OURS.items()
+        f"ours, {name}": Contender(sys.executable, *ours, OURS[name], 0)
+        for name in args.ours.split(";")
     }
     if args.tf:
         for name, antialias in (("antialiased", True), ("not antialiased", False)):
             started[f"tf.data, {name}"] = Contender(
-                args.tf, "input_tf.py", folder, BATCH, antialias
+                args.tf, "input_tf.py", folder, args.batch, antialias
             )
     if importlib.util.find_spec("timm"):
         started["PyTorch and timm"] = Contender(
-            sys.executable, "input_timm.py", folder, BATCH, 0
+            sys.executable, "input_timm.py", folder, args.batch, 0
         )
     return started
 
@@ -140,37 +139,41 @@ def report_jpeg(args, folder, paths):
     )
     for name, (cpu, _) in seconds.items():
         cells = [
-            spread(BATCH / cpu),
+            spread(args.batch / cpu),
             f"{wrong[name]:.2f}",
             f"{started[name].peak():.0f}",
         ]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print(f"\n| images a CPU-second, times | {' | '.join(OURS)} |")
-    print("|---" * (1 + len(OURS)) + "|")
     mine = [name for name in seconds if name.startswith("ours")]
+    heads = [name.removeprefix("ours, ") for name in mine]
+    print(f"\n| images a CPU-second, times | {' | '.join(heads)} |")
+    print("|---" * (1 + len(mine)) + "|")
     for other in [name for name in seconds if name not in mine]:
         cells = [spread(seconds[other][0] / seconds[name][0]) for name in mine]
         print(f"| {other} | {' | '.join(cells)} |", flush=True)
     for contender in started.values():
         contender.close()
-    flip = Contender(sys.executable, "input_ours.py", "flip", folder, BATCH, "", 0)
+    ours = ("input_ours.py", "flip", folder, args.batch, "", 0)
+    flip = Contender(sys.executable, *ours)
     cpu = interleaved({"": flip}, args.rounds, 20 * args.batches)[""][0]
-    print(f"\nOur flip alone takes {spread(cpu / BATCH * 1e6)} us of CPU an image.")
+    print(
+        f"\nOur flip alone takes {spread(cpu / args.batch * 1e6)} us of CPU an image."
+    )
     flip.close()
 
 
 def report_workers(args, folder):
     """Prints images a second of ours as loader processes are added."""
     started = {}
-    for workers in (0, 1, 2):
-        ours = ("input_ours.py", "jpeg", folder, BATCH, "", workers)
+    for workers in args.workers.split(","):
+        ours = ("input_ours.py", "jpeg", folder, args.batch, "", workers)
         started[f"ours, {workers} workers"] = Contender(sys.executable, *ours)
     print(
         "\n| loader processes | images a second | images a CPU-second | MB of the "
         "largest |\n|---|---|---|---|"
     )
     for name, (cpu, wall) in interleaved(started, args.rounds, args.batches).items():
-        cells = [spread(BATCH / wall), spread(BATCH / cpu)]
+        cells = [spread(args.batch / wall), spread(args.batch / cpu)]
         cells.append(f"{started[name].peak():.0f}")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
         started[name].close()
@@ -188,7 +191,8 @@ def report_memory(args, folder):
     for name, (cpu, _) in seconds.items():
         print(f"| {name} | {spread(SMALL_BATCH / cpu)} |", flush=True)
         started[name].close()
-    order = Contender(sys.executable, "input_ours.py", "order", folder, BATCH, "", 0)
+    ours = ("input_ours.py", "order", folder, args.batch, "", 0)
+    order = Contender(sys.executable, *ours)
     empty = order.peak()
     order.ask(28)
     print(
@@ -201,13 +205,21 @@ def report_memory(args, folder):
 def main():
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tf", default="")
-    parser.add_argument("--photographs", default="")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--batches", type=int, default=12)
-    args = smoke.parse(parser, "--rounds=1 --batches=1")
+    add = parser.add_argument
+    add("--tf", default="")
+    add("--photographs", default="")
+    add("--rounds", type=int, default=9)
+    add("--batches", type=int, default=12)
+    add("--batch", type=int, default=64, help="images")
+    add("--files", type=int, default=256)
+    add("--ours", default=";".join(OURS), help="names, separated by semicolons")
+    add("--workers", default="0,1,2", help="loader processes")
+    args = smoke.parse(
+        parser,
+        "--rounds=1 --batches=1 --batch=4 --files=8 --ours=antialiased --workers=1",
+    )
     with tempfile.TemporaryDirectory() as folder:
-        paths = make_files(folder, args.photographs)
+        paths = make_files(folder, args.photographs, args.files)
         report_jpeg(args, folder, paths)
         report_workers(args, folder)
         report_memory(args, folder)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import smoke
 
-B, N, H, K = 16, 197, 6, 64
+N, H, K = 197, 6, 64
 D, F = H * K, 4 * H * K
 
 
@@ -63,7 +63,9 @@ def main():
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = smoke.parse(parser, "--rounds=1").rounds
+    parser.add_argument("--batch", type=int, default=16, help="images")
+    flags = smoke.parse(parser, "--rounds=1 --batch=1")
+    B = flags.batch
 
     def normal(i, *shape):
         return jax.random.normal(jax.random.key(i), shape)
@@ -95,7 +97,7 @@ def main():
             },
         }
         for name, jitted in passes.items():
-            ours, other = timed(jitted, args, rounds).values()
+            ours, other = timed(jitted, args, flags.rounds).values()
             print(
                 f"| {layer}: {' against '.join(functions)} | {name} | {ours * 1e3:.0f} | "
                 f"{other * 1e3:.0f} | {ours / other:.2f} |"

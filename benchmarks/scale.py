@@ -154,7 +154,8 @@ def _tables(rows, assumed):
 
 
 SMOKE = """--out={folder}/rows.jsonl --only='B/16 256' --extra='--topology=v5e:2x2
---config.model.variant=Ti/16 --config.model.depth=1 --config.batch_size=8'"""
+--config.model.variant=Ti/16 --config.model.depth=1 --config.batch_size=8
+--config.data.num_classes=10 --config.data.image_size=(32,32)'"""
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ class Point:
 
 
 def points(args) -> list[Point]:
-    """Returns the points of all axes; the middle is in each."""
+    """Returns the points of the axes; the middle is in each."""
     base = Point("", args.batch, args.depth, args.side, 1)
     factors = [2.0**i for i in range(-args.doublings, args.doublings + 1)]
     found = []
@@ -55,7 +55,7 @@ def points(args) -> list[Point]:
     while devices <= args.devices:
         found.append(dataclasses.replace(base, axis="devices", devices=devices))
         devices *= 2
-    return found
+    return [point for point in found if point.axis in args.axes.split(",")]
 
 
 def measure(args, point: Point) -> dict:
@@ -189,13 +189,15 @@ def main():
     add("--side", type=int, default=160, help="of the images, in pixels")
     add("--devices", type=int, default=8, help="at most; fake ones on a CPU")
     add("--doublings", type=int, default=2, help="up and down from the middle")
+    add("--axes", default="batch,depth,tokens,devices")
     add("--calls", type=int, default=10, help="timed steps a point")
     add("--csv", default="", help="file to write")
     add("--plot", default="", help="PNG to write")
     add("--point", default="", help=argparse.SUPPRESS)
     args = smoke.parse(
         parser,
-        "--variant=Ti/16 --batch=1 --depth=1 --side=32 --devices=1 --doublings=0 --calls=1",
+        "--variant=Ti/16 --batch=1 --depth=1 --side=32 --devices=1 --doublings=0 --calls=1 "
+        "--axes=tokens",
     )
     if point := args.point:
         print(json.dumps(measure(args, Point(**json.loads(point)))))

@@ -178,10 +178,9 @@ def main():
     add("--dtype", default="bfloat16" if gpu else "float32")
     add("--alone", action="store_true", help="processes as on a GPU, also on a CPU")
     add("--child", default="", help=argparse.SUPPRESS)
-    args = smoke.parse(
-        parser,
-        "--model=Ti/16 --side=32 --batch=1 --rounds=1",
-    )
+    args = smoke.parse(parser, "--model=Ti/16 --side=32 --batch=1 --rounds=1")
+    if args.smoke:
+        selfsup_contenders.shrink()
     args.batches = {k: args.batch or size for k, size in BATCHES[gpu].items()}
     if args.child:
         child(args)

@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import smoke
 import step_contenders
 
 from vit_jax.distributed import compilation
@@ -37,6 +38,13 @@ OPTIM = {
 # What has more than one axis in PyTorch.
 DECAYING = r"(/kernel|cls|mask_token|pos_embedding|last_layer)$"
 CLIP_NORM = 3.0  # Of each parameter's gradient, in DINO.
+
+
+def shrink():
+    """Makes the networks small, for a run of seconds."""
+    smoke.shrink()
+    DECODER["depth"] = 1
+    HEAD.update(hidden=32, bottleneck=16, outputs=64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

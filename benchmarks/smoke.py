@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import dataclasses
 import shlex
 import shutil
 import sys
@@ -23,3 +24,10 @@ def parse(parser: argparse.ArgumentParser, words: str = "") -> argparse.Namespac
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         given = [*shlex.split(words.format(folder=folder)), *given]
     return parser.parse_args(given)
+
+
+def shrink():
+    """Gives the networks of size Ti one block, whose programs compile soon."""
+    from vit_jax.models import variants
+
+    variants.SIZES["Ti"] = dataclasses.replace(variants.SIZES["Ti"], depth=1)

@@ -249,7 +249,9 @@ def main():
     add("--remat", default="none,dots,full", help="policies of ours, on a GPU")
     add("--alone", action="store_true", help="processes as on a GPU, also on a CPU")
     add("--child", default="", help=argparse.SUPPRESS)
-    args = smoke.parse(parser, "--models=Ti/16 --side=64 --batch=1 --rounds=1")
+    args = smoke.parse(parser, "--models=Ti/16 --side=32 --batch=1 --rounds=1")
+    if args.smoke:
+        smoke.shrink()
     args.timm = bool(importlib.util.find_spec("timm"))
     if args.child:
         child(args)

@@ -63,6 +63,8 @@ class Timm:
         keys = {"drop_path_rate": 0.0}  # Swin's own is 0.1.
         if not TIMM[variant].startswith("resnet"):  # Which takes any image.
             keys["img_size"] = images.shape[1]
+        if variant in PLAIN:  # As timm's own, but after `smoke.shrink`.
+            keys["depth"] = variants.parse(variant).size.depth
         self.model = timm_import.import_timm().create_model(
             TIMM[variant], num_classes=CLASSES, **keys
         )

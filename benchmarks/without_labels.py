@@ -30,7 +30,7 @@ import sys
 import smoke
 
 NETWORK = {"width": 128, "depth": 6, "num_heads": 4, "mlp_dim": 256}
-BATCH, EXAMPLES, CLASSES = 128, 50_000, 10
+EXAMPLES, CLASSES = 50_000, 10
 OUTPUTS = 1_024  # Of DINO's head.
 TASKS = ("masked_patch", "mae", "simmim", "dino")
 CONTROLS = {
@@ -77,7 +77,7 @@ def get_config(arg=None):
 """
 
 
-def make_cifar10(data_dir):
+def make_cifar10(data_dir, count):
     """Prepares random images as CIFAR-10 has them."""
     import numpy as np
     import tensorflow_datasets as tfds
@@ -97,7 +97,7 @@ def make_cifar10(data_dir):
             pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
             yield {"image": tfds_sets.png(pixels), "label": i % CLASSES}
 
-    splits = {"train": lambda: examples(10 * BATCH), "test": lambda: examples(BATCH)}
+    splits = {"train": lambda: examples(10 * count), "test": lambda: examples(count)}
     builder = tfds_sets.builder_class("cifar10", "3.0.2", features, splits, tests)
     builder(data_dir=data_dir, file_format="array_record").download_and_prepare()
 
@@ -115,7 +115,7 @@ def command(words, cwd):
 def train(config, workdir, keys, args):
     """Trains, if that was not done; returns report.json."""
     if not (workdir / "report.json").exists():
-        keys = {"data.data_dir": args.data_dir, "batch_size": BATCH} | keys
+        keys = {"data.data_dir": args.data_dir, "batch_size": args.batch} | keys
         keys |= {"data.num_examples": 0}
         keys |= {f"model.{name}": value for name, value in NETWORK.items()}
         flags = [f"--config.{name}={value}" for name, value in keys.items()]
@@ -144,7 +144,7 @@ def steps_of(name, config, keys, args):
     """Returns how many steps of a run fit the minutes, from a short trial of it."""
     keys = keys | length(config, TRIAL)
     report = train(config, args.out / f"{name}_trial", keys, args)
-    return int(60 * args.minutes * report["images_per_second"] / BATCH)
+    return int(60 * args.minutes * report["images_per_second"] / args.batch)
 
 
 def pretrain(name, seed, args):
@@ -197,7 +197,7 @@ def last_metrics(workdir):
 def measure(name, seed, args):
     """Returns the scores of one way of pretraining and one seed."""
     found, workdir, init = {}, args.out / f"{name}_{seed}", None
-    steps = round(args.epochs * EXAMPLES / BATCH)
+    steps = round(args.epochs * EXAMPLES / args.batch)
     if name == "longer":
         trial = {"model.pool": "gap", "model.activation": "gelu"}
         steps += steps_of("longer", "configs/cifar10.py:size=small", trial, args)
@@ -211,9 +211,10 @@ def measure(name, seed, args):
         init = workdir
     if name in SHORT:
         return found
-    for column, split, part in (("tenth", "train[:10%]", 2), ("all", "train", 1)):
+    for column in args.labels.split(","):
         if column == "tenth" and name == "longer":
             continue  # "scratch" has a hundred passes over the tenth.
+        split, part = {"tenth": ("train[:10%]", 2), "all": ("train", 1)}[column]
         target = workdir.with_name(f"{workdir.name}_{column}")
         found[column] = fine_tune(target, init, steps // part, seed, split, args)
     return found
@@ -278,10 +279,13 @@ def main():
     add("--seeds", default="0", help="as 0,1,2")
     add("--only", default=";".join(NAMES), help="names, separated by semicolons")
     add("--control_steps", type=int, default=150, help="of DINO's controls")
+    add("--labels", default="tenth,all", help="that fine-tuning has")
+    add("--batch", type=int, default=128, help="images of a step")
     add("--plot", help="PNG to write")
     args = smoke.parse(
         parser,
-        "--data_dir={folder} --out={folder}/runs --epochs=0.006 --only='scratch;untrained'",
+        "--data_dir={folder} --out={folder}/runs --batch=8 --epochs=0.0004 "
+        "--labels=all --only='scratch;untrained'",
     )
     args.root = pathlib.Path(__file__).resolve().parents[1]
     args.data_dir, args.out = (
@@ -290,7 +294,8 @@ def main():
     )
     args.out.mkdir(parents=True, exist_ok=True)
     if args.smoke:
-        make_cifar10(args.data_dir)
+        NETWORK.update(width=32, depth=1, mlp_dim=32)
+        make_cifar10(args.data_dir, args.batch)
     for seed in map(int, args.seeds.split(",")):
         for name in filter(None, args.only.split(";")):
             place = args.out / f"{name}_{seed}.result.json"
