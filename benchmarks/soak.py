@@ -1,7 +1,7 @@
 """Kills a small run again and again, and compares its end with one left alone.
 
 Run: python benchmarks/soak.py [--kills=200] [--hosts=1,2] [--seed=0] [--steps=160]
-[--workers=1] [--one_host] [--aimed]
+[--workers=1] [--one_host] [--aimed=SIGKILL,SIGTERM]
 
 Each run is started, killed with SIGKILL at a random moment, uniform over the time that
 an undisturbed run takes from its start to its report, and started again, until it is
@@ -14,8 +14,8 @@ that loader processes read ahead. Starts share a cache of compiled programs; one
 twenty finds it empty.
 
 Runs choose their best checkpoint by the scores of their evaluations. With --aimed each
-window near the end of a run gets a SIGKILL and a SIGTERM of its own, in runs of one
-process; after SIGTERM it has to end with 0 or 75.
+window near the end of a run gets each of these signals, in runs of one process of their
+own; after SIGTERM it has to end with 0 or 75.
 
 Prints what was being done at each kill, seen from outside: by the last line printed, and
 for a save by the unfinished folder on the disk; the exit codes of the hosts that lost the
@@ -346,11 +346,11 @@ WINDOWS = {
 }
 
 
-def aim(config, folder, evaluate, last, wanted, rng):
+def aim(config, folder, evaluate, last, wanted, rng, signals):
     """Ends runs of one process in each window; returns how many went wrong."""
     wrong = 0
     for name, is_in in WINDOWS.items():
-        for number in (signal.SIGKILL, signal.SIGTERM):
+        for number in signals:
             job = Job(config, folder / f"{name}, {number.name}", 1, evaluate)
             while job.running() and not is_in(job, last):
                 time.sleep(0.002)
@@ -382,7 +382,7 @@ def main():
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--one_host", action="store_true")
-    parser.add_argument("--aimed", action="store_true")
+    parser.add_argument("--aimed", default="", help="signals, separated by commas")
     flags = smoke.parse(parser, "--kills=0 --steps=14 --hosts=1")
     rng, began = random.Random(flags.seed), time.monotonic()
     counts, different, rows = collections.Counter(), 0, []
@@ -409,7 +409,8 @@ def main():
             )
             if flags.aimed and hosts == 1:
                 different += aim(
-                    *(folder / "soak.py", place, evaluate, flags.steps, wanted, rng)
+                    *(folder / "soak.py", place, evaluate, flags.steps, wanted, rng),
+                    [signal.Signals[name] for name in flags.aimed.split(",")],
                 )
             run = 0
             while share:
