@@ -107,6 +107,15 @@ def test_shells_complete_commands_and_flags(shell):
     assert wrong.returncode == 2 and "give one of bash, zsh, tcsh" in wrong.stderr
 
 
+def test_an_edit_of_the_same_length_and_second_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    own = tmp_path / "own.py"
+    for seed in 1, 2:
+        own.write_text(f"def get_study(arg=None):\n    return {{'seeds': {seed}}}\n")
+        os.utime(own, (10**9, 10**9))
+        assert loading.read_study(str(own)) == {"seeds": seed}
+
+
 @pytest.mark.parametrize("name", ["digits", "digits.py", "configs/digits.py"])
 def test_a_command_runs_from_any_folder_with_a_recipe_by_its_name(tmp_path, name):
     words = ("summary", f"--config={name}")
