@@ -1,7 +1,9 @@
 """Saving, failing to save, and what is taken for a checkpoint, without a training run."""
 
 import asyncio
+import gc
 import json
+import logging
 import shutil
 
 import google_crc32c
@@ -273,7 +275,7 @@ def sign_again(folder):
 
 
 @pytest.mark.parametrize("what", ["d", "manifest.ocdbt", "_METADATA"])
-def test_what_cannot_be_restored_is_damage(checkpointer, tmp_path, capfd, what):
+def test_what_cannot_be_restored_is_damage(checkpointer, tmp_path, capfd, caplog, what):
     _, new = two_steps(checkpointer, tmp_path)
     for path in map(epath.Path, new.rglob(what)):
         if path.is_dir():
@@ -282,6 +284,8 @@ def test_what_cannot_be_restored_is_damage(checkpointer, tmp_path, capfd, what):
             path.write_bytes(b"else")
     sign_again(new)
     assert_goes_on_from_8(checkpointer, tmp_path, capfd, "cannot be re")
+    gc.collect()  # What else failed is told then.
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damage(
@@ -340,7 +344,7 @@ def test_one_without_checksums_is_not_removed_with_the_old_ones(checkpointer, tm
 
 
 def test_a_write_that_ends_when_its_save_has_given_up_prints_nothing(capfd):
-    checkpoint.silence_orbax()
+    workdirs.silence_orbax()
     promise, future = tensorstore.Promise.new()
 
     async def save():

@@ -3,11 +3,9 @@
 import concurrent.futures
 import itertools
 import json
-import logging
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -76,7 +74,7 @@ class Checkpointer:
         self._damaged, self._unreadable = [], {}  # Steps; and why, by step.
         self.failures = 0
         self._saving = None
-        silence_orbax()
+        layout.silence_orbax()
         if jax.process_index() == 0:
             for line in leftovers.remove_unfinished(self._folder):
                 print_error(f"warning: {line}")
@@ -448,24 +446,6 @@ def _context() -> ocp.Context:
     # `path` does not exist; looking for it is another place to wait for each other.
     context.file.skip_sync_file_validations = True
     return context
-
-
-def silence_orbax() -> None:
-    """Drops the tracebacks that a failed save prints: one line says what went wrong."""
-    logging.getLogger("absl").addFilter(_not_of_a_failed_save)
-    if sys.unraisablehook is not _unraisable:
-        _unraisable.before = sys.unraisablehook
-        sys.unraisablehook = _unraisable
-
-
-def _not_of_a_failed_save(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
-
-
-def _unraisable(found) -> None:
-    # TensorStore's writes go on when Orbax has given up already, and find nobody there.
-    if str(found.exc_value) != "Event loop is closed":
-        _unraisable.before(found)
 
 
 def describe_failure(error: BaseException) -> str:

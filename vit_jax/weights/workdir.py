@@ -11,9 +11,11 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import operator
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
@@ -153,7 +155,10 @@ def load(
 
 
 def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
+    silence_orbax()
     stored = ocp.metadata(path)
+    if stored.metadata is None:
+        raise ValueError("its arrays' metadata are missing or damaged")
     _check_version(path, stored.custom_metadata)
     network = stored.custom_metadata["network"]
     keys = network["path"].split("/")
@@ -304,6 +309,7 @@ def read_metadata(workdir: str | os.PathLike) -> dict:
       UserError: there are checkpoints, and none whose metadata is undamaged, or the
         newest such is of an earlier version.
     """
+    silence_orbax()
     damage = []
     for step in reversed(steps(workdir)):
         path = path_of(workdir, step)
@@ -499,3 +505,28 @@ def _hash(chunks: Iterable[bytes], kind: str = _HASH) -> str:
     for chunk in chunks:
         digest.update(chunk)
     return digest.digest().hex()
+
+
+def silence_orbax() -> None:
+    """Drops what a failed save or read prints: one line of ours says what went wrong."""
+    for logger in "absl", "asyncio":
+        logging.getLogger(logger).addFilter(_not_of_orbax)
+    if sys.unraisablehook is not _unraisable:
+        _unraisable.before = sys.unraisablehook
+        sys.unraisablehook = _unraisable
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    if record.name == "asyncio":
+        # Arrays are read at once: the first that fails is raised, the others come here.
+        return "tensorstore_spec=" not in record.getMessage()
+    return "orbax" not in record.pathname or not (
+        record.levelno >= logging.ERROR
+        or record.msg.startswith("Failed to get metadata for checkpointable")
+    )
+
+
+def _unraisable(found) -> None:
+    # TensorStore's writes go on when Orbax has given up already, and find nobody there.
+    if str(found.exc_value) != "Event loop is closed":
+        _unraisable.before(found)
