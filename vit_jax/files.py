@@ -61,11 +61,11 @@ def refuse_scheme(thing: str, path: str | os.PathLike) -> None:
     Raises:
       UserError: it is another.
     """
-    found = re.match(r"[A-Za-z][\w+.-]*:/", os.fspath(path))
+    found = re.match(r"([A-Za-z][\w+.-]*):/", os.fspath(path))
     if found and not os.fspath(path).startswith("gs://"):
         raise UserError(
-            f"{thing}={path}: nothing is written to {found[0]}: give a local path, or one in "
-            "a bucket, gs://BUCKET/FOLDER"
+            f"{thing}={path}: nothing is written to {found[1]}://; give a local path, or "
+            "one in a bucket, gs://BUCKET/FOLDER"
         )
 
 
