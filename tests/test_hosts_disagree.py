@@ -105,6 +105,20 @@ def test_other_images_and_other_weights_are_named(job, tmp_path):
 
 
 @pytest.mark.slow
+def test_other_captions_are_named(job, tmp_path):
+    for path in tmp_path.glob("host*/train/*/*.png"):
+        path.with_suffix(".txt").write_text(f"picture {path.stem}")
+    path.with_suffix(".txt").write_text("picture x")
+    words = ["--config.task.name=contrastive", "--config.data.caption_key=txt"]
+    words += ["--config.data.tokenizer=bytes", "--config.data.num_tokens=16"]
+    words += [f"--config.task.text.{key}" for key in ("width=12", "num_heads=3")]
+    words += ["--config.task.text.depth=1", "--config.task.text.mlp_dim=20"]
+    lines, processes = job(words, words)
+    assert_names_both(lines, processes)
+    assert all("the hosts differ in data: train " in line for line in lines)
+
+
+@pytest.mark.slow
 def test_another_workdir_is_named(job, tmp_path):
     lines, processes = job((), (f"--workdir={tmp_path / 'other'}",))
     assert_names_both(lines, processes)
