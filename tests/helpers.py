@@ -1,4 +1,4 @@
-"""What tests share: recipes, a complete config, and what is done with a finished run."""
+"""What tests share: recipes, a complete config, an image, what is done with a finished run."""
 
 import json
 import math
@@ -96,3 +96,13 @@ def evaluated(workdir, folder, capsys):
     words = [f"--config={recipe}", f"--model={workdir}", "--json"]
     assert not evaluate.main(cli.parse(evaluate.parser(), words))
     return json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
+
+
+def photograph(height, width):
+    """Returns smooth shapes with edges and noise."""
+    rng = np.random.default_rng(height)
+    y, x = np.mgrid[:height, :width]
+    smooth = 90 * np.sin(y[..., None] / (9, 23, 5) + x[..., None] / (31, 7, 11))
+    edges = 60 * ((y // 17 + x // 23) % 2)[..., None]
+    noise = rng.normal(0, 9, (height, width, 3))
+    return (smooth + edges + noise + 110).clip(0, 255).astype(np.uint8)

@@ -254,7 +254,7 @@ def _add_preparation(parser: Parser) -> None:
     add = parser.add_argument
     add("--mean", type=_floats, help="of pixels divided by 255: 0.485,0.456,0.406")
     add("--std", type=_floats, help="likewise: 0.229,0.224,0.225")
-    add("--interpolation", help="nearest, bilinear, bicubic, lanczos or area")
+    add("--interpolation", help="nearest, bilinear, bicubic, lanczos, area or hamming")
     add("--crop_pct", type=_crop, help="fraction of the short side, or squash")
     add(
         "--exif",
@@ -282,6 +282,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "crop_fraction": 1.0 if flags.crop_pct == SQUASH else flags.crop_pct,
         "squash": flags.crop_pct and flags.crop_pct == SQUASH,
         "short_side": False if flags.crop_pct == SQUASH else None,
+        "fill": () if flags.crop_pct == SQUASH else None,
         "image_size": getattr(flags, "resolution", None),
         "cut": (0, 0) if getattr(flags, "resolution", None) else None,
         "exif": flags.exif,

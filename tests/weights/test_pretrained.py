@@ -7,12 +7,14 @@ import re
 
 import numpy as np
 import pytest
+from helpers import photograph
 from PIL import Image
 
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.weights import workdir
+from vit_jax.weights.formats import timm_config
 from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
@@ -239,6 +241,7 @@ def test_the_usual_fractions_round_down_as_timm_does():
         ({"mean": (0.5, 0.5)}, r"mean=0\.5,0\.5 has 2 numbers, .* 3 channels"),
         ({"std": (0.5, 0.0, 0.5)}, r"std=\(0\.5, 0\.0, 0\.5\) is not above 0"),
         ({"std": (math.nan,)}, "std=.* is not finite"),
+        ({"fill": (0, 9)}, r"fill=\(0, 9\)"),
     ],
 )
 def test_a_preprocessing_without_a_meaning_is_refused(fields, message):
@@ -313,6 +316,44 @@ def test_pixels_equal_those_of_timm(
                 prepare_image(encoded(turned), preprocess),
                 transform(turned).numpy().transpose(1, 2, 0),
             )
+
+
+TIMM = [
+    {},
+    {"crop_pct": 0.9, "interpolation": "bilinear", "mean": [0.5] * 3, "std": [0.2] * 3},
+    {"crop_pct": 224 / 232},
+    {"crop_pct": 0.95, "crop_mode": "squash", "interpolation": "hamming"},
+    {"crop_pct": 0.9, "crop_mode": "border"},
+    {"crop_mode": "border", "crop_pct": 1.0, "interpolation": "lanczos"},
+    {"crop_mode": "border", "mean": [0.4], "std": [0.2]},
+    {"crop_mode": "border", "input_size": [3, 96, 161]},
+    {"crop_mode": "squash", "input_size": [3, 96, 161], "interpolation": "box"},
+    {"input_size": [3, 161, 96], "crop_pct": 0.81},
+    {"test_input_size": [3, 288, 288], "test_crop_pct": 1.0, "crop_pct": 0.9},
+]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("images", TIMM, ids=str)
+def test_a_config_of_timm_prepares_a_photograph_as_timm(images):
+    from import_timm import import_timm
+
+    import_timm()
+    from timm.data import create_transform, resolve_data_config
+
+    config = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": images}
+    found = timm_config.read(config)
+    assert found.notes == ()
+    images = images or {"tag": "empty"}  # timm takes no empty one.
+    theirs = create_transform(**resolve_data_config({}, pretrained_cfg=images))
+    for sides in ((300, 451), (451, 300), (300, 301), (150, 150), (9, 451)):
+        image = photograph(*sides)
+        expected = theirs(Image.fromarray(image)).numpy().transpose(1, 2, 0)
+        preprocess = found.preprocess
+        ours = prepare_image(image, preprocess) / 255
+        ours = (ours - preprocess.mean) / preprocess.std
+        levels = 255 * np.abs(ours - expected) * preprocess.std
+        assert ours.shape == expected.shape and levels.max() < 0.01
 
 
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason="needs ../shared/data")

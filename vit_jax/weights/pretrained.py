@@ -26,6 +26,7 @@ INTERPOLATIONS = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
     "area": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
 }
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -39,15 +40,16 @@ class Preprocess:
     """Preprocessing of images for a model.
 
     The image is resized until it just covers `image_size / crop_fraction`, or with
-    `squash` to exactly that size, and the centre is cropped to `image_size`. With `cut`
-    both are larger by so many pixels, of which the crop then loses the last ones.
+    `squash` to exactly that size, and the centre is cropped to `image_size`. With `fill`
+    it is resized until it just fits in, and the rest of `image_size` has that colour. With
+    `cut` both are larger by so many pixels, of which the crop then loses the last ones.
 
     Attributes:
       image_size: height and width of the model's input, in pixels.
       mean: subtracted per channel, as a fraction of 255.
       std: divisor per channel, applied after the mean.
-      interpolation: "nearest", "bilinear", "bicubic", "lanczos" or "area"; antialiased
-        when an image shrinks.
+      interpolation: "nearest", "bilinear", "bicubic", "lanczos", "area" or "hamming";
+        antialiased when an image shrinks.
       crop_fraction: fraction of the resized side that the crop keeps.
       squash: whether resizing changes the aspect ratio instead of cropping.
       short_side: whether the short side of the image is resized to
@@ -58,6 +60,7 @@ class Preprocess:
       crop_down: whether half a pixel of the margin above and beside the crop is rounded
         down, as by transformers, not to even, as by torchvision.
       cut: rows and columns at the bottom and on the right that fill no patch.
+      fill: colour of the border, from 0 to 255 per channel; () if there is none.
     """
 
     image_size: tuple[int, int]
@@ -70,6 +73,7 @@ class Preprocess:
     exif: bool | None = None
     crop_down: bool = False
     cut: tuple[int, int] = (0, 0)
+    fill: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +137,7 @@ def prepare_image(
     Raises:
       DamagedImage: the bytes are not a readable image, or it is too thin to resize.
 
-    Source: timm.data.create_transform, crop modes "center" and "squash".
+    Source: timm.data.create_transform, crop modes "center", "squash" and "border".
     """
     pixels = decode.decode(data, channels, exif=bool(preprocess.exif))
     height, width = resized_size(pixels.shape[:2], preprocess)
@@ -148,7 +152,10 @@ def prepare_image(
         picture = picture.resize((width, height), how)
     rows, columns = preprocess.image_size
     top, left = _corner((height, width), preprocess)
-    out = np.array(picture.crop((left, top, left + columns, top + rows)))
+    border = tuple(per_channel(preprocess.fill or (0,), channels))
+    canvas = Image.new(picture.mode, (columns, rows), border)
+    canvas.paste(picture, (-left, -top))
+    out = np.array(canvas)
     return out[..., None] if channels == 1 else out
 
 
@@ -160,6 +167,9 @@ def resized_size(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, in
       preprocess: see `prepare_image`.
     """
     sides = resize_sides(preprocess)
+    if preprocess.fill:
+        ratio = max(map(operator.truediv, size, sides))
+        return tuple(max(1, round(side / ratio)) for side in size)
     return sides if preprocess.squash else host_transforms.covering_size(size, sides)
 
 
@@ -174,7 +184,7 @@ def crop_box(
 
     Returns:
       Top, left, bottom and right, as fractions of the height and width. Rounding may
-      place them up to a pixel outside the image.
+      place them up to a pixel outside the image, and a border further.
     """
     height, width = resized_size(size, preprocess)
     rows, columns = preprocess.image_size
@@ -184,9 +194,14 @@ def crop_box(
 
 def _corner(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
     """Returns the top and left of the crop in a resized image, in pixels."""
-    start = host_transforms.centre_crop_start
-    if preprocess.crop_down:
-        start = lambda length, crop: (length - crop) // 2
+
+    def start(length, crop):
+        if preprocess.fill and crop > length:
+            return -((crop - length) // 2)
+        if preprocess.crop_down:
+            return (length - crop) // 2
+        return host_transforms.centre_crop_start(length, crop)
+
     top, left = map(start, size, crop_sides(preprocess))
     return top, left
 
@@ -227,6 +242,11 @@ def check_preprocess(preprocess: Preprocess, channels: int) -> None:
             )
         if not all(math.isfinite(value) for value in values):
             raise UserError(f"{name}={values} is not finite: set --{name}")
+    if len(preprocess.fill) not in (0, 1, channels):
+        raise UserError(
+            f"fill={preprocess.fill}: the model takes {channels} channels; give 1 or "
+            f"{channels} numbers"
+        )
     if min(preprocess.std) <= 0:
         raise UserError(f"std={preprocess.std} is not above 0: set --std")
 
@@ -283,6 +303,8 @@ def describe_preprocess(preprocess: Preprocess) -> str:
         crop = "whole image" + (f", {crop}" if preprocess.crop_fraction < 1 else "")
     if any(preprocess.cut):
         crop += ", cut at the end"
+    if preprocess.fill:
+        crop = f"whole image, {crop}, border {','.join(map(str, preprocess.fill))}"
     mean, std = (
         ",".join(f"{value:g}" for value in values)
         for values in (preprocess.mean, preprocess.std)
@@ -292,6 +314,6 @@ def describe_preprocess(preprocess: Preprocess) -> str:
     )
 
 
-def per_channel(values: Sequence[float], channels: int) -> list[float]:
+def per_channel(values: Sequence, channels: int) -> list:
     """Returns one value per channel, repeating a single value."""
     return list(values) * (channels if len(values) == 1 else 1)

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers import photograph
 from PIL import Image
 from trees import checkpoint, encoder
 
@@ -174,10 +175,10 @@ def test_pixels_on_another_scale_have_statistics_on_it(rescaling, white):
 
 
 def test_preprocessing_that_is_not_known_is_told():
-    config = {"size": 32, "resample": 5, "image_processor_type": "OddImageProcessor"}
+    config = {"size": 32, "resample": 6, "image_processor_type": "OddImageProcessor"}
     found, notes = read(config, (32, 32))
     assert found.interpolation == "bicubic"
-    assert [note.split(":")[0] for note in notes] == ["OddImageProcessor", "resample=5"]
+    assert [note.split(":")[0] for note in notes] == ["OddImageProcessor", "resample=6"]
     for config, word in (
         ({"do_resize": False}, "do_resize=False"),
         ({"size": {"shortest_edge": 32}}, "do_center_crop=False"),
@@ -217,6 +218,7 @@ def test_what_fills_no_patch_is_cut_off_at_the_end():
     [
         (Preprocess((12, 20)), "a centre crop of 12x20: .*--to=timm"),
         (Preprocess((12, 12), interpolation="area"), "interpolation='area': Hugging"),
+        (Preprocess((12, 12), fill=(9, 9, 9)), r"fill=\(9, 9, 9\): .*--to=timm"),
     ],
 )
 def test_preprocessing_that_they_lack_is_refused(preprocess, message):
@@ -250,16 +252,6 @@ def import_processor(name):
     pytest.importorskip("transformers", reason="needs the extra parity")
     module = f"transformers.models.{name.lower()}.image_processing_pil_{name.lower()}"
     return getattr(importlib.import_module(module), f"{name}ImageProcessorPil")
-
-
-def photograph(height, width):
-    """Returns smooth shapes with edges and noise."""
-    rng = np.random.default_rng(height)
-    y, x = np.mgrid[:height, :width]
-    smooth = 90 * np.sin(y[..., None] / (9, 23, 5) + x[..., None] / (31, 7, 11))
-    edges = 60 * ((y // 17 + x // 23) % 2)[..., None]
-    noise = rng.normal(0, 9, (height, width, 3))
-    return (smooth + edges + noise + 110).clip(0, 255).astype(np.uint8)
 
 
 @pytest.mark.parity

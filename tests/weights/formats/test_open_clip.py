@@ -1,17 +1,22 @@
 """OpenCLIP's files, read and written, against the library; needs the extra `parity`."""
 
+import dataclasses
 import json
+import re
 import warnings
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import photograph
 from import_timm import import_timm, torch
+from PIL import Image
 from safetensors.numpy import save_file
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights.formats.registry import WRITERS
+from vit_jax.weights.pretrained import prepare_image
 from vit_jax.weights.text_tower import TextTower
 
 pytestmark = pytest.mark.parity
@@ -82,10 +87,11 @@ def create(config):
     return network.eval()
 
 
-def save(network, config, folder):
+def save(network, config, folder, images=None):
     arrays = {k: v.numpy() for k, v in network.state_dict().items()}
     save_file(arrays, folder / "open_clip_model.safetensors")
-    about = {"model_cfg": config, "preprocess_cfg": {"mean": [0.1, 0.2, 0.3]}}
+    images = images or {"mean": [0.1, 0.2, 0.3]}
+    about = {"model_cfg": config, "preprocess_cfg": images}
     (folder / "open_clip_config.json").write_text(json.dumps(about))
 
 
@@ -156,3 +162,48 @@ def test_towers_that_are_not_there_are_refused(tmp_path):
     save(create(config), config, tmp_path)
     with pytest.raises(UserError, match=r"vision_cfg.ls_init_value=0.1"):
         weights.open_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"size": 40},
+        {"size": (40, 24), "interpolation": "random", "mean": 0.4, "std": 0.2},
+        {"size": 40, "resize_mode": "squash", "interpolation": "bilinear"},
+        {"size": 40, "resize_mode": "longest", "fill_color": 200},
+        {"size": (24, 40), "resize_mode": "longest"},
+    ],
+    ids=str,
+)
+def test_a_photograph_is_prepared_as_by_open_clip(tmp_path, config):
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    size = config["size"]
+    network = CLIP | {"vision_cfg": CLIP["vision_cfg"] | {"image_size": size}}
+    save(create(network), network, tmp_path, config)
+    if size == 40:
+        pretrained = weights.open_pretrained(tmp_path)
+        WRITERS["open_clip"].write(pretrained, tmp_path)
+        assert weights.open_pretrained(tmp_path).preprocess == pretrained.preprocess
+    how = weights.open_pretrained(tmp_path).preprocess
+    theirs = image_transform_v2(PreprocessCfg(**config), is_train=False)
+    for sides in ((90, 141), (141, 90), (30, 31), (9, 141)):
+        image = photograph(*sides)
+        expected = theirs(Image.fromarray(image)).numpy().transpose(1, 2, 0)
+        ours = (prepare_image(image, how) / 255 - how.mean) / how.std
+        np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+def test_preprocessing_that_open_clip_lacks_is_noted(tmp_path):
+    save(create(CLIP), CLIP, tmp_path)
+    found = weights.open_pretrained(tmp_path)
+    odd = {"interpolation": "lanczos", "crop_fraction": 0.9, "fill": (1, 2, 3)}
+    odd = dataclasses.replace(
+        found, preprocess=dataclasses.replace(found.preprocess, **odd)
+    )
+    notes = WRITERS["open_clip"].write(odd, tmp_path)
+    lost = [note for note in notes if note.startswith("preprocessing")]
+    names = [re.search(r"(\w+)=", note)[1] for note in lost]
+    assert names == ["interpolation", "crop_fraction", "fill"]
+    open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
+    assert "preprocessing:" not in str(WRITERS["open_clip"].write(found, tmp_path))

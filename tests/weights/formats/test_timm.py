@@ -16,6 +16,7 @@ from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained
 from vit_jax.weights.formats import files, timm, timm_config, torch_file
+from vit_jax.weights.pretrained import IMAGENET
 
 SHARED = pathlib.Path(__file__).resolve().parents[4] / "shared"
 PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
@@ -208,6 +209,18 @@ def test_one_number_stands_for_every_channel(tmp_path):
     assert (images["crop_mode"], images["crop_pct"]) == ("squash", 1.0)
 
 
+def test_a_border_is_written_if_it_has_the_colour_of_the_mean(tmp_path):
+    model = encoder(image_size=(12, 20))
+    preprocess = dataclasses.replace(PREPROCESS, fill=(26, 51, 76))
+    arrays, config = write(tmp_path, model, preprocess=preprocess)
+    assert config["pretrained_cfg"]["crop_mode"] == "border"
+    assert read(arrays, config).preprocess == preprocess
+    with pytest.raises(UserError, match=r"fill=\(0, 0, 0\)"):
+        write(
+            tmp_path, model, preprocess=dataclasses.replace(preprocess, fill=(0,) * 3)
+        )
+
+
 def test_crop_fractions_give_the_same_pixels_in_timm(tmp_path):
     # 224 / (224 / 232) is a little less than 232, and timm rounds down.
     preprocess = Preprocess((224, 224), crop_fraction=224 / 232)
@@ -363,9 +376,9 @@ def test_a_config_as_the_hub_has_them_is_read():
                 "custom_load": True,
                 "input_size": [3, 384, 384],
                 "fixed_input_size": True,
-                "interpolation": "hamming",
+                "interpolation": "random",
                 "crop_pct": 1.0,
-                "crop_mode": "border",
+                "crop_mode": "corner",
                 "mean": [0.5, 0.5, 0.5],
                 "std": [0.5, 0.5, 0.5],
                 "first_conv": "patch_embed.proj",
@@ -376,8 +389,8 @@ def test_a_config_as_the_hub_has_them_is_read():
     assert facts.preprocess == Preprocess((384, 384), interpolation="bicubic")
     assert facts.class_names == ("a tench", "a crane")
     assert facts.notes == (
-        "crop_mode border: not known, so center",
-        "interpolation hamming: not known, so bicubic",
+        "crop_mode corner: not known, so center",
+        "interpolation random: not known, so bicubic",
     )
 
 
@@ -389,7 +402,10 @@ def test_null_in_a_config_is_timms_default():
     assert facts == timm_config.read(config | {"pretrained_cfg": images})
     assert facts.preprocess.crop_fraction == 0.875
     nothing = dict.fromkeys(images) | unset
-    assert timm_config.read(config | {"pretrained_cfg": nothing}).preprocess is None
+    size = (224, 224)
+    plain = Preprocess(size, interpolation="bicubic", crop_fraction=0.875, **IMAGENET)
+    assert timm_config.read(config | {"pretrained_cfg": nothing}).preprocess == plain
+    assert timm_config.read(config).preprocess is None
 
 
 @pytest.mark.parametrize(

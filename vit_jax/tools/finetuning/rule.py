@@ -110,7 +110,8 @@ def transforms_of(
     """Returns `train_transform` and `eval_transform` for images of a height and width."""
     area = (0.6, 1.0) if images.grey else (0.3, 1.0)
     train = f"inception_crop(area={area})" + ("" if images.grey else " | flip")
-    if preprocess.squash or images.side <= min(image_size) / 2:  # Little to crop off.
+    whole = preprocess.squash or preprocess.fill
+    if whole or images.side <= min(image_size) / 2:  # Little to crop off.
         return {"train_transform": train, "eval_transform": "resize"}
     rows = round(image_size[0] / preprocess.crop_fraction)
     how = Preprocess(image_size, crop_fraction=image_size[0] / rows)

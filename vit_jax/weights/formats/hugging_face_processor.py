@@ -17,7 +17,9 @@ from vit_jax.weights.pretrained import (
 )
 
 # Pillow's numbers (Image.Resampling).
-_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
+_RESAMPLE = dict(
+    enumerate(("nearest", "lanczos", "bilinear", "bicubic", "area", "hamming"))
+)
 _WRITABLE = ("nearest", "lanczos", "bilinear", "bicubic")
 
 CLIP = {
@@ -192,6 +194,11 @@ def write(preprocess: Preprocess, channels: int) -> dict:
         raise UserError(
             f"interpolation={preprocess.interpolation!r}: Hugging Face's image "
             f"processors have {', '.join(_WRITABLE)}: write it with --to=timm"
+        )
+    if preprocess.fill:
+        raise UserError(
+            f"fill={preprocess.fill}: Hugging Face's image processors make no border; "
+            "write it with --to=timm or --to=safetensors"
         )
     height, width = resize_sides(preprocess)
     config = {

@@ -261,13 +261,20 @@ def _read_preprocess(config: dict, image_size: tuple[int, int]) -> Preprocess:
     default = hugging_face_clip.clip_preprocess(image_size)
     if not config:
         return default
+    mode = config.get("resize_mode")
+    bilinear = config.get("interpolation") == "bilinear"
     return Preprocess(
         image_size,
-        tuple(config.get("mean", default.mean)),
-        tuple(config.get("std", default.std)),
-        interpolation=config.get("interpolation", "bicubic"),
-        squash=config.get("resize_mode", "shortest") == "squash",
+        _three(config.get("mean") or default.mean),
+        _three(config.get("std") or default.std),
+        interpolation="bilinear" if bilinear else "bicubic",  # "random" is bicubic.
+        squash=mode == "squash",
+        fill=_three(config.get("fill_color", 0)) if mode == "longest" else (),
     )
+
+
+def _three(value) -> tuple:
+    return tuple(value) if isinstance(value, list | tuple) else (value,) * 3
 
 
 def _block_table(theirs: str, ours: str, num_heads: int) -> list[ArrayEntry]:
@@ -421,12 +428,19 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         config["init_logit_bias"] = float(params[text.LOGIT_BIAS][0])
     whole = {"model_cfg": config}
     if how := pretrained.preprocess:
+        bilinear = how.interpolation == "bilinear"
+        mode = "longest" if how.fill else "squash" if how.squash else "shortest"
         whole["preprocess_cfg"] = {
             "mean": list(how.mean),
             "std": list(how.std),
-            "interpolation": how.interpolation,
-            "resize_mode": "squash" if how.squash else "shortest",
+            "interpolation": "bilinear" if bilinear else "bicubic",
+            "resize_mode": mode,
+            "fill_color": (*how.fill, 0)[0],
         }
+        written = _read_preprocess(whole["preprocess_cfg"], how.image_size)
+        for name in ("interpolation", "crop_fraction", "short_side", "cut", "fill"):
+            if (ours := getattr(how, name)) != getattr(written, name):
+                notes.append(f"preprocessing: OpenCLIP has no {name}={ours!r}")
     folder = pathlib.Path(folder)
     write_safetensors(folder / _WEIGHTS, arrays, {"format": "pt"})
     (folder / _CONFIG).write_text(json.dumps(whole, indent=2) + "\n")

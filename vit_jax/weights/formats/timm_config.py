@@ -16,7 +16,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import layers, rotary
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import timm_networks
-from vit_jax.weights.pretrained import Preprocess, per_channel, resize_sides
+from vit_jax.weights.pretrained import IMAGENET, Preprocess, per_channel, resize_sides
 
 # ViTs, hybrids and BiT ResNets of timm 1.0.31 with equal logits, with their older names.
 # tests/weights/formats/test_timm_registry.py compares them with timm.
@@ -194,7 +194,10 @@ _INTERPOLATIONS = {
     "bicubic": "bicubic",
     "lanczos": "lanczos",
     "box": "area",
+    "hamming": "hamming",
 }
+# Of an image's preparation; timm has a default for each.
+_IMAGES = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
 
 def read(config: Mapping) -> TimmConfig:
@@ -212,9 +215,9 @@ def read(config: Mapping) -> TimmConfig:
     check_config(config)
     name, args = _architecture_of(config), config.get("model_args") or {}
     own = timm_networks.find(name) or timm_networks.Defaults(name)
-    # Older files have one level.
-    images = config.get("pretrained_cfg") or config
-    # As in timm, null is the default.
+    # Older files have one level; in both null is the default, as in timm.
+    nested = config.get("pretrained_cfg")
+    images = config if nested is None else nested
     images = {key: value for key, value in images.items() if value is not None}
     stated = args.get("num_heads")
     stated = 0 if isinstance(stated, list) else stated  # One for each stage.
@@ -244,7 +247,9 @@ def read(config: Mapping) -> TimmConfig:
         pre_norm=bool(args.get("pre_norm", own.pre_norm)),
         final_norm=bool(args.get("final_norm", own.final_norm)),
         image_size=size,
-        preprocess=_preprocess(images, size, notes),
+        preprocess=_preprocess(images, size, notes)
+        if nested is not None or images.keys() & _IMAGES
+        else None,
         class_names=_class_names(config, images),
         notes=tuple(notes),
     )
@@ -272,25 +277,32 @@ def preprocess_of(config: TimmConfig, image_size: tuple[int, int]) -> Preprocess
     return found and dataclasses.replace(found, image_size=image_size)
 
 
-def _preprocess(
-    images: Mapping, size: tuple[int, int], notes: list
-) -> Preprocess | None:
-    if not {"mean", "std"} <= images.keys():
-        return None
+def _preprocess(images: Mapping, size: tuple[int, int], notes: list) -> Preprocess:
     mode, crop = images.get("crop_mode", "center"), images.get("crop_pct", 0.875)
-    if mode not in ("center", "squash"):
+    if mode not in ("center", "squash", "border"):
         notes.append(f"crop_mode {mode}: not known, so center")
     how = images.get("interpolation", "bicubic")
     if how not in _INTERPOLATIONS:
         notes.append(f"interpolation {how}: not known, so bicubic")
-    return Preprocess(
+    mean, std = (tuple(images.get(name, IMAGENET[name])) for name in ("mean", "std"))
+    found = Preprocess(
         image_size=size,
-        mean=tuple(images["mean"]),
-        std=tuple(images["std"]),
+        mean=mean,
+        std=std,
         interpolation=_INTERPOLATIONS.get(how, "bicubic"),
         crop_fraction=float(crop),
         squash=mode == "squash",
+        fill=_fill(mean) if mode == "border" else (),
     )
+    # timm rounds 224 / (224 / 232) down to 231, and `resize_sides` does not.
+    if resize_sides(found) != tuple(math.floor(side / crop) for side in size):
+        found = dataclasses.replace(found, crop_fraction=crop * (1 + 2e-12))
+    return found
+
+
+def _fill(mean: Sequence) -> tuple[int, ...]:
+    """Returns the colour of the border that timm makes in the crop mode "border"."""
+    return tuple(round(255 * value) for value in mean)
 
 
 def _class_names(config: Mapping, images: Mapping) -> tuple[str, ...]:
@@ -360,10 +372,16 @@ def write(
     }
     if preprocess:
         names = {ours: theirs for theirs, ours in _INTERPOLATIONS.items()}
+        if preprocess.fill not in ((), _fill(preprocess.mean)):
+            raise UserError(
+                f"fill={preprocess.fill}: timm's border has the colour of the mean, "
+                f"{_fill(preprocess.mean)}; write it with --to=safetensors"
+            )
+        mode = "squash" if preprocess.squash else "center"
         images |= {
             "interpolation": names[preprocess.interpolation],
             "crop_pct": _crop(preprocess),
-            "crop_mode": "squash" if preprocess.squash else "center",
+            "crop_mode": "border" if preprocess.fill else mode,
             "mean": per_channel(preprocess.mean, size[0]),
             "std": per_channel(preprocess.std, size[0]),
         }

@@ -184,7 +184,9 @@ def _describe_images(preprocess: Preprocess | None) -> str:
         for height, width in (preprocess.image_size, resize_sides(preprocess))
     )
     how = f"The whole image is resized to {resized}"
-    if not preprocess.squash:
+    if preprocess.fill:
+        how = f"The image is resized until it just fits in {resized}, with a border"
+    elif not preprocess.squash:
         how = f"The image is resized until it just covers {resized}"
     if target != resized or not preprocess.squash:
         how += f", and the central {target} are cut out"
