@@ -151,7 +151,7 @@ def _split_qkv(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if last.startswith("qkv."):
             kind = last.removeprefix("qkv.")
             for part, array in zip(_PARTS, np.split(value, 3), strict=True):
-                split[f"{theirs}.self.{part}.{kind}"] = np.ascontiguousarray(array)
+                split[f"{theirs}.self.{part}.{kind}"] = array
         elif last in ("q_bias", "v_bias"):
             split[f"{theirs}.self.{'query' if last[0] == 'q' else 'value'}.bias"] = (
                 value
