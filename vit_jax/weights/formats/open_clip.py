@@ -56,6 +56,7 @@ _PLAIN = {
     "ls_init_value": (None,),
     "embed_cls": (False,),
     "hf_model_name": (None,),
+    "proj_type": ("linear",),
     "attentional_pool": (False,),
     "pos_embed_type": ("learnable",),
     "no_ln_pre": (False,),
@@ -108,15 +109,10 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         k.removeprefix(_VISUAL): v for k, v in flat.items() if k.startswith(_VISUAL)
     }
     rest = {k: v for k, v in flat.items() if not k.startswith(_VISUAL)}
-    projection = {}
     if any(name.startswith("trunk.") for name in image):
-        found = _read_trunk(tensors, image, config, num_heads)
-        if left := [n for n in image if not n.startswith("trunk.")]:
-            raise UserError(
-                f"{tensors.path}: {_VISUAL}{left[0]} is not supported: this project has "
-                "no further layers behind a network of timm"
-            )
+        found, projection = _read_trunk(tensors, image, config, num_heads)
     else:
+        projection = {}
         if "proj" in image:
             projection = {"kernel": image.pop("proj")}
         found = _read_image(tensors, image, config, num_heads, quick=quick)
@@ -137,28 +133,50 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     )
 
 
-def _read_trunk(tensors: Tensors, image: dict, config: dict, num_heads: int):
-    """Reads an image tower of timm."""
+def _read_trunk(
+    tensors: Tensors, image: dict, config: dict, num_heads: int
+) -> tuple[Pretrained, dict]:
+    """Reads an image tower of timm; returns it and the projection of its features."""
     vision = config.get("vision_cfg", {})
     name = vision.get("timm_model_name")
     sidecars = {}
     if name:
-        about = {"architecture": name, "num_classes": 0}
-        about["global_pool"] = vision.get("timm_pool") or "avg"
+        about = {"architecture": name}
+        if pool := vision.get("timm_pool", "avg"):  # "" is the network's own.
+            about["global_pool"] = pool
         sidecars = {"config.json": about}
-    flat = {k.removeprefix("trunk."): v for k, v in image.items()}
-    inner = Tensors(flat, {}, sidecars, tensors.path)
-    if not timm.recognises(inner):
+    source = f"{tensors.path}: image tower {name or 'of timm'}"
+    flat = {
+        k.removeprefix("trunk."): v for k, v in image.items() if k.startswith("trunk.")
+    }
+    # A layer of OpenCLIP's own, in whose place timm's classifier may stand.
+    last = {"head.proj.weight": "kernel", "head.proj.bias": "bias"}
+    projection = {ours: image[k].T for k, ours in last.items() if k in image}
+    others = [k for k in image if not k.startswith("trunk.") and k not in last]
+    if left := [*others, *(k for k in flat if k == "dist_token")]:
         raise UserError(
-            f"{tensors.path}: its image tower {name or ''} is no Vision Transformer of timm"
+            f"{source}: {left[0]} is not supported: this project projects the features "
+            "of one token or pool, by one layer"
         )
-    return timm.read(inner, num_heads)
+    inner = Tensors(flat, {}, sidecars, source)
+    if not timm.recognises(inner):
+        raise UserError(f"{source} is no Vision Transformer of timm")
+    found = timm.read(inner, num_heads)
+    params = dict(found.params)
+    projection = params.pop("head", {}) or projection
+    options = found.options | {"num_classes": 0}
+    return dataclasses.replace(found, params=params, options=options), projection
 
 
 def _read_image(
     tensors: Tensors, flat: dict, config: dict, num_heads: int, *, quick: bool
 ) -> Pretrained:
     """Reads CLIP's image tower."""
+    if any(name.startswith("attnpool.") for name in flat):
+        raise UserError(
+            f"{tensors.path}: its image tower is a ModifiedResNet (attnpool), which this "
+            "project does not have: give weights of a CLIP with a Vision Transformer"
+        )
     vision = config.get("vision_cfg", {})
     width = len(flat["conv1.weight"])
     head_width = vision.get("head_width", 64)
