@@ -267,7 +267,8 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
     """Returns the preprocessing to assume for weights that do not state it.
 
     A file that was named by its publisher tells which of timm's families it is of; the
-    parameters of DeiT and of timm's other ViTs do not differ.
+    parameters of DeiT and of timm's other ViTs do not differ. A class token beside a mean of
+    the patches that has a norm of its own is what MAE was fine-tuned with.
 
     Args:
       pretrained: the checkpoint; its `preprocess` is not read.
@@ -275,13 +276,22 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
     Returns:
       The whole image, bilinear, to [-1, 1], as in Google's code and Hugging Face's
       ViTImageProcessor; for timm what most of `default_cfgs` of its version 1.0.31 say in
-      vision_transformer.py and deit.py.
+      vision_transformer.py and deit.py, and for MAE what its main_finetune.py has.
     """
     size = tuple(pretrained.options.get("image_size", (224, 224)))
     if pretrained.format != "timm":
         return Usual("Google's ViTs", Preprocess(size, squash=True))
+    options = {"relative_bias": "none", "posemb": "learned", **pretrained.options}
+    pooled = options.get("pool") == "gap" and options.get("fc_norm")
+    plain = options["relative_bias"] == "none" and options["posemb"] == "learned"
+    if pooled and plain and options.get("class_token"):
+        crop = 224 / 256 if min(size) <= 224 else 1.0
+        tuned = Preprocess(
+            size, **IMAGENET, interpolation="bicubic", crop_fraction=crop
+        )
+        return Usual("MAE, fine-tuned", tuned)
     name = "/".join(pretrained.source.casefold().split("/")[-2:])
-    deit = "deit" in name or pretrained.options.get("distillation", False)
+    deit = "deit" in name or options.get("distillation", False)
     # Fine-tuned at 384, or DeiT III from ImageNet-21k.
     whole = min(size) >= 384 or (deit and re.search("2[12]k", name))
     preprocess = Preprocess(

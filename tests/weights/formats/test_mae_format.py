@@ -17,6 +17,7 @@ from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import preprocessing_of
 from vit_jax.tasks.mae import MaeConfig
 from vit_jax.weights import export
 from vit_jax.weights.formats import torch_file
@@ -124,6 +125,32 @@ def test_an_encoder_alone_is_told_by_its_fixed_positions(tmp_path):
     head = {name: value.astype(np.float32) for name, value in head.items()}
     path = stored(tmp_path / "c.pth", arrays | head)
     assert weights.open_pretrained(path, num_heads=4).format == "timm"
+
+
+def test_a_fine_tuned_file_has_the_images_of_its_pretraining(tmp_path):
+    """Of facebookresearch's code: `mae_finetuned_vit_base.pth`, under any name."""
+    arrays = encoder_alone()
+    arrays = {
+        name.replace("norm.", "fc_norm.", 1) if name.startswith("norm.") else name: v
+        for name, v in arrays.items()
+    }
+    arrays["pos_embed"] = arrays["pos_embed"] + np.float32(1e-3)
+    arrays |= {
+        "head.weight": np.ones((3, 32), np.float32),
+        "head.bias": np.ones(3, np.float32),
+    }
+    found = weights.open_pretrained(stored(tmp_path / "a.pth", arrays), num_heads=4)
+    assert (found.options["pool"], found.options["fc_norm"]) == ("gap", True)
+    pretraining = weights.open_pretrained(FACEBOOK, num_heads=4).preprocess
+    assert preprocessing_of(found) == pretraining
+    large = dataclasses.replace(
+        found, options=found.options | {"image_size": (448, 448)}
+    )
+    assert preprocessing_of(large).crop_fraction == 1.0
+    biased = dataclasses.replace(
+        found, options=found.options | {"relative_bias": "every"}
+    )
+    assert set(preprocessing_of(biased).mean) == {0.5}  # BEiT.
 
 
 def test_a_vitmaemodel_is_an_encoder_alone(tmp_path):
