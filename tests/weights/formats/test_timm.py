@@ -596,6 +596,22 @@ def test_deviations_are_told(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("left", [(), ("head",), ("head_dist",)])
+def test_a_distilled_network_without_both_classifiers_is_an_encoder(tmp_path, left):
+    whole = encoder(image_size=(12, 20), distillation=True)
+    arrays, config = write(tmp_path, whole)
+    both = {name: name.rpartition(".")[0] for name in arrays if "head" in name}
+    arrays = {k: v for k, v in arrays.items() if k not in both or both[k] in left}
+    found = read(arrays, config)
+    assert found.options["num_classes"] == 0 and found.options["distillation"]
+    notes = [note.split(":")[0] for note in found.notes]
+    assert ("features" in notes) and ("classifier" in notes) == bool(left)
+    images = jax.random.normal(jax.random.key(3), (2, *whole.image_shape))
+    params = read(*write(tmp_path, whole)).params
+    ours = models.create(**found.options).apply(found.params, images)["pre_logits"]
+    np.testing.assert_array_equal(ours, whole.apply(params, images)["pre_logits"])
+
+
 def test_the_tanh_layer_of_old_files_is_kept(tmp_path):
     arrays, config = write(tmp_path, encoder(image_size=(12, 20)))
     rng = np.random.default_rng(5)

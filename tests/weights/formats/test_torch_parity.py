@@ -315,6 +315,24 @@ def test_what_timm_saves_is_read_with_its_flavours(tmp_path, architecture, kwarg
     )
 
 
+def test_a_distilled_network_of_timm_without_classes_has_its_tokens(tmp_path):
+    network = their_timm.create_model(
+        "deit_tiny_distilled_patch16_224", num_classes=0, img_size=32, depth=2
+    ).eval()
+    for name, value in network.named_parameters():
+        if "token" in name:
+            torch.nn.init.normal_(value)
+    their_timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
+    found = open_pretrained(tmp_path)
+    model = models.create(**found.options)
+    images = images_for(model)
+    with torch.no_grad():
+        pixels = torch.from_numpy(np.transpose(images, (0, 3, 1, 2)).copy())
+        tokens = network.forward_features(pixels).numpy()
+    features = model.apply(found.params, images)["pre_logits"]
+    np.testing.assert_allclose(features, tokens[:, 0], rtol=0, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def deit():
     """DeiT-Ti with the names and the preprocessing of its authors."""

@@ -154,6 +154,12 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
         )
     flat, notes = _add_biases(timm_networks.to_plain(tensors.flat))
     form = _form(flat, facts, tensors.path)
+    heads = [name for name in ("head", "head_dist") if f"{name}.weight" in flat]
+    if form["distillation"] and len(heads) == 1:
+        form["num_classes"] = 0
+        notes.append(
+            f"classifier: left out, because {heads[0]} is one of two, whose mean it takes"
+        )
     width = len(flat["patch_embed.proj.weight"])
     form["num_heads"], more = torch_file.choose_num_heads(
         facts.num_heads, num_heads, width, form["depth"]
