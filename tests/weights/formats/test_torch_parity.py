@@ -329,7 +329,7 @@ def test_a_distilled_network_of_timm_without_classes_has_its_tokens(tmp_path):
     with torch.no_grad():
         pixels = torch.from_numpy(np.transpose(images, (0, 3, 1, 2)).copy())
         tokens = network.forward_features(pixels).numpy()
-    features = model.apply(found.params, images)["pre_logits"]
+    features = model.apply(found.params, jax.numpy.asarray(images))["pre_logits"]
     np.testing.assert_allclose(features, tokens[:, 0], rtol=0, atol=1e-4)
 
 
