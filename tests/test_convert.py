@@ -224,6 +224,9 @@ def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
             ("--to=hf", "--out=x", "--config.seed=3"),
             "--config.seed: converting takes no",
         ),
+        (("--to=hf", "--out=x", "--num_heads=4"), "num_heads=4: .* num_heads=3;"),
+        (("--to=hf", "--out=x", "--private"), "--private .* --push"),
+        (("--to=hf", "--out=x", "--license=mit"), "--license .* --push"),
     ],
 )
 def test_bad_flags_are_told_and_leave_nothing(

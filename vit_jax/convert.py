@@ -43,6 +43,11 @@ def main(flags: argparse.Namespace) -> None:
     export.check(flags.to, out, overwrite=flags.overwrite)
     if flags.push:
         push.check_repository(flags.push)
+    for name in ("private", "license"):
+        if getattr(flags, name) and not flags.push:
+            raise UserError(
+                f"--{name} is for --push=OWNER/NAME; state that too, or leave it out"
+            )
     found = open_weights(flags)
     cli.say(f"read {flags.model}: {found.format} weights of {found.options['variant']}")
     for note in found.notes:

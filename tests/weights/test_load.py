@@ -216,6 +216,24 @@ def test_a_step_chooses_a_checkpoint_of_a_run(run, monkeypatch):
         workdir.at_step("deit:Ti/16", 4)
 
 
+def test_what_weights_state_of_their_network_is_not_stated_otherwise(run):
+    folder, _ = run(complete())
+    opened = weights.open_pretrained(folder, num_heads=3)
+    assert models.create(**opened.options).options["num_heads"] == 3
+    for stated in ({"num_heads": 4},):
+        ((name, value),) = stated.items()
+        with pytest.raises(UserError, match=f"^{name}={value!r}: .*run"):
+            weights.open_pretrained(folder, **stated)
+        for command in (predict, evaluate, explore, visualize, convert, transfer):
+            words = [f"--model={folder}", f"--{name}={value}"]
+            words += ["--config=x"] * (command is evaluate)
+            words += ["x"] * (command is predict)
+            words += ["--to=timm"] * (command is convert)
+            words += ["--out=x"] * (command in (convert, visualize))
+            words += ["--dataset=x"] * (command is transfer)
+            assert getattr(cli.parse(command.parser(), words), name) == value
+
+
 @pytest.mark.parametrize(
     ("ops", "size", "expected"),
     [
@@ -385,6 +403,8 @@ def test_workdir_of_a_resnet_knows_its_blocks(run):
     found = models.create(**weights.open_pretrained(folder).options)
     assert found.options == build(config).options
     assert found.options["stage_depths"] == STEM["stage_depths"]
+    with pytest.raises(UserError, match="^num_heads=4: .* num_heads=0;"):
+        weights.open_pretrained(folder, num_heads=4)
 
 
 def test_a_workdir_of_before_tasks_is_refused_in_one_line(run, tmp_path):

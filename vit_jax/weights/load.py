@@ -122,7 +122,7 @@ def open_pretrained(
         "https://...", "augreg:B/16". A LoRA adapter of PEFT is merged into its base.
       use_ema: read the averaged parameters of a workdir if it has them.
       num_heads: attention heads, for files that do not state them (timm's without a
-        config).
+        config); 0 if unknown.
       with_task: read what a workdir's task has beside the network too.
       image_size: height and width that it was trained at, for files that do not tell the
         sides of a grid of positions that is no square (Google's).
@@ -131,8 +131,26 @@ def open_pretrained(
       The checkpoint under the names and options of this project.
 
     Raises:
-      UserError: the checkpoint does not exist, is unreadable, or of no known format.
+      UserError: the checkpoint does not exist, is unreadable, or of no known format; or
+        `num_heads` is not what it states.
     """
+    found = _open(checkpoint, use_ema, num_heads, with_task, image_size)
+    own = models.create(**found.options).options.get("num_heads", 0)
+    if num_heads not in (0, own):
+        raise UserError(
+            f"num_heads={num_heads}: {found.source} is of num_heads={own}; leave it out"
+        )
+    return found
+
+
+def _open(
+    checkpoint: str | os.PathLike,
+    use_ema: bool,
+    num_heads: int,
+    with_task: bool,
+    image_size: tuple[int, int] | None,
+) -> Pretrained:
+    """See `open_pretrained`; `num_heads` is without effect where a file states them."""
     name = os.fspath(checkpoint)
     of_step = workdir.split_step(name)[1] is not None
     path = name if of_step else download.download(name)
@@ -213,12 +231,13 @@ def load(
     def initial():
         return stacking.unstack(init())  # Checkpoints have one subtree per block.
 
-    found = open_pretrained(
+    # A file of other heads is refused where it is fitted, which says what differs.
+    found = _open(
         checkpoint,
-        use_ema=use_ema,
-        num_heads=model.options["num_heads"] if model.has_encoder else 0,
-        with_task=with_task,
-        image_size=model.image_shape[:2],
+        use_ema,
+        model.options["num_heads"] if model.has_encoder else 0,
+        with_task,
+        model.image_shape[:2],
     )
     source = models.create(**found.options)
     given, theirs, learned = found.params, source.options, []
