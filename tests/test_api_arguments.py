@@ -121,6 +121,8 @@ CALLS = {
         (lambda w: vit_jax.load_model(w, use_ema=3), "use_ema=3"),
         (lambda w: vit_jax.load_model(w, num_heads=-2), "num_heads=-2"),
         (lambda w: vit_jax.load_model(w, num_heads=5), "num_heads=5: "),
+        (lambda w: vit_jax.load_model(w, architecture=3), "architecture=3"),
+        (lambda w: vit_jax.load_model(w, architecture="vit"), "architecture='vit': "),
         (lambda w: vit_jax.load_model(w, tokenizer=3), "tokenizer=3"),
         (lambda w: vit_jax.load_model(w, tell=3), "tell=3"),
         (lambda w: vit_jax.load_model(w, mean="0.5"), r"mean\[0\]='0.5'"),

@@ -225,6 +225,10 @@ def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
             "--config.seed: converting takes no",
         ),
         (("--to=hf", "--out=x", "--num_heads=4"), "num_heads=4: .* num_heads=3;"),
+        (
+            ("--to=hf", "--out=x", "--architecture=test_vit"),
+            "architecture='test_vit': .* format vit_jax",
+        ),
         (("--to=hf", "--out=x", "--private"), "--private .* --push"),
         (("--to=hf", "--out=x", "--license=mit"), "--license .* --push"),
     ],

@@ -261,6 +261,7 @@ WEIGHTS = {
     "--interpolation": "value",
     "--crop_pct": "value",
     "--num_heads": "value",
+    "--architecture": "value",
 }
 COMMANDS = {
     "train": (

@@ -415,9 +415,12 @@ def test_a_guess_about_the_weights_is_told(place, run, pretrained, tmp_path):
     timm.write(square, tmp_path)
     (tmp_path / "config.json").unlink()
     words = place / "images" / "b.JPG", f"--model={tmp_path}"
-    guess = "heads: nothing says how many, so 1, one for 64 features"
-    assert guess in run(*words)[2]
-    assert guess not in run(*words, "--num_heads=3")[2]
+    guess = "config.json: none of timm"
+    assert guess in run(*words, "--num_heads=3")[2]
+    assert (
+        guess
+        not in run(*words, "--num_heads=3", "--architecture=vit_tiny_patch16_24")[2]
+    )
 
 
 def test_a_model_of_one_channel_sees_grey(place, run, pretrained, tmp_path):

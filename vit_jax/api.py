@@ -82,6 +82,7 @@ class _Arguments:
     step: int = key(0, "Of a checkpoint.")
     use_ema: bool = key(True, "Averaged parameters.")
     num_heads: int = key(0, "Attention heads.", below=2**31)
+    architecture: str = key("", "timm's name of a network.")
     tokenizer: str = key("", "Of a text tower.")
     topk: int = key(5, "Classes per image.", at_least=1)
     threshold: float = key(0.5, "Least probability.", at_most=1)
@@ -185,6 +186,7 @@ def load_model(
     step: int | None = None,
     use_ema: bool = True,
     num_heads: int = 0,
+    architecture: str = "",
     tokenizer: str = "",
     tell: Callable[[str], None] = print,
     **preprocess,
@@ -201,6 +203,7 @@ def load_model(
       step: of a run's checkpoint; the best, or else the last, if None.
       use_ema: a run's averaged parameters if it has them, not its last ones.
       num_heads: attention heads, for files that do not state them.
+      architecture: timm's name of the network, for its files without a config.json.
       tokenizer: of a text tower if not the weights', see `config.data.tokenizer`.
       tell: called with a line about each thing that had to be guessed.
       **preprocess: fields of `vit_jax.weights.Preprocess`, if not the weights'.
@@ -230,6 +233,7 @@ def load_model(
         preprocess,
         use_ema=use_ema,
         num_heads=num_heads,
+        architecture=architecture,
         with_task=True,
         tell=tell,
     )
@@ -629,6 +633,8 @@ def evaluate(
     class_names: Sequence[str] = (),
     step: int | None = None,
     use_ema: bool = True,
+    num_heads: int = 0,
+    architecture: str = "",
     tell: Callable[[str], None] = print,
     **overrides,
 ) -> dict:
@@ -643,6 +649,7 @@ def evaluate(
       class_names: of `data`, in label order.
       step: of a run's checkpoint, see `load_model`.
       use_ema: a run's averaged parameters if it has them, not its last ones.
+      num_heads, architecture: see `load_model`.
       tell: called with lines about what happens.
       **overrides: config keys, as of `train`.
 
@@ -674,7 +681,8 @@ def evaluate(
         _at_step(source, step),
         {},
         use_ema=use_ema,
-        num_heads=0,
+        num_heads=num_heads,
+        architecture=architecture,
         with_task=True,
         tell=tell,
     )

@@ -270,7 +270,14 @@ def _add_preparation(parser: Parser) -> None:
         default=None,
         help="do not turn them",
     )
+    add_network_flags(parser)
+
+
+def add_network_flags(parser: Parser) -> None:
+    """Adds flags that say what some files of weights do not tell of their network."""
+    add = parser.add_argument
     add("--num_heads", type=positive, default=0, help="if the weights do not record it")
+    add("--architecture", default="", help="timm's name, for files without config.json")
 
 
 def image_flags(flags: argparse.Namespace) -> dict:
@@ -301,7 +308,8 @@ def open_weights(
 
     Args:
       flags: from `parse`.
-      checkpoint: one beside --model: the flags on images and classes are not for it.
+      checkpoint: one beside --model: --architecture and the flags on images and classes
+        are not for it.
       with_task: whether to read what the task of its training has beside the network.
       texts: whether --labels may be texts, for weights without a classifier; they are
         then read with their task.
@@ -326,6 +334,7 @@ def open_weights(
         image_flags(flags) if own else {},
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
+        architecture=flags.architecture if own else "",
         with_task=with_task or texts,
         tell=tell,
     )

@@ -91,6 +91,7 @@ def open_weights(flags: argparse.Namespace):
         flags.model,
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
+        architecture=flags.architecture,
         with_task=True,
         image_size=flags.resolution,
     )

@@ -57,6 +57,7 @@ def run(flags: argparse.Namespace, config) -> None:
         cli.image_flags(flags),
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
+        architecture=flags.architecture,
         with_task=True,
         tell=tell,
     )

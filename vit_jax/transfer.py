@@ -47,7 +47,12 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
     names = []
     if flags.dataset.split("/")[0].split(",")[0] == "vtab":
         names = vtab.tasks(flags.dataset)
-    pretrained = weights.open_pretrained(flags.model, num_heads=flags.num_heads)
+    pretrained = weights.open_pretrained(
+        flags.model,
+        num_heads=flags.num_heads,
+        architecture=flags.architecture,
+        image_size=flags.resolution,
+    )
 
     def study(dataset, folder):
         recipe = recipes.find(dataset, flags.data_dir, flags.test)
@@ -122,12 +127,7 @@ def parser() -> cli.Parser:
     add(
         "--seeds", type=cli.positive, default=3, help="number of final runs; default: 3"
     )
-    add(
-        "--num_heads",
-        type=cli.positive,
-        default=0,
-        help="where the weights do not tell",
-    )
+    cli.add_network_flags(parser)
     return parser
 
 

@@ -53,6 +53,8 @@ def original(case):
         query, value = (encoder.pop(f"blocks.{i}.attn.{n}_bias") for n in "qv")
         biases = [query, np.zeros_like(query), value]
         encoder[f"blocks.{i}.attn.qkv.bias"] = np.concatenate(biases)
+        for j in (1, 2):  # Under the names that only plain networks of timm have.
+            encoder[f"blocks.{i}.ls{j}.gamma"] = encoder.pop(f"blocks.{i}.gamma_{j}")
     # Without a config.json, positions that are not there are as good as zeros.
     encoder.setdefault("pos_embed", np.zeros((1, 17, 24), np.float32))
     encoder.pop("rel_pos_bias.relative_position_index", None)

@@ -220,7 +220,7 @@ def test_what_weights_state_of_their_network_is_not_stated_otherwise(run):
     folder, _ = run(complete())
     opened = weights.open_pretrained(folder, num_heads=3)
     assert models.create(**opened.options).options["num_heads"] == 3
-    for stated in ({"num_heads": 4},):
+    for stated in ({"num_heads": 4}, {"architecture": "test_vit"}):
         ((name, value),) = stated.items()
         with pytest.raises(UserError, match=f"^{name}={value!r}: .*run"):
             weights.open_pretrained(folder, **stated)

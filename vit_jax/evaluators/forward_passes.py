@@ -105,13 +105,14 @@ def open_weights(
     *,
     use_ema: bool,
     num_heads: int,
+    architecture: str,
     with_task: bool = False,
     tell: Callable[[str], None],
 ) -> tuple[Pretrained, Preprocess]:
     """Opens weights, and returns the preprocessing of their images.
 
     Args:
-      checkpoint, use_ema, num_heads, with_task: as in `weights.open_pretrained`.
+      checkpoint, use_ema, num_heads, architecture, with_task: as in `weights.open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
       tell: called with one line about all that was guessed, if anything was.
 
@@ -125,6 +126,7 @@ def open_weights(
         checkpoint,
         use_ema=use_ema,
         num_heads=num_heads,
+        architecture=architecture,
         with_task=with_task,
         image_size=given.get("image_size"),
     )

@@ -111,6 +111,7 @@ def open_pretrained(
     *,
     use_ema: bool = True,
     num_heads: int = 0,
+    architecture: str = "",
     with_task: bool = False,
     image_size: tuple[int, int] | None = None,
 ) -> Pretrained:
@@ -123,6 +124,7 @@ def open_pretrained(
       use_ema: read the averaged parameters of a workdir if it has them.
       num_heads: attention heads, for files that do not state them (timm's without a
         config); 0 if unknown.
+      architecture: timm's name of the network, for its files without a config.json.
       with_task: read what a workdir's task has beside the network too.
       image_size: height and width that it was trained at, for files that do not tell the
         sides of a grid of positions that is no square (Google's).
@@ -132,13 +134,18 @@ def open_pretrained(
 
     Raises:
       UserError: the checkpoint does not exist, is unreadable, or of no known format; or
-        `num_heads` is not what it states.
+        `num_heads` or `architecture` is not what it states.
     """
-    found = _open(checkpoint, use_ema, num_heads, with_task, image_size)
+    found = _open(checkpoint, use_ema, num_heads, architecture, with_task, image_size)
     own = models.create(**found.options).options.get("num_heads", 0)
     if num_heads not in (0, own):
         raise UserError(
             f"num_heads={num_heads}: {found.source} is of num_heads={own}; leave it out"
+        )
+    if architecture and found.format != "timm":
+        raise UserError(
+            f"architecture={architecture!r}: {found.source} is of format {found.format}, "
+            "and this is for timm's; leave it out"
         )
     return found
 
@@ -147,6 +154,7 @@ def _open(
     checkpoint: str | os.PathLike,
     use_ema: bool,
     num_heads: int,
+    architecture: str,
     with_task: bool,
     image_size: tuple[int, int] | None,
 ) -> Pretrained:
@@ -168,6 +176,14 @@ def _open(
         place = base if os.path.exists(base) else f"hf://{base}"
         tensors = adapters.merge(tensors, files.read(download.download(place)))
     tensors = dataclasses.replace(tensors, image_size=image_size)
+    if architecture:
+        if "config.json" in tensors.sidecars:
+            raise UserError(
+                f"architecture={architecture!r}: {name} has a config.json, which states "
+                "the network; leave it out"
+            )
+        sidecars = tensors.sidecars | {"config.json": {"architecture": architecture}}
+        tensors = dataclasses.replace(tensors, sidecars=sidecars)
     try:
         reader, tensors = registry.find_reader(tensors)
         found = reader.read(tensors, num_heads)
@@ -236,6 +252,7 @@ def load(
         checkpoint,
         use_ema,
         model.options["num_heads"] if model.has_encoder else 0,
+        "",
         with_task,
         model.image_shape[:2],
     )

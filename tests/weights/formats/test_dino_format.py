@@ -173,6 +173,8 @@ def test_other_networks_of_such_names_are_none_of_dino(name):
     arrays = backbone_of_dino() | {name: np.zeros((3, 24), np.float32)}
     assert not dino.recognises(tensors(arrays))
     assert dino.recognises(tensors(backbone_of_dino()))
+    kernel = {"patch_embed.proj.weight": np.zeros((24, 3, 32, 32), np.float32)}
+    assert not dino.recognises(tensors(backbone_of_dino() | kernel))
     config = {"architecture": "vit_tiny_patch16_224"}
     assert not dino.recognises(tensors(backbone_of_dino(), **{"config.json": config}))
 

@@ -78,7 +78,7 @@ def removes(*names):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_no_parameter_tells_is_told_from_the_architecture(refusal, architecture):
     line = refusal("timm", lambda a, c: c.update(architecture=architecture))
-    assert line.startswith(f"architecture={architecture!r} in config.json: ")
+    assert line.startswith(f"architecture={architecture!r}: ")
     assert re.search(ARCHITECTURES[architecture], line)
 
 

@@ -102,13 +102,16 @@ def test_each_format_holds_the_weights(tmp_path, version, to):
         assert logits["logits"].shape == (1, found.options["num_classes"])
 
 
-def test_bare_v2_files_of_timm_have_windows_of_8(tmp_path):
-    found = weights.open_pretrained(FILES["v2"])
-    export.export(found, "timm", tmp_path / "timm")
-    shutil.move(tmp_path / "timm" / "model.safetensors", tmp_path / "bare.safetensors")
-    bare = weights.open_pretrained(tmp_path / "bare.safetensors")
-    assert bare.options["window_size"] == 8
-    assert bare.notes == ("windows: nothing says how large, so 8 patches",)
+def test_windows_of_a_bare_file_of_timm_are_asked_for(tmp_path):
+    export.export(weights.open_pretrained(FILES["v2"]), "timm", tmp_path / "timm")
+    bare = tmp_path / "bare.safetensors"
+    shutil.move(tmp_path / "timm" / "model.safetensors", bare)
+    with pytest.raises(UserError, match="windows .*--architecture="):
+        weights.open_pretrained(bare)
+    name = "swinv2_tiny_window16_256"
+    found = weights.open_pretrained(bare, architecture=name)
+    assert found.options["window_size"] == 16
+    assert found.options["image_size"] == (256, 256)
 
 
 def test_windows_are_as_timms_name_or_arguments_say(tmp_path):

@@ -14,7 +14,7 @@ from trees import assert_same, checkpoint, encoder, random_flat
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained
+from vit_jax.weights import Preprocess, Pretrained, export
 from vit_jax.weights.formats import files, timm, timm_config, torch_file
 from vit_jax.weights.pretrained import IMAGENET
 
@@ -282,12 +282,13 @@ def test_the_config_knows_the_heads_better_than_a_guess(tmp_path):
 
 
 def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
-    arrays, _ = write(tmp_path, encoder(image_size=(16, 16)))
+    model = encoder(image_size=(16, 16), width=128, num_heads=2)
+    arrays, _ = write(tmp_path, model)
     found = read(arrays)
-    assert found.options["num_heads"] == 1
+    assert found.options["num_heads"] == 2
     assert found.notes == (
         "config.json: none of timm, so a plain network, exact GELU, epsilon 1e-6",
-        "heads: nothing says how many, so 1, one for 64 features",
+        "heads: nothing says how many, so 2, one for 64 features",
     )
     assert found.options["image_size"] == (16, 16)
     assert (found.options["activation"], found.options["layer_norm_eps"]) == (
@@ -295,11 +296,97 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
         1e-6,
     )
     assert (found.preprocess, found.class_names) == (None, ())
-    stated = read(arrays, num_heads=3)
-    assert models.create(**stated.options).options["num_heads"] == 3
+    stated = read(arrays, num_heads=4)
+    assert models.create(**stated.options).options["num_heads"] == 4
     assert stated.notes[1:] == (
-        "heads: nothing says how many, so 3 as asked for, not the usual 1",
+        "heads: nothing says how many, so 4 as asked for, not the usual 2",
     )
+
+
+RARE = {
+    "no class token": lambda a: a.pop("cls_token"),
+    "no biases of queries": lambda a: [
+        a.pop(f"blocks.{i}.attn.qkv.bias") for i in (0, 1)
+    ],
+    "LayerScale as Eva names it": lambda a: a.update(
+        {"blocks.0.gamma_1": np.ones(128, np.float32)}
+    ),
+    "no positions": lambda a: a.pop("pos_embed"),
+    "no final norm": lambda a: [a.pop(f"norm.{name}") for name in ("weight", "bias")],
+}
+
+
+@pytest.mark.parametrize("rare", RARE)
+def test_a_bare_file_that_does_not_show_its_network_asks_for_the_name(tmp_path, rare):
+    model = encoder(image_size=(16, 16), width=128, num_heads=2)
+    arrays, _ = write(tmp_path, model)
+    RARE[rare](arrays)
+    with pytest.raises(UserError, match="--architecture="):
+        read(arrays, num_heads=2)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (14, 14)])
+def test_of_pooling_networks_those_of_196_patches_are_asked_for(tmp_path, grid):
+    size = tuple(4 * side for side in grid)
+    model = encoder(image_size=size, pool="gap", fc_norm=True)
+    arrays, _ = write(tmp_path, model)
+    if grid == (14, 14):
+        with pytest.raises(UserError, match="--architecture="):
+            read(arrays, num_heads=3)
+    else:
+        assert_same(read(arrays, num_heads=3).params, random_flat(model))
+
+
+def test_heads_that_are_not_of_64_features_are_asked_for(tmp_path):
+    arrays, _ = write(tmp_path, encoder(image_size=(16, 16)))
+    with pytest.raises(UserError, match="--num_heads, .*--architecture="):
+        read(arrays)
+    found = read(arrays, num_heads=3)
+    assert models.create(**found.options).options["num_heads"] == 3
+
+
+def test_the_image_size_of_a_bare_resnet_is_asked_for(tmp_path):
+    arrays, _ = write(tmp_path, MODELS["BiT"]())
+    tensors = files.Tensors(arrays, {}, {}, "file")
+    with pytest.raises(UserError, match="config.json .*--resolution="):
+        timm.read(tensors)
+    stated = timm.read(dataclasses.replace(tensors, image_size=(48, 32)))
+    assert stated.options["image_size"] == (48, 32)
+
+
+def test_the_named_architecture_stands_for_a_config(tmp_path):
+    model = encoder(image_size=(16, 16), width=64, num_heads=2)
+    arrays, _ = write(tmp_path, model)
+    (tmp_path / "bare").mkdir()
+    bare = tmp_path / "bare" / "model.safetensors"
+    save_file(arrays, bare)
+    with pytest.raises(UserError, match="--num_heads"):
+        weights.open_pretrained(bare)
+    found = weights.open_pretrained(bare, architecture="test_vit")
+    assert models.create(**found.options).options["num_heads"] == 2
+    assert_same(found.params, random_flat(model))
+    for name, path, problem in (
+        ("vit_of_tomorrow", bare, "not an architecture of timm"),
+        ("test_vit", tmp_path, "config.json"),
+    ):
+        with pytest.raises(UserError, match=f"architecture='{name}': .*{problem}"):
+            weights.open_pretrained(path, architecture=name)
+    export.export(found, "google", tmp_path / "google.npz")
+    with pytest.raises(UserError, match="architecture='test_vit': .* google"):
+        weights.open_pretrained(tmp_path / "google.npz", architecture="test_vit")
+
+
+def test_the_name_states_the_size_where_no_positions_do():
+    for name, side, pool in (
+        ("beit_base_patch16_384.in22k_ft_in22k_in1k", 384, None),
+        ("vit_so400m_patch14_siglip_224", 224, None),
+        ("swinv2_base_window12to16_192to256", 256, None),
+        ("vit_small_patch16_dinov3", 256, "avg"),
+        ("vit_small_patch16_lingbot", 512, None),
+    ):
+        facts = timm_config.read({"architecture": name})
+        assert (facts.image_size, facts.pool) == ((side, side), pool), name
+    assert timm_config.read({"architecture": "resnetv2_50x1_bit"}).image_size is None
 
 
 def test_known_sizes_tell_their_heads():

@@ -42,9 +42,18 @@ def recognises(tensors: Tensors) -> bool:
     flat, inside = _backbone(tensors.flat)
     if not timm.recognises(dataclasses.replace(tensors, flat=flat)):
         return False
-    stored = {"cls_token", "pos_embed"} <= flat.keys()
+    if not {"cls_token", "pos_embed"} <= flat.keys():
+        return False
     others = flat.keys() - {_MASK_TOKEN}
-    return stored and (inside or all(map(_PLAIN.match, others)))
+    plain = all(map(_PLAIN.match, others))
+    return inside or (plain and (len(others) < len(flat) or _is_published(flat)))
+
+
+def _is_published(flat: dict) -> bool:
+    """Returns whether no network of timm's alone has these patches or registers."""
+    if "blocks.0.ls1.gamma" in flat:
+        return "reg_token" not in flat or flat["reg_token"].shape[1] == 4
+    return flat["patch_embed.proj.weight"].shape[-1] not in (14, 32)
 
 
 def _backbone(flat: dict) -> tuple[dict, bool]:

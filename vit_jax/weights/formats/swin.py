@@ -141,6 +141,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     entries = table(found, names)
     torch_file.check_names(flat, entries, tensors.path, network=_NETWORK)
     ours = torch_file.to_our_arrays(flat, entries, tensors.path)
+    tables = (v for name, v in ours.items() if name.endswith("attn/bias_table"))
+    windows = {(math.isqrt(len(table)) + 1) // 2 for table in tables}
+    shown = windows in ({7}, {12}) or any(n.endswith(_COORDINATES) for n in buffers)
+    if in_timm and "architecture" not in config and not shown:
+        raise UserError(
+            f"{tensors.path}: nothing says how large the windows of each stage of this "
+            f"Swin Transformer are: {timm_config.ASK}"
+        )
     stages, last = len(found["stage_depths"]), found["window_size"]
     grown = (0,)
     if last:

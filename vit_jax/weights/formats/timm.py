@@ -108,12 +108,16 @@ def _read_resnet(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int
             f"{tensors.path}: global_pool={facts.pool!r} of a ResNet is not supported, "
             "only 'avg'"
         )
-    if facts.image_size is None:
-        notes.append("image size: not in the file, so 224x224")
+    image_size = facts.image_size or tensors.image_size
+    if image_size is None:
+        raise UserError(
+            f"{tensors.path}: nothing says for which image size this ResNet is: keep its "
+            "config.json beside it, or state --resolution=PIXELS (image_size in Python)"
+        )
     options = {
         **linen.resnet_options(blocks, int(stem_width)),
         "num_classes": num_classes,
-        "image_size": facts.image_size or (224, 224),
+        "image_size": image_size,
         "channels": int(channels),
         "zero_pool": True,
     }
@@ -133,8 +137,8 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
     norms = {"norm.weight", "fc_norm.weight"}
     if facts.final_norm and not norms & tensors.flat.keys():
         raise UserError(
-            f"{tensors.path}: norm.weight is missing: give the whole file, with the "
-            "config.json beside it if the network has no final norm"
+            f"{tensors.path}: norm.weight is missing: give the whole file; if the network "
+            f"has no final norm, {timm_config.ASK}"
         )
     if facts.pre_norm and "norm_pre.weight" not in tensors.flat:
         raise UserError(
@@ -149,8 +153,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
     if "pos_embed" not in tensors.flat and not facts.no_positions:
         raise UserError(
             f"{tensors.path}: pos_embed is missing, and no config.json says that the "
-            "network has none, as BEiT, DINOv3 and rotary networks: keep its config.json "
-            "beside it"
+            f"network has none, as BEiT, DINOv3 and rotary networks: {timm_config.ASK}"
         )
     flat, notes = _add_biases(timm_networks.to_plain(tensors.flat))
     form = _form(flat, facts, tensors.path)
@@ -164,6 +167,11 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
     form["num_heads"], more = torch_file.choose_num_heads(
         facts.num_heads, num_heads, width, form["depth"]
     )
+    if more and not num_heads and (width % 64 or width < 128):
+        raise UserError(
+            f"{tensors.path}: nothing says how many heads attention of width {width} has: "
+            f"state --num_heads, or {timm_config.ASK}"
+        )
     notes += more
     table = transformer_table(form)
     timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
@@ -303,7 +311,7 @@ def _image_size(
             return (side * patch, side * patch), rows
     raise UserError(
         f"{source} has position embeddings of {embedding.shape[1] - num_prefix_tokens} patches, "
-        "which are no square grid: keep its config.json beside it"
+        f"which are no square grid: {timm_config.ASK}"
     )
 
 

@@ -27,6 +27,7 @@ _EQUAL = (
     r"vit_base_patch(16|32)_plus_\d+",
     r"vit_small_patch16_36x1_224",
     r"vit_(small|base|large|giant)_patch14(_reg4)?_dinov2",
+    r"vit_(base|large|so400m|giant)_patch14_reg1_tipsv2",
     r"vit_(betwixt|medium|base)_patch16_reg[14]_gap_\d+",
     r"vit_(medium|betwixt|base|huge|giant)_patch1[46]_gap_\d+",
     r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip(_gap)?_\d+",
@@ -61,10 +62,14 @@ _SEEN = (
     (r".*\.running_mean", "BatchNorm (running_mean) is"),
 )
 
-# Parts whose network is known by config.json alone: its epsilon, activation or rotary
+# Parts whose network is known by its name alone: its epsilon, activation or rotary
 # embeddings show nowhere else.
 _UNSURE = re.compile(
     r"norm_pre\.|(.*\.)?rope\.|blocks\.\d+\.(attn\.([qk]_norm|norm|q_proj)|mlp\.(norm|fc1_g))\."
+)
+ASK = (
+    "keep its config.json beside it, or state --architecture=NAME of timm (as "
+    '{"architecture": "NAME"} in a config.json)'
 )
 
 # Parts of a network, in which an array without an entry changes the output.
@@ -177,9 +182,10 @@ class TimmConfig:
 
 
 # Values that only timm's code has (timm 1.0.31), by the name of the architecture.
+_GATED = r"^vit_giant_patch14_(reg4_)?dinov2$|^vit_giant_patch14_reg1_tipsv2$"
 _HEADS = (
     (r"^vit_base_patch16_gap_224", 16),
-    (r"^vit_giant_patch14_(reg4_)?dinov2$", 24),
+    (_GATED, 24),
     (r"_(huge|giant|gigantic|giantopt|so400m)_", 16),
     (r"^test_vit", 2),
 )
@@ -187,7 +193,6 @@ _TANH = (
     r"^vit_(base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
     r"|^vit_large_patch16_siglip_(gap_)?512"
 )
-_GATED = r"^vit_giant_patch14_(reg4_)?dinov2$"
 _INTERPOLATIONS = {
     "nearest": "nearest",
     "bilinear": "bilinear",
@@ -231,14 +236,17 @@ def read(config: Mapping) -> TimmConfig:
             f"{', '.join(layers.ACTIVATIONS)}, which models of this project have"
         )
     notes = []
-    size = _pair(args.get("img_size") or images.get("input_size", (3, 224, 224))[1:])
+    sides = re.findall(r"(?:_|to)(\d{3})(?=_|$)", name)
+    side = int(sides[-1]) if sides else own.image_size
+    size = args.get("img_size") or images.get("input_size", (3, side, side))[1:]
+    size = _pair(size) if np.all(size) else None
     return TimmConfig(
         layer_scale_init=float(args.get("init_values") or 1.0),
         posemb_resize=_posemb_resize(config, images, name),
         num_heads=stated or own.num_heads or next(heads, 0),
         activation=activation,
         epsilon=own.epsilon,
-        pool=args.get("global_pool", config.get("global_pool")),
+        pool=args.get("global_pool", config.get("global_pool", own.pool)),
         pools_prefix=bool(args.get("pool_include_prefix", name == "test_vit3")),
         no_positions=args.get("pos_embed", "learn") in ("", "none")
         or not args.get("use_abs_pos_emb", own.positions),
@@ -247,7 +255,7 @@ def read(config: Mapping) -> TimmConfig:
         pre_norm=bool(args.get("pre_norm", own.pre_norm)),
         final_norm=bool(args.get("final_norm", own.final_norm)),
         image_size=size,
-        preprocess=_preprocess(images, size, notes)
+        preprocess=_preprocess(images, size or (224, 224), notes)
         if nested is not None or images.keys() & _IMAGES
         else None,
         class_names=_class_names(config, images),
@@ -673,13 +681,22 @@ def check_parameters(
     if name:
         return
     unsure = next(filter(_UNSURE.match, sorted(flat)), None)
-    bias = "blocks.0.attn.q_bias"
-    if bias in flat and not any("relative_position_bias" in name for name in flat):
-        unsure = bias  # Of EVA, or with rotary embeddings.
+    if not any("relative_position_bias" in name for name in flat):
+        # Of EVA, or with rotary embeddings; with these biases it is of SimMIM.
+        eva = ("blocks.0.attn.q_bias", "blocks.0.gamma_1")
+        unsure = next((name for name in eva if name in flat), unsure)
+    if unsure is None and "blocks.0.norm1.weight" in flat:
+        # Without these the number of heads, the activation or the norms vary. Of the
+        # networks that pool into fc_norm only those of 196 patches do.
+        positions = np.shape(flat.get("pos_embed"))[1:2]
+        pooled = "fc_norm.weight" in flat and positions != (196,)
+        usual = ("blocks.0.attn.qkv.bias", *(() if pooled else ("cls_token",)))
+        missing = (name for name in usual if name not in flat)
+        unsure = next((f"without {name}, it" for name in missing), None)
     if unsure:
         raise UserError(
             f"{source}: {unsure} is of a network that its parameters alone do not tell: "
-            "keep its config.json beside it"
+            f"{ASK}"
         )
 
 
@@ -712,7 +729,7 @@ def check_config(config: Mapping) -> None:
         it was trained.
     """
     name, args = _architecture_of(config), config.get("model_args") or {}
-    file = f"architecture={name!r} in config.json"
+    file = f"architecture={name!r}"
     known = (a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name))
     known = next(known, None)
     if known is None:

@@ -48,6 +48,8 @@ class Defaults:
       post_norm: see vit.VisionTransformer.
       num_heads: 0 if it is one per 64 features.
       pre_norm, final_norm: see vit.VisionTransformer.
+      pool: timm's global_pool, None where the parameters show it.
+      image_size: side in pixels, 0 if the name or the positions tell it.
     """
 
     pattern: str
@@ -60,6 +62,8 @@ class Defaults:
     num_heads: int = 0
     pre_norm: bool = False
     final_norm: bool = True
+    pool: str | None = None
+    image_size: int = 0
 
 
 _EVA02 = Rotary("axial", 10_000.0, 16)
@@ -69,7 +73,9 @@ _DINOV3 = Rotary("centered", 100.0, pairs=False)
 
 # Networks of timm 1.0.31; tests/weights/formats/test_timm_registry.py compares them with it.
 _CLIP = {"epsilon": 1e-5, "pre_norm": True}
-_OF_DINOV3 = {"kind": "eva", "epsilon": 1e-5, "rotary": _DINOV3, "positions": False}
+_LINGBOT = {"kind": "eva", "epsilon": 1e-5, "rotary": _DINOV3, "positions": False}
+_OF_DINOV3 = _LINGBOT | {"pool": "avg", "image_size": 256}
+_LINGBOT |= {"image_size": 512}
 NETWORKS = (
     Defaults(
         r"vit_(huge|giant|gigantic)_patch14_clip_quickgelu_\d+",
@@ -102,8 +108,9 @@ NETWORKS = (
     Defaults(r"vit_\w+_patch16_rope_ape_\d+", "eva", rotary=_AXIAL),
     Defaults(r"vit_7b_patch16_dinov3", **_OF_DINOV3, num_heads=32),
     Defaults(r"vit_huge_plus_patch16_dinov3(_qkvb)?", **_OF_DINOV3, num_heads=20),
-    Defaults(r"vit_giant_patch16_lingbot", **_OF_DINOV3, num_heads=24),
-    Defaults(r"vit_\w+_patch16_(dinov3(_qkvb)?|lingbot)", **_OF_DINOV3),
+    Defaults(r"vit_\w+_patch16_dinov3(_qkvb)?", **_OF_DINOV3),
+    Defaults(r"vit_giant_patch16_lingbot", **_LINGBOT, num_heads=24),
+    Defaults(r"vit_\w+_patch16_lingbot", **_LINGBOT),
     Defaults(r"beit(v2)?_(base|large)_patch16_\d+", "beit", positions=False),
 )
 
