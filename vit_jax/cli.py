@@ -4,6 +4,7 @@ import argparse
 import difflib
 import gc
 import importlib
+import logging
 import re
 import sys
 import textwrap
@@ -83,14 +84,16 @@ class Parser(argparse.ArgumentParser):
         Args:
           words: that no flag takes.
         """
-        word = next((word for word in words if word.startswith("-")), words[0])
-        name, hint = word.partition("=")[0], ""
+        names = [word.partition("=")[0] for word in words if word.startswith("-")]
+        name, hint = (names or words)[0], ""
         if self._config:
             from vit_jax.config import loading
             from vit_jax.training import config
 
-            key = loading.key_called(getattr(config, self._config), name.strip("-"))
-            hint = key and f"; set {self._keys.get(key, f'--config.{key}')}"
+            known = getattr(config, self._config)
+            meant = [loading.key_called(known, each.strip("-")) for each in names]
+            keys = [self._keys.get(key, f"--config.{key}") for key in meant if key]
+            hint = f"; set {' '.join(keys)}" if keys else ""
         flags = [flag for action in self._actions for flag in action.option_strings]
         if not hint and (near := difflib.get_close_matches(name, flags, 1)):
             hint = f"; did you mean {near[0]}?"
@@ -429,6 +432,8 @@ def run(
         # File names may hold bytes that are no text, and terminals lack characters.
         stream.reconfigure(errors="backslashreplace")
     keep_warnings_from_raising()
+    # Lines of the log are for the user; Orbax has them begin with "WARNING:" and a module.
+    logging.basicConfig(format="%(message)s")
     flags = None
     try:
         try:

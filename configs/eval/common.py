@@ -6,8 +6,9 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg
 
-# A folder of train/ and test/ (or val/) with class folders; or a name of
-# --config.data.name, with @DIR behind it if it was not prepared in TFDS's own folder.
+# A table of paths and labels; a folder of train/ and test/ (or val/) with class folders;
+# or a name of --config.data.name, with @DIR behind it if it was not prepared in TFDS's
+# own folder.
 # Of a folder of class folders alone the parts to learn from and to test on are stated:
 # data=FOLDER,train=all[:50%],test=all[50%:]. A classifier is tried on all of it.
 # A folder with a comma in its name: --config.data.name=folder --config.data.data_dir=...
@@ -38,4 +39,6 @@ def data_set(text: str) -> ConfigDict:
     name, _, data_dir = text.partition("@")
     if os.path.isdir(os.path.expanduser(text)):
         name, data_dir = "folder", text
+    elif os.path.isfile(os.path.expanduser(text)):
+        name, data_dir = "table", text
     return ConfigDict(dict(name=name, data_dir=data_dir))

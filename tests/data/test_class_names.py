@@ -44,6 +44,8 @@ def found(names, model_names, num_classes=None, **how):
         (PART, ENGLISH, [20, 7], "WordNet ids"),
         (PART, LISTS, [20, 7], "WordNet ids"),
         (PART, ALPHABET, [ALPHABET.index(ENGLISH[k]) for k in (20, 7)], "WordNet ids"),
+        ((f"{PART[0]}-Hen", f"{PART[1]}_ray"), ENGLISH, [20, 7], "WordNet ids"),
+        (("Ga\u0308nse", "b"), ("b", "g\xe4nse"), [1, 0], "names"),  # Of macOS.
         (PART, NUMBERS, [NUMBERS.index("20"), NUMBERS.index("7")], "WordNet ids"),
         ((ENGLISH[7], "hammerhead"), SYNSETS, [7, 4], "ImageNet's names"),
         ((ENGLISH[7],), PART, [1], "ImageNet's names"),

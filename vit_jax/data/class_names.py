@@ -6,6 +6,7 @@ Letters: K classes of the data, C classes of the model.
 import difflib
 import functools
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,20 +49,20 @@ class _Way(NamedTuple):
       exact: names as they are written to classes; empty if those are ambiguous.
       levels: plain name to classes, the most exact spellings first.
       shown: plain name to the name as it is written.
-      synonyms: whether names may be lists, as "tench, Tinca tinca".
+      more: what a name may be followed by, as in "tench, Tinca tinca".
     """
 
     name: str
     exact: _Classes
     levels: tuple[_Classes, ...]
     shown: Mapping[str, str]
-    synonyms: bool = False
+    more: str = "$"
 
     def find(self, name: str) -> Sequence[int]:
         """Returns the classes that a name may stand for."""
         if name in self.exact:
             return self.exact[name]
-        spelt = (name, name.split(",")[0]) if self.synonyms else (name,)
+        spelt = (name, re.split(self.more, name)[0])
         found = (level.get(_plain(one)) for level in self.levels for one in spelt)
         return next(filter(None, found), ())
 
@@ -77,9 +78,10 @@ def match(
 ) -> Match:
     """Matches the classes of data with those of a model.
 
-    Case, "_" and "-" do not count, nor zeros in front of a number. Names that are all
-    whole numbers are class numbers if the model has no such names. WordNet ids, English
-    names and numbers of ImageNet find the classes of a model that has ImageNet's.
+    Case, "_" and "-" do not count, nor zeros in front of a number, nor what stands behind
+    a WordNet id ("n02085620-Chihuahua"). Names that are all whole numbers are class
+    numbers if the model has no such names. WordNet ids, English names and numbers of
+    ImageNet find the classes of a model that has ImageNet's.
 
     Args:
       names: of the data, in the order of its labels; empty if it has none.
@@ -194,7 +196,8 @@ def _ways(
         others = _places(name.split(",")[1:] for name in model_names)
         levels = (_places(map(_spellings, model_names)), others)
     shown = {_plain(name): name for name in model_names}
-    of_names = _Way(NAMES, _places_of(model_names), levels, shown, order is not None)
+    more = "$" if order is None else ","
+    of_names = _Way(NAMES, _places_of(model_names), levels, shown, more)
     ways = [of_names if exact else of_names._replace(exact={})]
     numbers = all(name.isdecimal() for name in names)
     if numbers and not any(map(ways[0].find, names)):
@@ -225,7 +228,7 @@ def _wordnet() -> _Way:
     """Returns the way from WordNet ids to the class numbers of ImageNet."""
     names = imagenet.synsets()
     places = _places([name] for name in names)
-    return _Way(WORDNET, {}, (places,), {name: name for name in names})
+    return _Way(WORDNET, {}, (places,), {name: name for name in names}, "[ _-]")
 
 
 @functools.cache
@@ -234,7 +237,7 @@ def _english() -> _Way:
     names = imagenet.class_names()
     places = _places(map(_spellings, names))
     shown = {_plain(name): name for name in names}
-    return _Way(ENGLISH, _places_of(names), (places,), shown, synonyms=True)
+    return _Way(ENGLISH, _places_of(names), (places,), shown, ",")
 
 
 def _spellings(name: str) -> set[str]:
@@ -273,6 +276,8 @@ def _numbers_in(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _plain(name: str) -> str:
+    # macOS takes accents apart in the names of files.
+    name = unicodedata.normalize("NFC", name)
     name = re.sub(r"[\s_-]+", " ", name).strip().casefold()
     return str(int(name)) if name.isdecimal() else name
 

@@ -17,10 +17,7 @@ from vit_jax.data.sources import folder
 from vit_jax.errors import UserError
 from vit_jax.files import not_a_file
 
-SUFFIXES = (
-    *folder.EXTENSIONS,
-    *(".tif", ".tiff", ".jp2", ".avif", ".ppm", ".pgm", ".pbm", ".pnm"),
-)
+SUFFIXES = (*folder.EXTENSIONS, ".jp2", ".pbm", ".pnm")
 STDIN = "-"
 
 _CHUNK = 1 << 16

@@ -15,6 +15,7 @@ from vit_jax.config.fields import epochs, key
 from vit_jax.data import catalogue, class_names, pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.sources import table
 from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
 from vit_jax.data.sources.base import Source, check_label, read_labels, warn
 from vit_jax.data.sources.folder import (
@@ -259,7 +260,7 @@ class EvalSplits:
         how = {}
         if isinstance(config, ModelClassesConfig):
             how["by"] = config.match_classes
-            key = f"evals.{name}.match_classes={class_names.POSITION!r}"
+            key = f"--config.evals.{name}.match_classes={class_names.POSITION}"
             how["hint"] = f", or compare them class by class: {key}"
         matched = self.match(name, found, self.class_names, known, **how)
         # Labels are checked against this number when records are read.
@@ -383,6 +384,9 @@ def open_first_split(
       NoLabels: it has no labels, and `data.num_classes` is not 0.
     """
     splits = [split] if split else _unstated(data.name, order)
+    if data.name == "table" and model_classes and not (split or own):
+        if table.split_names(data.data_dir) == [WHOLE]:
+            splits, data = [WHOLE], dataclasses.replace(data, split=WHOLE)
     if data.name == "folder":
         splits, data = _in_folder(
             name, data, splits, stated=bool(split), model_classes=model_classes, own=own

@@ -202,6 +202,18 @@ def read_splits(place: str) -> dict[str, Table]:
     }
 
 
+def split_names(place: str) -> list[str]:
+    """Returns the splits of a file or folder in their order; [WHOLE] without splits.
+
+    Raises:
+      UserError: as `read_splits`.
+    """
+    tables = read_splits(place)
+    if list(tables) == [WHOLE] and SPLIT in tables[WHOLE].columns:
+        return list(dict.fromkeys(_text(row[SPLIT]) for row in tables[WHOLE].rows))
+    return list(tables)
+
+
 @functools.lru_cache(maxsize=8)  # A run opens the same file for each of its splits.
 def read(path: str, changed: int) -> Table:
     """Reads a table.
@@ -223,7 +235,7 @@ def read(path: str, changed: int) -> Table:
         reason = (str(error).splitlines() or ["damaged"])[0]
         raise UserError(
             f"the table {path} cannot be read ({reason}): write it anew as CSV, TSV, "
-            "JSON Lines or Parquet, with the names of its columns"
+            "JSON Lines or Parquet, as UTF-8 and with the names of its columns"
         ) from error
     if not rows:
         raise UserError(f"the table {path} has no rows: give one with a row an image")
@@ -285,15 +297,21 @@ class _Paths:
 
     def path(self, cells: Mapping) -> str:
         """Returns the path of a row's image."""
-        return os.path.join(self.folder, f"{cells.get(self.key)}{self.suffix}")
+        return os.path.join(self.folder, self._stated(cells))
 
     def name(self, cells: Mapping) -> str:
         """Returns the path of a row's image relative to `root`."""
         if self.root != self.folder:
             name = os.path.relpath(self.path(cells), self.root)
         else:  # Not from the path: `root` may itself stand in ../photos/a.jpg.
-            name = os.path.normpath(f"{cells.get(self.key)}{self.suffix}")
+            name = os.path.normpath(self._stated(cells))
         return pathlib.PurePath(name).as_posix()
+
+    def _stated(self, cells: Mapping) -> str:
+        stated = f"{cells.get(self.key)}{self.suffix}"
+        if "\\" in stated and not os.path.lexists(os.path.join(self.folder, stated)):
+            return stated.replace("\\", "/")  # Written on Windows.
+        return stated
 
 
 def _check_apart(paths: _Paths, rows: Mapping[str, list[_Row]]) -> None:

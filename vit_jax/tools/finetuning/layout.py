@@ -146,8 +146,8 @@ def _of_table(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
     data |= stated
     # Test images are often listed without their labels.
     names = [k for k, each in tables.items() if {*labels} <= {*each.columns}]
-    if names == [table.WHOLE] and table.SPLIT in first.columns:
-        names = list(dict.fromkeys(str(row[table.SPLIT]).strip() for row in first.rows))
+    if names == [table.WHOLE]:
+        names = table.split_names(str(path))
     train = first_of(TRAIN, names) or table.WHOLE
     if train not in names:
         raise UserError(
