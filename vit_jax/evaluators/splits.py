@@ -384,9 +384,13 @@ def open_first_split(
       NoLabels: it has no labels, and `data.num_classes` is not 0.
     """
     splits = [split] if split else _unstated(data.name, order)
-    if data.name == "table" and model_classes and not (split or own):
-        if table.split_names(data.data_dir) == [WHOLE]:
-            splits, data = [WHOLE], dataclasses.replace(data, split=WHOLE)
+    unstated = model_classes and not (split or own)
+    if (
+        data.name == "table"
+        and unstated
+        and table.split_names(data.data_dir) == [WHOLE]
+    ):
+        splits, data = [WHOLE], dataclasses.replace(data, split=WHOLE)
     if data.name == "folder":
         splits, data = _in_folder(
             name, data, splits, stated=bool(split), model_classes=model_classes, own=own
