@@ -67,6 +67,11 @@ def test_the_version_and_a_word_that_is_no_command():
     [
         (finetune, "--lr=0.1", "--config.optim.learning_rate"),
         (finetune, "--epochs=3", "--config.epochs"),
+        (
+            finetune,
+            "--lr=0.1 --epochs=3",
+            "--config.optim.learning_rate --config.epochs",
+        ),
         (train, "--batch_size=8", "--config.batch_size"),
         (transfer, "--weight_decay=0", "--config.optim.weight_decay"),
         (finetune, "--init=deit:Ti/16", "--model"),
@@ -81,10 +86,26 @@ def test_an_unknown_flag_leads_to_what_it_may_mean(module, word, meant, capsys):
     needed = [a for a in parser._actions if a.required and a.option_strings]
     words += [f"{action.option_strings[0]}=x" for action in needed]
     with pytest.raises(SystemExit) as ended:
-        cli.parse(parser, [*words, word])
+        cli.parse(parser, [*words, *word.split()])
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and shown.count("\n") == 1
     assert word in shown and re.search(rf"{re.escape(meant)}\b", shown)
+
+
+def test_lines_of_the_log_stay_plain_after_one_of_absl():
+    text = """
+import logging
+from absl import logging as absl
+from vit_jax import cli
+def main(flags):
+    absl.warning("of absl")
+    logging.getLogger("vit_jax").warning("a notice")
+cli.run(main, cli.Parser(""))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "of absl\na notice\n")
 
 
 @pytest.mark.parametrize("shell", command.SHELLS)

@@ -247,6 +247,8 @@ def test_bad_input_ends_with_one_line_before_jax_starts(command, words, stdin, m
     assert line.startswith("error: ")
     assert line.count("\n") == 1
     assert message in line
+    endings = re.findall(r" (\.\w+)", line)
+    assert len(endings) == len(set(endings))  # None is listed twice.
 
 
 def test_an_image_may_come_down_the_pipe(place, command, run):

@@ -432,8 +432,8 @@ def run(
         # File names may hold bytes that are no text, and terminals lack characters.
         stream.reconfigure(errors="backslashreplace")
     keep_warnings_from_raising()
-    # Lines of the log are for the user; Orbax has them begin with "WARNING:" and a module.
-    logging.basicConfig(format="%(message)s")
+    # Or the first line of absl makes all later ones begin with "WARNING:" and a module.
+    logging.basicConfig(format="%(message)s", handlers=[logging.lastResort])
     flags = None
     try:
         try:

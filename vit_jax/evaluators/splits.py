@@ -377,20 +377,20 @@ def open_first_split(
       own: whether a run reads the data set that it trains on.
 
     Returns:
-      The source, its expression, and `data`, whose `split` a folder has.
+      The source, its expression, and `data`, whose `split` the folder or table has.
 
     Raises:
       NoSplit: the split does not exist.
       NoLabels: it has no labels, and `data.num_classes` is not 0.
     """
     splits = [split] if split else _unstated(data.name, order)
-    unstated = model_classes and not (split or own)
-    if (
-        data.name == "table"
-        and unstated
-        and table.split_names(data.data_dir) == [WHOLE]
-    ):
-        splits, data = [WHOLE], dataclasses.replace(data, split=WHOLE)
+    if data.name == "table":
+        there = table.split_names(data.data_dir)
+        if model_classes and there == [WHOLE] and not (split or own):
+            splits = [WHOLE]
+        found = [each for each in splits if split_names(each)[0] in there]
+        if found and split_names(data.split)[0] not in there:
+            data = dataclasses.replace(data, split=found[0])  # Of the classes.
     if data.name == "folder":
         splits, data = _in_folder(
             name, data, splits, stated=bool(split), model_classes=model_classes, own=own

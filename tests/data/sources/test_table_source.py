@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 
 import image_folder
 import numpy as np
@@ -241,6 +242,23 @@ def test_names_without_folder_and_ending(root, tmp_path):
     far = write(tmp_path / "kaggle.csv", rows)
     other = open_source(data(far, image_dir=str(root / "train" / "ant"), **keys), "all")
     assert other.paths == source.paths and fingerprint(other) == fingerprint(source)
+
+
+def test_paths_written_on_windows(root, tmp_path):
+    rows = rows_of(root)
+    usual = open_source(
+        data(write(tmp_path / "usual.csv", rows), image_dir=str(root)), "train"
+    )
+    for row in rows:
+        row["image"] = row["image"].replace("/", "\\")
+    place = write(tmp_path / "windows.csv", rows)
+    source = open_source(data(place, image_dir=str(root)), "train")
+    assert source.paths == usual.paths and fingerprint(source) == fingerprint(usual)
+    # Elsewhere a backslash may be part of a name.
+    shutil.copy(root / "train/ant/0.png", tmp_path / "a\\b.png")
+    place = write(tmp_path / "name.csv", [{"image": "a\\b.png", "label": "ant"}])
+    keys = {"num_classes": 1, "split": "all"}
+    assert open_source(data(place, **keys), "all").paths == ["a\\b.png"]
 
 
 def test_a_file_that_is_listed_again(root, caplog):
