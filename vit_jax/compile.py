@@ -90,12 +90,15 @@ def _examples(flags, config) -> tuple[int, str]:
 def _one(flags, config, devices, examples, limit, heading, assumed, unknown) -> int:
     from vit_jax.distributed import chips
     from vit_jax.distributed import mesh as meshes
-    from vit_jax.tools.planning import analysis, report, run_plan
+    from vit_jax.tools.planning import analysis, report, run_plan, strategies
 
     mesh = meshes.create(config.mesh, devices)
     found = analysis.analyse(config, mesh, examples, limit)
     if not flags.json:
-        print(report.text(found, heading))
+        print(report.text(found, heading), flush=True)
+    remedies = ()
+    if not found.fits and found.peak_bytes:
+        remedies = strategies.remedies(config, devices, found, examples, limit)
     plan = None
     if assumed and found.roofline:
         every = config.checkpoint_every_steps
@@ -113,9 +116,18 @@ def _one(flags, config, devices, examples, limit, heading, assumed, unknown) -> 
         )
     if flags.json:
         words = {"heading": heading} | found.to_json()
+        words["remedies"] = [
+            {"flags": way, "peak_bytes": row.peak_bytes}
+            for way, row in remedies
+            if row.fits
+        ]
         if plan:
             words["plan"] = run_plan.to_json(plan, assumed, unknown)
         print(json.dumps(words))
+    elif remedies:
+        print("compiling changes, each alone", flush=True)
+        for line in report.remedies(remedies):
+            print(line, flush=True)
     elif plan:
         print("\n" + "\n".join(run_plan.text(plan, assumed, unknown)))
     if flags.export:
@@ -157,10 +169,8 @@ def _compare(flags, config, devices, examples, limit, heading) -> int:
             f"of those that fit the one with the lowest floor: {strategies.flags(best)}"
         )
     else:
-        # What the one that lacks least can still change.
-        compiled = [row for row in rows if row.peak_bytes]
-        least = min(compiled, key=lambda row: row.peak_bytes, default=rows[0])
-        print(f"none of these fits: {report.advice(least.settings)}")
+        wanted = [(row.peak_bytes, strategies.flags(row)) for row in rows]
+        print(f"none of these fits; {report.least(wanted)}")
     return 0 if best else EXIT_TOO_LARGE
 
 

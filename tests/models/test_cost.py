@@ -1,8 +1,10 @@
+import itertools
 import json
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
@@ -108,6 +110,19 @@ def test_convolution_counts_the_products_that_are_there(kind):
     if kind != "batch_groups":  # Of which XLA counts each group with all inputs.
         xla = jax.jit(conv).lower(*args).cost_analysis()
         assert 2 * cost.macs(conv, *args) == xla["flops"]
+
+
+def test_windows_are_counted_as_in_a_table_of_them_and_long_ones_take_no_memory():
+    keys = {"side": 7, "taps": 4, "steps": 9, "before": 3}
+    for stride, spread, dilation in itertools.product((1, 2, 3), repeat=3):
+        place = np.add.outer(np.arange(9) * stride, np.arange(4) * dilation) - 3
+        inside = (place >= 0) & (place <= 6 * spread) & (place % spread == 0)
+        words = {"stride": stride, "spread": spread, "dilation": dilation}
+        assert cost.window_products(**keys, **words) == inside.sum()
+    long = 150_000  # One microbatch per image: a table of 168 GiB.
+    assert cost.window_products(long, long, long, 1, long - 1, 1, 1) == (
+        long * (long + 1) // 2
+    )
 
 
 def test_scan_counts_as_unrolled():

@@ -131,10 +131,16 @@ def window_products(
       spread: dilation of the input.
       dilation: of the kernel.
     """
-    place = np.add.outer(np.arange(steps) * stride, np.arange(taps) * dilation)
-    place -= before
-    inside = (place >= 0) & (place <= (side - 1) * spread)
-    return int((inside & (place % spread == 0)).sum())
+    offsets = np.arange(taps) * dilation - before
+    lowest = np.maximum(-(offsets // stride), 0)
+    highest = np.minimum(((side - 1) * spread - offsets) // stride, steps - 1)
+    total = 0
+    # Whether a window meets an input or a zero between them repeats every `spread`.
+    for first in range(spread):
+        meets = (first * stride + offsets) % spread == 0
+        count = (highest - first) // spread - (lowest - 1 - first) // spread
+        total += int((np.maximum(count, 0) * meets).sum())
+    return total
 
 
 def parameters(model: Model) -> int:

@@ -1,4 +1,4 @@
-"""Flags that are advised: configs take them, and they are the strategy that was meant."""
+"""Changes that are offered: configs take them, they are what was meant, and they fit."""
 
 import dataclasses
 import pathlib
@@ -45,8 +45,7 @@ def settings(spec, keys, devices):
 
 
 def ways(found):
-    words = report.advice(found).removeprefix("try ").replace(" or ", ", ")
-    return words.split(", ")
+    return [way for sizes in strategies.changes(found) for way in sizes]
 
 
 @pytest.mark.parametrize(
@@ -63,11 +62,11 @@ def test_what_is_advised_is_a_program_that_can_be_built(spec, keys, count):
     keys = {**keys, **small, "ema.decay": 0.5, "batch_size": 8}
     mesh = meshes.create(configuration.load(spec, keys).mesh)
     found = analysis.settings(configuration.load(spec, keys), dict(mesh.shape))
-    advised = ways(found)
-    assert len(advised) == count
-    assert any("mesh.fsdp" in way for way in advised)
-    for way in advised:
-        config = configuration.load(spec, {**keys, **overrides(way)})
+    kinds = strategies.changes(found)
+    assert len(kinds) == count
+    assert kinds[0][0] == {"mesh.data": 4, "mesh.fsdp": 2}
+    for sizes in kinds:
+        config = configuration.load(spec, {**keys, **sizes[-1]})
         mesh = meshes.create(config.mesh)
         train_step.build_train_setup(config, mesh, EXAMPLES)
         assert analysis.settings(config, dict(mesh.shape)) != found
@@ -92,18 +91,19 @@ def test_what_is_advised_fits_devices_slices_and_batch(spec, devices, keys):
     if devices % 4:
         fakes = [Fake(n, devices) for n in range(devices)]
     found = settings(spec, keys, fakes)
-    advised = ways(found)
-    assert ("mesh.fsdp" in advised[0]) == (found["mesh"]["fsdp"] == 1 and devices > 7)
-    assert "--config.optim.grad_accum_steps=15" in advised
-    for way in advised:
-        changed = settings(spec, {**keys, **overrides(way)}, fakes)
+    can_shard = found["mesh"]["data"] // found["dcn"]["dcn_data"] % 2 == 0
+    assert any("mesh.fsdp" in way for way in ways(found)) == can_shard
+    microbatches = [way.get("optim.grad_accum_steps") for way in ways(found)]
+    assert [n for n in microbatches if n] == [5, 15]
+    for way in ways(found):
+        changed = settings(spec, {**keys, **way}, fakes)
         assert changed != found
         assert changed["batch_size"] == found["batch_size"]
 
 
 def test_one_image_a_device_is_not_cut_into_microbatches():
     found = settings(QUICK, {"batch_size": 8}, [Fake(n, 8) for n in range(8)])
-    assert "grad_accum_steps" not in report.advice(found)
+    assert not any("optim.grad_accum_steps" in way for way in ways(found))
     nothing = found | {
         "mesh": {"data": 1, "fsdp": 8, "model": 1},
         "remat_policy": None,
@@ -111,7 +111,58 @@ def test_one_image_a_device_is_not_cut_into_microbatches():
         "dtype": "bfloat16",
         "average": False,
     }
-    assert report.advice(nothing) == "try a larger slice or a smaller batch"
+    assert strategies.changes(nothing) == []
+    assert "larger slice or a smaller batch" in "".join(report.remedies([]))
+
+
+GIB = 2**30
+LIMIT = 16 * GIB
+ARGUMENTS = {"mu": 2, "rest": 4}  # GiB of one chip.
+
+
+def offered(activations, keys, monkeypatch):
+    """Returns what is said of a program of so many GiB, and how many were compiled."""
+    compiled = []
+
+    def analyse(trial, mesh, examples, limit):
+        optim = trial.optim
+        moments = ARGUMENTS["mu"] / (2 if optim.mu_dtype == "bfloat16" else 1)
+        state = (moments + ARGUMENTS["rest"]) / mesh.shape["fsdp"]
+        size = int((state + activations / optim.grad_accum_steps) * GIB)
+        compiled.append(size)
+        return dataclasses.replace(
+            strategies.unfit(trial, ""),
+            settings=analysis.settings(trial, dict(mesh.shape)),
+            peak_bytes=size,
+            limit_bytes=limit,
+            fits=size <= limit,
+        )
+
+    monkeypatch.setattr(analysis, "analyse", analyse)
+    config = configuration.load(QUICK, {"model.remat_policy": "full", **keys})
+    devices = jax.devices()
+    found = analysis.analyse(config, meshes.create(config.mesh, devices), 20, LIMIT)
+    ways = strategies.remedies(config, devices, found, EXAMPLES, LIMIT)
+    return list(report.remedies(ways)), len(compiled) - 1
+
+
+def test_what_is_offered_was_compiled_to_fit(monkeypatch):
+    # 8 devices of 36 images: 6 + 45 GiB, where 5 microbatches would do but divide none.
+    lines, _ = offered(45, {"batch_size": 288}, monkeypatch)
+    assert lines == ["  fits with --config.optim.grad_accum_steps=6: 13.50 GiB"]
+    # 6 + 11 GiB: two parts of the parameters are enough, and half a moment.
+    lines, _ = offered(11, {"batch_size": 8}, monkeypatch)
+    assert lines == [
+        "  fits with --config.mesh.data=4 --config.mesh.fsdp=2: 14.00 GiB",
+        "  fits with --config.optim.mu_dtype=bfloat16: 16.00 GiB",
+    ]
+
+
+def test_what_helps_too_little_is_not_offered_but_the_least_is_told(monkeypatch):
+    lines, compiled = offered(100, {"batch_size": 32}, monkeypatch)
+    assert len(lines) == 1
+    assert "the least is 31.00 GiB, with --config.optim.grad_accum_steps=4" in lines[0]
+    assert compiled == 3  # Of every change the largest alone.
 
 
 def rows(spec, keys, sizes, devices, monkeypatch, **words):

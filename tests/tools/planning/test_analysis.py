@@ -94,14 +94,10 @@ def test_the_report_says_whose_word_each_number_is():
     assert "floor 80.00 bound by compute; at most 51,200" in text
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_to_change():
+def test_what_does_not_fit_says_by_how_much():
     large = dataclasses.replace(FOUND, fits=False, peak_bytes=20 * GIB)
     line = report.verdict(large)
-    assert line == (
-        "does not fit: it wants 20.00 GiB of a chip's 16.00, 4.00 too much; try "
-        "--config.mesh.data=16 --config.mesh.fsdp=16, --config.model.remat_policy=full, "
-        "--config.optim.mu_dtype=bfloat16 or --config.optim.grad_accum_steps=2"
-    )
+    assert line == ("does not fit: it wants 20.00 GiB of a chip's 16.00, 4.00 too much")
     assert "Collectives" not in report.text(large, "heading")
 
 

@@ -1,8 +1,8 @@
-"""Text report of an analysis: costs with their sources, and advice."""
+"""Text report of an analysis: costs with their sources, and what makes it fit."""
 
-import math
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
-from vit_jax.distributed.mesh import BATCH_AXES
 from vit_jax.tools.planning.analysis import ASSUMPTIONS, Analysis
 
 _COMPILER = "the compiler's own word"
@@ -23,7 +23,7 @@ def text(found: Analysis, heading: str) -> str:
 
 
 def verdict(found: Analysis) -> str:
-    """Returns a line on whether the program fits, the margin, and what to change."""
+    """Returns a line on whether the program fits, and the margin."""
     if found.fits:
         if not found.limit_bytes:
             return "it compiles; what memory a chip has is not known"
@@ -34,49 +34,34 @@ def verdict(found: Analysis) -> str:
     over = found.peak_bytes - (found.limit_bytes or 0)
     return (
         f"does not fit: it wants {_gib(found.peak_bytes)} GiB of a chip's "
-        f"{_gib(found.limit_bytes)}, {_gib(over)} too much; {advice(found.settings)}"
+        f"{_gib(found.limit_bytes)}, {_gib(over)} too much"
     )
 
 
-def advice(settings: dict) -> str:
-    """Returns flags that reduce the memory of a program.
+def remedies(found: Iterable[tuple[str, Analysis]]) -> Iterator[str]:
+    """Yields a line per change with which the program fits, or one that none does.
 
     Args:
-      settings: see `analysis.settings`.
+      found: flags that make a change, and what was compiled with it.
     """
-    ways = _sharding(settings["mesh"], settings["dcn"])
-    if settings["remat_policy"] not in (None, "full"):
-        ways.append("--config.model.remat_policy=full")
-    if settings["mu_dtype"] != "bfloat16":
-        ways.append("--config.optim.mu_dtype=bfloat16")
-    if settings["dtype"] != "bfloat16":
-        ways.append("--config.model.dtype=bfloat16")
-    if settings["average"]:
-        ways.append("--config.ema.decay=0")
-    ways += _accumulation(settings)
-    if not ways:
-        return "try a larger slice or a smaller batch"
-    return f"try {', '.join(ways[:-1])} or {ways[-1]}" if ways[1:] else f"try {ways[0]}"
+    refused = []
+    for flags, row in found:
+        if row.fits:
+            yield f"  fits with {flags}: {_gib(row.peak_bytes)} GiB"
+        refused.append(None if row.fits else (row.peak_bytes, flags))
+    if None not in refused:
+        yield f"no change alone fits; {least(refused)}"
 
 
-def _sharding(mesh, dcn):
-    """Returns a mesh whose "fsdp" is about the square root of "data", if possible."""
-    whole = mesh["data"] // dcn["dcn_data"]
-    size = 2 ** (whole.bit_length() // 2)
-    while whole % size:
-        size //= 2
-    if mesh["fsdp"] > 1 or size == 1:
-        return []
-    # One flag pair: a config that states "data" would have too many devices otherwise.
-    return [f"--config.mesh.data={mesh['data'] // size} --config.mesh.fsdp={size}"]
+def least(sizes: Iterable[tuple[int, str]]) -> str:
+    """Returns which of the programs that do not fit wants least memory, and what to do.
 
-
-def _accumulation(settings):
-    """Returns the next larger number of microbatches that divides the batch, if any."""
-    split = math.prod(settings["mesh"][axis] for axis in BATCH_AXES)
-    rows, now = settings["batch_size"] // split, settings["grad_accum_steps"]
-    more = (n for n in range(now + 1, rows + 1) if rows % n == 0 and n % now == 0)
-    return [f"--config.optim.grad_accum_steps={n}" for n in more][:1]
+    Args:
+      sizes: bytes of each, 0 if it does not compile, and the flags that make it.
+    """
+    size, flags = min(filter(itemgetter(0), sizes), default=(0, ""))
+    wanted = f"the least is {_gib(size)} GiB, with {flags}; " if size else ""
+    return f"{wanted}take a larger slice or a smaller batch"
 
 
 def _setting(settings):

@@ -1,6 +1,9 @@
-"""Compiles a config with several meshes and remat policies and compares them."""
+"""Compiles a config with other meshes, remat policies and the like, and compares them."""
 
+import bisect
+import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -100,6 +103,72 @@ def compare(
                 yield unfit(trial, str(error))
                 break
             yield found
+
+
+def remedies(
+    config: TrainConfig,
+    devices: Sequence,
+    found: Analysis,
+    examples: int,
+    limit: int | None,
+) -> Iterator[tuple[str, Analysis]]:
+    """Compiles changes of a config whose program does not fit, each alone.
+
+    Args:
+      config: complete config.
+      devices: of the topology.
+      found: of the config itself.
+      examples: size of the training split.
+      limit: bytes of a chip that a program can use.
+
+    Yields:
+      Flags that make a change, and its analysis, each as soon as it is ready; of
+      changes in several sizes the smallest that fits, or else the largest.
+    """
+
+    def analyse(keys):
+        trial = fields.replace(config, keys)
+        mesh = meshes.create(trial.mesh, devices)
+        return analysis.analyse(trial, mesh, examples, limit)
+
+    for sizes in changes(found.settings):
+        attempts = functools.cache(lambda i, sizes=sizes: analyse(sizes[i]))
+        best = len(sizes) - 1
+        # Larger ones take less memory: where the largest does not fit, none does.
+        if attempts(best).fits:
+            best = bisect.bisect(range(best), False, key=lambda i: attempts(i).fits)
+        words = [f"--config.{key}={value}" for key, value in sizes[best].items()]
+        yield " ".join(words), attempts(best)
+
+
+def changes(settings: dict) -> list[list[dict]]:
+    """Returns changes that reduce the memory of a program, each in rising sizes.
+
+    Args:
+      settings: see `analysis.settings`.
+
+    Returns:
+      Changes; each a list of dotted key -> value.
+    """
+    mesh, now = settings["mesh"], settings["grad_accum_steps"]
+    whole = mesh["data"] // settings["dcn"]["dcn_data"]
+    rows = settings["batch_size"] // math.prod(mesh[axis] for axis in meshes.BATCH_AXES)
+    parts = [2**n for n in range(1, whole.bit_length()) if whole % 2**n == 0]
+    found = [
+        # Both are stated: a config that states "data" would take too many devices.
+        [{"mesh.data": mesh["data"] // n, "mesh.fsdp": mesh["fsdp"] * n} for n in parts]
+    ]
+    if settings["remat_policy"] not in (None, "full"):
+        found.append([{"model.remat_policy": "full"}])
+    if settings["mu_dtype"] != "bfloat16":
+        found.append([{"optim.mu_dtype": "bfloat16"}])
+    if settings["dtype"] != "bfloat16":
+        found.append([{"model.dtype": "bfloat16"}])
+    if settings["average"]:
+        found.append([{"ema.decay": 0.0}])
+    more = [n for n in range(now + 1, rows + 1) if rows % n == 0]
+    found.append([{"optim.grad_accum_steps": n} for n in more])
+    return [sizes for sizes in found if sizes]
 
 
 def variant(config: TrainConfig, sizes: dict, policy: str, scan: bool) -> TrainConfig:
