@@ -1,5 +1,8 @@
 """Files that are no good images, from the disk to the batch."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -113,3 +116,21 @@ def test_a_wrong_extension_is_read_by_its_content(source_of, photograph, encode)
         encode(photograph, "WEBP", lossless=True), train_transform="resize"
     )
     np.testing.assert_array_equal(epoch(source, expected)["image"], right)
+
+
+def test_a_file_below_the_limit_is_read_without_pillows_warning(tmp_path):
+    file = tmp_path / "large.gif"
+    Image.new("P", (9_500, 9_500)).save(file)  # Of Pillow's own limit 101 %.
+    code = """
+import sys
+from vit_jax.data.decode import decode
+print(decode(open(sys.argv[1], "rb").read()).shape)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "(9500, 9500, 3)"
+    assert done.stderr == ""

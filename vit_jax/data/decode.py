@@ -10,6 +10,7 @@ import io
 import math
 import struct
 import threading
+import warnings
 import zlib
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from vit_jax.data.config import MAX_PIXELS
 
 # The loader has threads of its own; OpenCV's would fight over the same cores.
 cv2.setNumThreads(0)
+# It names no file: up to MAX_PIXELS images are read, and larger ones are named.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 # By the value of the tag: what makes the image upright.
 _ORIENTATION = 0x0112

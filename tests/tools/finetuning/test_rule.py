@@ -26,6 +26,14 @@ def test_images_are_looked_at():
     assert rule.look_at(ArraySource("almost", almost, None), None).grey
 
 
+def test_an_image_that_is_none_is_not_looked_at(encode):
+    huge = bytearray(encode(np.zeros((1, 1, 3), np.uint8), "BMP"))
+    huge[18:26] = (60_000).to_bytes(4, "little") * 2  # Width and height.
+    good = encode(np.zeros((12, 20, 3), np.uint8), "PNG")
+    files = [{"image": bytes(huge)}, {"image": b"none"}, {"image": good}]
+    assert rule.look_at(files, None).side == 12
+
+
 @pytest.mark.parametrize(
     ("side", "weights", "patch", "expected"),
     [

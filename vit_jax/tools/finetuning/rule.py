@@ -74,7 +74,8 @@ def look_at(source: Source, labels: Sequence | None) -> Images:
                     Image.open(io.BytesIO(data)).size,
                     np.asarray(opened.convert("RGB"), np.int16),
                 )
-            except OSError:  # Training tells what is damaged.
+            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+                # Training tells what is damaged.
                 continue
         else:
             size, image = image.shape[:2], image.astype(np.int16)
