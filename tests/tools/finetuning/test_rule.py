@@ -5,7 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.open import open_source
 from vit_jax.tools.finetuning import rule
 from vit_jax.weights.pretrained import Preprocess
 
@@ -26,12 +28,15 @@ def test_images_are_looked_at():
     assert rule.look_at(ArraySource("almost", almost, None), None).grey
 
 
-def test_an_image_that_is_none_is_not_looked_at(encode):
+def test_an_image_that_is_none_is_not_looked_at(encode, tmp_path):
     huge = bytearray(encode(np.zeros((1, 1, 3), np.uint8), "BMP"))
     huge[18:26] = (60_000).to_bytes(4, "little") * 2  # Width and height.
     good = encode(np.zeros((12, 20, 3), np.uint8), "PNG")
-    files = [{"image": bytes(huge)}, {"image": b"none"}, {"image": good}]
-    assert rule.look_at(files, None).side == 12
+    (tmp_path / "train" / "bee").mkdir(parents=True)
+    for name, data in {"a.bmp": huge, "b.png": b"none", "c.png": good}.items():
+        (tmp_path / "train" / "bee" / name).write_bytes(data)
+    keys = {"name": "folder", "data_dir": str(tmp_path), "num_classes": 1}
+    assert rule.look_at(open_source(DataConfig(**keys), "train"), None).side == 12
 
 
 @pytest.mark.parametrize(
