@@ -139,6 +139,30 @@ def test_a_killed_conversion_goes_on(source, expected, tmp_path, processes, caps
     assert not place.exists() and not list(target.glob("*.part"))
 
 
+@pytest.mark.parametrize("kind", ["tfrecord", "folder"])
+def test_a_finished_set_is_left_as_it_is(source, tmp_path, capsys, encode, kind):
+    words = ["--dataset=blobs", f"--from={source}"]
+    if kind == "folder":
+        image = tmp_path / "flowers" / "train" / "bee" / "a.png"
+        image.parent.mkdir(parents=True)
+        image.write_bytes(encode(np.zeros((2, 3, 3), np.uint8), "PNG"))
+        words = ["--dataset=folder", f"--from={tmp_path / 'flowers'}"]
+    out = tmp_path / "out"
+    assert run(*words, out) == 0
+
+    def files():
+        return {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+
+    capsys.readouterr()
+    before = files()
+    assert run(*words, out) == 0
+    said = capsys.readouterr().out
+    assert "there is already" in said and str(out) in said
+    with pytest.raises(UserError, match=r"other flags \(splits\): add --verify"):
+        run(*words, "--splits=test", out)
+    assert files() == before
+
+
 def test_a_worker_that_dies_ends_the_run_in_one_line(source, tmp_path):
     place = tmp_path / "blobs" / "1.0.0.incomplete"
     process = start(source, tmp_path, "--processes=2")

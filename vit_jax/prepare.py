@@ -13,7 +13,8 @@
       manifest.json.
 
 A set is written to OUT/<name>/<version>.incomplete and renamed once it is complete and
-verified. Repeat the command to resume: finished shards are kept.
+verified. Repeat the command to resume: finished shards are kept, and a finished set is
+left as it is.
 Train with --config.data.name=NAME --config.data.data_dir=OUT. Exit codes: 0 done, 2 bad
 input, full disk or damaged data (one line says what), 130 interrupted.
 """
@@ -35,6 +36,8 @@ def main(flags: argparse.Namespace) -> int:
     """Prepares, converts or verifies what the flags name; returns the exit code."""
     cli.refuse_overrides(flags, "preparing")
     _check(flags)
+    from vit_jax.tools.preparing import build
+
     data_dir = pathlib.Path(flags.data_dir).expanduser()
     try:
         if flags.verify:
@@ -48,6 +51,10 @@ def main(flags: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted: the same command resumes from here", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except build.Exists as there:
+        _report(there.target, there.content, "nothing to do: there is already")
+        cli.say(f"remove {there.target} to prepare it anew, if its input has changed")
+        return 0
     _report(folder, content, "verified" if flags.verify else "wrote")
     return 0
 
@@ -106,7 +113,8 @@ def _make_of_images(flags, data_dir):
             f"--data_dir={flags.data_dir} lies in the folder of images {root}, and would "
             "be read as one of its splits: choose another"
         )
-    _refuse_existing(target)
+    plan = {"on_error": flags.on_error or "raise", "decode": not flags.unchecked}
+    _refuse_existing(target, flags, plan | {"kind": "folder", "source": str(root)})
     job = images.open_images(
         root,
         name,
@@ -157,7 +165,8 @@ def _convert(flags, data_dir):
             f"--data_dir={flags.data_dir} is where {source} lies: choose another, so "
             "that the TFRecord files stay as they are"
         )
-    _refuse_existing(target)
+    plan = {"kind": "tfrecord", "source": str(source)}
+    _refuse_existing(target, flags, plan)
     job = tfrecord.open_conversion(source, flags.splits, flags.shard_mb * 10**6)
     content = build.build(job, target, flags.processes or 1)
     metadata.copy_default_config(source, data_dir, name)
@@ -176,11 +185,13 @@ def _build(flags, data_dir):
     )
 
 
-def _refuse_existing(target):
+def _refuse_existing(target, flags, plan):
     """Before the input is listed, which may take minutes."""
     from vit_jax.tools.preparing import build
 
-    build.refuse_existing(target)
+    plan |= {"shard_bytes": flags.shard_mb * 10**6}
+    plan |= {"splits": flags.splits} if flags.splits else {}
+    build.refuse_existing(target, plan)
 
 
 def _report(folder, content, verb):

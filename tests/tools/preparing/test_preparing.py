@@ -437,7 +437,7 @@ def test_a_builder_of_the_users_own_needs_no_tensorflow(builder_class, truth, tm
     # TFDS's note of the default configuration came along.
     source = open_tfds("tiny_frames", str(tmp_path / "out"), "test", "image", "label")
     assert len(source) == 7
-    with pytest.raises(UserError, match="1.2.0 exists: add --verify"):
+    with pytest.raises(build.Exists, match="1.2.0 exists: add --verify"):
         tfds_builder.build_with_tfds(name, tmp_path / "out")
     with pytest.raises(UserError, match=r"no configuration 'blue'; it has red"):
         tfds_builder.build_with_tfds(

@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from vit_jax import progress
@@ -27,6 +28,10 @@ _STATE = ".state"  # Folder of notes on finished shards; not part of the finishe
 _PLAN = "plan.json"
 _REPORT_EVERY = 64  # Records, from a worker.
 _POLL_SECONDS = 0.2
+_ANEW = (
+    "add --verify to check it, or remove it or choose another --data_dir to prepare it "
+    "anew"
+)
 
 
 class Staging:
@@ -87,7 +92,7 @@ def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
         another way, or the folder cannot be made.
     """
     staging = Staging(target)
-    refuse_existing(target)
+    refuse_existing(target, plan)
     try:
         staging.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(staging.folder, os.O_RDONLY)
@@ -103,13 +108,38 @@ def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
         os.close(lock)  # Frees the lock, as does the end of a killed process.
 
 
-def refuse_existing(target: pathlib.Path) -> None:
-    """Raises UserError if the target exists."""
-    if target.exists():
-        raise UserError(
-            f"{target} exists: add --verify to check it, or remove it or choose another "
-            "--data_dir to prepare it anew"
-        )
+class Exists(UserError):
+    """The set is there already, made from the same input and with the same flags.
+
+    Attributes:
+      target: its folder.
+      content: its manifest.
+    """
+
+    def __init__(self, target: pathlib.Path, content: dict):
+        super().__init__(f"{target} exists: {_ANEW}")
+        self.target, self.content = target, content
+
+
+def refuse_existing(target: pathlib.Path, plan: Mapping = MappingProxyType({})) -> None:
+    """Raises UserError if the target exists.
+
+    Args:
+      target: final folder.
+      plan: what is known of it; `Exists` is raised if the set was made so.
+    """
+    if not target.exists():
+        return
+    try:
+        content = metadata.load_manifest(target)
+    except UserError:
+        content = {}
+    made = content.get("made_from", {})
+    others = [key for key in plan if plan[key] != made.get(key)]
+    if plan and not others:
+        raise Exists(target, content)
+    how = f", made from other input or with other flags ({', '.join(others)})"
+    raise UserError(f"{target} exists{how * bool(made and others)}: {_ANEW}")
 
 
 def digest(items: Iterable) -> str:

@@ -54,11 +54,10 @@ def build_with_tfds(
     config = builder.builder_config.name if builder.builder_config else ""
     full = DatasetName(builder.name, config, str(builder.version))
     target = full.folder(data_dir)
-    refuse_existing(target)
+    plan = {"kind": "tfds", "name": str(full), "shard_bytes": shard_bytes}
+    refuse_existing(target, plan)
     manual = pathlib.Path(manual_dir or data_dir / "downloads" / "manual").expanduser()
     _need_manual_files(builder, full, manual)
-
-    plan = {"kind": "tfds", "name": str(full), "shard_bytes": shard_bytes}
     with begin(target, plan) as place:
         inner = place.folder / "tfds"
         if not (place.folder / metadata.MANIFEST).exists():
