@@ -1,14 +1,23 @@
 """What --help shows: flags, and the keys of the config from their fields."""
 
 import importlib
+import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
 
+import vit_jax
 from vit_jax.config import fields
 from vit_jax.training.config import EvaluationConfig, TrainConfig
+from vit_jax.weights.formats import registry
+
+VERBS = {
+    path.stem
+    for path in pathlib.Path(vit_jax.__file__).parent.glob("*.py")
+    if "def parser(" in path.read_text()
+}
 
 
 def help_of(verb):
@@ -49,6 +58,19 @@ def test_keys_of_a_choice_stand_under_its_name():
 
 def test_a_verb_without_a_config_lists_no_keys():
     assert "config keys" not in help_of("predict")
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_no_choice_is_listed_twice(verb):
+    for choices in re.findall(r"\{([^{}]*)\}", help_of(verb)):
+        listed = re.split(r",\s*", choices)
+        assert len(listed) == len(set(listed))
+
+
+def test_every_format_to_convert_to_is_listed_once():
+    before = help_of("convert").partition("Class names and preprocessing")[0]
+    listed = re.findall(r"^  ([a-z_0-9]+)  +\w", before, re.MULTILINE)
+    assert sorted(listed) == sorted(registry.WRITERS)
 
 
 def test_train_says_it_as_a_process():

@@ -195,7 +195,9 @@ def parser() -> cli.Parser:
     add("--meshes", default="", help="to compare: data=-1,fsdp=16,model=4")
     add("--remat", default="", help="policies to compare; default: all")
     scans = ("true", "false", "true,false")
-    add("--scan", choices=scans, help="loops to compare; default: the config's")
+    shown = "true|false|true,false"
+    text = "loops to compare; default: the config's"
+    add("--scan", choices=scans, metavar=shown, help=text)
     return parser
 
 
