@@ -13,7 +13,7 @@ from vit_jax.config import fields
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import cost
-from vit_jax.models.encoder import Block
+from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.variants import SIZES
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
@@ -40,7 +40,7 @@ def by_hand(params, images, patch, full):
     bias = params["embedding"]["bias"].reshape(1, 1, -1)
     x = x.reshape(len(x), -1, TINY["width"]) + bias
     x = x + params["posembed_input"]["pos_embedding"]
-    block = Block(TINY["num_heads"], TINY["mlp_dim"])
+    block = Block(EncoderConfig(**TINY, attention_impl="einsum"))
     for i in range(TINY["depth"]):
         for kind in ("row", "column"):
             tokens = x if kind == full else x.reshape(-1, 1, x.shape[-1])

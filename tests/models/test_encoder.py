@@ -205,7 +205,7 @@ def test_a_scanned_layer_costs_as_often_as_it_runs():
 
 def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
     kernel = build(attention_impl="splash", platform="tpu", dtype="bfloat16")
-    assert kernel.module.attention_impl == "splash"
+    assert kernel.module.config.attention_impl == "splash"
     assert cost.macs_per_image(kernel) == cost.macs_per_image(build())
 
 
@@ -213,7 +213,7 @@ def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
 def test_a_model_for_another_place_computes_the_same():
     """Off the CPU, tokens of different images stay in axes of their own."""
     here, there = build(pool="map"), build(pool="map", platform="tpu")
-    assert (here.module.flatten, there.module.flatten) == (True, False)
+    assert [m.module.config.merges_tokens for m in (here, there)] == [True, False]
     params = draw_params(here)
     assert_close(loss_and_gradients(there, params), loss_and_gradients(here, params))
 
@@ -288,7 +288,7 @@ def test_impossible_ways_of_computing_are_refused(options, message):
 
 @pytest.mark.parametrize("option", ["scan", "remat_policy", "attention_impl"])
 def test_a_resnet_has_no_blocks_to_scan(option):
-    with pytest.raises(UserError, match=f"model option {option}=.* not one of R50x1"):
+    with pytest.raises(UserError, match=f"unknown config key model.{option};"):
         models.create("R50x1", num_classes=5, **{option: "full"})
 
 

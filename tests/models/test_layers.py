@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.models import attention, layers
-from vit_jax.models.encoder import Block
+from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.layers import MultiHeadAttention
 
 B, N, M, H, K = 2, 5, 7, 3, 4  # Distinct, so that no swapped axis can pass.
@@ -131,7 +131,7 @@ def test_dense_layers_of_the_heads_start_and_act_as_those_of_flax():
 
 
 def test_block_of_drop_path_one_is_the_identity_in_training():
-    block = Block(num_heads=H, hidden=9)
+    block = Block(EncoderConfig(num_heads=H, mlp_dim=9, attention_impl="einsum"))
     x = jax.random.normal(jax.random.key(0), (B, N, H * K))
     params = block.init(jax.random.key(1), x)
     y = block.apply(params, x, rate=1.0, key=jax.random.key(2))
@@ -139,7 +139,7 @@ def test_block_of_drop_path_one_is_the_identity_in_training():
 
 
 def test_drop_path_drops_whole_images_and_rescales_what_stays():
-    block = Block(num_heads=H, hidden=9)
+    block = Block(EncoderConfig(num_heads=H, mlp_dim=9, attention_impl="einsum"))
     image = jax.random.normal(jax.random.key(0), (1, N, H * K))
     x = jnp.broadcast_to(image, (64, N, H * K))
     params = block.init(jax.random.key(1), image)

@@ -119,7 +119,7 @@ def test_gelu_flavours_differ_a_little():
         ("R50+B/8", {}, r"hybrids are R50\+SIZE/16, R50\+SIZE/32, R26\+SIZE/32"),
         ("R51x1", {}, "ResNets are R50, R101, R152, R200"),
         ("R50x0", {}, "each with a width factor"),
-        ("R50x1", {"pool": "gap"}, "pool='gap' is not one of R50x1; it takes dtype"),
+        ("R50x1", {"pool": "gap"}, "unknown config key model.pool; the nearest"),
         ("R50x1", {"stem_width": 48}, "stem_width=48 is not a multiple of the 32"),
         (
             "R50x1",
@@ -129,7 +129,7 @@ def test_gelu_flavours_differ_a_little():
         (
             "B/16",
             {"stage_depths": (1,)},
-            r"option stage_depths=\(1,\) is not one of B/16",
+            "unknown config key model.stage_depths; the nearest",
         ),
         (
             "B/16",
@@ -148,7 +148,11 @@ def test_gelu_flavours_differ_a_little():
             {"activation": "relu"},
             "activation='relu' is not one of gelu_tanh, gelu, quick_gelu, swiglu",
         ),
-        ("B/16", {"posemb": "relative"}, "posemb_placement='stem' has no meaning"),
+        (
+            "B/16",
+            {"posemb": "relative", "posemb_placement": "stem"},
+            "posemb_placement=.stem. has no meaning",
+        ),
         ("B/16", {"pool": "map", "distillation": True}, "needs pool=token, not map"),
         (
             "B/16",

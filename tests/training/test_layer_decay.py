@@ -78,9 +78,8 @@ WITH = {
 def every_option():
     """Yields options of a Vision Transformer, each key with each of its values once."""
     for field in dataclasses.fields(ViTConfig):
-        if (
-            field.name == "attention_impl"
-        ):  # Without parameters, and of some devices only.
+        # Without parameters, and of some devices only.
+        if field.name in ("attention_impl", "platform"):
             continue
         values = field.metadata["config"].choices
         for value in (False, True) if field.type is bool else values:

@@ -9,8 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from vit_jax.models import Model
-from vit_jax.models.registry import Params
+from vit_jax.models import Model, Params
 from vit_jax.weights.pretrained import Preprocess
 
 # Each view is a place of the crop, as parts of what is left beside it, and a mirroring.

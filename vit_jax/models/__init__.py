@@ -1,15 +1,9 @@
 """The networks: `create(variant, ...)` gives a `Model`."""
 
 from vit_jax.models import axial, mixer, swin
+from vit_jax.models.model import Model, Params
 from vit_jax.models.network import NetworkConfig
-from vit_jax.models.registry import (
-    VARIANTS,
-    Model,
-    Params,
-    create,
-    names,
-    side_multiple,
-)
+from vit_jax.models.registry import VARIANTS, create, names, side_multiple
 
 __all__ = [
     "VARIANTS",

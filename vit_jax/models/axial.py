@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import layers
-from vit_jax.models.encoder import Block
+from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.posemb import AddPositions
@@ -109,15 +109,16 @@ class AxialViT(nn.Module):
         keys = [None] * 2 * size.depth
         if train and config.dropout:
             keys = list(jax.random.split(self.make_rng("dropout"), 2 * size.depth))
+        encoder = EncoderConfig(
+            num_heads=size.num_heads,
+            mlp_dim=size.mlp_dim,
+            dropout=config.dropout,
+            activation=config.activation,
+            dtype=config.dtype,
+            attention_impl="einsum",
+        )
         for i, drawn in enumerate(keys):
-            block = Block(
-                size.num_heads,
-                size.mlp_dim,
-                config.dropout,
-                config.activation,
-                dtype=config.dtype,
-                name=f"{('row', 'column')[i % 2]}_block_{i // 2}",
-            )
+            block = Block(encoder, name=f"{('row', 'column')[i % 2]}_block_{i // 2}")
             # After each block the other axis is that of the tokens.
             lines = block(x.reshape(-1, x.shape[2], D), None, None, drawn)
             x = jnp.swapaxes(lines.reshape(x.shape), 1, 2)

@@ -4,7 +4,6 @@ All of it is read off traced computations; nothing is computed, and no parameter
 ever made.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -16,8 +15,8 @@ import numpy as np
 from jax.extend import core
 
 from vit_jax.errors import UserError
-from vit_jax.models import network, resnet, vit
-from vit_jax.models.registry import Model
+from vit_jax.models import network, stacking
+from vit_jax.models.model import Model
 
 # Primitives that run what they hold once. Any other that holds a product is an error.
 _CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
@@ -145,39 +144,7 @@ def window_products(
 
 def parameters(model: Model) -> int:
     """Returns the number of parameters."""
-    leaves = jax.tree.leaves(_shapes(model.module, model.image_shape))
-    return sum(leaf.size for leaf in leaves)
-
-
-def at_any_depth(create: Callable[..., Model], options: dict) -> tuple[int, int]:
-    """Returns parameters and multiply-accumulates of a network, however deep.
-
-    Each further block of a stage takes as much as the one before it, so that networks
-    of few blocks tell of the many, which would take long to trace.
-
-    Args:
-      create: builds a network from the options.
-      options: with `depth`, `blocks` or both.
-    """
-    counts = list(options.get("stage_depths", ()))
-    stages = len(counts)
-    counts += [options["depth"]] if "depth" in options else []
-
-    def measure(counts):
-        shallow = options | {"stage_depths": tuple(counts[:stages])}
-        shallow |= {"depth": counts[stages]} if "depth" in options else {}
-        if not stages:
-            del shallow["stage_depths"]
-        model = create(**shallow)
-        return np.array([parameters(model), macs_per_image(model)], object)
-
-    few = [min(count, 2) for count in counts]
-    total = least = measure(few)
-    for i, count in enumerate(counts):
-        if count > few[i]:
-            more = measure([*few[:i], few[i] + 1, *few[i + 1 :]]) - least
-            total = total + (count - few[i]) * more
-    return int(total[0]), int(total[1])
+    return sum(leaf.size for leaf in jax.tree.leaves(_shapes(model)))
 
 
 def tokens(model: Model) -> int:
@@ -200,11 +167,8 @@ def macs_per_image(model: Model) -> int:
     Raises:
       UserError: its code multiplies where no trace shows it.
     """
-    module = model.module
-    if model.has_encoder:
-        module = module.clone(attention_impl="einsum")
     try:
-        return _forward_macs(module, model.image_shape)
+        return _forward_macs(_of_products(model))
     except ValueError as error:
         raise UserError(
             f"model.variant={model.options['variant']!r}: its cost is not known: {error}"
@@ -226,15 +190,11 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
       model: with or without a classifier.
       dtype: of the computation; None is the model's own.
     """
-    module = model.module if dtype is None else model.module.clone(dtype=dtype)
-    # Of another network it is not known which options draw random numbers.
-    random = not isinstance(model.module, (vit.VisionTransformer, resnet.ResNet))
-    random |= any(model.options.get(k) for k in ("dropout", "drop_path_rate"))
+    model = model if dtype is None else model.replace(dtype=dtype)
 
     def pullback(params, images, key):
         def forward(params):
-            rngs = {"dropout": key} if random else None
-            return module.apply({"params": params}, images, train=random, rngs=rngs)
+            return model.apply(params, images, train=True, key=key)
 
         return jax.vjp(forward, params)[1]
 
@@ -270,11 +230,8 @@ def flops(forward: Callable[[Model], jax.Array], model: Model) -> int | None:
     Returns:
       2 for each multiply-accumulate; None where no trace shows them.
     """
-    if model.has_encoder:
-        module = model.module.clone(attention_impl="einsum")
-        model = dataclasses.replace(model, module=module)
     try:
-        return 2 * macs(lambda: forward(model))
+        return 2 * macs(lambda: forward(_of_products(model)))
     except ValueError:
         return None
 
@@ -303,23 +260,24 @@ def training_exaflops(model: Model, images: int) -> float | None:
     return None if flops is None else 1e-18 * flops * images
 
 
-@functools.lru_cache(maxsize=16)
-def _shapes(module: nn.Module, image_shape: tuple[int, int, int]) -> dict:
-    model = Model(module, {}, image_shape, 1)
-    if not model.has_encoder:
-        return network.shapes(module, image_shape)["params"]
-    return jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))
+def _of_products(model: Model) -> Model:
+    """Returns the network with attention as einsums, which a trace shows."""
+    return model.replace(attention_impl="einsum") if model.has_encoder else model
 
 
 @functools.lru_cache(maxsize=16)
-def _forward_macs(module: nn.Module, image_shape: tuple[int, int, int]) -> int:
-    model = Model(module, {}, image_shape, 1)
+def _forward_macs(model: Model) -> int:
     args = _abstract(model, batch=1)
     with nn.intercept_methods(network.trace_once):
         return macs(model.apply, *args)
 
 
+def _shapes(model: Model) -> dict:
+    params = network.shapes(model.module, model.image_shape)["params"]
+    return stacking.stack(params) if model.stacked else params
+
+
 def _abstract(model: Model, batch: int) -> tuple[dict, jax.ShapeDtypeStruct]:
     """Returns parameters and images without contents."""
     images = jax.ShapeDtypeStruct((batch, *model.image_shape), jnp.float32)
-    return _shapes(model.module, model.image_shape), images
+    return _shapes(model), images

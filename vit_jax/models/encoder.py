@@ -4,8 +4,8 @@ Parameters are named as vit.py says. Letters: B images, P prefix tokens, N token
 K head width, D model width, R offsets, V visible patches, Y by X patches.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -13,44 +13,250 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from vit_jax.models import rotary, stacking
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
+from vit_jax.models import attention, rotary, stacking
 from vit_jax.models.attention import Positions
 from vit_jax.models.layers import (
+    ACTIVATIONS,
     LayerNorm,
     LayerScale,
     Mlp,
     MultiHeadAttention,
     drop_path,
 )
-from vit_jax.models.posemb import AddPositions, bias_of_grid
+from vit_jax.models.network import NetworkConfig
+from vit_jax.models.posemb import RESIZE_METHODS, AddPositions, bias_of_grid
+
+POSITION_KINDS = (
+    *("learned", "learned2d", "sincos2d", "sincos2d_mae"),
+    *("relative", "none"),
+)
+POSITION_PLACES = ("stem", "every", "shared")
+BIAS_PLACES = ("none", "every", "shared")
+MLP_ACTIVATIONS = (*ACTIVATIONS, "swiglu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(NetworkConfig):
+    """An encoder: the blocks of a Vision Transformer, of a text tower or of a decoder."""
+
+    has_encoder = True
+
+    width: int = key(
+        0, "Features a token, in place of the variant's own if not 0.", below=2**31
+    )
+    # As the deepest published (DeepNet, arXiv:2203.00555): each block takes half a second to
+    # trace and compile, under a scan too, since parameters are initialised one by one.
+    depth: int = key(0, "Encoder blocks, likewise.", at_most=1_000)
+    num_heads: int = key(
+        0,
+        "Attention heads a block, likewise.",
+        below=2**31,
+        formerly="model.heads",
+    )
+    mlp_dim: int = key(
+        0,
+        "Hidden units of the MLP, likewise; of a gated one those behind the gate.",
+        below=2**31,
+    )
+    posemb: str = key(
+        "learned",
+        'Position embeddings: "learned", "learned2d", "sincos2d", "sincos2d_mae", '
+        '"relative" or "none".',
+        choices=POSITION_KINDS,
+    )
+    posemb_placement: str = key(
+        "stem",
+        'Where they are added: once ("stem"), in "every" layer its own, or in each the '
+        'same ("shared"). Of "relative" each layer has its own, or all the same.',
+        choices=POSITION_PLACES,
+        formerly="model.posemb_at",
+        only_if={
+            "posemb": {
+                "learned": "stem",
+                "learned2d": "stem",
+                "sincos2d": "stem",
+                "sincos2d_mae": "stem",
+                "relative": "every",
+            }
+        },
+    )
+    posemb_resize: str = key(
+        "linear",
+        'How learned ones are resized for images of another size: "linear" (Google\'s), '
+        '"bicubic" (timm\'s, DINOv2\'s with registers), "bicubic_plain" (MAE\'s), '
+        "\"bicubic_dino\" (DINO's, DINOv2's); models/posemb.py.",
+        choices=tuple(RESIZE_METHODS),
+        only_if={"posemb": ("learned", "learned2d")},
+    )
+    dropout: float = key(
+        0.0,
+        "Its rate, after the position embeddings and each dense layer but those of "
+        "query, key and value and of the head.",
+        below=1,
+    )
+    drop_path_rate: float = key(
+        0.0,
+        "Stochastic depth: drop rate of the last block.",
+        below=1,
+        formerly="model.stochastic_depth",
+    )
+    drop_path_schedule: str = key(
+        "linear",
+        '"linear": 0 at the first block; "constant": the same in all, as DeiT III.',
+        choices=("linear", "constant"),
+    )
+    activation: str = key(
+        "gelu_tanh",
+        'Of the MLP: "gelu_tanh" (Google\'s), "gelu" (exact: timm, Hugging Face), '
+        '"quick_gelu" (CLIP) or "swiglu" (gated: DINOv2\'s g/14).',
+        choices=MLP_ACTIVATIONS,
+        formerly="model.gelu",
+    )
+    layer_scale_init: float = key(
+        0.0,
+        "Initial LayerScale, the learnt factors behind attention and MLP "
+        "(arXiv:2103.17239); 0: there are none.",
+    )
+    relative_bias: str = key(
+        "none",
+        'Learnt biases of attention by offset of two patches (BEiT): in "every" layer '
+        'its own, or in each the same ("shared").',
+        choices=BIAS_PLACES,
+    )
+    rope: str = key(
+        "none",
+        'Rotary position embeddings: "axial" (EVA-02), "centered" (DINOv3) or "mixed" '
+        "(learnt directions, arXiv:2403.13298).",
+        choices=rotary.KINDS,
+    )
+    rope_temperature: float = key(
+        100.0, "Longest wave length by the shortest; EVA-02 has 10,000."
+    )
+    rope_reference: int = key(
+        0,
+        "Side in patches that a grid of another size is stretched to; 0: none.",
+        below=10_000,
+    )
+    pre_norm: bool = key(False, "A LayerNorm before the first block, as CLIP.")
+    post_norm: bool = key(
+        False, "LayerNorms behind the branches, not before them, as Swin V2."
+    )
+    qk_norm: bool = key(False, "LayerNorms of queries and keys (arXiv:2302.05442).")
+    attention_out_norm: bool = key(
+        False, "A LayerNorm of the heads' results, as EVA-02-CLIP (arXiv:2210.06423)."
+    )
+    mlp_norm: bool = key(False, "A LayerNorm of the MLP's hidden units, as EVA-02.")
+    final_norm: bool = key(True, "The LayerNorm after the last block.")
+    layer_norm_eps: float = key(
+        1e-6, "Epsilon of the LayerNorms.", formerly="model.epsilon"
+    )
+    scan: bool = key(
+        False,
+        "One trace of a block for all: compiles faster, needs more memory. The results, "
+        "parameters and checkpoints are the same with any value of this, of "
+        "`remat_policy` and of `attention_impl`.",
+        changes_result=False,
+    )
+    remat_policy: str = key(
+        "none",
+        "What a block computes again, from most memory to most computing; see "
+        "models/stacking.py.",
+        choices=tuple(stacking.REMAT_POLICIES),
+        formerly="model.remat",
+        changes_result=False,
+    )
+    attention_impl: str = key(
+        "auto",
+        '"auto", or "einsum", "cudnn" (NVIDIA GPUs), "splash" (TPUs).',
+        choices=attention.NAMES,
+        formerly="model.attention",
+        changes_result=False,
+    )
+
+    @property
+    def encoder_norm(self) -> bool:
+        """Whether a LayerNorm ends the encoder."""
+        return self.final_norm
+
+    @property
+    def merges_tokens(self) -> bool:
+        """Whether products run over the tokens of all images, see layers.flatten_tokens."""
+        return self.platform in ("", "cpu")
+
+    def drop_rates(self) -> list[float | None]:
+        """Returns the rate of stochastic depth of each block."""
+        if not self.drop_path_rate:
+            # None instead of zeros, whose draws XLA could not remove from a scan.
+            return [None] * self.depth
+        if self.drop_path_schedule == "constant":
+            return [self.drop_path_rate] * self.depth
+        last = max(1, self.depth - 1)
+        return [self.drop_path_rate * i / last for i in range(self.depth)]
+
+    def placed(self, num_tokens: int) -> "EncoderConfig":
+        """Returns the config as it is best computed on its platform.
+
+        Args:
+          num_tokens: length of the sequence.
+
+        Raises:
+          UserError: numbers that do not fit each other, or attention that this platform
+            or network does not have.
+        """
+        self._check()
+        relative = ""
+        if self.posemb == "relative":
+            relative = "model.posemb='relative'"
+        elif self.relative_bias != "none":
+            relative = f"model.relative_bias={self.relative_bias!r}"
+        platform = self.platform or jax.default_backend()
+        implementation = attention.choose(
+            self.attention_impl,
+            platform=platform,
+            dtype=self.dtype,
+            tokens=num_tokens,
+            head_width=self.width // self.num_heads,
+            relative=relative,
+        )
+        return dataclasses.replace(
+            self, platform=platform, attention_impl=implementation
+        )
+
+    def _check(self) -> None:
+        if self.width % self.num_heads:
+            raise UserError(
+                f"model width {self.width} does not divide into {self.num_heads} heads: "
+                "change model.width or model.num_heads"
+            )
+        if "2d" in self.posemb and self.width % 4:
+            raise UserError(
+                f"model width {self.width} is not a multiple of 4, as "
+                f"posemb={self.posemb} needs: change model.width or model.posemb"
+            )
+        if self.rope != "none" and self.width // self.num_heads % 4:
+            raise UserError(
+                f"heads of {self.width // self.num_heads} features are not a multiple of "
+                f"4, as rope={self.rope} needs: change model.num_heads or model.rope"
+            )
+        if self.posemb == "relative" and self.posemb_placement == "stem":
+            raise UserError(
+                "model.posemb_placement='stem' has no meaning with posemb=relative, which "
+                "acts in the attention of each layer: set it to 'every' or 'shared'"
+            )
 
 
 class Block(nn.Module):
     """Encoder block: attention, then MLP, each with a LayerNorm and a residual.
 
     Attributes:
-      num_heads, hidden, dropout, activation, dtype, attention_impl, flatten: see
-        MultiHeadAttention and Mlp.
-      layer_scale_init, post_norm, qk_norm, attention_out_norm, mlp_norm: see
-        vit.VisionTransformer.
-      layer_norm_eps: epsilon of the LayerNorms.
+      config: of the encoder.
     """
 
     repeated: ClassVar[bool] = True  # See cost.py.
 
-    num_heads: int
-    hidden: int
-    dropout: float = 0.0
-    activation: str = "gelu_tanh"
-    layer_scale_init: float = 0.0
-    layer_norm_eps: float = 1e-6
-    post_norm: bool = False
-    qk_norm: bool = False
-    attention_out_norm: bool = False
-    mlp_norm: bool = False
-    dtype: str = "float32"
-    attention_impl: str = "einsum"
-    flatten: bool = True
+    config: EncoderConfig
 
     @nn.compact
     def __call__(
@@ -68,42 +274,43 @@ class Block(nn.Module):
           rate: of stochastic depth in both branches, see layers.drop_path, or None.
           key: for dropout and stochastic depth, which are active if it is given.
         """
+        config = self.config
         keys = [None] * 4 if key is None else jax.random.split(key, 4)
 
         def norm(name, x):
-            return LayerNorm(self.layer_norm_eps, self.dtype, name=name)(x)
+            return LayerNorm(config.layer_norm_eps, config.dtype, name=name)(x)
 
         def before(name, x):
-            return x if self.post_norm else norm(name, x)
+            return x if config.post_norm else norm(name, x)
 
         def add(x, branch, key, name, scale):
-            branch = norm(name, branch) if self.post_norm else branch
-            if self.layer_scale_init:
-                branch = LayerScale(self.layer_scale_init, name=scale)(branch)
+            branch = norm(name, branch) if config.post_norm else branch
+            if config.layer_scale_init:
+                branch = LayerScale(config.layer_scale_init, name=scale)(branch)
             x = x + (branch if rate is None else drop_path(branch, rate, key))
             return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
 
         y = before("LayerNorm_0", x)
         y = MultiHeadAttention(
-            self.num_heads,
-            self.dtype,
-            self.attention_impl,
-            self.flatten,
-            self.qk_norm,
-            self.attention_out_norm,
-            self.layer_norm_eps,
+            config.num_heads,
+            config.dtype,
+            config.attention_impl,
+            config.merges_tokens,
+            config.qk_norm,
+            config.attention_out_norm,
+            config.layer_norm_eps,
             name="MultiHeadDotProductAttention_1",
         )(y, y, positions)
-        y = nn.Dropout(self.dropout, deterministic=key is None)(y, rng=keys[0])
+        y = nn.Dropout(config.dropout, deterministic=key is None)(y, rng=keys[0])
         x = add(x, y, keys[1], "LayerNorm_0", "LayerScale_1")
 
         mlp = Mlp(
-            self.hidden,
-            self.dropout,
-            self.activation,
-            self.dtype,
-            self.flatten,
-            self.layer_norm_eps if self.mlp_norm else 0.0,
+            config.mlp_dim,
+            config.dropout,
+            config.activation,
+            config.dtype,
+            config.merges_tokens,
+            config.layer_norm_eps if config.mlp_norm else 0.0,
             name="MlpBlock_3",
         )
         y = mlp(before("LayerNorm_2", x), keys[2])
@@ -131,62 +338,20 @@ def _run_block(block: Block, x: Float[Array, "B N D"], layer: BlockInputs):
     return block(x, layer.positions, layer.rate, layer.key), None
 
 
-class _Rounded(NamedTuple):
-    """A parameter of a product under a scan.
-
-    Attributes:
-      exact: its value, which takes no gradient.
-      rounded: takes the gradient; the value is not read.
-    """
-
-    exact: Float[Array, "*S"]
-    rounded: Float[Array, "*S"]
-
-
-@jax.custom_vjp
-def _with_gradient_of(value, other):
-    """Returns `value`, whose gradient goes to `other` instead."""
-    return value
-
-
-_with_gradient_of.defvjp(
-    lambda value, other: (value, None), lambda _, grad: (jnp.zeros_like(grad), grad)
-)
-
-
 class Encoder(nn.Module):
     """Position embeddings, the blocks and the final LayerNorm.
 
     Attributes:
-      block: function from a name to a block.
+      config: of the encoder.
       grid: rows and columns of patches.
       num_prefix_tokens: tokens before the patches.
       num_register_tokens: how many of them, the last, have no position.
-      final_norm: whether there is a LayerNorm after the last block.
-      others: see vit.VisionTransformer.
     """
 
-    block: Callable[..., Block]
+    config: EncoderConfig
     grid: tuple[int, int]
     num_prefix_tokens: int
-    final_norm: bool
-    depth: int
-    num_heads: int
-    posemb: str
-    posemb_placement: str
-    dropout: float
-    drop_path_rate: float
-    layer_norm_eps: float
-    dtype: str
-    scan: bool
-    remat_policy: str
     num_register_tokens: int = 0
-    drop_path_schedule: str = "linear"
-    pre_norm: bool = False
-    relative_bias: str = "none"
-    rope: str = "none"
-    rope_temperature: float = 100.0
-    rope_reference: int = 0
 
     @nn.compact
     def __call__(
@@ -204,25 +369,30 @@ class Encoder(nn.Module):
           visible: the patches to go on with after the positions, see
             vit.VisionTransformer.
         """
+        config = self.config
         x, layers = self._begin(x, train)
         if visible is not None:
             P = self.num_prefix_tokens
             patches = jnp.take_along_axis(x[:, P:], visible[..., None], axis=1)
             x = jnp.concatenate([x[:, :P], patches], axis=1)
             layers = [self._only(layer, visible) for layer in layers]
-        if self.scan and not self.is_initializing():
-            x = self._scan(x, layers)
+        if config.scan and not self.is_initializing():
+            block = Block(config, name=stacking.STACKED)
+            if layers[-1].added is not None:  # `_begin` has added the first one's.
+                zeros = jnp.zeros_like(layers[-1].added)
+                layers = [layers[0]._replace(added=zeros), *layers[1:]]
+            x = stacking.scan(_run_block, block, x, layers, config)
         else:
-            policy = "none" if self.is_initializing() else self.remat_policy
+            policy = "none" if self.is_initializing() else config.remat_policy
             run = stacking.wrap_remat(_run_block, policy, in_scan=False)
             for i, layer in enumerate(layers):
-                x, _ = run(self.block(name=f"{stacking.STACKED}_{i}"), x, layer)
+                x, _ = run(Block(config, name=f"{stacking.STACKED}_{i}"), x, layer)
         return self._end(x)
 
     def _begin(self, x, train):
         """Returns the input tokens of the first block, and the other inputs of all blocks."""
-        random = train and (self.dropout or self.drop_path_rate)
-        keys = [None] * (1 + self.depth)
+        random = train and (self.config.dropout or self.config.drop_path_rate)
+        keys = [None] * (1 + self.config.depth)
         if random:
             keys = jax.random.split(self.make_rng("dropout"), len(keys))
         key, *keys = keys
@@ -230,77 +400,23 @@ class Encoder(nn.Module):
         # Positions are added before the first dropout.
         x = x if layers[0].added is None else x + layers[0].added
         layers[0] = layers[0]._replace(added=None)
-        x = nn.Dropout(self.dropout, deterministic=not random)(x, rng=key)
-        if self.pre_norm:
-            x = LayerNorm(self.layer_norm_eps, self.dtype, name="pre_norm")(x)
+        x = nn.Dropout(self.config.dropout, deterministic=not random)(x, rng=key)
+        if self.config.pre_norm:
+            x = LayerNorm(
+                self.config.layer_norm_eps, self.config.dtype, name="pre_norm"
+            )(x)
         return nn.with_logical_constraint(x, ("batch", "tokens", "embed")), layers
 
     def _end(self, x):
-        if not self.final_norm:
+        if not self.config.encoder_norm:
             return x
-        return LayerNorm(self.layer_norm_eps, self.dtype, name="encoder_norm")(x)
-
-    def _scan(self, x, layers):
-        """Runs all blocks as a scan over stacked parameters."""
-        if layers[-1].added is not None:
-            zero = jnp.zeros_like(layers[-1].added)
-            layers = [layers[0]._replace(added=zero), *layers[1:]]
-        run = _run_block
-        if self.dtype != "float32":
-            run = nn.map_variables(run, "params", trans_in_fn=self._round)
-        run = nn.scan(
-            stacking.wrap_remat(run, self.remat_policy, in_scan=True),
-            variable_axes={"params": 0},
-            length=self.depth,
-        )
-        if self.dtype != "float32":
-            run = nn.map_variables(run, "params", trans_in_fn=self._split)
-        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-        return run(self.block(name=stacking.STACKED), x, layers)[0]
-
-    def _split(self, params):
-        """Separates the parameters of products into values and what takes gradients.
-
-        Products round their parameters to the dtype of the computation anyway. Rounded
-        before the scan, parameters get gradients that it stacks in that dtype and not in
-        float32. What products read is rounded in the scan, so that no rounded copy of all
-        blocks is in memory; without rematerialisation the scan would keep one in any case.
-        """
-
-        def split_one(path, leaf):
-            if any("LayerNorm" in key.key for key in path):
-                return leaf
-            rounded = leaf.astype(self.dtype)
-            if self.remat_policy == "none":
-                return rounded
-            return _Rounded(jax.lax.stop_gradient(leaf), rounded)
-
-        return jax.tree.map_with_path(split_one, params)
-
-    def _round(self, params):
-        """Returns the parameters of one block, those of products rounded."""
-
-        def round_one(leaf):
-            if not isinstance(leaf, _Rounded):
-                return leaf
-            # XLA moves a mere conversion out of the loop, to all blocks at once.
-            kind = jnp.finfo(self.dtype)
-            value = jax.lax.reduce_precision(leaf.exact, kind.nexp, kind.nmant)
-            return _with_gradient_of(value.astype(self.dtype), leaf.rounded)
-
-        return jax.tree.map(
-            round_one, params, is_leaf=lambda leaf: isinstance(leaf, _Rounded)
-        )
+        return LayerNorm(
+            self.config.layer_norm_eps, self.config.dtype, name="encoder_norm"
+        )(x)
 
     def _layers(self, x, keys) -> list[BlockInputs]:
         """Returns the inputs of the blocks besides their tokens."""
-        # None instead of zeros, whose draws XLA could not remove from a scan.
-        rates = [None] * self.depth
-        if self.drop_path_rate and self.drop_path_schedule == "constant":
-            rates = [self.drop_path_rate] * self.depth
-        elif self.drop_path_rate:
-            last = max(1, self.depth - 1)
-            rates = [self.drop_path_rate * i / last for i in range(self.depth)]
+        rates = self.config.drop_rates()
         angles = self._angles(x)
         return [
             BlockInputs(
@@ -329,46 +445,50 @@ class Encoder(nn.Module):
 
     def _angles(self, x) -> list:
         """Returns the angles that the queries and keys of each block are turned by."""
-        if self.rope == "none":
-            return [None] * self.depth
-        K = x.shape[-1] // self.num_heads
-        if self.rope == "mixed":
-            shape = (self.depth, 2, self.num_heads, K // 2)
+        if self.config.rope == "none":
+            return [None] * self.config.depth
+        K = x.shape[-1] // self.config.num_heads
+        if self.config.rope == "mixed":
+            shape = (self.config.depth, 2, self.config.num_heads, K // 2)
 
             def init(key, shape):
                 turns = jax.random.uniform(key, (shape[0], shape[2]))
-                return rotary.initial_frequencies(turns, K, self.rope_temperature)
+                return rotary.initial_frequencies(
+                    turns, K, self.config.rope_temperature
+                )
 
             layers = self.param("rope_frequencies", init, shape)
             found = [rotary.mixed_angles(one, self.grid) for one in layers]
         else:
-            numbers = K, self.rope_temperature, self.rope_reference
-            found = [rotary.angles(self.rope, self.grid, *numbers)] * self.depth
+            numbers = K, self.config.rope_temperature, self.config.rope_reference
+            found = [
+                rotary.angles(self.config.rope, self.grid, *numbers)
+            ] * self.config.depth
         pad = ((0, 0), (self.num_prefix_tokens, 0), (0, 0))
         return [jnp.pad(one, pad) for one in found]
 
     def _bias(self, x, layer: int):
         """Returns what is added to the logits of a layer, if anything is."""
-        if self.relative_bias == "none":
+        if self.config.relative_bias == "none":
             return None
         name, (Y, X) = "relative_bias", self.grid
-        if self.relative_bias == "every":
+        if self.config.relative_bias == "every":
             name = f"{name}_{layer}"
-        if layer and self.relative_bias == "shared":
+        if layer and self.config.relative_bias == "shared":
             table = self.get_variable("params", name)
         else:
-            shape = (math.prod((2 * Y - 1, 2 * X - 1)) + 3, self.num_heads)
+            shape = (math.prod((2 * Y - 1, 2 * X - 1)) + 3, self.config.num_heads)
             table = self.param(name, nn.initializers.zeros, shape, jnp.float32)
         return bias_of_grid(jnp.asarray(table), self.grid, self.num_prefix_tokens)
 
     def _added(self, x) -> list:
         """Returns the position embeddings added before each block, or None."""
-        if self.posemb in ("none", "relative"):
-            return [None] * self.depth
+        if self.config.posemb in ("none", "relative"):
+            return [None] * self.config.depth
 
         def table(name):
             add = AddPositions(
-                self.posemb,
+                self.config.posemb,
                 self.grid,
                 self.num_prefix_tokens,
                 self.num_register_tokens,
@@ -376,23 +496,23 @@ class Encoder(nn.Module):
             )
             return add(jnp.zeros((1, *x.shape[1:]), x.dtype))
 
-        if self.posemb_placement == "every":
-            return [table(f"posembed_{i}") for i in range(self.depth)]
+        if self.config.posemb_placement == "every":
+            return [table(f"posembed_{i}") for i in range(self.config.depth)]
         first = table("posembed_input")
-        return [first] + [first if self.posemb_placement == "shared" else None] * (
-            self.depth - 1
-        )
+        return [first] + [
+            first if self.config.posemb_placement == "shared" else None
+        ] * (self.config.depth - 1)
 
     def _relative(self, x, layer: int):
         """Returns a layer's key for each offset of two tokens, if it has them."""
-        if self.posemb != "relative":
+        if self.config.posemb != "relative":
             return None
         name = "relative_embedding"
-        if self.posemb_placement == "every":
+        if self.config.posemb_placement == "every":
             name = f"{name}_{layer}"
         elif layer:
             return self.get_variable("params", name).astype(x.dtype)
         _, N, D = x.shape
-        shape = (self.num_heads, 2 * N - 1, D // self.num_heads)
+        shape = (self.config.num_heads, 2 * N - 1, D // self.config.num_heads)
         init = nn.initializers.normal(0.02)
         return self.param(name, init, shape, jnp.float32).astype(x.dtype)

@@ -3,7 +3,6 @@
 Letters: B images, Y by X pixels, C channels, N tokens, H heads, D width, L classes.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.encoder import Block, Encoder
 from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
-from vit_jax.models.vit import VisionTransformer, block_of
+from vit_jax.models.vit import VisionTransformer
 
 Images = Float[Array, "B Y X C"]
 
@@ -97,7 +96,7 @@ def classify_tokens(
       UserError: the network has no attention.
     """
     _check(module)
-    return _classify_tokens(module, _others(params), tokens.astype(module.dtype))
+    return _classify_tokens(module, _others(params), tokens.astype(module.config.dtype))
 
 
 def attention_gradients(
@@ -119,10 +118,11 @@ def attention_gradients(
       UserError: no attention, no classifier of whole images, or an unknown class.
     """
     _check(module)
-    if not module.num_classes or module.pool == "none":
+    pool = module.config.pool
+    if not module.num_classes or pool == "none":
         raise UserError(
             f"there is no logit to explain with num_classes={module.num_classes} and "
-            f"pool={module.pool}: give a model that classifies images"
+            f"pool={pool}: give a model that classifies images"
         )
     classes = np.asarray(classes)
     wrong = classes[(classes < 0) | (classes >= module.num_classes)]
@@ -193,13 +193,18 @@ class _EndEncoder(Encoder):
         return self._end(x)
 
 
+def _part(kind, config, grid):
+    P, R = len(config.prefix_tokens), config.num_register_tokens
+    return kind(config, grid, P, R, name=stacking.ENCODER)
+
+
 class _Embedding(VisionTransformer):
     """The part of the network before the first block."""
 
     @nn.compact
     def __call__(self, images):
-        x, grid = self._embed(images)
-        return self._encoder(_BeginEncoder, grid)(x)
+        x, grid = self.embed(images)
+        return _part(_BeginEncoder, self.config, grid)(x)
 
 
 class _Classifier(VisionTransformer):
@@ -208,25 +213,21 @@ class _Classifier(VisionTransformer):
     @nn.compact
     def __call__(self, x):
         # The grid is only needed for positions, which are added already.
-        return self._classify(self._encoder(_EndEncoder, (0, 0))(x))
-
-
-def _convert(kind: type[nn.Module], module: nn.Module) -> nn.Module:
-    """Returns a module of another class with the same attributes."""
-    names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
-    return kind(**{name: getattr(module, name) for name in names})
+        return self.classify(_part(_EndEncoder, self.config, (0, 0))(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def embed_images(module, params, images):
     """Returns the first block's tokens, and what each block knows of their places."""
-    return _convert(_Embedding, module).apply({"params": params}, images)
+    return _Embedding(module.config, module.num_classes).apply(
+        {"params": params}, images
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def run_block(module, params, x, given):
     """Returns the attention and output tokens of a block."""
-    return _attend(block_of(module)(), params, x, given)
+    return _attend(Block(module.config), params, x, given)
 
 
 def _attend(block: Block, params, x, given, added=None):
@@ -243,13 +244,14 @@ def _attend(block: Block, params, x, given, added=None):
 @functools.partial(jax.jit, static_argnums=0)
 def _classify_tokens(module, params, x):
     """Computes the network's outputs from the last block's tokens."""
-    return _convert(_Classifier, module).apply({"params": params}, x)
+    return _Classifier(module.config, module.num_classes).apply({"params": params}, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def head_vjp(module, params, x, classes):
     """Returns the head's weights over tokens, and the logits' gradient there."""
-    end, name = _convert(_Classifier, module), "MultiHeadDotProductAttention_0"
+    end = _Classifier(module.config, module.num_classes)
+    config, name = module.config, "MultiHeadDotProductAttention_0"
     B, N, _ = x.shape
 
     def logit(x, added):
@@ -260,19 +262,19 @@ def head_vjp(module, params, x, classes):
         picked = jnp.take_along_axis(outputs["logits"], classes[:, None], axis=1)
         return picked.sum(), kept
 
-    pools = module.pool == "map"
-    added = jnp.zeros((B, module.num_heads, 1, N))
+    pools = config.pool == "map"
+    added = jnp.zeros((B, config.num_heads, 1, N))
     (slope, gradient), kept = jax.grad(logit, (0, 1), has_aux=True)(x, added)
     if pools:
         weights = kept[INTERMEDIATES][_POOLING][name]["weights"][0]
         return nn.relu(weights * gradient).mean(1)[:, 0], slope
-    first, last = 0, 1 + module.distillation
-    if module.pool in ("gap", "token_gap"):
-        first, last = module.num_prefix_tokens, N
+    first, last = 0, 1 + config.distillation
+    if config.pool in ("gap", "token_gap"):
+        first, last = len(config.prefix_tokens), N
     places = jnp.arange(N)
     pooling = (first <= places) & (places < last)
     pooling = pooling / (last - first)
-    if module.pool == "token_gap":
+    if config.pool == "token_gap":
         pooling = (pooling + (places == 0)) / 2
     return jnp.broadcast_to(pooling, (B, N)), slope
 
@@ -280,14 +282,14 @@ def head_vjp(module, params, x, classes):
 @functools.partial(jax.jit, static_argnums=0)
 def block_vjp(module, params, x, given, slope):
     """Returns a block's attention, and gradients of attention and input tokens."""
-    block = block_of(module)()
+    block = Block(module.config)
 
     def forward(x, added):
         attention, x = _attend(block, params, x, given, added)
         return x, attention
 
     B, N, _ = x.shape
-    added = jnp.zeros((B, module.num_heads, N, N))
+    added = jnp.zeros((B, module.config.num_heads, N, N))
     _, back, attention = jax.vjp(forward, x, added, has_aux=True)
     slope, gradient = back(slope)
     return attention, gradient, slope

@@ -1,13 +1,9 @@
-"""The protocol of a network: a config dataclass that builds a Flax module.
-
-Networks of a user's module, and each network that is one file here, are built by it.
-The Vision Transformer, its hybrids and the ResNets are older; registry.py builds them.
-"""
+"""The protocol of a network: a config dataclass that builds a Flax module."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -23,17 +19,29 @@ class NetworkConfig(ModelConfig):
     """What `config.model` states of a network; the base of its keys.
 
     Attributes:
-      patch_size: what the sides of images must be multiples of; a key of this name, a
-        constant or a property replaces it.
+      patch_size: side in pixels of what becomes a token; this and the others may be
+        replaced by a key of the name, a constant or a property.
+      side_multiple: what the sides of images must be multiples of; None: of the patch.
       encoder_stride: side in pixels of the tokens that its module returns if called with
         `classify=False`, see `Model.encode`, and then also with `edit_patches`; 0 if it
         takes neither.
+      has_encoder: whether it is a Vision Transformer, which intermediates.py looks into.
+      scan: whether its blocks are computed as a scan, see stacking.py.
+      prefix_tokens: names of the tokens before those of the patches.
       names: the variants that are published.
     """
 
     patch_size: ClassVar[int] = 1
+    side_multiple: ClassVar[int | None] = None
     encoder_stride: ClassVar[int] = 0
+    has_encoder: ClassVar[bool] = False
+    scan: ClassVar[bool] = False
+    prefix_tokens: ClassVar[tuple[str, ...]] = ()
     names: ClassVar[tuple[str, ...]] = ()
+
+    def sized(self) -> "NetworkConfig":
+        """Returns the config with the variant's numbers where it states none."""
+        return self
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
         """Returns the network.
@@ -121,57 +129,55 @@ class BlockWindows:
     weights: Any
 
 
-class Network(NamedTuple):
-    """A network that was built.
+def read(kind: type[NetworkConfig], stated: Mapping[str, object]) -> NetworkConfig:
+    """Returns the config of a network, its variant's numbers included.
 
-    Attributes:
-      module: the Flax module.
-      options: the keys of its config that are read, defaults included.
-      patch_size, encoder_stride: see `NetworkConfig`.
-      representations: whether it returns "pre_logits".
+    Args:
+      kind: dataclass of the config.
+      stated: `variant`, and keys of the config. Those that others leave unread, as
+        `class_token` with `pool="token"`, change nothing.
+
+    Raises:
+      UserError: unknown key, or value out of its bounds.
     """
-
-    module: nn.Module
-    options: dict
-    patch_size: int
-    encoder_stride: int
-    representations: bool
+    known = fields.fields(kind)
+    values = fields.defaults(kind) | stated
+    stated = {
+        name: value
+        for name, value in stated.items()
+        if name not in known or fields.is_read(known[name], values)
+    }
+    return loading.complete(kind, stated, "model.").sized()
 
 
 def build(
-    kind: type[NetworkConfig],
-    stated: Mapping[str, object],
-    *,
-    num_classes: int,
-    image_size: tuple[int, int],
-    channels: int,
-) -> Network:
-    """Builds a network from the keys that are stated of it, and checks what it returns.
+    config: NetworkConfig, num_classes: int, image_shape: tuple[int, int, int]
+) -> tuple[nn.Module, bool]:
+    """Builds a network; one of a user's is traced to see what it returns.
 
     Args:
-      kind: dataclass of its config.
-      stated: `variant`, and keys of the config.
+      config: of `read`.
       num_classes: width of the classifier; 0 is none.
-      image_size: height and width of the input, in pixels.
-      channels: of the input.
+      image_shape: (height, width, channels) of the input.
+
+    Returns:
+      The module, and whether it returns "pre_logits".
 
     Raises:
-      UserError: unknown key or value out of its bounds, an image side that is not a
-        multiple of the patch, the network's own code raised, or it is not as
-        `NetworkConfig.build` says.
+      UserError: an image side that is not a multiple of the patch, the network's own code
+        raised, or it is not as `NetworkConfig.build` says.
     """
-    variant = stated["variant"]
-    taken = {"num_classes", "image_size", "channels", "platform"} & {
-        *fields.fields(kind)
-    }
-    if taken:
-        raise UserError(
-            f"model.variant={variant!r} has a key {min(taken)!r}, which "
-            "`models.create` takes for every network: rename the key"
-        )
-    config = loading.complete(kind, stated, "model.")
-    check_sides(variant, image_size, config.patch_size)
-    image_shape = (*image_size, channels)
+    variant = config.variant
+    multiple = config.side_multiple or config.patch_size
+    for side, pixels in zip(("height", "width"), image_shape):
+        if pixels % multiple:
+            raise UserError(
+                f"image {side} {pixels} is not a multiple of the patch {multiple} of "
+                f"{variant}: set data.image_size to one, such as "
+                f"{max(1, round(pixels / multiple)) * multiple}"
+            )
+    if not fields.is_custom(variant):
+        return config.build(num_classes, image_shape), True
     with fields.guarded(f"model.variant={variant!r}"):
         module = config.build(num_classes, image_shape)
     if not isinstance(module, nn.Module):
@@ -181,20 +187,7 @@ def build(
         )
     with fields.guarded(f"model.variant={variant!r}"):
         names = _check(module, num_classes, image_shape, config.dtype, variant)
-    options = fields.to_dict(config)
-    sides = config.patch_size, config.encoder_stride
-    return Network(module, options, *sides, "pre_logits" in names)
-
-
-def check_sides(variant: str, image_size: Sequence[int], patch: int) -> None:
-    """Raises UserError unless the sides of images are multiples of the patch."""
-    for side, pixels in zip(("height", "width"), image_size, strict=True):
-        if pixels % patch:
-            raise UserError(
-                f"image {side} {pixels} is not a multiple of the patch {patch} of "
-                f"{variant}: set data.image_size to one, such as "
-                f"{max(1, round(pixels / patch)) * patch}"
-            )
+    return module, "pre_logits" in names
 
 
 @functools.lru_cache(maxsize=16)

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
-from vit_jax.models import layers
-from vit_jax.models.variants import CONFIGS, ModelConfig
+from vit_jax.errors import UserError
+from vit_jax.models import layers, variants
+from vit_jax.models.network import NetworkConfig
+from vit_jax.models.variants import CONFIGS
 
 _GROUPS = 32
 
@@ -26,25 +28,58 @@ Features = Float[Array, "B Y X C"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StemConfig(ModelConfig):
+class StemConfig(NetworkConfig):
     """What `config.model` states of a ResNet that stands alone or is a stem."""
 
     stage_depths: tuple[int, ...] = key(
         (0,),
         "Units of each stage, in place of the variant's if not (0,).",
+        below=1_000,
         formerly="model.blocks",
     )
     stem_width: int = key(0, "Features of the root, likewise if not 0.", below=2**31)
+
+    @property
+    def reduction(self) -> int:
+        """Pixels that a feature of the last stage is apart from the next."""
+        return 4 * 2 ** max(0, len(self.stage_depths) - 1)
+
+    def check_stem(self) -> None:
+        """Raises UserError unless the numbers can be those of a ResNet."""
+        if any(count < 1 for count in self.stage_depths):
+            raise UserError(
+                f"model.stage_depths={self.stage_depths} must be at least 1 unit a stage"
+            )
+        if self.stem_width % _GROUPS:
+            raise UserError(
+                f"model.stem_width={self.stem_width} is not a multiple of the {_GROUPS} "
+                "groups of GroupNorm: change model.stem_width"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetConfig(StemConfig):
     """ResNets, as `R50x1`"""
 
+    side_multiple = 1  # They take images of any size.
+
     zero_pool: bool = key(
         False,
         "Zeros take part in the root's max pooling: so have timm and BiT's first code.",
     )
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels that the last features are apart."""
+        return self.reduction
+
+    def sized(self) -> "ResNetConfig":
+        """See `NetworkConfig.sized`."""
+        return variants.with_numbers(self, variants.parse(self.variant).resnet)
+
+    def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "ResNet":
+        self.check_stem()
+        return ResNet(self, num_classes)
 
 
 CONFIGS[r"R\d+x\d+"] = ResNetConfig
@@ -237,7 +272,8 @@ class Root(nn.Module):
 
     Attributes:
       features: output channels.
-      zero_pool: see ResNet.
+      zero_pool: whether zeros around the image take part in the max pooling, as in BiT's
+        first code and timm; they do not in big_vision.
       dtype: of the computation.
     """
 
@@ -283,21 +319,12 @@ class ResNet(nn.Module):
     """Image classifier of BiT ("ResNet (BiT)" in arXiv:2010.11929, section 4.1).
 
     Attributes:
+      config: of the network.
       num_classes: L; 0 is no classifier.
-      stage_depths: units of each stage.
-      stem_width: features of the root.
-      zero_pool: whether zeros around the image take part in the root's max pooling, as
-        in BiT's first code and timm; they do not in big_vision.
-      head_bias_init: initial bias of the classifier.
-      dtype: of the computation; parameters and logits are float32.
     """
 
+    config: ResNetConfig
     num_classes: int
-    stage_depths: tuple[int, ...]
-    stem_width: int
-    zero_pool: bool = False
-    head_bias_init: float = 0.0
-    dtype: str = "float32"
 
     @nn.compact
     def __call__(
@@ -319,17 +346,17 @@ class ResNet(nn.Module):
           "pre_logits" (B, 4 * width of the last stage), the mean of the last features,
           and "logits" (B, L), float32.
         """
-        x = Root(self.stem_width, self.zero_pool, self.dtype, name="root_block")(images)
-        for i, count in enumerate(self.stage_depths):
-            unit = functools.partial(
-                PreActivationUnit, self.stem_width * 2**i, dtype=self.dtype
-            )
+        config = self.config
+        width, dtype = config.stem_width, config.dtype
+        x = Root(width, config.zero_pool, dtype, name="root_block")(images)
+        for i, count in enumerate(config.stage_depths):
+            unit = functools.partial(PreActivationUnit, width * 2**i, dtype=dtype)
             x = Stage(unit, count, 2 if i else 1, 2, name=f"block{i + 1}")(x)
         x = nn.relu(GroupNorm(1e-5, name="norm-pre-head")(x))
         if not classify:
             return x
         pre_logits = x.astype(jnp.float32).mean((1, 2))
-        return layers.classify(pre_logits, self.num_classes, self.head_bias_init)
+        return layers.classify(pre_logits, self.num_classes, config.head_bias_init)
 
 
 class PostActivationUnit(nn.Module):
@@ -362,9 +389,7 @@ class PostActivationUnit(nn.Module):
         return nn.relu(x + y)
 
 
-def stem(
-    images: Features, stage_depths: tuple[int, ...], width: int, dtype: str
-) -> Float[Array, "..."]:
+def stem(images: Features, config: StemConfig) -> Float[Array, "..."]:
     """Applies the ResNet in front of a hybrid's encoder.
 
     A function, not a module, because the published checkpoints have its parameters
@@ -372,17 +397,16 @@ def stem(
 
     Args:
       images: normalised.
-      stage_depths: units of each stage.
-      width: features of the root.
-      dtype: of the computation.
+      config: of the hybrid.
 
     Returns:
       Features at 1/4 of the resolution, halved by each stage but the first.
     """
+    width, dtype = config.stem_width, config.dtype
     x = _stem_conv(width, 7, 2, dtype=dtype, name="conv_root")(images)
     x = nn.relu(GroupNorm(1e-6, name="gn_root")(x))
     x = max_pool(x, tuple((side % 2, 1) for side in x.shape[1:3]))
-    for i, count in enumerate(stage_depths):
+    for i, count in enumerate(config.stage_depths):
         unit = functools.partial(PostActivationUnit, width * 2**i, dtype=dtype)
         x = Stage(unit, count, 2 if i else 1, 1, name=f"block{i + 1}")(x)
     return x

@@ -5,13 +5,16 @@ all blocks are "Transformer/encoderblock/..." with a leading axis of length dept
 which a scan runs.
 """
 
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 ENCODER, STACKED = "Transformer", "encoderblock"
 _BLOCK = re.compile(rf"{STACKED}_(\d+)")
@@ -176,3 +179,94 @@ def wrap_remat(function: Callable, name: str, *, in_scan: bool) -> Callable:
     if name == "none":
         return function
     return nn.remat(function, policy=REMAT_POLICIES[name], prevent_cse=not in_scan)
+
+
+def scan(
+    run: Callable,
+    block: nn.Module,
+    x: jax.Array,
+    layers: Sequence[object],
+    config: object,
+) -> jax.Array:
+    """Runs equal blocks as a scan over stacked parameters; call it in a compact method.
+
+    Args:
+      run: of a block, tokens and further inputs; returns tokens, and None.
+      block: named STACKED.
+      x: tokens.
+      layers: further inputs of each block: equal trees of arrays, numbers and None.
+      config: of the encoder: its depth, dtype and `remat_policy`.
+    """
+    rounds = config.dtype != "float32"
+    if rounds:
+        unround = functools.partial(_round, dtype=config.dtype)
+        run = nn.map_variables(run, "params", trans_in_fn=unround)
+    run = nn.scan(
+        wrap_remat(run, config.remat_policy, in_scan=True),
+        variable_axes={"params": 0},
+        length=config.depth,
+    )
+    if rounds:
+        split = functools.partial(_split_rounded, config=config)
+        run = nn.map_variables(run, "params", trans_in_fn=split)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return run(block, x, stacked)[0]
+
+
+class _Rounded(NamedTuple):
+    """A parameter of a product under a scan.
+
+    Attributes:
+      exact: its value, which takes no gradient.
+      rounded: takes the gradient; the value is not read.
+    """
+
+    exact: Float[Array, "*S"]
+    rounded: Float[Array, "*S"]
+
+
+@jax.custom_vjp
+def _with_gradient_of(value, other):
+    """Returns `value`, whose gradient goes to `other` instead."""
+    return value
+
+
+_with_gradient_of.defvjp(
+    lambda value, other: (value, None), lambda _, grad: (jnp.zeros_like(grad), grad)
+)
+
+
+def _split_rounded(params: Mapping, config: object) -> Mapping:
+    """Separates the parameters of products into values and what takes gradients.
+
+    Products round their parameters to the dtype of the computation anyway. Rounded
+    before the scan, parameters get gradients that it stacks in that dtype and not in
+    float32. What products read is rounded in the scan, so that no rounded copy of all
+    blocks is in memory; without rematerialisation the scan would keep one in any case.
+    """
+
+    def split_one(path, leaf):
+        if any("LayerNorm" in key.key for key in path):
+            return leaf
+        rounded = leaf.astype(config.dtype)
+        if config.remat_policy == "none":
+            return rounded
+        return _Rounded(jax.lax.stop_gradient(leaf), rounded)
+
+    return jax.tree.map_with_path(split_one, params)
+
+
+def _round(params: Mapping, dtype: str) -> Mapping:
+    """Returns the parameters of one block, those of products rounded."""
+
+    def round_one(leaf):
+        if not isinstance(leaf, _Rounded):
+            return leaf
+        # XLA moves a mere conversion out of the loop, to all blocks at once.
+        kind = jnp.finfo(dtype)
+        value = jax.lax.reduce_precision(leaf.exact, kind.nexp, kind.nmant)
+        return _with_gradient_of(value.astype(dtype), leaf.rounded)
+
+    return jax.tree.map(
+        round_one, params, is_leaf=lambda leaf: isinstance(leaf, _Rounded)
+    )

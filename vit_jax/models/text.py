@@ -22,7 +22,7 @@ from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.attention import Positions
-from vit_jax.models.encoder import Block
+from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 
 TEXT, PROJECTION = "text", "projection"
@@ -118,16 +118,16 @@ class TextTransformer(nn.Module):
             )
         policy = "none" if self.is_initializing() else self.remat_policy
         run = stacking.wrap_remat(_run_block, policy, in_scan=False)
+        encoder = EncoderConfig(
+            num_heads=config.num_heads,
+            mlp_dim=config.mlp_dim or 4 * config.width,
+            activation=config.activation,
+            layer_norm_eps=config.layer_norm_eps,
+            dtype=self.dtype,
+            attention_impl="einsum",
+        )
         for i in range(config.depth):
-            block = Block(
-                config.num_heads,
-                config.mlp_dim or 4 * config.width,
-                activation=config.activation,
-                layer_norm_eps=config.layer_norm_eps,
-                dtype=self.dtype,
-                name=f"encoderblock_{i}",
-            )
-            x = run(block, x, positions)
+            x = run(Block(encoder, name=f"encoderblock_{i}"), x, positions)
         x = LayerNorm(config.layer_norm_eps, self.dtype, name="encoder_norm")(x)
         if config.pool == "last":
             x = x[:, -1]

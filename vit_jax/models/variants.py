@@ -7,9 +7,14 @@ A variant is an encoder, "B/16" (size and patch side in pixels), a hybrid, "R50+
 
 import dataclasses
 import re
+from typing import TypeVar
+
+import numpy as np
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
+
+T = TypeVar("T", bound="ModelConfig")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +22,13 @@ class ModelConfig:
     """What `config.model` states of every network.
 
     The file of a network puts its own dataclass into `CONFIGS`.
+
+    Attributes:
+      platform: where it will run, "cpu", "gpu" or "tpu", which no config states; "" is
+        JAX's default backend.
     """
+
+    platform: str = ""
 
     variant: str = key("B/16", '"B/16", "R50+B/16", "R50x1"; models/variants.py.')
     head_bias_init: float = key(
@@ -162,3 +173,13 @@ def parse(variant: str) -> Variant:
         raise UserError(f"model.variant={variant!r}: hybrids are {known}")
     blocks, patch = STEMS[match[1], patch]
     return Variant(size, patch, ResNet(blocks, _ROOT_WIDTH))
+
+
+def with_numbers(config: T, numbers: Size | ResNet) -> T:
+    """Returns a config of a network with a variant's numbers where it states none."""
+    missing = {
+        field.name: getattr(numbers, field.name)
+        for field in dataclasses.fields(numbers)
+        if not np.any(getattr(config, field.name))
+    }
+    return dataclasses.replace(config, **missing)

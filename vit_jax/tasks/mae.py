@@ -19,7 +19,8 @@ from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost, encoder, vit
+from vit_jax.models import Model, cost, stacking
+from vit_jax.models.encoder import Encoder, EncoderConfig
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
 
@@ -88,16 +89,24 @@ class Mae(MaskedImageTask):
                 f"task.decoder_width={width} is not a multiple of 4 and of "
                 f"task.decoder_num_heads={num_heads}: change one of them"
             )
-        module = model.module
+        encoder = model.config
         self.decoder = Decoder(
+            config=EncoderConfig(
+                width=width,
+                depth=config.decoder_depth,
+                num_heads=num_heads,
+                mlp_dim=config.decoder_mlp_dim or 4 * width,
+                posemb="sincos2d_mae",
+                activation=encoder.activation,
+                layer_norm_eps=encoder.layer_norm_eps,
+                dtype=encoder.dtype,
+                remat_policy=encoder.remat_policy,
+                attention_impl="einsum",
+                platform=encoder.platform,
+            ),
             grid=model.grid,
-            num_prefix_tokens=module.num_prefix_tokens,
-            width=width,
-            depth=config.decoder_depth,
-            num_heads=num_heads,
-            mlp_dim=config.decoder_mlp_dim or 4 * width,
+            num_prefix_tokens=model.num_prefix_tokens,
             outputs=model.patch_size**2 * data.channels,
-            like=module,
         )
 
     def init(self, rng):
@@ -185,21 +194,16 @@ class Decoder(nn.Module):
     """Predicts all patches from the tokens of the visible ones.
 
     Attributes:
+      config: of its encoder.
       grid: patches down and across.
       num_prefix_tokens: tokens of the encoder before the patches.
-      width, depth, num_heads, mlp_dim: of the decoder's blocks.
       outputs: values predicted for a patch.
-      like: encoder, whose activation, epsilon and way of computing it shares.
     """
 
+    config: EncoderConfig
     grid: tuple[int, int]
     num_prefix_tokens: int
-    width: int
-    depth: int
-    num_heads: int
-    mlp_dim: int
     outputs: int
-    like: vit.VisionTransformer
 
     @nn.compact
     def __call__(
@@ -211,13 +215,13 @@ class Decoder(nn.Module):
           latent: tokens of the encoder: the prefix, then the visible patches.
           place: of each patch among the visible ones; from V on it is hidden.
         """
-        like, P = self.like, self.num_prefix_tokens
+        config, P = self.config, self.num_prefix_tokens
         dense = functools.partial(
-            nn.Dense, kernel_init=nn.initializers.xavier_uniform(), dtype=like.dtype
+            nn.Dense, kernel_init=nn.initializers.xavier_uniform(), dtype=config.dtype
         )
-        x = dense(self.width, name="embedding")(latent)
+        x = dense(config.width, name="embedding")(latent)
         token = self.param(
-            "mask_token", nn.initializers.normal(0.02), (1, 1, self.width)
+            "mask_token", nn.initializers.normal(0.02), (1, 1, config.width)
         )
         visible = x[:, P:]
         taken = place.clip(0, visible.shape[1] - 1)[..., None]
@@ -227,31 +231,7 @@ class Decoder(nn.Module):
             token.astype(x.dtype),
         )
         x = jnp.concatenate([x[:, :P], patches], axis=1)
-        x = encoder.Encoder(
-            block=functools.partial(
-                encoder.Block,
-                num_heads=self.num_heads,
-                hidden=self.mlp_dim,
-                activation=like.activation,
-                layer_norm_eps=like.layer_norm_eps,
-                dtype=like.dtype,
-                flatten=like.flatten,
-            ),
-            grid=self.grid,
-            num_prefix_tokens=P,
-            final_norm=True,
-            depth=self.depth,
-            num_heads=self.num_heads,
-            posemb="sincos2d_mae",
-            posemb_placement="stem",
-            dropout=0.0,
-            drop_path_rate=0.0,
-            layer_norm_eps=like.layer_norm_eps,
-            dtype=like.dtype,
-            scan=False,
-            remat_policy=like.remat_policy,
-            name="Transformer",
-        )(x)
+        x = Encoder(config, self.grid, P, name=stacking.ENCODER)(x)
         return dense(self.outputs, name="head")(x[:, P:])
 
 

@@ -15,6 +15,8 @@ from flax.traverse_util import flatten_dict
 from vit_jax import models
 from vit_jax.config.fields import is_custom
 from vit_jax.errors import UserError
+from vit_jax.models.resnet import ResNetConfig
+from vit_jax.models.vit import ViTConfig
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import Pretrained
 
@@ -98,7 +100,7 @@ def _find_write(
     writer, kind = WRITERS[to], models.VARIANTS.find(variant, "model")
     if kind in writer.networks:
         return writer.networks[kind]
-    if not writer.any_network and issubclass(kind, models.NetworkConfig):
+    if not writer.any_network and not issubclass(kind, (ViTConfig, ResNetConfig)):
         raise UserError(
             f"--to={to}: the format has no network such as model.variant={variant!r}: "
             "write it with --to=safetensors"

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
-from vit_jax.models import NetworkConfig, cost
+from vit_jax.models import cost
 from vit_jax.tools.planning import costs, hlo, topology
 from vit_jax.training import train_step
 from vit_jax.training.config import TrainConfig
@@ -181,7 +181,7 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
     try:
         return cost.macs_of(traced.jaxpr.jaxpr), TRACED
     except ValueError as error:
-        if isinstance(config.model, NetworkConfig):
+        if not config.model.has_encoder:
             raise UserError(
                 f"model.variant={config.model.variant!r}: the products of its step "
                 f"cannot be counted: {error}"

@@ -1,0 +1,310 @@
+"""Models as plain functions: what the rest of the code sees of Flax."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.config import fields
+from vit_jax.errors import UserError
+from vit_jax.models import intermediates, network, posemb, stacking
+from vit_jax.models.intermediates import AttentionGradient, Layer
+from vit_jax.models.network import BlockWindows, NetworkConfig
+
+Params = dict  # Nested: name to arrays or to further dicts.
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A network without its parameters.
+
+    Attributes:
+      config: what `config.model` says of it.
+      num_classes: width of the classifier; 0 is none.
+      image_shape: (height, width, channels) of its input.
+      module: the Flax module; nothing outside this package uses it.
+      representations: whether `apply` returns "pre_logits".
+    """
+
+    config: NetworkConfig
+    num_classes: int
+    image_shape: tuple[int, int, int]
+    module: nn.Module
+    representations: bool
+
+    @property
+    def options(self) -> dict:
+        """What `create` takes to build it again, defaults included."""
+        return {
+            **{
+                name: getattr(self.config, name)
+                for name in fields.fields(type(self.config))
+            },
+            "num_classes": self.num_classes,
+            "image_size": self.image_shape[:2],
+            "channels": self.image_shape[2],
+            "platform": self.config.platform,
+        }
+
+    @property
+    def patch_size(self) -> int:
+        """Side of what becomes one token (or one of the last features), in pixels."""
+        return self.config.patch_size
+
+    @property
+    def encoder_stride(self) -> int:
+        """Side in pixels of the tokens of `encode`, where patches can be edited, or 0."""
+        return self.config.encoder_stride
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches down and across."""
+        return tuple(math.ceil(side / self.patch_size) for side in self.image_shape[:2])
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it is a Vision Transformer or a hybrid, which `intermediates` needs."""
+        return self.config.has_encoder
+
+    @property
+    def portable_options(self) -> dict:
+        """The options that change results, not those of the machine, as `scan`."""
+        keys = fields.fields(type(self.config))
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name != "platform" and (name not in keys or keys[name].changes_result)
+        }
+
+    @property
+    def stacked(self) -> bool:
+        """Whether its parameters are in the layout of a scan, see stacking."""
+        return self.config.scan
+
+    @property
+    def prefix_tokens(self) -> tuple[str, ...]:
+        """Names of the tokens in front of the patches: "class token", "register 1"."""
+        return self.config.prefix_tokens
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Number of tokens in front of the patches."""
+        return len(self.prefix_tokens)
+
+    def init(self, key: jax.Array) -> Params:
+        """Draws initial parameters, a nested dict of float32 arrays.
+
+        They are the same with and without a scan, which has them stacked.
+        """
+        images = jnp.zeros((1, *self.image_shape))
+        params = self.module.init(key, images)["params"]
+        return stacking.stack(params) if self.stacked else params
+
+    def apply(
+        self,
+        params: Params,
+        images: jax.Array,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+    ) -> dict[str, jax.Array]:
+        """Classifies images.
+
+        Args:
+          params: as from `init`.
+          images: (batch, height, width, channels), normalised floats.
+          train: whether dropout and stochastic depth act.
+          key: of their draws; needed with `train`.
+
+        Returns:
+          "logits" (batch, classes), unless there are no classes, and "pre_logits"
+          (batch, width) if it has `representations`, float32.
+        """
+        rngs = {"dropout": key} if train else None
+        return self.module.apply({"params": params}, images, train=train, rngs=rngs)
+
+    def encode(
+        self,
+        params: Params,
+        images: jax.Array,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+        edit_patches: Callable[[jax.Array], jax.Array] | None = None,
+        visible: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the tokens of the encoder; for networks with an `encoder_stride`.
+
+        Args:
+          params, images, train, key: as of `apply`.
+          edit_patches: changes the patch embeddings (batch, patches, width), before
+            the positions are added.
+          visible: indices (batch, V) of the patches that the encoder sees; all if
+            None. With `has_encoder` and positions at the stem alone.
+
+        Returns:
+          (batch, prefix tokens + patches that are seen, width); of a network that merges
+          patches, those at its end.
+        """
+        given = {"visible": visible, "edit_patches": edit_patches}
+        more = {name: value for name, value in given.items() if value is not None}
+        return self.module.apply(
+            {"params": params},
+            images,
+            train=train,
+            classify=False,
+            rngs={"dropout": key} if train else None,
+            **more,
+        )
+
+    @property
+    def has_patch_features(self) -> bool:
+        """Whether there are `patch_features`: not in every network of a user."""
+        return "classify" in inspect.signature(type(self.module).__call__).parameters
+
+    def patch_features(self, params: Params, images: jax.Array) -> jax.Array:
+        """Returns the features of the patches after the last norm, without prefix tokens.
+
+        Of a network that merges patches they are those at its end, of a ResNet the places
+        of the last stage.
+
+        Args:
+          params, images: as of `apply`.
+
+        Returns:
+          (batch, rows, columns, width), float32.
+
+        Raises:
+          UserError: the module of a user's network takes no `classify`.
+        """
+        if not self.has_patch_features:
+            raise UserError(
+                f"{self.options['variant']} has no features of patches: its module takes "
+                "no argument `classify`; docs/extending.md says what it does"
+            )
+        x = self.encode(params, images)
+        if self.has_encoder:
+            x = x[:, self.num_prefix_tokens :]
+        if x.ndim == 3:  # Patches row by row.
+            merged = -(-self.image_shape[0] // (self.encoder_stride or 1))
+            rows = self.grid[0] if x.shape[1] == math.prod(self.grid) else merged
+            x = x.reshape(len(x), rows, -1, x.shape[-1])
+        return x.astype(jnp.float32)
+
+    def at_size(self, image_size: Sequence[int]) -> "Model":
+        """Returns the same network for images of another height and width.
+
+        Raises:
+          UserError: a side is not a multiple of the patch.
+        """
+        return build(self.config, self.num_classes, image_size, self.image_shape[2])
+
+    def replace(self, **keys: object) -> "Model":
+        """Returns the same network with other values of keys of its config."""
+        config = dataclasses.replace(self.config, **keys)
+        return build(
+            config, self.num_classes, self.image_shape[:2], self.image_shape[2]
+        )
+
+    def resize(self, params: Params, source: "Model") -> Params:
+        """Returns parameters of a network of the same config class for this grid.
+
+        Args:
+          params: of `source`.
+          source: of another number of patches, perhaps; of any other network they are
+            returned as they are, as those of ViTs, hybrids and ResNets.
+
+        Raises:
+          UserError: the network has no parameters for that grid.
+        """
+        if type(self.config) is not type(source.config):
+            return params
+        return self.config.resize(params, source.config, source.grid, self.grid)
+
+    def resize_positions(self, params: Params, to: "Model") -> Params:
+        """Returns the parameters for the network at another size of image.
+
+        Position embeddings are resized as `options["posemb_resize"]` says; it can be
+        traced and differentiated.
+
+        Args:
+          params: as from `init`.
+          to: of `at_size`.
+
+        Raises:
+          UserError: relative positions, of which there is one for each offset; or a
+            network of another kind with parameters for each place, as an MLP-Mixer.
+        """
+        if not self.has_encoder:
+            resized = to.resize(params, self)
+            shapes = (jax.eval_shape(m.init, jax.random.key(0)) for m in (self, to))
+            if resized is params and len({str(shape) for shape in shapes}) > 1:
+                raise UserError(
+                    f"model.variant={self.options['variant']!r} has parameters for one "
+                    "size of image alone: take another variant"
+                )
+            return resized
+        if self.config.posemb == "relative":
+            raise UserError(
+                "model.posemb='relative' has positions for one size of image alone: take "
+                "'learned'"
+            )
+        return posemb.resize_in_params(
+            params,
+            self.grid,
+            to.grid,
+            num_prefix_tokens=self.num_prefix_tokens - self.config.num_register_tokens,
+            method=self.config.posemb_resize,
+        )
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether there is `window_attention`."""
+        base = NetworkConfig.window_attention
+        return type(self.config).window_attention is not base
+
+    def window_attention(
+        self, params: Params, images: jax.Array
+    ) -> tuple[dict[str, jax.Array], list[BlockWindows]]:
+        """Returns outputs and attention, see `NetworkConfig.window_attention`."""
+        return self.config.window_attention(self.module, params, images)
+
+    def intermediates(self, params: Params, images: jax.Array) -> Iterator[Layer]:
+        """Yields attention and tokens of each block, see intermediates.layers."""
+        return intermediates.layers(self.module, params, images)
+
+    def classify_tokens(
+        self, params: Params, tokens: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns the outputs of `apply`, from the last tokens of `intermediates`."""
+        return intermediates.classify_tokens(self.module, params, tokens)
+
+    def gradients(
+        self, params: Params, images: jax.Array, classes: jax.Array
+    ) -> tuple[jax.Array, Iterator[AttentionGradient]]:
+        """Differentiates logits by attention, see intermediates.attention_gradients."""
+        return intermediates.attention_gradients(self.module, params, images, classes)
+
+
+def build(
+    config: NetworkConfig, num_classes: int, image_size: Sequence[int], channels: int
+) -> Model:
+    """Builds a network from its config; see `network.build`.
+
+    Args:
+      config: of `network.read`.
+      num_classes: width of the classifier; 0 is none.
+      image_size: height and width of the input, in pixels.
+      channels: of the input.
+    """
+    image_shape = (*image_size, channels)
+    return Model(
+        config,
+        num_classes,
+        image_shape,
+        *network.build(config, num_classes, image_shape),
+    )
