@@ -32,6 +32,7 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes, prediction, suite
+from vit_jax.models.text_tower import TextTower
 from vit_jax.printing import print_line
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
@@ -43,7 +44,7 @@ from vit_jax.weights import surgery
 from vit_jax.weights import workdir as workdirs
 from vit_jax.weights.hub import mirrors
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image, upright
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.weights.text_tower import text_tower
 
 # What other libraries call an argument here.
 _SYNONYMS = {
@@ -426,7 +427,7 @@ class PretrainedModel:
     @functools.cached_property
     def tower(self) -> TextTower:
         """The text tower; UserError if the weights have none."""
-        return TextTower.of(self._pretrained)
+        return text_tower(self._pretrained)
 
     def _image_embeddings(self, images: Images) -> Float[np.ndarray, "B E"]:
         return self.tower.embed_images(self.features(images))

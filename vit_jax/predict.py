@@ -57,7 +57,7 @@ def open_classifier(flags: argparse.Namespace):
     from vit_jax.errors import UserError
     from vit_jax.evaluators import prediction
     from vit_jax.weights.pretrained import upright
-    from vit_jax.weights.text_tower import TextTower
+    from vit_jax.weights.text_tower import text_tower
 
     found, preprocess, names = cli.open_weights(flags, texts=True)
     preprocess = upright(preprocess)
@@ -83,7 +83,7 @@ def open_classifier(flags: argparse.Namespace):
         found,
         preprocess=preprocess,
         class_names=names,
-        tower=TextTower.of(found),
+        tower=text_tower(found),
         prompts=prompts,
         views=flags.tta,
     )

@@ -19,7 +19,7 @@ from vit_jax.models import text
 from vit_jax.tasks import contrastive
 from vit_jax.training import loop, train_step
 from vit_jax.weights.formats import native
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.weights.text_tower import text_tower
 
 B, E = 24, 7
 TEXT = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
@@ -135,7 +135,7 @@ def test_a_run_is_evaluated_and_its_workdir_compares_texts(run):
     pretrained = weights.open_pretrained(workdir, with_task=True)
     assert pretrained.options["num_classes"] == 0
     assert pretrained.tokenizer == "bytes" and pretrained.loss == "softmax"
-    tower = TextTower.of(pretrained)
+    tower = text_tower(pretrained)
     many = [f"text {i}" for i in range(70)]  # More than pass at once.
     found = tower.embed(many)
     assert found.shape == (70, 10)
@@ -152,7 +152,7 @@ def test_a_file_of_ours_has_the_text_tower(run, tmp_path):
     native.write(pretrained, tmp_path / "towers.safetensors")
     again = weights.open_pretrained(tmp_path / "towers.safetensors")
     found, wanted = (
-        TextTower.of(one).classes(["3"], ["{}", "a {}"]) for one in (again, pretrained)
+        text_tower(one).classes(["3"], ["{}", "a {}"]) for one in (again, pretrained)
     )
     np.testing.assert_array_equal(found, wanted)
     assert again.tokenizer == "bytes" and again.options["num_classes"] == 0

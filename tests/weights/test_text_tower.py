@@ -9,7 +9,7 @@ from import_timm import import_timm, torch
 
 from vit_jax import models, weights
 from vit_jax.weights.formats.registry import WRITERS
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.weights.text_tower import text_tower
 
 pytestmark = pytest.mark.parity
 import_timm()  # transformers imports torchvision, as timm does.
@@ -92,7 +92,7 @@ def test_embeddings_and_logits_are_those_of_transformers(tmp_path, case):
 
 
 def _compare(pretrained, images, tokens, found):
-    tower = TextTower.of(pretrained)
+    tower = text_tower(pretrained)
     model = models.create(**pretrained.options)
     features = model.apply(pretrained.params, jax.numpy.asarray(images))["pre_logits"]
     ours = tower.embed_images(features)

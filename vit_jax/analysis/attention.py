@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import Model, Params, text
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.models.text_tower import TextTower
 
 HEAD_FUSIONS = {"mean": jnp.mean, "max": jnp.max}
 

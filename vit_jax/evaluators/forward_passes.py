@@ -22,13 +22,13 @@ from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import Model
+from vit_jax.models.text_tower import TextTower
 from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
     describe_preprocess,
     usual_preprocess,
 )
-from vit_jax.weights.text_tower import TextTower
 
 TOP = 5  # Classes that are kept per example, best first.
 # Names of the outputs of a pass; see `Outputs`.

@@ -20,10 +20,10 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.evaluators.augmented import augment
 from vit_jax.models import text
+from vit_jax.models.text_tower import TextTower
 from vit_jax.printing import printable
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
-from vit_jax.weights.text_tower import TextTower
 
 _THRESHOLD = 0.5  # Of probabilities, where an image has several labels.
 _WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.

@@ -28,9 +28,10 @@ from vit_jax.evaluators.splits import (
     EvalSplits,
 )
 from vit_jax.models import Model, text
+from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.weights.text_tower import text_tower
 
 # Evaluation to set of parameters to metrics.
 Scores = dict[str, dict[str, dict[str, float]]]
@@ -406,7 +407,7 @@ def evaluate(
         names = ()
     tower = None
     if text.TEXT in pretrained.task_params:
-        tower = TextTower.of(pretrained)
+        tower = text_tower(pretrained)
     suite = Suite(
         model,
         config.evals,

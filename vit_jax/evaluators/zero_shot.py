@@ -21,7 +21,7 @@ from vit_jax.evaluators.forward_passes import (
 )
 from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
 from vit_jax.evaluators.splits import EvalConfig, EvalSplits
-from vit_jax.weights.text_tower import filled
+from vit_jax.models.text_tower import filled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

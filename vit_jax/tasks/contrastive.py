@@ -14,6 +14,7 @@ T tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -34,9 +35,9 @@ from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, text
 from vit_jax.models.text import TextConfig
+from vit_jax.models.text_tower import TextTower
 from vit_jax.tasks.masking import no_labels
 from vit_jax.tasks.task import Batch, Task, TaskConfig
-from vit_jax.weights.text_tower import TextTower
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ class Contrastive(Task):
         self.tower = TextTower(
             self.text,
             {},
-            data.tokenizer,
+            functools.partial(open_tokenizer, data.tokenizer),
             sigmoid=config.loss == "sigmoid",
             source="this run",
         )

@@ -7,6 +7,7 @@ from both with its single classifier. Letters: B images, L classes.
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,9 @@ from vit_jax.tasks.classification import (
     top1,
 )
 from vit_jax.tasks.task import Tree
-from vit_jax.weights import open_pretrained
-from vit_jax.weights.pretrained import Pretrained
+
+if TYPE_CHECKING:
+    from vit_jax.weights.pretrained import Pretrained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,10 @@ class Distillation(Classification):
             self.notes = (note,)
 
     @functools.cached_property
-    def _pretrained(self) -> Pretrained:
+    def _pretrained(self) -> "Pretrained":
+        # Here, because it reads all formats and most tasks need none.
+        from vit_jax.weights import open_pretrained
+
         return open_pretrained(self.config.teacher)
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
@@ -187,7 +192,7 @@ class Distillation(Classification):
         return None if None in parts else sum(parts)
 
 
-def _describe(pretrained: Pretrained) -> dict:
+def _describe(pretrained: "Pretrained") -> dict:
     """Returns what the task needs of a teacher beside its weights, for JSON."""
     found = pretrained.preprocess
     return {

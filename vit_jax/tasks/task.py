@@ -19,7 +19,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.models.text_tower import TextTower
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
 Batch = dict[str, jax.Array]

@@ -19,7 +19,7 @@ from vit_jax.tools.explorer.images import Refused
 from vit_jax.tools.explorer.rows import AttentionRows
 from vit_jax.tools.explorer.session import ExploredModel, Session
 from vit_jax.weights import surgery
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.weights.text_tower import text_tower
 
 
 def read(data, layers, maps, extra, patches, steps=255):
@@ -341,7 +341,7 @@ def test_relevance_to_a_text_is_that_of_the_similarity(towers, photograph):
     images = jnp.asarray((pixels[None] / 255 - 0.4) / 0.3, jnp.float32)
     features = np.asarray(network.apply(params, images)["pre_logits"])[0]
     kernel = pretrained.task_params["projection"]["kernel"]
-    (goal,) = TextTower.of(pretrained).embed([words])
+    (goal,) = text_tower(pretrained).embed([words])
     embedded = features @ kernel
     length = np.linalg.norm(embedded)
     unit = embedded / length

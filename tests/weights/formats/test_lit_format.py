@@ -11,7 +11,7 @@ from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.tasks import contrastive
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.weights.text_tower import text_tower
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 
@@ -22,7 +22,7 @@ def test_towers_are_those_of_vision_transformer(case):
     pretrained = weights.open_pretrained(GOLDEN / f"lit_{case}.npz")
     assert pretrained.format == "lit" and pretrained.options["num_classes"] == 0
     assert (text.PROJECTION in pretrained.task_params) == (case == "image_head")
-    tower = TextTower.of(pretrained)
+    tower = text_tower(pretrained)
     model = models.create(**pretrained.options)
     features = model.apply(pretrained.params, jnp.asarray(wanted["image"]))
     images = tower.embed_images(features["pre_logits"])
@@ -46,7 +46,7 @@ def test_towers_are_those_of_vision_transformer(case):
 def test_a_tokenizer_of_more_tokens_than_the_tower_knows():
     pretrained = weights.open_pretrained(GOLDEN / "lit_image_head.npz")
     with pytest.raises(UserError, match="does not tell its tokenizer: name it"):
-        TextTower.of(pretrained).embed(["a"])
+        text_tower(pretrained).embed(["a"])
     pretrained = dataclasses.replace(pretrained, tokenizer="bytes")
     with pytest.raises(UserError, match="has 258 tokens, but the text tower"):
-        TextTower.of(pretrained).embed(["a"])
+        text_tower(pretrained).embed(["a"])

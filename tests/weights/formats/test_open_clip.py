@@ -21,7 +21,7 @@ from vit_jax.weights.formats import open_clip as reader
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import prepare_image
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.weights.text_tower import text_tower
 
 pytestmark = pytest.mark.parity
 import_timm()
@@ -140,7 +140,7 @@ def test_towers_are_those_of_open_clip_and_when_written_again(tmp_path, case, in
     trunk = case in ("SigLIP", "EVA")
     images = images if trunk else images[:, :32, :32]
     image, text, logits = run(network, images, tokens)
-    tower = TextTower.of(pretrained)
+    tower = text_tower(pretrained)
     model = models.create(**pretrained.options)
     features = model.apply(pretrained.params, jnp.asarray(images))["pre_logits"]
     ours = tower.embed_images(features)

@@ -35,7 +35,7 @@ from vit_jax.tools.explorer.images import (
 )
 from vit_jax.tools.explorer.rows import AttentionRows, WindowRows
 from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box
-from vit_jax.weights.text_tower import TextTower
+from vit_jax.weights.text_tower import text_tower
 
 BUDGET = 1 << 30  # Bytes of attention that are kept, besides that of the last image.
 TOPK = 5
@@ -108,7 +108,7 @@ class ExploredModel:
             text.TEXT in pretrained.task_params
             and not pretrained.options["num_classes"]
         ):
-            self._tower = TextTower.of(pretrained)
+            self._tower = text_tower(pretrained)
         self._names, self._sigmoid = (), pretrained.loss == "sigmoid"
         if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
