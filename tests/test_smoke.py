@@ -37,7 +37,7 @@ def test_recipe_initialises(recipe):
     # Every mask matches, and the schedule starts and ends where it should.
     peak = config.optim.peak_learning_rate(config.batch_size)
     rate = optim.learning_rate(config.optim, peak, run)
-    tx = optim.optimizer(config.optim, params, rate, run)
+    tx = optim.optimizer(config.optim, params, rate, run, config.model)
     total = run.total_steps
     state = jax.eval_shape(
         lambda p: train_state.create_train_state(

@@ -153,7 +153,7 @@ def test_layer_decay_is_the_originals():
     size = {"width": 8, "num_heads": 2, "mlp_dim": 8, "image_size": (32, 32)}
     model = models.create("B/16", num_classes=3, pool="gap", class_token=True, **size)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    factors = flatten_dict(optim.layer_factors(shapes, 0.65), sep="/")
+    factors = flatten_dict(optim.layer_factors(shapes, 0.65, model.config), sep="/")
     block = "Transformer/encoderblock_{}/MultiHeadDotProductAttention_1/query/kernel"
     expected = {
         "cls": 0.003697205891018715,

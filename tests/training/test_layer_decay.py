@@ -18,14 +18,26 @@ from vit_jax.training import optim
 DECAY, DEPTH = 0.6, 3
 
 
-def shapes(variant="Ti/16", **options):
+def create(variant="Ti/16", **options):
     small = {"width": 24, "depth": DEPTH, "num_heads": 3, "mlp_dim": 20}
     if "/" not in variant:
         small = {}
-    model = models.create(
+    return models.create(
         variant, num_classes=5, image_size=(64, 96), **(small | options)
     )
+
+
+def shapes(*args, **options):
+    return shapes_of(create(*args, **options))
+
+
+def shapes_of(model):
     return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def factors(model):
+    """Returns the factor of each parameter by its path."""
+    return flat(optim.layer_factors(shapes_of(model), DECAY, model.config))
 
 
 def flat(tree):
@@ -33,7 +45,7 @@ def flat(tree):
 
 
 def test_a_layer_moves_by_the_decay_of_the_one_above_it():
-    found = flat(optim.layer_factors(shapes(representation_layer=True), DECAY))
+    found = factors(create(representation_layer=True))
     for path, factor in found.items():
         # As MAE counts them: 0 the input, block i is i + 1, the rest is on top.
         layer = DEPTH + 1
@@ -48,10 +60,11 @@ def test_a_layer_moves_by_the_decay_of_the_one_above_it():
 
 
 def test_stacked_blocks_move_as_those_one_by_one():
-    plain = flat(optim.layer_factors(shapes(), DECAY))
-    stacked = shapes(scan=True)
-    factors = optim.layer_factors(stacked, DECAY)
-    whole = jax.tree.map(lambda x, f: np.broadcast_to(f, x.shape), stacked, factors)
+    plain = factors(create())
+    model = create(scan=True)
+    stacked = shapes_of(model)
+    each = optim.layer_factors(stacked, DECAY, model.config)
+    whole = jax.tree.map(lambda x, f: np.broadcast_to(f, x.shape), stacked, each)
     assert any(stacking.is_stacked(path) for path in flat(whole))
     for path, values in flat(stacking.unstack(whole)).items():
         np.testing.assert_allclose(values, plain[path], rtol=1e-6, err_msg=path)
@@ -59,7 +72,7 @@ def test_stacked_blocks_move_as_those_one_by_one():
 
 @pytest.mark.parametrize("variant", ["R50+B/16", "R50+B/32", "R26+B/32", "R+Ti/16"])
 def test_the_resnet_of_a_hybrid_is_its_input(variant):
-    found = flat(optim.layer_factors(shapes(variant), DECAY))
+    found = factors(create(variant))
     stem = [f for path, f in found.items() if path.startswith(("block", "conv_root"))]
     assert stem
     assert set(stem) == {found["embedding/kernel"]} == {DECAY ** (DEPTH + 1)}
@@ -94,8 +107,8 @@ def every_option():
 
 @pytest.mark.parametrize("options", list(every_option()), ids=str)
 def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
-    given = shapes(**options)
-    found = flat(optim.layer_factors(given, DECAY))
+    model = create(**options)
+    given, found = shapes_of(model), factors(model)
     for name, factor in found.items():
         # Below the factors of all layers together, or of one.
         assert ((0 < np.asarray(factor)) & (np.asarray(factor) <= 1)).all(), name
@@ -117,14 +130,14 @@ def test_every_parameter_of_every_kind_of_model_has_a_layer(options):
     ],
 )
 def test_what_stands_before_all_blocks_is_of_the_first_layer(name, options):
-    found = flat(optim.layer_factors(shapes(**options), DECAY))
+    found = factors(create(**options))
     assert found[name] == found["cls"] == DECAY ** (DEPTH + 1)
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_frequencies_of_all_blocks_move_as_their_blocks(scan):
-    given = shapes(rope="mixed", scan=scan)
-    found = flat(optim.layer_factors(given, DECAY))["Transformer/rope_frequencies"]
+    model = create(rope="mixed", scan=scan)
+    given, found = shapes_of(model), factors(model)["Transformer/rope_frequencies"]
     np.testing.assert_allclose(found.ravel(), [DECAY**3, DECAY**2, DECAY], rtol=1e-6)
     assert len(flat(given)["Transformer/rope_frequencies"].shape) == found.ndim
 
@@ -132,9 +145,7 @@ def test_frequencies_of_all_blocks_move_as_their_blocks(scan):
 def test_blocks_of_all_stages_count_as_layers():
     sizes = {"patch_size": 4, "width": 8, "num_heads": (2, 2), "stage_depths": (2, 1)}
     swin = models.create("Swin-T", num_classes=5, image_size=(32, 32), **sizes)
-    found = flat(
-        optim.layer_factors(jax.eval_shape(swin.init, jax.random.key(0)), DECAY)
-    )
+    found = factors(swin)
     layers = {
         "embedding/kernel": 4,
         "embedding_norm/scale": 4,
@@ -156,8 +167,7 @@ def test_blocks_of_all_stages_count_as_layers():
 @pytest.mark.parametrize("variant", ["Mixer-S/16", "Axial-S/16"])
 def test_mixers_and_axial_vits_have_layers(variant):
     model = models.create(variant, num_classes=5, image_size=(32, 32), depth=2)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    found = flat(optim.layer_factors(shapes, DECAY))
+    found = factors(model)
     assert found["embedding/kernel"] == pytest.approx(DECAY**3)
     assert found["head/kernel"] == 1
     last = [f for name, f in found.items() if "Block_1/" in name or "block_1/" in name]
@@ -167,12 +177,12 @@ def test_mixers_and_axial_vits_have_layers(variant):
 def test_a_parameter_of_no_known_layer_is_an_error():
     params = {"Transformer": {"encoderblock_0": {"k": np.zeros(2)}}, "odd": np.ones(3)}
     with pytest.raises(ValueError, match="odd is of no layer"):
-        optim.layer_factors(params, DECAY)
+        optim.layer_factors(params, DECAY, ViTConfig(depth=1))
 
 
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UserError, match=r"optim.layer_decay=0.6 needs the blocks"):
-        optim.layer_factors(shapes("R50x1"), DECAY)
+        factors(create("R50x1"))
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -192,13 +202,17 @@ def test_the_optimiser_scales_steps_and_weight_decay_but_not_the_clipping(scan):
     def update(**more):
         config = tiny_config(optim=options | more)
         tx = optim.optimizer(
-            config.optim, params, lambda step: 0.5, RunLength(100, 7.0)
+            config.optim,
+            params,
+            lambda step: 0.5,
+            RunLength(100, 7.0),
+            ViTConfig(depth=DEPTH),
         )
         return tx.update(grads, tx.init(params), params)[0]
 
     plain, scaled = update(), update(layer_decay=DECAY)
-    factors = optim.layer_factors(params, DECAY)
-    expected = jax.tree.map(lambda u, f: np.asarray(u) * f, plain, factors)
+    by_layer = optim.layer_factors(params, DECAY, ViTConfig(depth=DEPTH))
+    expected = jax.tree.map(lambda u, f: np.asarray(u) * f, plain, by_layer)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scaled, expected
     )

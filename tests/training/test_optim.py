@@ -156,7 +156,8 @@ def test_what_is_too_long_is_named_by_the_key_that_states_it(unit):
 
 def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
     config = tiny_config(optim=options)
-    tx = optim.optimizer(config.optim, params, lambda step: rate, RunLength(100, 7.0))
+    run = RunLength(100, 7.0)
+    tx = optim.optimizer(config.optim, params, lambda step: rate, run, config.model)
     state = tx.init(params)
     for _ in range(steps):
         updates, state = tx.update(grads, state, params)

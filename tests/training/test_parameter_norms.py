@@ -23,7 +23,7 @@ RUN = RunLength(100, 7.0)
 
 def transformation(params, rate=0.5, **options):
     config = tiny_config(optim=options)
-    return optim.optimizer(config.optim, params, lambda step: rate, RUN)
+    return optim.optimizer(config.optim, params, lambda step: rate, RUN, config.model)
 
 
 def golden(part):

@@ -62,6 +62,20 @@ class AxialConfig(NetworkConfig):
             )
         return SIZES[found[1]], int(found[2])
 
+    @property
+    def num_blocks(self) -> int:
+        """Pairs of blocks."""
+        return self.size.depth
+
+    def layer_of(self, path: str) -> int:
+        """See `NetworkConfig.layer_of`."""
+        name = path.partition("/")[0]
+        if block := re.fullmatch(r"(?:row|column)_block_(\d+)", name):
+            return int(block[1]) + 1
+        layers = dict.fromkeys(("embedding", "posembed_input"), 0)
+        layers |= dict.fromkeys(("encoder_norm", "head"), self.num_blocks + 1)
+        return layers[name] if name in layers else super().layer_of(path)
+
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "AxialViT":
         size = self.size
         if size.width % size.num_heads:

@@ -98,6 +98,21 @@ class MixerConfig(NetworkConfig):
             )
         return SIZES[found[1]], int(found[2])
 
+    @property
+    def num_blocks(self) -> int:
+        """Its blocks."""
+        return self.size.depth
+
+    def layer_of(self, path: str) -> int:
+        """See `NetworkConfig.layer_of`."""
+        name = path.partition("/")[0]
+        if name.startswith("MixerBlock_"):
+            return int(name.removeprefix("MixerBlock_")) + 1
+        layers = {"embedding": 0} | dict.fromkeys(
+            ("pre_head_layer_norm", "head"), self.num_blocks + 1
+        )
+        return layers[name] if name in layers else super().layer_of(path)
+
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "MlpMixer":
         return MlpMixer(self, num_classes)
 

@@ -28,6 +28,7 @@ class NetworkConfig(ModelConfig):
       has_encoder: whether it is a Vision Transformer, which intermediates.py looks into.
       scan: whether its blocks are computed as a scan, see stacking.py.
       prefix_tokens: names of the tokens before those of the patches.
+      num_blocks: blocks that `layer_of` tells apart; 0 if it knows none.
       names: the variants that are published.
     """
 
@@ -37,6 +38,7 @@ class NetworkConfig(ModelConfig):
     has_encoder: ClassVar[bool] = False
     scan: ClassVar[bool] = False
     prefix_tokens: ClassVar[tuple[str, ...]] = ()
+    num_blocks: ClassVar[int] = 0
     names: ClassVar[tuple[str, ...]] = ()
 
     def sized(self) -> "NetworkConfig":
@@ -60,6 +62,25 @@ class NetworkConfig(ModelConfig):
         """
         raise NotImplementedError(
             f"{type(self).__name__} lacks build(self, num_classes, image_shape)"
+        )
+
+    def layer_of(self, path: str) -> int | range:
+        """Returns the layer of a parameter, which layer decay goes by.
+
+        Args:
+          path: as in checkpoints, "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel".
+
+        Returns:
+          0 of what makes tokens of an image, their positions included; i + 1 of block i,
+          and of what is added before or within it; `num_blocks + 1` of all that comes
+          after the blocks. A range for a parameter with a leading axis of blocks.
+
+        Raises:
+          UserError: it is none of the network's.
+        """
+        raise UserError(
+            f"optim.layer_decay: {path} is of no layer of model.variant={self.variant!r}: "
+            "set it to 0"
         )
 
     def resize(

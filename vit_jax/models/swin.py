@@ -154,6 +154,24 @@ class SwinConfig(NetworkConfig):
             )
         return SIZES[found[2]], int(found[3] or (8 if found[1] else 7))
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all stages."""
+        return sum(self.size.stage_depths)
+
+    def layer_of(self, path: str) -> int:
+        """See `NetworkConfig.layer_of`; merging belongs to the block before it."""
+        if inside := re.match(r"stage_(\d+)/(?:block_(\d+)|merge)", path):
+            stage = int(inside[1])
+            depths = self.size.stage_depths
+            if inside[2]:
+                return sum(depths[:stage]) + int(inside[2]) + 1
+            return sum(depths[: stage + 1])
+        name = path.partition("/")[0]
+        layers = dict.fromkeys(("embedding", "embedding_norm"), 0)
+        layers |= dict.fromkeys(("norm", "head"), self.num_blocks + 1)
+        return layers[name] if name in layers else super().layer_of(path)
+
     def build(
         self, num_classes: int, image_shape: tuple[int, int, int]
     ) -> "SwinTransformer":

@@ -8,6 +8,7 @@ R registers, D model width, L classes.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -22,6 +23,18 @@ from vit_jax.models.layers import CLASSIFIERS, LayerNorm, MapHead
 from vit_jax.models.variants import CONFIGS
 
 POOLS = ("token", "gap", "token_gap", "map", "none")
+
+# Parameters by their layer. What all blocks share and BEiT has at the full rate is after
+# them: the one table of relative embeddings.
+_BEFORE_BLOCKS = (
+    *("cls", "dist", "register_tokens", "embedding", "conv_root", "gn_root"),
+    *("posembed_input", "pre_norm", "relative_bias"),
+)
+_BY_BLOCK = (stacking.STACKED, "posembed", "relative_embedding", "relative_bias")
+_AFTER_BLOCKS = (
+    *("encoder_norm", "relative_embedding", "fc_norm", "pre_logits", "MAPHead_0"),
+    *CLASSIFIERS,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +107,25 @@ class ViTConfig(EncoderConfig):
         patches = (side // self.patch_size for side in image_shape[:2])
         num_tokens = math.prod(patches) + len(self.prefix_tokens)
         return VisionTransformer(self.placed(num_tokens), num_classes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the encoder."""
+        return self.depth
+
+    def layer_of(self, path: str) -> int | range:
+        """See `NetworkConfig.layer_of`; a stem is a part of the input."""
+        name = path.removeprefix(f"{stacking.ENCODER}/").partition("/")[0]
+        kind, _, number = name.rpartition("_")
+        if kind in _BY_BLOCK and number.isdecimal():
+            return 0 if name == "posembed_0" else int(number) + 1
+        if name == "rope_frequencies":
+            return range(1, self.depth + 1)
+        if name in _AFTER_BLOCKS:
+            return self.depth + 1
+        if name in _BEFORE_BLOCKS or re.fullmatch(r"block\d+", name):
+            return 0
+        return super().layer_of(path)
 
     def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
         """Returns what patches are cut of; call it in a compact method."""

@@ -12,7 +12,7 @@ import optax
 from vit_jax.config.fields import choice, epochs, key
 from vit_jax.config.lengths import RunLength, length_in_steps, length_key
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
+from vit_jax.models import NetworkConfig, stacking
 from vit_jax.training.schedules import (
     SCHEDULES,
     Number,
@@ -286,6 +286,7 @@ def optimizer(
     params: dict,
     rate: Schedule,
     run: RunLength,
+    network: NetworkConfig,
 ) -> optax.GradientTransformation:
     """Builds the optimiser.
 
@@ -294,6 +295,7 @@ def optimizer(
       params: model parameters, as arrays or shapes, in either layout of the blocks.
       rate: from `learning_rate`.
       run: length of the run.
+      network: `Model.config`, which knows the layers of the parameters.
 
     Returns:
       optax transformation: clipping, the optimiser's direction with weight decay that is
@@ -316,7 +318,7 @@ def optimizer(
     chain += optim.direction(params, decay)
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.layer_decay:
-        chain.append(scale_by_layer(params, optim.layer_decay))
+        chain.append(scale_by_layer(params, optim.layer_decay, network))
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
         until = length_in_steps(optim, "freeze", run)
@@ -515,28 +517,9 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-_INPUT = re.compile(
-    r"(cls|dist|register_tokens)$"
-    r"|(embedding|embedding_norm|conv_root|gn_root|block\d+|posembed_input)/"
-    r"|Transformer/(posembed_input|posembed_0|pre_norm)/"
-    r"|Transformer/relative_bias$"  # The table that all blocks share, as in timm's BEiT.
-)
-# Of a Vision Transformer, a Mixer or an Axial-ViT, and of the stages of a Swin Transformer.
-# What is added before or within a block belongs to it.
-_BLOCK = re.compile(
-    r"(?:Transformer/(?:encoderblock|posembed|relative_(?:embedding|bias))|MixerBlock"
-    r"|(?:row|column)_block|stage_(\d+)/block)_(\d+)"
-)
-_MERGE = re.compile(r"stage_(\d+)/merge")  # After the last block of a stage, and of it.
-_ALL_BLOCKS = "Transformer/rope_frequencies"  # With a leading axis of blocks.
-_OUTPUT = re.compile(
-    # One table for the attention of all blocks; BEiT has it at the full rate too.
-    r"Transformer/(encoder_norm/|relative_embedding$)"
-    r"|(encoder_norm|norm|pre_head_layer_norm|MAPHead_0|fc_norm|pre_logits|head|head_dist)/"
-)
-
-
-def scale_by_layer(params: dict, decay: float) -> optax.GradientTransformation:
+def scale_by_layer(
+    params: dict, decay: float, network: NetworkConfig
+) -> optax.GradientTransformation:
     """Multiplies the updates of each parameter by the factor of its layer.
 
     The learning rate of a layer is `decay` times that of the layer above it, as in BEiT
@@ -547,14 +530,15 @@ def scale_by_layer(params: dict, decay: float) -> optax.GradientTransformation:
     Args:
       params: model parameters, as arrays or shapes, in either layout of the blocks.
       decay: factor from a layer to the one below it.
+      network: whose parameters they are.
 
     Returns:
       Transformation without a state.
 
     Raises:
-      UserError: the model has no encoder blocks.
+      UserError: the network has no blocks, or a parameter is none of the network's.
     """
-    by_parameter = layer_factors(params, decay)
+    by_parameter = layer_factors(params, decay, network)
 
     def update(updates, params=None):
         del params
@@ -563,7 +547,7 @@ def scale_by_layer(params: dict, decay: float) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
-def layer_factors(params: dict, decay: float) -> dict:
+def layer_factors(params: dict, decay: float, network: NetworkConfig) -> dict:
     """Returns the factor of each parameter's rate.
 
     Args and Raises: as `scale_by_layer`.
@@ -572,48 +556,17 @@ def layer_factors(params: dict, decay: float) -> dict:
       Nested dict of floats; of what has an axis of blocks, arrays that broadcast against
       it.
     """
-    blocks = set()
-
-    def look(path):
-        if match := _BLOCK.match(path):
-            blocks.add((int(match[1] or 0), int(match[2])))
-
-    stacking.map_paths(params, look)
-    if not blocks:
+    last = network.num_blocks + 1
+    if last == 1:
         raise UserError(
-            f"optim.layer_decay={decay} needs the blocks of a Transformer, which this "
-            "model has not: set it to 0, or choose another model.variant"
+            f"optim.layer_decay={decay} needs the blocks of a Transformer, which "
+            f"model.variant={network.variant!r} has not: set it to 0, or choose another"
         )
-    blocks = sorted(blocks)
-    depth = len(blocks)
 
     def factor(path):
-        if path == _ALL_BLOCKS:
-            return decay ** np.arange(depth, 0.0, -1)[:, None, None, None]
-        return decay ** (depth + 1 - _layer(path, blocks))
+        layer = network.layer_of(path)
+        if isinstance(layer, range):
+            return decay ** (last - np.array(layer, float))[:, None, None, None]
+        return decay ** (last - layer)
 
     return stacking.map_paths(params, factor)
-
-
-def _layer(path: str, blocks: list[tuple[int, int]]) -> int:
-    """Returns the number of a parameter's layer.
-
-    Args:
-      path: of the parameter.
-      blocks: stages and numbers of the blocks, in their order.
-
-    Returns:
-      0 for the input, 1 for the first block, one more than the last for the output.
-    """
-    if _INPUT.match(path):
-        return 0
-    if match := _BLOCK.match(path):
-        return 1 + blocks.index((int(match[1] or 0), int(match[2])))
-    if match := _MERGE.match(path):
-        return sum(stage <= int(match[1]) for stage, _ in blocks)
-    if _OUTPUT.match(path):
-        return len(blocks) + 1
-    raise UserError(
-        f"optim.layer_decay: {path} is of no layer, which only parameters of the networks "
-        "of this project are: set it to 0"
-    )

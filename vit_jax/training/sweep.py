@@ -96,7 +96,7 @@ class _StepOfRate:
         def step(state, batch, peak):
             run = RunLength(setup.total_steps, setup.steps_per_epoch)
             rate = optim.learning_rate(config.optim, peak, run)
-            tx = optim.optimizer(config.optim, params, rate, run)
+            tx = optim.optimizer(config.optim, params, rate, run, setup.model.config)
             take_step = train_step.make_train_step(
                 setup.task,
                 tx,

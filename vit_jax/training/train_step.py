@@ -179,7 +179,7 @@ def build_train_setup(
     peak = config.optim.peak_learning_rate(config.batch_size)
     rate = optim.learning_rate(config.optim, peak, run)
     rho = sharpness.radius(config.optim, rate, peak, run)
-    tx = optim.optimizer(config.optim, params, rate, run)
+    tx = optim.optimizer(config.optim, params, rate, run, model.config)
     create = functools.partial(
         create_train_state, tx=tx, seed=config.seed, average=bool(config.ema.decay)
     )

@@ -136,7 +136,9 @@ def test_modes_move_what_they_say(pretrained, mode, moves):
     }
     config = found.final(0.1, 0)
     tx, state = (
-        optim.optimizer(config.optim, params, lambda step: 0.1, RunLength(10, 1.0)),
+        optim.optimizer(
+            config.optim, params, lambda step: 0.1, RunLength(10, 1.0), config.model
+        ),
         None,
     )
     for expected, steps in zip(moves, (2, 1), strict=True):
