@@ -184,6 +184,7 @@ def test_variant_of_an_impossible_size_is_refused(refused, variant):
             "model.depth=100000",
             "model.depth=100000 must be at most 1000",
         ),
+        ("model.pool=none", "model.pool='none' classifies each token"),
         ("model.width=2147483646", "out of memory before the start: the network has"),
     ],
 )

@@ -243,6 +243,11 @@ class TrainConfig(_Config):
         Raises:
           UserError: its keys do not fit each other or the images.
         """
+        if getattr(self.model, "pool", "") == "none":
+            raise UserError(
+                "model.pool='none' classifies each token, as some files do and no task "
+                "learns: choose another, as 'gap'"
+            )
         return models.create(
             **fields.to_dict(self.model),
             num_classes=self.data.num_classes if self.task.has_classifier else 0,
