@@ -481,7 +481,7 @@ def watched(monkeypatch):
     def counted(module, params, tokens, given):
         B, N, _ = tokens.shape
         shapes = [array.shape for array in jax.live_arrays()]
-        alive.append((B, shapes.count((B, module.num_heads, N, N))))
+        alive.append((B, shapes.count((B, module.config.num_heads, N, N))))
         return run(module, params, tokens, given)
 
     monkeypatch.setattr(intermediates, "run_block", counted)

@@ -176,6 +176,11 @@ class EncoderConfig(NetworkConfig):
     )
 
     @property
+    def stacked(self) -> bool:
+        """Whether the blocks' parameters are in the layout of a scan."""
+        return self.scan
+
+    @property
     def encoder_norm(self) -> bool:
         """Whether a LayerNorm ends the encoder."""
         return self.final_norm

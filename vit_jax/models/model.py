@@ -83,7 +83,7 @@ class Model:
     @property
     def stacked(self) -> bool:
         """Whether its parameters are in the layout of a scan, see stacking."""
-        return self.config.scan
+        return self.config.stacked
 
     @property
     def prefix_tokens(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class NetworkConfig(ModelConfig):
         `classify=False`, see `Model.encode`, and then also with `edit_patches`; 0 if it
         takes neither.
       has_encoder: whether it is a Vision Transformer, which intermediates.py looks into.
-      scan: whether its blocks are computed as a scan, see stacking.py.
+      stacked: whether its parameters are in the layout of a scan, see stacking.py.
       prefix_tokens: names of the tokens before those of the patches.
       num_blocks: blocks that `layer_of` tells apart; 0 if it knows none.
       names: the variants that are published.
@@ -36,7 +36,7 @@ class NetworkConfig(ModelConfig):
     side_multiple: ClassVar[int | None] = None
     encoder_stride: ClassVar[int] = 0
     has_encoder: ClassVar[bool] = False
-    scan: ClassVar[bool] = False
+    stacked: ClassVar[bool] = False
     prefix_tokens: ClassVar[tuple[str, ...]] = ()
     num_blocks: ClassVar[int] = 0
     names: ClassVar[tuple[str, ...]] = ()

@@ -196,7 +196,10 @@ def _open(
                 "a module, and reading files of weights imports no module: give the "
                 "workdir of its run"
             )
-        models.create(**found.options)
+        try:
+            models.create(**found.options)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
     except UserError:
         raise
     except Exception as error:  # For example a number instead of a list in config.json.
