@@ -1,5 +1,6 @@
 """`python -m vit_jax.visualize`, on small models with random parameters."""
 
+import dataclasses
 import gc
 import io
 import pathlib
@@ -65,7 +66,7 @@ def written(folder, name="tiny", **options):
         options=options,
         format="vit_jax",
         source=name,
-        preprocess=PREPROCESS,
+        preprocess=dataclasses.replace(PREPROCESS, image_size=options["image_size"]),
         class_names=("apple", "bear", "cat", "dog", "eel"),
     )
     native.write(pretrained, folder / f"{name}.safetensors")

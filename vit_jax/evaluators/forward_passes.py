@@ -105,7 +105,7 @@ def open_weights(
     *,
     use_ema: bool,
     num_heads: int,
-    architecture: str,
+    architecture: str = "",
     with_task: bool = False,
     tell: Callable[[str], None],
 ) -> tuple[Pretrained, Preprocess]:
