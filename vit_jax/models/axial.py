@@ -32,6 +32,9 @@ class AxialConfig(NetworkConfig):
 
     names: ClassVar[tuple[str, ...]] = ("Axial-B/32", "Axial-B/16")
 
+    before_blocks = ("embedding", "posembed_input")
+    after_blocks = ("encoder_norm", "head")
+
     variant: str = key("Axial-B/16", "")
     width: int = key(0, "Features a patch, in place of the variant's if not 0.")
     depth: int = key(0, "Pairs of blocks, likewise.", below=500)
@@ -69,12 +72,9 @@ class AxialConfig(NetworkConfig):
 
     def layer_of(self, path: str) -> int:
         """See `NetworkConfig.layer_of`."""
-        name = path.partition("/")[0]
-        if block := re.fullmatch(r"(?:row|column)_block_(\d+)", name):
+        if block := re.match(r"(?:row|column)_block_(\d+)/", path):
             return int(block[1]) + 1
-        layers = dict.fromkeys(("embedding", "posembed_input"), 0)
-        layers |= dict.fromkeys(("encoder_norm", "head"), self.num_blocks + 1)
-        return layers[name] if name in layers else super().layer_of(path)
+        return super().layer_of(path)
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "AxialViT":
         size = self.size

@@ -57,6 +57,9 @@ class MixerConfig(NetworkConfig):
         "Mixer-H/14",
     )
 
+    before_blocks = ("embedding",)
+    after_blocks = ("pre_head_layer_norm", "head")
+
     variant: str = key("Mixer-B/16", "")
     width: int = key(0, "Features a patch, in place of the variant's if not 0.")
     depth: int = key(0, "Blocks, likewise.", below=1_000)
@@ -105,13 +108,9 @@ class MixerConfig(NetworkConfig):
 
     def layer_of(self, path: str) -> int:
         """See `NetworkConfig.layer_of`."""
-        name = path.partition("/")[0]
-        if name.startswith("MixerBlock_"):
-            return int(name.removeprefix("MixerBlock_")) + 1
-        layers = {"embedding": 0} | dict.fromkeys(
-            ("pre_head_layer_norm", "head"), self.num_blocks + 1
-        )
-        return layers[name] if name in layers else super().layer_of(path)
+        if block := re.match(r"MixerBlock_(\d+)/", path):
+            return int(block[1]) + 1
+        return super().layer_of(path)
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "MlpMixer":
         return MlpMixer(self, num_classes)

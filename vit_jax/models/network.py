@@ -29,6 +29,8 @@ class NetworkConfig(ModelConfig):
       stacked: whether its parameters are in the layout of a scan, see stacking.py.
       prefix_tokens: names of the tokens before those of the patches.
       num_blocks: blocks that `layer_of` tells apart; 0 if it knows none.
+      before_blocks, after_blocks: first names of the parameters that make tokens of an
+        image, and of those that come after all blocks.
       names: the variants that are published.
     """
 
@@ -39,6 +41,8 @@ class NetworkConfig(ModelConfig):
     stacked: ClassVar[bool] = False
     prefix_tokens: ClassVar[tuple[str, ...]] = ()
     num_blocks: ClassVar[int] = 0
+    before_blocks: ClassVar[tuple[str, ...]] = ()
+    after_blocks: ClassVar[tuple[str, ...]] = ()
     names: ClassVar[tuple[str, ...]] = ()
 
     def sized(self) -> "NetworkConfig":
@@ -78,6 +82,11 @@ class NetworkConfig(ModelConfig):
         Raises:
           UserError: it is none of the network's.
         """
+        name = path.partition("/")[0]
+        if name in self.before_blocks:
+            return 0
+        if name in self.after_blocks:
+            return self.num_blocks + 1
         raise UserError(
             f"optim.layer_decay: {path} is of no layer of model.variant={self.variant!r}: "
             "set it to 0"

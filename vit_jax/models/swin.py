@@ -90,6 +90,9 @@ class SwinConfig(NetworkConfig):
         *(f"SwinV2-L/w{window}" for window in (12, 16, 24)),
     )
 
+    before_blocks = ("embedding", "embedding_norm")
+    after_blocks = ("norm", "head")
+
     variant: str = key("Swin-T", "")
     patch_size: int = key(4, "Side of a patch, in pixels.", at_least=1)
     width: int = key(0, "Features a patch of the first stage, if not 0; later doubled.")
@@ -167,10 +170,7 @@ class SwinConfig(NetworkConfig):
             if inside[2]:
                 return sum(depths[:stage]) + int(inside[2]) + 1
             return sum(depths[: stage + 1])
-        name = path.partition("/")[0]
-        layers = dict.fromkeys(("embedding", "embedding_norm"), 0)
-        layers |= dict.fromkeys(("norm", "head"), self.num_blocks + 1)
-        return layers[name] if name in layers else super().layer_of(path)
+        return super().layer_of(path)
 
     def build(
         self, num_classes: int, image_shape: tuple[int, int, int]

@@ -24,22 +24,22 @@ from vit_jax.models.variants import CONFIGS
 
 POOLS = ("token", "gap", "token_gap", "map", "none")
 
-# Parameters by their layer. What all blocks share and BEiT has at the full rate is after
-# them: the one table of relative embeddings.
-_BEFORE_BLOCKS = (
-    *("cls", "dist", "register_tokens", "embedding", "conv_root", "gn_root"),
-    *("posembed_input", "pre_norm", "relative_bias"),
-)
 _BY_BLOCK = (stacking.STACKED, "posembed", "relative_embedding", "relative_bias")
-_AFTER_BLOCKS = (
-    *("encoder_norm", "relative_embedding", "fc_norm", "pre_logits", "MAPHead_0"),
-    *CLASSIFIERS,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(EncoderConfig):
     """All others, as `B/16`"""
+
+    before_blocks = (
+        *("cls", "dist", "register_tokens", "embedding", "conv_root", "gn_root"),
+        *("posembed_input", "pre_norm", "relative_bias"),
+    )
+    # BEiT has the one table of relative embeddings of all blocks at the full rate.
+    after_blocks = (
+        *("encoder_norm", "relative_embedding", "fc_norm", "pre_logits", "MAPHead_0"),
+        *CLASSIFIERS,
+    )
 
     pool: str = key(
         "token",
@@ -115,15 +115,14 @@ class ViTConfig(EncoderConfig):
 
     def layer_of(self, path: str) -> int | range:
         """See `NetworkConfig.layer_of`; a stem is a part of the input."""
-        name = path.removeprefix(f"{stacking.ENCODER}/").partition("/")[0]
+        path = path.removeprefix(f"{stacking.ENCODER}/")
+        name = path.partition("/")[0]
         kind, _, number = name.rpartition("_")
         if kind in _BY_BLOCK and number.isdecimal():
             return 0 if name == "posembed_0" else int(number) + 1
         if name == "rope_frequencies":
             return range(1, self.depth + 1)
-        if name in _AFTER_BLOCKS:
-            return self.depth + 1
-        if name in _BEFORE_BLOCKS or re.fullmatch(r"block\d+", name):
+        if re.fullmatch(r"block\d+", name):
             return 0
         return super().layer_of(path)
 
