@@ -44,12 +44,14 @@ def remedies(found: Iterable[tuple[str, Analysis]]) -> Iterator[str]:
     Args:
       found: flags that make a change, and what was compiled with it.
     """
-    refused = []
+    any_fits, refused = False, []
     for flags, row in found:
         if row.fits:
+            any_fits = True
             yield f"  fits with {flags}: {_gib(row.peak_bytes)} GiB"
-        refused.append(None if row.fits else (row.peak_bytes, flags))
-    if None not in refused:
+        else:
+            refused.append((row.peak_bytes, flags))
+    if not any_fits:
         yield f"no change alone fits; {least(refused)}"
 
 

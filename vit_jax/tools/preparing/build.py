@@ -138,8 +138,10 @@ def refuse_existing(target: pathlib.Path, plan: Mapping = MappingProxyType({})) 
     others = [key for key in plan if plan[key] != made.get(key)]
     if plan and not others:
         raise Exists(target, content)
-    how = f", made from other input or with other flags ({', '.join(others)})"
-    raise UserError(f"{target} exists{how * bool(made and others)}: {_ANEW}")
+    how = ""
+    if made and others:
+        how = f", made from other input or with other flags ({', '.join(others)})"
+    raise UserError(f"{target} exists{how}: {_ANEW}")
 
 
 def digest(items: Iterable) -> str:
