@@ -39,6 +39,7 @@ import numpy as np
 class Stuck:
     images = labels = None
     class_names = ("one", "two", "three", "four", "five")
+    reads = 0
     def __init__(self, data, split):
         pass
     def describe(self, i):
@@ -48,7 +49,10 @@ class Stuck:
     def __len__(self):
         return 3000
     def __getitem__(self, index):
-        time.sleep(600)
+        self.reads += 1  # The first is the trial before the first step.
+        if self.reads > 1:
+            time.sleep(600)
+        return {"image": np.zeros((9, 13, 3), np.uint8), "label": 0}
 
 class Large(Stuck):
     def __init__(self, data, split):

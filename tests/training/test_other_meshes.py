@@ -49,6 +49,7 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path, monkeypat
     # Numbers that tell one element from another, also where a start has zeros.
     state = jax.jit(_distinct, out_shardings=program.shardings)(program.initial_state())
     assert state.extra["centers"].any()
+    state = state.replace(step=state.step + 7)
     disk = jax.device_get(program.to_disk(state))
     with open_folder(tmp_path, config, program) as checkpoints:
         checkpoints.save(7, program.to_disk(state), seconds=1.5)
