@@ -16,7 +16,7 @@ from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained, export
 from vit_jax.weights.formats import files, timm, timm_config, torch_file
-from vit_jax.weights.pretrained import IMAGENET
+from vit_jax.weights.pretrained import IMAGENET, prepare_image
 
 SHARED = pathlib.Path(__file__).resolve().parents[4] / "shared"
 PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
@@ -176,6 +176,23 @@ def test_images_are_prepared_at_the_size_that_the_network_is_for(tmp_path):
     config["pretrained_cfg"]["input_size"] = [3, 224, 224]
     found = read(arrays, config)
     assert found.preprocess.image_size == found.options["image_size"] == (12, 20)
+
+
+def test_what_fills_no_patch_is_dropped_after_preparing_the_whole(tmp_path):
+    (tmp_path / "b").mkdir()
+    arrays, config = write(tmp_path, encoder(image_size=(12, 20)))  # Patches of 4.
+    config["model_args"]["img_size"] = [14, 23]
+    config["pretrained_cfg"]["input_size"] = [3, 14, 23]
+    found = read(arrays, config)
+    assert found.options["image_size"] == (12, 20)
+    image = np.random.default_rng(0).integers(0, 256, (31, 47, 3), dtype=np.uint8)
+    whole = dataclasses.replace(PREPROCESS, image_size=(14, 23))
+    np.testing.assert_array_equal(
+        prepare_image(image, found.preprocess),
+        prepare_image(image, whole)[:12, :20],
+    )
+    timm.write(found, tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ open_clip_config.json beside it says what the arrays do not.
 
 import dataclasses
 import json
+import operator
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -24,6 +25,7 @@ from vit_jax.weights.formats import (
     hugging_face_text,
     linen,
     timm,
+    timm_config,
     torch_file,
 )
 from vit_jax.weights.formats.files import Tensors, write_safetensors
@@ -125,7 +127,10 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         source=tensors.path,
         notes=(*notes, *found.notes),
         preprocess=_read_preprocess(
-            whole.get("preprocess_cfg", {}), tuple(found.options["image_size"])
+            whole.get("preprocess_cfg", {}),
+            config.get("vision_cfg", {}).get("image_size", 224),
+            tuple(found.options["image_size"]),
+            len(found.params["embedding"]["kernel"]),
         ),
         task=task,
         task_params=params,
@@ -198,7 +203,8 @@ def _read_image(
         (ours[POSITIONS].shape[1] - 1) ** 0.5
     )
     stated = vision.get("image_size", side)
-    size = (stated, stated) if isinstance(stated, int) else tuple(stated)
+    patch = len(ours["embedding/kernel"])
+    size = tuple(pixels // patch * patch for pixels in _pair(stated))
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
         options={
@@ -275,20 +281,28 @@ def _read_text(
     return task, unflatten_dict(ours, sep="/")
 
 
-def _read_preprocess(config: dict, image_size: tuple[int, int]) -> Preprocess:
-    default = hugging_face_clip.clip_preprocess(image_size)
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _read_preprocess(
+    config: dict, stated: int | Sequence[int], image_size: tuple[int, int], patch: int
+) -> Preprocess:
+    """Reads a preprocessing to the size in the config, for a network of another."""
+    default = hugging_face_clip.clip_preprocess(_pair(stated))
     if not config:
-        return default
+        return timm_config.fit_patches(default, image_size, patch)
     mode = config.get("resize_mode")
     bilinear = config.get("interpolation") == "bilinear"
-    return Preprocess(
-        image_size,
+    found = Preprocess(
+        default.image_size,
         _three(config.get("mean") or default.mean),
         _three(config.get("std") or default.std),
         interpolation="bilinear" if bilinear else "bicubic",  # "random" is bicubic.
         squash=mode == "squash",
         fill=_three(config.get("fill_color", 0)) if mode == "longest" else (),
     )
+    return timm_config.fit_patches(found, image_size, patch)
 
 
 def _three(value) -> tuple:
@@ -455,7 +469,11 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             "resize_mode": mode,
             "fill_color": (*how.fill, 0)[0],
         }
-        written = _read_preprocess(whole["preprocess_cfg"], how.image_size)
+        sides = tuple(map(operator.add, options["image_size"], how.cut))
+        config["vision_cfg"]["image_size"] = list(sides)
+        written = _read_preprocess(
+            whole["preprocess_cfg"], sides, options["image_size"], model.patch_size
+        )
         for name in ("interpolation", "crop_fraction", "short_side", "cut", "fill"):
             if (ours := getattr(how, name)) != getattr(written, name):
                 notes.append(f"preprocessing: OpenCLIP has no {name}={ours!r}")

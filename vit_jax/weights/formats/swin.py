@@ -159,13 +159,15 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             buffers, config, stages, window
         )
         notes += more
-    image_size = facts.image_size
-    if image_size is None:
+    patch = found["patch_size"]
+    if facts.image_size:
+        image_size = tuple(side // patch * patch for side in facts.image_size)
+    else:
         side = last * 2 ** (stages - 1)
         if (mask := buffers.get("layers.0.blocks.1.attn_mask")) is not None:
             side = found["window_size"] * math.isqrt(len(mask))  # One for each window.
-        image_size = (side * found["patch_size"],) * 2
-    preprocess = facts.preprocess
+        image_size = (side * patch,) * 2
+    preprocess = timm_config.fit_patches(facts.preprocess, image_size, patch)
     if not in_timm:
         crop = 224 / 256 if max(image_size) < 384 else 1.0  # As its `config.TEST.CROP`.
         preprocess = Preprocess(

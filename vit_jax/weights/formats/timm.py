@@ -6,6 +6,7 @@ hub: `model.safetensors` and `config.json`.
 
 import json
 import math
+import operator
 import os
 import pathlib
 import re
@@ -87,7 +88,11 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         options=options,
         format="timm",
         source=tensors.path,
-        preprocess=timm_config.preprocess_of(facts, options["image_size"]),
+        preprocess=timm_config.fit_patches(
+            facts.preprocess,
+            options["image_size"],
+            len(ours.get("embedding/kernel", (0,))),
+        ),
         class_names=facts.class_names,
         notes=(*facts.notes, *notes),
     )
@@ -295,13 +300,16 @@ def _image_size(
     patch = models.create(**sizes, num_classes=0).patch_size
     with_registers = num_prefix_tokens + sizes.get("num_register_tokens", 0)
     if facts.image_size is not None:
-        grid = tuple(math.ceil(side / patch) for side in facts.image_size)
+        stated = facts.image_size
+        if "+" not in sizes["variant"]:  # Convolutions of hybrids pad instead.
+            stated = tuple(side // patch * patch for side in stated)
+        grid = tuple(math.ceil(side / patch) for side in stated)
         if embedding is None or embedding.shape[1] - math.prod(grid) in (
             0,
             num_prefix_tokens,
             with_registers,
         ):
-            return facts.image_size, math.prod(grid)
+            return stated, math.prod(grid)
     if embedding is None:
         return sizes["image_size"], 0
     for prefix in (num_prefix_tokens, 0, with_registers):
@@ -433,6 +441,10 @@ def write_folder(
       UserError: timm cannot prepare images so.
     """
     preprocess, notes = pretrained.preprocess, []
+    if preprocess and any(preprocess.cut):  # Which timm's first layer drops.
+        sides = tuple(map(operator.add, options["image_size"], preprocess.cut))
+        options = {**options, "image_size": sides}
+        architecture.args["img_size"] = list(sides)
     config = timm_config.write(
         architecture, options, preprocess, pretrained.class_names
     )

@@ -7,6 +7,7 @@ embeddings, the order of the LayerNorms) and show only in the `architecture` and
 
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -16,7 +17,13 @@ from vit_jax.errors import UserError
 from vit_jax.models import layers, rotary
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import timm_networks
-from vit_jax.weights.pretrained import IMAGENET, Preprocess, per_channel, resize_sides
+from vit_jax.weights.pretrained import (
+    IMAGENET,
+    Preprocess,
+    crop_sides,
+    per_channel,
+    resize_sides,
+)
 
 # ViTs, hybrids and BiT ResNets of timm 1.0.31 with equal logits, with their older names.
 # tests/weights/formats/test_timm_registry.py compares them with timm.
@@ -279,10 +286,22 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def preprocess_of(config: TimmConfig, image_size: tuple[int, int]) -> Preprocess | None:
-    """Returns the preprocessing for the image size that parameters are of."""
-    found = config.preprocess
-    return found and dataclasses.replace(found, image_size=image_size)
+def fit_patches(
+    preprocess: Preprocess | None, image_size: tuple[int, int], patch: int
+) -> Preprocess | None:
+    """Returns a preprocessing for the image size that parameters are of.
+
+    Args:
+      preprocess: for the size in a config, or None.
+      image_size: height and width of the network, in pixels.
+      patch: side of its patches; its first layer drops what fills none.
+    """
+    if preprocess is None:
+        return None
+    cut = tuple(map(operator.sub, preprocess.image_size, image_size))
+    if not all(0 <= pixels < patch for pixels in cut):  # It is for other parameters.
+        cut = (0, 0)
+    return dataclasses.replace(preprocess, image_size=image_size, cut=cut)
 
 
 def _preprocess(images: Mapping, size: tuple[int, int], notes: list) -> Preprocess:
@@ -414,8 +433,7 @@ def _crop(preprocess: Preprocess) -> float:
     Raises:
       UserError: timm has no such crop.
     """
-    preprocess = dataclasses.replace(preprocess, cut=(0, 0))  # timm fills its patches.
-    fraction, sides = preprocess.crop_fraction, preprocess.image_size
+    fraction, sides = preprocess.crop_fraction, crop_sides(preprocess)
     if preprocess.short_side and sides[0] != sides[1]:
         raise UserError(
             f"a centre crop of {sides[0]}x{sides[1]} of images resized by their "

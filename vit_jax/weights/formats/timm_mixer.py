@@ -61,7 +61,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     side = math.isqrt(patches) * patch
     image_size = (side, side)
     if facts.image_size and math.prod(x // patch for x in facts.image_size) == patches:
-        image_size = facts.image_size
+        image_size = tuple(x // patch * patch for x in facts.image_size)
     elif side * side != patches * patch**2:
         raise UserError(
             f"{tensors.path} is of {patches} patches, which are no square grid, and no "
@@ -88,7 +88,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         },
         format="timm",
         source=tensors.path,
-        preprocess=timm_config.preprocess_of(facts, image_size),
+        preprocess=timm_config.fit_patches(facts.preprocess, image_size, patch),
         class_names=facts.class_names,
         notes=facts.notes,
     )
