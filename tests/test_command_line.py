@@ -282,6 +282,7 @@ def test_a_wheel_holds_the_recipes(tmp_path):
         assert "vit_jax = vit_jax.__main__:main" in packed.read(entry).decode()
     for recipe in loading.recipes():
         assert f"vit_jax/recipes/configs/{recipe}.py" in names
+    assert "vit_jax/weights/hub/mirrors.tsv" in names
     program = "from vit_jax.config import loading; print(loading.recipe_folder())"
     installed = tmp_path / "installed"
     done = subprocess.run(
