@@ -29,7 +29,7 @@ class Mean(nn.Module):
         if self.wrong == "raises":
             return images @ jnp.ones((7, 2))
         if self.wrong == "state":
-            images = nn.BatchNorm(use_running_average=not train)(images)
+            self.variable("cache", "last", jnp.zeros, ())
         features = images.mean((1, 2)).astype(jnp.float32)
         if self.wrong == "empty":
             return {"logits": features}
@@ -119,7 +119,7 @@ def test_the_cost_of_a_loop_of_unknown_length_is_not_known():
             r"NoBuildConfig lacks build\(self, num_classes, image_shape",
         ),
         ({"wrong": "raises"}, "MeanConfig': runs the code .* raised TypeError"),
-        ({"wrong": "state"}, "has batch_stats: .* GroupNorm or LayerNorm"),
+        ({"wrong": "state"}, "has cache: .* collection 'batch_stats'"),
         ({"wrong": "tuple"}, r"returned \(.*: return a dict with 'logits'"),
         ({"wrong": "shape"}, r"'pre_logits' of shape \(2, 8, 12, 3\) .*\(2, width\)"),
         ({"wrong": "dtype"}, "'logits' of shape .* bfloat16 .* and float32"),

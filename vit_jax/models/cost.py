@@ -278,6 +278,7 @@ def _shapes(model: Model) -> dict:
 
 
 def _abstract(model: Model, batch: int) -> tuple[dict, jax.ShapeDtypeStruct]:
-    """Returns parameters and images without contents."""
+    """Returns parameters, and running means beside them, and images without contents."""
     images = jax.ShapeDtypeStruct((batch, *model.image_shape), jnp.float32)
-    return _shapes(model), images
+    state = network.shapes(model.module, model.image_shape).get(network.STATE)
+    return _shapes(model) | ({network.STATE: state} if state else {}), images

@@ -13,9 +13,11 @@ from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates, network, posemb, stacking
 from vit_jax.models.intermediates import AttentionGradient, Layer
-from vit_jax.models.network import BlockWindows, NetworkConfig
+from vit_jax.models.network import STATE, BlockWindows, NetworkConfig
 
-Params = dict  # Nested: name to arrays or to further dicts.
+# Nested: name to arrays or to further dicts. Beside the parameters of a network with
+# running means, as those of BatchNorm, they are under STATE.
+Params = dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Model:
       image_shape: (height, width, channels) of its input.
       module: the Flax module; nothing outside this package uses it.
       representations: whether `apply` returns "pre_logits".
+      stateful: whether it has running means, which `apply_and_update` changes.
     """
 
     config: NetworkConfig
@@ -35,6 +38,7 @@ class Model:
     image_shape: tuple[int, int, int]
     module: nn.Module
     representations: bool
+    stateful: bool
 
     @property
     def options(self) -> dict:
@@ -101,7 +105,10 @@ class Model:
         They are the same with and without a scan, which has them stacked.
         """
         images = jnp.zeros((1, *self.image_shape))
-        params = self.module.init(key, images)["params"]
+        variables = self.module.init(key, images)
+        params = variables["params"]
+        if self.stateful:
+            return {**params, STATE: variables[STATE]}
         return stacking.stack(params) if self.stacked else params
 
     def apply(
@@ -125,7 +132,41 @@ class Model:
           (batch, width) if it has `representations`, float32.
         """
         rngs = {"dropout": key} if train else None
-        return self.module.apply({"params": params}, images, train=train, rngs=rngs)
+        if self.stateful and train:
+            return self.apply_and_update(params, images, key)[0]
+        return self.module.apply(
+            self._variables(params), images, train=train, rngs=rngs
+        )
+
+    def apply_and_update(
+        self, params: Params, images: jax.Array, key: jax.Array
+    ) -> tuple[dict[str, jax.Array], Params]:
+        """Classifies images in training, and moves the running means of the network.
+
+        Args:
+          params, images, key: as of `apply`.
+
+        Returns:
+          The outputs of `apply`, and what takes the place of STATE in `params`; empty
+          unless `stateful`.
+        """
+        if not self.stateful:
+            return self.apply(params, images, train=True, key=key), {}
+        outputs, changed = self.module.apply(
+            self._variables(params),
+            images,
+            train=True,
+            rngs={"dropout": key},
+            mutable=[STATE],
+        )
+        return outputs, changed[STATE]
+
+    def _variables(self, params: Params) -> dict[str, Params]:
+        """Returns the collections of Flax."""
+        if not self.stateful:
+            return {"params": params}
+        rest = {name: value for name, value in params.items() if name != STATE}
+        return {"params": rest, STATE: params[STATE]}
 
     def encode(
         self,
@@ -153,7 +194,7 @@ class Model:
         given = {"visible": visible, "edit_patches": edit_patches}
         more = {name: value for name, value in given.items() if value is not None}
         return self.module.apply(
-            {"params": params},
+            self._variables(params),
             images,
             train=train,
             classify=False,

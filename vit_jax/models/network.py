@@ -13,6 +13,10 @@ from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
 from vit_jax.models.variants import ModelConfig
 
+STATE = (
+    "batch_stats"  # Flax's collection of running means, also their name in `Params`.
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkConfig(ModelConfig):
@@ -57,12 +61,13 @@ class NetworkConfig(ModelConfig):
           image_shape: (height, width, channels) of the input.
 
         Returns:
-          A Flax module without state, called as `module(images, train=...)` with images
-          (B, height, width, channels), normalised, in the dtype of the config. If
-          `train`, it may draw from the rng "dropout". It returns a dict of "logits"
-          (B, num_classes), unless that is 0, from a `Dense` named "head", and of
-          "pre_logits" (B, width), the features for few-shot, k-NN and linear
-          evaluations, which it may leave out if there are classes; both float32.
+          A Flax module, called as `module(images, train=...)` with images (B, height,
+          width, channels), normalised, in the dtype of the config. If `train`, it may
+          draw from the rng "dropout" and change its collection "batch_stats", its only
+          state. It returns a dict of "logits" (B, num_classes), unless that is 0, from a
+          `Dense` named "head", and of "pre_logits" (B, width), the features for
+          few-shot, k-NN and linear evaluations, which it may leave out if there are
+          classes; both float32.
         """
         raise NotImplementedError(
             f"{type(self).__name__} lacks build(self, num_classes, image_shape)"
@@ -182,7 +187,7 @@ def read(kind: type[NetworkConfig], stated: Mapping[str, object]) -> NetworkConf
 
 def build(
     config: NetworkConfig, num_classes: int, image_shape: tuple[int, int, int]
-) -> tuple[nn.Module, bool]:
+) -> tuple[nn.Module, bool, bool]:
     """Builds a network; one of a user's is traced to see what it returns.
 
     Args:
@@ -191,7 +196,7 @@ def build(
       image_shape: (height, width, channels) of the input.
 
     Returns:
-      The module, and whether it returns "pre_logits".
+      The module, whether it returns "pre_logits", and whether it has a state.
 
     Raises:
       UserError: an image side that is not a multiple of the patch, the network's own code
@@ -207,7 +212,7 @@ def build(
                 f"{max(1, round(pixels / multiple)) * multiple}"
             )
     if not fields.is_custom(variant):
-        return config.build(num_classes, image_shape), True
+        return config.build(num_classes, image_shape), True, False
     with fields.guarded(f"model.variant={variant!r}"):
         module = config.build(num_classes, image_shape)
     if not isinstance(module, nn.Module):
@@ -217,7 +222,7 @@ def build(
         )
     with fields.guarded(f"model.variant={variant!r}"):
         names = _check(module, num_classes, image_shape, config.dtype, variant)
-    return module, "pre_logits" in names
+    return module, "pre_logits" in names, STATE in shapes(module, image_shape)
 
 
 @functools.lru_cache(maxsize=16)
@@ -263,26 +268,27 @@ def _check(
     """Traces a network and returns the names of its outputs.
 
     Raises:
-      UserError: it has state, no classifier named "head", or other outputs.
+      UserError: it has another state than running means, no classifier named "head", or
+        other outputs.
     """
     said = f"model.variant={variant!r}: its module"
     variables = shapes(module, image_shape)
-    if others := sorted(variables.keys() - {"params"}):
+    if others := sorted(variables.keys() - {"params", STATE}):
         raise UserError(
-            f"{said} has {', '.join(others)}: a network has parameters alone, so use "
-            "GroupNorm or LayerNorm in place of BatchNorm"
+            f"{said} has {', '.join(others)}: the state of a network is in its collection "
+            f"{STATE!r}, as that of flax.linen.BatchNorm"
         )
     if "params" not in variables:
         raise UserError(f"{said} has no parameters: there is nothing to train")
 
-    def apply(params, images, key):
-        rngs = {"dropout": key}
-        return module.apply({"params": params}, images, train=True, rngs=rngs)
+    def apply(variables, images, key):
+        rngs, changes = {"dropout": key}, [STATE]
+        return module.apply(variables, images, train=True, rngs=rngs, mutable=changes)
 
     images = jax.ShapeDtypeStruct((2, *image_shape), dtype)
     with nn.intercept_methods(trace_once):
         key = jax.random.key(0)
-        outputs = jax.eval_shape(apply, variables["params"], images, key)
+        outputs, _ = jax.eval_shape(apply, variables, images, key)
     needed = "logits" if num_classes else "pre_logits"
     if not isinstance(outputs, Mapping) or needed not in outputs:
         raise UserError(f"{said} returned {outputs}: return a dict with {needed!r}")

@@ -19,7 +19,7 @@ from vit_jax.data.sources.base import Source, check_label, read_labels
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.models import Model
+from vit_jax.models import STATE, Model
 from vit_jax.tasks.task import Batch, Task, TaskConfig, Tree
 
 _ALIKE = (1.0,)
@@ -99,7 +99,7 @@ class ClassificationConfig(TaskConfig):
 
 
 class Classification(Task):
-    """See `task.Task`; there is no state beside the parameters.
+    """See `task.Task`; the state beside the parameters is that of the network, if any.
 
     Args:
       config: `config.task`.
@@ -129,7 +129,23 @@ class Classification(Task):
         }
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
-        return self.model.init(rng), None
+        params = self.model.init(rng)
+        if not self.model.stateful:
+            return params, None
+        state = params.pop(STATE)
+        return params, {STATE: state}
+
+    def backbone(self, params: dict, extra: Tree) -> dict:
+        return {**params, STATE: extra[STATE]} if self.model.stateful else params
+
+    def outputs(
+        self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
+    ) -> tuple[dict[str, jax.Array], Tree]:
+        """Returns what the network answers in training, and the statistics of a step."""
+        images = batch["image"].astype(self.model.options["dtype"])
+        network = Classification.backbone(self, params, extra)
+        outputs, state = self.model.apply_and_update(network, images, rng)
+        return outputs, {STATE: state} if self.model.stateful else None
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image (B, Y, X, C), normalised, and label (B, L).
@@ -146,12 +162,15 @@ class Classification(Task):
         return {"image": images, "label": labels}
 
     def loss(self, params, extra, batch, rng):
-        images = batch["image"].astype(self.model.options["dtype"])
-        logits = self.model.apply(params, images, train=True, key=rng)["logits"]
+        outputs, stats = self.outputs(params, extra, batch, rng)
+        logits = outputs["logits"]
         loss = self.base_loss(logits, batch["label"])
         if self._data.multi_label:
-            return loss, ({"loss": loss, "f1": f1(logits, batch["label"])}, None)
-        return loss, ({"loss": loss, "top1": top1(logits, batch["label"])}, None)
+            return loss, ({"loss": loss, "f1": f1(logits, batch["label"])}, stats)
+        return loss, ({"loss": loss, "top1": top1(logits, batch["label"])}, stats)
+
+    def update(self, extra: Tree, params: dict, stats: Tree, step: jax.Array) -> Tree:
+        return {**extra, **stats} if self.model.stateful else extra
 
     def base_loss(
         self, logits: Float[Array, "B L"], labels: Float[Array, "B L"]

@@ -166,6 +166,7 @@ class Contrastive(Task):
                 f"task.text.vocab_size={known}, but data.tokenizer={tokenizer!r} has "
                 f"{opened.vocab_size} tokens: leave it 0"
             )
+        return {}
 
     def metadata(self) -> dict:
         about = self._tower_config

@@ -75,7 +75,7 @@ class DistillationConfig(ClassificationConfig):
 
 
 class Distillation(Classification):
-    """See `task.Task`; the state beside the parameters is the teacher.
+    """See `task.Task`; beside the parameters are the teacher, and a state of the student's.
 
     Args:
       config: `config.task`.
@@ -124,8 +124,8 @@ class Distillation(Classification):
         return open_pretrained(self.config.teacher)
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
-        params, _ = super().init(rng)
-        return params, {"teacher": self._network.init(rng)}
+        params, extra = super().init(rng)
+        return params, {**(extra or {}), "teacher": self._network.init(rng)}
 
     def load(self) -> Tree:
         return {"teacher": self._pretrained.params}
@@ -134,8 +134,7 @@ class Distillation(Classification):
         return {"teacher": self._teacher}
 
     def loss(self, params, extra, batch, rng):
-        images = batch["image"].astype(self.model.options["dtype"])
-        outputs = self.model.apply(params, images, train=True, key=rng)
+        outputs, stats = self.outputs(params, extra, batch, rng)
         # Without the second classifier both parts are of the one there is.
         own = outputs.get("class_logits", outputs["logits"])
         other = outputs.get("distillation_logits", outputs["logits"])
@@ -153,7 +152,7 @@ class Distillation(Classification):
             "top1": top1(outputs["logits"], batch["label"]),
             "teacher_top1": top1(answers, batch["label"]),
         }
-        return loss, (metrics, None)
+        return loss, (metrics, stats)
 
     def _of_teacher(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B Y X C"]:
         """Normalises images as the teacher was trained on; they are as the student's."""

@@ -111,10 +111,10 @@ class Lora(Classification):
 
     def loss(self, params, extra, batch, rng):
         network = self.merge(params, jax.lax.stop_gradient(extra))
-        return super().loss(network, None, batch, rng)
+        return super().loss(network, network, batch, rng)
 
     def update(self, extra, params, stats, step):
-        return extra | {"network": self.merge(params, extra)}
+        return extra | {"network": self.merge(params, extra) | (stats or {})}
 
     def merge(self, params: dict, extra: dict) -> dict:
         """Returns the network with the changes in its kernels.

@@ -18,7 +18,7 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost
+from vit_jax.models import STATE, Model, cost
 from vit_jax.models.text_tower import TextTower
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
@@ -71,16 +71,16 @@ class Task(Protocol):
         It is traced: what lies on a disk comes from `load`.
         """
 
-    def load(self) -> Tree:
-        """Returns what `extra` holds at the start of a run, or None where `init` says it.
+    def load(self) -> dict:
+        """Returns entries of `extra` that lie on a disk, in place of those of `init`.
 
-        It is put into the state when a run begins; a resumed run has it in its
+        They are put into the state when a run begins; a resumed run has them in its
         checkpoint. A task may be built, and this be called, without a run.
 
         Raises:
-          UserError: it cannot be read, or does not fit.
+          UserError: they cannot be read, or do not fit.
         """
-        return None
+        return {}
 
     def metadata(self) -> dict:
         """Returns what a resumed run needs to build this task again without its files.
@@ -180,8 +180,12 @@ class Task(Protocol):
           params, extra: of `init`.
           network: as `backbone` returns it.
         """
-        path = backbone_path(self, params, extra).split("/")
-        state = _replace({"params": params, "extra": extra}, path, network)
+        paths = backbone_paths(self, params, extra)
+        state = {"params": params, "extra": extra}
+        rest = {name: value for name, value in network.items() if name != STATE}
+        state = _replace(state, paths["path"].split("/"), rest)
+        if "state" in paths:
+            state = _replace(state, paths["state"].split("/"), network[STATE])
         return state["params"], state["extra"]
 
     def with_task_params(
@@ -207,37 +211,56 @@ class Task(Protocol):
         return cost.training_flops(self.model)
 
 
-def backbone_path(task: Task, params: Tree, extra: Tree) -> str:
-    """Returns where a state holds the network: "params", or as "params/network".
+def backbone_paths(task: Task, params: Tree, extra: Tree) -> dict[str, str]:
+    """Returns where a state holds the network.
 
     Args:
       task: whose `backbone` is asked.
       params, extra: as of `Task.init`, or shapes.
 
+    Returns:
+      "path": of its parameters, as "params" or "params/network"; and "state": of its
+      running means, if they are elsewhere.
+
     Raises:
-      UserError: `backbone` returns something else than a dict of the state.
+      UserError: `backbone` returns something else than a dict of the state for each.
     """
     paths = jax.tree.map_with_path(
         lambda keys, _: jax.tree_util.keystr(keys, simple=True, separator="/"),
         {"params": params, "extra": extra},
     )
     network = task.backbone(paths["params"], paths["extra"])
-    keys, path = jax.tree.leaves_with_path(network)[0]
+    state = network.get(STATE)
+    others = {name: value for name, value in network.items() if name != STATE}
+    path = _place(others)
+    there = _at(paths, path)
+    if there == network:
+        return {"path": path}
+    if there == others and state and _at(paths, _place(state)) == state:
+        return {"path": path, "state": _place(state)}
+    raise UserError(
+        f"{type(task).__name__}.backbone returns parameters of several places of the "
+        "state: keep those of the network in one dict of `params` or `extra`, and return "
+        "that"
+    )
+
+
+def _at(tree: dict, path: str) -> Tree:
+    return functools.reduce(operator.getitem, path.split("/"), tree)
+
+
+def _place(part: dict) -> str:
+    """Returns the path of a dict of paths."""
+    keys, path = jax.tree.leaves_with_path(part)[0]
     within = jax.tree_util.keystr(keys, simple=True, separator="/")
-    path = path.removesuffix(f"/{within}")
-    if functools.reduce(operator.getitem, path.split("/"), paths) != network:
-        raise UserError(
-            f"{type(task).__name__}.backbone returns parameters of several places of the "
-            "state: keep those of the network in one dict of `params` or `extra`, and "
-            "return that"
-        )
-    return path
+    return path.removesuffix(f"/{within}")
 
 
 def _replace(tree: dict, path: list[str], value: Tree) -> Tree:
     if not path:
         return value
-    return {**tree, path[0]: _replace(tree[path[0]], path[1:], value)}
+    first, *rest = path
+    return {**tree, first: _replace(tree.get(first, {}), rest, value)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

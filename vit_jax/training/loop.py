@@ -456,7 +456,7 @@ def restore_or_init(
 
 def _check_weights_of_hosts(setup: TrainSetup, params: dict) -> None:
     if jax.process_count() > 1:
-        params = {"params": params, "extra": setup.task.load() or {}}
+        params = {"params": params, "extra": setup.task.load()}
         hosts.check_agreement(
             weights={
                 "sha256": run_report.params_sha256(params),

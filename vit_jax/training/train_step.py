@@ -22,7 +22,7 @@ from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.models import stacking
-from vit_jax.tasks.task import Task, backbone_path
+from vit_jax.tasks.task import Task, backbone_paths
 from vit_jax.training import optim, sharpness
 from vit_jax.training.config import EmaConfig, TrainConfig
 from vit_jax.training.optim import OptimConfig
@@ -62,8 +62,8 @@ class TrainSetup(NamedTuple):
       program_key: returns the name of the compiled step among those that are stored, see
         `compilation.program_key`; "" if it is not stored.
       metadata: what checkpoints store beside the config, for JSON: "task", what the
-        task needs to be built again, and "network", the path of the network's
-        parameters in the state and its options.
+        task needs to be built again, and "network", the paths of the network in the
+        state, see `backbone_paths`, and its options.
     """
 
     task: Task
@@ -132,11 +132,12 @@ class TrainSetup(NamedTuple):
         return self._load_extra(create(network, others or {}))
 
     def _load_extra(self, state: TrainState) -> TrainState:
-        """Replaces the initialised `extra` by what the task loads, if it loads any."""
-        extra = self.task.load()
-        if extra is None:
+        """Replaces entries of the initialised `extra` by what the task loads."""
+        loaded = self.task.load()
+        if not loaded:
             return state
-        return state.replace(extra=jax.device_put(extra, self.shardings.extra))
+        places = {name: self.shardings.extra[name] for name in loaded}
+        return state.replace(extra={**state.extra, **jax.device_put(loaded, places)})
 
 
 def build_train_setup(
@@ -175,6 +176,7 @@ def build_train_setup(
         return task.init(init_key(config.seed))
 
     params, extra = jax.eval_shape(init)
+    _check_state(task, params, extra, config)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
     peak = config.optim.peak_learning_rate(config.batch_size)
     rate = optim.learning_rate(config.optim, peak, run)
@@ -209,7 +211,7 @@ def build_train_setup(
     metadata = {
         "task": task.metadata(),
         "network": {
-            "path": backbone_path(task, params, extra),
+            **backbone_paths(task, params, extra),
             "options": task.model.portable_options,
         },
     }
@@ -237,6 +239,29 @@ def build_train_setup(
         ),
         metadata=metadata,
     )
+
+
+def _check_state(task: Task, params: dict, extra: object, config: TrainConfig) -> None:
+    """Checks that a task carries the running means of its network, untrained.
+
+    Raises:
+      UserError: it does not.
+    """
+    if not task.model.stateful:
+        return
+    in_params, in_extra = (
+        any(
+            jax.tree_util.DictKey(models.STATE) in keys
+            for keys, _ in jax.tree.leaves_with_path(tree)
+        )
+        for tree in (params, extra)
+    )
+    if in_params or not in_extra:
+        raise UserError(
+            f"task.name={config.task.name!r} does not carry the running means "
+            f"({models.STATE}) of model.variant={config.model.variant!r}: classification, "
+            "distillation, lora and linear_probe do; or use GroupNorm or LayerNorm"
+        )
 
 
 def _check_transforms(task: Task, batch_spec: dict, config: TrainConfig) -> None:

@@ -90,14 +90,16 @@ def _find_write(
     Raises:
       UserError: the format cannot hold it.
     """
-    variant = pretrained.options["variant"]
+    variant, writer = pretrained.options["variant"], WRITERS[to]
+    if writer.program:
+        return writer.write
     if is_custom(variant):
         raise UserError(
             f"--to={to}: {pretrained.source} is of model.variant={variant!r}, a network "
             "of a module of yours, and reading files of weights imports no module: keep "
-            "its workdir"
+            "its workdir, or write the program with --to=stablehlo"
         )
-    writer, kind = WRITERS[to], models.VARIANTS.find(variant, "model")
+    kind = models.VARIANTS.find(variant, "model")
     if kind in writer.networks:
         return writer.networks[kind]
     if not writer.any_network and not issubclass(kind, (ViTConfig, ResNetConfig)):

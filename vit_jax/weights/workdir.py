@@ -161,15 +161,18 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
         raise ValueError("its arrays' metadata are missing or damaged")
     _check_version(path, stored.custom_metadata)
     network = stored.custom_metadata["network"]
-    keys = network["path"].split("/")
+    names = [name for name in ("path", "state") if name in network]
+    keys, *_ = places = [network[name].split("/") for name in names]
     averaged = use_ema and keys[0] == "params" and "average" in stored.metadata
     if averaged:  # It has the structure of the parameters.
         keys[0] = "average"
-    find = functools.partial(functools.reduce, operator.getitem, keys)
-    target = find(stored.metadata)
-    for key in reversed(keys):
-        target = {key: target}
-    target["step"] = stored.metadata["step"]
+    find = functools.partial(functools.reduce, operator.getitem)
+    target = {"step": stored.metadata["step"]}
+    for place in places:
+        part = find(place, stored.metadata)
+        for key in reversed(place):
+            part = {key: part}
+        target |= part
     if with_task:
         kind = "average" if averaged else "params"
         target |= {kind: stored.metadata[kind]}
@@ -178,8 +181,9 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
     context.pytree.loading.partial_load = True
     with context:
         loaded = ocp.load(path, target)
+    params, *state = [find(place, loaded) for place in places]
     return Checkpoint(
-        params=find(loaded),
+        params={**params, models.STATE: state[0]} if state else params,
         task_params=_others(loaded[kind], keys[1:]) if with_task else {},
         options={
             name: tuple(value) if isinstance(value, list) else value

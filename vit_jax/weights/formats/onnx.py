@@ -69,6 +69,6 @@ WRITERS["onnx"] = Writer(
     write,
     usage=usage,
     library="onnx",
-    any_network=True,
+    program=True,
     files=(FILE, f"{FILE}.data", *program.BESIDE),
 )

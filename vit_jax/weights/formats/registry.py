@@ -42,6 +42,7 @@ class Writer:
       library: name by which the hub knows the library that loads it; "" if none.
       any_network: whether it holds every network, not only Vision Transformers, hybrids
         and BiT ResNets.
+      program: whether it holds the network's computation too, of a user's network also.
       networks: of further networks that it holds, by the dataclass of their config, what
         writes them in the place of `write`. The modules of their formats put it there.
       files: names of the files that a folder of it can hold.
@@ -54,6 +55,7 @@ class Writer:
     usage: Callable[[Pretrained, str, bool], str] | None = None
     library: str = ""
     any_network: bool = False
+    program: bool = False
     networks: dict[type[NetworkConfig], Callable[[Pretrained, Path], list[str]]] = (
         dataclasses.field(default_factory=dict)
     )

@@ -42,5 +42,5 @@ def usage(_pretrained: Pretrained, place: str, hub: bool) -> str:
 
 
 WRITERS["stablehlo"] = Writer(
-    write, usage=usage, any_network=True, files=(FILE, *program.BESIDE)
+    write, usage=usage, program=True, files=(FILE, *program.BESIDE)
 )

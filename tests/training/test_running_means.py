@@ -1,0 +1,203 @@
+"""A network with BatchNorm: the ConvMixer of the docs, trained, resumed, evaluated, exported."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import kill_after, tiny_config
+
+from vit_jax import models, weights
+from vit_jax.config import fields
+from vit_jax.data.transforms import device as transforms
+from vit_jax.distributed import mesh as meshes
+from vit_jax.errors import UserError
+from vit_jax.models import STATE
+from vit_jax.training import config as configuration
+from vit_jax.training import loop, train_step
+from vit_jax.weights import export
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "docs/examples"
+VARIANT = "conv_mixer:ConvMixerConfig"
+MOMENTUM = 0.75
+MIXER = {"variant": VARIANT, "width": 6, "depth": 1, "momentum": MOMENTUM}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _found():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield
+
+
+def conv_mixer(**sections):
+    raw = fields.to_dict(tiny_config(**sections))
+    return configuration.complete(raw | {"model": MIXER})
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "mixer"
+    loop.train(conv_mixer(ema={"decay": 0.5}), folder)
+    return folder
+
+
+def images_of(count=16, classes=5):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "image": rng.integers(0, 256, (count, 8, 12, 3), np.uint8),
+        "label": rng.integers(0, classes, count, np.int32),
+        "index": np.arange(count, dtype=np.uint32),
+    }
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+def stepped(config, num_devices):
+    """Returns the state at the start and after a step."""
+    mesh = meshes.create(config.mesh, jax.devices()[:num_devices])
+    setup = train_step.build_train_setup(config, mesh, num_examples=20)
+    state = setup.initial_state()
+    before = jax.device_get(state.replace(key=None))
+    batch = {
+        name: jax.device_put(value, setup.batch_shapes[name].sharding)
+        for name, value in images_of(config.batch_size).items()
+    }
+    after, _ = setup.train_step(state, batch)
+    return setup, before, jax.device_get(after.replace(key=None))
+
+
+def test_a_step_moves_the_means_to_those_of_the_whole_batch():
+    config = conv_mixer(batch_size=16)
+    setup, before, after = stepped(config, 8)
+    mean, variance = (before.extra[STATE]["norm"][k] for k in ("mean", "var"))
+    assert not mean.any()
+    assert (variance == 1).all()
+    # What BatchNorm sees: all 16 images, though each device has two.
+    batch = setup.task.prepare(images_of(), jax.random.key(0))
+    layer = before.params["embedding"]
+    x = jax.lax.conv_general_dilated(
+        batch["image"], layer["kernel"], (4, 4), "VALID", dimension_numbers=_NHWC
+    )
+    x = np.asarray(jax.nn.gelu(x + layer["bias"][None, None, None]))
+    moved = after.extra[STATE]["norm"]
+    expected = (1 - MOMENTUM) * x.mean((0, 1, 2))
+    np.testing.assert_allclose(moved["mean"], expected, atol=1e-6)
+    expected = MOMENTUM + (1 - MOMENTUM) * x.var((0, 1, 2))
+    np.testing.assert_allclose(moved["var"], expected, atol=1e-6)
+    _, _, alone = stepped(config, 1)
+    for one, other in zip(*map(jax.tree.leaves, (after, alone)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+_NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def test_of_parts_of_a_batch_the_means_are_averaged():
+    config = conv_mixer(optim={"grad_accum_steps": 2})
+    setup, before, after = stepped(config, 1)
+    batch = setup.task.prepare(images_of(8), jax.random.key(0))
+    found = []
+    for part in (slice(0, 8, 2), slice(1, 8, 2)):
+        rows = {name: value[part] for name, value in batch.items()}
+        stats = setup.task.outputs(
+            before.params, before.extra, rows, jax.random.key(0)
+        )[1]
+        found.append(stats[STATE])
+    average = jax.tree.map(lambda a, b: (a + b) / 2, *found)
+    for one, other in zip(
+        *map(jax.tree.leaves, (average, after.extra[STATE])), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_run_is_resumed_to_the_bit(workdir, tmp_path):
+    config = conv_mixer(ema={"decay": 0.5})
+    whole = loop.train(config, tmp_path)
+    kill_after(3, tmp_path)
+    resumed = loop.train(config, tmp_path)
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    assert resumed["final"] == whole["final"]
+    means = [weights.open_pretrained(at).params[STATE] for at in (workdir, tmp_path)]
+    for one, other in zip(*map(jax.tree.leaves, means), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_an_evaluation_uses_the_running_means(workdir):
+    found = weights.open_pretrained(workdir)
+    model = models.create(**found.options)
+    assert model.stateful
+    images = jnp.asarray(images_of(4)["image"] / 127.5 - 1, jnp.float32)
+    logits = model.apply(found.params, images)["logits"]
+    # An image's answer is its own, not that of the batch it came in.
+    alone = model.apply(found.params, images[:1])["logits"]
+    np.testing.assert_allclose(logits[:1], alone, atol=1e-6)
+    shifted = jax.tree.map(lambda x: x + 0.5, found.params[STATE])
+    other = model.apply({**found.params, STATE: shifted}, images)["logits"]
+    assert np.abs(other - logits).max() > 1e-3
+
+
+def test_it_begins_from_a_run(workdir, tmp_path):
+    found = weights.open_pretrained(workdir)
+    config = conv_mixer(
+        init=str(workdir),
+        data={"num_classes": 3},
+        optim={"learning_rate": 1e-9},
+        total_steps=1,
+        evals={},
+    )
+    loop.train(config, tmp_path)
+    begun = weights.open_pretrained(tmp_path).params[STATE]["norm"]["mean"]
+    start = found.params[STATE]["norm"]["mean"]
+    assert np.abs(begun - MOMENTUM * start).max() > 0
+    drawn = np.zeros_like(start)
+    # A quarter of the way to the mean of a batch: nearer to the run's than to the start's.
+    assert np.abs(begun - start).max() < np.abs(begun - drawn).max()
+
+
+def test_its_program_answers_as_it_does(workdir, tmp_path):
+    found = weights.open_pretrained(workdir)
+    export.export(found, "stablehlo", tmp_path / "program")
+    data = (tmp_path / "program" / "model.stablehlo").read_bytes()
+    images = images_of(3)["image"]
+    program = jax.export.deserialize(bytearray(data)).call
+    model = models.create(**found.options)
+    how = found.preprocess
+    normal = transforms.normalize(images, how.mean, how.std)
+    logits = model.apply(found.params, normal)["logits"]
+    np.testing.assert_allclose(program(images)["logits"], logits, atol=1e-5)
+
+
+def test_student_and_teacher_may_have_means(workdir, tmp_path):
+    task = {"name": "distillation", "teacher": str(workdir)}
+    report = loop.train(conv_mixer(task=task, total_steps=3), tmp_path)
+    assert report["variant"] == VARIANT
+    student = weights.open_pretrained(tmp_path).params[STATE]["norm"]["mean"]
+    assert student.any()
+
+
+def test_lora_moves_the_means_too(workdir, tmp_path):
+    task = {"name": "lora", "rank": 1, "projections": ("channels_0",)}
+    sections = {"task": task, "init": str(workdir), "total_steps": 3}
+    loop.train(conv_mixer(**sections), tmp_path)
+    before, after = (
+        weights.open_pretrained(at).params[STATE]["norm"]["mean"]
+        for at in (workdir, tmp_path)
+    )
+    assert (before != after).all()
+
+
+def test_a_linear_probe_leaves_the_means_as_they_are(workdir, tmp_path):
+    task = {"name": "linear_probe"}
+    sections = {"task": task, "init": str(workdir), "total_steps": 3}
+    loop.train(conv_mixer(**sections), tmp_path)
+    means = [weights.open_pretrained(at).params[STATE] for at in (workdir, tmp_path)]
+    for one, other in zip(*map(jax.tree.leaves, means), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_task_that_does_not_carry_the_means_is_refused():
+    config = conv_mixer(task={"name": "center_loss:CenterLossConfig"})
+    mesh = meshes.create(config.mesh, jax.devices()[:1])
+    with pytest.raises(UserError, match=r"center_loss:CenterLossConfig.*batch_stats"):
+        train_step.build_train_setup(config, mesh, num_examples=20)
