@@ -3,7 +3,7 @@
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from vit_jax.weights.formats import google, linen
+from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
@@ -14,9 +14,7 @@ _SCANNED = "Transformer/encoderblock/"
 
 
 def recognises(tensors: Tensors) -> bool:
-    """Returns whether a file is in this format, and not in google's."""
-    if google.recognises(tensors):  # A subset of these names, preprocessed otherwise.
-        return False
+    """Returns whether a file is in this format."""
     names = tensors.flat.keys()
     prefix = linen.find_prefix(names, _ANCHOR)
     return prefix is not None and any(

@@ -138,4 +138,4 @@ def preprocess(image_size: tuple[int, int]) -> Preprocess:
     )
 
 
-READERS["DINO"] = Reader(recognises, read)
+READERS["DINO"] = Reader(recognises, read, refines=("timm",))

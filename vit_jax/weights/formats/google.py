@@ -156,5 +156,6 @@ def _check_network(options: dict) -> None:
     )
 
 
-READERS["google"] = Reader(recognises, read)
+# Names of big_vision's are these and more; images are prepared otherwise.
+READERS["google"] = Reader(recognises, read, refines=("big_vision",))
 WRITERS["google"] = Writer(write, suffix=".npz")

@@ -267,5 +267,5 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 
 
-READERS["Hugging Face BEiT"] = Reader(recognises, read)
+READERS["Hugging Face BEiT"] = Reader(recognises, read, refines=("Hugging Face",))
 WRITERS["hf_beit"] = Writer(write, usage=_usage, library="transformers")

@@ -289,5 +289,5 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     )
 
 
-READERS["Hugging Face DINOv2"] = Reader(recognises, read)
+READERS["Hugging Face DINOv2"] = Reader(recognises, read, refines=("Hugging Face",))
 WRITERS["hf_dinov2"] = Writer(write, usage=_usage, library="transformers")

@@ -172,5 +172,5 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 
 
-READERS["Hugging Face I-JEPA"] = Reader(recognises, read)
+READERS["Hugging Face I-JEPA"] = Reader(recognises, read, refines=("Hugging Face",))
 WRITERS["hf_ijepa"] = Writer(write, usage=_usage, library="transformers")

@@ -216,5 +216,5 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     )
 
 
-READERS["Hugging Face Swin"] = Reader(recognises, read)
+READERS["Hugging Face Swin"] = Reader(recognises, read, refines=("Hugging Face",))
 WRITERS["hf"].networks[SwinConfig] = write

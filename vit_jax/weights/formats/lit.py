@@ -117,4 +117,4 @@ def _read_text(flat: dict[str, np.ndarray], source: str) -> tuple[dict, dict]:
     return task, tower
 
 
-READERS["LiT and SigLIP of Google"] = Reader(recognises, read)
+READERS["LiT and SigLIP of Google"] = Reader(recognises, read, refines=("big_vision",))

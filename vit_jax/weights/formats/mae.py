@@ -410,7 +410,7 @@ def _hf_usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 
 
-READERS["MAE"] = Reader(recognises, read)
+READERS["MAE"] = Reader(recognises, read, refines=("Hugging Face", "timm", "DINO"))
 WRITERS["mae"] = Writer(write, suffix=".pth", usage=_usage, with_task=True)
 WRITERS["hf_mae"] = Writer(
     write_hugging_face, usage=_hf_usage, library="transformers", with_task=True

@@ -121,7 +121,9 @@ def _lists_to_tuples(tree: dict) -> dict:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
 
 
-READERS["own exports"] = Reader(recognises, read)
+READERS["own exports"] = Reader(
+    recognises, read, refines=("google", "big_vision", "BiT", "google Mixer")
+)
 WRITERS["safetensors"] = Writer(
     write, suffix=".safetensors", any_network=True, with_task=True
 )

@@ -22,10 +22,13 @@ class Reader:
       recognises: returns whether a file is in this format, by its names or metadata.
       read: converts the tensors of a file. Its second argument is the number of
         attention heads if the file does not say it; 0 if that is unknown.
+      refines: names of formats whose files include those of this one, which are read
+        here and not there.
     """
 
     recognises: Callable[[Tensors], bool]
     read: Callable[[Tensors, int], Pretrained]
+    refines: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,18 +86,20 @@ def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
       tensors: of the file.
 
     Raises:
-      UserError: the file is in none of the registered formats; its config.json tells
-        the network.
+      UserError: the file is in none of the registered formats, or in more than one.
     """
     inner = tensors
     while inner is not None:
-        # The last registered is asked first: exported files of this project have the
-        # names of google's, and a module of a user's may refine a format of ours.
-        for reader in reversed(READERS.values()):
-            if reader.recognises(inner):
-                return reader, inner
+        claims = claiming(inner)
+        if len(claims) > 1:
+            raise UserError(
+                f"{tensors.path} is in the formats {' and '.join(claims)}: name one in "
+                "`refines` of the other's Reader"
+            )
+        if claims:
+            return READERS[claims[0]], inner
         inner = _unwrap(inner)
-    names = sorted(tensors.flat)
+    names, formats = sorted(tensors.flat), ", ".join(sorted(READERS, key=str.casefold))
     shown = ", ".join(names[:: max(1, len(names) // 3)][:3])
     config = tensors.sidecars.get("config.json", {})
     for key in ("architecture", "model_type"):
@@ -102,12 +107,19 @@ def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
             raise UserError(
                 f"{tensors.path}: {key}={config[key]!r} in config.json: no model of this "
                 f"project has its {len(names)} arrays, such as {shown}; give weights of "
-                f"one of {', '.join(READERS)}"
+                f"one of {formats}"
             )
     raise UserError(
-        f"{tensors.path} is in none of the known formats ({', '.join(READERS)}): its "
-        f"{len(names)} arrays have names such as {shown}"
+        f"{tensors.path} is in none of the known formats ({formats}): its {len(names)} "
+        f"arrays have names such as {shown}"
     )
+
+
+def claiming(tensors: Tensors) -> list[str]:
+    """Returns the names of the formats that a file is in: one, if any, for any order."""
+    found = {name for name, reader in READERS.items() if reader.recognises(tensors)}
+    refined = {name for reader in map(READERS.get, found) for name in reader.refines}
+    return sorted(found - refined)
 
 
 def _unwrap(tensors: Tensors) -> Tensors | None:
