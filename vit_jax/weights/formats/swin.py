@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models.swin import SIZES, SwinConfig
-from vit_jax.weights.formats import timm, timm_config, torch_file
+from vit_jax.weights.formats import timm, timm_config, timm_networks, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
@@ -118,15 +118,11 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         notes.append("mask token: dropped, which only pretraining has")
     config = tensors.sidecars.get("config.json", {})
     in_timm = "architecture" in config or "layers.0.downsample.norm.weight" not in flat
-    facts, names = timm_config.TimmConfig(), MICROSOFT
+    facts, names = timm_networks.Facts(), MICROSOFT
     if in_timm:
         names = TIMM
         facts = timm_config.read(config) if "architecture" in config else facts
-    if facts.pool not in (None, "avg"):
-        raise UserError(
-            f"{tensors.path}: global_pool={facts.pool!r} of a Swin Transformer is not "
-            "supported, only 'avg'"
-        )
+    timm_config.check_average(facts.pool, "a Swin Transformer", tensors.path)
     args = config.get("model_args") or {}
     window = _one_window(args.get("window_size"), tensors.path)
     if args.get("dynamic_img_size") or not args.get("strict_img_size", True):
@@ -400,8 +396,6 @@ def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         name=name,
         args=args,
         num_features=options["width"] * 2 ** (len(options["stage_depths"]) - 1),
-        global_pool="avg",
-        first_conv="patch_embed.proj",
         classifier="head.fc",
     )
     arrays = _to_their_arrays(pretrained, options, TIMM)

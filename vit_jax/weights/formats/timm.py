@@ -10,6 +10,7 @@ import operator
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -20,6 +21,7 @@ from vit_jax.weights import surgery
 from vit_jax.weights.formats import linen, timm_config, timm_networks, torch_file
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
+from vit_jax.weights.formats.timm_networks import Facts
 from vit_jax.weights.formats.torch_file import (
     CONV,
     DEPTH_SECOND,
@@ -36,8 +38,16 @@ from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _BACKBONE = "patch_embed.backbone"
 _NEEDED = "patch_embed.proj", "blocks.0.attn.(qkv|q_proj)", r"blocks.0.mlp.fc1(_g)?"
-_NORMS = ("pre_norm", "post_norm", "qk_norm", "attention_out_norm", "mlp_norm")
-_NORMS += ("final_norm",)
+# Options that an array shows.
+_SHOWN = {
+    "distillation": "dist_token",
+    "representation_layer": "pre_logits.fc.weight",
+    "fc_norm": "fc_norm.weight",
+    "pre_norm": "norm_pre.weight",
+    "qk_norm": "blocks.0.attn.q_norm.weight",
+    "attention_out_norm": "blocks.0.attn.norm.weight",
+    "mlp_norm": "blocks.0.mlp.norm.weight",
+}
 _BIASES = {
     "every": "blocks.0.attn.relative_position_bias_table",
     "shared": "rel_pos_bias.relative_position_bias_table",
@@ -53,6 +63,7 @@ _STEM_NOTE = (
     "ours 1e-6 and 1e-5 beside its deviation: logits differ from timm's by 5e-5 to 1e-4 "
     "of their size"
 )
+_FEATURES_NOTE = "features: timm gives the mean of both tokens, we the first"
 
 
 def recognises(tensors: Tensors) -> bool:
@@ -65,126 +76,99 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file or folder.
-      num_heads: attention heads if config.json does not state them; 0 means those of
-        the known sizes, or one per 64 features.
-
-    Returns:
-      The checkpoint under our names.
-
-    Raises:
-      UserError: this project has no such network.
-    """
+    """Reads a checkpoint; see `registry.Reader`."""
     config = tensors.sidecars.get("config.json", {})
     timm_config.check_parameters(tensors.flat, config, tensors.path)
     facts = timm_config.read(config)
     build = _read_resnet if "stem.conv.weight" in tensors.flat else _read_transformer
-    ours, options, notes = build(tensors, facts, num_heads)
+    return finish(tensors, facts, *build(tensors, facts, num_heads))
+
+
+def finish(
+    tensors: Tensors,
+    facts: Facts,
+    ours: dict[str, np.ndarray],
+    options: dict,
+    notes: Sequence[str] = (),
+    patch: int = 1,
+) -> Pretrained:
+    """Returns a checkpoint with what timm's config.json says beside the network.
+
+    Args:
+      tensors: of the file.
+      facts: of its config.
+      ours: our arrays by name.
+      options: of `models.create`.
+      notes: of reading the network.
+      patch: see `timm_config.fit_patches`.
+    """
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
         options=options,
         format="timm",
         source=tensors.path,
         preprocess=timm_config.fit_patches(
-            facts.preprocess,
-            options["image_size"],
-            len(ours.get("embedding/kernel", (0,))),
+            facts.preprocess, options["image_size"], patch
         ),
         class_names=facts.class_names,
         notes=(*facts.notes, *notes),
     )
 
 
-def _read_resnet(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int):
-    flat, notes = tensors.flat, []
+def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
+    flat, source = tensors.flat, tensors.path
     units = {tuple(name.split(".")[1:4:2]) for name in flat if "stages." in name}
     stages = [int(stage) for stage, _ in units]
     blocks = tuple(stages.count(i) for i in range(len(set(stages))))
     num_classes = len(flat.get("head.fc.weight", ()))
     table = _resnet_table({"stage_depths": blocks, "num_classes": num_classes})
-    timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
-    ours = torch_file.to_our_arrays(flat, table, tensors.path)
+    timm_config.check_names(flat, {e.theirs for e in table}, source)
+    ours = torch_file.to_our_arrays(flat, table, source)
     channels, stem_width = ours["root_block/conv_root/kernel"].shape[2:]
-    if facts.pool not in (None, "avg"):
-        raise UserError(
-            f"{tensors.path}: global_pool={facts.pool!r} of a ResNet is not supported, "
-            "only 'avg'"
-        )
+    timm_config.check_average(facts.pool, "a ResNet", source)
     image_size = facts.image_size or tensors.image_size
     if image_size is None:
         raise UserError(
-            f"{tensors.path}: nothing says for which image size this ResNet is: keep its "
+            f"{source}: nothing says for which image size this ResNet is: keep its "
             "config.json beside it, or state --resolution=PIXELS (image_size in Python)"
         )
-    options = {
+    return ours, {
         **linen.resnet_options(blocks, int(stem_width)),
         "num_classes": num_classes,
         "image_size": image_size,
         "channels": int(channels),
         "zero_pool": True,
     }
-    return ours, options, notes
 
 
-def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads: int):
-    def there(name):
-        return any(re.fullmatch(rf"{name}\.weight", known) for known in tensors.flat)
-
-    if missing := [name for name in _NEEDED if not there(name)]:
-        name = re.sub(r"\(_g\)\?|\((\w+)\|\w+\)", r"\1", missing[0])
-        raise UserError(
-            f"{tensors.path}: {name}.weight is missing: give the whole file of a Vision "
-            "Transformer"
-        )
-    norms = {"norm.weight", "fc_norm.weight"}
-    if facts.final_norm and not norms & tensors.flat.keys():
-        raise UserError(
-            f"{tensors.path}: norm.weight is missing: give the whole file; if the network "
-            f"has no final norm, {timm_config.ASK}"
-        )
-    if facts.pre_norm and "norm_pre.weight" not in tensors.flat:
-        raise UserError(
-            f"{tensors.path}: norm_pre.weight is missing, which config.json says that the "
-            "network has: give the whole file"
-        )
-    if "pos_embed" in tensors.flat and facts.no_positions:
-        raise UserError(
-            f"{tensors.path}: pos_embed is in the file, and config.json says that the "
-            "network has no position embeddings: keep the config.json of the file"
-        )
-    if "pos_embed" not in tensors.flat and not facts.no_positions:
-        raise UserError(
-            f"{tensors.path}: pos_embed is missing, and no config.json says that the "
-            f"network has none, as BEiT, DINOv3 and rotary networks: {timm_config.ASK}"
-        )
-    flat, notes = _add_biases(timm_networks.to_plain(tensors.flat))
-    form = _form(flat, facts, tensors.path)
+def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
+    flat, source, ask = tensors.flat, tensors.path, timm_config.ASK
+    _check_whole(flat, facts, source)
+    flat, notes = _add_biases(timm_networks.to_plain(flat))
+    form = _form(flat, facts, source)
     heads = [name for name in ("head", "head_dist") if f"{name}.weight" in flat]
     if form["distillation"] and len(heads) == 1:
         form["num_classes"] = 0
         notes.append(
             f"classifier: left out, because {heads[0]} is one of two, whose mean it takes"
         )
-    width = len(flat["patch_embed.proj.weight"])
-    form["num_heads"], more = torch_file.choose_num_heads(
-        facts.num_heads, num_heads, width, form["depth"]
+    shape, width = _shape(flat), len(flat["patch_embed.proj.weight"])
+    shape["num_heads"], more = torch_file.choose_num_heads(
+        facts.num_heads, num_heads, width, shape["depth"]
     )
     if more and not num_heads and (width % 64 or width < 128):
         raise UserError(
-            f"{tensors.path}: nothing says how many heads attention of width {width} has: "
-            f"state --num_heads, or {timm_config.ASK}"
+            f"{source}: nothing says how many heads attention of width {width} has: "
+            f"state --num_heads, or {ask}"
         )
     notes += more
-    table = transformer_table(form)
-    timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
-    if form["stem_width"]:
+    table = transformer_table(form | shape)
+    timm_config.check_names(flat, {e.theirs for e in table}, source)
+    if shape["stem_width"]:
         notes.append(_STEM_NOTE)
     if form["distillation"] and not form["num_classes"]:
-        notes.append("features: timm gives the mean of both tokens, we the first")
-    ours = torch_file.to_our_arrays(flat, table, tensors.path)
+        notes.append(_FEATURES_NOTE)
+    ours = torch_file.to_our_arrays(flat, table, source)
     if form["rope"] != "none":
         ours = timm_networks.turn_features(ours, facts.rotary)
 
@@ -194,7 +178,7 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
         sizes["layer_scale_init"] = facts.layer_scale_init
     num_prefix_tokens = ("cls" in ours) + ("dist" in ours)
     sizes["image_size"], rows = _image_size(
-        embedding, num_prefix_tokens, sizes, facts, tensors.path
+        embedding, num_prefix_tokens, sizes, facts, source
     )
     if embedding is not None:
         missing = num_prefix_tokens + rows - embedding.shape[1]
@@ -209,35 +193,65 @@ def _read_transformer(tensors: Tensors, facts: timm_config.TimmConfig, num_heads
             notes.append("position embeddings of extra tokens: none in the file, so 0")
             embedding = surgery.prepend_zero_rows(embedding, missing)
         ours[POSITIONS] = embedding
-    kept = ("pool", "class_token", "distillation", "representation_layer", "fc_norm")
-    kept += (*_NORMS, "relative_bias", "rope", "rope_temperature", "rope_reference")
-    options = {
-        **sizes,
-        "num_classes": form["num_classes"],
-        **{name: form[name] for name in (*kept, "posemb")},
-        "activation": form["activation"],
-        "layer_norm_eps": facts.epsilon,
+        form["posemb_resize"] = facts.posemb_resize
+    return ours, sizes | form, notes, len(ours["embedding/kernel"])
+
+
+def _check_whole(flat: dict[str, np.ndarray], facts: Facts, source: str) -> None:
+    """Raises UserError unless a file has the arrays that every encoder has."""
+    for pattern in _NEEDED:
+        if not any(re.fullmatch(rf"{pattern}\.weight", name) for name in flat):
+            name = re.sub(r"\(_g\)\?|\((\w+)\|\w+\)", r"\1", pattern)
+            raise UserError(
+                f"{source}: {name}.weight is missing: give the whole file of a Vision "
+                "Transformer"
+            )
+    if facts.final_norm and not {"norm.weight", "fc_norm.weight"} & flat.keys():
+        raise UserError(
+            f"{source}: norm.weight is missing: give the whole file; if the network "
+            f"has no final norm, {timm_config.ASK}"
+        )
+    if facts.pre_norm and "norm_pre.weight" not in flat:
+        raise UserError(
+            f"{source}: norm_pre.weight is missing, which config.json says that the "
+            "network has: give the whole file"
+        )
+    positions = "pos_embed" in flat
+    if positions and not facts.positions:
+        raise UserError(
+            f"{source}: pos_embed is in the file, and config.json says that the "
+            "network has no position embeddings: keep the config.json of the file"
+        )
+    if facts.positions and not positions:
+        raise UserError(
+            f"{source}: pos_embed is missing, and no config.json says that the "
+            f"network has none, as BEiT, DINOv3 and rotary networks: {timm_config.ASK}"
+        )
+
+
+def _shape(flat: dict[str, np.ndarray]) -> dict:
+    """Returns what the table of a network needs beside its options."""
+    stages = re.compile(re.escape(_BACKBONE) + r"\.stages\.(\d+)\.blocks\.(\d+)\.")
+    counts = [int(s) for s, _ in {m.groups() for m in map(stages.match, flat) if m}]
+    return {
+        "depth": len({n.split(".")[1] for n in flat if n.startswith("blocks.")}),
+        "stem_width": int(any(name.startswith(f"{_BACKBONE}.") for name in flat)),
+        "stage_depths": tuple(counts.count(i) for i in range(len(set(counts)))),
+        "num_register_tokens": np.shape(flat.get("reg_token", ((),)))[1],
+        "layer_scale_init": float("blocks.0.ls1.gamma" in flat),
     }
-    if embedding is not None:
-        options["posemb_resize"] = facts.posemb_resize
-    return ours, options, notes
 
 
-def _form(
-    flat: dict[str, np.ndarray], facts: timm_config.TimmConfig, source: str
-) -> dict:
+def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:
     """Returns the options that the names and the config determine."""
-    stem = f"{_BACKBONE}."
-    stages = re.compile(re.escape(stem) + r"stages\.(\d+)\.blocks\.(\d+)\.")
-    units = {m.groups() for name in flat if (m := stages.match(name))}
-    counts = [int(stage) for stage, _ in units]
-    token = "cls_token" in flat
-    if facts.pool is not None and facts.pool not in timm_config.POOLS:
+    token, gated = "cls_token" in flat, timm_config.is_gated(flat)
+    pools = timm_config.POOLS
+    if facts.pool is not None and facts.pool not in pools:
         raise UserError(
             f"{source}: global_pool={facts.pool!r} in config.json is not one of "
-            f"{', '.join(map(repr, timm_config.POOLS))}, which models of this project have"
+            f"{', '.join(map(repr, pools))}, which models of this project have"
         )
-    head = timm_config.POOLS[facts.pool] if facts.pool is not None else ""
+    head = pools.get(facts.pool, "")
     if "attn_pool.latent" in flat:
         head = "map"
     elif head in ("", "token"):
@@ -245,47 +259,31 @@ def _form(
         head = "token" if token and not pooled else "gap"
     beside = token and head != "token"
     prefix = beside or "reg_token" in flat
+    what = ""
     # These tokens are among what is pooled here for "map", and are not for "gap".
     if prefix and head in ("gap", "map") and facts.pools_prefix != (head == "map"):
-        raise UserError(
-            f"{source}: pooling {head} with pool_include_prefix={facts.pools_prefix} "
-            f"and {'a class token' if beside else 'register tokens'} is not of a model "
-            "of this project"
-        )
-    if "dist_token" in flat and {"fc_norm.weight", "reg_token"} & flat.keys():
-        raise UserError(
-            f"{source}: a distillation token beside registers or fc_norm is not of a "
-            "model of this project"
-        )
-    if head == "map" and timm_config.is_gated(flat):
-        raise UserError(
-            f"{source}: pooling map with gated MLPs (SwiGLU) is not of a model of this "
-            "project"
-        )
+        what = f"pooling {head} with pool_include_prefix={facts.pools_prefix} and "
+        what += "a class token" if beside else "register tokens"
+    elif "dist_token" in flat and {"fc_norm.weight", "reg_token"} & flat.keys():
+        what = "a distillation token beside registers or fc_norm"
+    elif head == "map" and gated:
+        what = "pooling map with gated MLPs (SwiGLU)"
+    if what:
+        raise UserError(f"{source}: {what} is not of a model of this project")
     return {
-        "depth": len({n.split(".")[1] for n in flat if n.startswith("blocks.")}),
-        "stem_width": int(any(name.startswith(stem) for name in flat)),
-        "stage_depths": tuple(counts.count(i) for i in range(len(set(counts)))),
         "num_classes": len(flat.get("head.weight", ())),
         "pool": head,
         "class_token": beside,
-        "distillation": "dist_token" in flat,
-        "num_register_tokens": np.shape(flat.get("reg_token", ((),)))[1],
-        "layer_scale_init": float("blocks.0.ls1.gamma" in flat),
-        "activation": "swiglu" if timm_config.is_gated(flat) else facts.activation,
-        "representation_layer": "pre_logits.fc.weight" in flat,
-        "fc_norm": "fc_norm.weight" in flat,
+        "activation": "swiglu" if gated else facts.activation,
+        "layer_norm_eps": facts.layer_norm_eps,
         "posemb": "learned" if "pos_embed" in flat else "none",
         "relative_bias": next((k for k, v in _BIASES.items() if v in flat), "none"),
         "rope": facts.rotary.kind,
         "rope_temperature": facts.rotary.temperature,
         "rope_reference": facts.rotary.reference,
-        "pre_norm": "norm_pre.weight" in flat,
         "post_norm": facts.post_norm,
-        "qk_norm": "blocks.0.attn.q_norm.weight" in flat,
-        "attention_out_norm": "blocks.0.attn.norm.weight" in flat,
-        "mlp_norm": "blocks.0.mlp.norm.weight" in flat,
         "final_norm": bool({"norm.weight", "fc_norm.weight"} & flat.keys()),
+        **{option: name in flat for option, name in _SHOWN.items()},
     }
 
 
@@ -293,7 +291,7 @@ def _image_size(
     embedding: np.ndarray | None,
     num_prefix_tokens: int,
     sizes: dict,
-    facts: timm_config.TimmConfig,
+    facts: Facts,
     source: str,
 ) -> tuple[tuple[int, int], int]:
     """Returns the image size of the position embeddings, and the number of patches."""
@@ -326,14 +324,7 @@ def _image_size(
 def _add_biases(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Adds biases of zero to attention, MLPs and patches without biases.
-
-    Args:
-      flat: under timm's names.
-
-    Returns:
-      The arrays with `qkv.bias` everywhere, and a note for each kind of layer.
-    """
+    """Adds biases of zero, and a note for each kind of layer, where there are none."""
     kernel = flat.get("patch_embed.proj.weight")
     if kernel is not None:  # Networks with a norm before the blocks have none.
         flat = {"patch_embed.proj.bias": np.zeros(len(kernel), np.float32)} | flat
@@ -348,74 +339,73 @@ def _add_biases(
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads.
-
-    Args:
-      pretrained: with parameters that fit its options.
-      folder: existing; model.safetensors and config.json are written to it.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: timm has no such network.
-    """
+    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads."""
     model = models.create(**pretrained.options)
     flat = flatten_dict(pretrained.params, sep="/")
     options = {"stage_depths": (), "stem_width": 0, **model.options}
-    notes, table = [], _resnet_table
-    if "depth" not in options and not options["zero_pool"]:
-        notes.append(
-            "root pooling: timm pads with zeros and this model (zero_pool=False) with "
-            "nothing, so logits differ, by what the images have at their border"
-        )
     if "depth" in options:
+        flat, options, notes = _prepare_transformer(flat, options, model)
         table = transformer_table
-        if options["representation_layer"]:
-            raise UserError(
-                "representation_layer=True: timm has no tanh layer before the classifier: "
-                "write it with --to=google or --to=safetensors"
-            )
-        if options["pool"] == "token_gap":
-            raise UserError(
-                "pool='token_gap': timm's classifiers see the class token or the mean: write "
-                "it with --to=hf_dinov2 or --to=safetensors"
-            )
-        flat, options, notes = surgery.norm_every_token(flat, options)
-        flat, options, more = surgery.learn_positions(flat, options, model.grid)
-        if options["pre_norm"]:
-            P = model.num_prefix_tokens - options["num_register_tokens"]
-            flat, folded = surgery.fold_patch_bias(flat, options, num_prefix_tokens=P)
-            more = [*more, *folded]
-        notes += more + surgery.note_resize(options, "timm")
-        if options["num_register_tokens"] and options["posemb"] == "learned":
-            flat[POSITIONS] = _with_registers(flat[POSITIONS], options, model)
-        options["patch"] = flat["embedding/kernel"].shape[0]
-        if 0 < options["layer_norm_eps"] < 1e-6:
+    else:
+        table, notes = _resnet_table, []
+        if not options["zero_pool"]:
             notes.append(
-                f"layer_norm_eps: {options['layer_norm_eps']:g} became 1e-6, the least that timm has"
+                "root pooling: timm pads with zeros and this model (zero_pool=False) "
+                "with nothing, so logits differ, by what the images have at their border"
             )
-            options["layer_norm_eps"] = 1e-6
-        if options["stem_width"]:
-            notes.append(
-                "stem: timm's epsilons (1e-5 in GroupNorm, 1e-8 beside a kernel's "
-                "variance) stand for 1e-6 and 1e-5 beside its deviation: logits differ "
-                "by about 1e-4 of their size"
-            )
-        if options["distillation"] and not options["num_classes"]:
-            notes.append("features: timm gives the mean of both tokens, we the first")
     architecture = timm_config.choose_architecture(options)
-    own = timm_networks.find(architecture.name)
-    if options.get("rope", "none") != "none":
-        rotary = timm_networks.Rotary(options["rope"], pairs=options["rope"] == "mixed")
-        flat = timm_networks.turn_features(flat, rotary, back=True)
     arrays = torch_file.to_their_arrays(flat, table(options))
-    if own is not None and own.kind != "vit":
+    kind = timm_networks.find(architecture.name).kind
+    if kind != "vit":
         split = options["activation"] == "swiglu"
-        arrays = timm_networks.from_plain(arrays, own.kind, split_gates=split)
+        arrays = timm_networks.from_plain(arrays, kind, split_gates=split)
     elif options.get("pre_norm"):
         arrays.pop("patch_embed.proj.bias")
     return notes + write_folder(folder, arrays, architecture, options, pretrained)
+
+
+def _prepare_transformer(
+    flat: dict[str, np.ndarray], options: dict, model: models.Model
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Returns arrays and options of an encoder as timm can have them, and notes."""
+    for name, wrong, other in (
+        ("representation_layer", True, "timm has no tanh layer before the classifier"),
+        ("pool", "token_gap", "timm's classifiers see the class token or the mean"),
+    ):
+        if options[name] == wrong:
+            to = "google" if name == "representation_layer" else "hf_dinov2"
+            raise UserError(
+                f"{name}={wrong!r}: {other}: write it with --to={to} or --to=safetensors"
+            )
+    flat, options, notes = surgery.norm_every_token(flat, options)
+    flat, options, more = surgery.learn_positions(flat, options, model.grid)
+    notes, R = [*notes, *more], options["num_register_tokens"]
+    if options["pre_norm"]:
+        P = model.num_prefix_tokens - R
+        flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=P)
+        notes += more
+    notes += surgery.note_resize(options, "timm")
+    if R and options["posemb"] == "learned":  # Zeros, as positions of the registers.
+        zeros = np.zeros_like(flat[POSITIONS], shape=(1, R, options["width"]))
+        place = [model.num_prefix_tokens - R]
+        flat[POSITIONS] = np.insert(flat[POSITIONS], place, zeros, axis=1)
+    options["patch"] = flat["embedding/kernel"].shape[0]
+    if 0 < options["layer_norm_eps"] < 1e-6:
+        epsilon = f"{options['layer_norm_eps']:g}"
+        notes.append(f"layer_norm_eps: {epsilon} became 1e-6, the least that timm has")
+        options["layer_norm_eps"] = 1e-6
+    if options["stem_width"]:
+        notes.append(
+            "stem: timm's epsilons (1e-5 in GroupNorm, 1e-8 beside a kernel's "
+            "variance) stand for 1e-6 and 1e-5 beside its deviation: logits differ "
+            "by about 1e-4 of their size"
+        )
+    if options["distillation"] and not options["num_classes"]:
+        notes.append(_FEATURES_NOTE)
+    if options["rope"] != "none":
+        rotary = timm_networks.Rotary(options["rope"], pairs=options["rope"] == "mixed")
+        flat = timm_networks.turn_features(flat, rotary, back=True)
+    return flat, options, notes
 
 
 def write_folder(
@@ -458,15 +448,6 @@ def write_folder(
     return notes
 
 
-def _with_registers(
-    embedding: np.ndarray, options: dict, model: models.Model
-) -> np.ndarray:
-    """Adds zeros to position embeddings as those of register tokens."""
-    R = options["num_register_tokens"]
-    zeros = np.zeros((1, R, embedding.shape[2]), embedding.dtype)
-    return np.insert(embedding, [model.num_prefix_tokens - R], zeros, axis=1)
-
-
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     """Returns Python lines that load a written checkpoint."""
     source = "hf-hub" if on_hub else "local-dir"
@@ -482,58 +463,49 @@ def transformer_table(options: dict) -> list[ArrayEntry]:
         activation, layer_scale_init and, unless they are without effect, relative_bias,
         rope and the norms of `models.Model`.
     """
+    given = {"pre_norm": False, "rope": "none", "relative_bias": "none"}
+    given |= {"final_norm": True, **options}
     table = dense("patch_embed.proj", "embedding", CONV)
-    if options["stem_width"]:
-        table += _stem_table(options["stage_depths"])
-    if options["pool"] == "token" or options["class_token"]:
-        table.append(ArrayEntry("cls_token", ("cls",), SAME))
-    if options["distillation"]:
-        table.append(ArrayEntry("dist_token", ("dist",), SAME))
-    if options["num_register_tokens"]:
-        table.append(ArrayEntry("reg_token", ("register_tokens",), SAME))
-    if options["posemb"] != "none":
-        table.append(ArrayEntry("pos_embed", (POSITIONS,), SAME))
-    if options.get("pre_norm"):
+    if given["stem_width"]:
+        table += _stem_table(given["stage_depths"])
+    single = {
+        "cls_token": ("cls", given["pool"] == "token" or given["class_token"]),
+        "dist_token": ("dist", given["distillation"]),
+        "reg_token": ("register_tokens", given["num_register_tokens"]),
+        "pos_embed": (POSITIONS, given["posemb"] != "none"),
+        _BIASES["shared"]: (
+            "Transformer/relative_bias",
+            given["relative_bias"] == "shared",
+        ),
+    }
+    table += [
+        ArrayEntry(k, (ours,), SAME) for k, (ours, there) in single.items() if there
+    ]
+    if given["pre_norm"]:
         table += norm("norm_pre", "Transformer/pre_norm")
-    if options.get("rope") == "mixed":
+    if given["rope"] == "mixed":
         name = "Transformer/rope_frequencies"
         table.append(ArrayEntry("rope.freqs", (name,), DEPTH_SECOND))
-    if options.get("relative_bias") == "shared":
-        table.append(
-            ArrayEntry(_BIASES["shared"], ("Transformer/relative_bias",), SAME)
-        )
-    for i in range(options["depth"]):
-        table += _block_table(i, options)
-    if options["fc_norm"]:
+    for i in range(given["depth"]):
+        table += _block_table(i, given)
+    if given["fc_norm"]:
         table += norm("fc_norm", "fc_norm")
-    elif options.get("final_norm", True):
+    elif given["final_norm"]:
         table += norm("norm", "Transformer/encoder_norm")
-    if options["pool"] == "map":
-        table += _map_head_table(options["num_heads"])
-    if options["representation_layer"]:  # In files of timm before 0.6 only.
+    if given["pool"] == "map":
+        table += _map_head_table(given["num_heads"])
+    if given["representation_layer"]:  # In files of timm before 0.6 only.
         table += dense("pre_logits.fc", "pre_logits")
-    if options["num_classes"]:
+    if given["num_classes"]:
         table += dense("head", "head")
-        table += dense("head_dist", "head_dist") if options["distillation"] else []
+        table += dense("head_dist", "head_dist") if given["distillation"] else []
     return table
 
 
 def _resnet_table(options: dict) -> list[ArrayEntry]:
-    """Returns the entries of a BiT ResNet.
-
-    Args:
-      options: stage_depths and num_classes of `models.Model`.
-    """
+    """Returns the entries of a BiT ResNet."""
     table = [_conv("stem.conv", "root_block/conv_root")]
-    for stage, units in enumerate(options["stage_depths"]):
-        for unit in range(units):
-            theirs = f"stages.{stage}.blocks.{unit}"
-            ours = f"block{stage + 1}/unit{unit + 1:02}"
-            for i in (1, 2, 3):
-                table += norm(f"{theirs}.norm{i}", f"{ours}/gn{i}")
-                table.append(_conv(f"{theirs}.conv{i}", f"{ours}/conv{i}"))
-            if unit == 0:
-                table.append(_conv(f"{theirs}.downsample.conv", f"{ours}/conv_proj"))
+    table += _units_table("stages", options["stage_depths"], "unit{:02}")
     table += norm("norm", "norm-pre-head")
     if options["num_classes"]:
         table += dense("head.fc", "head", POINTWISE)
@@ -544,16 +516,25 @@ def _stem_table(blocks: tuple[int, ...]) -> list[ArrayEntry]:
     # Without stages the root is the backbone itself.
     root = f"{_BACKBONE}.stem" if blocks else _BACKBONE
     table = [_conv(f"{root}.conv", "conv_root"), *norm(f"{root}.norm", "gn_root")]
+    return table + _units_table(f"{_BACKBONE}.stages", blocks, "unit{}", "gn_proj")
+
+
+def _units_table(
+    stages: str, blocks: tuple[int, ...], unit_name: str, projection_norm: str = ""
+) -> list[ArrayEntry]:
+    """Returns the entries of the units of a ResNet, or of the stem of a hybrid."""
+    table = []
     for stage, units in enumerate(blocks):
         for unit in range(units):
-            theirs = f"{_BACKBONE}.stages.{stage}.blocks.{unit}"
-            ours = f"block{stage + 1}/unit{unit + 1}"
+            theirs = f"{stages}.{stage}.blocks.{unit}"
+            ours = f"block{stage + 1}/{unit_name.format(unit + 1)}"
             for i in (1, 2, 3):
                 table.append(_conv(f"{theirs}.conv{i}", f"{ours}/conv{i}"))
                 table += norm(f"{theirs}.norm{i}", f"{ours}/gn{i}")
             if unit == 0:
                 table.append(_conv(f"{theirs}.downsample.conv", f"{ours}/conv_proj"))
-                table += norm(f"{theirs}.downsample.norm", f"{ours}/gn_proj")
+            if unit == 0 and projection_norm:
+                table += norm(f"{theirs}.downsample.norm", f"{ours}/{projection_norm}")
     return table
 
 

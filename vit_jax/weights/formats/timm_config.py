@@ -17,6 +17,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import layers, rotary
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import timm_networks
+from vit_jax.weights.formats.timm_networks import Facts
 from vit_jax.weights.pretrained import (
     IMAGENET,
     Preprocess,
@@ -25,25 +26,6 @@ from vit_jax.weights.pretrained import (
     resize_sides,
 )
 
-# ViTs, hybrids and BiT ResNets of timm 1.0.31 with equal logits, with their older names.
-# tests/weights/formats/test_timm_registry.py compares them with timm.
-_OLD = r"(_in21k|_in21ft1k|_sam|_dino|_miil|_miil_in21k)?"
-_EQUAL = (
-    rf"vit_(tiny|small|base|large|huge|giant|gigantic)_patch(8|14|16|32)_\d+{_OLD}",
-    rf"deit3?_(tiny|small|medium|base|large|huge)(_distilled)?_patch1[46]_\d+{_OLD}",
-    r"vit_base_patch(16|32)_plus_\d+",
-    r"vit_small_patch16_36x1_224",
-    r"vit_(small|base|large|giant)_patch14(_reg4)?_dinov2",
-    r"vit_(base|large|so400m|giant)_patch14_reg1_tipsv2",
-    r"vit_(betwixt|medium|base)_patch16_reg[14]_gap_\d+",
-    r"vit_(medium|betwixt|base|huge|giant)_patch1[46]_gap_\d+",
-    r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip(_gap)?_\d+",
-    r"flexivit_(small|base|large)",
-    r"eva_large_patch14_\d+",
-    r"test_vit2?",
-    r"vit_(tiny_r_s16_p8|(small|base)_r26_s32|base_r50_s16|large_r50_s32)_\d+(_in21k)?",
-    r"vit_base_resnet50_(224_in21k|384)",
-)
 _RESNETS = (
     r"resnetv2_(50x1|50x3|101x1|101x3|152x2|152x4)_bit(m|m_in21k)?"
     r"|resnetv2_(50x1_bit_distilled|152x2_bit_teacher|152x2_bit_teacher_384)"
@@ -90,25 +72,41 @@ TRAINING = (
     r"|\w+_rate|weight_init|pretrained|checkpoint_path|cache_dir|scriptable|exportable"
     r"|no_jit|out_indices"
 )
-# By a pattern of names of equal architectures: arguments that the parameters show, that
-# have no effect at inference, or that the format's module handles. Any other could change
-# the output without a trace in the parameters. Modules of further networks add theirs.
+_COMMON = (
+    r"img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio"
+    r"|qkv_bias|init_values|global_pool|dynamic_img_size|dynamic_img_pad"
+)
+_EVA_OR_BEIT = (
+    r"|\w+_rate|pretrained|head_init_scale|swiglu_mlp|scale_mlp|use_abs_pos_emb"
+    r"|use_fc_norm"
+)
+# Arguments of each class that the parameters show, that have no effect at inference, or
+# that the format's module handles. Any other could change the output without a trace.
+_ARGUMENTS = {
+    "vit": _COMMON
+    + r"|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|class_token|no_embed_class"
+    + r"|reg_tokens|pre_norm|final_norm|fc_norm|strict_img_size|fix_init|pos_embed"
+    + r"|act_layer|pool_include_prefix"
+    + TRAINING,
+    "eva": _COMMON
+    + _EVA_OR_BEIT
+    + r"|class_token|num_reg_tokens|no_embed_class|qkv_fused|swiglu_align_to"
+    + r"|scale_attn_inner|attn_type|qk_norm|use_rot_pos_emb|rope_type|rope_temperature"
+    + r"|rope_rotate_half|rope_grid_indexing|rope_\w+_coords|ref_feat_shape"
+    + r"|use_post_norm",
+    "beit": _COMMON + _EVA_OR_BEIT + r"|use_rel_pos_bias|use_shared_rel_pos_bias",
+}
+# The same by a pattern of names of equal architectures; modules of further networks add
+# theirs.
 ARCHITECTURES = {
     _RESNETS: r"in_chans|num_classes|global_pool|layers|channels|width_factor|stem_chs"
     + r"|zero_init_last"
-    + TRAINING,
-    "|".join(_EQUAL): (
-        r"img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio"
-        r"|qkv_bias|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|init_values"
-        r"|class_token|no_embed_class|reg_tokens|pre_norm|final_norm|fc_norm"
-        r"|dynamic_img_size|dynamic_img_pad|strict_img_size|fix_init"
-        r"|pos_embed|global_pool|act_layer|pool_include_prefix" + TRAINING
-    ),
+    + TRAINING
 }
-for _own in timm_networks.NETWORKS:
-    ARCHITECTURES[_own.pattern] = timm_networks.ARGUMENTS.get(
-        _own.kind, ARCHITECTURES["|".join(_EQUAL)]
-    )
+ARCHITECTURES |= {
+    names: _ARGUMENTS[facts.get("kind", "vit")]
+    for names, facts in timm_networks.NETWORKS
+}
 # Arguments that leave the network as it is where they are off.
 _OFF = re.compile(
     r"embed_norm_layer|num_kv_heads|attn_only_layer_scale|rope_grid_offset"
@@ -149,57 +147,6 @@ _NORMS = {
 POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
 
 
-@dataclasses.dataclass(frozen=True)
-class TimmConfig:
-    """Content of a config; the defaults apply without one.
-
-    Attributes:
-      num_heads: attention heads; 0 if unknown.
-      activation: "gelu_tanh" or "gelu"; a gated MLP has another.
-      layer_scale_init: what LayerScale began with.
-      epsilon: of the LayerNorms.
-      posemb_resize: how position embeddings were resized in training.
-      pool: timm's global_pool; None if unknown.
-      pools_prefix: whether the class token is pooled with the patches.
-      no_positions: whether it has no position embeddings.
-      image_size: height and width, or None.
-      preprocess: how images are prepared, or None.
-      class_names: in label order.
-      rotary: rotary position embeddings.
-      post_norm, pre_norm, final_norm: see vit.VisionTransformer.
-      notes: a line for each value that is not supported.
-    """
-
-    num_heads: int = 0
-    activation: str = "gelu"
-    layer_scale_init: float = 1.0
-    epsilon: float = 1e-6
-    posemb_resize: str = "bicubic"
-    pool: str | None = None
-    pools_prefix: bool = False
-    no_positions: bool = False
-    image_size: tuple[int, int] | None = None
-    preprocess: Preprocess | None = None
-    class_names: tuple[str, ...] = ()
-    rotary: timm_networks.Rotary = timm_networks.NONE
-    post_norm: bool = False
-    pre_norm: bool = False
-    final_norm: bool = True
-    notes: tuple[str, ...] = ()
-
-
-# Values that only timm's code has (timm 1.0.31), by the name of the architecture.
-_GATED = r"^vit_giant_patch14_(reg4_)?dinov2$|^vit_giant_patch14_reg1_tipsv2$"
-_HEADS = (
-    (r"^vit_base_patch16_gap_224", 16),
-    (_GATED, 24),
-    (r"_(huge|giant|gigantic|giantopt|so400m)_", 16),
-    (r"^test_vit", 2),
-)
-_TANH = (
-    r"^vit_(base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
-    r"|^vit_large_patch16_siglip_(gap_)?512"
-)
 _INTERPOLATIONS = {
     "nearest": "nearest",
     "bilinear": "bilinear",
@@ -212,8 +159,8 @@ _INTERPOLATIONS = {
 _IMAGES = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
 
-def read(config: Mapping) -> TimmConfig:
-    """Reads a config.
+def read(config: Mapping) -> Facts:
+    """Returns what config.json says of a network, and timm's code where it says nothing.
 
     Args:
       config: content of config.json; empty if there is none.
@@ -223,63 +170,52 @@ def read(config: Mapping) -> TimmConfig:
     """
     if "architecture" not in config:
         note = "config.json: none of timm, so a plain network, exact GELU, epsilon 1e-6"
-        return TimmConfig(notes=(note,))
+        return Facts(notes=(note,))
     check_config(config)
     name, args = _architecture_of(config), config.get("model_args") or {}
-    own = timm_networks.find(name) or timm_networks.Defaults(name)
+    own = timm_networks.find(name)
     # Older files have one level; in both null is the default, as in timm.
     nested = config.get("pretrained_cfg")
     images = config if nested is None else nested
     images = {key: value for key, value in images.items() if value is not None}
-    stated = args.get("num_heads")
-    stated = 0 if isinstance(stated, list) else stated  # One for each stage.
-    heads = (n for pattern, n in _HEADS if re.search(pattern, name))
-    activation = args.get("act_layer") or (
-        "gelu_tanh" if re.search(_TANH, name) else own.activation
-    )
+    activation = args.get("act_layer") or own.activation
     if activation not in layers.ACTIVATIONS:
         raise UserError(
             f"act_layer={activation!r} in the config.json of {name} is not one of "
             f"{', '.join(layers.ACTIVATIONS)}, which models of this project have"
         )
-    notes = []
+    num_heads = args.get("num_heads")
+    if not num_heads or isinstance(num_heads, list):  # One for each stage.
+        num_heads = own.num_heads
     sides = re.findall(r"(?:_|to)(\d{3})(?=_|$)", name)
-    side = int(sides[-1]) if sides else own.image_size
-    size = args.get("img_size") or images.get("input_size", (3, side, side))[1:]
+    size = (int(sides[-1]),) * 2 if sides else own.image_size or (0, 0)
+    size = args.get("img_size") or images.get("input_size", (3, *size))[1:]
     size = _pair(size) if np.all(size) else None
-    return TimmConfig(
+    preprocess, notes = None, []
+    if nested is not None or images.keys() & _IMAGES:
+        preprocess, notes = _preprocess(images, size or (224, 224))
+    resize = own.posemb_resize
+    if (images.get("tag") or config["architecture"].partition(".")[2]) == "dino":
+        resize = "bicubic_dino"  # Not how timm resizes them.
+    return dataclasses.replace(
+        own,
         layer_scale_init=float(args.get("init_values") or 1.0),
-        posemb_resize=_posemb_resize(config, images, name),
-        num_heads=stated or own.num_heads or next(heads, 0),
+        posemb_resize=config.get(_RESIZE_KEY, resize),  # Only this project writes it.
+        num_heads=num_heads,
         activation=activation,
-        epsilon=own.epsilon,
         pool=args.get("global_pool", config.get("global_pool", own.pool)),
-        pools_prefix=bool(args.get("pool_include_prefix", name == "test_vit3")),
-        no_positions=args.get("pos_embed", "learn") in ("", "none")
-        or not args.get("use_abs_pos_emb", own.positions),
-        rotary=timm_networks.read_rotary(args, own),
+        pools_prefix=bool(args.get("pool_include_prefix", own.pools_prefix)),
+        positions=args.get("pos_embed", "learn") not in ("", "none")
+        and bool(args.get("use_abs_pos_emb", own.positions)),
+        rotary=timm_networks.read_rotary(args, own.rotary),
         post_norm=bool(args.get("use_post_norm", own.post_norm)),
         pre_norm=bool(args.get("pre_norm", own.pre_norm)),
         final_norm=bool(args.get("final_norm", own.final_norm)),
         image_size=size,
-        preprocess=_preprocess(images, size or (224, 224), notes)
-        if nested is not None or images.keys() & _IMAGES
-        else None,
+        preprocess=preprocess,
         class_names=_class_names(config, images),
         notes=tuple(notes),
     )
-
-
-def _posemb_resize(config: Mapping, images: Mapping, name: str) -> str:
-    """Returns how position embeddings were resized in training.
-
-    That of DINO, and of DINOv2 without registers, is not how timm resizes them.
-    """
-    if _RESIZE_KEY in config:  # Only this project writes it.
-        return config[_RESIZE_KEY]
-    tag = images.get("tag") or config["architecture"].partition(".")[2]
-    dino = name.endswith(("_dino", "patch14_dinov2")) or tag == "dino"
-    return "bicubic_dino" if dino else "bicubic"
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
@@ -304,7 +240,8 @@ def fit_patches(
     return dataclasses.replace(preprocess, image_size=image_size, cut=cut)
 
 
-def _preprocess(images: Mapping, size: tuple[int, int], notes: list) -> Preprocess:
+def _preprocess(images: Mapping, size: tuple[int, int]) -> tuple[Preprocess, list[str]]:
+    notes = []
     mode, crop = images.get("crop_mode", "center"), images.get("crop_pct", 0.875)
     if mode not in ("center", "squash", "border"):
         notes.append(f"crop_mode {mode}: not known, so center")
@@ -324,7 +261,7 @@ def _preprocess(images: Mapping, size: tuple[int, int], notes: list) -> Preproce
     # timm rounds 224 / (224 / 232) down to 231, and `resize_sides` does not.
     if resize_sides(found) != tuple(math.floor(side / crop) for side in size):
         found = dataclasses.replace(found, crop_fraction=crop * (1 + 2e-12))
-    return found
+    return found, notes
 
 
 def _fill(mean: Sequence) -> tuple[int, ...]:
@@ -351,7 +288,6 @@ class Architecture:
       name: of the architecture in timm.
       args: of its function there.
       num_features: width of the features before the classifier.
-      global_pool: timm's name of how they are pooled.
       first_conv: name of the first layer.
       classifier: name of the last one, or a list of names.
       fixed_input_size: whether the parameters are for one image size.
@@ -360,9 +296,8 @@ class Architecture:
     name: str
     args: dict
     num_features: int
-    global_pool: str
-    first_conv: str
-    classifier: str | list[str]
+    first_conv: str = "patch_embed.proj"
+    classifier: str | list[str] = "head"
     fixed_input_size: bool = True
 
 
@@ -372,16 +307,13 @@ def write(
     preprocess: Preprocess | None,
     class_names: Sequence[str],
 ) -> dict:
-    """Returns the config of a network.
+    """Returns the content of config.json for a network.
 
     Args:
       architecture: that it is in timm.
       options: all options of `models.Model`.
       preprocess: of images; timm's defaults if None.
       class_names: in label order; may be empty.
-
-    Returns:
-      Content of config.json.
 
     Raises:
       UserError: timm cannot prepare images so.
@@ -416,7 +348,7 @@ def write(
         "architecture": architecture.name,
         "num_classes": options["num_classes"],
         "num_features": architecture.num_features,
-        "global_pool": architecture.global_pool,
+        "global_pool": architecture.args.get("global_pool", "avg"),
         "model_args": architecture.args,
         "pretrained_cfg": images,
     }
@@ -428,11 +360,7 @@ def write(
 
 
 def _crop(preprocess: Preprocess) -> float:
-    """Returns the crop fraction, adjusted in its last digit to give our sizes in timm.
-
-    Raises:
-      UserError: timm has no such crop.
-    """
+    """Returns the crop fraction, adjusted in its last digit to give our sizes in timm."""
     fraction, sides = preprocess.crop_fraction, crop_sides(preprocess)
     if preprocess.short_side and sides[0] != sides[1]:
         raise UserError(
@@ -440,10 +368,9 @@ def _crop(preprocess: Preprocess) -> float:
             "short side: timm resizes to the crop's shape; "
             "write it with --to=hf or --to=safetensors"
         )
+    resized = resize_sides(preprocess)
     # timm rounds 224 / (224 / 232) down, which can be 231.
-    while tuple(math.floor(side / fraction) for side in sides) != resize_sides(
-        preprocess
-    ):
+    while tuple(math.floor(side / fraction) for side in sides) != resized:
         fraction = math.nextafter(fraction, 0)
     return fraction
 
@@ -457,17 +384,15 @@ def choose_architecture(options: Mapping) -> Architecture:
     Raises:
       UserError: timm has no such architecture.
     """
-    return (
-        _choose_transformer(options) if "depth" in options else _choose_resnet(options)
-    )
-
-
-def _choose_transformer(options: Mapping) -> Architecture:
+    if "depth" not in options:
+        return _choose_resnet(options)
     if options["relative_bias"] != "none":
-        return _choose_beit(options)
+        name, args = _choose_beit(options)
+        return Architecture(name, args, options["width"])
     gated = options["activation"] == "swiglu"
     if options["rope"] != "none" or (gated and options["mlp_norm"]):
-        return _choose_eva(options)
+        name, args = _choose_eva(options)
+        return Architecture(name, args, options["width"])
     name = _transformer_name(options)
     args = _sizes(options, options["mlp_dim"] * (1 + gated)) | {
         "class_token": options["pool"] == "token" or options["class_token"],
@@ -495,8 +420,7 @@ def _choose_transformer(options: Mapping) -> Architecture:
         stem = "stem." if options["stage_depths"] else ""
         first = f"patch_embed.backbone.{stem}conv"
     heads = ["head", "head_dist"] if options["distillation"] else "head"
-    pool = args["global_pool"]
-    return Architecture(name, args, options["width"], pool, first, heads)
+    return Architecture(name, args, options["width"], first, heads)
 
 
 def _sizes(options: Mapping, mlp_dim: int) -> dict:
@@ -520,7 +444,7 @@ def _sizes(options: Mapping, mlp_dim: int) -> dict:
     }
 
 
-def _choose_eva(options: Mapping) -> Architecture:
+def _choose_eva(options: Mapping) -> tuple[str, dict]:
     surgery.check_network(
         options,
         "timm's Eva, which has rotary positions and norms in gated MLPs,",
@@ -537,9 +461,8 @@ def _choose_eva(options: Mapping) -> Architecture:
         to="--to=safetensors",
     )
     gated = options["activation"] == "swiglu"
-    # In a layer for each, as they are normalised together behind the gate.
-    units = options["mlp_dim"]
-    args = _sizes(options, units) | {
+    # Gates have a layer of their own: they are normalised together behind it.
+    args = _sizes(options, options["mlp_dim"]) | {
         "attn_type": "rope",
         "qkv_fused": True,
         "class_token": options["pool"] == "token" or options["class_token"],
@@ -567,13 +490,10 @@ def _choose_eva(options: Mapping) -> Architecture:
             else None,
         }
     odd = options["layer_norm_eps"] == 1e-5
-    name = "vit_base_patch16_dinov3" if odd else "eva02_base_patch14_224"
-    pool = args["global_pool"]
-    first = "patch_embed.proj"
-    return Architecture(name, args, options["width"], pool, first, "head")
+    return "vit_base_patch16_dinov3" if odd else "eva02_base_patch14_224", args
 
 
-def _choose_beit(options: Mapping) -> Architecture:
+def _choose_beit(options: Mapping) -> tuple[str, dict]:
     surgery.check_network(
         options,
         "timm's Beit, which has biases of attention by offset,",
@@ -590,65 +510,64 @@ def _choose_beit(options: Mapping) -> Architecture:
             "class_token=False: timm's Beit always has one: write it with "
             "--to=safetensors"
         )
-    args = _sizes(options, options["mlp_dim"]) | {
+    return "beit_base_patch16_224", _sizes(options, options["mlp_dim"]) | {
         "use_fc_norm": options["fc_norm"],
         "use_abs_pos_emb": options["posemb"] != "none",
         "init_values": options["layer_scale_init"] or None,
         "use_rel_pos_bias": options["relative_bias"] == "every",
         "use_shared_rel_pos_bias": options["relative_bias"] == "shared",
     }
-    name, pool = "beit_base_patch16_224", args["global_pool"]
-    return Architecture(name, args, options["width"], pool, "patch_embed.proj", "head")
 
 
 def _transformer_name(options: Mapping) -> str:
     """Returns the name of the architecture of an encoder or hybrid."""
     size, patches = _SIZE_NAMES.get(options["width"], ("", ()))
-    odd = options["layer_norm_eps"] != 1e-6
-    gated = options["activation"] == "swiglu"
-    if gated and (odd or options["stem_width"] or options["distillation"]):
+    epsilon, patch = options["layer_norm_eps"], options["patch"]
+    odd, stem, distilled = (
+        epsilon != 1e-6,
+        options["stem_width"],
+        options["distillation"],
+    )
+    depths, gated = options["stage_depths"], options["activation"] == "swiglu"
+    other = "write it with --to=safetensors"
+    if gated and (odd or stem or distilled):
         raise UserError(
             "activation='swiglu': timm has gated MLPs in plain encoders with "
-            "layer_norm_eps=1e-6 alone: write it with --to=safetensors"
+            f"layer_norm_eps=1e-6 alone: {other}"
         )
-    if options["num_register_tokens"] and options["distillation"]:
+    if distilled and options["num_register_tokens"]:
         raise UserError(
             "distillation=True: timm has no distillation token beside register tokens: "
-            "write it with --to=safetensors"
+            f"{other}"
         )
-    if options["stem_width"]:
-        if (
-            options["stage_depths"] not in _HYBRIDS
-            or options["stem_width"] != 64
-            or odd
-        ):
-            raise UserError(
-                f"timm has no hybrid with stage_depths={options['stage_depths']}, "
-                f"stem_width={options['stem_width']} and layer_norm_eps={options['layer_norm_eps']}: "
-                "write it with --to=google or --to=safetensors"
-            )
-        return _HYBRIDS[options["stage_depths"]]
-    if odd and (options["layer_norm_eps"] != 1e-5 or options["distillation"]):
+    if stem and (depths not in _HYBRIDS or stem != 64 or odd):
         raise UserError(
-            f"layer_norm_eps={options['layer_norm_eps']} cannot be stated in timm's config.json "
-            "(1e-6 can, and 1e-5 without distillation): write it with --to=hf"
+            f"timm has no hybrid with stage_depths={depths}, stem_width={stem} and "
+            f"layer_norm_eps={epsilon}: write it with --to=google or --to=safetensors"
         )
-    if options["distillation"]:
+    if stem:
+        return _HYBRIDS[depths]
+    if odd and (epsilon != 1e-5 or distilled):
+        raise UserError(
+            f"layer_norm_eps={epsilon} cannot be stated in timm's config.json (1e-6 can, "
+            "and 1e-5 without distillation): write it with --to=hf"
+        )
+    if distilled:
         size = size if size in ("tiny", "small") else "base"
         return f"deit_{size}_distilled_patch16_224"
     if gated:  # The only ones there.
         return "vit_giant_patch14_dinov2"
+    if options["post_norm"] and (odd or options["layer_scale_init"]):
+        raise UserError(
+            "post_norm=True: timm has it with layer_norm_eps=1e-6, without LayerScale "
+            f"and distillation alone: {other}"
+        )
     if options["post_norm"]:
-        if odd or options["layer_scale_init"] or options["distillation"]:
-            raise UserError(
-                "post_norm=True: timm has it with layer_norm_eps=1e-6, without LayerScale "
-                "and distillation alone: write it with --to=safetensors"
-            )
         return "vit_base_patch16_rpn_224"
     if odd:  # The first norm is an argument.
         return "vit_base_patch16_clip_224"
-    if options["patch"] in patches:
-        return f"vit_{size}_patch{options['patch']}_224"
+    if patch in patches:
+        return f"vit_{size}_patch{patch}_224"
     return "vit_base_patch16_224"
 
 
@@ -668,9 +587,7 @@ def _choose_resnet(options: Mapping) -> Architecture:
         args["stem_chs"] = stem_width // factor
         args["channels"] = [stem_width * 4 * 2**i // factor for i in range(4)]
     name = f"resnetv2_{layers[blocks]}x{factor}_bit"
-    return Architecture(
-        name, args, stem_width * 32, "avg", "stem.conv", "head.fc", False
-    )
+    return Architecture(name, args, stem_width * 32, "stem.conv", "head.fc", False)
 
 
 def check_parameters(
@@ -688,8 +605,8 @@ def check_parameters(
     ]
     first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
     name = _architecture_of(config) if "architecture" in config else ""
-    own = timm_networks.find(name)
-    known = not name or re.search(_GATED, name) or (own and own.kind == "eva")
+    eva = timm_networks.find(name).kind == "eva"
+    known = not name or eva or re.fullmatch(timm_networks.GATED, name)
     if is_gated(flat) and not known:
         found.append(f"a gated MLP ({second.shape[-1]} of {len(first)} features) is")
     if "blocks.0.norm1.weight" in flat and "blocks.0.norm1.bias" not in flat:
@@ -775,9 +692,17 @@ def _architecture_of(config: Mapping) -> str:
 def _same_norm(name: str, norm: object) -> bool:
     """Returns whether a norm_layer is the default of an architecture."""
     # timm's LayerNorm has epsilon 1e-6, which is not that of CLIP or of Swin.
-    own = timm_networks.find(name) or timm_networks.Defaults(name)
-    other = own.epsilon != 1e-6 or name.startswith(("resnetv2_", "swin"))
+    epsilon = timm_networks.find(name).layer_norm_eps
+    other = epsilon != 1e-6 or name.startswith(("resnetv2_", "swin"))
     return not other and str(norm).replace("_", "").lower() == "layernorm"
+
+
+def check_average(pool: str | None, network: str, source: str) -> None:
+    """Raises UserError unless a network without tokens pools by its mean."""
+    if pool not in (None, "avg"):
+        raise UserError(
+            f"{source}: global_pool={pool!r} of {network} is not supported, only 'avg'"
+        )
 
 
 def _unsupported(where: str, *what: str) -> UserError:

@@ -4,7 +4,7 @@ import math
 import os
 
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models.mixer import MixerConfig
@@ -33,29 +33,12 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file or folder.
-      num_heads: ignored; there are none.
-
-    Returns:
-      The checkpoint under our names.
-
-    Raises:
-      UserError: the file is no whole MLP-Mixer, or has a feature that ours have not.
-    """
-    flat, facts = (
-        tensors.flat,
-        timm_config.read(tensors.sidecars.get("config.json", {})),
-    )
+    """Reads a checkpoint; see `registry.Reader`."""
+    flat = tensors.flat
+    facts = timm_config.read(tensors.sidecars.get("config.json", {}))
     if missing := sorted(set(_NEEDED) - flat.keys()):
         raise UserError(f"{tensors.path}: {missing[0]} is missing: give the whole file")
-    if facts.pool not in (None, "avg"):
-        raise UserError(
-            f"{tensors.path}: global_pool={facts.pool!r} of an MLP-Mixer is not supported, "
-            "only 'avg'"
-        )
+    timm_config.check_average(facts.pool, "an MLP-Mixer", tensors.path)
     width, channels, patch, _ = flat["stem.proj.weight"].shape
     tokens_mlp_dim, patches = flat["blocks.0.mlp_tokens.fc1.weight"].shape
     side = math.isqrt(patches) * patch
@@ -71,42 +54,23 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     depth = len({name.split(".")[1] for name in flat if name.startswith("blocks.")})
     table = _table(depth, num_classes)
     timm_config.check_names(flat, {e.theirs for e in table}, tensors.path)
-    return Pretrained(
-        params=unflatten_dict(
-            torch_file.to_our_arrays(flat, table, tensors.path), sep="/"
-        ),
-        options={
-            "variant": f"Mixer-B/{patch}",
-            "width": width,
-            "depth": depth,
-            "tokens_mlp_dim": tokens_mlp_dim,
-            "channels_mlp_dim": len(flat["blocks.0.mlp_channels.fc1.weight"]),
-            "activation": "gelu",
-            "num_classes": num_classes,
-            "image_size": image_size,
-            "channels": channels,
-        },
-        format="timm",
-        source=tensors.path,
-        preprocess=timm_config.fit_patches(facts.preprocess, image_size, patch),
-        class_names=facts.class_names,
-        notes=facts.notes,
-    )
+    ours = torch_file.to_our_arrays(flat, table, tensors.path)
+    options = {
+        "variant": f"Mixer-B/{patch}",
+        "width": width,
+        "depth": depth,
+        "tokens_mlp_dim": tokens_mlp_dim,
+        "channels_mlp_dim": len(flat["blocks.0.mlp_channels.fc1.weight"]),
+        "activation": "gelu",
+        "num_classes": num_classes,
+        "image_size": image_size,
+        "channels": channels,
+    }
+    return timm.finish(tensors, facts, ours, options, patch=patch)
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads.
-
-    Args:
-      pretrained: an MLP-Mixer whose parameters fit its options.
-      folder: existing; model.safetensors and config.json are written to it.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: timm has no MLP-Mixer of this width, depth and patch.
-    """
+    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads."""
     options, notes = pretrained.options, []
     flat = flatten_dict(pretrained.params, sep="/")
     patch, _, _, width = flat["embedding/kernel"].shape
@@ -135,9 +99,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             "mlp_ratio": [_ratio(tokens, width), _ratio(channels, width)],
         },
         num_features=width,
-        global_pool="avg",
         first_conv="stem.proj",
-        classifier="head",
     )
     table = _table(depth, options["num_classes"])
     arrays = torch_file.to_their_arrays(flat, table)

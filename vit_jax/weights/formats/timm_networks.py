@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from vit_jax.errors import UserError
+from vit_jax.weights.pretrained import Preprocess
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,109 +36,130 @@ NONE = Rotary()
 
 
 @dataclasses.dataclass(frozen=True)
-class Defaults:
-    """What only timm's code says of an architecture.
+class Facts:
+    """What the name of a network and its config.json say; the defaults are a plain ViT's.
 
     Attributes:
-      pattern: of the names of architectures.
       kind: class in timm: "vit", "eva" or "beit".
-      epsilon: of the LayerNorms.
+      num_heads: attention heads; 0 if unknown.
       activation: of the MLPs that are not gated.
-      rotary: its position embeddings.
-      positions: whether there are also embeddings that are added.
-      post_norm: see vit.VisionTransformer.
-      num_heads: 0 if it is one per 64 features.
-      pre_norm, final_norm: see vit.VisionTransformer.
-      pool: timm's global_pool, None where the parameters show it.
-      image_size: side in pixels, 0 if the name or the positions tell it.
+      layer_norm_eps: of the LayerNorms.
+      layer_scale_init: what LayerScale began with.
+      posemb_resize: how position embeddings were resized in training.
+      positions: whether there are embeddings that are added.
+      rotary: position embeddings that turn features.
+      pre_norm, post_norm, final_norm: see vit.VisionTransformer.
+      pool: timm's global_pool; None if the parameters show it.
+      pools_prefix: whether the class token is pooled with the patches.
+      image_size: height and width; None if unknown.
+      preprocess: how images are prepared, or None.
+      class_names: in label order.
+      notes: a line for each value that is not supported.
     """
 
-    pattern: str
     kind: str = "vit"
-    epsilon: float = 1e-6
-    activation: str = "gelu"
-    rotary: Rotary = NONE
-    positions: bool = True
-    post_norm: bool = False
     num_heads: int = 0
+    activation: str = "gelu"
+    layer_norm_eps: float = 1e-6
+    layer_scale_init: float = 1.0
+    posemb_resize: str = "bicubic"
+    positions: bool = True
+    rotary: Rotary = NONE
     pre_norm: bool = False
+    post_norm: bool = False
     final_norm: bool = True
     pool: str | None = None
-    image_size: int = 0
+    pools_prefix: bool = False
+    image_size: tuple[int, int] | None = None
+    preprocess: Preprocess | None = None
+    class_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-_EVA02 = Rotary("axial", 10_000.0, 16)
-_AXIAL = Rotary("axial", 100.0, columns_first=True)
-_MIXED = Rotary("mixed", 10.0, columns_first=True)
-_DINOV3 = Rotary("centered", 100.0, pairs=False)
-
-# Networks of timm 1.0.31; tests/weights/formats/test_timm_registry.py compares them with it.
-_CLIP = {"epsilon": 1e-5, "pre_norm": True}
-_LINGBOT = {"kind": "eva", "epsilon": 1e-5, "rotary": _DINOV3, "positions": False}
-_OF_DINOV3 = _LINGBOT | {"pool": "avg", "image_size": 256}
-_LINGBOT |= {"image_size": 512}
+_TANH = {"activation": "gelu_tanh"}
+_CLIP = {"layer_norm_eps": 1e-5, "pre_norm": True}
+_EVA02 = {"kind": "eva", "rotary": Rotary("axial", 10_000.0, 16)}
+_AXIAL = {"kind": "eva", "rotary": Rotary("axial", 100.0, columns_first=True)}
+_MIXED = {"kind": "eva", "rotary": Rotary("mixed", 10.0, columns_first=True)}
+_ENORMOUS = {"kind": "eva", "post_norm": True, "num_heads": 16}
+_NOT_ADDED = {"positions": False}
+_LINGBOT = _NOT_ADDED | {
+    "kind": "eva",
+    "layer_norm_eps": 1e-5,
+    "rotary": Rotary("centered", 100.0, pairs=False),
+    "image_size": (512, 512),
+}
+_DINOV3 = _LINGBOT | {"pool": "avg", "image_size": (256, 256)}
+_OLD = r"(_in21k|_in21ft1k|_sam|_dino|_miil|_miil_in21k)?"
+GATED = r"vit_giant_patch14_(reg4_)?dinov2|vit_giant_patch14_reg1_tipsv2"
+# Facts of timm 1.0.31 that hold for names beyond one network.
+_USUAL = (
+    (r".*_(huge|giant|gigantic|giantopt|so400m)_.*", {"num_heads": 16}),
+    (r".*(_dino|patch14_dinov2)", {"posemb_resize": "bicubic_dino"}),
+    (r"vit_(base_patch32|(so400m|giantopt)_patch16)_siglip_.*", _TANH),
+    (r"vit_large_patch16_siglip_(gap_)?512.*", _TANH),
+)
+# ViTs and hybrids with equal logits, with their older names, and what only their code says.
+# Of rows that match a name the last one holds. tests/weights/formats/test_timm_registry.py
+# compares them with timm.
 NETWORKS = (
-    Defaults(
-        r"vit_(huge|giant|gigantic)_patch14_clip_quickgelu_\d+",
-        **_CLIP,
-        activation="quick_gelu",
-        num_heads=16,
+    (
+        rf"vit_(tiny|small|base|large|huge|giant|gigantic)_patch(8|14|16|32)_\d+{_OLD}",
+        {},
     ),
-    Defaults(
-        r"vit_\w+_patch\d+(_plus)?_clip_quickgelu_\d+", **_CLIP, activation="quick_gelu"
+    (
+        r"deit3?_(tiny|small|medium|base|large|huge)(_distilled)?_patch1[46]_\d+"
+        + _OLD,
+        {},
     ),
-    Defaults(r"vit_(huge|giant|gigantic)_patch14_clip_\d+", **_CLIP, num_heads=16),
-    Defaults(r"vit_\w+_patch\d+(_plus)?_clip_\d+", **_CLIP),
-    Defaults(r"beit3_giant_patch14_\d+", "vit", 1e-5, num_heads=16),
-    Defaults(r"beit3_(base|large)_patch16_224", "vit", 1e-5),
-    Defaults(r"vit_base_patch16_rpn_224", post_norm=True),
-    Defaults(r"vit_(wee|little|mediumd|so150m2?)_patch16_reg[14]_gap_\d+"),
-    Defaults(r"test_vit3", num_heads=3),
-    Defaults(r"vit_intern300m_patch14_448", final_norm=False),
-    Defaults(r"eva02_enormous_patch14_clip_\d+", "eva", post_norm=True, num_heads=16),
-    Defaults(r"eva_giant_patch14_(clip_)?\d+", "eva", num_heads=16),
-    Defaults(
-        r"eva02_(tiny|small|base|large)_patch1[46]_(clip_)?\d+", "eva", rotary=_EVA02
+    (r"vit_base_patch(16|32)_plus_\d+|vit_small_patch16_36x1_224", {}),
+    (r"vit_(small|base|large|giant)_patch14(_reg4)?_dinov2", {}),
+    (r"vit_(base|large|so400m|giant)_patch14_reg1_tipsv2", {}),
+    (GATED, {"num_heads": 24}),
+    (r"vit_(betwixt|medium|base)_patch16_reg[14]_gap_\d+", {}),
+    (r"vit_(medium|betwixt|base|huge|giant)_patch1[46]_gap_\d+", {}),
+    (r"vit_base_patch16_gap_224", {"num_heads": 16}),
+    (r"vit_(base|large|so400m|giantopt)_patch(14|16|32)_siglip(_gap)?_\d+", {}),
+    (r"flexivit_(small|base|large)|eva_large_patch14_\d+", {}),
+    (r"test_vit2?", {"num_heads": 2}),
+    (r"test_vit3", {"num_heads": 3, "pools_prefix": True}),
+    (r"vit_(tiny_r_s16_p8|(small|base)_r26_s32|base_r50_s16)_\d+(_in21k)?", {}),
+    (r"vit_large_r50_s32_\d+(_in21k)?|vit_base_resnet50_(224_in21k|384)", {}),
+    (r"vit_\w+_patch\d+(_plus)?_clip_\d+", _CLIP),
+    (
+        r"vit_\w+_patch\d+(_plus)?_clip_quickgelu_\d+",
+        _CLIP | {"activation": "quick_gelu"},
     ),
-    Defaults(
-        r"vit_\w+_patch16_rope_reg\d_gap_\d+", "eva", rotary=_EVA02, positions=False
-    ),
-    Defaults(r"vit_\w+_patch16_rope_mixed_\d+", "eva", rotary=_MIXED, positions=False),
-    Defaults(r"vit_\w+_patch16_rope_mixed_ape_\d+", "eva", rotary=_MIXED),
-    Defaults(r"vit_\w+_patch16_rope_\d+", "eva", rotary=_AXIAL, positions=False),
-    Defaults(r"vit_\w+_patch16_rope_ape_\d+", "eva", rotary=_AXIAL),
-    Defaults(r"vit_7b_patch16_dinov3", **_OF_DINOV3, num_heads=32),
-    Defaults(r"vit_huge_plus_patch16_dinov3(_qkvb)?", **_OF_DINOV3, num_heads=20),
-    Defaults(r"vit_\w+_patch16_dinov3(_qkvb)?", **_OF_DINOV3),
-    Defaults(r"vit_giant_patch16_lingbot", **_LINGBOT, num_heads=24),
-    Defaults(r"vit_\w+_patch16_lingbot", **_LINGBOT),
-    Defaults(r"beit(v2)?_(base|large)_patch16_\d+", "beit", positions=False),
+    (r"beit3_(giant_patch14_\d+|(base|large)_patch16_224)", {"layer_norm_eps": 1e-5}),
+    (r"vit_base_patch16_rpn_224", {"post_norm": True}),
+    (r"vit_(wee|little|mediumd|so150m2?)_patch16_reg[14]_gap_\d+", {}),
+    (r"vit_intern300m_patch14_448", {"final_norm": False}),
+    (r"eva02_enormous_patch14_clip_\d+", _ENORMOUS),
+    (r"eva_giant_patch14_(clip_)?\d+", {"kind": "eva"}),
+    (r"eva02_(tiny|small|base|large)_patch1[46]_(clip_)?\d+", _EVA02),
+    (r"vit_\w+_patch16_rope_reg\d_gap_\d+", _EVA02 | _NOT_ADDED),
+    (r"vit_\w+_patch16_rope_mixed_\d+", _MIXED | _NOT_ADDED),
+    (r"vit_\w+_patch16_rope_mixed_ape_\d+", _MIXED),
+    (r"vit_\w+_patch16_rope_\d+", _AXIAL | _NOT_ADDED),
+    (r"vit_\w+_patch16_rope_ape_\d+", _AXIAL),
+    (r"vit_\w+_patch16_dinov3(_qkvb)?", _DINOV3),
+    (r"vit_7b_patch16_dinov3", {"num_heads": 32}),
+    (r"vit_huge_plus_patch16_dinov3(_qkvb)?", {"num_heads": 20}),
+    (r"vit_\w+_patch16_lingbot", _LINGBOT),
+    (r"vit_giant_patch16_lingbot", {"num_heads": 24}),
+    (r"beit(v2)?_(base|large)_patch16_\d+", {"kind": "beit", "positions": False}),
 )
-
-_COMMON = (
-    r"img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio"
-    r"|qkv_bias|init_values|global_pool|dynamic_img_size|dynamic_img_pad|head_init_scale"
-    r"|\w+_rate|swiglu_mlp|scale_mlp|use_abs_pos_emb|pretrained"
-)
-_OF_EVA = (
-    r"|class_token|num_reg_tokens|no_embed_class|use_fc_norm|qkv_fused|swiglu_align_to"
-    r"|scale_attn_inner|attn_type|qk_norm|use_rot_pos_emb|rope_type|rope_temperature"
-    r"|rope_rotate_half|rope_grid_indexing|rope_\w+_coords|ref_feat_shape|use_post_norm"
-)
-_OF_BEIT = r"|use_rel_pos_bias|use_shared_rel_pos_bias|use_fc_norm"
-
-# Arguments of each class that this module or the parameters account for.
-ARGUMENTS = {"eva": _COMMON + _OF_EVA, "beit": _COMMON + _OF_BEIT}
 
 _ROPE_TYPES = {"cat": "axial", "dinov3": "centered", "mixed": "mixed"}
 
 
-def find(name: str) -> Defaults | None:
-    """Returns what timm's code says of an architecture, None if it is not listed."""
-    return next((d for d in NETWORKS if re.fullmatch(d.pattern, name)), None)
+def find(name: str) -> Facts:
+    """Returns what timm's code says of an architecture."""
+    rows = (facts for names, facts in (*_USUAL, *NETWORKS) if re.fullmatch(names, name))
+    return Facts(**{key: value for facts in rows for key, value in facts.items()})
 
 
-def read_rotary(args: Mapping, own: Defaults) -> Rotary:
+def read_rotary(args: Mapping, own: Rotary) -> Rotary:
     """Returns the rotary embeddings of a network.
 
     Args:
@@ -147,7 +169,7 @@ def read_rotary(args: Mapping, own: Defaults) -> Rotary:
     Raises:
       UserError: no model here has them.
     """
-    if not args.get("use_rot_pos_emb", own.rotary.kind != "none"):
+    if not args.get("use_rot_pos_emb", own.kind != "none"):
         return NONE
     kind = args.get("rope_type")
     if kind is not None and kind not in _ROPE_TYPES:
@@ -155,23 +177,22 @@ def read_rotary(args: Mapping, own: Defaults) -> Rotary:
             f"rope_type={kind!r} in config.json is not one of {', '.join(_ROPE_TYPES)}, "
             "which models of this project have"
         )
-    rotary = own.rotary
-    if rotary.kind == "none":  # Eva's own defaults.
-        rotary = Rotary("axial", 10_000.0)
-    reference = args.get("ref_feat_shape", rotary.reference) or 0
+    if own.kind == "none":  # Eva's own defaults.
+        own = Rotary("axial", 10_000.0)
+    reference = args.get("ref_feat_shape", own.reference) or 0
     sides = {reference} if isinstance(reference, int) else set(reference)
     if len(sides) > 1:
         raise UserError(
             f"ref_feat_shape={reference} in config.json is not square: models of this "
             "project stretch grids to a square"
         )
-    kind = _ROPE_TYPES[kind] if kind else rotary.kind
+    kind = _ROPE_TYPES[kind] if kind else own.kind
     return Rotary(
         kind,
-        float(args.get("rope_temperature", rotary.temperature)),
+        float(args.get("rope_temperature", own.temperature)),
         sides.pop() if kind == "axial" else 0,
-        not args.get("rope_rotate_half", not rotary.pairs),
-        args.get("rope_grid_indexing", "xy" if rotary.columns_first else "ij") == "xy",
+        not args.get("rope_rotate_half", not own.pairs),
+        args.get("rope_grid_indexing", "xy" if own.columns_first else "ij") == "xy",
     )
 
 
