@@ -463,7 +463,7 @@ def test_without_a_config_a_grid_must_be_square(tmp_path):
 )
 def test_flavours_follow_the_architecture(config, expected):
     facts = timm_config.read(config)
-    assert (facts.num_heads, facts.activation, facts.epsilon) == expected
+    assert (facts.num_heads, facts.activation, facts.layer_norm_eps) == expected
 
 
 def test_a_config_as_the_hub_has_them_is_read():
