@@ -23,18 +23,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint, or the image tower of one with two towers.
-
-    Args:
-      tensors: of the file.
-      num_heads: ignored; the shapes of the arrays show it.
-
-    Returns:
-      The checkpoint under our names.
-
-    Raises:
-      UserError: the shapes are not those of a Vision Transformer.
-    """
+    """Reads a network, or an image tower of two; see `registry.Reader`."""
     flat, notes = linen.strip(tensors.flat, _ANCHOR)
     flat = linen.rename_blocks(_move_map_head(unstack(flat)))
     flat, more = _fit_positions(flat)

@@ -37,18 +37,7 @@ def _is_first_version(names: Collection[str]) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file.
-      num_heads: ignored; a ResNet has none.
-
-    Returns:
-      The checkpoint under our names.
-
-    Raises:
-      UserError: a ResNet of the first version.
-    """
+    """Reads a checkpoint; see `registry.Reader`."""
     if _is_first_version(tensors.flat):
         raise UserError(
             f"{tensors.path}: norms behind the convolutions (ResNet V1, bit.py of "

@@ -72,19 +72,7 @@ def _backbone(flat: dict) -> tuple[dict, bool]:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file.
-      num_heads: attention heads; 0 means those of the known sizes, or one per 64
-        features.
-
-    Returns:
-      The backbone under our names.
-
-    Raises:
-      UserError: this project has no such network.
-    """
+    """Reads a checkpoint; see `registry.Reader`."""
     flat, inside = _backbone(tensors.flat)
     name = "DINOv2" if "blocks.0.ls1.gamma" in flat else "DINO"
     resize = "bicubic" if "reg_token" in flat else "bicubic_dino"

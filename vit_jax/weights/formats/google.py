@@ -40,18 +40,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file.
-      num_heads: ignored; the shapes of the arrays show it.
-
-    Returns:
-      The checkpoint under our names.
-
-    Raises:
-      UserError: the shapes are not those of a Vision Transformer or hybrid.
-    """
+    """Reads a checkpoint; see `registry.Reader`."""
     flat, notes = linen.strip(tensors.flat, POSITIONS)
     flat = linen.flatten_norms(linen.rename_blocks(flat))
     sizes = linen.transformer_options(flat, tensors.image_size)
@@ -75,18 +64,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes an .npz file.
-
-    Args:
-      pretrained: with parameters that fit its options.
-      path: of the file; its folder exists.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: Google's code has no such network.
-    """
+    """Writes an .npz file; see `registry.Writer`."""
     model = models.create(**pretrained.options)
     flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
     notes = ["class names, preprocessing, loss: the format has no place for them"]

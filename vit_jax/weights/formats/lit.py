@@ -31,19 +31,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file.
-      num_heads: ignored; the shapes of the arrays show it.
-
-    Returns:
-      The image tower under our names, with the text tower as its task. Its tokenizer is
-      not in the file.
-
-    Raises:
-      UserError: this project has no such towers.
-    """
+    """Reads a checkpoint; see `registry.Reader`."""
     flat = {_PREFIX.sub("", name): value for name, value in tensors.flat.items()}
     image = dataclasses.replace(
         tensors, flat={k: v for k, v in flat.items() if k.startswith("img/")}

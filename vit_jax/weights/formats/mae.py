@@ -9,6 +9,8 @@ import dataclasses
 import math
 import os
 import re
+import types
+from collections.abc import Callable
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -17,20 +19,14 @@ from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import posemb
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import hugging_face, timm, torch_file
+from vit_jax.weights.formats import dino, hugging_face, timm, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense, norm
-from vit_jax.weights.pretrained import (
-    IMAGENET,
-    Preprocess,
-    Pretrained,
-)
+from vit_jax.weights.pretrained import Pretrained
 
 _KIND = "sincos2d_mae"
 _CLOSE = 1e-6  # Of a table that was computed elsewhere.
-_DECODER = "decoder_"  # Before the names of timm.
-_HF_DECODER = "decoder."
 _MASK_TOKEN = "mask_token"
 # Names of the blocks in published files, and as transformers 5.23 saves them.
 _HF_BLOCKS = ("decoder_layers.", "decoder_encoder.layer.")
@@ -38,15 +34,55 @@ _HF_BLOCKS = ("decoder_layers.", "decoder_encoder.layer.")
 _PUBLISHED = {512: 16}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Names of a library, whose encoder the decoder's blocks are named as.
+
+    Attributes:
+      library: module of the encoder's format.
+      table: returns the entries of the encoder.
+      prefix: of what is in the decoder.
+      more: before its own layers, behind the prefix.
+      blocks: beginning of the encoder's blocks.
+      to: how it is written.
+    """
+
+    library: types.ModuleType
+    table: Callable[[dict], list[ArrayEntry]]
+    prefix: str
+    more: str
+    blocks: str
+    to: str
+
+    @property
+    def embed(self) -> str:
+        return f"{self.more}embed.weight"
+
+    @property
+    def positions(self) -> str:
+        return f"{self.more}pos_embed"
+
+
+_FACEBOOK = _Names(timm, timm.transformer_table, "decoder_", "", "blocks.", "--to=mae")
+_HF = _Names(
+    hugging_face,
+    hugging_face.encoder_table,
+    "decoder.",
+    "decoder_",
+    "encoder.",
+    "--to=hf_mae",
+)
+
+
 def recognises(tensors: Tensors) -> bool:
     """Returns whether a file is in this format."""
     flat, config = tensors.flat, tensors.sidecars.get("config.json", {})
     if hugging_face.recognises(tensors):
         stated = config.get("model_type") == "vit_mae"
-        return stated or f"{_HF_DECODER}decoder_embed.weight" in flat
+        return stated or f"{_HF.prefix}{_HF.embed}" in flat
     if not timm.recognises(tensors) or "architecture" in config:
         return False
-    if f"{_DECODER}embed.weight" in flat:
+    if f"{_FACEBOOK.prefix}{_FACEBOOK.embed}" in flat:
         return True
     # A classifier's positions were trained, be they as close to these as may be.
     if "pos_embed" not in flat or "head.weight" in flat:
@@ -71,21 +107,9 @@ def _table(grid: tuple[int, int], width: int) -> np.ndarray:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file or folder.
-      num_heads: attention heads of the encoder if config.json does not state them; 0
-        means those of the known sizes, or one per 64 features.
-
-    Returns:
-      The encoder under our names, and the task with its decoder.
-
-    Raises:
-      UserError: this project has no such network.
-    """
-    in_hf = hugging_face.recognises(tensors)
-    prefix = _HF_DECODER if in_hf else _DECODER
+    """Reads an encoder, and a decoder as its task; see `registry.Reader`."""
+    names = _HF if hugging_face.recognises(tensors) else _FACEBOOK
+    prefix = names.prefix
     # The mask token stands among the arrays of the encoder in facebookresearch's files.
     decoder = {
         name.removeprefix(prefix): value
@@ -95,8 +119,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     rest = {k: v for k, v in tensors.flat.items() if not k.startswith(prefix)}
     rest.pop(_MASK_TOKEN, None)
     tensors = dataclasses.replace(tensors, flat=rest)
-    library = hugging_face if in_hf else timm
-    found = library.read(tensors, num_heads)
+    found = names.library.read(tensors, num_heads)
     options, params, notes = dict(found.options), dict(found.params), [*found.notes]
     positions = params["Transformer"]["posembed_input"]["pos_embedding"]
     grid = models.create(**options).grid
@@ -110,13 +133,10 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     if decoder:
         config = tensors.sidecars.get("config.json", {})
         task, task_params, more = _read_decoder(
-            decoder, config, options, tensors.path, in_hf=in_hf
+            decoder, config, options, tensors.path, names
         )
         notes += more
-    size = options["image_size"]
-    preprocess = found.preprocess or Preprocess(
-        size, interpolation="bicubic", crop_fraction=224 / 256, **IMAGENET
-    )
+    preprocess = found.preprocess or dino.preprocess(options["image_size"])
     return dataclasses.replace(
         found,
         params=params,
@@ -134,8 +154,7 @@ def _read_decoder(
     config: dict,
     options: dict,
     source: str,
-    *,
-    in_hf: bool,
+    names: _Names,
 ) -> tuple[dict, dict, list[str]]:
     """Returns `config.task`, its parameters, and a line for what was assumed.
 
@@ -144,17 +163,19 @@ def _read_decoder(
       config: content of config.json.
       options: of the encoder.
       source: for messages.
-      in_hf: whether the names are those of transformers.
+      names: of the library.
     """
-    notes = []
-    if in_hf:
-        flat = {_file_name(name): value for name, value in flat.items()}
+    notes, encoder = [], models.create(**options)
+    if names is _HF:
+        blocks = "|".join(map(re.escape, _HF_BLOCKS))
+        flat = {re.sub(f"^({blocks})", "encoder.layer.", k): v for k, v in flat.items()}
         flat = hugging_face.rename(flat)
-    width, depth = len(flat[_embed(in_hf)]), _depth(flat)
+    blocks = (re.match(r"(?:blocks|encoder\.layer)\.(\d+)\.", name) for name in flat)
+    depth = len({match[1] for match in blocks if match})
+    width = len(flat[names.embed])
     num_heads = config.get("decoder_num_attention_heads", 0)
     if not num_heads:
-        heads = models.create(**options).options["num_heads"]
-        num_heads = _PUBLISHED.get(width, heads)
+        num_heads = _PUBLISHED.get(width, encoder.options["num_heads"])
         if width % num_heads:
             left_out = (
                 "decoder: left out, because nothing says how many heads it has, and its "
@@ -162,12 +183,12 @@ def _read_decoder(
             )
             return {}, {}, [left_out]
         notes.append(f"decoder's heads: nothing says how many, so {num_heads}")
-    table = _decoder_table(width, depth, num_heads, in_hf=in_hf)
-    positions = flat.pop(_positions(in_hf))
+    table = _decoder_table(width, depth, num_heads, names)
+    positions = flat.pop(names.positions)
     torch_file.check_names(
         flat, table, source, part=" of the decoder", network="a masked autoencoder"
     )
-    if not _is_fixed(positions, models.create(**options).grid):
+    if not _is_fixed(positions, encoder.grid):
         left_out = (
             "decoder: left out, because its positions are not the fixed ones of MAE "
             f"({_KIND})"
@@ -192,63 +213,26 @@ def _read_decoder(
     return task, {"decoder": unflatten_dict(ours, sep="/")}, notes
 
 
-def _file_name(name: str) -> str:
-    """Returns the name of a decoder's array as if it were of an encoder."""
-    for blocks in _HF_BLOCKS:
-        name = re.sub(f"^{re.escape(blocks)}", "encoder.layer.", name)
-    return name
-
-
-def _embed(in_hf: bool) -> str:
-    return "decoder_embed.weight" if in_hf else "embed.weight"
-
-
-def _positions(in_hf: bool) -> str:
-    return "decoder_pos_embed" if in_hf else "pos_embed"
-
-
-def _depth(flat: dict[str, np.ndarray]) -> int:
-    blocks = (re.match(r"(?:blocks|encoder\.layer)\.(\d+)\.", name) for name in flat)
-    return len({match[1] for match in blocks if match})
-
-
 def _decoder_table(
-    width: int, depth: int, num_heads: int, *, in_hf: bool
+    width: int, depth: int, num_heads: int, names: _Names
 ) -> list[ArrayEntry]:
-    """Returns the entries of a decoder but its positions, without their prefix.
-
-    Its blocks have the names of the encoder's; transformers calls the rest of it
-    `decoder.decoder_...`.
-    """
+    """Returns the entries of a decoder but its positions, without their prefix."""
     # Only its blocks are taken, which know neither patches nor classes.
     sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_dim": 1}
     options = models.create("Ti/16", num_classes=0, **sizes).options
     options = {"stem_width": 0, **options}
-    library = hugging_face.encoder_table if in_hf else timm.transformer_table
-    more, blocks = ("decoder_", "encoder.") if in_hf else ("", "blocks.")
     return [
-        *dense(f"{more}embed", "embedding"),
+        *dense(f"{names.more}embed", "embedding"),
         ArrayEntry(_MASK_TOKEN, (_MASK_TOKEN,), SAME),
-        *(entry for entry in library(options) if entry.theirs.startswith(blocks)),
-        *norm(f"{more}norm", "Transformer/encoder_norm"),
-        *dense(f"{more}pred", "head"),
+        *(e for e in names.table(options) if e.theirs.startswith(names.blocks)),
+        *norm(f"{names.more}norm", "Transformer/encoder_norm"),
+        *dense(f"{names.more}pred", "head"),
     ]
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes a file that facebookresearch/mae loads, with the decoder if there is one.
-
-    Args:
-      pretrained: with parameters that fit its options.
-      path: of the file; its folder exists.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: their code has no such network.
-    """
-    arrays, notes, options = _encoder(pretrained, in_hf=False)
+    """Writes a file that facebookresearch/mae loads; see `registry.Writer`."""
+    arrays, notes, options = _encoder(pretrained, _FACEBOOK)
     height, width = options["image_size"]
     if height != width:
         raise UserError(
@@ -263,44 +247,36 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
             f"layer_norm_eps={eps}: facebookresearch/mae has 1e-6: write it with "
             "--to=hf_mae or --to=safetensors"
         )
-    for name, value in _decoder(pretrained, options, in_hf=False).items():
-        arrays[name if name == _MASK_TOKEN else f"{_DECODER}{name}"] = value
+    for name, value in _decoder(pretrained, _FACEBOOK).items():
+        arrays[name if name == _MASK_TOKEN else f"{_FACEBOOK.prefix}{name}"] = value
     torch_file.write(path, {"model": arrays})
-    return notes + _left_out(pretrained)
+    if pretrained.preprocess:
+        notes.append("preprocessing: their code has its own, ImageNet's mean and std")
+    if pretrained.class_names:
+        notes.append("class names: the file has no place for them")
+    return notes
 
 
 def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that ViTMAE of transformers loads.
-
-    Args:
-      pretrained: with parameters that fit its options.
-      folder: existing; model.safetensors, config.json and, if the preprocessing is
-        known, preprocessor_config.json are written to it.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: transformers has no such network or image processor.
-    """
-    arrays, notes, options = _encoder(pretrained, in_hf=True)
+    """Writes a folder that ViTMAE of transformers loads; see `registry.Writer`."""
+    arrays, notes, options = _encoder(pretrained, _HF)
     config = hugging_face.write_config(options, (), "softmax")
     del config["encoder_stride"]
     config |= {"model_type": "vit_mae", "architectures": ["ViTMAEModel"]}
-    if decoder := _decoder(pretrained, options, in_hf=True):
+    if decoder := _decoder(pretrained, _HF):
         arrays = {f"vit.{name}": value for name, value in arrays.items()}
         for name, value in decoder.items():
             name = re.sub(r"^encoder\.layer\.", _HF_BLOCKS[0], name)
-            arrays[f"{_HF_DECODER}{name}"] = value
-        task, sizes = pretrained.task, _sizes(pretrained)
+            arrays[f"{_HF.prefix}{name}"] = value
+        task, (*sizes, mlp_dim) = pretrained.task, _sizes(pretrained)
         config |= {
             "architectures": ["ViTMAEForPreTraining"],
             "mask_ratio": task["mask_ratio"],
             "norm_pix_loss": task["normalize_targets"],
-            "decoder_hidden_size": sizes["width"],
-            "decoder_num_hidden_layers": sizes["depth"],
-            "decoder_num_attention_heads": sizes["num_heads"],
-            "decoder_intermediate_size": sizes["mlp_dim"],
+            "decoder_hidden_size": sizes[0],
+            "decoder_num_hidden_layers": sizes[1],
+            "decoder_num_attention_heads": sizes[2],
+            "decoder_intermediate_size": mlp_dim,
         }
     preprocess, channels = pretrained.preprocess, options["channels"]
     return notes + hugging_face.write_folder(
@@ -309,16 +285,11 @@ def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> lis
 
 
 def _encoder(
-    pretrained: Pretrained, *, in_hf: bool
+    pretrained: Pretrained, names: _Names
 ) -> tuple[dict[str, np.ndarray], list[str], dict]:
-    """Returns the arrays of the encoder, lines for what was rewritten, its options.
-
-    Raises:
-      UserError: it is no encoder of a masked autoencoder.
-    """
+    """Returns the arrays of the encoder, lines for what was rewritten, its options."""
     model = models.create(**pretrained.options)
     options = {"stem_width": 0, "depth": 0, **model.options}
-    to = "--to=hf_mae" if in_hf else "--to=mae"
     wanted = {
         "stem_width": 0,
         "distillation": False,
@@ -326,19 +297,19 @@ def _encoder(
         "num_register_tokens": 0,
         "activation": "gelu",
     }
-    if in_hf:
+    if names is _HF:
         wanted |= {"num_classes": 0, "pool": "token", "activation": None}
     wrong = [k for k, v in wanted.items() if v is not None and options.get(k) != v]
     if not options["depth"] or wrong:
         name = wrong[0] if options["depth"] else "variant"
         raise UserError(
-            f"{to}: masked autoencoders have no {name}={options.get(name)!r}: write it "
+            f"{names.to}: masked autoencoders have no {name}={options.get(name)!r}: write it "
             "with --to=timm or --to=safetensors"
         )
     surgery.check_network(options, "a masked autoencoder", {})
     if options["pool"] not in ("token", "gap") or "cls" not in pretrained.params:
         raise UserError(
-            f"{to}: masked autoencoders have a class token, and pool it or the patches, "
+            f"{names.to}: masked autoencoders have a class token, and pool it or the patches, "
             f"not pool={options['pool']!r} with class_token={options['class_token']}: "
             "write it with --to=timm or --to=safetensors"
         )
@@ -347,8 +318,7 @@ def _encoder(
     flat, options, folded = surgery.fold_layer_scale(flat, options)
     notes += folded
     options["patch"] = model.patch_size
-    library = hugging_face.encoder_table if in_hf else timm.transformer_table
-    return torch_file.to_their_arrays(flat, library(options)), notes, options
+    return torch_file.to_their_arrays(flat, names.table(options)), notes, options
 
 
 def _has_decoder(pretrained: Pretrained) -> bool:
@@ -356,46 +326,25 @@ def _has_decoder(pretrained: Pretrained) -> bool:
     return pretrained.task.get("name") == "mae" and bool(pretrained.task_params)
 
 
-def _sizes(pretrained: Pretrained) -> dict:
-    """Returns width, depth, num_heads and mlp_dim of a decoder."""
-    flat = flatten_dict(pretrained.task_params["decoder"], sep="/")
-    first = "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"
-    width, hidden = flat[first].shape
-    return {
-        "width": width,
-        "depth": len(pretrained.task_params["decoder"]["Transformer"]) - 1,
-        "num_heads": pretrained.task["decoder_num_heads"],
-        "mlp_dim": hidden,
-    }
+def _sizes(pretrained: Pretrained) -> tuple[int, int, int, int]:
+    """Returns width, depth, number of heads and width of the MLPs of a decoder."""
+    blocks = pretrained.task_params["decoder"]["Transformer"]
+    width, hidden = blocks["encoderblock_0"]["MlpBlock_3"]["Dense_0"]["kernel"].shape
+    return width, len(blocks) - 1, pretrained.task["decoder_num_heads"], hidden
 
 
-def _decoder(
-    pretrained: Pretrained, options: dict, *, in_hf: bool
-) -> dict[str, np.ndarray]:
+def _decoder(pretrained: Pretrained, names: _Names) -> dict[str, np.ndarray]:
     """Returns the arrays of the decoder without their prefix; none if there is none."""
     if not _has_decoder(pretrained):
         return {}
-    sizes = _sizes(pretrained)
-    del sizes["mlp_dim"]
+    width, depth, num_heads, _ = _sizes(pretrained)
     flat = flatten_dict(pretrained.task_params["decoder"], sep="/")
-    table = _decoder_table(**sizes, in_hf=in_hf)
-    grid = models.create(**pretrained.options).grid
-    positions = {_positions(in_hf): _table(grid, sizes["width"])}
-    return positions | torch_file.to_their_arrays(flat, table)
-
-
-def _left_out(pretrained: Pretrained) -> list[str]:
-    """Returns lines for what travels with weights and has no place in a file."""
-    lines = []
-    if pretrained.preprocess:
-        lines.append("preprocessing: their code has its own, ImageNet's mean and std")
-    if pretrained.class_names:
-        lines.append("class names: the file has no place for them")
-    return lines
+    table = _decoder_table(width, depth, num_heads, names)
+    positions = _table(models.create(**pretrained.options).grid, width)
+    return {names.positions: positions} | torch_file.to_their_arrays(flat, table)
 
 
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
-    """Returns Python lines that load a written checkpoint."""
     del pretrained, on_hub
     return (
         f'state = torch.load("{path}")["model"]\n'
@@ -404,7 +353,6 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
 
 
 def _hf_usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
-    """Returns Python lines that load a written checkpoint."""
     del on_hub
     name = "ViTMAEForPreTraining" if _has_decoder(pretrained) else "ViTMAEModel"
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'

@@ -37,18 +37,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file.
-      num_heads: ignored; there are none.
-
-    Returns:
-      The checkpoint under our names.
-
-    Raises:
-      UserError: the shapes are not those of an MLP-Mixer on square images.
-    """
+    """Reads a checkpoint; see `registry.Reader`."""
     is_old = linen.find_prefix(tensors.flat, _ANCHOR) is None
     flat, notes = linen.strip(tensors.flat, _OLD_ANCHOR if is_old else _ANCHOR)
     flat = {_our_name(name): value for name, value in flat.items()}
@@ -95,15 +84,7 @@ def _our_name(name: str) -> str:
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes an .npz file that both projects load.
-
-    Args:
-      pretrained: an MLP-Mixer whose parameters fit its options.
-      path: of the file; its folder exists.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-    """
+    """Writes an .npz file that both projects load; see `registry.Writer`."""
     notes = ["class names, preprocessing, loss: the format has no place for them"]
     notes += google.note_preprocess(pretrained.preprocess)
     if pretrained.options["activation"] != "gelu_tanh":

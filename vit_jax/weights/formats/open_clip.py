@@ -79,18 +79,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file or folder.
-      num_heads: of the image tower if neither the config nor its width tell.
-
-    Returns:
-      The image tower under our names, with the text tower as its task.
-
-    Raises:
-      UserError: this project has no such towers.
-    """
+    """Reads a checkpoint; see `registry.Reader`."""
     whole = tensors.sidecars.get(_CONFIG, {})
     config = whole.get("model_cfg", {})
     flat = {k: v for k, v in tensors.flat.items() if k not in _OPENAI}
@@ -359,18 +348,7 @@ def _text_table(
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that `open_clip.create_model("local-dir:FOLDER")` loads.
-
-    Args:
-      pretrained: a checkpoint of CLIP with its text tower.
-      folder: existing.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: OpenCLIP has no such network.
-    """
+    """Writes a folder that `open_clip.create_model("local-dir:FOLDER")` loads."""
     model = models.create(**pretrained.options)
     options, params = dict(model.options), pretrained.task_params
     if "text" not in params:

@@ -99,18 +99,7 @@ def _backbone(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file or folder.
-      num_heads: ignored; the arrays show it.
-
-    Returns:
-      The checkpoint under our names.
-
-    Raises:
-      UserError: the file is no whole Swin Transformer, or has a feature that ours have not.
-    """
+    """Reads a checkpoint; see `registry.Reader`."""
     flat, notes = _backbone(tensors.flat), []
     if len(flat) < len(tensors.flat):
         notes.append("decoder: dropped, which only pretraining has")
@@ -359,18 +348,7 @@ def complete(pretrained: Pretrained) -> tuple[SwinConfig, dict]:
 
 
 def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads.
-
-    Args:
-      pretrained: a Swin Transformer whose parameters fit its options.
-      folder: existing; model.safetensors and config.json are written to it.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: timm has no such network, or cannot prepare images so.
-    """
+    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads."""
     config, options = complete(pretrained)
     notes = check_writable(config, "timm")
     sizes = {(s.width, s.stage_depths): _TIMM_SIZES[n] for n, s in SIZES.items()}
@@ -403,18 +381,7 @@ def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
 
 def write_microsoft(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes a file as of microsoft/Swin-Transformer, arrays under "model".
-
-    Args:
-      pretrained: a Swin Transformer whose parameters fit its options.
-      path: of the file; its folder exists.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: it is another network, or Microsoft's code has none such.
-    """
+    """Writes a file as of microsoft/Swin-Transformer, arrays under "model"."""
     if not pretrained.options["variant"].startswith("Swin"):
         raise UserError(
             f"variant={pretrained.options['variant']!r}: Microsoft's files are of Swin "

@@ -101,9 +101,9 @@ def write(
     storages: list[np.ndarray] = []
     parts = [pickle.PROTO, b"\2", pickle.EMPTY_DICT, pickle.MARK]
     for key, arrays in content.items():
-        parts += [_text(key), pickle.EMPTY_DICT, pickle.MARK]
+        parts += [_pickled(key), pickle.EMPTY_DICT, pickle.MARK]
         for name, value in arrays.items():
-            parts += [_text(name), _pickled_tensor(value.shape, len(storages))]
+            parts += [_pickled(name), _pickled_tensor(value.shape, len(storages))]
             storages.append(np.asarray(value, "<f4", order="C"))
         parts.append(pickle.SETITEMS)
     parts += [pickle.SETITEMS, pickle.STOP]
@@ -117,51 +117,34 @@ def write(
 
 def _pickled_tensor(shape: tuple[int, ...], storage: int) -> bytes:
     """Returns the opcodes of a tensor that is the whole of a storage, row by row."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    place = _tuple(
-        _text("storage"),
-        _global("torch", "FloatStorage"),
-        _text(str(storage)),
-        _text("cpu"),
-        _integer(math.prod(shape)),
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    kind, size = pickle.GLOBAL + b"torch\nFloatStorage\n", math.prod(shape)
+    place = _pickled(("storage", kind, str(storage), "cpu", size)) + pickle.BINPERSID
+    hooks = pickle.GLOBAL + b"collections\nOrderedDict\n" + pickle.EMPTY_TUPLE
+    hooks += pickle.REDUCE
+    arguments = _pickled((place, 0, tuple(shape), strides, pickle.NEWFALSE, hooks))
+    return (
+        pickle.GLOBAL
+        + b"torch._utils\n_rebuild_tensor_v2\n"
+        + arguments
+        + pickle.REDUCE
     )
-    hooks = _global("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
-    arguments = _tuple(
-        place + pickle.BINPERSID,
-        _integer(0),
-        _tuple(*map(_integer, shape)),
-        _tuple(*map(_integer, strides)),
-        pickle.NEWFALSE,
-        hooks,
-    )
-    return _global("torch._utils", "_rebuild_tensor_v2") + arguments + pickle.REDUCE
 
 
-def _text(value: str) -> bytes:
-    encoded = value.encode()
-    return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
-
-
-def _integer(value: int) -> bytes:
-    return pickle.BININT + struct.pack("<i", value)
-
-
-def _global(module: str, name: str) -> bytes:
-    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
-
-
-def _tuple(*parts: bytes) -> bytes:
-    return pickle.MARK + b"".join(parts) + pickle.TUPLE
+def _pickled(value: bytes | str | int | tuple) -> bytes:
+    """Returns the opcodes of a value; bytes are opcodes already."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        encoded = value.encode()
+        return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+    if isinstance(value, int):
+        return pickle.BININT + struct.pack("<i", value)
+    return pickle.MARK + b"".join(map(_pickled, value)) + pickle.TUPLE
 
 
 def check_expansion(expanded: int, size: int, what: str) -> None:
-    """Raises ValueError if a compressed file would expand further than weights do.
-
-    Args:
-      expanded: bytes of memory that reading would take.
-      size: of the file, in bytes.
-      what: is read, for the message.
-    """
+    """Raises ValueError if a file of `size` bytes would take memory as no weights do."""
     if expanded > max(_HARMLESS_BYTES, _MAX_EXPANSION * size):
         raise ValueError(
             f"{what} would take {expanded:,} bytes, {expanded // max(1, size):,} times the "
@@ -222,6 +205,10 @@ class _Storage:
     count: int
     data: bytes | None = None
 
+    @property
+    def width(self) -> int:
+        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
@@ -235,7 +222,7 @@ class _Tensor:
     @property
     def bytes(self) -> int:
         """Memory that `read` takes, at most that of the storage."""
-        size = math.prod(self.shape) * _width(self.storage.dtype)
+        size = math.prod(self.shape) * self.storage.width
         return min(size, len(self.storage.data))
 
     def read(self) -> np.ndarray:
@@ -266,11 +253,7 @@ class _Refused(Exception):
 
 
 class _Placeholder:
-    """Stands for any object of a class that is not known, and keeps nothing of it.
-
-    Attributes:
-      name: of the class or function that the pickle asks for.
-    """
+    """Stands for any object of a class `name` that is not known, and keeps nothing."""
 
     name = ""
 
@@ -288,17 +271,13 @@ def _rebuild_tensor(storage, offset, size, stride, *rest) -> _Tensor:
     return _Tensor(storage, offset, tuple(size), tuple(stride))
 
 
-def _rebuild_parameter(data, *rest) -> _Tensor:
-    return data
-
-
 _KNOWN = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *rest: data,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *rest: data,
 } | {
     ("torch", f"{name}Storage"): dtype
     for name, dtype in {
@@ -320,12 +299,7 @@ _SETTINGS = "argparse.Namespace"  # May stand beside tensors.
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves names by `_KNOWN` only, others to placeholders, and collects storages.
-
-    Args:
-      stream: of the pickle.
-      storages: storages by their key in the file and their type; filled here.
-    """
+    """Resolves names by `_KNOWN` only, others to placeholders, and collects storages."""
 
     def __init__(self, stream: io.IOBase, storages: dict[tuple[str, str], _Storage]):
         super().__init__(stream, encoding="utf-8")
@@ -343,10 +317,6 @@ class _Unpickler(pickle.Unpickler):
         if any(part is not None for part in view):
             raise ValueError("it has views of storages, as PyTorch before 0.4 wrote")
         return self._storages.setdefault((str(key), dtype), _Storage(dtype, count))
-
-
-def _width(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def _load(stream: io.IOBase, storages: dict) -> Any:
@@ -404,8 +374,8 @@ def _read_legacy(stream: io.IOBase) -> Any:
         storage = by_key[str(key)]
         if count != storage.count:
             raise ValueError(f"storage {key} has {count}, not {storage.count}, numbers")
-        storage.data = stream.read(count * _width(storage.dtype))
-        if len(storage.data) != count * _width(storage.dtype):
+        storage.data = stream.read(count * storage.width)
+        if len(storage.data) != count * storage.width:
             raise ValueError("it ends too early")
     return content
 
@@ -515,18 +485,14 @@ def norm(theirs: str, ours: str) -> list[ArrayEntry]:
 def choose_num_heads(
     stated: int, asked: int, width: int, depth: int
 ) -> tuple[int, list[str]]:
-    """Returns the number of attention heads of an encoder.
+    """Returns the number of attention heads of an encoder, and a note if it may be wrong.
 
     PyTorch's arrays do not show it, because all heads share one axis.
 
     Args:
       stated: number in a config file; 0 if there is none.
       asked: number that the caller assumes; 0 if unknown.
-      width: features per token.
-      depth: number of blocks.
-
-    Returns:
-      The number, and a note if it may be wrong.
+      width, depth: features per token, and number of blocks.
     """
     if stated:
         return stated, []
@@ -547,17 +513,15 @@ def choose_num_heads(
 def to_our_arrays(
     flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry], source: str
 ) -> dict[str, np.ndarray]:
-    """Converts their arrays to ours.
+    """Returns our arrays by name, levels joined by "/", floats as float32.
+
+    Arrays that are not in the table keep their name, and missing ones stay missing: fitting
+    the parameters to a model reports both, because a user may allow them.
 
     Args:
       flat: theirs by name.
       table: of the network.
       source: for messages.
-
-    Returns:
-      Ours by name, levels joined by "/"; floats as float32. Arrays that are not in the
-      table keep their name, and missing ones stay missing: fitting the parameters to
-      a model reports both, because a user may allow them.
 
     Raises:
       UserError: an array is of integers, or of a shape that makes no sense.
@@ -594,9 +558,7 @@ def check_names(
     Args:
       flat: theirs by name.
       table: of the network.
-      source: for messages, as are:
-      part: what the arrays are of, as " of the decoder".
-      network: what is stored whole.
+      source, part, network: for messages, as " of the decoder" of what is stored whole.
     """
     known = {entry.theirs for entry in table}
     if wrong := sorted(known ^ flat.keys()):
@@ -618,14 +580,11 @@ def check_floating(name: str, value: np.ndarray, source: str) -> None:
 def to_their_arrays(
     flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry]
 ) -> dict[str, np.ndarray]:
-    """Converts our arrays to theirs.
+    """Returns their arrays by name.
 
     Args:
       flat: ours by name, levels joined by "/".
       table: of the network, with each of our arrays once.
-
-    Returns:
-      Theirs by name.
 
     Raises:
       UserError: one of our arrays is missing or left over.
