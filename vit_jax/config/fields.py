@@ -43,6 +43,7 @@ class Key:
         is not continued with it.
       of_host: whether hosts of one run may state it differently.
       in_step: whether the compiled training step depends on it.
+      training_only: whether outputs of a trained network do not depend on it.
       formerly: its dotted key in an earlier version, for the message on unknown keys.
     """
 
@@ -58,6 +59,7 @@ class Key:
     changes_result: bool = True
     of_host: bool = False
     in_step: bool = True
+    training_only: bool = False
     formerly: str = ""
 
 

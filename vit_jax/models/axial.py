@@ -41,7 +41,9 @@ class AxialConfig(NetworkConfig):
     num_heads: int = key(0, "Heads of each block, likewise.")
     mlp_dim: int = key(0, "Hidden units of each MLP, likewise.")
     activation: str = key("gelu_tanh", "Of the MLPs.", choices=tuple(ACTIVATIONS))
-    dropout: float = key(0.0, "After each dense layer but the projections.", below=1)
+    dropout: float = key(
+        0.0, "After each dense layer but the projections.", below=1, training_only=True
+    )
 
     @property
     def patch_size(self) -> int:

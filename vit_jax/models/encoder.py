@@ -5,7 +5,9 @@ K head width, D model width, R offsets, V visible patches, Y by X patches.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -95,17 +97,20 @@ class EncoderConfig(NetworkConfig):
         "Its rate, after the position embeddings and each dense layer but those of "
         "query, key and value and of the head.",
         below=1,
+        training_only=True,
     )
     drop_path_rate: float = key(
         0.0,
         "Stochastic depth: drop rate of the last block.",
         below=1,
         formerly="model.stochastic_depth",
+        training_only=True,
     )
     drop_path_schedule: str = key(
         "linear",
         '"linear": 0 at the first block; "constant": the same in all, as DeiT III.',
         choices=("linear", "constant"),
+        training_only=True,
     )
     activation: str = key(
         "gelu_tanh",
@@ -118,6 +123,7 @@ class EncoderConfig(NetworkConfig):
         0.0,
         "Initial LayerScale, the learnt factors behind attention and MLP "
         "(arXiv:2103.17239); 0: there are none.",
+        training_only=True,
     )
     relative_bias: str = key(
         "none",
@@ -184,6 +190,11 @@ class EncoderConfig(NetworkConfig):
     def encoder_norm(self) -> bool:
         """Whether a LayerNorm ends the encoder."""
         return self.final_norm
+
+    @property
+    def norm(self) -> Callable[..., nn.Module]:
+        """What makes a norm of its name: `config.norm(name="LayerNorm_0")`."""
+        return functools.partial(LayerNorm, self.layer_norm_eps, self.dtype)
 
     @property
     def merges_tokens(self) -> bool:
@@ -282,14 +293,11 @@ class Block(nn.Module):
         config = self.config
         keys = [None] * 4 if key is None else jax.random.split(key, 4)
 
-        def norm(name, x):
-            return LayerNorm(config.layer_norm_eps, config.dtype, name=name)(x)
-
         def before(name, x):
-            return x if config.post_norm else norm(name, x)
+            return x if config.post_norm else config.norm(name=name)(x)
 
         def add(x, branch, key, name, scale):
-            branch = norm(name, branch) if config.post_norm else branch
+            branch = config.norm(name=name)(branch) if config.post_norm else branch
             if config.layer_scale_init:
                 branch = LayerScale(config.layer_scale_init, name=scale)(branch)
             x = x + (branch if rate is None else drop_path(branch, rate, key))
@@ -303,7 +311,7 @@ class Block(nn.Module):
             config.merges_tokens,
             config.qk_norm,
             config.attention_out_norm,
-            config.layer_norm_eps,
+            config.norm,
             name="MultiHeadDotProductAttention_1",
         )(y, y, positions)
         y = nn.Dropout(config.dropout, deterministic=key is None)(y, rng=keys[0])
@@ -315,7 +323,7 @@ class Block(nn.Module):
             config.activation,
             config.dtype,
             config.merges_tokens,
-            config.layer_norm_eps if config.mlp_norm else 0.0,
+            config.norm if config.mlp_norm else None,
             name="MlpBlock_3",
         )
         y = mlp(before("LayerNorm_2", x), keys[2])
@@ -407,17 +415,13 @@ class Encoder(nn.Module):
         layers[0] = layers[0]._replace(added=None)
         x = nn.Dropout(self.config.dropout, deterministic=not random)(x, rng=key)
         if self.config.pre_norm:
-            x = LayerNorm(
-                self.config.layer_norm_eps, self.config.dtype, name="pre_norm"
-            )(x)
+            x = self.config.norm(name="pre_norm")(x)
         return nn.with_logical_constraint(x, ("batch", "tokens", "embed")), layers
 
     def _end(self, x):
         if not self.config.encoder_norm:
             return x
-        return LayerNorm(
-            self.config.layer_norm_eps, self.config.dtype, name="encoder_norm"
-        )(x)
+        return self.config.norm(name="encoder_norm")(x)
 
     def _layers(self, x, keys) -> list[BlockInputs]:
         """Returns the inputs of the blocks besides their tokens."""

@@ -6,6 +6,7 @@ Letters: B images, N tokens, H heads, K head width, D model width, F hidden widt
 
 import functools
 import math
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -177,7 +178,7 @@ class MultiHeadAttention(nn.Module):
       qk_norm: whether queries and keys are normalised, head by head (arXiv:2302.05442).
       out_norm: whether the heads' results are, together, before the last product
         (arXiv:2210.06423).
-      layer_norm_eps: epsilon of these LayerNorms.
+      norm: makes these norms, of their name.
     """
 
     num_heads: int
@@ -186,7 +187,7 @@ class MultiHeadAttention(nn.Module):
     flatten: bool = True
     qk_norm: bool = False
     out_norm: bool = False
-    layer_norm_eps: float = 1e-6
+    norm: Callable[..., nn.Module] = LayerNorm
 
     @nn.compact
     def __call__(
@@ -206,9 +207,6 @@ class MultiHeadAttention(nn.Module):
         split = self.num_heads, D // self.num_heads
         relative, bias, angles = positions or attention.Positions()
 
-        def norm(name, x):
-            return LayerNorm(self.layer_norm_eps, self.dtype, name=name)(x)
-
         def project(name, tokens):
             B, N, _ = tokens.shape
             tokens = flatten_tokens(tokens) if self.flatten else tokens
@@ -220,7 +218,8 @@ class MultiHeadAttention(nn.Module):
         q = project("query", x)
         k, v = project("key", context), project("value", context)
         if self.qk_norm:
-            q, k = norm("LayerNorm_query", q), norm("LayerNorm_key", k)
+            q = self.norm(name="LayerNorm_query")(q)
+            k = self.norm(name="LayerNorm_key")(k)
         if angles is not None:
             q, k = rotary.rotate(q, angles), rotary.rotate(k, angles)
         if self.is_mutable_collection(INTERMEDIATES):
@@ -238,7 +237,7 @@ class MultiHeadAttention(nn.Module):
                 q, k, v, relative, implementation=self.attention_impl, bias=bias
             )
         y = jnp.swapaxes(y, 1, 2).reshape(x.shape)
-        y = norm("LayerNorm_out", y) if self.out_norm else y
+        y = self.norm(name="LayerNorm_out")(y) if self.out_norm else y
         y = flatten_tokens(y) if self.flatten else y
         y = MergedDense(split, (D,), self.dtype, name="out")(y)
         return y.reshape(x.shape)
@@ -282,7 +281,7 @@ class Mlp(nn.Module):
       activation: a key of ACTIVATIONS, or "swiglu".
       dtype: of the computation.
       flatten: see flatten_tokens.
-      norm_eps: epsilon of a LayerNorm of the hidden units (arXiv:2210.06423); 0 is none.
+      norm: makes a norm of the hidden units (arXiv:2210.06423); None: there is none.
     """
 
     hidden: int
@@ -290,7 +289,7 @@ class Mlp(nn.Module):
     activation: str = "gelu_tanh"
     dtype: str = "float32"
     flatten: bool = True
-    norm_eps: float = 0.0
+    norm: Callable[..., nn.Module] | None = None
 
     @nn.compact
     def __call__(
@@ -323,8 +322,8 @@ class Mlp(nn.Module):
         else:
             x = ACTIVATIONS[self.activation](to_hidden(x, "Dense_0"))
         x = dropout(x, first)
-        if self.norm_eps:
-            x = LayerNorm(self.norm_eps, self.dtype, name="LayerNorm_hidden")(x)
+        if self.norm:
+            x = self.norm(name="LayerNorm_hidden")(x)
         x = dense(D, "Dense_1")(x)
         x = dropout(x, second)
         return x.reshape(shape)
@@ -337,13 +336,13 @@ class MapHead(nn.Module):
 
     Attributes:
       num_heads, hidden, activation, dtype, flatten: see MultiHeadAttention and Mlp.
-      epsilon: of the LayerNorm.
+      norm: makes the norm before the MLP, of its name.
     """
 
     num_heads: int
     hidden: int
     activation: str = "gelu_tanh"
-    epsilon: float = 1e-6
+    norm: Callable[..., nn.Module] = LayerNorm
     dtype: str = "float32"
     flatten: bool = True
 
@@ -360,7 +359,7 @@ class MapHead(nn.Module):
             name="MultiHeadDotProductAttention_0",
         )
         x = attend(jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D)), x)
-        y = LayerNorm(self.epsilon, self.dtype, name="LayerNorm_0")(x)
+        y = self.norm(name="LayerNorm_0")(x)
         mlp = Mlp(
             self.hidden, activation=self.activation, dtype=self.dtype, name="MlpBlock_0"
         )

@@ -71,7 +71,10 @@ class MixerConfig(NetworkConfig):
         "gelu_tanh", "Of the MLPs; timm's have gelu.", choices=tuple(ACTIVATIONS)
     )
     drop_path_rate: float = key(
-        0.0, "Stochastic depth of the last block; it grows from 0.", below=1
+        0.0,
+        "Stochastic depth of the last block; it grows from 0.",
+        below=1,
+        training_only=True,
     )
 
     @property

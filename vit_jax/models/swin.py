@@ -121,7 +121,10 @@ class SwinConfig(NetworkConfig):
     activation: str = key("gelu", "Of the MLPs.", choices=tuple(ACTIVATIONS))
     layer_norm_eps: float = key(1e-5, "Added to variances.", above=0)
     drop_path_rate: float = key(
-        0.0, "Stochastic depth of the last block; it grows from 0.", below=1
+        0.0,
+        "Stochastic depth of the last block; it grows from 0.",
+        below=1,
+        training_only=True,
     )
 
     @property

@@ -23,7 +23,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.attention import Positions
 from vit_jax.models.encoder import Block, EncoderConfig
-from vit_jax.models.layers import ACTIVATIONS, LayerNorm
+from vit_jax.models.layers import ACTIVATIONS
 
 TEXT, PROJECTION = "text", "projection"
 LOGIT_SCALE, LOGIT_BIAS = "logit_scale", "logit_bias"
@@ -128,7 +128,7 @@ class TextTransformer(nn.Module):
         )
         for i in range(config.depth):
             x = run(Block(encoder, name=f"encoderblock_{i}"), x, positions)
-        x = LayerNorm(config.layer_norm_eps, self.dtype, name="encoder_norm")(x)
+        x = encoder.norm(name="encoder_norm")(x)
         if config.pool == "last":
             x = x[:, -1]
         else:

@@ -36,6 +36,7 @@ class ModelConfig:
         "Initial bias of the classifier; -10 suits sigmoid.",
         at_least=None,
         formerly="model.head_bias",
+        training_only=True,
     )
     dtype: str = key(
         "float32",

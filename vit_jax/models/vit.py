@@ -19,7 +19,7 @@ from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import layers, resnet, stacking, variants
 from vit_jax.models.encoder import Encoder, EncoderConfig
-from vit_jax.models.layers import CLASSIFIERS, LayerNorm, MapHead
+from vit_jax.models.layers import CLASSIFIERS, MapHead
 from vit_jax.models.variants import CONFIGS
 
 POOLS = ("token", "gap", "token_gap", "map", "none")
@@ -277,7 +277,7 @@ class VisionTransformer(nn.Module):
                 config.num_heads,
                 config.mlp_dim,
                 config.activation,
-                config.layer_norm_eps,
+                config.norm,
                 config.dtype,
                 config.merges_tokens,
                 name="MAPHead_0",
@@ -288,7 +288,7 @@ class VisionTransformer(nn.Module):
         """Returns the features for the classifier, float32."""
         config = self.config
         if config.fc_norm:
-            x = LayerNorm(config.layer_norm_eps, config.dtype, name="fc_norm")(x)
+            x = config.norm(name="fc_norm")(x)
         if config.representation_layer:
             x = nn.Dense(config.width, dtype=config.dtype, name="pre_logits")(x)
             x = nn.tanh(x)

@@ -9,6 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.config.fields import is_custom, key
 from vit_jax.data.class_names import match
 from vit_jax.data.config import DataConfig
@@ -21,18 +22,8 @@ from vit_jax.weights.hub import download
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 from vit_jax.weights.surgery import FitRow
 
-# Options that change the output of the same parameters.
-_FLAVOURS = (
-    "pool",
-    "class_token",
-    "distillation",
-    "fc_norm",
-    "posemb",
-    "posemb_placement",
-    "activation",
-    "layer_norm_eps",
-    "zero_pool",
-)
+# Keys whose difference is no change of results, or is said in other words.
+_SAID = {"variant", "dtype", "posemb_resize", "bias_resize", "representation_layer"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,7 +281,7 @@ def load(
         raise UserError("; ".join([str(error), *hints])) from error
     rows += [
         FitRow("differs", f"{key} {old} in the checkpoint, {new} in the model")
-        for key, old, new in _differences(theirs, model.options)
+        for key, old, new in _differences(theirs, model)
     ]
     found = dataclasses.replace(found, notes=(*found.notes, *learned))
     if model.stacked:
@@ -400,11 +391,17 @@ def _learns_positions(theirs: dict, ours: dict) -> bool:
     return factored and placed == ["stem", "stem"]
 
 
-def _differences(old: dict, new: dict) -> list[tuple]:
+def _differences(theirs: dict, model: models.Model) -> list[tuple]:
+    """Returns the keys by which the same parameters compute something else."""
+    ours, keys = model.options, fields.fields(type(model.config))
     return [
-        (key, old[key], new[key])
-        for key in _FLAVOURS
-        if key in old and key in new and old[key] != new[key]
+        (name, theirs[name], ours[name])
+        for name, about in keys.items()
+        if name in theirs
+        and theirs[name] != ours[name]
+        and about.changes_result
+        and not about.training_only
+        and name not in _SAID
     ]
 
 

@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import Model, posemb
@@ -452,20 +453,18 @@ def note_resize(options: Mapping, library: str) -> list[str]:
     return [note]
 
 
-# Options that few networks of other libraries have, and the value that all have.
-_PLAIN = {
-    "stem_width": 0,
-    "distillation": False,
-    "num_register_tokens": 0,
-    "representation_layer": False,
-    "relative_bias": "none",
-    "rope": "none",
-    "pre_norm": False,
-    "post_norm": False,
-    "qk_norm": False,
-    "attention_out_norm": False,
-    "mlp_norm": False,
-    "final_norm": True,
+# Keys that every format of other libraries has a place for, or whose writers look at them.
+_IN_ALL_FORMATS = {
+    *("variant", "dtype", "width", "depth", "num_heads", "mlp_dim", "stage_depths"),
+    *("posemb", "posemb_placement", "posemb_resize", "rope_temperature"),
+    *(
+        "rope_reference",
+        "activation",
+        "layer_norm_eps",
+        "pool",
+        "class_token",
+        "fc_norm",
+    ),
 }
 
 
@@ -482,18 +481,28 @@ def check_network(
       options: all options of `models.Model`.
       network: the other library's.
       has: by option, the values that it can have; of those that are not named few can have
-        another than the plain one.
+        another than the default.
       to: what can write any.
     """
-    plain = {name: (value,) for name, value in _PLAIN.items()}
-    for name, values in (plain | dict(has)).items():
-        value = options.get(name, _PLAIN.get(name))
-        if "depth" not in options or value not in values:
-            name = name if "depth" in options else "variant"
-            raise UserError(
-                f"{name}={options.get(name)!r}: {network} has no such network: write "
-                f"it with {to}"
-            )
+
+    def refuse(name):
+        raise UserError(
+            f"{name}={options[name]!r}: {network} has no such network: write it with {to}"
+        )
+
+    if "depth" not in options:
+        refuse("variant")
+    kind = models.VARIANTS.find(options["variant"], "model")
+    plain = fields.defaults(kind)
+    for name, about in fields.fields(kind).items():
+        if name in has:
+            values = has[name]
+        elif name in _IN_ALL_FORMATS or about.training_only or not about.changes_result:
+            continue
+        else:
+            values = (plain[name],)
+        if options[name] not in values:
+            refuse(name)
 
 
 def fold_patch_bias(
