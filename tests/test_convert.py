@@ -587,12 +587,13 @@ def test_an_upload_that_is_refused_is_told_and_keeps_the_files(
     assert weights.open_pretrained(out).format == "timm"
 
 
-def test_a_hub_that_does_not_answer_is_told(tmp_path, hub):
+def test_a_hub_that_does_not_answer_is_told(tmp_path, hub, monkeypatch):
+    from huggingface_hub import constants
+
     (tmp_path / "a").write_text("a")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="ann/small was not uploaded: .*try again"):
-        push.upload(
-            [tmp_path / "a"], "ann/small", "card", endpoint="http://127.0.0.1:9"
-        )
+        push.upload([tmp_path / "a"], "ann/small", "card")
 
 
 def test_as_a_process(tmp_path, source):

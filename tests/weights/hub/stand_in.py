@@ -6,6 +6,7 @@ import http.server
 import json
 import re
 import threading
+import time
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -16,12 +17,12 @@ class Server(http.server.ThreadingHTTPServer):
 
     Attributes:
       files: path to content, for plain downloads.
-      etags: path to ETag; the content's hash where there is none.
       repositories: owner/name to (file name to content), all at `COMMIT`.
       large: names of files that are stored as LFS, on another host.
       status: path to the status that is answered instead.
       break_after: path to the bytes of a body after which the connection closes, in
         turn for each request; the last counts for all that follow.
+      pause: path to the seconds before the second half of a body.
       log: method, path and range of each request.
       tokens: path to the authorization that came last.
     """
@@ -30,8 +31,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.files, self.etags, self.repositories = {}, {}, {}
-        self.large, self.status, self.break_after = set(), {}, {}
+        self.files, self.repositories = {}, {}
+        self.large, self.status, self.break_after, self.pause = set(), {}, {}, {}
         self.log, self.tokens = [], {}
 
     @property
@@ -128,11 +129,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return self._send(302, b"", headers | {"Location": where})
 
     def _content(self, path, content, headers=None, etag=""):
-        etag = etag or self.server.etags.get(path) or hashlib.md5(content).hexdigest()
-        mark = etag if etag.startswith("W/") else f'"{etag}"'
+        mark = f'"{etag or hashlib.md5(content).hexdigest()}"'
         headers = {"ETag": mark, "Accept-Ranges": "bytes", **(headers or {})}
         found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        if not found or self.headers.get("If-Range", mark) != mark:
+        if not found:
             return self._send(200, content, headers, self._limit(path))
         start, size = int(found[1]), len(content)
         if start >= size:
@@ -157,6 +157,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        if pause := self.server.pause.get(self.path):
+            self.wfile.write(body[: len(body) // 2])
+            time.sleep(pause)
+            body = body[len(body) // 2 :]
         self.wfile.write(body if limit is None else body[:limit])
         if limit is not None and limit < len(body):
             self.wfile.flush()

@@ -1,12 +1,14 @@
 import hashlib
 import os
 import pathlib
+import resource
 import subprocess
 import sys
+from concurrent import futures
 
 import pytest
 import stand_in
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 from vit_jax.errors import UserError
 from vit_jax.weights.hub import mirrors, transfer
@@ -175,24 +177,68 @@ def test_a_hub_out_of_reach_is_told(server, monkeypatch, revision):
 # Bytes.
 
 
-def test_the_next_call_goes_on_where_the_last_one_broke_off(model, tmp_path):
-    model.break_after[f"/store/{HASH}"] = [700_003, 0]
-    with pytest.raises(UserError, match="broke off after 700003 bytes .* resumes from"):
-        download("timm/vit")
-    model.break_after.clear()
-    model.log.clear()
-    folder = download("timm/vit")
-    assert (folder / "model.safetensors").read_bytes() == CONTENT
+def blobs(tmp_path):
+    return list((tmp_path / "hub/models--timm--vit/blobs").iterdir())
+
+
+def test_a_broken_download_goes_on_where_it_was(model, monkeypatch):
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
+    model.break_after[f"/store/{HASH}"] = [700_003, None]
+    path = download("timm/vit/model.safetensors")
+    assert path.read_bytes() == CONTENT
     large = [span for path, span in model.bodies if path == f"/store/{HASH}"]
-    assert large == ["bytes=700003-"]
-    left = [p.suffix for p in (tmp_path / "hub/models--timm--vit/blobs").iterdir()]
-    assert left == ["", ""]
+    assert large == ["", "bytes=700000-"]
+
+
+def test_a_download_that_broke_off_leaves_nothing(model, tmp_path):
+    model.break_after[f"/store/{HASH}"] = [700_003, 0]
+    with pytest.raises(
+        UserError, match=r"timm/vit/mod.* cannot be reached \(peer clos"
+    ):
+        download("timm/vit/model.safetensors")
+    assert HASH not in {blob.name for blob in blobs(tmp_path)}
+    model.break_after.clear()
+    path = download("timm/vit/model.safetensors")
+    assert path.read_bytes() == CONTENT
+    assert len(blobs(tmp_path)) == len(names(path.parent)) == 2
+
+
+def test_a_failure_of_xet_is_told(model, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("Data processing error:\nCAS service error")
+
+    monkeypatch.setattr(file_download, "http_get", fail)
+    message = (
+        r"reached \(Data processing error: CAS service error\): set HF_HUB_DISABLE_"
+    )
+    with pytest.raises(UserError, match=message):
+        download("timm/vit")
+
+
+@pytest.mark.parametrize("place", ["timm/vit", "URL/a.npz"])
+def test_a_full_disk_is_told_and_nothing_is_kept(model, tmp_path, place):
+    model.files["/a.npz"] = CONTENT
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, old[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"cannot be written \(File too large\): free"
+        ):
+            download(place.replace("URL", model.url))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    sizes = [p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()]
+    assert max(sizes) < 10_000
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_damaged_content_is_told_and_not_kept(model, monkeypatch, tmp_path, name):
-    def damaged(self, repository, revision, name):
-        self._content(f"/{name}", b"damaged")
+    whole = stand_in._Handler._resolve
+
+    def damaged(self, repository, revision, found):
+        if found != name:
+            return whole(self, repository, revision, found)
+        return self._content(f"/{name}", b"damaged", {"X-Repo-Commit": COMMIT})
 
     monkeypatch.setattr(stand_in._Handler, "_resolve", damaged)
     kind = "SHA-256" if name == "model.safetensors" else "SHA-1"
@@ -200,7 +246,22 @@ def test_damaged_content_is_told_and_not_kept(model, monkeypatch, tmp_path, name
         UserError, match=f"/{name} has the {kind} [0-9a-f]+, not [0-9a-f]"
     ):
         download(f"timm/vit/{name}")
-    assert list((tmp_path / "hub/models--timm--vit/blobs").iterdir()) == []
+    assert all(blob.read_bytes() != b"damaged" for blob in blobs(tmp_path))
+    assert not list(tmp_path.glob(f"hub/*/snapshots/*/{name}"))
+
+
+def test_many_threads_download_one_model(model):
+    with futures.ThreadPoolExecutor(4) as pool:
+        (folder,) = set(pool.map(download, ["timm/vit"] * 4))
+    assert names(folder) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == CONTENT
+
+
+def test_a_hash_for_a_folder_is_refused(model):
+    model.repositories["a/b"] = {"one/model.safetensors": CONTENT}
+    for place in ("hf://a/b", "hf://a/b/one"):
+        with pytest.raises(UserError, match=f"{place} is a folder, but a SHA-256 is"):
+            download(place, sha256=HASH)
 
 
 def test_a_hash_that_the_hub_does_not_have_costs_no_download(model):

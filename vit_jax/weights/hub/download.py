@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from etils import epath
 
@@ -29,8 +30,7 @@ def download(
     """Returns a readable path to published weights, downloading them if necessary.
 
     Downloads are cached: hf:// sources in the cache of huggingface_hub, the others
-    under $VIT_JAX_CACHE or ~/.cache/vit_jax. An interrupted download resumes, and a
-    file is verified before it enters the cache.
+    under $VIT_JAX_CACHE or ~/.cache/vit_jax. A file enters the cache when it is complete.
 
     Args:
       source: a path; hf://owner/name[@revision][/file] or timm/name, its short form;
@@ -115,14 +115,14 @@ def _download_from(
         if not given.startswith(sha256) and not sha256.startswith(given):
             raise UserError(f"{source} is given two SHA-256: {given} and {sha256}")
         sha256 = max(given, sha256, key=len)
-    scheme, separator, _ = source.partition("://")
-    options = {"sha256": sha256, "cache_dir": cache_dir, "local_only": local_only}
-    if scheme == "hf" or (separator and hugging_face_hub.is_hub_url(source)):
-        path = hugging_face_hub.download(source, **options)
-    elif separator and scheme in ("http", "https"):
-        path = transfer.download_url(source, **options)
-    elif separator and scheme == "gs":
-        path = transfer.download_gcs(source, **options)
+    try:
+        host = urlsplit(source).hostname
+    except ValueError as error:
+        raise UserError(f"{source} is no URL ({error}): correct it") from error
+    if source.startswith("hf://") or host in hugging_face_hub.HOSTS:
+        fetch = hugging_face_hub.download
+    elif source.startswith(("https://", "http://", "gs://")):
+        fetch = transfer.download
     else:
         examples = ", ".join(mirrors.names(f)[0] for f in mirrors.families())
         if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
@@ -131,6 +131,7 @@ def _download_from(
             f"{source!r} is not here and is no place that weights come from: give "
             f"{_FORMS}, or a name such as {examples}"
         )
+    path = fetch(source, sha256=sha256, cache_dir=cache_dir, local_only=local_only)
     log(f"{source}: {path}")
     return path
 

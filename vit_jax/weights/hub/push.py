@@ -10,19 +10,12 @@ import jax
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights.formats.registry import WRITERS
+from vit_jax.weights.hub.transfer import one_line
 from vit_jax.weights.pretrained import Preprocess, Pretrained, resize_sides
 
-_ENCODER = (
-    "width",
-    "depth",
-    "num_heads",
-    "mlp_dim",
-    "pool",
-    "num_register_tokens",
-    "activation",
-    "layer_norm_eps",
-)
-_RESNET = ("stage_depths", "stem_width")
+# Options that a card states, of encoders and of ResNets.
+_SHOWN = ("width", "depth", "num_heads", "mlp_dim", "pool", "num_register_tokens")
+_SHOWN += ("activation", "layer_norm_eps", "stage_depths", "stem_width")
 
 
 def check_repository(repo: str) -> None:
@@ -46,7 +39,6 @@ def upload(
     card: str,
     *,
     private: bool = False,
-    endpoint: str | None = None,
 ) -> str:
     """Uploads files and a model card in one commit, creating the repository if needed.
 
@@ -55,7 +47,6 @@ def upload(
       repo: "owner/name".
       card: content of README.md.
       private: whether a new repository is private.
-      endpoint: URL of the hub; the library's default (HF_ENDPOINT) if None.
 
     Returns:
       URL of the commit.
@@ -67,11 +58,10 @@ def upload(
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    api = HfApi(endpoint=endpoint, library_name="vit_jax")
-    operations = [CommitOperationAdd("README.md", card.encode())]
-    operations += [
-        CommitOperationAdd(pathlib.Path(path).name, str(path)) for path in files
-    ]
+    api = HfApi(library_name="vit_jax")
+    content = {pathlib.Path(path).name: str(path) for path in files}
+    content = {"README.md": card.encode()} | content
+    operations = [CommitOperationAdd(name, data) for name, data in content.items()]
     try:
         api.create_repo(repo, private=private or None, exist_ok=True)
         commit = api.create_commit(
@@ -93,8 +83,7 @@ def _explain(error: BaseException, repo: str) -> str:
         403: f"the token may not write to {repo}: give one that may in HF_TOKEN",
         404: f"no such repository, or it is hidden from this token: check {repo}",
     }.get(status, "try again; what was converted is kept")
-    line = " ".join(str(error).split()) or type(error).__name__
-    return f"{repo} was not uploaded: {line[:200]}; {remedy}"
+    return f"{repo} was not uploaded: {one_line(error)}; {remedy}"
 
 
 def model_card(
@@ -119,6 +108,8 @@ def model_card(
     Returns:
       Markdown that begins with the metadata that the hub reads.
     """
+    from huggingface_hub.utils import yaml_dump
+
     options = models.create(**pretrained.options).options
     num_classes = options["num_classes"]
     task = "image-classification" if num_classes else "image-feature-extraction"
@@ -134,12 +125,12 @@ def model_card(
         "Parameters": f"{size:,}",
         "Input": f"{height}x{width} pixels, {options['channels']} channels",
         "Classes": num_classes or "none: features only",
-        **{k: options[k] for k in _ENCODER + _RESNET if options.get(k)},
+        **{k: options[k] for k in _SHOWN if options.get(k)},
         "Converted from": f"{pretrained.format} weights",
         "License": license or "not stated",
     }
     parts = [
-        _front_matter(meta),
+        f"---\n{yaml_dump(meta, sort_keys=False)}---",
         f"# {repo.split('/')[-1]}",
         "A Vision Transformer ([paper](https://arxiv.org/abs/2010.11929))"
         if "depth" in options
@@ -159,16 +150,6 @@ def model_card(
         more = ", ..." if len(pretrained.class_names) > 10 else ""
         parts += ["## Classes", f"{num_classes}, in this order: {shown}{more}"]
     return "\n\n".join(parts) + "\n"
-
-
-def _front_matter(meta: Mapping) -> str:
-    lines = ["---"]
-    for key, value in meta.items():
-        if isinstance(value, list):
-            lines += [f"{key}:", *(f"- {item}" for item in value)]
-        else:
-            lines.append(f"{key}: {value}")
-    return "\n".join([*lines, "---"])
 
 
 def _table(head: tuple[str, str], rows) -> str:
