@@ -25,6 +25,13 @@ KINDS = {
         "activation": "swiglu",
         "drop_path_rate": 0.5,
     },
+    "ViT-5": {
+        "rms_norm": True,
+        "qk_norm": True,
+        "layer_scale_init": 0.1,
+        "num_register_tokens": 2,
+        "rope": "axial",
+    },
     "relative shared": {
         "posemb": "relative",
         "posemb_placement": "shared",

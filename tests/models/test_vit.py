@@ -5,11 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from helpers import draw_params
 
-from vit_jax import models
+from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.models.layers import MergedDense
+from vit_jax.weights import export
+from vit_jax.weights.pretrained import Pretrained
 
 TINY = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
 
@@ -253,3 +256,32 @@ def test_pooled_norm_comes_after_the_mean():
     features = jax.jit(model.apply)(params, jnp.ones((2, 8, 12, 3)))["pre_logits"]
     np.testing.assert_allclose(features.mean(-1), 0, atol=1e-5)
     np.testing.assert_allclose(features.std(-1), 1, atol=1e-3)
+
+
+def test_rms_norms_have_no_mean_and_no_bias(tmp_path):
+    norms = {"pre_norm": True, "qk_norm": True, "attention_out_norm": True}
+    norms |= {"mlp_norm": True, "pool": "map", "layer_norm_eps": 0.01}
+    keys = {"width": 12, "depth": 1, "num_heads": 1, "mlp_dim": 20, **norms}
+    model, plain = (
+        models.create("Ti/4", num_classes=5, image_size=(8, 12), rms_norm=kind, **keys)
+        for kind in (True, False)
+    )
+    params = draw_params(model)
+    ours, theirs = (
+        {name for name in flatten_dict(tree, sep="/") if "norm" in name.lower()}
+        for tree in (params, jax.eval_shape(plain.init, jax.random.key(0)))
+    )
+    assert ours == {name for name in theirs if name.endswith("/scale")}
+    assert len(ours) == 9
+    # The last norm is that of what comes without it.
+    before = models.create(**{**model.options, "final_norm": False})
+    scale = np.asarray(params["Transformer"]["encoder_norm"]["scale"])
+    images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
+    x = np.float64(before.encode(params, images))
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.01) * scale
+    np.testing.assert_allclose(model.encode(params, images), expected, rtol=1e-5)
+    pretrained = Pretrained(params, model.options, "workdir", "here")
+    with pytest.raises(UserError, match="rms_norm=True"):
+        export.export(pretrained, "timm", tmp_path / "timm")
+    export.export(pretrained, "safetensors", tmp_path / "a.safetensors")
+    assert weights.open_pretrained(tmp_path / "a.safetensors").options["rms_norm"]

@@ -155,6 +155,10 @@ class EncoderConfig(NetworkConfig):
     )
     mlp_norm: bool = key(False, "A LayerNorm of the MLP's hidden units, as EVA-02.")
     final_norm: bool = key(True, "The LayerNorm after the last block.")
+    rms_norm: bool = key(
+        False,
+        "RMSNorms (arXiv:1910.07467), without mean and bias, in place of all LayerNorms.",
+    )
     layer_norm_eps: float = key(
         1e-6, "Epsilon of the LayerNorms.", formerly="model.epsilon"
     )
@@ -194,7 +198,8 @@ class EncoderConfig(NetworkConfig):
     @property
     def norm(self) -> Callable[..., nn.Module]:
         """What makes a norm of its name: `config.norm(name="LayerNorm_0")`."""
-        return functools.partial(LayerNorm, self.layer_norm_eps, self.dtype)
+        kind = nn.RMSNorm if self.rms_norm else LayerNorm
+        return functools.partial(kind, epsilon=self.layer_norm_eps, dtype=self.dtype)
 
     @property
     def merges_tokens(self) -> bool:
