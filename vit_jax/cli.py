@@ -434,6 +434,8 @@ def run(
     keep_warnings_from_raising()
     # Or the first line of absl makes all later ones begin with "WARNING:" and a module.
     logging.basicConfig(format="%(message)s", handlers=[logging.lastResort])
+    # It has a handler; the root's would print its lines a second time.
+    logging.getLogger("huggingface_hub").propagate = False
     flags = None
     try:
         try:

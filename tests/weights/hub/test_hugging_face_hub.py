@@ -373,13 +373,9 @@ def test_all_places_that_fail_are_listed(two_places):
 # As a process: the library reads its variables when it is imported.
 
 
-def run(tmp_path, place, **variables):
-    code = (
-        "import sys; from vit_jax.weights.hub.download import download; "
-        "print(download(sys.argv[1]))"
-    )
+def run(tmp_path, *words, **variables):
     return subprocess.run(
-        [sys.executable, "-c", code, place],
+        [sys.executable, *words],
         cwd=REPOSITORY,
         env={**os.environ, "HF_HOME": str(tmp_path / "home"), **variables},
         capture_output=True,
@@ -390,13 +386,30 @@ def run(tmp_path, place, **variables):
 
 @pytest.mark.slow
 def test_the_variables_of_the_hub_are_honoured(model, tmp_path):
-    done = run(tmp_path, "timm/vit", HF_ENDPOINT=model.url, HF_TOKEN="other")
+    code = "import sys; from vit_jax.weights.hub.download import download; "
+    words = ("-c", code + "print(download(sys.argv[1]))")
+    where = {"HF_ENDPOINT": model.url}
+    done = run(tmp_path, *words, "timm/vit", HF_TOKEN="other", **where)
     assert done.returncode == 0, done.stderr
     path = pathlib.Path(done.stdout.strip())
     assert path == tmp_path / f"home/hub/models--timm--vit/snapshots/{COMMIT}"
     assert model.tokens["/api/models/timm/vit"] == "Bearer other"
     model.log.clear()
-    where = {"HF_ENDPOINT": model.url, "HF_HUB_OFFLINE": "1"}
-    assert run(tmp_path, "timm/vit", **where).stdout == done.stdout
-    assert "HF_HUB_OFFLINE is set" in run(tmp_path, "timm/other", **where).stderr
+    where["HF_HUB_OFFLINE"] = "1"
+    assert run(tmp_path, *words, "timm/vit", **where).stdout == done.stdout
+    other = run(tmp_path, *words, "timm/other", **where)
+    assert "HF_HUB_OFFLINE is set" in other.stderr
     assert model.log == []
+
+
+@pytest.mark.slow
+def test_a_command_says_once_that_it_resumes_and_why_it_ends(model, tmp_path):
+    model.break_after[f"/store/{HASH}"] = [700_003, None]
+    words = ["-m", "vit_jax.convert", "--model=timm/vit", "--to=timm"]
+    words.append(f"--out={tmp_path / 'out'}")
+    done = run(tmp_path, *words, HF_ENDPOINT=model.url)
+    assert done.returncode == 2
+    *resumed, end = done.stderr.splitlines()
+    assert end.startswith("error: ")  # CONTENT is no file of safetensors.
+    assert len(resumed) == 2
+    assert resumed[1] == "Trying to resume download..."

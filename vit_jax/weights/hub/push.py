@@ -56,7 +56,6 @@ def upload(
     """
     import httpx2
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     api = HfApi(library_name="vit_jax")
     content = {pathlib.Path(path).name: str(path) for path in files}
@@ -67,7 +66,7 @@ def upload(
         commit = api.create_commit(
             repo, operations, commit_message="Add weights, converted by vit_jax"
         )
-    except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled) as error:
+    except httpx2.HTTPError as error:
         raise UserError(_explain(error, repo)) from error
     # The library wraps errors that occur while a file is uploaded.
     except (OSError, ValueError, RuntimeError) as error:
