@@ -50,11 +50,8 @@ def download(
     """Downloads a file or a model's files from the hub unless they are cached.
 
     One request asks for the commit of a branch; a full commit hash whose files are
-    cached needs none. Without an answer the commit that was last seen is used.
-
-    Returns:
-      The file, or the folder with the model's weights and their JSON files, in the
-      snapshot folder of the commit.
+    cached needs none. Without an answer the commit that was last seen is used. Returned
+    is the file, or the folder with the weights and their JSON files, of the commit.
 
     Raises:
       DownloadError: the file cannot be downloaded, or has another hash.
@@ -89,19 +86,10 @@ def download(
     return path
 
 
-def select_files(listed: Sequence[str], path: str, source: str) -> list[str]:
-    """Returns the files of one model: weights first, their shards, then JSON files.
+def _select_files(listed: Sequence[str], path: str, source: str) -> list[str]:
+    """Returns the files of one model, all in a folder: weights, their shards, sidecars.
 
-    Args:
-      listed: all files of a repository.
-      path: of a file or folder in the repository; "" is all of it.
-      source: for messages.
-
-    Returns:
-      Paths in the repository.
-
-    Raises:
-      DownloadError: no such file, no weights, or more than one model.
+    The `path` is of a file or folder of the repository, whose files are `listed`.
     """
     folder = path.rpartition("/")[0] if path in listed else path
     start = f"{folder}/" if folder else ""
@@ -191,7 +179,7 @@ def _find_cached(
             folder = pathlib.Path(find())
             files = (p for p in folder.rglob("*") if p.is_file())
             listed = [p.relative_to(folder).as_posix() for p in files]
-        names = select_files(listed, uri.path_in_repo, uri.id)
+        names = _select_files(listed, uri.path_in_repo, uri.id)
         return pathlib.Path(find(allow_patterns=[glob.escape(n) for n in names]))
     except (errors.LocalEntryNotFoundError, DownloadError):
         return None
@@ -208,7 +196,7 @@ def _fetch(
     try:
         tree = _api().list_repo_tree(uri.id, recursive=True, revision=uri.revision)
         listed = {f.path: f for f in tree if isinstance(f, RepoFile)}
-        names = select_files(list(listed), uri.path_in_repo, source)
+        names = _select_files(list(listed), uri.path_in_repo, source)
         if lfs := listed[names[0]].lfs:
             transfer.check_hash(source, lfs.sha256, sha256, _CHECK_HASH)
         folder = _api().snapshot_download(
@@ -241,13 +229,8 @@ def _request_errors() -> tuple[type[Exception], ...]:
     import httpx2
 
     # JSONDecodeError: HF_ENDPOINT is not a hub. RuntimeError: hf_xet failed.
-    return (
-        httpx2.HTTPError,
-        httpx2.InvalidURL,
-        json.JSONDecodeError,
-        OSError,
-        RuntimeError,
-    )
+    requests = httpx2.HTTPError, httpx2.InvalidURL, json.JSONDecodeError
+    return *requests, OSError, RuntimeError
 
 
 def _explain(source: str, uri: Any, error: Exception | None) -> UserError:
