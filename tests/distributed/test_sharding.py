@@ -12,6 +12,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import stacking, variants
+from vit_jax.models.layers import MODEL_AXES
 
 SMALLEST = 32_768
 
@@ -30,7 +31,7 @@ def shapes_of(variant="S/16", num_classes=21_843, image_size=(224, 224), **optio
 
 
 def specs_of(shapes, mesh, *rules, smallest=SMALLEST):
-    shardings = sharding.parameters(shapes, mesh, rules, smallest)
+    shardings = sharding.parameters(shapes, mesh, MODEL_AXES, rules, smallest)
     return {
         "/".join(k.key for k in path): tuple(leaf.spec)
         for path, leaf in jax.tree.leaves_with_path(shardings)
@@ -68,7 +69,7 @@ def test_the_default_splits_every_variant_over_any_usual_number(variant):
     shapes = fast_shapes(variant)
     for fsdp in (2, 4, 8, 16, 32, 64):
         mesh = mesh_of(2, fsdp)
-        shardings = sharding.parameters(shapes, mesh, (), SMALLEST)
+        shardings = sharding.parameters(shapes, mesh, MODEL_AXES, (), SMALLEST)
         whole, part = sizes(shapes, shardings)
         small = sum(x.size for x in jax.tree.leaves(shapes) if x.size < SMALLEST)
         assert part == small + (whole - small) / fsdp
@@ -86,7 +87,9 @@ def test_heads_and_hidden_units_are_split_in_every_encoder(variant):
             with pytest.raises(
                 UserError, match=rf"mesh.model={model}: {model} devices do not divide"
             ):
-                sharding.parameters(shapes, mesh_of(1, 1, model), (), SMALLEST)
+                sharding.parameters(
+                    shapes, mesh_of(1, 1, model), MODEL_AXES, (), SMALLEST
+                )
             continue
         specs = specs_of(shapes, mesh_of(1, 1, model))
         block = "Transformer/encoderblock_0"
@@ -122,7 +125,9 @@ def test_heads_and_hidden_units_are_split_in_every_encoder(variant):
 def test_the_default_splits_every_head_and_position_embedding(options):
     shapes = fast_shapes(**{"variant": "S/16"} | options)
     mesh = mesh_of(1, 8, 2)
-    whole, part = sizes(shapes, sharding.parameters(shapes, mesh, (), SMALLEST))
+    whole, part = sizes(
+        shapes, sharding.parameters(shapes, mesh, MODEL_AXES, (), SMALLEST)
+    )
     assert part < 1.05 * whole / 8
     specs = specs_of(shapes, mesh)
     if options.get("pool") == "map":
@@ -147,7 +152,9 @@ def test_the_depth_of_stacked_blocks_is_never_split():
         one = path.replace("/encoderblock/", "/encoderblock_0/")
         assert spec == ((None,) if one != path else ()) + flat[one]
     with pytest.raises(UserError, match=r"mesh.fsdp=5 divides no .*key/kernel 384x6"):
-        sharding.parameters(stacking.stack(shapes), mesh_of(1, 5), (), SMALLEST)
+        sharding.parameters(
+            stacking.stack(shapes), mesh_of(1, 5), MODEL_AXES, (), SMALLEST
+        )
 
 
 def test_small_parameters_stay_whole_and_large_ones_lose_their_largest_axis():
@@ -187,14 +194,16 @@ def test_a_rule_of_the_user_goes_ahead():
 )
 def test_a_rule_that_does_not_fit_is_refused(rule, message):
     with pytest.raises(UserError, match=f"sharding.rules: .*{message}"):
-        sharding.parameters(shapes_of("S/16"), mesh_of(1, 2, 2), (rule,), SMALLEST)
+        sharding.parameters(
+            shapes_of("S/16"), mesh_of(1, 2, 2), MODEL_AXES, (rule,), SMALLEST
+        )
 
 
 def test_a_rule_for_some_of_the_stacked_layers_is_refused():
     shapes = stacking.stack(shapes_of("Ti/16"))
     rule = "encoderblock_[12]/.*Dense_0/kernel -> fsdp"
     with pytest.raises(UserError, match=r"only 2 of the 3 layers .* model.scan=False"):
-        sharding.parameters(shapes, mesh_of(1, 2), (rule,), SMALLEST)
+        sharding.parameters(shapes, mesh_of(1, 2), MODEL_AXES, (rule,), SMALLEST)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ def test_a_rule_for_some_of_the_stacked_layers_is_refused():
 )
 def test_a_mesh_that_does_not_fit_the_network_is_refused(variant, mesh, message):
     with pytest.raises(UserError, match=message):
-        sharding.parameters(fast_shapes(variant), mesh, (), SMALLEST)
+        sharding.parameters(fast_shapes(variant), mesh, MODEL_AXES, (), SMALLEST)
 
 
 def test_a_mesh_that_splits_nothing_is_refused():
@@ -214,14 +223,14 @@ def test_a_mesh_that_splits_nothing_is_refused():
     with pytest.raises(
         UserError, match=r"mesh.fsdp=2 splits param.*min_size=32768 elem"
     ):
-        sharding.parameters(shapes, mesh_of(4, 2), (), SMALLEST)
+        sharding.parameters(shapes, mesh_of(4, 2), MODEL_AXES, (), SMALLEST)
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_what_belongs_to_a_parameter_lies_as_it_does(scan):
     shapes = shapes_of("Ti/16", scan=scan)
     mesh = mesh_of(2, 4)
-    params = sharding.parameters(shapes, mesh, (), SMALLEST)
+    params = sharding.parameters(shapes, mesh, MODEL_AXES, (), SMALLEST)
     tx = optax.chain(optax.scale_by_adam(), optax.trace(0.9))
     moments = jax.eval_shape(tx.init, shapes)
     key = jax.eval_shape(lambda: jax.random.key(0))

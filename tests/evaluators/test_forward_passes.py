@@ -16,6 +16,7 @@ from vit_jax.distributed import sharding
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
 from vit_jax.evaluators import classification, forward_passes
+from vit_jax.models.layers import MODEL_AXES
 from vit_jax.training import config as configuration
 
 EXAMPLES = 37  # Not a multiple of the batch, nor of the devices.
@@ -62,7 +63,7 @@ def collect(setting, params=None, wants=ALL, source=None, **sizes):
     mesh = meshes.create(
         MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())]
     )
-    shardings = sharding.parameters(own, mesh, min_size=60)
+    shardings = sharding.parameters(own, mesh, MODEL_AXES, min_size=60)
     params = params or {"params": own}
     step = forward_passes.make_eval_step(
         model, config.data, mesh, shardings, wants, ALLOWED

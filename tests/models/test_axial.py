@@ -135,7 +135,9 @@ def test_heads_and_hidden_units_are_split_over_the_axis_model():
     mesh = jax.make_mesh(
         (1, 1, 2), ("data", "fsdp", "model"), devices=jax.devices()[:2]
     )
-    found = flatten_dict(sharding.parameters(shapes, mesh), sep="/")
+    found = flatten_dict(
+        sharding.parameters(shapes, mesh, model.config.model_axes), sep="/"
+    )
     attention = "row_block_1/MultiHeadDotProductAttention_1"
     assert found[f"{attention}/query/kernel"].spec == PartitionSpec(None, "model", None)
     assert found[f"{attention}/out/kernel"].spec[0] == "model"

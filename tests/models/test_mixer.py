@@ -142,7 +142,9 @@ def test_hidden_units_of_both_mlps_are_split_over_the_axis_model():
     mesh = jax.make_mesh(
         (1, 1, 2), ("data", "fsdp", "model"), devices=jax.devices()[:2]
     )
-    found = flatten_dict(sharding.parameters(shapes, mesh), sep="/")
+    found = flatten_dict(
+        sharding.parameters(shapes, mesh, model.config.model_axes), sep="/"
+    )
     for mixing in ("token", "channel"):
         mlp = f"MixerBlock_1/{mixing}_mixing"
         assert found[f"{mlp}/Dense_0/kernel"].spec == PartitionSpec(None, "model")

@@ -250,7 +250,9 @@ def test_hidden_units_are_split_over_the_axis_model():
     mesh = jax.make_mesh(
         (1, 1, 2), ("data", "fsdp", "model"), devices=jax.devices()[:2]
     )
-    found = flatten_dict(sharding.parameters(shapes, mesh), sep="/")
+    found = flatten_dict(
+        sharding.parameters(shapes, mesh, model.config.model_axes), sep="/"
+    )
     assert found["stage_1/block_0/mlp/Dense_0/kernel"].spec == PartitionSpec(
         None, "model"
     )

@@ -39,20 +39,11 @@ class ShardingConfig:
     )
 
 
+# Regular expressions of paths, each with the mesh axis that splits each axis there.
+ModelAxes = Sequence[tuple[str, tuple[str | None, ...]]]
+
 _BYTES = 4  # Per parameter, which is a float32.
 _TRAINED = 16  # With its gradient and two moments of Adam.
-# Heads and hidden units, by the names of models/layers.py and of the two Dense layers of
-# any MLP. The products between the
-# two kernels of each pair need no exchange, and their output is summed once.
-_MODEL_RULES = (
-    (r"MultiHeadDotProductAttention_\d+/(query|key|value)/kernel$", (None, "model")),
-    (r"MultiHeadDotProductAttention_\d+/(query|key|value)/bias$", ("model",)),
-    (r"MultiHeadDotProductAttention_\d+/out/kernel$", ("model",)),
-    (r"(^|/)relative_embedding(_\d+)?$", ("model",)),
-    (r"(^|/)(Dense_0|gate)/kernel$", (None, "model")),
-    (r"(^|/)(Dense_0|gate)/bias$", ("model",)),
-    (r"(^|/)Dense_1/kernel$", ("model",)),
-)
 # Names of the axes of activations in the models.
 _ACTIVATIONS = (
     ("batch", BATCH_AXES),
@@ -69,6 +60,7 @@ _STACKED = "Transformer/encoderblock/"
 def parameters(
     shapes: Mapping,
     mesh: Mesh | AbstractMesh,
+    model_axes: ModelAxes,
     rules: Sequence[str] = (),
     min_size: int = 1,
 ) -> dict:
@@ -77,6 +69,7 @@ def parameters(
     Args:
       shapes: nested dict of anything with a shape, in either layout of the blocks.
       mesh: from `mesh.create`.
+      model_axes: what "model" splits, see `NetworkConfig.model_axes`.
       rules: "REGEX -> AXES", ahead of the defaults; the first that matches a path
         counts. AXES lists, for each axis of the parameter, "data", "fsdp", "model",
         several joined by "+", or "-" for none: "head/kernel$ -> -, model". Missing
@@ -107,7 +100,9 @@ def parameters(
                 "parameters that it matches are those of rules before it: put it first"
             )
         taken |= hit
-    specs = [_spec(*parameter, mesh, parsed, min_size) for parameter in found]
+    specs = [
+        _spec(*parameter, mesh, model_axes, parsed, min_size) for parameter in found
+    ]
     used = {axis for spec in specs for names in spec for axis in _names(names)}
     for axis in ("fsdp", "model"):
         if mesh.shape[axis] > 1 and axis not in used:
@@ -127,6 +122,7 @@ def parameters(
 def beside(
     tree: object,
     mesh: Mesh | AbstractMesh,
+    model_axes: ModelAxes,
     rules: Sequence[str] = (),
     min_size: int = 1,
 ) -> object:
@@ -134,7 +130,7 @@ def beside(
 
     Args:
       tree: of anything with a shape; a teacher's parameters in it lie as a network's do.
-      mesh, rules, min_size: as of `parameters`; a rule may match nothing here.
+      mesh, model_axes, rules, min_size: as of `parameters`; a rule may match nothing here.
 
     Returns:
       Tree of NamedSharding.
@@ -142,7 +138,8 @@ def beside(
     parsed = [_parse(rule, mesh) for rule in rules]
 
     def place(keys, leaf):
-        spec = _spec(_path(keys), tuple(leaf.shape), mesh, parsed, min_size)
+        path, shape = _path(keys), tuple(leaf.shape)
+        spec = _spec(path, shape, mesh, model_axes, parsed, min_size)
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map_with_path(place, tree)
@@ -279,6 +276,7 @@ def _spec(
     path: str,
     shape: tuple[int, ...],
     mesh: Mesh | AbstractMesh,
+    model_axes: ModelAxes,
     rules: Sequence[_Rule],
     min_size: int,
 ) -> tuple:
@@ -292,7 +290,7 @@ def _spec(
         return (*depth, *spec)
     spec = [None] * len(shape)
     if mesh.shape["model"] > 1:
-        for pattern, axes in _MODEL_RULES:
+        for pattern, axes in model_axes:
             if re.search(pattern, path):
                 spec[: len(axes)] = axes
         _check(path, shape, spec, mesh, f"mesh.model={mesh.shape['model']}")

@@ -399,6 +399,7 @@ def evaluate(
     shardings = sharding.parameters(
         jax.eval_shape(model.init, jax.random.key(0)),
         mesh,
+        model.config.model_axes,
         config.sharding.rules,
         config.sharding.min_size,
     )

@@ -18,6 +18,19 @@ from vit_jax.models import attention, rotary
 # Variable collections of attention weights, and of perturbations added to them.
 INTERMEDIATES, PERTURBATIONS = "intermediates", "perturbations"
 
+# What the axis "model" of a mesh splits of these layers, and of the two Dense layers of any
+# MLP: heads and hidden units (Megatron-LM, arXiv:1909.08053, section 3). The products
+# between the two kernels of each pair need no exchange, and their output is summed once.
+MODEL_AXES = (
+    (r"MultiHeadDotProductAttention_\d+/(query|key|value)/kernel$", (None, "model")),
+    (r"MultiHeadDotProductAttention_\d+/(query|key|value)/bias$", ("model",)),
+    (r"MultiHeadDotProductAttention_\d+/out/kernel$", ("model",)),
+    (r"(^|/)relative_embedding(_\d+)?$", ("model",)),
+    (r"(^|/)(Dense_0|gate)/kernel$", (None, "model")),
+    (r"(^|/)(Dense_0|gate)/bias$", ("model",)),
+    (r"(^|/)Dense_1/kernel$", ("model",)),
+)
+
 _kernel_init = nn.initializers.xavier_uniform()
 _bias_init = nn.initializers.normal(1e-6)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
+from vit_jax.models.layers import MODEL_AXES
 from vit_jax.models.variants import ModelConfig
 
 STATE = (
@@ -35,6 +36,8 @@ class NetworkConfig(ModelConfig):
       num_blocks: blocks that `layer_of` tells apart; 0 if it knows none.
       before_blocks, after_blocks: first names of the parameters that make tokens of an
         image, and of those that come after all blocks.
+      model_axes: regular expressions of paths of parameters, each with the axes of the
+        mesh that split theirs over "model", the first ones of each.
       names: the variants that are published.
     """
 
@@ -47,6 +50,7 @@ class NetworkConfig(ModelConfig):
     num_blocks: ClassVar[int] = 0
     before_blocks: ClassVar[tuple[str, ...]] = ()
     after_blocks: ClassVar[tuple[str, ...]] = ()
+    model_axes: ClassVar[tuple] = MODEL_AXES
     names: ClassVar[tuple[str, ...]] = ()
 
     def sized(self) -> "NetworkConfig":

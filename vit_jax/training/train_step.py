@@ -189,7 +189,12 @@ def build_train_setup(
     network = task.backbone(params, extra)
     convert = functools.partial(stacking.convert, like=shapes, params=network)
     disk_shapes = convert(shapes, stacking.unstack)
-    place = functools.partial(_place, config=config.sharding, mesh=mesh)
+    place = functools.partial(
+        _place,
+        config=config.sharding,
+        mesh=mesh,
+        model_axes=model.config.model_axes,
+    )
     shardings, disk_shardings = place(shapes), place(disk_shapes)
     to_disk = from_disk = _same
     if model.stacked:
@@ -506,9 +511,15 @@ class BackgroundCompilation:
         return program or self._lower().compile()
 
 
-def _place(shapes: TrainState, config: ShardingConfig, mesh: Mesh) -> TrainState:
-    params = sharding.parameters(shapes.params, mesh, config.rules, config.min_size)
-    extra = sharding.beside(shapes.extra, mesh, config.rules, config.min_size)
+def _place(
+    shapes: TrainState,
+    config: ShardingConfig,
+    mesh: Mesh,
+    model_axes: sharding.ModelAxes,
+) -> TrainState:
+    how = mesh, model_axes, config.rules, config.min_size
+    params = sharding.parameters(shapes.params, *how)
+    extra = sharding.beside(shapes.extra, *how)
     return sharding.like(shapes, params).replace(extra=extra)
 
 
