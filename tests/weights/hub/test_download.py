@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.weights.hub import transfer
+from vit_jax.weights.hub import urls
 from vit_jax.weights.hub.download import download
 
 CONTENT = bytes(range(256)) * 4097  # A bit more than one chunk of a download.
@@ -115,7 +115,7 @@ def test_a_download_that_broke_off_leaves_nothing(server, tmp_path):
 def test_what_a_killed_download_left_is_written_over(server, tmp_path):
     server.files["/a.npz"] = CONTENT
     server.pause["/a.npz"] = 60
-    code = "import sys; from vit_jax.weights.hub import transfer as t; "
+    code = "import sys; from vit_jax.weights.hub import urls as t; "
     code += "t.download(sys.argv[1])"
     process = subprocess.Popen([sys.executable, "-c", code, f"{server.url}/a.npz"])
     while not any(name.endswith(".part") for name in kept(tmp_path)):
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
 
 @pytest.fixture
 def without_credentials(monkeypatch):
-    monkeypatch.setattr(transfer, "_remote_path", lambda place: None)
+    monkeypatch.setattr(urls, "_remote_path", lambda place: None)
 
 
 def test_public_objects_are_read_anonymously(server, without_credentials):
@@ -219,7 +219,7 @@ def test_credentials_read_what_is_refused(server, monkeypatch, tmp_path):
     (tmp_path / "bucket" / "run").mkdir(parents=True)
     (tmp_path / "bucket" / "a.npz").write_bytes(CONTENT)
     monkeypatch.setattr(
-        transfer,
+        urls,
         "_remote_path",
         lambda place: epath.Path(place.replace("gs://", f"{tmp_path}/")),
     )
@@ -241,7 +241,7 @@ def test_refused_credentials_are_told(server, monkeypatch):
         def is_dir(self):
             raise OSError("Forbidden:\nno access")
 
-    monkeypatch.setattr(transfer, "_remote_path", lambda place: Refused())
+    monkeypatch.setattr(urls, "_remote_path", lambda place: Refused())
     server.status["/bucket/b.npz"] = 401
     with pytest.raises(
         UserError, match=r"\(401\); with credentials: Forbidden: no acc"
@@ -251,4 +251,4 @@ def test_refused_credentials_are_told(server, monkeypatch):
 
 def test_credentials_are_tried_where_a_library_can():
     found = any(importlib.util.find_spec(n) for n in ("gcsfs", "tensorflow"))
-    assert (transfer._remote_path("gs://bucket/a") is not None) == found
+    assert (urls._remote_path("gs://bucket/a") is not None) == found

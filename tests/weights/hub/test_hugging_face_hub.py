@@ -11,7 +11,7 @@ import stand_in
 from huggingface_hub import constants, file_download
 
 from vit_jax.errors import UserError
-from vit_jax.weights.hub import mirrors, transfer
+from vit_jax.weights.hub import mirrors, urls
 from vit_jax.weights.hub.download import download
 
 COMMIT = stand_in.COMMIT
@@ -336,7 +336,7 @@ def test_what_is_no_hub_is_told(server, monkeypatch):
 @pytest.fixture
 def two_places(model, monkeypatch):
     """A name whose first place is a bucket, whose second is on the hub."""
-    monkeypatch.setattr(transfer, "_remote_path", lambda place: None)
+    monkeypatch.setattr(urls, "_remote_path", lambda place: None)
     table = {"augreg:X/1": ("gs://bucket/a.npz", "hf://timm/vit")}
     monkeypatch.setattr(mirrors, "_SOURCES", table)
     return model

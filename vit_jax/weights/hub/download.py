@@ -11,7 +11,7 @@ from etils import epath
 
 from vit_jax import files
 from vit_jax.errors import UserError
-from vit_jax.weights.hub import hugging_face_hub, mirrors, transfer
+from vit_jax.weights.hub import hugging_face_hub, mirrors, urls
 
 _FORMS = (
     "the workdir of a finished run, a file or folder with weights, "
@@ -56,8 +56,8 @@ def download(
         raise UserError(f"{source} cannot be read: {error.strerror}") from error
     if exists:
         files.check("weights", source)
-        if sha256 and not transfer.is_complete(local, sha256):
-            found = "a folder" if local.is_dir() else f"of {transfer.file_hash(local)}"
+        if sha256 and not urls.is_complete(local, sha256):
+            found = "a folder" if local.is_dir() else f"of {urls.file_hash(local)}"
             raise UserError(f"{source} is {found}, not of the SHA-256 {sha256}")
         return local
     family, colon, _ = source.partition(":")
@@ -86,7 +86,7 @@ def _download_from_mirrors(
         for source in sources:
             try:
                 path = _download_from(source, "", cache_dir, log, local_only=local_only)
-            except transfer.DownloadError as error:
+            except urls.DownloadError as error:
                 reasons[source] = error.reason
             else:
                 log(f"{name}: from {source}")
@@ -122,7 +122,7 @@ def _download_from(
     if source.startswith("hf://") or host in hugging_face_hub.HOSTS:
         fetch = hugging_face_hub.download
     elif source.startswith(("https://", "http://", "gs://")):
-        fetch = transfer.download
+        fetch = urls.download
     else:
         examples = ", ".join(mirrors.names(f)[0] for f in mirrors.families())
         if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vit_jax.errors import UserError
-from vit_jax.weights.hub import transfer
-from vit_jax.weights.hub.transfer import DownloadError
+from vit_jax.weights.hub import urls
+from vit_jax.weights.hub.urls import DownloadError
 
 HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _CHECK_HASH = "correct the hash, or name another revision"
@@ -82,7 +82,7 @@ def download(
     if sha256 and path.is_dir():
         raise UserError(is_folder)
     if sha256:
-        transfer.check_hash(source, transfer.file_hash(path), sha256, _CHECK_HASH)
+        urls.check_hash(source, urls.file_hash(path), sha256, _CHECK_HASH)
     return path
 
 
@@ -142,7 +142,7 @@ def _parse(source: str) -> Any:
         uri = parse_hf_uri(source)
     except HfUriError as error:
         raise UserError(
-            f"{source} is no place on the hub ({transfer.one_line(error)}): write "
+            f"{source} is no place on the hub ({urls.one_line(error)}): write "
             "hf://owner/name, hf://owner/name@revision or hf://owner/name/file"
         ) from error
     if uri.type != "model":
@@ -198,7 +198,7 @@ def _fetch(
         listed = {f.path: f for f in tree if isinstance(f, RepoFile)}
         names = _select_files(list(listed), uri.path_in_repo, source)
         if lfs := listed[names[0]].lfs:
-            transfer.check_hash(source, lfs.sha256, sha256, _CHECK_HASH)
+            urls.check_hash(source, lfs.sha256, sha256, _CHECK_HASH)
         folder = _api().snapshot_download(
             uri.id,
             revision=uri.revision,
@@ -210,7 +210,7 @@ def _fetch(
         raise _explain(source, uri, error) from error
     for name in names:  # The library compares sizes.
         path, lfs = pathlib.Path(folder, name), listed[name].lfs
-        found = transfer.file_hash(path) if lfs else git_hash(path.read_bytes())
+        found = urls.file_hash(path) if lfs else git_hash(path.read_bytes())
         expected = lfs.sha256 if lfs else listed[name].blob_id
         if found != expected:
             blob = path.resolve()
@@ -269,10 +269,10 @@ def _explain(source: str, uri: Any, error: Exception | None) -> UserError:
         case errors.HfHubHTTPError():
             reason, remedy = f"is not given ({code})", f"try again later, or see {page}"
         case RuntimeError():
-            reason = f"{absent} ({transfer.one_line(error)})"
+            reason = f"{absent} ({urls.one_line(error)})"
             remedy = "set HF_HUB_DISABLE_XET=1 to use plain HTTP"
         case OSError() if error.errno:
-            return transfer.not_written(error.filename or constants.HF_HUB_CACHE, error)
+            return urls.not_written(error.filename or constants.HF_HUB_CACHE, error)
         case _:
-            reason, remedy = f"{absent} ({transfer.one_line(error)})", by_hand
+            reason, remedy = f"{absent} ({urls.one_line(error)})", by_hand
     return DownloadError(source, reason, remedy)

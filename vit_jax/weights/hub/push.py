@@ -10,7 +10,7 @@ import jax
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights.formats.registry import WRITERS
-from vit_jax.weights.hub.transfer import one_line
+from vit_jax.weights.hub.urls import one_line
 from vit_jax.weights.pretrained import Preprocess, Pretrained, resize_sides
 
 # Options that a card states, of encoders and of ResNets.
