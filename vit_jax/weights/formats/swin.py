@@ -28,7 +28,7 @@ from vit_jax.weights.formats.torch_file import (
     dense,
     norm,
 )
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import IMAGENET, Preprocess, Pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,20 +100,19 @@ def _backbone(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`."""
-    flat, notes = _backbone(tensors.flat), []
+    flat, notes, source = _backbone(tensors.flat), [], tensors.path
     if len(flat) < len(tensors.flat):
         notes.append("decoder: dropped, which only pretraining has")
     if flat.pop("mask_token", None) is not None:
         notes.append("mask token: dropped, which only pretraining has")
     config = tensors.sidecars.get("config.json", {})
-    in_timm = "architecture" in config or "layers.0.downsample.norm.weight" not in flat
-    facts, names = timm_networks.Facts(), MICROSOFT
-    if in_timm:
-        names = TIMM
-        facts = timm_config.read(config) if "architecture" in config else facts
-    timm_config.check_average(facts.pool, "a Swin Transformer", tensors.path)
+    named = "architecture" in config
+    in_timm = named or "layers.0.downsample.norm.weight" not in flat
+    names = TIMM if in_timm else MICROSOFT
+    facts = timm_config.read(config) if named else timm_networks.Facts()
+    timm_config.check_average(facts.pool, "a Swin Transformer", source)
     args = config.get("model_args") or {}
-    window = _one_window(args.get("window_size"), tensors.path)
+    window = _one_window(args.get("window_size"), source)
     if args.get("dynamic_img_size") or not args.get("strict_img_size", True):
         notes.append(
             "strict_img_size=False: at another size windows are as after "
@@ -122,29 +121,26 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "set_input_size, which scales the windows"
         )
     buffers = {name: flat.pop(name) for name in list(flat) if _BUFFER.search(name)}
-    found = options_of(flat, names, tensors.path)
+    found = options_of(flat, names, source)
     entries = table(found, names)
-    torch_file.check_names(flat, entries, tensors.path, network=_NETWORK)
-    ours = torch_file.to_our_arrays(flat, entries, tensors.path)
+    torch_file.check_names(flat, entries, source, network=_NETWORK)
+    ours = torch_file.to_our_arrays(flat, entries, source)
     tables = (v for name, v in ours.items() if name.endswith("attn/bias_table"))
-    windows = {(math.isqrt(len(table)) + 1) // 2 for table in tables}
+    windows = {_window(table) for table in tables}
     shown = windows in ({7}, {12}) or any(n.endswith(_COORDINATES) for n in buffers)
-    if in_timm and "architecture" not in config and not shown:
+    if in_timm and not named and not shown:
         raise UserError(
-            f"{tensors.path}: nothing says how large the windows of each stage of this "
+            f"{source}: nothing says how large the windows of each stage of this "
             f"Swin Transformer are: {timm_config.ASK}"
         )
-    stages, last = len(found["stage_depths"]), found["window_size"]
-    grown = (0,)
-    if last:
-        bias = ours[f"stage_{stages - 1}/block_0/attn/bias_table"]
-        last = (math.isqrt(len(bias)) + 1) // 2
+    stages, grown, patch = len(found["stage_depths"]), (0,), found["patch_size"]
+    if found["window_size"]:
+        last = _window(ours[f"stage_{stages - 1}/block_0/attn/bias_table"])
     else:
         found["window_size"], last, grown, more = _v2_windows(
             buffers, config, stages, window
         )
         notes += more
-    patch = found["patch_size"]
     if facts.image_size:
         image_size = tuple(side // patch * patch for side in facts.image_size)
     else:
@@ -155,13 +151,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     preprocess = timm_config.fit_patches(facts.preprocess, image_size, patch)
     if not in_timm:
         crop = 224 / 256 if max(image_size) < 384 else 1.0  # As its `config.TEST.CROP`.
-        preprocess = Preprocess(
-            image_size,
-            mean=(0.485, 0.456, 0.406),
-            std=(0.229, 0.224, 0.225),
-            interpolation="bicubic",
-            crop_fraction=crop,
-        )
+        how = {"interpolation": "bicubic", "crop_fraction": crop}
+        preprocess = Preprocess(image_size, **IMAGENET, **how)
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
         options={
@@ -172,11 +163,16 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "image_size": image_size,
         },
         format="timm" if in_timm else "microsoft",
-        source=tensors.path,
+        source=source,
         preprocess=preprocess,
         class_names=facts.class_names,
         notes=(*notes, *facts.notes),
     )
+
+
+def _window(table: np.ndarray) -> int:
+    """Returns the side of the windows of a table of biases by offset."""
+    return (math.isqrt(len(table)) + 1) // 2
 
 
 def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dict:
@@ -198,13 +194,11 @@ def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dic
             )
         return flat[name]
 
+    blocks = re.compile(rf"{names.layers}\.(\d+)\.blocks\.(\d+)\.")
+    places = [(int(m[1]), int(m[2])) for m in map(blocks.match, flat) if m]
     depths = []
-    while any(
-        name.startswith(f"{names.layers}.{len(depths)}.blocks.") for name in flat
-    ):
-        blocks = re.compile(rf"{names.layers}\.{len(depths)}\.blocks\.(\d+)\.")
-        found = (blocks.match(name) for name in flat)
-        depths.append(1 + max(int(match[1]) for match in found if match))
+    while inside := [j for i, j in places if i == len(depths)]:
+        depths.append(1 + max(inside))
     first = [f"{names.layers}.{i}.blocks.0" for i in range(len(depths))]
     v2 = f"{first[0]}.{names.attention}.logit_scale" in flat
     which = "logit_scale" if v2 else "relative_position_bias_table"
@@ -230,18 +224,14 @@ def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dic
         "stage_depths": tuple(depths),
         "num_heads": tuple(x.shape[0 if v2 else 1] for x in biases),
         "mlp_ratio": ratios.pop(),
-        "window_size": 0 if v2 else (math.isqrt(len(biases[0])) + 1) // 2,
+        "window_size": 0 if v2 else _window(biases[0]),
         "num_classes": len(flat.get(f"{names.head}.weight", ())),
         "channels": channels,
     }
 
 
 def _one_window(stated: int | list | None, source: str) -> int:
-    """Returns the side of all windows that config.json states; 0 if it states none.
-
-    Raises:
-      UserError: they are not square, or not the same in all stages.
-    """
+    """Returns the side of all windows that config.json states; 0 if it states none."""
     sides = set(np.ravel(stated).tolist()) if stated is not None else {0}
     if len(sides) > 1:
         raise UserError(
@@ -285,12 +275,7 @@ def _v2_windows(
 
 
 def table(options: Mapping, names: Names) -> list[ArrayEntry]:
-    """Returns the entries of a network.
-
-    Args:
-      options: variant, stage_depths and num_classes.
-      names: of the library.
-    """
+    """Returns the entries of a network of these options by these names."""
     v2 = options["variant"].startswith("SwinV2")
     entries = dense(names.embedding, "embedding", CONV)
     entries += norm(names.embedding_norm, "embedding_norm") + norm(names.norm, "norm")
@@ -411,15 +396,7 @@ def pretrained_windows(config: SwinConfig) -> tuple[int, ...]:
 
 
 def check_writable(config: SwinConfig, library: str) -> list[str]:
-    """Returns notes on what a library's network does otherwise.
-
-    Args:
-      config: of the network.
-      library: one of `swin.WINDOW_PADDINGS`.
-
-    Raises:
-      UserError: it has no such network.
-    """
+    """Returns notes on what the network of a library, of WINDOW_PADDINGS, does otherwise."""
     for name, value in (("activation", "gelu"), ("layer_norm_eps", 1e-5)):
         if getattr(config, name) != value and library != "transformers":
             raise UserError(
