@@ -40,6 +40,7 @@ from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _BACKBONE = "patch_embed.backbone"
 _NEEDED = "patch_embed.proj", "blocks.0.attn.(qkv|q_proj)", r"blocks.0.mlp.fc1(_g)?"
+_QUERY = ("query", "key", "value")
 # Options that an array shows.
 _SHOWN = {
     "distillation": "dist_token",
@@ -179,11 +180,12 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
     if "layer_scale_init" in sizes:
         sizes["layer_scale_init"] = facts.layer_scale_init
     num_prefix_tokens = ("cls" in ours) + ("dist" in ours)
-    sizes["image_size"], rows = _image_size(
-        embedding, num_prefix_tokens, sizes, facts, source
+    rows = 0 if embedding is None else embedding.shape[1]
+    sizes["image_size"], patches = _image_size(
+        rows, num_prefix_tokens, sizes, facts, source
     )
     if embedding is not None:
-        missing = num_prefix_tokens + rows - embedding.shape[1]
+        missing = num_prefix_tokens + patches - rows
         if missing < 0:  # Register tokens have positions too.
             of_registers = slice(num_prefix_tokens, num_prefix_tokens - missing)
             added = embedding[:, of_registers]
@@ -290,36 +292,28 @@ def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:
 
 
 def _image_size(
-    embedding: np.ndarray | None,
-    num_prefix_tokens: int,
-    sizes: dict,
-    facts: Facts,
-    source: str,
+    rows: int, num_prefix_tokens: int, sizes: dict, facts: Facts, source: str
 ) -> tuple[tuple[int, int], int]:
-    """Returns the image size of the position embeddings, and the number of patches."""
+    """Returns the image size of so many position embeddings, and the number of patches."""
     patch = models.create(**sizes, num_classes=0).patch_size
-    with_registers = num_prefix_tokens + sizes.get("num_register_tokens", 0)
-    if facts.image_size is not None:
-        stated = facts.image_size
+    # Timm's extra tokens have positions, or none, or those of registers beside them.
+    registers = num_prefix_tokens + sizes.get("num_register_tokens", 0)
+    stated = facts.image_size
+    if stated is not None:
         if "+" not in sizes["variant"]:  # Convolutions of hybrids pad instead.
             stated = tuple(side // patch * patch for side in stated)
-        grid = tuple(math.ceil(side / patch) for side in stated)
-        if embedding is None or embedding.shape[1] - math.prod(grid) in (
-            0,
-            num_prefix_tokens,
-            with_registers,
-        ):
-            return stated, math.prod(grid)
-    if embedding is None:
+        patches = math.prod(math.ceil(side / patch) for side in stated)
+        if not rows or rows - patches in (0, num_prefix_tokens, registers):
+            return stated, patches
+    if not rows:
         return sizes["image_size"], 0
-    for prefix in (num_prefix_tokens, 0, with_registers):
-        rows = embedding.shape[1] - prefix
-        side = math.isqrt(rows)
-        if side * side == rows:
-            return (side * patch, side * patch), rows
+    for patches in (rows - num_prefix_tokens, rows, rows - registers):
+        side = math.isqrt(patches)
+        if side * side == patches:
+            return (side * patch, side * patch), patches
     raise UserError(
-        f"{source} has position embeddings of {embedding.shape[1] - num_prefix_tokens} patches, "
-        f"which are no square grid: {timm_config.ASK}"
+        f"{source} has position embeddings of {rows - num_prefix_tokens} patches, which "
+        f"are no square grid: {timm_config.ASK}"
     )
 
 
@@ -434,7 +428,7 @@ def write_folder(
     options: dict,
     pretrained: Pretrained,
 ) -> list[str]:
-    """Writes model.safetensors and config.json.
+    """Writes model.safetensors and config.json, and returns notes.
 
     Args:
       folder: existing.
@@ -442,9 +436,6 @@ def write_folder(
       architecture: that they are for.
       options: all options of `models.Model`.
       pretrained: has the preprocessing, the class names and the loss.
-
-    Returns:
-      A line for each thing that the folder cannot say.
 
     Raises:
       UserError: timm cannot prepare images so.
@@ -468,19 +459,14 @@ def write_folder(
 
 
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
-    """Returns Python lines that load a written checkpoint."""
     source = "hf-hub" if on_hub else "local-dir"
     return f'import timm\nmodel = timm.create_model("{source}:{path}", pretrained=True)'
 
 
 def transformer_table(options: dict) -> list[ArrayEntry]:
-    """Returns the entries of an encoder or hybrid.
+    """Returns the entries of an encoder or hybrid of these options of `models.Model`.
 
-    Args:
-      options: depth, num_heads, stem_width, stage_depths, num_classes, pool, class_token,
-        distillation, num_register_tokens, representation_layer, fc_norm, posemb,
-        activation, layer_scale_init and, unless they are without effect, relative_bias,
-        rope and the norms of `models.Model`.
+    Of the norms, the biases by offset and rotary positions only those that act are needed.
     """
     given = {"pre_norm": False, "rope": "none", "relative_bias": "none"}
     given |= {"final_norm": True, **options}
@@ -560,39 +546,31 @@ def _units_table(
 def _block_table(i: int, options: dict) -> list[ArrayEntry]:
     theirs, ours = f"blocks.{i}", f"Transformer/encoderblock_{i}"
     attention, mlp = f"{ours}/MultiHeadDotProductAttention_1", f"{ours}/MlpBlock_3"
-    num_heads = options["num_heads"]
+    num_heads, single, norms = options["num_heads"], {}, {}
     first = dense(f"{theirs}.mlp.fc1", f"{mlp}/Dense_0")
     if options["activation"] == "swiglu":
         first = gated(f"{theirs}.mlp.fc1", mlp)
-    scales = [
-        ArrayEntry(f"{theirs}.ls{i}.gamma", (f"{ours}/LayerScale_{place}/gamma",), SAME)
-        for i, place in ((1, 1), (2, 3))
-        if options["layer_scale_init"]
-    ]
-    if options.get("relative_bias") == "every":
-        name = f"{theirs}.attn.relative_position_bias_table"
-        scales.append(ArrayEntry(name, (f"Transformer/relative_bias_{i}",), SAME))
-    norms = {
-        "qk_norm": (
-            ("attn.q_norm", attention, "query"),
-            ("attn.k_norm", attention, "key"),
-        ),
-        "attention_out_norm": (("attn.norm", attention, "out"),),
-        "mlp_norm": (("mlp.norm", mlp, "hidden"),),
-    }
-    for option, places in norms.items():
-        for name, layer, of in places if options.get(option) else ():
-            scales += norm(f"{theirs}.{name}", f"{layer}/LayerNorm_{of}")
+    if options["layer_scale_init"]:
+        single["ls1.gamma"] = f"{ours}/LayerScale_1/gamma"
+        single["ls2.gamma"] = f"{ours}/LayerScale_3/gamma"
+    if options["relative_bias"] == "every":
+        single["attn.relative_position_bias_table"] = f"Transformer/relative_bias_{i}"
+    if options.get("qk_norm"):
+        norms["attn.q_norm"] = f"{attention}/LayerNorm_query"
+        norms["attn.k_norm"] = f"{attention}/LayerNorm_key"
+    if options.get("attention_out_norm"):
+        norms["attn.norm"] = f"{attention}/LayerNorm_out"
+    if options.get("mlp_norm"):
+        norms["mlp.norm"] = f"{mlp}/LayerNorm_hidden"
     return [
         *norm(f"{theirs}.norm1", f"{ours}/LayerNorm_0"),
-        *_heads_table(
-            f"{theirs}.attn.qkv", attention, ("query", "key", "value"), num_heads
-        ),
+        *_heads_table(f"{theirs}.attn.qkv", attention, _QUERY, num_heads),
         *dense(f"{theirs}.attn.proj", f"{attention}/out", from_heads(num_heads)),
         *norm(f"{theirs}.norm2", f"{ours}/LayerNorm_2"),
         *first,
         *dense(f"{theirs}.mlp.fc2", f"{mlp}/Dense_1"),
-        *scales,
+        *(ArrayEntry(f"{theirs}.{k}", (at,), SAME) for k, at in single.items()),
+        *(e for name, at in norms.items() for e in norm(f"{theirs}.{name}", at)),
     ]
 
 
@@ -601,8 +579,8 @@ def _map_head_table(num_heads: int) -> list[ArrayEntry]:
     attention = f"{ours}/MultiHeadDotProductAttention_0"
     return [
         ArrayEntry(f"{theirs}.latent", (f"{ours}/probe",), SAME),
-        *_heads_table(f"{theirs}.q", attention, ("query",), num_heads),
-        *_heads_table(f"{theirs}.kv", attention, ("key", "value"), num_heads),
+        *_heads_table(f"{theirs}.q", attention, _QUERY[:1], num_heads),
+        *_heads_table(f"{theirs}.kv", attention, _QUERY[1:], num_heads),
         *dense(f"{theirs}.proj", f"{attention}/out", from_heads(num_heads)),
         *norm(f"{theirs}.norm", f"{ours}/LayerNorm_0"),
         *dense(f"{theirs}.mlp.fc1", f"{ours}/MlpBlock_0/Dense_0"),

@@ -225,12 +225,9 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 def fit_patches(
     preprocess: Preprocess | None, image_size: tuple[int, int], patch: int
 ) -> Preprocess | None:
-    """Returns a preprocessing for the image size that parameters are of.
+    """Returns a preprocessing for a network of `image_size`, whose parameters decide it.
 
-    Args:
-      preprocess: for the size in a config, or None.
-      image_size: height and width of the network, in pixels.
-      patch: side of its patches; its first layer drops what fills none.
+    The first layer drops what of the size in a config fills no patch.
     """
     if preprocess is None:
         return None
@@ -307,23 +304,14 @@ def write(
     preprocess: Preprocess | None,
     class_names: Sequence[str],
 ) -> dict:
-    """Returns the content of config.json for a network.
-
-    Args:
-      architecture: that it is in timm.
-      options: all options of `models.Model`.
-      preprocess: of images; timm's defaults if None.
-      class_names: in label order; may be empty.
-
-    Raises:
-      UserError: timm cannot prepare images so.
-    """
+    """Returns the content of config.json for a network of these options."""
+    num_classes = options["num_classes"]
     size = [options["channels"], *options["image_size"]]
     images = {
         "tag": "vit_jax",
         "custom_load": False,
         "input_size": size,
-        "num_classes": options["num_classes"],
+        "num_classes": num_classes,
         "pool_size": None,
         "fixed_input_size": architecture.fixed_input_size,
         "first_conv": architecture.first_conv,
@@ -346,7 +334,7 @@ def write(
         }
     config = {
         "architecture": architecture.name,
-        "num_classes": options["num_classes"],
+        "num_classes": num_classes,
         "num_features": architecture.num_features,
         "global_pool": architecture.args.get("global_pool", "avg"),
         "model_args": architecture.args,
@@ -376,10 +364,7 @@ def _crop(preprocess: Preprocess) -> float:
 
 
 def choose_architecture(options: Mapping) -> Architecture:
-    """Returns the architecture of timm that is an encoder, hybrid or ResNet of ours.
-
-    Args:
-      options: all options of `models.Model`.
+    """Returns the architecture of timm for a network with all these options.
 
     Raises:
       UserError: timm has no such architecture.
@@ -438,9 +423,7 @@ def _sizes(options: Mapping, mlp_dim: int) -> dict:
         "num_heads": options["num_heads"],
         "mlp_ratio": ratio,
         "qkv_bias": True,
-        "global_pool": {ours: theirs for theirs, ours in POOLS.items()}[
-            options["pool"]
-        ],
+        "global_pool": next(k for k, ours in POOLS.items() if ours == options["pool"]),
     }
 
 
@@ -593,21 +576,18 @@ def _choose_resnet(options: Mapping) -> Architecture:
 def check_parameters(
     flat: Mapping[str, np.ndarray], config: Mapping, source: str
 ) -> None:
-    """Raises UserError if parameters show a feature that no model here has.
+    """Raises UserError if arrays by timm's names show a feature that no model here has.
 
-    Args:
-      flat: arrays by timm's names.
-      config: content of config.json; empty if there is none.
-      source: for messages.
+    `config` is the content of config.json, empty if there is none.
     """
     found = [
         what for pattern, what in _SEEN if any(map(re.compile(pattern).match, flat))
     ]
-    first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
     name = _architecture_of(config) if "architecture" in config else ""
     eva = timm_networks.find(name).kind == "eva"
     known = not name or eva or re.fullmatch(timm_networks.GATED, name)
     if is_gated(flat) and not known:
+        first, second = (flat[f"blocks.0.mlp.fc{i}.weight"] for i in (1, 2))
         found.append(f"a gated MLP ({second.shape[-1]} of {len(first)} features) is")
     if "blocks.0.norm1.weight" in flat and "blocks.0.norm1.bias" not in flat:
         found.append("a norm without bias (RMSNorm) is")
@@ -644,13 +624,7 @@ def is_gated(flat: Mapping[str, np.ndarray]) -> bool:
 
 
 def check_names(flat: Mapping, known: Collection[str], source: str) -> None:
-    """Raises UserError if a part of the network has an array without an entry.
-
-    Args:
-      flat: arrays by timm's names.
-      known: names that have an entry.
-      source: for messages.
-    """
+    """Raises UserError if a part of the network has an array that is not known."""
     for name in sorted(flat.keys() - known):
         if _PARTS.match(name):
             raise _unsupported(source, f"{name} is")
@@ -659,17 +633,13 @@ def check_names(flat: Mapping, known: Collection[str], source: str) -> None:
 def check_config(config: Mapping) -> None:
     """Raises UserError unless a config is of an architecture that is known to be equal.
 
-    Args:
-      config: content of config.json, with an "architecture"; its tag only states how
-        it was trained.
+    The tag in its name only states how it was trained.
     """
     name, args = _architecture_of(config), config.get("model_args") or {}
     file = f"architecture={name!r}"
-    known = (a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name))
-    known = next(known, None)
-    if known is None:
-        what = next((what for p, what in _UNSEEN if re.search(p, name)), None)
-        if what is not None:
+    known = [a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name)]
+    if not known:
+        if what := next((what for p, what in _UNSEEN if re.search(p, name)), None):
             raise _unsupported(file, what)
         raise UserError(
             f"{file}: not an architecture of timm that is known to compute what a model "
@@ -680,7 +650,7 @@ def check_config(config: Mapping) -> None:
         if key == "norm_layer" and _same_norm(name, value):
             continue
         off = value is None or (value in _NONE and _OFF.fullmatch(key))
-        if not off and not re.fullmatch(known, key):
+        if not off and not re.fullmatch(known[0], key):
             raise _unsupported(file, f"{key}={value!r} in model_args is")
 
 

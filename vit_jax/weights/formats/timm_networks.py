@@ -160,15 +160,7 @@ def find(name: str) -> Facts:
 
 
 def read_rotary(args: Mapping, own: Rotary) -> Rotary:
-    """Returns the rotary embeddings of a network.
-
-    Args:
-      args: model_args of config.json.
-      own: of its architecture.
-
-    Raises:
-      UserError: no model here has them.
-    """
+    """Returns the rotary embeddings that model_args and the network's name state."""
     if not args.get("use_rot_pos_emb", own.kind != "none"):
         return NONE
     kind = args.get("rope_type")
@@ -199,12 +191,8 @@ def read_rotary(args: Mapping, own: Rotary) -> Rotary:
 def to_plain(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Renames the parameters of any class as those of VisionTransformer.
 
-    Args:
-      flat: arrays by name.
-
-    Returns:
-      Queries, keys and values as one layer with a bias, the two first layers of a gated
-      MLP as one, LayerScale as a layer, and a bias of the patches.
+    Queries, keys and values become one layer with a bias, as do the two first layers of a
+    gated MLP, and LayerScale a layer.
     """
     flat = {
         re.sub(r"^(blocks\.\d+)\.gamma_(\d)$", r"\1.ls\2.gamma", name): value
@@ -231,28 +219,18 @@ def _join(flat: dict, block: str, names: tuple[str, ...], to: str) -> None:
     """Joins layers; a missing bias beside others is zeros."""
     kernels = [flat.pop(f"{block}.{name}.weight") for name in names]
     flat[f"{block}.{to}.weight"] = np.concatenate(kernels)
-    biases = [flat.pop(f"{block}.{name}.bias", None) for name in names]
-    if any(bias is not None for bias in biases):
-        flat[f"{block}.{to}.bias"] = np.concatenate(
-            [
-                np.zeros(len(kernel), kernel.dtype) if bias is None else bias
-                for kernel, bias in zip(kernels, biases, strict=True)
-            ]
-        )
+    if any(f"{block}.{name}.bias" in flat for name in names):
+        zeros = [np.zeros(len(kernel), kernel.dtype) for kernel in kernels]
+        biases = map(flat.pop, (f"{block}.{name}.bias" for name in names), zeros)
+        flat[f"{block}.{to}.bias"] = np.concatenate([*biases])
 
 
 def from_plain(
     flat: dict[str, np.ndarray], kind: str, *, split_gates: bool
 ) -> dict[str, np.ndarray]:
-    """Renames the parameters of VisionTransformer as those of another class.
+    """Renames the parameters of VisionTransformer as those of "eva" or "beit".
 
-    Args:
-      flat: arrays by name.
-      kind: "eva" (with attn_type="rope") or "beit".
-      split_gates: whether the first layers of gated MLPs are two.
-
-    Raises:
-      UserError: the class has no bias of keys, and these are not 0.
+    `split_gates` tells whether the first layers of gated MLPs are two.
     """
     renamed = {}
     for name, value in flat.items():
@@ -287,22 +265,19 @@ def turn_features(
       rotary: order that they have.
       back: whether they have ours and get that one.
     """
-    ours = dict(ours)
-    names = re.compile(r".*/(query|key)/(kernel|bias)|.*/LayerNorm_(query|key)/\w+")
-    for name in filter(names.fullmatch, ours):
-        order = _order(ours[name].shape[-1], rotary)
+    ours, names = (
+        dict(ours),
+        r".*/(query|key)/(kernel|bias)|.*/LayerNorm_(query|key)/\w+",
+    )
+    for name in [name for name in ours if re.fullmatch(names, name)]:
+        K = ours[name].shape[-1]
+        angle = np.arange(K // 2)
+        if rotary.columns_first and rotary.kind != "mixed":
+            angle = np.roll(angle, K // 4)
+        pair = (2 * angle, 2 * angle + 1) if rotary.pairs else (angle, angle + K // 2)
+        order = np.concatenate(pair)  # The place in theirs of each feature of ours.
         ours[name] = ours[name][..., np.argsort(order) if back else order]
     name = "Transformer/rope_frequencies"
     if name in ours and rotary.columns_first:
         ours[name] = ours[name][:, ::-1]
     return ours
-
-
-def _order(K: int, rotary: Rotary) -> np.ndarray:
-    """Returns the place in their order of each feature in ours."""
-    angle = np.arange(K // 2)
-    if rotary.columns_first and rotary.kind != "mixed":
-        angle = np.roll(angle, K // 4)
-    if rotary.pairs:
-        return np.concatenate([2 * angle, 2 * angle + 1])
-    return np.concatenate([angle, angle + K // 2])
