@@ -1,7 +1,6 @@
 """The npz formats of google-research/big_vision (models/vit.py), old and new."""
 
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
@@ -27,29 +26,22 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat, notes = linen.strip(tensors.flat, _ANCHOR)
     flat = linen.rename_blocks(_move_map_head(unstack(flat)))
     flat, more = _fit_positions(flat)
-    sizes = linen.transformer_options(flat, tensors.image_size)
+    options = linen.google_options(flat, tensors.image_size)
     if POSITIONS not in flat:
-        sizes["posemb"] = "sincos2d"
+        options["posemb"] = "sincos2d"
         more += ("no position embeddings: taken as fixed sines and cosines (sincos2d)",)
     kinds = {"MAPHead_0/probe": "map", "cls": "token"}
-    options = {
-        **sizes,
-        "num_classes": np.shape(flat.get("head/kernel", ()))[-1],
-        "pool": next((kind for name, kind in kinds.items() if name in flat), "gap"),
-        "representation_layer": "pre_logits/kernel" in flat,
-        "activation": "gelu_tanh",
-        "layer_norm_eps": 1e-6,
-    }
+    options["pool"] = next(
+        (kind for name, kind in kinds.items() if name in flat), "gap"
+    )
     if options["pool"] == "map" and "cls" in flat:
         options["class_token"] = True
-    return Pretrained(
-        params=unflatten_dict(flat, sep="/"),
-        options=options,
-        format="big_vision",
-        source=tensors.path,
-        preprocess=_preprocess(tensors, options["image_size"]),
-        notes=notes + more,
-    )
+    # configs/vit_i1k.py and vit_i21k.py there evaluate on the centre 224 of 256
+    # pixels, the image towers (configs/proj/image_text) on the whole image, squashed.
+    tower = linen.find_prefix(tensors.flat, _ANCHOR).endswith("img/")
+    how = {"squash": True} if tower else {"crop_fraction": 224 / 256}
+    preprocess = Preprocess(options["image_size"], **how)
+    return linen.finish(tensors, flat, options, "big_vision", preprocess, notes + more)
 
 
 def unstack(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -100,14 +92,6 @@ def _fit_positions(
 
 def _is_square(patches: int) -> bool:
     return int(np.sqrt(patches)) ** 2 == patches
-
-
-def _preprocess(tensors: Tensors, image_size: tuple[int, int]) -> Preprocess:
-    # configs/vit_i1k.py and vit_i21k.py there evaluate on the centre 224 of 256
-    # pixels, the image towers (configs/proj/image_text) on the whole image, squashed.
-    if linen.find_prefix(tensors.flat, _ANCHOR).endswith("img/"):
-        return Preprocess(image_size, squash=True)
-    return Preprocess(image_size, crop_fraction=224 / 256)
 
 
 READERS["big_vision"] = Reader(recognises, read)

@@ -3,9 +3,6 @@
 import re
 from collections.abc import Collection
 
-import numpy as np
-from flax.traverse_util import unflatten_dict
-
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
@@ -57,21 +54,15 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     channels, stem_width = flat[_ANCHOR].shape[2:]
     options = {
         **linen.resnet_options(blocks, int(stem_width)),
-        "num_classes": np.shape(flat.get("head/kernel", ()))[-1],
         "image_size": (224, 224),  # Any works, and the file does not state it.
         "channels": int(channels),
         # As big_vision runs the files of both layouts. The first code pools zeros in.
         "zero_pool": False,
     }
-    return Pretrained(
-        params=unflatten_dict(flat, sep="/"),
-        options=options,
-        format="bit",
-        source=tensors.path,
-        # The original code evaluates on the whole image, squashed, in [-1, 1].
-        preprocess=Preprocess(options["image_size"], squash=True),
-        notes=(*notes, "image size: not in the file, so 224x224"),
-    )
+    # The original code evaluates on the whole image, squashed, in [-1, 1].
+    preprocess = Preprocess(options["image_size"], squash=True)
+    notes = (*notes, "image size: not in the file, so 224x224")
+    return linen.finish(tensors, flat, options, "bit", preprocess, notes)
 
 
 # Regular expression of their name, and its replacement. Some of the published files

@@ -9,7 +9,7 @@ import os
 import pathlib
 
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -43,24 +43,11 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`."""
     flat, notes = linen.strip(tensors.flat, POSITIONS)
     flat = linen.flatten_norms(linen.rename_blocks(flat))
-    sizes = linen.transformer_options(flat, tensors.image_size)
-    options = {
-        **sizes,
-        "num_classes": np.shape(flat.get("head/kernel", ()))[-1],
-        "pool": "token" if "cls" in flat else "gap",
-        "representation_layer": "pre_logits/kernel" in flat,
-        "activation": "gelu_tanh",
-        "layer_norm_eps": 1e-6,
-    }
-    return Pretrained(
-        params=unflatten_dict(flat, sep="/"),
-        options=options,
-        format="google",
-        source=tensors.path,
-        # input_pipeline.py there resizes the whole image, bilinear, to [-1, 1].
-        preprocess=Preprocess(options["image_size"], squash=True),
-        notes=notes,
-    )
+    options = linen.google_options(flat, tensors.image_size)
+    options["pool"] = "token" if "cls" in flat else "gap"
+    # input_pipeline.py there resizes the whole image, bilinear, to [-1, 1].
+    preprocess = Preprocess(options["image_size"], squash=True)
+    return linen.finish(tensors, flat, options, "google", preprocess, notes)
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:

@@ -6,14 +6,16 @@ renamed to these names.
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import POSITIONS
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
 # Prefixes of the parameters: none, beside optax's state, or in a Flax optimiser; and in
 # each of these the image tower of a model with a text tower.
@@ -36,15 +38,7 @@ def find_prefix(names: Collection[str], anchor: str) -> str | None:
 def strip(
     flat: dict[str, np.ndarray], anchor: str
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Returns the parameters of the network in a file, without their prefix.
-
-    Args:
-      flat: name to array.
-      anchor: name of one parameter of the network.
-
-    Returns:
-      The parameters by name, and a note if the file holds other arrays.
-    """
+    """Returns the parameters beside `anchor` without their prefix, and a note on others."""
     prefix = find_prefix(flat, anchor)
     inside = {
         n.removeprefix(prefix): v for n, v in flat.items() if n.startswith(prefix)
@@ -86,6 +80,35 @@ def _published(match: re.Match) -> str:
     return f"{block}{part}_{number}"
 
 
+def finish(
+    tensors: Tensors,
+    flat: dict[str, np.ndarray],
+    options: dict,
+    format: str,
+    preprocess: Preprocess,
+    notes: Sequence[str] = (),
+) -> Pretrained:
+    """Returns the checkpoint of a file by our names, whose classes its head counts."""
+    num_classes = np.shape(flat.get("head/kernel", ()))[-1]
+    return Pretrained(
+        params=unflatten_dict(flat, sep="/"),
+        options=options | {"num_classes": num_classes},
+        format=format,
+        source=tensors.path,
+        preprocess=preprocess,
+        notes=tuple(notes),
+    )
+
+
+def google_options(flat: dict[str, np.ndarray], image_size: tuple | None) -> dict:
+    """Returns the options of an encoder of Google's code, but those of its head."""
+    return transformer_options(flat, image_size) | {
+        "representation_layer": "pre_logits/kernel" in flat,
+        "activation": "gelu_tanh",
+        "layer_norm_eps": 1e-6,
+    }
+
+
 def flatten_norms(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Reshapes GroupNorm parameters stored as (1, 1, 1, C) to vectors."""
     return {
@@ -99,14 +122,11 @@ def flatten_norms(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def transformer_options(
     flat: dict[str, np.ndarray], image_size: tuple[int, int] | None = None
 ) -> dict:
-    """Derives the options of an encoder or hybrid from its parameters.
+    """Returns the options of an encoder or hybrid that its parameters show.
 
     Args:
       flat: our names, joined by "/", to arrays.
       image_size: height and width that tell the grid of positions where it is no square.
-
-    Returns:
-      Arguments of `models.create`, except the head, the activation and the epsilon.
 
     Raises:
       UserError: the shapes are not those of such a network.
@@ -164,12 +184,8 @@ def nearest_size(size: variants.Size) -> tuple[str, dict]:
     """Returns the name of the most similar size, and the fields that differ from it."""
 
     def differing(name):
-        known = variants.SIZES[name]
-        return {
-            field: value
-            for field, value in vars(size).items()
-            if value != getattr(known, field)
-        }
+        known = vars(variants.SIZES[name])
+        return {k: value for k, value in vars(size).items() if value != known[k]}
 
     def distance(name):
         return len(differing(name)), abs(variants.SIZES[name].width - size.width)
@@ -186,12 +202,7 @@ def stem_blocks(flat: dict[str, np.ndarray]) -> tuple[int, ...]:
 
 
 def resnet_options(blocks: tuple[int, ...], stem_width: int) -> dict:
-    """Returns the variant of a ResNet, and the options that differ from it.
-
-    Args:
-      blocks: units per stage.
-      stem_width: channels of the root convolution.
-    """
+    """Returns the variant of a ResNet with so many units per stage, and what differs from it."""
     names = {known: name for name, known in variants.RESNETS.items()}
     factor = stem_width / 64
     name = f"{names.get(blocks, 'R50')}x{max(1, round(factor))}"

@@ -8,7 +8,7 @@ import pathlib
 import re
 
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models.mixer import MixerConfig
@@ -52,7 +52,6 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             f"{tensors.path} is of {patches} patches, which are no square grid: no such "
             "Mixer was published"
         )
-    image_size = (side * patch, side * patch)
     blocks = {name.split("/")[0] for name in flat if name.startswith("MixerBlock_")}
     options = {
         "variant": f"Mixer-B/{patch}",
@@ -61,18 +60,11 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         "tokens_mlp_dim": tokens_mlp_dim,
         "channels_mlp_dim": flat["MixerBlock_0/channel_mixing/Dense_0/bias"].size,
         "activation": "gelu_tanh",
-        "num_classes": flat["head/bias"].size if "head/bias" in flat else 0,
-        "image_size": image_size,
+        "image_size": (side * patch, side * patch),
         "channels": channels,
     }
-    return Pretrained(
-        params=unflatten_dict(flat, sep="/"),
-        options=options,
-        format="google",
-        source=tensors.path,
-        preprocess=Preprocess(image_size, squash=True),  # As of their ViTs.
-        notes=notes,
-    )
+    preprocess = Preprocess(options["image_size"], squash=True)  # As of their ViTs.
+    return linen.finish(tensors, flat, options, "google", preprocess, notes)
 
 
 def _our_name(name: str) -> str:

@@ -52,20 +52,20 @@ _TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])
 _KERNEL = one_layout(
     lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1)
 )
-_NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a)
+_NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a.reshape(()))
 # Keys of `text_cfg` and `vision_cfg` that leave the network as it is, at these values.
 _PLAIN = {
-    "ls_init_value": (None,),
-    "embed_cls": (False,),
-    "hf_model_name": (None,),
-    "proj_type": ("linear",),
-    "attentional_pool": (False,),
-    "pos_embed_type": ("learnable",),
-    "no_ln_pre": (False,),
-    "final_ln_after_pool": (False,),
-    "qk_norm": (False,),
-    "block_type": (None,),
-    "use_pad_mask": (False,),
+    "ls_init_value": None,
+    "embed_cls": False,
+    "hf_model_name": None,
+    "proj_type": "linear",
+    "attentional_pool": False,
+    "pos_embed_type": "learnable",
+    "no_ln_pre": False,
+    "final_ln_after_pool": False,
+    "qk_norm": False,
+    "block_type": None,
+    "use_pad_mask": False,
 }
 
 
@@ -80,16 +80,17 @@ def recognises(tensors: Tensors) -> bool:
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`."""
-    whole = tensors.sidecars.get(_CONFIG, {})
+    whole, source = tensors.sidecars.get(_CONFIG, {}), tensors.path
     config = whole.get("model_cfg", {})
+    vision = config.get("vision_cfg", {})
     flat = {k: v for k, v in tensors.flat.items() if k not in _OPENAI}
     openai = len(flat) < len(tensors.flat)
     for part in ("text_cfg", "vision_cfg"):
         for key, allowed in _PLAIN.items():
-            if config.get(part, {}).get(key, allowed[0]) not in allowed:
+            if config.get(part, {}).get(key, allowed) != allowed:
                 raise UserError(
-                    f"{tensors.path}: {part}.{key}={config[part][key]!r} in {_CONFIG}: "
-                    "models of this project have no such tower"
+                    f"{source}: {part}.{key}={config[part][key]!r} in {_CONFIG}: models "
+                    "of this project have no such tower"
                 )
     quick = config.get("quick_gelu", openai)
     notes = []
@@ -101,37 +102,36 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     }
     rest = {k: v for k, v in flat.items() if not k.startswith(_VISUAL)}
     if any(name.startswith("trunk.") for name in image):
-        found, projection = _read_trunk(tensors, image, config, num_heads)
+        found, projection = _read_trunk(source, image, vision, num_heads)
     else:
-        projection = {}
-        if "proj" in image:
-            projection = {"kernel": image.pop("proj")}
-        found = _read_image(tensors, image, config, num_heads, quick=quick)
-    task, params = _read_text(rest, config, tensors.path, quick=quick)
+        projection = {"kernel": image.pop("proj")} if "proj" in image else {}
+        num_heads = 0 if config else num_heads
+        found = _read_image(source, image, vision, num_heads, quick=quick)
+    task, params = _read_text(rest, config.get("text_cfg", {}), source, quick=quick)
     if projection:
         params[text.PROJECTION] = projection
+    preprocess = _read_preprocess(
+        whole.get("preprocess_cfg", {}),
+        vision.get("image_size", 224),
+        tuple(found.options["image_size"]),
+        len(found.params["embedding"]["kernel"]),
+    )
     return dataclasses.replace(
         found,
         format="open_clip",
-        source=tensors.path,
+        source=source,
         notes=(*notes, *found.notes),
-        preprocess=_read_preprocess(
-            whole.get("preprocess_cfg", {}),
-            config.get("vision_cfg", {}).get("image_size", 224),
-            tuple(found.options["image_size"]),
-            len(found.params["embedding"]["kernel"]),
-        ),
+        preprocess=preprocess,
         task=task,
         task_params=params,
-        tokenizer=tensors.path,
+        tokenizer=source,
     )
 
 
 def _read_trunk(
-    tensors: Tensors, image: dict, config: dict, num_heads: int
+    path: str, image: dict, vision: dict, num_heads: int
 ) -> tuple[Pretrained, dict]:
     """Reads an image tower of timm; returns it and the projection of its features."""
-    vision = config.get("vision_cfg", {})
     name = vision.get("timm_model_name")
     sidecars = {}
     if name:
@@ -139,7 +139,7 @@ def _read_trunk(
         if pool := vision.get("timm_pool", "avg"):  # "" is the network's own.
             about["global_pool"] = pool
         sidecars = {"config.json": about}
-    source = f"{tensors.path}: image tower {name or 'of timm'}"
+    source = f"{path}: image tower {name or 'of timm'}"
     flat = {
         k.removeprefix("trunk."): v for k, v in image.items() if k.startswith("trunk.")
     }
@@ -163,37 +163,28 @@ def _read_trunk(
 
 
 def _read_image(
-    tensors: Tensors, flat: dict, config: dict, num_heads: int, *, quick: bool
+    source: str, flat: dict, vision: dict, num_heads: int, *, quick: bool
 ) -> Pretrained:
-    """Reads CLIP's image tower."""
+    """Reads CLIP's image tower, of so many heads if that is not 0."""
     if any(name.startswith("attnpool.") for name in flat):
         raise UserError(
-            f"{tensors.path}: its image tower is a ModifiedResNet (attnpool), which this "
+            f"{source}: its image tower is a ModifiedResNet (attnpool), which this "
             "project does not have: give weights of a CLIP with a Vision Transformer"
         )
-    vision = config.get("vision_cfg", {})
     width = len(flat["conv1.weight"])
-    head_width = vision.get("head_width", 64)
-    num_heads = num_heads if num_heads and not config else max(1, width // head_width)
-    depth = len({n.split(".")[2] for n in flat if n.startswith(_BLOCKS)})
+    num_heads = num_heads or max(1, width // vision.get("head_width", 64))
     flat["conv1.bias"] = np.zeros(width, np.float32)
-    table = _image_table(depth, num_heads)
-    network = "a CLIP of OpenCLIP"
-    part = " of the image tower"
-    torch_file.check_names(flat, table, tensors.path, part=part, network=network)
-    ours = torch_file.to_our_arrays(flat, table, tensors.path)
+    ours = _convert(flat, _image_table(_depth(flat), num_heads), source, "image")
     if vision.get("pool_type", "tok") != "tok":
         raise UserError(
-            f"{tensors.path}: vision_cfg.pool_type={vision['pool_type']!r} in {_CONFIG}: "
+            f"{source}: vision_cfg.pool_type={vision['pool_type']!r} in {_CONFIG}: "
             "models of this project take the class token there"
         )
     sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
-    side = ours["embedding/kernel"].shape[0] * round(
-        (ours[POSITIONS].shape[1] - 1) ** 0.5
-    )
-    stated = vision.get("image_size", side)
     patch = len(ours["embedding/kernel"])
-    size = tuple(pixels // patch * patch for pixels in _pair(stated))
+    side = patch * round((ours[POSITIONS].shape[1] - 1) ** 0.5)
+    stated = _pair(vision.get("image_size", side))
+    size = tuple(pixels // patch * patch for pixels in stated)
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
         options={
@@ -207,8 +198,19 @@ def _read_image(
             "layer_norm_eps": _epsilon(vision),
         },
         format="open_clip",
-        source=tensors.path,
+        source=source,
     )
+
+
+def _depth(flat: dict) -> int:
+    return len({n.split(".")[2] for n in flat if n.startswith(_BLOCKS)})
+
+
+def _convert(flat: dict, table: list[ArrayEntry], source: str, tower: str) -> dict:
+    """Returns our arrays of a tower after checking that it is whole."""
+    part, network = f" of the {tower} tower", "a CLIP of OpenCLIP"
+    torch_file.check_names(flat, table, source, part=part, network=network)
+    return torch_file.to_our_arrays(flat, table, source)
 
 
 def _epsilon(config: Mapping) -> float:
@@ -221,13 +223,12 @@ def _activation(config: Mapping, *, quick: bool) -> str:
 
 
 def _read_text(
-    flat: dict, config: dict, source: str, *, quick: bool
+    flat: dict, about: dict, source: str, *, quick: bool
 ) -> tuple[dict, dict]:
     """Reads a text tower; returns `Pretrained.task` and `task_params`."""
     flat = {
         k.removeprefix(_TEXT): v for k, v in flat.items() if not k.endswith("attn_mask")
     }
-    about = config.get("text_cfg", {})
     if "token_embedding.weight" not in flat:
         raise UserError(
             f"{source} has no text tower of OpenCLIP's own (token_embedding.weight): "
@@ -235,8 +236,7 @@ def _read_text(
         )
     vocab_size, width = flat["token_embedding.weight"].shape
     num_heads = about.get("heads", max(1, width // 64))
-    depth = len({n.split(".")[2] for n in flat if n.startswith(_BLOCKS)})
-    bias = "text_projection.bias" in flat
+    depth, bias = _depth(flat), "text_projection.bias" in flat
     pool = {"argmax": "eos", "eos": "eos", "last": "last"}.get(
         about.get("pool_type", "argmax")
     )
@@ -246,10 +246,7 @@ def _read_text(
             "of argmax, eos, last, which text towers of this project have"
         )
     table = _text_table(depth, num_heads, bias=bias, shifted="logit_bias" in flat)
-    part = " of the text tower"
-    network = "a CLIP of OpenCLIP"
-    torch_file.check_names(flat, table, source, part=part, network=network)
-    ours = torch_file.to_our_arrays(flat, table, source)
+    ours = _convert(flat, table, source, "text")
     values = {
         "vocab_size": vocab_size,
         "width": width,
@@ -356,101 +353,35 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             f"{pretrained.source} has no text tower, and OpenCLIP's files have both: write "
             "the image tower with --to=hf_clip or --to=timm"
         )
-    about = config_of(pretrained)
-    surgery.check_network(
-        options,
-        "CLIP of OpenCLIP",
-        {
-            "pre_norm": (True,),
-            "pool": ("token",),
-            "num_classes": (0,),
-            "activation": ("gelu", "gelu_tanh", "quick_gelu"),
-        },
-    )
-    quick = options["activation"] == "quick_gelu"
-    head_width = options["width"] // options["num_heads"]
-    wrong = {
-        # One key is for both towers.
-        "text.activation": quick != (about.activation == "quick_gelu"),
-        "projection": params.get(text.PROJECTION, {}).keys() != {"kernel"},
-        "grid": model.grid[0] != model.grid[1],
-        "channels": options["channels"] != 3,
-    }
-    if any(wrong.values()):
-        raise UserError(
-            f"OpenCLIP has no CLIP of this {next(k for k, v in wrong.items() if v)}: "
-            "write it with --to=safetensors"
-        )
+    about, projection = config_of(pretrained), params.get(text.PROJECTION, {})
+    _check_writable(model, about, projection)
     flat = flatten_dict(pretrained.params, sep="/")
     flat, options, notes = surgery.norm_every_token(flat, options)
     flat, options, more = surgery.store_positions(flat, options, model.grid)
     flat, options, folded = surgery.fold_layer_scale(flat, options)
     notes += more + folded + surgery.note_resize(options, "OpenCLIP")
     flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
-    notes += more
     table = _image_table(options["depth"], options["num_heads"])
     image = torch_file.to_their_arrays(flat, table)
     del image["conv1.bias"]
     arrays = {f"{_VISUAL}{name}": value for name, value in image.items()}
-    arrays[f"{_VISUAL}proj"] = np.asarray(params[text.PROJECTION]["kernel"])
+    arrays[f"{_VISUAL}proj"] = np.asarray(projection["kernel"])
     others = {k: v for k, v in params.items() if k != text.PROJECTION}
     bias, shifted = about.projection == "bias", text.LOGIT_BIAS in params
     table = _text_table(about.depth, about.num_heads, bias=bias, shifted=shifted)
-    words = torch_file.to_their_arrays(flatten_dict(others, sep="/"), table)
-    for number in {text.LOGIT_SCALE, text.LOGIT_BIAS} & words.keys():
-        words[number] = words[number].reshape(())
-    arrays |= words
-    mlp_dim = about.mlp_dim or 4 * about.width
-    config = {
-        "embed_dim": int(arrays[f"{_VISUAL}proj"].shape[1]),
-        "quick_gelu": quick,
-        "vision_cfg": {
-            "image_size": list(options["image_size"]),
-            "layers": options["depth"],
-            "width": options["width"],
-            "head_width": head_width,
-            "mlp_ratio": options["mlp_dim"] / options["width"],
-            "patch_size": model.patch_size,
-            "norm_kwargs": {"eps": options["layer_norm_eps"]},
-        },
-        "text_cfg": {
-            "context_length": int(arrays["positional_embedding"].shape[0]),
-            "vocab_size": about.vocab_size,
-            "width": about.width,
-            "heads": about.num_heads,
-            "layers": about.depth,
-            "mlp_ratio": mlp_dim / about.width,
-            "no_causal_mask": not about.causal,
-            "pool_type": about.pool,
-            "proj_bias": bias,
-            "norm_kwargs": {"eps": about.layer_norm_eps},
-        },
-    }
-    for part, name in (
-        ("vision_cfg", options["activation"]),
-        ("text_cfg", about.activation),
-    ):
-        if name == "gelu_tanh":
-            config[part]["act_kwargs"] = {"approximate": "tanh"}
-    if about.pool == "eos":
-        config["text_cfg"]["eos_id"] = about.eos_id
+    arrays |= torch_file.to_their_arrays(flatten_dict(others, sep="/"), table)
+    context_length = len(arrays["positional_embedding"])
+    config = _write_config(options | {"patch": model.patch_size}, about, context_length)
+    config["embed_dim"] = int(arrays[f"{_VISUAL}proj"].shape[1])
     if shifted:
         config["init_logit_bias"] = float(params[text.LOGIT_BIAS][0])
-    whole = {"model_cfg": config}
+    whole, notes = {"model_cfg": config}, notes + more
     if how := pretrained.preprocess:
-        bilinear = how.interpolation == "bilinear"
-        mode = "longest" if how.fill else "squash" if how.squash else "shortest"
-        whole["preprocess_cfg"] = {
-            "mean": list(how.mean),
-            "std": list(how.std),
-            "interpolation": "bilinear" if bilinear else "bicubic",
-            "resize_mode": mode,
-            "fill_color": (*how.fill, 0)[0],
-        }
+        images = whole["preprocess_cfg"] = _write_preprocess(how)
         sides = tuple(map(operator.add, options["image_size"], how.cut))
         config["vision_cfg"]["image_size"] = list(sides)
         written = _read_preprocess(
-            whole["preprocess_cfg"], sides, options["image_size"], model.patch_size
+            images, sides, options["image_size"], model.patch_size
         )
         for name in ("interpolation", "crop_fraction", "short_side", "cut", "fill"):
             if (ours := getattr(how, name)) != getattr(written, name):
@@ -461,8 +392,81 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     return notes + tokenizer.copy_files(pretrained.tokenizer, folder)
 
 
+def _check_writable(
+    model: models.Model, about: text.TextConfig, projection: Mapping
+) -> None:
+    """Raises UserError unless OpenCLIP has such towers."""
+    options = model.options
+    surgery.check_network(
+        options,
+        "CLIP of OpenCLIP",
+        {
+            "pre_norm": (True,),
+            "pool": ("token",),
+            "num_classes": (0,),
+            "activation": ("gelu", "gelu_tanh", "quick_gelu"),
+        },
+    )
+    quick = [a == "quick_gelu" for a in (options["activation"], about.activation)]
+    wrong = {
+        "text.activation": quick[0] != quick[1],  # One key is for both towers.
+        "projection": projection.keys() != {"kernel"},
+        "grid": model.grid[0] != model.grid[1],
+        "channels": options["channels"] != 3,
+    }
+    if any(wrong.values()):
+        raise UserError(
+            f"OpenCLIP has no CLIP of this {next(k for k, v in wrong.items() if v)}: "
+            "write it with --to=safetensors"
+        )
+
+
+def _write_config(options: dict, about: text.TextConfig, context_length: int) -> dict:
+    """Returns model_cfg of both towers; the width of their embeddings is to be set."""
+    vision = {
+        "image_size": list(options["image_size"]),
+        "layers": options["depth"],
+        "width": options["width"],
+        "head_width": options["width"] // options["num_heads"],
+        "mlp_ratio": options["mlp_dim"] / options["width"],
+        "patch_size": options["patch"],
+        "norm_kwargs": {"eps": options["layer_norm_eps"]},
+    }
+    words = {
+        "context_length": context_length,
+        "vocab_size": about.vocab_size,
+        "width": about.width,
+        "heads": about.num_heads,
+        "layers": about.depth,
+        "mlp_ratio": (about.mlp_dim or 4 * about.width) / about.width,
+        "no_causal_mask": not about.causal,
+        "pool_type": about.pool,
+        "proj_bias": about.projection == "bias",
+        "norm_kwargs": {"eps": about.layer_norm_eps},
+    }
+    for part, name in ((vision, options["activation"]), (words, about.activation)):
+        if name == "gelu_tanh":
+            part["act_kwargs"] = {"approximate": "tanh"}
+    if about.pool == "eos":
+        words["eos_id"] = about.eos_id
+    quick = options["activation"] == "quick_gelu"
+    towers = {"vision_cfg": vision, "text_cfg": words}
+    return {"embed_dim": 0, "quick_gelu": quick} | towers
+
+
+def _write_preprocess(how: Preprocess) -> dict:
+    mode = "longest" if how.fill else "squash" if how.squash else "shortest"
+    bilinear = how.interpolation == "bilinear"
+    return {
+        "mean": list(how.mean),
+        "std": list(how.std),
+        "interpolation": "bilinear" if bilinear else "bicubic",
+        "resize_mode": mode,
+        "fill_color": (*how.fill, 0)[0],
+    }
+
+
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
-    """Returns Python lines that load a written checkpoint."""
     place = f"hf-hub:{path}" if on_hub else f"local-dir:{path}"
     return f'import open_clip\nmodel = open_clip.create_model("{place}")'
 
