@@ -250,7 +250,7 @@ def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
         ("google", "a.npz", {"image_size": (12, 20)}, "a grid of 3x5: readers of"),
         ("google", "a.npz", {"pool": "none"}, "pool='none': Google's code has no such"),
         ("google", "a.npz", {"distillation": True}, "distillation=True: Google's"),
-        ("hf", "a", {"pool": "gap"}, "pool='gap': Hugging Face's ViT"),
+        ("hf", "a", {"pool": "gap"}, "pool='gap': ViTModel of"),
         (
             "timm",
             "a",

@@ -36,7 +36,8 @@ from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
 from vit_jax.weights import Preprocess, surgery, workdir
-from vit_jax.weights.formats import hugging_face, native, timm
+from vit_jax.weights.formats import native
+from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.hub import download
 from vit_jax.weights.load import load_initial
 
@@ -281,16 +282,16 @@ def test_evaluation_of_a_run_becomes_preprocessing(run, ops, size, expected):
             {"architecture": "vit_tiny_patch16_224", "model_args": {"num_heads": "3"}},
         ),
         ("timm", {"architecture": "vit_tiny_patch16_224", "model_args": [3]}),
-        ("hugging_face", {"model_type": "vit", "id2label": ["a", "b"]}),
-        ("hugging_face", {"model_type": "vit", "layer_norm_eps": "small"}),
-        ("hugging_face", {"model_type": "vit", "image_size": "12"}),
+        ("hf", {"model_type": "vit", "id2label": ["a", "b"]}),
+        ("hf", {"model_type": "vit", "layer_norm_eps": "small"}),
+        ("hf", {"model_type": "vit", "image_size": "12"}),
     ],
 )
 def test_a_config_of_another_form_is_named(tmp_path, name, content):
     model = encoder()
     params = unflatten_dict(random_flat(model), sep="/")
     given = weights.Pretrained(params, model.options, "vit_jax", "here")
-    {"timm": timm, "hugging_face": hugging_face}[name].write(given, tmp_path)
+    WRITERS[name].write(given, tmp_path)
     config = tmp_path / "config.json"
     merged = json.loads(config.read_text()) | content
     config.write_text(json.dumps(merged))
@@ -391,7 +392,7 @@ def test_posemb_resize_reaches_the_surgery(tmp_path):
 
 @pytest.mark.parametrize("stated", ["", "linear"])
 def test_positions_of_a_file_are_resized_as_its_library_does(tmp_path, stated):
-    timm.write(checkpoint(encoder(posemb_resize="bicubic")), tmp_path)
+    WRITERS["timm"].write(checkpoint(encoder(posemb_resize="bicubic")), tmp_path)
     config = complete(
         init={"checkpoint": str(tmp_path), "posemb_resize": stated},
         data={"image_size": (16, 8)},

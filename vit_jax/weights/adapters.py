@@ -14,12 +14,12 @@ import numpy as np
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import hugging_face
 from vit_jax.weights.formats.files import ADAPTER, Tensors
+from vit_jax.weights.formats.hugging_face_vit import VIT
 
 _WHOLE = re.compile(r"base_model\.model\.(.*)")
 _FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?\.weight")
 # Values of init_lora_weights that leave the weights as they were.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-_PREFIX = re.compile(r"^(vit|deit)\.")
 # Of config.json, and of the classes of the weights before.
 _CLASSES = ("id2label", "label2id", "label_names", "label_descriptions", "labels")
 
@@ -125,4 +125,4 @@ def _scale(config: Mapping, layer: str, rank: int) -> float:
 
 def _file_name(name: str) -> str:
     """Returns the name that transformers' files have, without the model's prefix."""
-    return hugging_face.file_name(_PREFIX.sub("", name))
+    return hugging_face.file_name(VIT, name)

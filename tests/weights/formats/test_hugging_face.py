@@ -14,7 +14,8 @@ from trees import assert_same, checkpoint, encoder, random_flat
 from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained
-from vit_jax.weights.formats import files, hugging_face
+from vit_jax.weights.formats import files
+from vit_jax.weights.formats.registry import READERS, WRITERS
 
 SHARED = pathlib.Path(__file__).resolve().parents[4] / "shared" / "parity"
 PREPROCESS = Preprocess(
@@ -35,7 +36,7 @@ def made(model, **kwargs):
 
 def write(folder, model, **kwargs):
     """Writes a checkpoint; returns its arrays and its config."""
-    hugging_face.write(made(model, **kwargs), folder)
+    WRITERS["hf"].write(made(model, **kwargs), folder)
     config = json.loads((folder / "config.json").read_text())
     return load_file(folder / "model.safetensors"), config
 
@@ -43,7 +44,7 @@ def write(folder, model, **kwargs):
 def read(arrays, config=None, preprocess=None, num_heads=0):
     sidecars = {"config.json": config, "preprocessor_config.json": preprocess}
     sidecars = {name: content for name, content in sidecars.items() if content}
-    return hugging_face.read(
+    return READERS["Hugging Face"].read(
         files.Tensors(dict(arrays), {}, sidecars, "file"), num_heads
     )
 
@@ -88,12 +89,12 @@ def test_what_is_written_is_read_back_to_the_bit(
         preprocess=preprocess,
         loss="sigmoid" if channels == 1 else "softmax",
     )
-    assert hugging_face.write(pretrained, tmp_path) == []
+    assert WRITERS["hf"].write(pretrained, tmp_path) == []
     tensors = files.read(tmp_path)
     assert tensors.sidecars["config.json"]["architectures"] == [architecture]
     assert f"{prefix}embeddings.cls_token" in tensors.flat
-    assert hugging_face.recognises(tensors)
-    found = hugging_face.read(tensors)
+    assert READERS["Hugging Face"].recognises(tensors)
+    found = READERS["Hugging Face"].read(tensors, 0)
     assert_same(found.params, random_flat(model))
     assert models.create(**found.options).options == model.options
     assert (found.preprocess, found.class_names) == (preprocess, names)
@@ -105,7 +106,7 @@ def test_theirs_to_ours_and_back_changes_no_bit(tmp_path):
     (tmp_path / "b").mkdir()
     arrays, config = write(tmp_path, model_of())
     sidecar = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    hugging_face.write(read(arrays, config, sidecar), tmp_path / "b")
+    WRITERS["hf"].write(read(arrays, config, sidecar), tmp_path / "b")
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert again.keys() == arrays.keys()
     for key, value in arrays.items():
@@ -155,7 +156,7 @@ def test_the_config_says_what_transformers_needs(tmp_path):
 def test_the_published_case_has_the_logits_of_transformers():
     if not (SHARED / "hf_vit").exists():
         pytest.skip("../shared/parity/hf_vit is not here")
-    found = hugging_face.read(files.read(SHARED / "hf_vit"))
+    found = READERS["Hugging Face"].read(files.read(SHARED / "hf_vit"), 0)
     outputs = np.load(SHARED / "hf_vit.io.npz")
     model = models.create(**found.options)
     logits = model.apply(found.params, jnp.asarray(outputs["images"]))["logits"]
@@ -207,7 +208,7 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     assert found.preprocess is None
     assert found.notes == (
         "heads: nothing says how many, so 1, one for 64 features",
-        "config.json: none, so exact GELU and epsilon 1e-12",
+        "config.json: none, so hidden_act=gelu, layer_norm_eps=1e-12",
     )
     heads = models.create(**read(arrays, num_heads=3).options).options["num_heads"]
     assert heads == 3
@@ -271,12 +272,12 @@ def test_what_is_left_over_or_missing_is_refused_unless_allowed(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pool": "gap"}, "pool='gap': Hugging Face's ViT classifies .*--to=timm"),
-        ({"pool": "map"}, "pool='map': Hugging Face's ViT classifies the class token"),
+        ({"pool": "gap"}, "pool='gap': ViTModel .*--to=timm"),
+        ({"pool": "map"}, "pool='map': ViTModel .*--to=timm"),
         ({"representation_layer": True}, "representation_layer=True: .*--to=google"),
         (
             {"variant": "R26+S/32", "image_size": (32, 64)},
-            r"variant='R26\+S/32': Hugging Face's ViT has no ResNet",
+            "stem_width=64: ViTModel .*--to=timm, --to=google",
         ),
         (
             {"posemb": "relative", "posemb_placement": "every"},
@@ -286,23 +287,25 @@ def test_what_is_left_over_or_missing_is_refused_unless_allowed(
 )
 def test_what_transformers_cannot_express_is_refused(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
-        hugging_face.write(made(model_of(**options)), tmp_path)
+        WRITERS["hf"].write(made(model_of(**options)), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_resnet_is_refused(tmp_path):
     model = models.create("R50x1", num_classes=2, stem_width=32)
     empty = Pretrained({}, model.options, "vit_jax", "test")
-    with pytest.raises(UserError, match="variant='R50x1': Hugging Face's ViT has no"):
-        hugging_face.write(empty, tmp_path)
+    with pytest.raises(
+        UserError, match="variant='R50x1': ViTModel of transformers has no"
+    ):
+        WRITERS["hf"].write(empty, tmp_path)
 
 
 def test_missing_positions_become_zeros(tmp_path):
     model = model_of(posemb="none")
-    assert hugging_face.write(made(model, preprocess=None), tmp_path) == [
+    assert WRITERS["hf"].write(made(model, preprocess=None), tmp_path) == [
         "position embeddings: none, written as zeros",
         "preprocessing: nothing says how, so no preprocessor_config.json",
     ]
     assert not (tmp_path / "preprocessor_config.json").exists()
-    found = hugging_face.read(files.read(tmp_path))
+    found = READERS["Hugging Face"].read(files.read(tmp_path), 0)
     np.testing.assert_array_equal(logits_of(found), logits_of(made(model)))

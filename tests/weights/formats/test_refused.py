@@ -14,7 +14,7 @@ from trees import checkpoint, encoder, random_flat, save
 
 from vit_jax import cli, convert, weights
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import hugging_face, timm
+from vit_jax.weights.formats.registry import WRITERS
 
 BLOCK = "blocks.0"
 LAYER = "vit.encoder.layer.0"
@@ -35,9 +35,9 @@ def floats(*shape):
 def folders(tmp_path_factory):
     """Arrays and config of timm's and Hugging Face's format; width 12, 2 blocks."""
     made = {}
-    for name, library in (("timm", timm), ("hf", hugging_face)):
+    for name in ("timm", "hf"):
         folder = tmp_path_factory.mktemp(name)
-        library.write(checkpoint(encoder(activation="gelu")), folder)
+        WRITERS[name].write(checkpoint(encoder(activation="gelu")), folder)
         config = (folder / "config.json").read_text()
         made[name] = load_file(folder / "model.safetensors"), config
     return made
@@ -288,9 +288,7 @@ def test_attention_without_biases_is_read_as_zeros(folders, tmp_path):
     config = json.loads(config) | {"qkv_bias": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = weights.open_pretrained(tmp_path)
-    assert found.notes == (
-        "biases of query, key and value: none in the file, so zeros",
-    )
+    assert found.notes == ("biases of key, query, value: none in the file, so zeros",)
     attention = found.params["Transformer"]["encoderblock_1"]
     for part in ("query", "key", "value"):
         bias = attention["MultiHeadDotProductAttention_1"][part]["bias"]

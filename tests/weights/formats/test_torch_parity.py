@@ -17,7 +17,8 @@ from trees import encoder, random_flat
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained, open_pretrained
-from vit_jax.weights.formats import files, hugging_face, timm
+from vit_jax.weights.formats import files, timm
+from vit_jax.weights.formats.registry import READERS, WRITERS
 from vit_jax.weights.pretrained import prepare_image
 
 pytestmark = pytest.mark.parity
@@ -179,7 +180,7 @@ def load_strictly(auto, folder, **kwargs):
 def test_transformers_load_what_we_write_and_agree(tmp_path, name):
     build, architecture = HUGGING_FACE[name]
     pretrained = made(build())
-    hugging_face.write(pretrained, tmp_path)
+    WRITERS["hf"].write(pretrained, tmp_path)
     images = images_for(models.create(**pretrained.options))
     if pretrained.options["num_classes"]:
         auto = transformers.AutoModelForImageClassification
@@ -200,13 +201,15 @@ def test_transformers_load_what_we_write_and_agree(tmp_path, name):
     # What the library saves itself, under whichever names, is read to the bit.
     network.save_pretrained(tmp_path / "again")
     first, again = (
-        hugging_face.read(files.read(folder)).params
+        READERS["Hugging Face"].read(files.read(folder), 0).params
         for folder in (tmp_path, tmp_path / "again")
     )
     jax.tree.map(np.testing.assert_array_equal, first, again)
     shown = {k: v.numpy() for k, v in network.state_dict().items()}
     sidecars = files.read(tmp_path).sidecars
-    found = hugging_face.read(files.Tensors(shown, {}, sidecars, "memory"))
+    found = READERS["Hugging Face"].read(
+        files.Tensors(shown, {}, sidecars, "memory"), 0
+    )
     jax.tree.map(np.testing.assert_array_equal, found.params, first)
 
 
@@ -223,7 +226,7 @@ def test_deit_with_one_classifier_is_read_from_transformers(tmp_path):
     network = transformers.DeiTForImageClassification(config)
     torch.nn.init.normal_(network.deit.embeddings.distillation_token)
     network.save_pretrained(tmp_path)
-    found = hugging_face.read(files.read(tmp_path))
+    found = READERS["Hugging Face"].read(files.read(tmp_path), 0)
     images = images_for(models.create(**found.options))
     np.testing.assert_allclose(
         theirs(network, images).logits, ours(found, images), rtol=0, atol=1e-5
@@ -382,7 +385,7 @@ def test_timm_names_the_same_photographs(deit, tmp_path, step):
 @pytest.mark.parametrize("step", [41, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["pil", "torchvision"])
 def test_transformers_name_the_same_photographs(deit, tmp_path, step, backend):
-    hugging_face.write(deit, tmp_path)
+    WRITERS["hf"].write(deit, tmp_path)
     network = load_strictly(transformers.AutoModelForImageClassification, tmp_path)
     processor = transformers.AutoImageProcessor.from_pretrained(
         tmp_path, backend=backend

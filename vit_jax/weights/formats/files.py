@@ -70,6 +70,11 @@ class Tensors:
     image_size: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def config(self) -> dict:
+        """Content of config.json; empty without one."""
+        return self.sidecars.get("config.json", {})
+
 
 def read(path: str | os.PathLike) -> Tensors:
     """Reads an .npz, .safetensors or PyTorch file, or a folder with one model.

@@ -1,16 +1,19 @@
-"""Hugging Face's format: ViT and DeiT, with and without a classifier.
+"""Networks of transformers: one reader and one writer, to which a family is a table.
 
-Files have the names of transformers 4 (`vit.encoder.layer.0.attention...`), which
-version 5 still writes. Its names in memory (`vit.layers.0.attention...`) are read too.
+A `Family` names the arrays of a network in files, the keys of its config.json, and the
+values that models of this project cannot have; `register` makes a format of it. Files have
+the names of transformers 4 (`vit.encoder.layer.0.attention...`), which version 5 still
+writes.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -23,86 +26,220 @@ from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
     CONV,
+    LINEAR,
     SAME,
     ArrayEntry,
+    ArrayLayout,
     dense,
     from_heads,
     norm,
     to_heads,
 )
-from vit_jax.weights.pretrained import (
-    POSITIONS,
-    Preprocess,
-    Pretrained,
-    crop_sides,
-)
+from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained, crop_sides
 
-_ANCHOR = "embeddings.patch_embeddings.projection.weight"
-_PREFIXES = ("vit.", "deit.", "")  # Of models with a classifier, and without.
-
-# Names in the memory of transformers 5, and in files; applied in this order.
-_NAMES_IN_MEMORY = (
-    (r"^layers\.", "encoder.layer."),
-    (r"\.attention\.q_proj\.", ".attention.attention.query."),
-    (r"\.attention\.k_proj\.", ".attention.attention.key."),
-    (r"\.attention\.v_proj\.", ".attention.attention.value."),
-    (r"\.attention\.o_proj\.", ".attention.output.dense."),
-    (r"\.mlp\.fc1\.", ".intermediate.dense."),
-    (r"\.mlp\.fc2\.", ".output.dense."),
-)
-_UNUSED = {"embeddings.mask_token"}  # Replaces patches that training masks.
-
-# Names of the two GELUs in transformers; the first one is written.
-_ACTIVATIONS = {
+# By activation of ours, its names in transformers; the first one is written.
+ACTIVATIONS = {
     "gelu": ("gelu", "gelu_python"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
     "quick_gelu": ("quick_gelu",),
 }
-# One network, trained in different ways; masking of patches is for training only.
-_MODEL_TYPES = ("vit", "deit", "vit_msn", "vit_mae")
-_SIGMOID = "multi_label_classification"
+# By key of config.json, the option of `models.Model`; "patch" is its side in pixels.
+KEYS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "mlp_dim",
+    "layer_norm_eps": "layer_norm_eps",
+    "patch_size": "patch",
+    "num_channels": "channels",
+}
 # Of config.json, with the value of `model.posemb_resize`; transformers ignores it.
 RESIZE_KEY = "posemb_resize"
+MASK_TOKEN = "embeddings.mask_token"
+_SIGMOID = "multi_label_classification"
+_HEADS = re.compile(r"(\w+_)?classifier\.")
+# The layers of a block, by their names in `block`.
+_BLOCK = {
+    "norm1": "LayerNorm_0",
+    **{
+        part: f"MultiHeadDotProductAttention_1/{part}"
+        for part in ("query", "key", "value", "out")
+    },
+    "scale1": "LayerScale_1/gamma",
+    "norm2": "LayerNorm_2",
+    "fc1": "MlpBlock_3/Dense_0",
+    "fc2": "MlpBlock_3/Dense_1",
+    "gate": "MlpBlock_3/gate",
+    "scale2": "LayerScale_3/gamma",
+}
+
+Arrays = dict[str, np.ndarray]
+# A layer of theirs, or an array and its layout.
+Names = Mapping[str, str | tuple[str, ArrayLayout]]
 
 
-@dataclasses.dataclass(frozen=True)
-class HuggingFaceConfig:
-    """Content of a model's config; the defaults apply without one.
+def block(
+    theirs: str, ours: str = "Transformer/encoderblock", **parts: str
+) -> dict[str, str | tuple[str, ArrayLayout]]:
+    """Returns the names of the layers of all blocks, whose number is "#".
+
+    Args:
+      theirs, ours: what is before the number.
+      parts: by a key of `_BLOCK`, the name in a block of theirs.
+    """
+    names = {f"{ours}_#/{_BLOCK[k]}": f"{theirs}.#.{v}" for k, v in parts.items()}
+    return {k: (v, SAME) if k.endswith("gamma") else v for k, v in names.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Networks of transformers that are read and written by one table.
 
     Attributes:
-      num_heads: attention heads; 0 if unknown.
-      activation: "gelu_tanh" or "gelu".
-      epsilon: of the LayerNorms.
-      image_size: height and width, or None.
-      class_names: in label order; empty if they are only numbered.
-      loss: "softmax" or "sigmoid".
-      pooler: activation after the pooler's dense layer.
-      query_bias: whether query, key and value have biases.
-      posemb_resize: how position embeddings were resized in training; "" if unknown.
-      model_type: as "vit"; "" without a config.
+      name: of the format, in messages.
+      format: `Pretrained.format`.
+      to: value of the flag --to.
+      network: name of the class, without "Model" or "ForImageClassification".
+      claims: returns whether arrays, by their names without a prefix, and the model_type
+        of config.json (None if unknown) are of this family.
+      options: returns the options that arrays and config.json tell beyond the sizes.
+      has: returns, by option, the values that a network of theirs can have; `others` is
+        what writes the others.
+      names: by name of ours, that of theirs. Of these `more_names` returns the entries
+        that no name states.
+      renames: patterns in names of files and what replaces them; first the prefix.
+      model_types: of config.json, the first for writing; others are refused unless
+        `any_type`.
+      keys: by key of config.json, the option of ours. Beyond these `config` returns what
+        it has for a network.
+      defaults: of config.json, where a key is missing.
+      must: by key of config.json, the only value that is supported, and an array without
+        which the key does not matter ("" if it always does).
+      prepare, finish: change the arrays of a file, after reading and before writing, where
+        they differ from the table; return notes.
+      check: raises UserError unless the arrays are those of the table.
+      usage: returns more arguments of `from_pretrained`, and a comment.
+      optional: whether there are networks without positions, or without LayerScale.
+      any_size: whether networks take images of every size.
+      preprocess: returns the preprocessing for an image size where no file tells it.
     """
 
-    num_heads: int = 0
-    activation: str = "gelu"
-    epsilon: float = 1e-12
-    image_size: tuple[int, int] | None = None
-    class_names: tuple[str, ...] = ()
-    loss: str = "softmax"
-    pooler: str = "tanh"
-    query_bias: bool = True
-    posemb_resize: str = ""
-    model_type: str = ""
+    name: str
+    format: str
+    to: str
+    network: str
+    model_types: tuple[str, ...]
+    claims: Callable[[Arrays, str | None], bool]
+    options: Callable[[Arrays, Mapping], dict] = lambda flat, config: {}
+    has: Callable[[Mapping], dict[str, Collection]] = lambda options: {}
+    others: str = "--to=timm or --to=safetensors"
+    names: Names = dataclasses.field(default_factory=dict)
+    more_names: Callable[[Mapping], list[ArrayEntry]] = lambda options: []
+    renames: tuple[tuple[str, str], ...] = ()
+    any_type: bool = False
+    keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: KEYS)
+    config: Callable[[Mapping], dict] = lambda options: {}
+    defaults: Mapping = dataclasses.field(default_factory=dict)
+    must: Mapping[str, tuple[object, str]] = dataclasses.field(default_factory=dict)
+    prepare: Callable[[Arrays, Mapping], list[str]] = lambda flat, config: []
+    finish: Callable[[Arrays, Mapping], list[str]] = lambda arrays, options: []
+    check: Callable[[Arrays, list[ArrayEntry], Mapping, str], None] | None = None
+    usage: Callable[[Mapping], tuple[str, str]] = lambda options: ("", "")
+    optional: bool = False
+    any_size: bool = False
+    preprocess: Callable[[tuple[int, int]], Preprocess] | None = None
 
 
-def recognises(tensors: Tensors) -> bool:
-    """Returns whether a file is in this format."""
-    return _find_prefix(tensors.flat.keys()) is not None
+def register(family: Family, refines: tuple[str, ...] = ("Hugging Face",)) -> None:
+    """Makes a format of a family."""
+    READERS[family.name] = Reader(
+        functools.partial(recognises, family), functools.partial(read, family), refines
+    )
+    WRITERS[family.to] = Writer(
+        functools.partial(write, family),
+        usage=functools.partial(_usage, family),
+        library="transformers",
+    )
 
 
-def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
+def recognises(family: Family, tensors: Tensors) -> bool:
+    """Returns whether a file is of a family."""
+    kind = tensors.config.get("model_type")
+    return family.claims(rename(family, tensors.flat), kind)
+
+
+def rename(family: Family, flat: Mapping[str, np.ndarray]) -> Arrays:
+    """Returns arrays under the names of files, without the prefix."""
+    return {file_name(family, name): value for name, value in flat.items()}
+
+
+def file_name(family: Family, name: str) -> str:
+    """Returns the name of an array in files, without the prefix."""
+    for pattern, new in family.renames:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def entries(family: Family, options: Mapping) -> list[ArrayEntry]:
+    """Returns the table of a network.
+
+    Args:
+      family: of the network.
+      options: depth, num_heads, and the options of `models.Model` that are not plain.
+    """
+    return name_entries(family.names, options) + family.more_names(options)
+
+
+def name_entries(names: Names, options: Mapping) -> list[ArrayEntry]:
+    """Returns the entries of names, without those that the options exclude."""
+    has = {
+        POSITIONS: options.get("posemb") != "none",
+        "dist": options.get("distillation"),
+        "register_tokens": options.get("num_register_tokens"),
+        "Transformer/relative_bias": options.get("relative_bias") == "shared",
+        "Transformer/relative_bias_#": options.get("relative_bias") == "every",
+        "LayerScale_1/gamma": options.get("layer_scale_init"),
+        "LayerScale_3/gamma": options.get("layer_scale_init"),
+        "MlpBlock_3/gate": options.get("activation") == "swiglu",
+        "Transformer/encoder_norm": options.get("final_norm", True)
+        and not options.get("fc_norm"),
+        "fc_norm": options.get("fc_norm"),
+        "pre_logits": options.get("representation_layer"),
+        "head": options.get("num_classes"),
+    }
+    table = []
+    for ours, theirs in names.items():
+        if not has.get(ours.split("_#/")[-1], True):
+            continue
+        for i in range(options["depth"] if "#" in ours else 1):
+            place = ours.replace("#", str(i))
+            if isinstance(theirs, tuple):
+                name, layout = theirs
+                table.append(ArrayEntry(name.replace("#", str(i)), (place,), layout))
+            else:
+                name = theirs.replace("#", str(i))
+                table += _layer_entries(name, place, options["num_heads"])
+    return table
+
+
+def _layer_entries(theirs: str, ours: str, num_heads: int) -> list[ArrayEntry]:
+    kind = ours.split("/")[-1]
+    if kind in ("query", "key", "value"):
+        return [
+            ArrayEntry(f"{theirs}.{name}", (f"{ours}/{leaf}",), to_heads(num_heads))
+            for name, leaf in (("weight", "kernel"), ("bias", "bias"))
+        ]
+    if "norm" in kind.casefold():
+        return norm(theirs, ours)
+    layouts = {"embedding": CONV, "out": from_heads(num_heads)}
+    return dense(theirs, ours, layouts.get(kind, LINEAR))
+
+
+def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint.
 
     Args:
+      family: of its network.
       tensors: of the file or folder.
       num_heads: attention heads if config.json does not state them; 0 means those of
         the known sizes, or one per 64 features.
@@ -113,218 +250,204 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     Raises:
       UserError: this project has no such network.
     """
-    facts = read_config(tensors.sidecars.get("config.json", {}))
-    flat, notes = rename(tensors.flat), []
-    classified = {"classifier.weight", "cls_classifier.weight"} & flat.keys()
-    if classified and "pooler.dense.weight" in flat:
-        flat = {k: v for k, v in flat.items() if not k.startswith("pooler.")}
-        notes.append("pooler: dropped, because the classifier does not see it")
-    _check_network(flat, facts, tensors.path)
-    if not facts.query_bias:
-        flat, more = add_qkv_biases(flat)
-        notes += more
-    distilled = "embeddings.distillation_token" in flat
-    if distilled and "classifier.weight" in flat:
-        flat = _split_classifier(flat, "classifier", "distillation_classifier")
-        flat = {re.sub("^classifier", "cls_classifier", k): v for k, v in flat.items()}
-        notes.append("classifier: of the class token alone, written as a pair")
-    classifier = "cls_classifier.weight" if distilled else "classifier.weight"
-    depth = len({n.split(".")[2] for n in flat if n.startswith("encoder.layer.")})
-    width = len(flat["embeddings.patch_embeddings.projection.weight"])
+    config, source, names = tensors.config, tensors.path, family.names
+    stated = {"hidden_act": "gelu", **family.defaults, **config}
+    check_type(family, config, source)
+    flat = rename(family, tensors.flat)
+    notes = family.prepare(flat, config)
+    check_config(family, flat, config, source)
+    if not config.get("qkv_bias", True):
+        notes += add_biases(flat, r"\.(query|key|value)$")
+    blocks = names["Transformer/encoderblock_#/LayerNorm_0"].split("#")[0]
+    numbered = (name.removeprefix(blocks) for name in flat if name.startswith(blocks))
+    depth = len({name.split(".")[0] for name in numbered})
+    width = len(flat[_patches(names)])
     num_heads, more = torch_file.choose_num_heads(
-        facts.num_heads, num_heads, width, depth
+        stated.get("num_attention_heads", 12 if config else 0), num_heads, width, depth
     )
     notes += more
+    if not config:
+        shown = ", ".join(f"{key}={value}" for key, value in family.defaults.items())
+        notes.append(f"config.json: none, so {shown}")
     form = {
-        "depth": depth,
-        "num_heads": num_heads,
-        "num_classes": len(flat.get(classifier, ())),
-        "distillation": distilled,
-        "representation_layer": "pooler.dense.weight" in flat,
+        "num_classes": len(flat.get("classifier.weight", ())),
+        **{
+            family.keys[key]: float(config.get(key) or family.defaults[key])
+            for key in family.keys.keys() - KEYS.keys()
+        },
+        **family.options(flat, config),
     }
-    if not tensors.sidecars.get("config.json"):
-        notes.append("config.json: none, so exact GELU and epsilon 1e-12")
-    table = encoder_table(form)
-    _check_names(flat, {entry.theirs for entry in table}, facts, tensors.path)
-    ours = torch_file.to_our_arrays(flat, table, tensors.path)
-    names = facts.class_names
-    options = _model_options(ours, form, facts, tensors.path)
+    if "activation" not in form:
+        form["activation"] = read_activation(stated)
+    if POSITIONS in names:
+        usual = form.get("posemb_resize", "bicubic")
+        form["posemb_resize"] = config.get(RESIZE_KEY) or usual
+    table = entries(family, form | {"depth": depth, "num_heads": num_heads})
+    if family.check:
+        family.check(flat, table, config, source)
+    else:
+        torch_file.check_names(flat, table, source, network=f"{family.network}Model")
+    ours = torch_file.to_our_arrays(flat, table, source)
+    if "embedding" not in names:
+        ours["embedding/bias"] = np.zeros(width, np.float32)
+    sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
     patch = ours["embedding/kernel"].shape[0]
+    size = stated.get("image_size", 224 if config else None)
+    image_size = _find_image_size(ours, size, source)
     preprocess, more = hugging_face_processor.read(
-        tensors.sidecars, options["image_size"], patch
+        tensors.sidecars, image_size, patch, any_size=family.any_size
     )
-    if options["posemb_resize"] == "bicubic_dino" and not facts.posemb_resize:
-        more = [*more, "neither classifier nor pooler: taken for a ViT of DINO"]
+    if preprocess is None and family.preprocess:
+        preprocess = family.preprocess(image_size)
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
-        options=options,
-        format="hugging_face",
-        source=tensors.path,
+        options={
+            **sizes,
+            **form,
+            "image_size": image_size,
+            "layer_norm_eps": float(stated["layer_norm_eps"]),
+        },
+        format=family.format,
+        source=source,
         preprocess=preprocess,
-        class_names=names if len(names) == form["num_classes"] else (),
-        loss=facts.loss,
-        multi_label=facts.loss == "sigmoid",  # As the hub calls it.
         notes=(*notes, *more),
+        **read_labels(config, form["num_classes"]),
     )
 
 
-def _check_network(
-    flat: dict[str, np.ndarray], facts: HuggingFaceConfig, source: str
-) -> None:
-    """Raises UserError for a network that no model here computes."""
-    block = "encoder.layer.0"
-    needed = [
-        "embeddings.cls_token",
-        "embeddings.position_embeddings",
-        f"{block}.attention.attention.query.weight",
-        f"{block}.intermediate.dense.weight",
-    ]
-    if "classifier.weight" in flat:
-        needed.append("classifier.bias")
-    for name in needed:
-        if name not in flat:
-            raise UserError(f"{source}: {name} is missing: {_remedy(facts)}")
-    rows, columns = flat[f"{block}.attention.attention.query.weight"].shape
-    if rows != columns:
+def _patches(names: Names) -> str:
+    """Returns their name of the kernel of the patch embedding."""
+    if "embedding" in names:
+        return f"{names['embedding']}.weight"
+    return names["embedding/kernel"][0]
+
+
+def check_type(family: Family, config: Mapping, source: str) -> None:
+    """Raises UserError unless config.json is of a family, or there is none."""
+    kind = config.get("model_type")
+    if kind not in (None, *family.model_types) and not family.any_type:
         raise UserError(
-            f"{source}: heads of {rows} features in all beside a width of {columns} are "
-            "not supported: models of this project have as many of both"
-        )
-    pooler = flat.get("pooler.dense.weight")
-    if pooler is None:
-        return
-    if facts.pooler != "tanh":
-        raise UserError(
-            f"{source}: pooler_act={facts.pooler!r} in config.json is not supported: "
-            "models of this project have tanh there"
-        )
-    if pooler.shape[0] != pooler.shape[1]:
-        raise UserError(
-            f"{source}: a pooler of {pooler.shape[0]} features (pooler_output_size) is "
-            f"not supported: models of this project keep the width, {pooler.shape[1]}"
+            f"{source}: model_type={kind!r} in config.json is not one of "
+            f"{', '.join(family.model_types)}, which models of this project compute"
         )
 
 
-def _remedy(facts: HuggingFaceConfig) -> str:
-    """Returns what to do about arrays that are not those of a ViT."""
-    if not facts.model_type:
-        return "keep its config.json beside it, which names the network"
-    return "give the whole file of a plain ViT or DeiT"
-
-
-def _check_names(
-    flat: dict[str, np.ndarray], known: set[str], facts: HuggingFaceConfig, source: str
-) -> None:
-    """Raises UserError if the encoder has an array without an entry."""
-    for name in sorted(flat.keys() - known - _UNUSED):
-        if name.startswith(("embeddings.", "encoder.", "layernorm.", "pooler.")):
+def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> None:
+    """Raises UserError if config.json has a value that no model here computes."""
+    stated = {**family.defaults, **config}
+    for key, (value, array) in family.must.items() if config else ():
+        found = stated.get(key, value)
+        if found != value and (not array or array in flat):
             raise UserError(
-                f"{source}: {name} is not supported: no model here computes the same; "
-                f"{_remedy(facts)}"
+                f"{source}: {key}={found!r} in config.json is not supported: models of "
+                f"this project have {value!r} there"
             )
 
 
-def add_qkv_biases(
-    flat: dict[str, np.ndarray],
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Adds biases of zero to queries, keys and values without biases."""
-    weights = [n for n in flat if re.search(r"\.(query|key|value)\.weight$", n)]
-    zeros = {
-        f"{name.removesuffix('weight')}bias": np.zeros(len(flat[name]), np.float32)
-        for name in weights
-    }
-    return zeros | flat, ["biases of query, key and value: none in the file, so zeros"]
+def drop_mask_token(flat: Arrays) -> list[str]:
+    """Removes the token for patches that pretraining hides; returns a note."""
+    if flat.pop(MASK_TOKEN, None) is None:
+        return []
+    return ["mask token: dropped, which only pretraining has"]
 
 
-def _split_classifier(
-    flat: dict[str, np.ndarray], name: str, other: str
-) -> dict[str, np.ndarray]:
-    """Replaces a classifier by a pair of classifiers whose mean it is.
+def add_biases(flat: Arrays, pattern: str) -> list[str]:
+    """Adds biases of zero to the layers of a pattern that have none; returns a note."""
+    layers = [name.removesuffix(".weight") for name in flat if name.endswith(".weight")]
+    missing = [
+        layer
+        for layer in layers
+        if re.search(pattern, layer) and f"{layer}.bias" not in flat
+    ]
+    for layer in missing:
+        flat[f"{layer}.bias"] = np.zeros(len(flat[f"{layer}.weight"]), np.float32)
+    parts = ", ".join(sorted({layer.split(".")[-1] for layer in missing}))
+    return [f"biases of {parts}: none in the file, so zeros"] if missing else []
 
-    DeiTForImageClassification has a distillation token but no classifier for it. Twice
-    the classifier and a classifier of zeros have the same mean without rounding.
 
-    Args:
-      flat: their arrays by name.
-      name: of the classifier.
-      other: of the classifier to add.
+def read_activation(config: Mapping) -> str:
+    """Returns the activation that config.json states.
 
-    Returns:
-      The arrays with both classifiers.
+    Raises:
+      UserError: no model here has it.
     """
-    twice = {
-        f"{name}.{leaf}": 2 * flat[f"{name}.{leaf}"] for leaf in ("weight", "bias")
-    }
-    zero = {k.replace(name, other): np.zeros_like(v) for k, v in twice.items()}
-    return flat | twice | zero
+    theirs = config["hidden_act"]
+    for ours, names in ACTIVATIONS.items():
+        if theirs in names:
+            return ours
+    known = ", ".join(name for names in ACTIVATIONS.values() for name in names)
+    raise UserError(
+        f"hidden_act={theirs!r} in config.json is not one of {known}, which models of "
+        "this project have"
+    )
 
 
-def _model_options(
-    ours: dict[str, np.ndarray], form: dict, facts: HuggingFaceConfig, source: str
-) -> dict:
-    rest = {name: value for name, value in ours.items() if name != POSITIONS}
-    sizes = linen.transformer_options(rest)
-    # ViTs of DINO are the only published ones that have neither.
-    plain = not form["num_classes"] and not form["representation_layer"]
-    resize = "bicubic_dino" if plain and facts.model_type == "vit" else "bicubic"
+def read_labels(config: Mapping, num_classes: int) -> dict:
+    """Returns the fields of `Pretrained` that are about classes."""
+    labels = config.get("id2label") or {}
+    numbered = tuple(f"LABEL_{i}" for i in range(len(labels)))
+    names = tuple(labels.get(str(i), name) for i, name in enumerate(numbered))
+    if names == numbered or len(names) != num_classes:
+        names = ()
+    sigmoid = config.get("problem_type") == _SIGMOID
     return {
-        **sizes,
-        "image_size": find_image_size(
-            ours, facts, num_prefix_tokens=1 + form["distillation"], source=source
-        ),
-        "num_classes": form["num_classes"],
-        "pool": "token",
-        "distillation": form["distillation"],
-        "representation_layer": form["representation_layer"],
-        "activation": facts.activation,
-        "posemb_resize": facts.posemb_resize or resize,
-        "layer_norm_eps": facts.epsilon,
+        "class_names": names,
+        "loss": "sigmoid" if sigmoid else "softmax",
+        "multi_label": sigmoid,  # As the hub calls it.
     }
 
 
-def find_image_size(
-    ours: dict[str, np.ndarray],
-    facts: HuggingFaceConfig,
-    *,
-    num_prefix_tokens: int,
-    source: str,
+def _find_image_size(
+    ours: Arrays, stated: int | list[int] | None, source: str
 ) -> tuple[int, int]:
-    """Returns the height and width that position embeddings are of.
+    """Returns the height and width that the parameters are for.
 
     What of images fills no patch is left out, as by the first layer of transformers.
 
     Args:
       ours: our arrays by name.
-      facts: of config.json.
-      num_prefix_tokens: rows of the embeddings before those of the patches.
+      stated: by config.json; None without one.
       source: for messages.
 
     Raises:
-      UserError: they are of no square, and config.json does not tell their sides.
+      UserError: positions or biases are of no square, and nothing tells their sides.
     """
     patch = ours["embedding/kernel"].shape[0]
-    patches = ours[POSITIONS].shape[1] - num_prefix_tokens
-    size = fill_patches(facts.image_size, patch)
-    if size is not None and math.prod(size) == patches * patch**2:
-        return size
-    side = math.isqrt(patches)
-    if side * side != patches:
+    sides = (stated, stated) if isinstance(stated, int) else stated
+    grid = sides and tuple(side // patch for side in sides)
+    biases = [v for k, v in ours.items() if k.startswith("Transformer/relative_bias")]
+    if POSITIONS in ours:
+        count = ours[POSITIONS].shape[1] - len({"cls", "dist"} & ours.keys())
+        what, side = f"position embeddings of {count} patches", math.isqrt(count)
+    elif biases:
+        count = len(biases[0]) - 3  # Three are of the class token.
+        what, side = f"biases of {count} offsets", (math.isqrt(count) + 1) // 2
+    else:
+        grid = grid or (round(224 / patch),) * 2
+        return grid[0] * patch, grid[1] * patch
+
+    def size(rows, columns):
+        if POSITIONS in ours:
+            return rows * columns
+        return (2 * rows - 1) * (2 * columns - 1)
+
+    if grid is None or size(*grid) != count:
+        grid = (side, side)
+    if size(*grid) != count:
         raise UserError(
-            f"{source} has position embeddings of {patches} patches, which are no "
-            "square grid: keep its config.json beside it"
+            f"{source} has {what}, which are no square grid: keep its config.json "
+            "beside it"
         )
-    return side * patch, side * patch
+    return grid[0] * patch, grid[1] * patch
 
 
-def fill_patches(size: tuple[int, int] | None, patch: int) -> tuple[int, int] | None:
-    """Returns a height and width in pixels without what fills no patch."""
-    return size and tuple(side // patch * patch for side in size)
-
-
-def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that `AutoModelForImageClassification.from_pretrained` loads.
+def write(
+    family: Family, pretrained: Pretrained, folder: str | os.PathLike
+) -> list[str]:
+    """Writes a folder that `from_pretrained` of transformers loads.
 
     Args:
+      family: to write a network of.
       pretrained: with parameters that fit its options.
       folder: existing; model.safetensors, config.json and, if the preprocessing is
         known, preprocessor_config.json are written to it.
@@ -335,32 +458,96 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     Raises:
       UserError: transformers has no such network or image processor.
     """
-    model = models.create(**pretrained.options)
-    flat, options = flatten_dict(pretrained.params, sep="/"), dict(model.options)
-    _check_writable(options)
-    flat, options, notes = surgery.norm_every_token(flat, options)
-    flat, options, more = surgery.store_positions(flat, options, model.grid)
-    flat, options, folded = surgery.fold_layer_scale(flat, options)
-    notes += more + folded + surgery.note_resize(options, "transformers")
-    options["patch"] = model.patch_size
-    config = write_config(options, pretrained.class_names, pretrained.loss)
-    arrays = torch_file.to_their_arrays(flat, encoder_table(options))
-    prefix = config["model_type"] + "."
-    heads = ("classifier.", "cls_classifier.", "distillation_classifier.")
+    options, arrays, notes = to_their_arrays(family, pretrained)
+    config = write_config(family, options, pretrained)
     if options["num_classes"]:  # The models without a classifier have no prefix.
-        arrays = {
-            k if k.startswith(heads) else prefix + k: v for k, v in arrays.items()
-        }
-    preprocess, channels = pretrained.preprocess, options["channels"]
-    return notes + write_folder(folder, arrays, config, preprocess, channels)
+        arrays = add_prefix(arrays, f"{config['model_type']}.")
+    return notes + write_folder(folder, arrays, config, pretrained)
+
+
+def to_their_arrays(
+    family: Family, pretrained: Pretrained
+) -> tuple[dict, Arrays, list[str]]:
+    """Returns the options of a network, its arrays for a family's file, and notes.
+
+    The options have the side of a patch in pixels as "patch". Names have no prefix.
+
+    Raises:
+      UserError: transformers has no such network.
+    """
+    model = models.create(**pretrained.options)
+    options, names = {**model.options, "patch": model.patch_size}, family.names
+    surgery.check_network(
+        options,
+        f"{family.network}Model of transformers",
+        {"activation": tuple(ACTIVATIONS), **family.has(options)},
+        to=family.others,
+    )
+    flat = flatten_dict(pretrained.params, sep="/")
+    flat, options, notes = surgery.norm_every_token(flat, options)
+    if POSITIONS in names:
+        place = surgery.learn_positions if family.optional else surgery.store_positions
+        flat, options, more = place(flat, options, model.grid)
+        notes += more + surgery.note_resize(options, "transformers")
+    scales = [name for name in names if name.endswith("/gamma")]
+    if not scales:
+        flat, options, more = surgery.fold_layer_scale(flat, options)
+        notes += more
+    elif not options["layer_scale_init"] and not family.optional:
+        options["layer_scale_init"] = 1.0
+        ones = np.ones(options["width"], np.float32)
+        for i in range(options["depth"]):
+            flat |= {name.replace("#", str(i)): ones for name in scales}
+        notes.append("LayerScale: none, written as ones")
+    if "embedding" not in names:
+        flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
+        notes += more
+        del flat["embedding/bias"]
+    arrays = torch_file.to_their_arrays(flat, entries(family, options))
+    return options, arrays, notes + family.finish(arrays, options)
+
+
+def add_prefix(arrays: Arrays, prefix: str) -> Arrays:
+    """Returns arrays with a prefix before all names but those of classifiers."""
+    return {k if _HEADS.match(k) else f"{prefix}{k}": v for k, v in arrays.items()}
+
+
+def write_activation(name: str) -> str:
+    """Returns `hidden_act`; that of a gated MLP is ignored."""
+    return ACTIVATIONS.get(name, ACTIVATIONS["gelu"])[0]
+
+
+def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> dict:
+    """Returns the content of config.json.
+
+    Args:
+      family: of the network.
+      options: all options of `models.Model`, with "patch".
+      pretrained: of which the names of the classes and the loss are taken.
+    """
+    task = "ForImageClassification" if options["num_classes"] else "Model"
+    height, width = options["image_size"]
+    config = {
+        "architectures": [f"{family.network}{task}"],
+        "model_type": family.model_types[0],
+        **{key: options[option] for key, option in family.keys.items()},
+        "hidden_act": write_activation(options["activation"]),
+        "image_size": height if height == width else [height, width],
+        "dtype": "float32",
+    }
+    if options.get("posemb") == "learned":
+        config[RESIZE_KEY] = options["posemb_resize"]
+    if num_classes := options["num_classes"]:
+        names = pretrained.class_names or [f"LABEL_{i}" for i in range(num_classes)]
+        config["id2label"] = {str(i): name for i, name in enumerate(names)}
+        config["label2id"] = {name: i for i, name in enumerate(names)}
+    if pretrained.loss == "sigmoid":
+        config["problem_type"] = _SIGMOID
+    return config | family.config(options)
 
 
 def write_folder(
-    folder: str | os.PathLike,
-    arrays: dict[str, np.ndarray],
-    config: dict,
-    preprocess: Preprocess | None,
-    channels: int,
+    folder: str | os.PathLike, arrays: Arrays, config: dict, pretrained: Pretrained
 ) -> list[str]:
     """Writes the files that `from_pretrained` of transformers loads.
 
@@ -368,8 +555,7 @@ def write_folder(
       folder: existing.
       arrays: by their names, for model.safetensors.
       config: content of config.json.
-      preprocess: for preprocessor_config.json, or None if it is not known.
-      channels: of the images.
+      pretrained: of which the preprocessing is taken, for preprocessor_config.json.
 
     Returns:
       A line for a file that is left out.
@@ -378,7 +564,8 @@ def write_folder(
       UserError: transformers has no such image processor; nothing is written.
     """
     contents, notes = {"config.json": config}, []
-    if preprocess:
+    if preprocess := pretrained.preprocess:
+        channels = config.get("vision_config", config)["num_channels"]
         content = hugging_face_processor.write(preprocess, channels)
         if any(preprocess.cut):  # Which the first layer of transformers cuts.
             height, width = crop_sides(preprocess)
@@ -394,217 +581,13 @@ def write_folder(
     return notes
 
 
-def _check_writable(options: dict) -> None:
-    """Raises UserError unless transformers has such a network."""
-    if "depth" not in options or "stem_width" in options:
-        raise UserError(
-            f"variant={options['variant']!r}: Hugging Face's ViT has no ResNet: write it "
-            "with --to=timm or --to=google"
-        )
-    surgery.check_network(
-        options,
-        "Hugging Face's ViT",
-        {
-            "distillation": (False, True),
-            "representation_layer": (False, True),
-            "num_register_tokens": (options["num_register_tokens"],),  # See below.
-        },
-    )
-    for name, plain in (("num_register_tokens", 0), ("activation", "gelu")):
-        if options[name] in (plain, "gelu_tanh", "quick_gelu"):
-            continue
-        raise UserError(
-            f"{name}={options[name]!r}: Hugging Face's ViT has none: write it with "
-            "--to=hf_dinov2 or --to=timm"
-        )
-    if options["pool"] != "token":
-        raise UserError(
-            f"pool={options['pool']!r}: Hugging Face's ViT classifies the class token "
-            "only: write it with --to=timm"
-        )
-    if options["representation_layer"] and (
-        options["num_classes"] or options["distillation"]
-    ):
-        raise UserError(
-            "representation_layer=True: Hugging Face's ViTForImageClassification has no tanh "
-            "layer before the classifier: write it with --to=google or --to=safetensors"
-        )
-
-
-def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
+def _usage(family: Family, pretrained: Pretrained, path: str, on_hub: bool) -> str:
     """Returns Python lines that load a written checkpoint."""
+    del on_hub
     options = models.create(**pretrained.options).options
-    name, more = "AutoModelForImageClassification", ""
-    if not options["num_classes"]:
-        name = "AutoModel"
-        more = "" if options["representation_layer"] else ", add_pooling_layer=False"
+    kind = "ModelForImageClassification" if options["num_classes"] else "Model"
+    arguments, comment = family.usage(options)
     return (
-        f"from transformers import {name}\n"
-        f'model = {name}.from_pretrained("{path}"{more})'
+        f"from transformers import Auto{kind}\n"
+        f'model = Auto{kind}.from_pretrained("{path}"{arguments}){comment}'
     )
-
-
-def _find_prefix(names: Collection[str]) -> str | None:
-    """Returns the prefix of the encoder's names, or None if they are absent."""
-    return next((p for p in _PREFIXES if p + _ANCHOR in names), None)
-
-
-def rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Renames arrays as in files, without the prefix."""
-    prefix = _find_prefix(flat) or ""
-    return {file_name(k.removeprefix(prefix)): value for k, value in flat.items()}
-
-
-def file_name(name: str) -> str:
-    """Returns the name in files of an array in memory, without the model's prefix."""
-    for new, old in _NAMES_IN_MEMORY:
-        name = re.sub(new, old, name)
-    return name
-
-
-def encoder_table(options: dict) -> list[ArrayEntry]:
-    """Returns the entries of an encoder, without the prefix.
-
-    Args:
-      options: depth, num_heads, num_classes, distillation and representation_layer of
-        `models.Model`.
-    """
-    num_heads, embed = options["num_heads"], "embeddings"
-    table = [
-        *dense(f"{embed}.patch_embeddings.projection", "embedding", CONV),
-        ArrayEntry(f"{embed}.cls_token", ("cls",), SAME),
-        ArrayEntry(f"{embed}.position_embeddings", (POSITIONS,), SAME),
-        *norm("layernorm", "Transformer/encoder_norm"),
-    ]
-    for i in range(options["depth"]):
-        theirs, ours = f"encoder.layer.{i}", f"Transformer/encoderblock_{i}"
-        table += norm(f"{theirs}.layernorm_before", f"{ours}/LayerNorm_0")
-        table += attention_table(theirs, ours, num_heads)
-        table += norm(f"{theirs}.layernorm_after", f"{ours}/LayerNorm_2")
-        table += dense(f"{theirs}.intermediate.dense", f"{ours}/MlpBlock_3/Dense_0")
-        table += dense(f"{theirs}.output.dense", f"{ours}/MlpBlock_3/Dense_1")
-    if options["representation_layer"]:
-        table += dense("pooler.dense", "pre_logits")
-    if options["distillation"]:
-        table.append(ArrayEntry(f"{embed}.distillation_token", ("dist",), SAME))
-    if options["num_classes"] and options["distillation"]:
-        table += dense("cls_classifier", "head")
-        table += dense("distillation_classifier", "head_dist")
-    elif options["num_classes"]:
-        table += dense("classifier", "head")
-    return table
-
-
-def attention_table(theirs: str, ours: str, num_heads: int) -> list[ArrayEntry]:
-    """Returns the entries of the attention of a block.
-
-    Args:
-      theirs, ours: name of the block.
-      num_heads: of the attention.
-    """
-    attention = f"{ours}/MultiHeadDotProductAttention_1"
-    table = [
-        ArrayEntry(
-            f"{theirs}.attention.attention.{name}.{kind}",
-            (f"{attention}/{name}/{leaf}",),
-            to_heads(num_heads),
-        )
-        for name in ("query", "key", "value")
-        for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
-    ]
-    theirs = f"{theirs}.attention.output.dense"
-    return table + dense(theirs, f"{attention}/out", from_heads(num_heads))
-
-
-def read_config(config: Mapping) -> HuggingFaceConfig:
-    """Reads a model's config.
-
-    Args:
-      config: content of config.json; empty if there is none.
-
-    Raises:
-      UserError: no model here has its activation or its type.
-    """
-    if "model_type" not in config:
-        return HuggingFaceConfig()
-    if config["model_type"] not in _MODEL_TYPES:
-        raise UserError(
-            f"model_type={config['model_type']!r} in config.json is not one of "
-            f"{', '.join(_MODEL_TYPES)}, which models of this project compute"
-        )
-    theirs = config.get("hidden_act", "gelu")
-    activation = next((k for k, v in _ACTIVATIONS.items() if theirs in v), None)
-    if activation is None:
-        known = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
-        raise UserError(
-            f"hidden_act={theirs!r} in config.json is not one of {known}, which "
-            "models of this project have"
-        )
-    labels = config.get("id2label") or {}
-    numbers = range(len(labels))
-    names = tuple(labels.get(str(i), f"LABEL_{i}") for i in numbers)
-    size = config.get("image_size", 224)
-    return HuggingFaceConfig(
-        num_heads=config.get("num_attention_heads", 12),
-        activation=activation,
-        epsilon=float(config.get("layer_norm_eps", 1e-12)),
-        image_size=(size, size) if isinstance(size, int) else tuple(size),
-        class_names=() if names == tuple(f"LABEL_{i}" for i in numbers) else names,
-        loss="sigmoid" if config.get("problem_type") == _SIGMOID else "softmax",
-        pooler=config.get("pooler_act", "tanh"),
-        query_bias=config.get("qkv_bias", True),
-        posemb_resize=config.get(RESIZE_KEY, ""),
-        model_type=config["model_type"],
-    )
-
-
-def write_activation(name: str) -> str:
-    """Returns what `hidden_act` is for `model.activation`."""
-    return _ACTIVATIONS[name][0]
-
-
-def write_config(options: Mapping, class_names: Sequence[str], loss: str) -> dict:
-    """Returns a model's config.
-
-    Args:
-      options: all options of `models.Model`.
-      class_names: in label order; may be empty.
-      loss: "softmax" or "sigmoid".
-
-    Returns:
-      Content of config.json.
-    """
-    kind = "DeiT" if options["distillation"] else "ViT"
-    task = "ForImageClassification" if options["num_classes"] else "Model"
-    if options["num_classes"] and options["distillation"]:
-        task += "WithTeacher"
-    height, width = options["image_size"]
-    config = {
-        "architectures": [kind + task],
-        "model_type": kind.lower(),
-        "hidden_size": options["width"],
-        "num_hidden_layers": options["depth"],
-        "num_attention_heads": options["num_heads"],
-        "intermediate_size": options["mlp_dim"],
-        "hidden_act": write_activation(options["activation"]),
-        "layer_norm_eps": options["layer_norm_eps"],
-        "image_size": height if height == width else [height, width],
-        "patch_size": options["patch"],
-        "num_channels": options["channels"],
-        "qkv_bias": True,
-        "encoder_stride": options["patch"],
-        "dtype": "float32",
-    }
-    if options["posemb"] == "learned":
-        config[RESIZE_KEY] = options["posemb_resize"]
-    if options["num_classes"]:
-        names = class_names or [f"LABEL_{i}" for i in range(options["num_classes"])]
-        config["id2label"] = {str(i): name for i, name in enumerate(names)}
-        config["label2id"] = {name: i for i, name in enumerate(names)}
-    if loss == "sigmoid":
-        config["problem_type"] = _SIGMOID
-    return config
-
-
-READERS["Hugging Face"] = Reader(recognises, read)
-WRITERS["hf"] = Writer(write, usage=_usage, library="transformers")

@@ -1,14 +1,15 @@
-"""Hugging Face's CLIP and SigLIP: the image tower, alone or beside the text tower.
+"""CLIP and SigLIP of transformers: the image tower, alone or beside the text tower.
 
 OpenCLIP's published weights are there in this format too. `pre_logits` of the network are
 what comes before the projection to the space of texts, which is in `task_params` together
-with the text tower (hugging_face_text.py). Of networks that were fine-tuned as classifiers
-(CLIPForImageClassification, SiglipForImageClassification) the classifier sees the mean of
-the patches, without CLIP's last norm.
+with the text tower, under the names of models/text.py. Of networks that were fine-tuned as
+classifiers (CLIPForImageClassification, SiglipForImageClassification) the classifier sees
+the mean of the patches, without CLIP's last norm.
 """
 
+import dataclasses
 import os
-import re
+from collections.abc import Mapping
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -16,214 +17,87 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.data import tokenizer
 from vit_jax.errors import UserError
-from vit_jax.weights import surgery
+from vit_jax.models import text
 from vit_jax.weights.formats import (
     hugging_face,
     hugging_face_processor,
-    hugging_face_text,
-    linen,
     torch_file,
 )
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family, block
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import (
     CONV,
+    LINEAR,
     SAME,
     ArrayEntry,
     dense,
     from_heads,
     norm,
+    one_layout,
     to_heads,
 )
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
+from vit_jax.weights.text_tower import config_of
 
-_ANCHOR = "embeddings.patch_embedding.weight"
-_PREFIX = re.compile(r"vision_model\.")
-# By the type: what config.json may leave out, as in transformers 5.23.
-_DEFAULTS = {
-    "clip": {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "patch_size": 32},
-    "siglip": {
-        "hidden_act": "gelu_pytorch_tanh",
-        "layer_norm_eps": 1e-6,
-        "patch_size": 16,
-    },
+ROWS = one_layout(lambda a: a[None], lambda a: a[0])  # (N, D) and (1, N, D).
+_TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])  # (D,), (1, 1, D).
+_NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a)
+# Of an image tower, and of what stands beside it or on it.
+_CLIP_TYPES = ("clip_vision_model", "clip")
+_SIGLIP_TYPES = ("siglip_vision_model", "siglip")
+_PATCHES = "embeddings.patch_embedding.weight"
+_CLASS = "embeddings.class_embedding"
+_TOWER = "vision_model."
+_TEXT_ANCHOR = "text_model.embeddings.token_embedding.weight"
+_TEXT_PARTS = ("text_model.", "text_projection.", "visual_projection.", "logit_")
+# What transformers puts for the end of a text in old configs of CLIP; the real one is the
+# last of the vocabulary.
+_WRONG_END = 2
+_BLOCK = {
+    "norm1": "layer_norm1",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.out_proj",
+    "norm2": "layer_norm2",
+    "fc1": "mlp.fc1",
+    "fc2": "mlp.fc2",
 }
-_KINDS = {"clip", "clip_vision_model", "siglip", "siglip_vision_model"}
+_NAMES = {
+    "embedding": "embeddings.patch_embedding",
+    POSITIONS: ("embeddings.position_embedding.weight", ROWS),
+    **block("encoder.layers", **_BLOCK),
+    "Transformer/encoder_norm": "post_layernorm",
+    "head": "classifier",
+}
+_CLIP_NAMES = _NAMES | {
+    "embedding/kernel": (_PATCHES, CONV),
+    "cls": (_CLASS, _TOKEN),
+    "Transformer/pre_norm": "pre_layrnorm",  # Their spelling.
+}
+del _CLIP_NAMES["embedding"]
+_TEXT_NAMES = {
+    "text/embedding": (_TEXT_ANCHOR, SAME),
+    "text/pos_embedding": ("text_model.embeddings.position_embedding.weight", ROWS),
+    "text/encoder_norm": "text_model.final_layer_norm",
+    **block("text_model.encoder.layers", ours="text/encoderblock", **_BLOCK),
+    text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
+}
+_CLIP_TEXT_NAMES = _TEXT_NAMES | {
+    "text/head/kernel": ("text_projection.weight", LINEAR),
+    f"{text.PROJECTION}/kernel": ("visual_projection.weight", LINEAR),
+}
+_SIGLIP_TEXT_NAMES = _TEXT_NAMES | {
+    "text/head": "text_model.head",
+    text.LOGIT_BIAS: (text.LOGIT_BIAS, _NUMBER),
+}
 
 
-def recognises(tensors: Tensors) -> bool:
-    """Returns whether a file is in this format."""
-    return any(prefix + _ANCHOR in tensors.flat for prefix in ("", "vision_model."))
-
-
-def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file or folder.
-      num_heads: attention heads if config.json does not state them; 0 means those of
-        the known sizes, or one per 64 features.
-
-    Returns:
-      The checkpoint under our names.
-
-    Raises:
-      UserError: this project has no such network.
-    """
-    config = tensors.sidecars.get("config.json", {})
-    kind = config.get("model_type")
-    if kind is not None and kind not in _KINDS:
-        raise UserError(
-            f"{tensors.path}: model_type={kind!r} in config.json is not one of "
-            f"{', '.join(sorted(_KINDS))}, which models of this project compute"
-        )
-    inside = any(name.startswith("vision_model.") for name in tensors.flat)
-    flat = {
-        _PREFIX.sub("", name, count=1): value
-        for name, value in tensors.flat.items()
-        if name.startswith(("vision_model.", "classifier.")) or not inside
-    }
-    flat.pop("embeddings.position_ids", None)  # In files of transformers 4.
-    clip = "embeddings.class_embedding" in flat
-    notes = []
-    task, task_params = {}, {}
-    if hugging_face_text.ANCHOR in tensors.flat:
-        defaults = _DEFAULTS["clip" if clip else "siglip"]
-        task, task_params, notes = hugging_face_text.read(
-            tensors.flat, config, defaults, tensors.path
-        )
-    elif "visual_projection.weight" in tensors.flat:
-        notes.append("visual_projection: left out; features are those before it")
-    facts, more = _read_config(config, clip)
-    notes += more
-    num_classes = len(flat.get("classifier.weight", ()))
-    if num_classes:
-        unused = ("head.", "post_layernorm.") if clip else ("head.",)
-        flat = {k: v for k, v in flat.items() if not k.startswith(unused)}
-    pool = "gap" if num_classes else "token"
-    if not clip and not num_classes:
-        pool = "map" if "head.probe" in flat else "gap"
-    depth = len({n.split(".")[2] for n in flat if n.startswith("encoder.layers.")})
-    width = len(flat[_ANCHOR])
-    num_heads, more = torch_file.choose_num_heads(
-        facts.num_heads, num_heads, width, depth
-    )
-    notes += more
-    form = {
-        "depth": depth,
-        "num_heads": num_heads,
-        "num_classes": num_classes,
-        "pool": pool,
-        "class_token": clip and pool != "token",
-        "pre_norm": clip,
-        "final_norm": "post_layernorm.weight" in flat,
-    }
-    if clip:
-        flat["embeddings.patch_embedding.bias"] = np.zeros(width, np.float32)
-    table = _table(form)
-    network = "a CLIPVisionModel or SiglipVisionModel"
-    torch_file.check_names(flat, table, tensors.path, network=network)
-    ours = torch_file.to_our_arrays(flat, table, tensors.path)
-    sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
-    sizes["image_size"] = hugging_face.find_image_size(
-        ours, facts, num_prefix_tokens=int(clip), source=tensors.path
-    )
-    patch = ours["embedding/kernel"].shape[0]
-    preprocess, more = hugging_face_processor.read(
-        tensors.sidecars, sizes["image_size"], patch
-    )
-    if preprocess is None:
-        preprocess = _preprocess(sizes["image_size"], clip)
-        more = [*more, f"preprocessing: not in the file, so {_name(clip)}'s"]
-    names = facts.class_names
-    return Pretrained(
-        params=unflatten_dict(ours, sep="/"),
-        options={
-            **sizes,
-            **{k: v for k, v in form.items() if k not in ("depth", "num_heads")},
-            "activation": facts.activation,
-            "posemb_resize": facts.posemb_resize or "bicubic",
-            "layer_norm_eps": facts.epsilon,
-        },
-        format="hugging_face_clip",
-        source=tensors.path,
-        preprocess=preprocess,
-        class_names=names if len(names) == num_classes else (),
-        loss=facts.loss,
-        multi_label=facts.loss == "sigmoid",  # As the hub calls it.
-        notes=(*notes, *more),
-        task=task,
-        task_params=task_params,
-        tokenizer=tensors.path if task else "",
-    )
-
-
-def _name(clip: bool) -> str:
-    return "CLIP" if clip else "SigLIP"
-
-
-def clip_preprocess(image_size: tuple[int, int]) -> Preprocess:
-    """Returns how images were prepared for CLIP."""
-    return Preprocess(
-        image_size, interpolation="bicubic", **hugging_face_processor.CLIP
-    )
-
-
-def _preprocess(image_size: tuple[int, int], clip: bool) -> Preprocess:
-    """Returns how images were prepared in the pretraining."""
-    if clip:
-        return clip_preprocess(image_size)
-    half = (0.5,) * 3
-    return Preprocess(image_size, half, half, interpolation="bicubic", squash=True)
-
-
-def _read_config(
-    config: dict, clip: bool
-) -> tuple[hugging_face.HuggingFaceConfig, list[str]]:
-    """Returns what config.json says, whose keys are those of a ViT, and a note."""
-    defaults = _DEFAULTS["clip" if clip else "siglip"]
-    tower = config.get("vision_config") or config
-    about = {k: config[k] for k in ("id2label", "problem_type") if k in config}
-    facts = hugging_face.read_config(
-        {**defaults, **tower, **about, "model_type": "vit"}
-    )
-    if not config:
-        return facts, [f"config.json: none, so {_name(clip)}'s defaults"]
-    return facts, []
-
-
-def _table(options: dict) -> list[ArrayEntry]:
-    """Returns the entries of a tower, without the prefix.
-
-    Args:
-      options: depth, num_heads, num_classes, pool, class_token, pre_norm and final_norm of
-        `models.Model`.
-    """
-    embed = "embeddings"
-    table = [
-        *dense(f"{embed}.patch_embedding", "embedding", CONV),
-        ArrayEntry(
-            f"{embed}.position_embedding.weight", (POSITIONS,), hugging_face_text.ROWS
-        ),
-    ]
-    if options["pool"] == "token" or options["class_token"]:
-        table.append(ArrayEntry(f"{embed}.class_embedding", ("cls",), _TOKEN))
-    if options["pre_norm"]:
-        table += norm("pre_layrnorm", "Transformer/pre_norm")  # Their spelling.
-    if options["final_norm"]:
-        table += norm("post_layernorm", "Transformer/encoder_norm")
-    for i in range(options["depth"]):
-        theirs, ours = f"encoder.layers.{i}", f"Transformer/encoderblock_{i}"
-        table += hugging_face_text.block_table(theirs, ours, options["num_heads"])
-    if options["pool"] == "map":
-        table += _pooling_table(options["num_heads"])
-    if options["num_classes"]:
-        table += dense("classifier", "head")
-    return table
-
-
-def _pooling_table(num_heads: int) -> list[ArrayEntry]:
-    ours = "MAPHead_0"
+def _pooling_table(options: Mapping) -> list[ArrayEntry]:
+    if options["pool"] != "map":
+        return []
+    ours, num_heads = "MAPHead_0", options["num_heads"]
     attention, mlp = f"{ours}/MultiHeadDotProductAttention_0", f"{ours}/MlpBlock_0"
     table = [ArrayEntry("head.probe", (f"{ours}/probe",), SAME)]
     for kind, leaf in (("weight", "kernel"), ("bias", "bias")):
@@ -237,156 +111,309 @@ def _pooling_table(num_heads: int) -> list[ArrayEntry]:
     return table + dense("head.mlp.fc2", f"{mlp}/Dense_1")
 
 
-# (D,) and (1, 1, D); (N, D) and (1, N, D).
-_TOKEN = torch_file.one_layout(lambda a: a[None, None], lambda a: a[0, 0])
+def _prepare(flat: Arrays, config: Mapping) -> list[str]:
+    del config
+    unused = ["embeddings.position_ids"]  # In files of transformers 4.
+    if "classifier.weight" in flat:
+        unused += ["head.", "post_layernorm."] if _CLASS in flat else ["head."]
+    for name in [name for name in flat if name.startswith(tuple(unused))]:
+        del flat[name]
+    return []
+
+
+def _options(flat: Arrays, config: Mapping) -> dict:
+    del config
+    clip, classified = _CLASS in flat, "classifier.weight" in flat
+    pool = "token" if clip else "map" if "head.probe" in flat else "gap"
+    return {
+        "pool": "gap" if classified else pool,
+        "class_token": clip and classified,
+        "pre_norm": clip,
+        "final_norm": "post_layernorm.weight" in flat,
+    }
+
+
+def _finish_clip(arrays: Arrays, options: Mapping) -> list[str]:
+    if not options["final_norm"]:  # That network always has it, and ignores it here.
+        width = options["width"]
+        arrays["post_layernorm.weight"] = np.ones(width, np.float32)
+        arrays["post_layernorm.bias"] = np.zeros(width, np.float32)
+    return []
+
+
+def _clip_has(options: Mapping) -> dict:
+    classified = bool(options["num_classes"])
+    return {
+        "pre_norm": (True,),
+        "pool": ("gap",) if classified else ("token",),
+        "class_token": (classified,),
+        "final_norm": (not classified,),
+    }
+
+
+def clip_preprocess(image_size: tuple[int, int]) -> Preprocess:
+    """Returns how images were prepared for CLIP."""
+    return Preprocess(
+        image_size, interpolation="bicubic", **hugging_face_processor.CLIP
+    )
+
+
+def _siglip_preprocess(image_size: tuple[int, int]) -> Preprocess:
+    return Preprocess(image_size, interpolation="bicubic", squash=True)
+
+
+CLIP = Family(
+    name="Hugging Face CLIP and SigLIP",
+    format="hugging_face_clip",
+    to="hf_clip",
+    network="CLIPVision",
+    model_types=(*_CLIP_TYPES, *_SIGLIP_TYPES),
+    claims=lambda flat, kind: _PATCHES in flat,
+    names=_CLIP_NAMES,
+    defaults={
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+        "num_attention_heads": 12,
+        "image_size": 224,
+    },
+    prepare=_prepare,
+    finish=_finish_clip,
+    options=_options,
+    has=_clip_has,
+    preprocess=clip_preprocess,
+)
+SIGLIP = dataclasses.replace(
+    CLIP,
+    network="SiglipVision",
+    model_types=(*_SIGLIP_TYPES, *_CLIP_TYPES),
+    names=_NAMES,
+    more_names=_pooling_table,
+    defaults=CLIP.defaults
+    | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    finish=lambda arrays, options: [],
+    has=lambda options: {
+        "pool": ("gap",) if options["num_classes"] else ("map", "gap"),
+        "class_token": (False,),
+    },
+    config=lambda options: {"vision_use_head": options["pool"] == "map"},
+    preprocess=_siglip_preprocess,
+)
+
+
+def _image_tower(flat: Mapping[str, np.ndarray]) -> Arrays:
+    """Returns the arrays of the image tower and of a classifier."""
+    if not any(name.startswith(_TOWER) for name in flat):
+        return dict(flat)
+    kept = (name for name in flat if name.startswith((_TOWER, "classifier.")))
+    return {name.removeprefix(_TOWER): flat[name] for name in kept}
+
+
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    return _PATCHES in _image_tower(tensors.flat)
+
+
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
+    """Reads a checkpoint; args and errors as in `hugging_face.read`."""
+    config, flat = tensors.config, _image_tower(tensors.flat)
+    family = CLIP if _CLASS in flat else SIGLIP
+    whole = {
+        k: config[k] for k in ("model_type", "id2label", "problem_type") if k in config
+    }
+    tower = (config.get("vision_config") or config) | whole
+    sidecars = tensors.sidecars | ({"config.json": tower} if config else {})
+    inner = dataclasses.replace(tensors, flat=flat, sidecars=sidecars)
+    found, notes = hugging_face.read(family, inner, num_heads), []
+    if not {"preprocessor_config.json", "processor_config.json"} & sidecars.keys():
+        name = "CLIP" if family is CLIP else "SigLIP"
+        notes.append(f"preprocessing: not in the file, so {name}'s")
+    if _TEXT_ANCHOR in tensors.flat:
+        task, params, more = _read_text(tensors.flat, config, family, tensors.path)
+        notes += more
+        found = dataclasses.replace(
+            found, task=task, task_params=params, tokenizer=tensors.path
+        )
+    elif "visual_projection.weight" in tensors.flat:
+        notes.append("visual_projection: left out; features are those before it")
+    return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+
+def _read_text(
+    flat: Mapping[str, np.ndarray], config: Mapping, family: Family, source: str
+) -> tuple[dict, dict, list[str]]:
+    """Returns `Pretrained.task`, `Pretrained.task_params`, and notes.
+
+    Raises:
+      UserError: this project has no such tower.
+    """
+    flat = {k: v for k, v in flat.items() if k.startswith(_TEXT_PARTS)}
+    flat.pop("text_model.embeddings.position_ids", None)  # In files of transformers 4.
+    clip, notes = family is CLIP, []
+    stated = config.get("text_config") or {}
+    about = {**family.defaults, **stated}
+    vocab_size, width = flat[_TEXT_ANCHOR].shape
+    num_heads = stated.get("num_attention_heads", 8 if clip else 12)
+    if not config:
+        num_heads = max(1, width // 64)
+        notes = [f"heads of the text tower: taken as {num_heads}, one for 64 features"]
+    if width % num_heads:
+        raise UserError(
+            f"{source}: {num_heads} heads do not divide the text tower's width {width}"
+        )
+    blocks = "text_model.encoder.layers."
+    depth = len({name.split(".")[3] for name in flat if name.startswith(blocks)})
+    table = _text_table(clip, depth, num_heads)
+    part, network = " of the text tower", "CLIPModel or SiglipModel"
+    torch_file.check_names(flat, table, source, part=part, network=network)
+    ours = torch_file.to_our_arrays(flat, table, source)
+    tower = {
+        "vocab_size": vocab_size,
+        "width": width,
+        "depth": depth,
+        "num_heads": num_heads,
+        "mlp_dim": ours["text/encoderblock_0/MlpBlock_3/Dense_0/bias"].size,
+        **_text_form(clip),
+        "activation": hugging_face.read_activation(about),
+        "layer_norm_eps": float(about["layer_norm_eps"]),
+    }
+    if clip:
+        end = stated.get("eos_token_id", vocab_size - 1)
+        tower["eos_id"] = vocab_size - 1 if end == _WRONG_END else end
+    loss = "softmax" if clip else "sigmoid"
+    task = {"name": "contrastive", "loss": loss, "text": tower}
+    return task, unflatten_dict(ours, sep="/"), notes
+
+
+def _text_table(clip: bool, depth: int, num_heads: int) -> list[ArrayEntry]:
+    names = _CLIP_TEXT_NAMES if clip else _SIGLIP_TEXT_NAMES
+    return hugging_face.name_entries(names, {"depth": depth, "num_heads": num_heads})
+
+
+def _text_form(clip: bool) -> dict:
+    """Returns the options that all text towers of a family have."""
+    return {
+        "causal": clip,
+        "pool": "eos" if clip else "last",
+        "projection": "plain" if clip else "bias",
+    }
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     """Writes a folder that `from_pretrained` of CLIP or SigLIP loads.
 
     With a text tower it is both towers and the files of the tokenizer, else the vision
-    model alone.
-
-    Args:
-      pretrained: with parameters that fit its options.
-      folder: existing; model.safetensors, config.json and, if the preprocessing is
-        known, preprocessor_config.json are written to it.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: transformers has no such network or image processor.
+    model alone. Args and errors as in `hugging_face.write`.
     """
-    model = models.create(**pretrained.options)
-    options = dict(model.options)
-    clip = _check_writable(options)
-    if model.grid[0] != model.grid[1]:
+    family, name = _family_of(pretrained)
+    options, arrays, notes = hugging_face.to_their_arrays(family, pretrained)
+    rows, columns = (side // options["patch"] for side in options["image_size"])
+    if rows != columns:
         raise UserError(
-            f"a grid of {model.grid[0]}x{model.grid[1]}: transformers takes that of "
-            f"{_name(clip)} as a square: write it with --to=timm or --to=safetensors"
+            f"a grid of {rows}x{columns}: transformers takes that of {name} as a square: "
+            "write it with --to=timm or --to=safetensors"
         )
-    flat = flatten_dict(pretrained.params, sep="/")
-    flat, options, notes = surgery.norm_every_token(flat, options)
-    flat, options, more = surgery.store_positions(flat, options, model.grid)
-    flat, options, folded = surgery.fold_layer_scale(flat, options)
-    notes += more + folded + surgery.note_resize(options, "transformers")
-    if clip:
-        flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
-        notes += more
-    arrays = torch_file.to_their_arrays(flat, _table(options))
-    if clip:
-        del arrays["embeddings.patch_embedding.bias"]
-        if not options[
-            "final_norm"
-        ]:  # That network always has it, and ignores it here.
-            width = options["width"]
-            arrays["post_layernorm.weight"] = np.ones(width, np.float32)
-            arrays["post_layernorm.bias"] = np.zeros(width, np.float32)
-    text, more = _write_text(pretrained, options, clip)
-    notes += more
-    if clip or options["num_classes"] or text:
-        arrays = {
-            name if name.startswith("classifier.") else f"vision_model.{name}": value
-            for name, value in arrays.items()
+    config, text_arrays = hugging_face.write_config(family, options, pretrained), {}
+    if options["num_classes"]:
+        labels = {"id2label", "label2id", "problem_type"} & config.keys()
+        config = {
+            **{key: config.pop(key) for key in labels},
+            "architectures": [f"{name}ForImageClassification"],
+            "model_type": family.model_types[1],
+            "dtype": "float32",
+            "vision_config": {k: v for k, v in config.items() if k != "architectures"},
         }
-    config = _config(options, model.patch_size, pretrained, clip)
-    if text:
-        arrays |= text[0]
-        config = _whole_config(config, text[1], clip)
-        notes += tokenizer.copy_files(pretrained.tokenizer, folder)
-    preprocess, channels = pretrained.preprocess, options["channels"]
+    elif "text" in pretrained.task_params:
+        try:
+            text_arrays, text_config = _write_text(pretrained, family)
+        except UserError as error:
+            notes.append(f"text tower: left out ({error})")
+        else:
+            config = _whole_config(config, text_config, family)
+            notes += tokenizer.copy_files(pretrained.tokenizer, folder)
+    if family is CLIP or options["num_classes"] or text_arrays:
+        arrays = hugging_face.add_prefix(arrays, _TOWER)
     return notes + hugging_face.write_folder(
-        folder, arrays, config, preprocess, channels
+        folder, arrays | text_arrays, config, pretrained
     )
 
 
-def _write_text(
-    pretrained: Pretrained, options: dict, clip: bool
-) -> tuple[tuple[dict, dict] | None, list[str]]:
-    """Returns what `hugging_face_text.write` does; None, and why, if there is none."""
-    if "text" not in pretrained.task_params or options["num_classes"]:
-        return None, []
-    try:
-        return hugging_face_text.write(pretrained, clip=clip), []
-    except UserError as error:
-        return None, [f"text tower: left out ({error})"]
+def _family_of(pretrained: Pretrained) -> tuple[Family, str]:
+    options = models.create(**pretrained.options).options
+    return (CLIP, "CLIP") if options.get("pre_norm") else (SIGLIP, "Siglip")
 
 
-def _whole_config(vision: dict, text: dict, clip: bool) -> dict:
+def _whole_config(vision: dict, text_config: dict, family: Family) -> dict:
     """Returns the content of config.json for both towers."""
     vision = {k: v for k, v in vision.items() if k not in ("architectures", "dtype")}
-    whole = {"vision_config": vision, "text_config": text, "dtype": "float32"}
-    if not clip:
-        return {"architectures": ["SiglipModel"], "model_type": "siglip"} | whole
-    width = text["projection_dim"]
+    clip = family is CLIP
     return {
-        "architectures": ["CLIPModel"],
-        "model_type": "clip",
-        "projection_dim": width,
-        **whole,
+        "architectures": ["CLIPModel" if clip else "SiglipModel"],
+        "model_type": family.model_types[1],
+        **({"projection_dim": text_config["projection_dim"]} if clip else {}),
+        "vision_config": vision,
+        "text_config": text_config,
+        "dtype": "float32",
     }
 
 
-def _check_writable(options: dict) -> bool:
-    """Returns whether a network is CLIP's, not SigLIP's.
+def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
+    """Returns the arrays of a text tower and the projections, and `text_config`.
 
     Raises:
-      UserError: transformers has no such network.
+      UserError: transformers has no such tower.
     """
-    clip = bool(options.get("pre_norm"))
-    classified = bool(options.get("num_classes"))
-    pools = ("token",) if clip else ("map", "gap")
-    surgery.check_network(
-        options,
-        f"{_name(clip)}VisionModel of transformers",
-        {
-            "pre_norm": (clip,),
-            "pool": ("gap",) if classified else pools,
-            "class_token": (clip and classified,),
-            "final_norm": (not (clip and classified),),
-            "activation": ("gelu", "gelu_tanh", "quick_gelu"),
-        },
-    )
-    return clip
-
-
-def _config(options: dict, patch_size: int, pretrained: Pretrained, clip: bool) -> dict:
-    """Returns the content of config.json."""
-    whole = hugging_face.write_config(
-        options | {"patch": patch_size}, pretrained.class_names, pretrained.loss
-    )
-    about = {k: whole.pop(k) for k in ("id2label", "label2id") if k in whole}
-    about |= {k: whole.pop(k) for k in ("problem_type",) if k in whole}
-    for name in ("encoder_stride", "qkv_bias", "architectures"):
-        del whole[name]
-    kind, name = ("clip", "CLIP") if clip else ("siglip", "Siglip")
-    whole["model_type"] = f"{kind}_vision_model"
+    about, params, clip = config_of(pretrained), pretrained.task_params, family is CLIP
+    name = "CLIP" if clip else "SigLIP"
+    for key, value in _text_form(clip).items():
+        if getattr(about, key) != value:
+            raise UserError(
+                f"task.text.{key}={getattr(about, key)!r}: the text tower of {name} in "
+                f"transformers has {value!r}: write it with --to=safetensors"
+            )
+    if (text.PROJECTION in params) != clip or "bias" in params.get(text.PROJECTION, {}):
+        raise UserError(
+            f"{name} of transformers has {'a' if clip else 'no'} projection of the image's "
+            "features, without a bias: write it with --to=safetensors"
+        )
+    flat = flatten_dict(params, sep="/")
+    if not clip:  # Which always has a bias.
+        flat.setdefault(text.LOGIT_BIAS, np.zeros(1, np.float32))
+    table = _text_table(clip, about.depth, about.num_heads)
+    arrays = torch_file.to_their_arrays(flat, table)
+    for number in {text.LOGIT_SCALE, text.LOGIT_BIAS} & arrays.keys():
+        arrays[number] = arrays[number].reshape(() if clip else 1)
+    sizes = dataclasses.asdict(about) | {"mlp_dim": about.mlp_dim or 4 * about.width}
+    shared = sizes.keys() & set(KEYS.values())
+    config = {
+        "model_type": "clip_text_model" if clip else "siglip_text_model",
+        "vocab_size": about.vocab_size,
+        **{key: sizes[option] for key, option in KEYS.items() if option in shared},
+        "max_position_embeddings": flat["text/pos_embedding"].shape[1],
+        "hidden_act": hugging_face.write_activation(about.activation),
+    }
+    embed_dim = flat["text/head/kernel"].shape[1]
     if not clip:
-        whole["vision_use_head"] = options["pool"] == "map"
-    if not options["num_classes"]:
-        return whole | {"architectures": [f"{name}VisionModel"]}
-    return about | {
-        "architectures": [f"{name}ForImageClassification"],
-        "model_type": kind,
-        "dtype": "float32",
-        "vision_config": whole,
+        return arrays, config | {"projection_size": embed_dim}
+    return arrays, config | {
+        "projection_dim": embed_dim,
+        "eos_token_id": about.eos_id,
+        "pad_token_id": about.eos_id,
+        "bos_token_id": max(about.eos_id - 1, 0),
     }
 
 
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     """Returns Python lines that load a written checkpoint."""
     del on_hub
-    options = models.create(**pretrained.options).options
-    name = "CLIP" if options["pre_norm"] else "Siglip"
-    whole = "text" in pretrained.task_params
-    kind = "Model" if whole else "VisionModel"
-    name += "ForImageClassification" if options["num_classes"] else kind
+    kind = "Model" if "text" in pretrained.task_params else "VisionModel"
+    if pretrained.options["num_classes"]:
+        kind = "ForImageClassification"
+    name = _family_of(pretrained)[1] + kind
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 
 
-READERS["Hugging Face CLIP and SigLIP"] = Reader(recognises, read)
-WRITERS["hf_clip"] = Writer(
+READERS[CLIP.name] = Reader(recognises, read)
+WRITERS[CLIP.to] = Writer(
     write,
     usage=_usage,
     library="transformers",

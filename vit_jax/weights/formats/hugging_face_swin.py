@@ -1,7 +1,9 @@
 """Swin Transformers of transformers: SwinModel, Swinv2Model and their classifiers."""
 
+import functools
 import os
 import re
+from collections.abc import Mapping
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -11,15 +13,15 @@ from vit_jax.models.swin import SwinConfig
 from vit_jax.weights.formats import (
     hugging_face,
     hugging_face_processor,
+    hugging_face_vit,
     swin,
     torch_file,
 )
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.hugging_face import Arrays, Family
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader
 from vit_jax.weights.pretrained import Pretrained
 
-_PREFIX = re.compile(r"swin(v2)?\.")
-_BLOCK = "encoder.layers.0.blocks.0.attention.self"
 _NAMES = swin.Names(
     embedding="embeddings.patch_embeddings.projection",
     embedding_norm="embeddings.norm",
@@ -33,18 +35,51 @@ _NAMES = swin.Names(
     norm="layernorm",
     head="classifier",
 )
-_BUFFER = re.compile(r"relative_position_index|relative_coords_table|attn_mask")
+_UNUSED = re.compile(
+    r"relative_position_index|relative_coords_table|attn_mask|^decoder\.0\.(weight|bias)$"
+)
 _PARTS = ("query", "key", "value")
 
 
-def recognises(tensors: Tensors) -> bool:
-    """Returns whether a file is in this format."""
-    return f"{_BLOCK}.query.weight" in _rename(tensors.flat)
+def _config(options: Mapping) -> dict:
+    v2 = options["variant"].startswith("SwinV2")
+    task = "ForImageClassification" if options["num_classes"] else "Model"
+    times = 2 ** (len(options["stage_depths"]) - 1)
+    return {
+        "architectures": [f"{'Swinv2' if v2 else 'Swin'}{task}"],
+        "model_type": "swinv2" if v2 else "swin",
+        "hidden_size": options["width"] * times,
+        "encoder_stride": options["patch_size"] * times,
+        "qkv_bias": True,
+        "use_absolute_embeddings": False,
+    }
 
 
-def _rename(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays without the prefix of models with a classifier."""
-    return {_PREFIX.sub("", name, count=1): value for name, value in flat.items()}
+# Read and written below, since its stages and windows are in no table.
+SWIN = Family(
+    name="Hugging Face Swin",
+    format="hf",
+    to="hf",
+    network="Swin",
+    model_types=("swin", "swinv2"),
+    claims=lambda flat, kind: (
+        "encoder.layers.0.blocks.0.attention.self.query.weight" in flat
+    ),
+    renames=((r"^swin(v2)?\.", ""),),
+    defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "image_size": 224},
+    keys={
+        "embed_dim": "width",
+        "depths": "stage_depths",
+        "num_heads": "num_heads",
+        "window_size": "window_size",
+        "mlp_ratio": "mlp_ratio",
+        "patch_size": "patch_size",
+        "num_channels": "channels",
+        "layer_norm_eps": "layer_norm_eps",
+    },
+    config=_config,
+    must={"use_absolute_embeddings": (False, ""), "qkv_bias": (True, "")},
+)
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
@@ -58,49 +93,30 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
       The checkpoint under our names.
 
     Raises:
-      UserError: the file is no whole Swin Transformer, there is no config.json, or it
+      UserError: the file is no whole Swin Transformer, nothing says how its windows are, or it
         has a feature that ours have not.
     """
-    config = tensors.sidecars.get("config.json", {})
-    if config.get("model_type") not in ("swin", "swinv2"):
+    config, source = tensors.config, tensors.path
+    if config.get("model_type") not in SWIN.model_types:
         found = f"model_type={config['model_type']!r} in" if config else "no"
         raise UserError(
-            f"{tensors.path}: {found} config.json, which has to be of swin or swinv2, whose "
+            f"{source}: {found} config.json, which has to be of swin or swinv2, whose "
             "windows it states: give the folder of such a network with both files"
         )
-    for name, plain in (("use_absolute_embeddings", False), ("qkv_bias", True)):
-        if config.get(name, plain) != plain:
-            raise UserError(
-                f"{tensors.path}: {name}={config[name]!r} in config.json is not supported, "
-                f"only {plain!r}"
-            )
-    flat = _rename(tensors.flat)
-    notes = [
-        f"{name.split('.')[-1].replace('_', ' ')}: dropped, which only pretraining has"
-        for name in list(flat)
-        if name == "embeddings.mask_token" and flat.pop(name) is not None
-    ]
-    if any(
-        flat.pop(name, None) is not None
-        for name in ("decoder.0.weight", "decoder.0.bias")
-    ):
+    stated = SWIN.defaults | config
+    flat = hugging_face.rename(SWIN, tensors.flat)
+    hugging_face.check_config(SWIN, flat, config, source)
+    notes = hugging_face.drop_mask_token(flat)
+    if "decoder.0.weight" in flat:
         notes.append("decoder: dropped, which only pretraining has")
-    flat = _merge_qkv({k: v for k, v in flat.items() if not _BUFFER.search(k)})
-    found = swin.options_of(flat, _NAMES, tensors.path)
+    flat = _merge_qkv({k: v for k, v in flat.items() if not _UNUSED.search(k)})
+    found = swin.options_of(flat, _NAMES, source)
     table = swin.table(found, _NAMES)
-    network = "a SwinModel or Swinv2Model"
-    torch_file.check_names(flat, table, tensors.path, network=network)
-    ours = torch_file.to_our_arrays(flat, table, tensors.path)
-    as_vit = {
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "gelu",
-        **config,
-        "model_type": "vit",
-    }
-    facts = hugging_face.read_config({**as_vit, "num_attention_heads": 1})
-    preprocess, more = hugging_face_processor.read(
-        tensors.sidecars, facts.image_size or (224, 224)
-    )
+    torch_file.check_names(flat, table, source, network="SwinModel or Swinv2Model")
+    ours = torch_file.to_our_arrays(flat, table, source)
+    size = stated["image_size"]
+    image_size = (size, size) if isinstance(size, int) else tuple(size)
+    preprocess, more = hugging_face_processor.read(tensors.sidecars, image_size)
     grown = config.get("pretrained_window_sizes") or ()
     return Pretrained(
         params=unflatten_dict(ours, sep="/"),
@@ -110,21 +126,19 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "pretrained_window_sizes": tuple(grown) if any(grown) else (0,),
             "window_padding": "transformers",
             "bias_resize": "bicubic",
-            "activation": facts.activation,
-            "layer_norm_eps": facts.epsilon,
-            "image_size": facts.image_size or (224, 224),
+            "activation": hugging_face.read_activation(stated),
+            "layer_norm_eps": float(stated["layer_norm_eps"]),
+            "image_size": image_size,
         },
-        format="hf",
-        source=tensors.path,
+        format=SWIN.format,
+        source=source,
         preprocess=preprocess,
-        class_names=facts.class_names,
-        loss=facts.loss,
-        multi_label=facts.loss == "sigmoid",  # As the hub calls it.
         notes=(*notes, *more),
+        **hugging_face.read_labels(config, found["num_classes"]),
     )
 
 
-def _merge_qkv(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _merge_qkv(flat: Arrays) -> Arrays:
     """Returns the arrays with query, key and value in one; V2's biases stay apart."""
     merged = dict(flat)
     for name in flat:
@@ -143,7 +157,7 @@ def _merge_qkv(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return merged
 
 
-def _split_qkv(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _split_qkv(flat: Arrays) -> Arrays:
     """Undoes `_merge_qkv`."""
     split = {}
     for name, value in flat.items():
@@ -162,59 +176,20 @@ def _split_qkv(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that `from_pretrained` of transformers loads.
-
-    Args:
-      pretrained: a Swin Transformer whose parameters fit its options.
-      folder: existing; model.safetensors, config.json and, if the preprocessing is
-        known, preprocessor_config.json are written to it.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
-
-    Raises:
-      UserError: transformers has no such image processor.
-    """
+    """Writes a Swin Transformer; args and errors as in `hugging_face.write`."""
     config, options = swin.complete(pretrained)
     notes = swin.check_writable(config, "transformers")
     flat = flatten_dict(pretrained.params, sep="/")
     arrays = _split_qkv(torch_file.to_their_arrays(flat, swin.table(options, _NAMES)))
-    kind = "swinv2" if config.v2 else "swin"
-    if options["num_classes"]:
-        arrays = {
-            name if name.startswith("classifier.") else f"{kind}.{name}": value
-            for name, value in arrays.items()
-        }
-    depths = options["stage_depths"]
-    as_vit = options | {
-        "distillation": False,
-        "depth": len(depths),
-        "mlp_dim": 0,
-        "patch": options["patch_size"],
-        "posemb": "none",
-    }
-    content = hugging_face.write_config(as_vit, pretrained.class_names, pretrained.loss)
-    for name in ("num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        del content[name]
-    name = "ForImageClassification" if options["num_classes"] else "Model"
-    content |= {
-        "architectures": [f"{'Swinv2' if config.v2 else 'Swin'}{name}"],
-        "model_type": kind,
-        "hidden_size": options["width"] * 2 ** (len(depths) - 1),
-        "embed_dim": options["width"],
-        "depths": list(depths),
-        "num_heads": list(options["num_heads"]),
-        "window_size": options["window_size"],
-        "mlp_ratio": options["mlp_ratio"],
-        "encoder_stride": options["patch_size"] * 2 ** (len(depths) - 1),
-        "use_absolute_embeddings": False,
-    }
+    content = hugging_face.write_config(SWIN, options, pretrained)
     if config.v2:
         content["pretrained_window_sizes"] = list(swin.pretrained_windows(config))
-    return notes + hugging_face.write_folder(
-        folder, arrays, content, pretrained.preprocess, options["channels"]
-    )
+    if options["num_classes"]:
+        arrays = hugging_face.add_prefix(arrays, f"{content['model_type']}.")
+    return notes + hugging_face.write_folder(folder, arrays, content, pretrained)
 
 
-READERS["Hugging Face Swin"] = Reader(recognises, read, refines=("Hugging Face",))
-WRITERS["hf"].networks[SwinConfig] = write
+READERS[SWIN.name] = Reader(
+    functools.partial(hugging_face.recognises, SWIN), read, refines=("Hugging Face",)
+)
+WRITERS[hugging_face_vit.VIT.to].networks[SwinConfig] = write

@@ -6,10 +6,10 @@ one are told by their fixed positions, or by their config.json.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
-import types
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +21,7 @@ from vit_jax.models import posemb
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import dino, hugging_face, timm, torch_file
 from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.hugging_face_vit import VIT
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense, norm
 from vit_jax.weights.pretrained import Pretrained
@@ -39,7 +40,7 @@ class _Names:
     """Names of a library, whose encoder the decoder's blocks are named as.
 
     Attributes:
-      library: module of the encoder's format.
+      read: reads the encoder.
       table: returns the entries of the encoder.
       prefix: of what is in the decoder.
       more: before its own layers, behind the prefix.
@@ -47,7 +48,7 @@ class _Names:
       to: how it is written.
     """
 
-    library: types.ModuleType
+    read: Callable[[Tensors, int], Pretrained]
     table: Callable[[dict], list[ArrayEntry]]
     prefix: str
     more: str
@@ -63,10 +64,12 @@ class _Names:
         return f"{self.more}pos_embed"
 
 
-_FACEBOOK = _Names(timm, timm.transformer_table, "decoder_", "", "blocks.", "--to=mae")
+_FACEBOOK = _Names(
+    timm.read, timm.transformer_table, "decoder_", "", "blocks.", "--to=mae"
+)
 _HF = _Names(
-    hugging_face,
-    hugging_face.encoder_table,
+    functools.partial(hugging_face.read, VIT),
+    functools.partial(hugging_face.entries, VIT),
     "decoder.",
     "decoder_",
     "encoder.",
@@ -77,7 +80,7 @@ _HF = _Names(
 def recognises(tensors: Tensors) -> bool:
     """Returns whether a file is in this format."""
     flat, config = tensors.flat, tensors.sidecars.get("config.json", {})
-    if hugging_face.recognises(tensors):
+    if hugging_face.recognises(VIT, tensors):
         stated = config.get("model_type") == "vit_mae"
         return stated or f"{_HF.prefix}{_HF.embed}" in flat
     if not timm.recognises(tensors) or "architecture" in config:
@@ -108,7 +111,7 @@ def _table(grid: tuple[int, int], width: int) -> np.ndarray:
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads an encoder, and a decoder as its task; see `registry.Reader`."""
-    names = _HF if hugging_face.recognises(tensors) else _FACEBOOK
+    names = _HF if hugging_face.recognises(VIT, tensors) else _FACEBOOK
     prefix = names.prefix
     # The mask token stands among the arrays of the encoder in facebookresearch's files.
     decoder = {
@@ -119,7 +122,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     rest = {k: v for k, v in tensors.flat.items() if not k.startswith(prefix)}
     rest.pop(_MASK_TOKEN, None)
     tensors = dataclasses.replace(tensors, flat=rest)
-    found = names.library.read(tensors, num_heads)
+    found = names.read(tensors, num_heads)
     options, params, notes = dict(found.options), dict(found.params), [*found.notes]
     positions = params["Transformer"]["posembed_input"]["pos_embedding"]
     grid = models.create(**options).grid
@@ -169,7 +172,7 @@ def _read_decoder(
     if names is _HF:
         blocks = "|".join(map(re.escape, _HF_BLOCKS))
         flat = {re.sub(f"^({blocks})", "encoder.layer.", k): v for k, v in flat.items()}
-        flat = hugging_face.rename(flat)
+        flat = hugging_face.rename(VIT, flat)
     blocks = (re.match(r"(?:blocks|encoder\.layer)\.(\d+)\.", name) for name in flat)
     depth = len({match[1] for match in blocks if match})
     width = len(flat[names.embed])
@@ -260,8 +263,9 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
 def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     """Writes a folder that ViTMAE of transformers loads; see `registry.Writer`."""
     arrays, notes, options = _encoder(pretrained, _HF)
-    config = hugging_face.write_config(options, (), "softmax")
-    del config["encoder_stride"]
+    config = hugging_face.write_config(VIT, options, pretrained)
+    for name in ("encoder_stride", "problem_type"):
+        config.pop(name, None)
     config |= {"model_type": "vit_mae", "architectures": ["ViTMAEModel"]}
     if decoder := _decoder(pretrained, _HF):
         arrays = {f"vit.{name}": value for name, value in arrays.items()}
@@ -278,10 +282,7 @@ def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> lis
             "decoder_num_attention_heads": sizes[2],
             "decoder_intermediate_size": mlp_dim,
         }
-    preprocess, channels = pretrained.preprocess, options["channels"]
-    return notes + hugging_face.write_folder(
-        folder, arrays, config, preprocess, channels
-    )
+    return notes + hugging_face.write_folder(folder, arrays, config, pretrained)
 
 
 def _encoder(

@@ -22,7 +22,6 @@ from vit_jax.models import text
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import (
     hugging_face_clip,
-    hugging_face_text,
     linen,
     timm,
     timm_config,
@@ -313,7 +312,7 @@ def _image_table(depth: int, num_heads: int) -> list[ArrayEntry]:
     table = [
         *dense("conv1", "embedding", _KERNEL),
         ArrayEntry("class_embedding", ("cls",), _TOKEN),
-        ArrayEntry("positional_embedding", (POSITIONS,), hugging_face_text.ROWS),
+        ArrayEntry("positional_embedding", (POSITIONS,), hugging_face_clip.ROWS),
         *norm("ln_pre", "Transformer/pre_norm"),
         *norm("ln_post", "Transformer/encoder_norm"),
     ]
@@ -326,7 +325,7 @@ def _image_table(depth: int, num_heads: int) -> list[ArrayEntry]:
 def _text_table(
     depth: int, num_heads: int, *, bias: bool, shifted: bool
 ) -> list[ArrayEntry]:
-    rows, head = hugging_face_text.ROWS, "text/head"
+    rows, head = hugging_face_clip.ROWS, "text/head"
     table = [
         ArrayEntry("token_embedding.weight", ("text/embedding",), SAME),
         ArrayEntry("positional_embedding", ("text/pos_embedding",), rows),

@@ -1,0 +1,244 @@
+"""DINOv2 and DINOv3 of transformers.
+
+DINOv2 (arXiv:2304.07193) is Dinov2Model, or Dinov2WithRegistersModel; DINOv3
+(arXiv:2508.10104) has rotary positions.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from vit_jax.errors import UserError
+from vit_jax.weights.formats import dino, hugging_face
+from vit_jax.weights.formats.hugging_face import KEYS, MASK_TOKEN, Arrays, Family, block
+from vit_jax.weights.formats.hugging_face_vit import ATTENTION
+from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense, gated
+from vit_jax.weights.pretrained import POSITIONS
+
+_REGISTERS = "embeddings.register_tokens"
+_DINOV2_TYPES = ("dinov2", "dinov2_with_registers")
+_GATE = "layer.0.mlp.gate_proj.weight"  # Of DINOv3.
+_TOKENS = {
+    "cls": ("embeddings.cls_token", SAME),
+    "register_tokens": (_REGISTERS, SAME),
+}
+_BLOCK = {
+    "norm1": "norm1",
+    "scale1": "layer_scale1.lambda1",
+    "norm2": "norm2",
+    "scale2": "layer_scale2.lambda1",
+}
+
+
+def _usage(options: Mapping) -> tuple[str, str]:
+    output = "logits" if options["num_classes"] else "pooler_output: the features"
+    return "", f"  # .{output}"
+
+
+def _num_registers(flat: Arrays) -> int:
+    return flat[_REGISTERS].shape[1] if _REGISTERS in flat else 0
+
+
+def _is_dinov2(flat: Arrays, kind: str | None) -> bool:
+    needed = {
+        "embeddings.patch_embeddings.projection.weight",
+        "encoder.layer.0.layer_scale1.lambda1",
+    }
+    return needed <= flat.keys() and kind in (None, *_DINOV2_TYPES)
+
+
+def _dinov2_mlp(options: Mapping) -> list[ArrayEntry]:
+    table = []
+    for i in range(options["depth"]):
+        theirs = f"encoder.layer.{i}.mlp"
+        ours = f"Transformer/encoderblock_{i}/MlpBlock_3"
+        if options["activation"] == "swiglu":
+            table += gated(f"{theirs}.weights_in", ours)
+            table += dense(f"{theirs}.weights_out", f"{ours}/Dense_1")
+        else:
+            table += dense(f"{theirs}.fc1", f"{ours}/Dense_0")
+            table += dense(f"{theirs}.fc2", f"{ours}/Dense_1")
+    return table
+
+
+def _dinov2_options(flat: Arrays, config: Mapping) -> dict:
+    del config
+    registers = _num_registers(flat)
+    options = {
+        "pool": "token_gap" if "classifier.weight" in flat else "token",
+        "num_register_tokens": registers,
+        "posemb_resize": "bicubic" if registers else "bicubic_dino",
+    }
+    swiglu = "encoder.layer.0.mlp.weights_in.weight" in flat
+    return options | ({"activation": "swiglu"} if swiglu else {})
+
+
+def _dinov2_config(options: Mapping) -> dict:
+    """Returns what config.json has beyond the keys.
+
+    Raises:
+      UserError: it cannot state the hidden units of the MLP.
+    """
+    width, mlp_dim = options["width"], options["mlp_dim"]
+    swiglu, registers = (
+        options["activation"] == "swiglu",
+        options["num_register_tokens"],
+    )
+
+    def hidden(ratio):
+        # Two thirds, up to a multiple of 8, for a gated one (DINOv2's code).
+        return (width * ratio * 2 // 3 + 7) // 8 * 8 if swiglu else width * ratio
+
+    ratio = next((r for r in range(1, 65) if hidden(r) == mlp_dim), None)
+    if ratio is None:
+        raise UserError(
+            f"mlp_dim={mlp_dim}: Dinov2Model of transformers has {hidden(4)} and what "
+            f"follows from other whole ratios to the width, {width}: write it with --to=timm"
+        )
+    config = {"qkv_bias": True, "mlp_ratio": ratio, "use_swiglu_ffn": swiglu}
+    if not registers:
+        return config | {"use_mask_token": False}
+    task = "ForImageClassification" if options["num_classes"] else "Model"
+    return config | {
+        "architectures": [f"Dinov2WithRegisters{task}"],
+        "model_type": "dinov2_with_registers",
+        "num_register_tokens": registers,
+    }
+
+
+def _finish_dinov2(arrays: Arrays, options: Mapping) -> list[str]:
+    if options["num_register_tokens"]:  # That network always has one.
+        arrays[MASK_TOKEN] = np.zeros((1, options["width"]), np.float32)
+    return []
+
+
+DINOV2 = Family(
+    name="Hugging Face DINOv2",
+    format="dinov2",
+    to="hf_dinov2",
+    network="Dinov2",
+    model_types=_DINOV2_TYPES,
+    claims=_is_dinov2,
+    renames=((r"^(dinov2|dinov2_with_registers)\.", ""),),
+    names={
+        "embedding": "embeddings.patch_embeddings.projection",
+        POSITIONS: ("embeddings.position_embeddings", SAME),
+        **_TOKENS,
+        **block("encoder.layer", **_BLOCK, **ATTENTION),
+        "Transformer/encoder_norm": "layernorm",
+        "head": "classifier",
+    },
+    more_names=_dinov2_mlp,
+    defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-6, "layerscale_value": 1.0},
+    keys={k: v for k, v in KEYS.items() if k != "intermediate_size"}
+    | {"layerscale_value": "layer_scale_init"},
+    prepare=lambda flat, config: hugging_face.drop_mask_token(flat),
+    finish=_finish_dinov2,
+    options=_dinov2_options,
+    has=lambda options: {
+        "pool": ("token_gap",) if options["num_classes"] else ("token",),
+        "num_register_tokens": range(1_000),
+        "activation": (*hugging_face.ACTIVATIONS, "swiglu"),
+    },
+    others="--to=timm, --to=hf or --to=safetensors",
+    config=_dinov2_config,
+    usage=_usage,
+    any_size=True,
+    preprocess=dino.preprocess,
+)
+
+
+def _prepare_dinov3(flat: Arrays, config: Mapping) -> list[str]:
+    del config
+    if _REGISTERS in flat and not flat[_REGISTERS].size:
+        del flat[_REGISTERS]
+    notes = hugging_face.drop_mask_token(flat)
+    return notes + hugging_face.add_biases(flat, r"^layer\..*(_proj)$")
+
+
+def _finish_dinov3(arrays: Arrays, options: Mapping) -> list[str]:
+    width = options["width"]
+    arrays.setdefault(_REGISTERS, np.zeros((1, 0, width), np.float32))
+    arrays[MASK_TOKEN] = np.zeros((1, 1, width), np.float32)
+    return []
+
+
+def _dinov3_options(flat: Arrays, config: Mapping) -> dict:
+    del config
+    options = {
+        "pool": "token",
+        "posemb": "none",
+        "rope": "centered",
+        "num_register_tokens": _num_registers(flat),
+    }
+    return options | ({"activation": "swiglu"} if _GATE in flat else {})
+
+
+def _dinov3_config(options: Mapping) -> dict:
+    gate = options["activation"] == "swiglu"
+    biases = ("query", "key", "value", "proj", "mlp")
+    return {
+        "use_gated_mlp": gate,
+        **({"hidden_act": "silu"} if gate else {}),
+        "num_register_tokens": options["num_register_tokens"],
+        **{f"{name}_bias": True for name in biases},
+    }
+
+
+DINOV3 = Family(
+    name="Hugging Face DINOv3",
+    format="dinov3",
+    to="hf_dinov3",
+    network="DINOv3ViT",
+    model_types=("dinov3_vit",),
+    claims=lambda flat, kind: (
+        {
+            "embeddings.patch_embeddings.weight",
+            "layer.0.layer_scale1.lambda1",
+        }
+        <= flat.keys()
+    ),
+    names={
+        "embedding": "embeddings.patch_embeddings",
+        **_TOKENS,
+        **block(
+            "layer",
+            **_BLOCK,
+            query="attention.q_proj",
+            key="attention.k_proj",
+            value="attention.v_proj",
+            out="attention.o_proj",
+            fc1="mlp.up_proj",
+            fc2="mlp.down_proj",
+            gate="mlp.gate_proj",
+        ),
+        "Transformer/encoder_norm": "norm",
+    },
+    defaults={
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "layerscale_value": 1.0,
+        "rope_theta": 100.0,
+    },
+    keys=KEYS
+    | {"layerscale_value": "layer_scale_init", "rope_theta": "rope_temperature"},
+    must={"hidden_act": ("silu", _GATE)},
+    prepare=_prepare_dinov3,
+    finish=_finish_dinov3,
+    options=_dinov3_options,
+    has=lambda options: {
+        "num_register_tokens": range(1_000),
+        "num_classes": (0,),
+        "pool": ("token",),
+        "rope": ("centered",),
+        "posemb": ("none",),
+        "activation": (*hugging_face.ACTIVATIONS, "swiglu"),
+    },
+    config=_dinov3_config,
+    usage=_usage,
+    any_size=True,
+    preprocess=dino.preprocess,
+)
+
+hugging_face.register(DINOV2)
+hugging_face.register(DINOV3)

@@ -1,0 +1,215 @@
+"""ViT, DeiT and I-JEPA of transformers.
+
+DeiT may have a distillation token. I-JEPA (arXiv:2301.08243) has no class token: the mean
+of its patches is classified. Names in the memory of transformers 5
+(`vit.layers.0.attention.q_proj...`) are read too.
+"""
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from vit_jax.errors import UserError
+from vit_jax.weights.formats import hugging_face
+from vit_jax.weights.formats.hugging_face import RESIZE_KEY, Arrays, Family, block
+from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense
+from vit_jax.weights.pretrained import POSITIONS
+
+# Names in the memory of transformers 5, and in files; applied in this order.
+_NAMES_IN_MEMORY = (
+    (r"^layers\.", "encoder.layer."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+)
+_PATCHES = "embeddings.patch_embeddings.projection"
+_QUERY = "encoder.layer.0.attention.attention.query.weight"
+_POOLER = "pooler.dense.weight"
+_DISTILLATION = "embeddings.distillation_token"
+
+ATTENTION = {part: f"attention.attention.{part}" for part in ("query", "key", "value")}
+ATTENTION["out"] = "attention.output.dense"
+# Of BEiT too.
+BLOCK = {
+    "norm1": "layernorm_before",
+    **ATTENTION,
+    "norm2": "layernorm_after",
+    "fc1": "intermediate.dense",
+    "fc2": "output.dense",
+}
+_IJEPA_NAMES = {
+    "embedding": _PATCHES,
+    POSITIONS: ("embeddings.position_embeddings", SAME),
+    **block("encoder.layer", **BLOCK),
+    "Transformer/encoder_norm": "layernorm",
+    "head": "classifier",
+}
+_NAMES = _IJEPA_NAMES | {
+    "cls": ("embeddings.cls_token", SAME),
+    "dist": (_DISTILLATION, SAME),
+    "pre_logits": "pooler.dense",
+}
+del _NAMES["head"]  # Two of them beside a distillation token.
+
+
+def _heads(options: Mapping) -> list[ArrayEntry]:
+    if not options["num_classes"]:
+        return []
+    if not options["distillation"]:
+        return dense("classifier", "head")
+    pair = dense("distillation_classifier", "head_dist")
+    return dense("cls_classifier", "head") + pair
+
+
+def _prepare(flat: Arrays, config: Mapping) -> list[str]:
+    notes = []
+    classified = {"classifier.weight", "cls_classifier.weight"} & flat.keys()
+    if classified and _POOLER in flat:
+        for name in [name for name in flat if name.startswith("pooler.")]:
+            del flat[name]
+        notes.append("pooler: dropped, because the classifier does not see it")
+    if _DISTILLATION in flat and "classifier.weight" in flat:
+        # Twice the classifier and one of zeros have the same mean without rounding.
+        for name in [name for name in flat if name.startswith("classifier.")]:
+            value = flat.pop(name)
+            flat[f"cls_{name}"] = 2 * value
+            flat[f"distillation_{name}"] = np.zeros_like(value)
+        notes.append("classifier: of the class token alone, written as a pair")
+    if _is_dino(flat, config) and not config.get(RESIZE_KEY):
+        notes.append("neither classifier nor pooler: taken for a ViT of DINO")
+    return notes
+
+
+def _classifier(flat: Arrays) -> str:
+    return "cls_classifier" if _DISTILLATION in flat else "classifier"
+
+
+def _is_dino(flat: Arrays, config: Mapping) -> bool:
+    # ViTs of DINO are the only published ones that have neither.
+    plain = not {f"{_classifier(flat)}.weight", _POOLER} & flat.keys()
+    return plain and config.get("model_type") == "vit"
+
+
+def _options(flat: Arrays, config: Mapping) -> dict:
+    return {
+        "num_classes": len(flat.get(f"{_classifier(flat)}.weight", ())),
+        "pool": "token",
+        "distillation": _DISTILLATION in flat,
+        "representation_layer": _POOLER in flat,
+        "posemb_resize": "bicubic_dino" if _is_dino(flat, config) else "bicubic",
+    }
+
+
+def _check(flat: Arrays, table: list[ArrayEntry], config: Mapping, source: str) -> None:
+    """Raises UserError for a network that no model here computes.
+
+    What is missing or left over of a head is left to who fits the parameters.
+    """
+    remedy = "give the whole file of a plain ViT or DeiT"
+    if "model_type" not in config:
+        remedy = "keep its config.json beside it, which names the network"
+    needed = ["embeddings.cls_token", "embeddings.position_embeddings", _QUERY]
+    needed.append("encoder.layer.0.intermediate.dense.weight")
+    if "classifier.weight" in flat:
+        needed.append("classifier.bias")
+    for name in needed:
+        if name not in flat:
+            raise UserError(f"{source}: {name} is missing: {remedy}")
+    rows, columns = flat[_QUERY].shape
+    if rows != columns:
+        raise UserError(
+            f"{source}: heads of {rows} features in all beside a width of {columns} are "
+            "not supported: models of this project have as many of both"
+        )
+    rows, columns = flat.get(_POOLER, flat[_QUERY]).shape
+    if rows != columns:
+        raise UserError(
+            f"{source}: a pooler of {rows} features (pooler_output_size) is not "
+            f"supported: models of this project keep the width, {columns}"
+        )
+    inside = re.compile(r"(embeddings|encoder|layernorm|pooler)\.")
+    known = {entry.theirs for entry in table} | {hugging_face.MASK_TOKEN}
+    for name in sorted(flat.keys() - known):
+        if inside.match(name):
+            raise UserError(
+                f"{source}: {name} is not supported: no model here computes the same; "
+                f"{remedy}"
+            )
+
+
+def _has(options: Mapping) -> dict:
+    pooled = options["num_classes"] or options["distillation"]
+    return {
+        "distillation": (False, True),
+        "pool": ("token",),
+        "representation_layer": (False,) if pooled else (False, True),
+    }
+
+
+def _config(options: Mapping) -> dict:
+    config = {"qkv_bias": True, "encoder_stride": options["patch"]}
+    if not options["distillation"]:
+        return config
+    task = "ForImageClassificationWithTeacher" if options["num_classes"] else "Model"
+    return config | {"model_type": "deit", "architectures": [f"DeiT{task}"]}
+
+
+def _usage(options: Mapping) -> tuple[str, str]:
+    plain = not options["num_classes"] and not options["representation_layer"]
+    return ", add_pooling_layer=False" if plain else "", ""
+
+
+VIT = Family(
+    name="Hugging Face",
+    format="hugging_face",
+    to="hf",
+    network="ViT",
+    # One network, trained in different ways; masking of patches is for training only.
+    model_types=("vit", "deit", "vit_msn", "vit_mae"),
+    claims=lambda flat, kind: f"{_PATCHES}.weight" in flat,
+    renames=((r"^(vit|deit)\.", ""), *_NAMES_IN_MEMORY),
+    names=_NAMES,
+    more_names=_heads,
+    defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-12},
+    must={"pooler_act": ("tanh", _POOLER)},
+    prepare=_prepare,
+    options=_options,
+    check=_check,
+    has=_has,
+    others="--to=timm, --to=google or --to=safetensors",
+    config=_config,
+    usage=_usage,
+)
+
+
+def _prepare_ijepa(flat: Arrays, config: Mapping) -> list[str]:
+    del config
+    unused = [name for name in (_POOLER, "pooler.dense.bias") if name in flat]
+    for name in unused:
+        del flat[name]
+    dropped = [f"{name}: dropped" for name in unused]
+    return dropped + hugging_face.drop_mask_token(flat)
+
+
+IJEPA = Family(
+    name="Hugging Face I-JEPA",
+    format="ijepa",
+    to="hf_ijepa",
+    network="IJepa",
+    model_types=("ijepa",),
+    claims=lambda flat, kind: kind == "ijepa" and f"{_PATCHES}.weight" in flat,
+    renames=((r"^(ijepa|vit|deit)\.", ""), *_NAMES_IN_MEMORY),
+    names=_IJEPA_NAMES,
+    defaults=VIT.defaults,
+    prepare=_prepare_ijepa,
+    options=lambda flat, config: {"pool": "gap"},
+    has=lambda options: {"pool": ("gap",), "class_token": (False,)},
+    config=_config,
+)
+
+hugging_face.register(VIT, refines=())
+hugging_face.register(IJEPA)
