@@ -19,5 +19,4 @@ from vit_jax.weights.formats import (  # noqa: F401
     stablehlo,
     swin,
     timm,
-    timm_mixer,
 )

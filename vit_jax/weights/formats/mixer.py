@@ -1,91 +1,184 @@
-"""MLP-Mixers in the npz files of google-research/vision_transformer and big_vision.
+"""MLP-Mixers of Google's JAX code, as npz files, and of timm.
 
-Both have one set of names, the first published files another, which big_vision reads too.
+Google's vision_transformer and big_vision have one set of names, the first published files
+another, which big_vision reads too.
 """
 
+import math
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 
 import numpy as np
 from flax.traverse_util import flatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models.mixer import MixerConfig
-from vit_jax.weights.formats import google, linen
+from vit_jax.weights.formats import google, linen, timm, timm_config, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader
+from vit_jax.weights.formats.torch_file import CONV, ArrayEntry, dense, norm
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 _ANCHOR = "MixerBlock_0/token_mixing/Dense_0/kernel"
+_CHANNELS = "MixerBlock_0/channel_mixing/Dense_0/kernel"
 _OLD_ANCHOR = "Mixer/encoderblock_0/token_mixing_phase_0/kernel1"
-_OLD_NAMES = (
+_NAMES = (  # Of Google's files, and ours.
+    (r"^stem/", "embedding/"),
     (r"^Mixer/encoder_norm/", "pre_head_layer_norm/"),
     (r"^Mixer/encoderblock_(\d+)/", r"MixerBlock_\1/"),
     (r"_mixing_phase_\d+/(kernel|bias)1$", r"_mixing/Dense_0/\1"),
     (r"_mixing_phase_\d+/(kernel|bias)2$", r"_mixing/Dense_1/\1"),
 )
-_STEM = "stem/"  # Ours is "embedding/", as in the old files.
+_NEEDED = (
+    "stem.proj.weight",
+    "blocks.0.mlp_tokens.fc1.weight",
+    "blocks.0.mlp_channels.fc1.weight",
+)
+timm_config.ARCHITECTURES[r"mixer_[sbl](16|32)_224(_in21k|_miil|_miil_in21k)?"] = (
+    r"img_size|in_chans|num_classes|mlp_ratio|nlhb|global_pool" + timm_config.TRAINING
+)
+# By width and depth, which timm's functions do not take as arguments.
+_SIZES = {(512, 8): "s", (768, 12): "b", (1024, 24): "l"}
 
 
 def recognises(tensors: Tensors) -> bool:
-    """Returns whether a file is in this format."""
+    """Returns whether a file is of Google's code."""
     return any(
         linen.find_prefix(tensors.flat.keys(), anchor) is not None
         for anchor in (_ANCHOR, _OLD_ANCHOR)
     )
 
 
+def recognises_timm(tensors: Tensors) -> bool:
+    """Returns whether a file is of timm."""
+    return set(_NEEDED[:2]) <= tensors.flat.keys()
+
+
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint; see `registry.Reader`."""
+    """Reads a checkpoint of Google's code; see `registry.Reader`."""
     is_old = linen.find_prefix(tensors.flat, _ANCHOR) is None
-    flat, notes = linen.strip(tensors.flat, _OLD_ANCHOR if is_old else _ANCHOR)
-    flat = {_our_name(name): value for name, value in flat.items()}
-    missing = {"embedding/kernel", "MixerBlock_0/channel_mixing/Dense_0/kernel"}
-    if missing := sorted(missing - flat.keys()):
+    given, notes = linen.strip(tensors.flat, _OLD_ANCHOR if is_old else _ANCHOR)
+    flat = {}
+    for name, value in given.items():
+        for theirs, ours in _NAMES:
+            name = re.sub(theirs, ours, name)
+        flat[name] = value
+    if missing := sorted({"embedding/kernel", _CHANNELS} - flat.keys()):
         raise UserError(f"{tensors.path}: {missing[0]} is missing: give the whole file")
-    patch, _, channels, width = flat["embedding/kernel"].shape
-    patches, tokens_mlp_dim = flat[_ANCHOR].shape
-    side = round(patches**0.5)
-    if side * side != patches:
+    patches = len(flat[_ANCHOR])
+    side = math.isqrt(patches) * len(flat["embedding/kernel"])
+    if math.isqrt(patches) ** 2 != patches:
         raise UserError(
             f"{tensors.path} is of {patches} patches, which are no square grid: no such "
             "Mixer was published"
         )
-    blocks = {name.split("/")[0] for name in flat if name.startswith("MixerBlock_")}
-    options = {
-        "variant": f"Mixer-B/{patch}",
-        "width": width,
-        "depth": len(blocks),
-        "tokens_mlp_dim": tokens_mlp_dim,
-        "channels_mlp_dim": flat["MixerBlock_0/channel_mixing/Dense_0/bias"].size,
-        "activation": "gelu_tanh",
-        "image_size": (side * patch, side * patch),
-        "channels": channels,
-    }
-    preprocess = Preprocess(options["image_size"], squash=True)  # As of their ViTs.
+    options = _options(flat) | {"activation": "gelu_tanh", "image_size": (side, side)}
+    preprocess = Preprocess((side, side), squash=True)  # As of their ViTs.
     return linen.finish(tensors, flat, options, "google", preprocess, notes)
 
 
-def _our_name(name: str) -> str:
-    if name.startswith(_STEM):
-        return name.replace(_STEM, "embedding/", 1)
-    for old, new in _OLD_NAMES:
-        name = re.sub(old, new, name)
-    return name
+def _options(flat: Mapping[str, np.ndarray]) -> dict:
+    """Returns the options that our arrays show."""
+    patch, _, channels, width = flat["embedding/kernel"].shape
+    blocks = {name.split("/")[0] for name in flat if name.startswith("MixerBlock_")}
+    return {
+        "variant": f"Mixer-B/{patch}",
+        "width": width,
+        "depth": len(blocks),
+        "tokens_mlp_dim": flat[_ANCHOR].shape[1],
+        "channels_mlp_dim": flat[_CHANNELS].shape[1],
+        "channels": channels,
+    }
+
+
+def read_timm(tensors: Tensors, num_heads: int = 0) -> Pretrained:
+    """Reads a checkpoint of timm; see `registry.Reader`."""
+    flat, source = tensors.flat, tensors.path
+    facts = timm_config.read(tensors.sidecars.get("config.json", {}))
+    if missing := sorted(set(_NEEDED) - flat.keys()):
+        raise UserError(f"{source}: {missing[0]} is missing: give the whole file")
+    timm_config.check_average(facts.pool, "an MLP-Mixer", source)
+    patch, patches = flat[_NEEDED[0]].shape[2], flat[_NEEDED[1]].shape[1]
+    side = math.isqrt(patches) * patch
+    image_size = (side, side)
+    if facts.image_size and math.prod(x // patch for x in facts.image_size) == patches:
+        image_size = tuple(x // patch * patch for x in facts.image_size)
+    elif side * side != patches * patch**2:
+        raise UserError(
+            f"{source} is of {patches} patches, which are no square grid, and no "
+            "config.json states img_size"
+        )
+    num_classes = len(flat.get("head.weight", ()))
+    depth = len({name.split(".")[1] for name in flat if name.startswith("blocks.")})
+    table = _table(depth, num_classes)
+    timm_config.check_names(flat, {e.theirs for e in table}, source)
+    ours = torch_file.to_our_arrays(flat, table, source)
+    options = _options(ours) | {"activation": "gelu", "image_size": image_size}
+    options["num_classes"] = num_classes
+    return timm.finish(tensors, facts, ours, options, patch=patch)
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes an .npz file that both projects load; see `registry.Writer`."""
+    """Writes an .npz file that both projects of Google's load; see `registry.Writer`."""
     notes = ["class names, preprocessing, loss: the format has no place for them"]
     notes += google.note_preprocess(pretrained.preprocess)
     if pretrained.options["activation"] != "gelu_tanh":
         notes.append(google.ACTIVATION_NOTE)
     flat = flatten_dict(pretrained.params, sep="/")
+    flat = {name.replace("embedding/", "stem/"): v for name, v in flat.items()}
     with pathlib.Path(path).open("wb") as stream:
-        np.savez(stream, **{k.replace("embedding/", _STEM): v for k, v in flat.items()})
+        np.savez(stream, **flat)
     return notes
 
 
+def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
+    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads."""
+    options, notes = pretrained.options, []
+    flat = flatten_dict(pretrained.params, sep="/")
+    shown, patch = _options(flat), len(flat["embedding/kernel"])
+    width, depth = shown["width"], shown["depth"]
+    if options["activation"] != "gelu":
+        notes.append(
+            "activation: gelu_tanh became gelu, which timm's config.json cannot state "
+            "otherwise: logits differ by about 1e-4 of their size"
+        )
+    size = _SIZES.get((width, depth))
+    if size is None or patch not in (16, 32):
+        raise UserError(
+            f"timm has no MLP-Mixer with patch {patch}, width={width} and depth={depth}, "
+            "only S, B and L with patch 16 or 32: write it with --to=google or "
+            "--to=safetensors"
+        )
+    hidden = shown["tokens_mlp_dim"], shown["channels_mlp_dim"]
+    architecture = timm_config.Architecture(
+        name=f"mixer_{size}{patch}_224",
+        args={
+            "img_size": list(options["image_size"]),
+            "in_chans": options["channels"],
+            "mlp_ratio": [timm_config.mlp_ratio(units, width) for units in hidden],
+        },
+        num_features=width,
+        first_conv="stem.proj",
+    )
+    arrays = torch_file.to_their_arrays(flat, _table(depth, options["num_classes"]))
+    return notes + timm.write_folder(folder, arrays, architecture, options, pretrained)
+
+
+def _table(depth: int, num_classes: int) -> list[ArrayEntry]:
+    table = dense("stem.proj", "embedding", CONV)
+    for i in range(depth):
+        for j, name in enumerate(("token", "channel")):
+            theirs, ours = f"blocks.{i}.mlp_{name}s", f"MixerBlock_{i}/{name}_mixing"
+            table += norm(f"blocks.{i}.norm{j + 1}", f"MixerBlock_{i}/LayerNorm_{j}")
+            table += dense(f"{theirs}.fc1", f"{ours}/Dense_0")
+            table += dense(f"{theirs}.fc2", f"{ours}/Dense_1")
+    table += norm("norm", "pre_head_layer_norm")
+    return table + (dense("head", "head") if num_classes else [])
+
+
 READERS["google Mixer"] = Reader(recognises, read)
+READERS["timm Mixer"] = Reader(recognises_timm, read_timm)
 WRITERS["google"].networks[MixerConfig] = write
+WRITERS["timm"].networks[MixerConfig] = write_timm

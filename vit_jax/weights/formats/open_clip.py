@@ -34,6 +34,7 @@ from vit_jax.weights.formats.torch_file import (
     ArrayEntry,
     dense,
     from_heads,
+    joined,
     norm,
     one_layout,
     to_heads,
@@ -297,10 +298,8 @@ def _three(value) -> tuple:
 def _block_table(theirs: str, ours: str, num_heads: int) -> list[ArrayEntry]:
     attention = f"{ours}/MultiHeadDotProductAttention_1"
     table = norm(f"{theirs}.ln_1", f"{ours}/LayerNorm_0")
-    for kind, leaf in (("weight", "kernel"), ("bias", "bias")):
-        names = tuple(f"{attention}/{n}/{leaf}" for n in ("query", "key", "value"))
-        layout = to_heads(num_heads, 3)
-        table.append(ArrayEntry(f"{theirs}.attn.in_proj_{kind}", names, layout))
+    heads = (f"{attention}/{name}" for name in ("query", "key", "value"))
+    table += joined(f"{theirs}.attn.in_proj", heads, to_heads(num_heads, 3), "_")
     out = from_heads(num_heads)
     table += dense(f"{theirs}.attn.out_proj", f"{attention}/out", out)
     table += norm(f"{theirs}.ln_2", f"{ours}/LayerNorm_2")

@@ -17,8 +17,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models.encoder import BIAS_PLACES
-from vit_jax.models.rotary import KINDS
 from vit_jax.weights import surgery
 from vit_jax.weights.formats import linen, timm_config, timm_networks, torch_file
 from vit_jax.weights.formats.files import Tensors, write_safetensors
@@ -33,6 +31,7 @@ from vit_jax.weights.formats.torch_file import (
     dense,
     from_heads,
     gated,
+    joined,
     norm,
     to_heads,
 )
@@ -360,22 +359,6 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     return notes + write_folder(folder, arrays, architecture, options, pretrained)
 
 
-# What one or another class of timm has; `choose_architecture` knows which beside which.
-_HELD = {
-    **dict.fromkeys(
-        (
-            *("distillation", "pre_norm", "post_norm", "qk_norm", "final_norm"),
-            *("attention_out_norm", "mlp_norm"),
-        ),
-        (False, True),
-    ),
-    "num_register_tokens": range(1_000),
-    "relative_bias": BIAS_PLACES,
-    "rope": KINDS,
-    "stem_width": range(2**31),
-}
-
-
 def _prepare_transformer(
     flat: dict[str, np.ndarray], options: dict, model: models.Model
 ) -> tuple[dict[str, np.ndarray], dict, list[str]]:
@@ -389,7 +372,6 @@ def _prepare_transformer(
             raise UserError(
                 f"{name}={wrong!r}: {other}: write it with --to={to} or --to=safetensors"
             )
-    surgery.check_network(options, "timm", _HELD, to="--to=safetensors")
     flat, options, notes = surgery.norm_every_token(flat, options)
     flat, options, more = surgery.learn_positions(flat, options, model.grid)
     notes, R = [*notes, *more], options["num_register_tokens"]
@@ -593,12 +575,7 @@ def _heads_table(
 ) -> list[ArrayEntry]:
     """Returns the entries of projections to heads that are one layer in timm."""
     layout = to_heads(num_heads, len(names))
-    return [
-        ArrayEntry(
-            f"{theirs}.{kind}", tuple(f"{ours}/{n}/{leaf}" for n in names), layout
-        )
-        for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
-    ]
+    return joined(theirs, (f"{ours}/{name}" for name in names), layout)
 
 
 def _conv(theirs: str, ours: str) -> ArrayEntry:

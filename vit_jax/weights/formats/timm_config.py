@@ -142,6 +142,37 @@ _NORMS = {
     "attention_out_norm": "scale_attn_norm",
     "mlp_norm": "scale_mlp_norm",
 }
+_MAYBE = (False, True)
+_INNER_NORMS = dict.fromkeys(("qk_norm", "attention_out_norm", "mlp_norm"), _MAYBE)
+# By class of timm's, what messages call it, and values that few networks have.
+_HAS = {
+    "vit": (
+        "timm",
+        dict.fromkeys(("distillation", "pre_norm", "post_norm", "final_norm"), _MAYBE)
+        | {"num_register_tokens": range(1_000), "stem_width": range(2**31)}
+        | _INNER_NORMS,
+    ),
+    "eva": (
+        "timm's Eva, which has rotary positions and norms in gated MLPs,",
+        _INNER_NORMS
+        | {
+            "num_register_tokens": range(1_000),
+            "rope": rotary.KINDS,
+            "layer_norm_eps": (1e-6, 1e-5),
+            "pool": ("token", "gap", "none"),
+            "activation": ("gelu", "swiglu"),
+        },
+    ),
+    "beit": (
+        "timm's Beit, which has biases of attention by offset,",
+        {
+            "relative_bias": ("every", "shared"),
+            "layer_norm_eps": (1e-6,),
+            "pool": ("token", "gap", "none"),
+            "activation": ("gelu",),
+        },
+    ),
+}
 
 # Values of global_pool, and our heads.
 POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
@@ -371,22 +402,30 @@ def choose_architecture(options: Mapping) -> Architecture:
     """
     if "depth" not in options:
         return _choose_resnet(options)
+    gated, kind = options["activation"] == "swiglu", "vit"
     if options["relative_bias"] != "none":
-        name, args = _choose_beit(options)
-        return Architecture(name, args, options["width"])
-    gated = options["activation"] == "swiglu"
-    if options["rope"] != "none" or (gated and options["mlp_norm"]):
-        name, args = _choose_eva(options)
-        return Architecture(name, args, options["width"])
-    name = _transformer_name(options)
+        kind = "beit"
+    elif options["rope"] != "none" or (gated and options["mlp_norm"]):
+        kind = "eva"
+    surgery.check_network(options, *_HAS[kind], to="--to=safetensors")
+    choose = {"vit": _choose_vit, "eva": _choose_eva, "beit": _choose_beit}[kind]
+    name, args = choose(options)
+    first = "patch_embed.proj"
+    if options["stem_width"]:
+        stem = "stem." if options["stage_depths"] else ""
+        first = f"patch_embed.backbone.{stem}conv"
+    heads = ["head", "head_dist"] if options["distillation"] else "head"
+    return Architecture(name, args, options["width"], first, heads)
+
+
+def _choose_vit(options: Mapping) -> tuple[str, dict]:
+    gated, name = options["activation"] == "swiglu", _vit_name(options)
     args = _sizes(options, options["mlp_dim"] * (1 + gated)) | {
         "class_token": options["pool"] == "token" or options["class_token"],
         "fc_norm": options["fc_norm"],
         "pos_embed": "none" if options["posemb"] == "none" else "learn",
     }
-    for ours, theirs in _NORMS.items():
-        if options[ours]:
-            args[theirs] = True
+    args |= {theirs: True for ours, theirs in _NORMS.items() if options[ours]}
     if not options["final_norm"]:
         args["final_norm"] = False
     if not gated:
@@ -400,49 +439,31 @@ def choose_architecture(options: Mapping) -> Architecture:
         args["pool_include_prefix"] = True
     if options["layer_norm_eps"] == 1e-5:
         args["pre_norm"] = options["pre_norm"]
-    first = "patch_embed.proj"
-    if options["stem_width"]:
-        stem = "stem." if options["stage_depths"] else ""
-        first = f"patch_embed.backbone.{stem}conv"
-    heads = ["head", "head_dist"] if options["distillation"] else "head"
-    return Architecture(name, args, options["width"], first, heads)
+    return name, args
+
+
+def mlp_ratio(hidden: int, width: int) -> float:
+    """Returns the ratio whose product with the width timm truncates to `hidden`."""
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def _sizes(options: Mapping, mlp_dim: int) -> dict:
     """Returns the arguments that all classes have."""
-    width = options["width"]
-    ratio = mlp_dim / width
-    if int(width * ratio) != mlp_dim:  # timm truncates the product.
-        ratio = math.nextafter(ratio, math.inf)
     return {
         "img_size": list(options["image_size"]),
         "patch_size": options["patch"],
         "in_chans": options["channels"],
-        "embed_dim": width,
+        "embed_dim": options["width"],
         "depth": options["depth"],
         "num_heads": options["num_heads"],
-        "mlp_ratio": ratio,
+        "mlp_ratio": mlp_ratio(mlp_dim, options["width"]),
         "qkv_bias": True,
         "global_pool": next(k for k, ours in POOLS.items() if ours == options["pool"]),
     }
 
 
 def _choose_eva(options: Mapping) -> tuple[str, dict]:
-    surgery.check_network(
-        options,
-        "timm's Eva, which has rotary positions and norms in gated MLPs,",
-        {
-            "num_register_tokens": range(1_000),
-            "rope": rotary.KINDS,
-            "qk_norm": (False, True),
-            "attention_out_norm": (False, True),
-            "mlp_norm": (False, True),
-            "layer_norm_eps": (1e-6, 1e-5),
-            "pool": ("token", "gap", "none"),
-            "activation": ("gelu", "swiglu"),
-        },
-        to="--to=safetensors",
-    )
     gated = options["activation"] == "swiglu"
     # Gates have a layer of their own: they are normalised together behind it.
     args = _sizes(options, options["mlp_dim"]) | {
@@ -462,32 +483,20 @@ def _choose_eva(options: Mapping) -> tuple[str, dict]:
     if gated and not options["mlp_norm"]:
         args["swiglu_align_to"] = 1  # Two layers, of any number of units.
     if options["rope"] != "none":
-        names = {"axial": "cat", "centered": "dinov3", "mixed": "mixed"}
+        names = {ours: theirs for theirs, ours in timm_networks.ROPE_TYPES.items()}
+        reference = options["rope_reference"] or None
         args |= {
             "rope_type": names[options["rope"]],
             "rope_temperature": options["rope_temperature"],
             "rope_rotate_half": options["rope"] != "mixed",
             "rope_grid_indexing": "ij",
-            "ref_feat_shape": [options["rope_reference"]] * 2
-            if options["rope_reference"]
-            else None,
+            "ref_feat_shape": reference and [reference] * 2,
         }
     odd = options["layer_norm_eps"] == 1e-5
     return "vit_base_patch16_dinov3" if odd else "eva02_base_patch14_224", args
 
 
 def _choose_beit(options: Mapping) -> tuple[str, dict]:
-    surgery.check_network(
-        options,
-        "timm's Beit, which has biases of attention by offset,",
-        {
-            "relative_bias": ("every", "shared"),
-            "layer_norm_eps": (1e-6,),
-            "pool": ("token", "gap", "none"),
-            "activation": ("gelu",),
-        },
-        to="--to=safetensors",
-    )
     if options["pool"] != "token" and not options["class_token"]:
         raise UserError(
             "class_token=False: timm's Beit always has one: write it with "
@@ -502,16 +511,13 @@ def _choose_beit(options: Mapping) -> tuple[str, dict]:
     }
 
 
-def _transformer_name(options: Mapping) -> str:
+def _vit_name(options: Mapping) -> str:
     """Returns the name of the architecture of an encoder or hybrid."""
     size, patches = _SIZE_NAMES.get(options["width"], ("", ()))
     epsilon, patch = options["layer_norm_eps"], options["patch"]
-    odd, stem, distilled = (
-        epsilon != 1e-6,
-        options["stem_width"],
-        options["distillation"],
-    )
-    depths, gated = options["stage_depths"], options["activation"] == "swiglu"
+    stem, depths = options["stem_width"], options["stage_depths"]
+    odd, distilled = epsilon != 1e-6, options["distillation"]
+    gated = options["activation"] == "swiglu"
     other = "write it with --to=safetensors"
     if gated and (odd or stem or distilled):
         raise UserError(

@@ -150,7 +150,7 @@ NETWORKS = (
     (r"beit(v2)?_(base|large)_patch16_\d+", {"kind": "beit", "positions": False}),
 )
 
-_ROPE_TYPES = {"cat": "axial", "dinov3": "centered", "mixed": "mixed"}
+ROPE_TYPES = {"cat": "axial", "dinov3": "centered", "mixed": "mixed"}
 
 
 def find(name: str) -> Facts:
@@ -164,9 +164,9 @@ def read_rotary(args: Mapping, own: Rotary) -> Rotary:
     if not args.get("use_rot_pos_emb", own.kind != "none"):
         return NONE
     kind = args.get("rope_type")
-    if kind is not None and kind not in _ROPE_TYPES:
+    if kind is not None and kind not in ROPE_TYPES:
         raise UserError(
-            f"rope_type={kind!r} in config.json is not one of {', '.join(_ROPE_TYPES)}, "
+            f"rope_type={kind!r} in config.json is not one of {', '.join(ROPE_TYPES)}, "
             "which models of this project have"
         )
     if own.kind == "none":  # Eva's own defaults.
@@ -178,7 +178,7 @@ def read_rotary(args: Mapping, own: Rotary) -> Rotary:
             f"ref_feat_shape={reference} in config.json is not square: models of this "
             "project stretch grids to a square"
         )
-    kind = _ROPE_TYPES[kind] if kind else own.kind
+    kind = ROPE_TYPES[kind] if kind else own.kind
     return Rotary(
         kind,
         float(args.get("rope_temperature", own.temperature)),

@@ -464,14 +464,22 @@ def dense(theirs: str, ours: str, layout: ArrayLayout = LINEAR) -> list[ArrayEnt
     ]
 
 
-def gated(theirs: str, mlp: str) -> list[ArrayEntry]:
-    """Returns the entries of a gated MLP's first layer, the gate and then the value."""
+def joined(
+    theirs: str, ours: Iterable[str], layout: ArrayLayout, separator: str = "."
+) -> list[ArrayEntry]:
+    """Returns the entries of one layer of theirs that is several of ours."""
+    ours = tuple(ours)
     return [
         ArrayEntry(
-            f"{theirs}.{kind}", (f"{mlp}/gate/{leaf}", f"{mlp}/Dense_0/{leaf}"), PAIR
+            f"{theirs}{separator}{kind}", tuple(f"{n}/{leaf}" for n in ours), layout
         )
         for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
     ]
+
+
+def gated(theirs: str, mlp: str) -> list[ArrayEntry]:
+    """Returns the entries of a gated MLP's first layer, the gate and then the value."""
+    return joined(theirs, (f"{mlp}/gate", f"{mlp}/Dense_0"), PAIR)
 
 
 def norm(theirs: str, ours: str) -> list[ArrayEntry]:
