@@ -174,7 +174,7 @@ def test_an_image_of_parts_has_the_mean_of_their_features(old, factor):
 def test_parameters_of_another_size_of_image_are_refused():
     model = models.create("Mixer-S/4", num_classes=0, image_size=(16, 16), **TINY)
     params = draw_params(model)
-    assert model.resize_positions(params, model.at_size((16, 16))) is params
+    assert model.at_size((16, 16)).resize(params, model) is params
     hidden = 4 * TINY["tokens_mlp_dim"]
     for size, message in (
         ((8, 8), "was trained on 4x4 patches, .* not with 2x2: change data.image_size"),
@@ -182,4 +182,4 @@ def test_parameters_of_another_size_of_image_are_refused():
         ((32, 32), f"a copy for each of 4 parts: set it to {hidden}"),
     ):
         with pytest.raises(UserError, match=message):
-            model.resize_positions(params, model.at_size(size))
+            model.at_size(size).resize(params, model)

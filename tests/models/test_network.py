@@ -31,6 +31,9 @@ class Mean(nn.Module):
         if self.wrong == "state":
             self.variable("cache", "last", jnp.zeros, ())
         features = images.mean((1, 2)).astype(jnp.float32)
+        if self.wrong == "sized":
+            images *= self.param("mask", nn.initializers.ones, (1, *images.shape[1:]))
+            features = images.mean((1, 2)).astype(jnp.float32)
         if self.wrong == "empty":
             return {"logits": features}
         features *= self.param("scale", nn.initializers.ones, (1, 3))
@@ -134,6 +137,15 @@ def test_the_cost_of_a_loop_of_unknown_length_is_not_known():
 def test_what_is_no_network_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         create(**options)
+
+
+def test_parameters_for_one_size_of_image_are_told():
+    model = create()
+    model.check_sizes(model.at_size((16, 12)))
+    model = create(wrong="sized")
+    model.check_sizes(model)
+    with pytest.raises(UserError, match="MeanConfig' has parameters for one size"):
+        model.check_sizes(model.at_size((16, 12)))
 
 
 def test_what_looks_inside_names_the_network():

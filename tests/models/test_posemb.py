@@ -90,11 +90,11 @@ def test_one_set_of_parameters_serves_two_sizes(options, scan):
     @jax.jit
     def logits(params):
         images = jnp.ones((2, *small.image_shape))
-        return small.apply(large.resize_positions(params, small), images)["logits"]
+        return small.apply(small.resize(params, large), images)["logits"]
 
     images = jnp.ones((2, *small.image_shape))
     # The host's resize, which weights are fitted with, is the same.
-    on_host = large.resize_positions(jax.device_get(params), small)
+    on_host = small.resize(jax.device_get(params), large)
     expected = small.apply(on_host, images)["logits"]
     np.testing.assert_allclose(logits(params), expected, atol=1e-4)
     slopes = jax.grad(lambda params: logits(params)[:, 0].sum())(params)
@@ -105,7 +105,7 @@ def test_one_set_of_parameters_serves_two_sizes(options, scan):
     same = jax.tree.map(
         lambda a, b: a is b,
         params["head"],
-        large.resize_positions(params, small)["head"],
+        small.resize(params, large)["head"],
     )
     assert all(jax.tree.leaves(same))
 
@@ -114,19 +114,19 @@ def test_one_set_of_parameters_serves_two_sizes(options, scan):
 def test_positions_without_parameters_need_no_resize(kind):
     large = build(posemb=kind)
     params = draw_params(large)
-    resized = large.resize_positions(params, large.at_size((8, 12)))
+    resized = large.at_size((8, 12)).resize(params, large)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, params, resized)))
 
 
 def test_a_resnet_has_no_positions():
     model = models.create("R50x1", num_classes=2, stage_depths=(1,), stem_width=32)
-    assert model.resize_positions({"a": 1}, model.at_size((64, 32))) == {"a": 1}
+    assert model.at_size((64, 32)).resize({"a": np.ones(1)}, model) == {"a": np.ones(1)}
 
 
 def test_relative_positions_are_refused():
     large = build(posemb="relative", posemb_placement="every")
     with pytest.raises(UserError, match="'relative' has positions for one size"):
-        large.resize_positions({}, large.at_size((8, 12)))
+        large.at_size((8, 12)).resize({}, large)
 
 
 def test_a_method_of_no_name_is_refused():

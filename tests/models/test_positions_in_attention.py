@@ -120,7 +120,7 @@ def test_biases_and_frequencies_fit_another_size_of_image():
     for kind in ("biases", "mixed"):
         small = build((16, 24), **KINDS[kind])
         large = small.at_size((32, 24))
-        params = small.resize_positions(filled(small), large)
+        params = large.resize(filled(small), small)
         shapes = jax.eval_shape(large.init, jax.random.key(0))
         assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
     table = filled(build((16, 24), **KINDS["biases"]))["Transformer"]["relative_bias_0"]

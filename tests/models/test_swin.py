@@ -225,7 +225,7 @@ def test_positions_for_another_size_of_image_follow_the_windows():
     model = models.create("Swin-T", num_classes=3, image_size=(16, 16), **TINY)
     params = draw_params(model)
     # The first stage has windows of 4 at both sizes, the second of 4 and of 2.
-    small = model.resize_positions(params, model.at_size((8, 8)))
+    small = model.at_size((8, 8)).resize(params, model)
     first, second = (
         small[f"stage_{i}"]["block_1"]["attn"]["bias_table"] for i in (0, 1)
     )
@@ -233,13 +233,13 @@ def test_positions_for_another_size_of_image_follow_the_windows():
     assert second.shape == (9, 4)
     logits = model.at_size((8, 8)).apply(small, jnp.ones((1, 8, 8, 3)))["logits"]
     assert np.all(np.isfinite(logits))
-    same = model.resize_positions(params, model.at_size((32, 24)))
+    same = model.at_size((32, 24)).resize(params, model)
     jax.tree.map(np.testing.assert_array_equal, same, params)
     second = models.create("SwinV2-T/w4", num_classes=3, image_size=(16, 16), **TINY)
     params = draw_params(second)
     jax.tree.map(
         np.testing.assert_array_equal,
-        second.resize_positions(params, second.at_size((8, 8))),
+        second.at_size((8, 8)).resize(params, second),
         params,
     )
 

@@ -108,12 +108,11 @@ def run(tmp_path):
 
 
 def test_images_of_another_size_see_the_same_network_after_loading(tmp_path):
-    flat = random_flat(encoder(image_size=(12, 12)))
+    source, model = encoder(image_size=(12, 12)), encoder(image_size=(20, 8))
+    flat = random_flat(source)
     path = save(tmp_path / "a.npz", flat, counted_by_kind)
-    loaded = weights.load(path, encoder(image_size=(20, 8)))
-    expected, _ = surgery.fit(
-        unflatten_dict(flat, sep="/"), loaded.params, grid=(5, 2), old_grid=(3, 3)
-    )
+    loaded = weights.load(path, model)
+    expected, _ = surgery.fit(unflatten_dict(flat, sep="/"), model, source)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, expected)
     assert loaded.table() == [
         f"google checkpoint of Ti/4: {path}",

@@ -15,13 +15,12 @@ GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 
-def fit(given, model, old=(3, 3), **options):
+def fit(given, model, source=None, **options):
     """Fits flat parameters to a model that draws its own from another seed."""
     return surgery.fit(
         unflatten_dict(given, sep="/"),
-        unflatten_dict(random_flat(model), sep="/"),
-        grid=model.grid,
-        old_grid=old,
+        model,
+        source or encoder(),
         init=lambda: unflatten_dict(random_flat(model, seed=9), sep="/"),
         **options,
     )
@@ -98,9 +97,10 @@ def test_unknown_choices_are_refused():
 
 
 def test_positions_of_every_layer_are_resized_by_the_method_asked_for():
-    flat = random_flat(encoder(posemb_placement="every", image_size=(12, 20)))
+    source = encoder(posemb_placement="every", image_size=(12, 20))
+    flat = random_flat(source)
     model = encoder(posemb_placement="every", image_size=(8, 24))
-    fitted, rows = fit(flat, model, old=(3, 5), posemb_resize="bicubic")
+    fitted, rows = fit(flat, model, source, posemb_resize="bicubic")
     for i in range(2):
         name = f"Transformer/posembed_{i}/pos_embedding"
         expected = posemb.resize_positions(
@@ -113,8 +113,9 @@ def test_positions_of_every_layer_are_resized_by_the_method_asked_for():
 
 
 def test_grids_of_as_many_cells_are_still_resized():
-    flat = random_flat(encoder(image_size=(8, 24)))
-    fitted, _ = fit(flat, encoder(image_size=(12, 16)), old=(2, 6))
+    source = encoder(image_size=(8, 24))
+    flat = random_flat(source)
+    fitted, _ = fit(flat, encoder(image_size=(12, 16)), source)
     found = fitted["Transformer"]["posembed_input"]["pos_embedding"]
     expected = posemb.resize_positions(
         flat[POSITIONS], (2, 6), (3, 4), num_prefix_tokens=1
@@ -123,11 +124,11 @@ def test_grids_of_as_many_cells_are_still_resized():
 
 
 def test_tables_of_rows_and_columns_are_resized():
-    flat = random_flat(encoder(posemb="learned2d", image_size=(12, 20)))
-    model = encoder(posemb="learned2d", image_size=(16, 20))
-    fitted, rows = fit(flat, model, old=(3, 5))
+    source = encoder(posemb="learned2d", image_size=(12, 20))
+    flat, model = random_flat(source), encoder(posemb="learned2d", image_size=(16, 20))
+    fitted, rows = fit(flat, model, source)
     name = "Transformer/posembed_input/row_embedding"
-    assert rows[1:] == [FitRow(name, "resized", (3, 6), (4, 6))]
+    assert rows[1:] == [FitRow(name, "resized from (3, 5) to (4, 5)", (3, 6), (4, 6))]
     found = fitted["Transformer"]["posembed_input"]["row_embedding"]
     np.testing.assert_array_equal(found, posemb.resize_table(flat[name], 4))
 
@@ -257,12 +258,6 @@ def test_what_does_not_fit_is_named(given, allow, message):
 def test_long_lists_are_cut():
     with pytest.raises(UserError, match="; and 37 more; what may be so"):
         fit({"a": np.ones(3)}, encoder(), allow_mismatch=())
-
-
-def test_a_grid_that_cannot_be_guessed_is_refused():
-    flat = random_flat(encoder(image_size=(12, 16)))
-    with pytest.raises(UserError, match="12 patches are not a square grid"):
-        fit(flat, encoder(), old=None)
 
 
 # Resizes.

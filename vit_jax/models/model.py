@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.models import intermediates, network, posemb, stacking
+from vit_jax.models import intermediates, network, stacking
 from vit_jax.models.intermediates import AttentionGradient, Layer
 from vit_jax.models.network import STATE, BlockWindows, NetworkConfig
 
@@ -254,10 +254,12 @@ class Model:
     def resize(self, params: Params, source: "Model") -> Params:
         """Returns parameters of a network of the same config class for this grid.
 
+        It can be traced and differentiated.
+
         Args:
           params: of `source`.
           source: of another number of patches, perhaps; of any other network they are
-            returned as they are, as those of ViTs, hybrids and ResNets.
+            returned as they are.
 
         Raises:
           UserError: the network has no parameters for that grid.
@@ -266,41 +268,19 @@ class Model:
             return params
         return self.config.resize(params, source.config, source.grid, self.grid)
 
-    def resize_positions(self, params: Params, to: "Model") -> Params:
-        """Returns the parameters for the network at another size of image.
-
-        Position embeddings are resized as `options["posemb_resize"]` says; it can be
-        traced and differentiated.
-
-        Args:
-          params: as from `init`.
-          to: of `at_size`.
+    def check_sizes(self, other: "Model") -> None:
+        """Checks that the same parameters, resized, serve at another size of image.
 
         Raises:
-          UserError: relative positions, of which there is one for each offset; or a
-            network of another kind with parameters for each place, as an MLP-Mixer.
+          UserError: the network has parameters for one size that are not resized.
         """
-        if not self.has_encoder:
-            resized = to.resize(params, self)
-            shapes = (jax.eval_shape(m.init, jax.random.key(0)) for m in (self, to))
-            if resized is params and len({str(shape) for shape in shapes}) > 1:
-                raise UserError(
-                    f"model.variant={self.options['variant']!r} has parameters for one "
-                    "size of image alone: take another variant"
-                )
-            return resized
-        if self.config.posemb == "relative":
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        resized = jax.eval_shape(lambda params: other.resize(params, self), shapes)
+        if str(resized) != str(jax.eval_shape(other.init, jax.random.key(0))):
             raise UserError(
-                "model.posemb='relative' has positions for one size of image alone: take "
-                "'learned'"
+                f"model.variant={self.options['variant']!r} has parameters for one size of "
+                "image alone: take another variant"
             )
-        return posemb.resize_in_params(
-            params,
-            self.grid,
-            to.grid,
-            num_prefix_tokens=self.num_prefix_tokens - self.config.num_register_tokens,
-            method=self.config.posemb_resize,
-        )
 
     @property
     def has_windows(self) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
+from vit_jax.models import posemb
 from vit_jax.models.layers import MODEL_AXES
 from vit_jax.models.variants import ModelConfig
 
@@ -110,7 +111,8 @@ class NetworkConfig(ModelConfig):
     ) -> Mapping:
         """Returns parameters for images of another size, as fine-tuning begins with.
 
-        They stay as they are unless a network has some that are for one place.
+        By default position embeddings (1, tokens, width) named "pos_embedding" are
+        resized, and all others stay as they are.
 
         Args:
           params: of the network of `source` at `old_grid`, a nested dict of arrays.
@@ -121,7 +123,7 @@ class NetworkConfig(ModelConfig):
         Raises:
           UserError: there are none for that grid.
         """
-        return params
+        return posemb.resize_by_name(params, old_grid, grid)
 
     def window_attention(
         self, module: nn.Module, params: Mapping, images: jax.Array

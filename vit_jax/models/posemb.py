@@ -317,6 +317,23 @@ def resize_bias(
     return concatenate([offsets, table[-3:]])
 
 
+def resize_by_name(
+    params: Mapping, old_grid: tuple[int, int], grid: tuple[int, int]
+) -> Mapping:
+    """Returns parameters with position embeddings, by their name, for another grid."""
+    if old_grid == grid:
+        return params
+    patches = math.prod(old_grid)
+
+    def resize(keys, x):
+        P = x.shape[1] - patches if x.ndim == 3 else -1
+        if keys[-1].key != "pos_embedding" or P < 0:
+            return x
+        return resize_positions(x, old_grid, grid, num_prefix_tokens=P)
+
+    return jax.tree.map_with_path(resize, params)
+
+
 def resize_in_params(
     params: Mapping,
     old_grid: tuple[int, int],

@@ -9,7 +9,7 @@ R registers, D model width, L classes.
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layers, resnet, stacking, variants
+from vit_jax.models import layers, posemb, resnet, stacking, variants
 from vit_jax.models.encoder import Encoder, EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS, MapHead
 from vit_jax.models.variants import CONFIGS
@@ -125,6 +125,29 @@ class ViTConfig(EncoderConfig):
         if re.fullmatch(r"block\d+", name):
             return 0
         return super().layer_of(path)
+
+    def resize(
+        self,
+        params: Mapping,
+        source: "ViTConfig",
+        old_grid: tuple[int, int],
+        grid: tuple[int, int],
+    ) -> Mapping:
+        """See `NetworkConfig.resize`; positions as `posemb_resize` of the source says."""
+        if old_grid == grid:
+            return params
+        if self.posemb == "relative":
+            raise UserError(
+                "model.posemb='relative' has positions for one size of image alone: take "
+                "'learned'"
+            )
+        return posemb.resize_in_params(
+            params,
+            old_grid,
+            grid,
+            num_prefix_tokens=len(source.prefix_tokens) - source.num_register_tokens,
+            method=source.posemb_resize,
+        )
 
     def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
         """Returns what patches are cut of; call it in a compact method."""

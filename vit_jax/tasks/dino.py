@@ -117,6 +117,7 @@ class Dino(Task):
                     "small_size"
                 )
             self.small_model = model.at_size(sides)
+            model.check_sizes(self.small_model)
         self.head = Head(
             config.hidden_dim,
             config.bottleneck_dim,
@@ -200,7 +201,7 @@ class Dino(Task):
         images = crops.reshape(B * V, *crops.shape[2:]).astype(model.options["dtype"])
         network = params["network"]
         if model is not self.model:
-            network = self.model.resize_positions(network, model)
+            network = model.resize(network, self.model)
         found = model.apply(network, images, train=train, key=key)["pre_logits"]
         return found.reshape(B, V, -1)
 

@@ -1,11 +1,9 @@
 """Opens any published checkpoint, and fits it to a model or to the model of a run."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Sequence
 
-import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
@@ -236,11 +234,6 @@ def load(
     Raises:
       UserError: the checkpoint cannot be read, or does not fit the model.
     """
-    init = init or functools.partial(model.init, jax.random.key(0))
-
-    def initial():
-        return stacking.unstack(init())  # Checkpoints have one subtree per block.
-
     # A file of other heads is refused where it is fitted, which says what differs.
     found = _open(
         checkpoint,
@@ -260,21 +253,16 @@ def load(
         )
         learned += notes
         given = unflatten_dict(flat, sep="/")
-    resized = model.resize(given, source)
-    if resized is not given:
-        learned.append(f"parameters resized from {source.grid} to {model.grid} patches")
     try:
         params, rows = surgery.fit(
-            resized,
-            jax.eval_shape(initial),
-            grid=model.grid,
-            old_grid=source.grid,
+            given,
+            model,
+            source,
             head=head,
             head_bias_init=head_bias_init,
+            posemb_resize=posemb_resize,
             allow_mismatch=allow_mismatch,
-            posemb_resize=posemb_resize
-            or source.options.get("posemb_resize", "linear"),
-            init=initial,
+            init=init,
         )
     except UserError as error:
         hints = _hints(source.options, model.options)

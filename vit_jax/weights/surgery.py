@@ -21,7 +21,7 @@ from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
-from vit_jax.models import Model, posemb
+from vit_jax.models import Model, posemb, stacking
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights.pretrained import (
     POSITIONS,
@@ -34,8 +34,7 @@ HEADS = ("keep", "new", "drop")
 
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
 _TOKENS = ("cls", "dist")  # In the order of their rows.
-_TABLES = ("/row_embedding", "/column_embedding")
-_BIASES = "Transformer/relative_bias"  # By offset of two patches.
+_MAX_ROWS = 4  # Beyond, what was resized is counted.
 # A block's LayerScale, and the layer in front of it.
 _SCALES = {
     "LayerScale_1/gamma": "MultiHeadDotProductAttention_1/out",
@@ -62,30 +61,29 @@ class FitRow(NamedTuple):
 
 def fit(
     params: Mapping,
-    expected: Mapping,
+    model: Model,
+    source: Model,
     *,
-    grid: tuple[int, int],
-    old_grid: tuple[int, int] | None = None,
     head: str = "keep",
     head_bias_init: float = 0.0,
-    posemb_resize: str = "linear",
+    posemb_resize: str = "",
     allow_mismatch: Sequence[str] | None = (),
     init: Callable[[], Mapping] | None = None,
 ) -> tuple[dict, list[FitRow]]:
     """Fits loaded parameters to a model.
 
     Args:
-      params: loaded parameters, nested dict of arrays.
-      expected: the model's parameters, nested dict of arrays or shapes.
-      grid: the model's patches down and across.
-      old_grid: grid of the loaded position embeddings; a square if None.
+      params: loaded parameters, nested dict of arrays with one subtree per block.
+      model: to fit them to.
+      source: the model that they are of.
       head: "keep"; "new" for a classifier of zeros, with a new layer before it;
         or "drop", for a model without classes.
       head_bias_init: initial bias of a new classifier.
-      posemb_resize: of position embeddings, one of posemb.RESIZE_METHODS.
+      posemb_resize: of position embeddings, one of posemb.RESIZE_METHODS; "" is as the
+        source says.
       allow_mismatch: regular expressions of names that may be missing, and then keep
         their initial values, or be left over; None for commands without such a flag.
-      init: returns the model's initial parameters; needed if any of them is kept.
+      init: returns the model's initial parameters; `model.init` with key 0 if None.
 
     Returns:
       The fitted parameters, and a row for all that were loaded unchanged, then one for
@@ -95,11 +93,17 @@ def fit(
       UserError: parameters that are missing, left over or of another shape, or a
         pattern that matches none.
     """
+    draw = init or functools.partial(model.init, jax.random.key(0))
+
+    def initial():
+        return stacking.unstack(draw())  # Checkpoints have one subtree per block.
+
     loaded = {k: np.asarray(v) for k, v in flatten_dict(params, sep="/").items()}
-    given, wanted = dict(loaded), flatten_dict(expected, sep="/")
+    given, wanted = dict(loaded), flatten_dict(jax.eval_shape(initial), sep="/")
     rows = [
         *_swap_head(given, wanted, head, head_bias_init),
-        *_fit_positions(given, wanted, grid, old_grid, posemb_resize),
+        *_resize(given, model, source, posemb_resize),
+        *_fit_tokens(given, wanted),
         *_fit_input(given, wanted),
         *_fit_layer_scale(given, wanted),
     ]
@@ -108,7 +112,7 @@ def fit(
     )
     rows += more
     if fresh:
-        given |= _draw(init, fresh)
+        given |= _draw(initial, fresh)
     for name, value in given.items():
         given[name] = value.astype(wanted[name].dtype, copy=False)
 
@@ -173,73 +177,51 @@ def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow
     return rows
 
 
-def _fit_positions(
-    given: dict,
-    wanted: dict,
-    grid: tuple[int, int],
-    old_grid: tuple[int, int] | None,
-    method: str,
-) -> list[FitRow]:
-    """Resizes position embeddings, and fits the rows of the prefix tokens."""
-    if method not in posemb.RESIZE_METHODS:
+def _resize(given: dict, model: Model, source: Model, method: str) -> list[FitRow]:
+    """Fits the parameters that are for one grid, as position embeddings, to a model's."""
+    if method not in ("", *posemb.RESIZE_METHODS):
         raise UserError(
             f"posemb_resize={method!r} is not one of {', '.join(posemb.RESIZE_METHODS)}"
         )
-    how = "" if method == "linear" else f", {method}"
+    if method and "posemb_resize" in source.options:
+        source = source.replace(posemb_resize=method)
+    resized = model.resize(unflatten_dict(given, sep="/"), source)
+    before = dict(given)
+    given |= flatten_dict(resized, sep="/")
+    changed = [name for name in given if given[name] is not before[name]]
+    how = source.options.get("posemb_resize", "linear")
+    action = f"resized from {source.grid} to {model.grid}"
+    action += f", {how}" if how != "linear" else ""
+    if len(changed) > _MAX_ROWS:
+        return [FitRow(f"{len(changed)} parameters", action)]
+    return [
+        FitRow(_label(name), action, before[name].shape, given[name].shape)
+        for name in sorted(changed)
+    ]
+
+
+def _label(name: str) -> str:
+    return "position embeddings" if name == POSITIONS else name
+
+
+def _fit_tokens(given: dict, wanted: dict) -> list[FitRow]:
+    """Fits the rows of the prefix tokens in position embeddings."""
+    has, needs = ([t for t in _TOKENS if t in tree] for tree in (given, wanted))
     rows = []
     for name in sorted(given.keys() & wanted.keys()):
-        old, shape = given[name], wanted[name].shape
-        if old.ndim != len(shape) or old.shape[-1] != shape[-1]:
-            continue  # `check_keys` reports it.
-        if name.endswith("/pos_embedding") and old.ndim == 3:
-            label = "position embeddings" if name == POSITIONS else name
-            has, needs = ([t for t in _TOKENS if t in tree] for tree in (given, wanted))
-            cells = old_grid or square_grid(old.shape[1] - len(has))
-            if cells != grid:
-                given[name] = posemb.resize_positions(
-                    old, cells, grid, num_prefix_tokens=len(has), method=method
-                )
-                action = f"resized from {cells} to {grid}{how}"
-                rows.append(FitRow(label, action, old.shape, given[name].shape))
-            if has != needs:
-                before = given[name]
-                given[name] = _fit_tokens(before, has, needs)
-                action = f"rows of {_names(has)} made rows of {_names(needs)}"
-                rows.append(FitRow(label, action, before.shape, given[name].shape))
-        elif name.startswith(_BIASES) and old.shape != shape:
-            rows_of_square = math.isqrt(len(old) - 3) // 2 + 1
-            cells = old_grid or (rows_of_square, rows_of_square)
-            given[name] = posemb.resize_bias(old, cells, grid)
-            rows.append(FitRow(name, "resized, geometric", old.shape, shape))
-        elif name.endswith(_TABLES) and old.shape != shape:
-            given[name] = posemb.resize_table(old, shape[0], method=method)
-            rows.append(FitRow(name, f"resized{how}", old.shape, shape))
+        old = given[name]
+        if not name.endswith("/pos_embedding") or old.ndim != 3 or has == needs:
+            continue
+        zero = np.zeros_like(old[:, :1])
+        tokens = [old[:, [has.index(t)]] if t in has else zero for t in needs]
+        given[name] = np.concatenate([*tokens, old[:, len(has) :]], axis=1)
+        action = f"rows of {_names(has)} made rows of {_names(needs)}"
+        rows.append(FitRow(_label(name), action, old.shape, given[name].shape))
     return rows
-
-
-def _fit_tokens(embedding: np.ndarray, has: list, needs: list) -> np.ndarray:
-    """Drops the rows of tokens that the model lacks, and adds rows of zeros."""
-    zero = np.zeros_like(embedding[:, :1])
-    tokens = [
-        embedding[:, [has.index(name)]] if name in has else zero for name in needs
-    ]
-    return np.concatenate([*tokens, embedding[:, len(has) :]], axis=1)
 
 
 def _names(tokens: list[str]) -> str:
     return " and ".join(tokens) or "no extra token"
-
-
-def square_grid(patches: int) -> tuple[int, int]:
-    """Returns the sides of a square grid; raises UserError if it is not square."""
-    side = math.isqrt(patches)
-    if side * side != patches:
-        raise UserError(
-            f"position embeddings of {patches} patches are not a square grid: state the "
-            "height and width that they were trained at by --resolution or image_size=, or "
-            "start from a workdir or an exported file, which know their grid"
-        )
-    return side, side
 
 
 def _fit_input(given: dict, wanted: dict) -> list[FitRow]:
@@ -620,15 +602,12 @@ def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
     if "representation_layer" in options:
         options["representation_layer"] = False
     model = models.create(**options)
-    init = functools.partial(model.init, jax.random.key(0))
     params, _ = fit(
         pretrained.params,
-        jax.eval_shape(init),
-        grid=model.grid,
-        old_grid=model.grid,
+        model,
+        model,
         head="new" if num_classes else "drop",
         allow_mismatch=None,
-        init=init,
     )
     return dataclasses.replace(
         pretrained, params=params, options=options, class_names=()
@@ -657,15 +636,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
         )
     check_preprocess(preprocess, source.image_shape[-1])
     model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    sharding.check_memory(shapes)  # The host's memory holds them first.
-    params, _ = fit(
-        model.resize(pretrained.params, source),
-        shapes,
-        grid=model.grid,
-        old_grid=source.grid,
-        head="keep",
-        allow_mismatch=None,
-        posemb_resize=source.options.get("posemb_resize", "linear"),
-    )
+    # The host's memory holds them first.
+    sharding.check_memory(jax.eval_shape(model.init, jax.random.key(0)))
+    params, _ = fit(pretrained.params, model, source, allow_mismatch=None)
     return model, params

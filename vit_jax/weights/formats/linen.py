@@ -13,7 +13,6 @@ from flax.traverse_util import unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models import variants
-from vit_jax.weights import surgery
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
@@ -244,9 +243,14 @@ def _image_size(
         side = max(1, round(224 / patch))
         return side * patch, side * patch
     patches = positions.shape[1] - ("cls" in flat)
-    if math.isqrt(patches) ** 2 != patches and stated:
-        rows, columns = (pixels // patch for pixels in stated)
-        if rows * columns == patches:
-            return rows * patch, columns * patch
-    side, _ = surgery.square_grid(patches)
-    return side * patch, side * patch
+    side = math.isqrt(patches)
+    if side * side == patches:
+        return side * patch, side * patch
+    rows, columns = (pixels // patch for pixels in stated or (0, 0))
+    if rows * columns == patches:
+        return rows * patch, columns * patch
+    raise UserError(
+        f"position embeddings of {patches} patches are not a square grid: state the "
+        "height and width that they were trained at by --resolution or image_size=, or "
+        "start from a workdir or an exported file, which know their grid"
+    )
