@@ -19,7 +19,7 @@ from vit_jax.tasks import masking
 from vit_jax.tasks.mae import MaeConfig
 from vit_jax.training import loop, optim
 from vit_jax.training.schedules import CosineConfig
-from vit_jax.weights.formats import timm, torch_file
+from vit_jax.weights.formats import tables, timm
 
 # Of facebookresearch/mae efb2a80; tests/golden/README.md.
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -101,7 +101,7 @@ def theirs(tree, options, only=("",)):
     """Returns arrays of an encoder by timm's names."""
     table = timm.transformer_table({"stem_width": 0, **options})
     table = [entry for entry in table if entry.theirs.startswith(only)]
-    return torch_file.to_their_arrays(flatten_dict(tree, sep="/"), table)
+    return tables.to_their_arrays(flatten_dict(tree, sep="/"), table)
 
 
 def test_patches_and_targets_are_the_originals(original):

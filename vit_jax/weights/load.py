@@ -15,7 +15,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import posemb, stacking
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights import adapters, surgery, workdir
-from vit_jax.weights.formats import files, registry, torch_file
+from vit_jax.weights.formats import files, registry, tables
 from vit_jax.weights.hub import download
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 from vit_jax.weights.surgery import FitRow
@@ -178,7 +178,7 @@ def _open(
         found = reader.read(tensors, num_heads)
         for key, value in flatten_dict(found.params, sep="/").items():
             if value.ndim:  # Scalars, such as step counters, are not weights.
-                torch_file.check_floating(key, value, name)
+                tables.check_floating(key, value, name)
         if is_custom(found.options["variant"]):
             raise UserError(
                 f"{name} is of model.variant={found.options['variant']!r}, a network of "

@@ -15,7 +15,7 @@ from trees import assert_same, checkpoint, encoder, random_flat
 from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained, export
-from vit_jax.weights.formats import files, timm, timm_config, torch_file
+from vit_jax.weights.formats import files, tables, timm, timm_config
 from vit_jax.weights.pretrained import IMAGENET, prepare_image
 
 SHARED = pathlib.Path(__file__).resolve().parents[4] / "shared"
@@ -407,10 +407,10 @@ def test_the_name_states_the_size_where_no_positions_do():
 
 
 def test_known_sizes_tell_their_heads():
-    assert torch_file.choose_num_heads(0, 0, 1280, 32) == (16, [])
-    assert torch_file.choose_num_heads(0, 12, 768, 12) == (12, [])
-    assert torch_file.choose_num_heads(0, 0, 768, 3)[0] == 12
-    assert torch_file.choose_num_heads(7, 5, 768, 12) == (7, [])
+    assert tables.choose_num_heads(0, 0, 1280, 32) == (16, [])
+    assert tables.choose_num_heads(0, 12, 768, 12) == (12, [])
+    assert tables.choose_num_heads(0, 0, 768, 3)[0] == 12
+    assert tables.choose_num_heads(7, 5, 768, 12) == (7, [])
 
 
 def test_without_a_config_a_grid_must_be_square(tmp_path):

@@ -21,20 +21,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import hugging_face_processor, linen, torch_file
+from vit_jax.weights.formats import hugging_face_processor, linen, tables
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.formats.torch_file import (
-    CONV,
-    LINEAR,
-    SAME,
-    ArrayEntry,
-    ArrayLayout,
-    dense,
-    from_heads,
-    norm,
-    to_heads,
-)
+from vit_jax.weights.formats.tables import ArrayEntry, Names, name_entries
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained, crop_sides
 
 # By activation of ours, its names in transformers; the first one is written.
@@ -58,37 +48,8 @@ RESIZE_KEY = "posemb_resize"
 MASK_TOKEN = "embeddings.mask_token"
 _SIGMOID = "multi_label_classification"
 _HEADS = re.compile(r"(\w+_)?classifier\.")
-# The layers of a block, by their names in `block`.
-_BLOCK = {
-    "norm1": "LayerNorm_0",
-    **{
-        part: f"MultiHeadDotProductAttention_1/{part}"
-        for part in ("query", "key", "value", "out")
-    },
-    "scale1": "LayerScale_1/gamma",
-    "norm2": "LayerNorm_2",
-    "fc1": "MlpBlock_3/Dense_0",
-    "fc2": "MlpBlock_3/Dense_1",
-    "gate": "MlpBlock_3/gate",
-    "scale2": "LayerScale_3/gamma",
-}
 
 Arrays = dict[str, np.ndarray]
-# A layer of theirs, or an array and its layout.
-Names = Mapping[str, str | tuple[str, ArrayLayout]]
-
-
-def block(
-    theirs: str, ours: str = "Transformer/encoderblock", **parts: str
-) -> dict[str, str | tuple[str, ArrayLayout]]:
-    """Returns the names of the layers of all blocks, whose number is "#".
-
-    Args:
-      theirs, ours: what is before the number.
-      parts: by a key of `_BLOCK`, the name in a block of theirs.
-    """
-    names = {f"{ours}_#/{_BLOCK[k]}": f"{theirs}.#.{v}" for k, v in parts.items()}
-    return {k: (v, SAME) if k.endswith("gamma") else v for k, v in names.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,51 +151,6 @@ def entries(family: Family, options: Mapping) -> list[ArrayEntry]:
     return name_entries(family.names, options) + family.more_names(options)
 
 
-def name_entries(names: Names, options: Mapping) -> list[ArrayEntry]:
-    """Returns the entries of names, without those that the options exclude."""
-    has = {
-        POSITIONS: options.get("posemb") != "none",
-        "dist": options.get("distillation"),
-        "register_tokens": options.get("num_register_tokens"),
-        "Transformer/relative_bias": options.get("relative_bias") == "shared",
-        "Transformer/relative_bias_#": options.get("relative_bias") == "every",
-        "LayerScale_1/gamma": options.get("layer_scale_init"),
-        "LayerScale_3/gamma": options.get("layer_scale_init"),
-        "MlpBlock_3/gate": options.get("activation") == "swiglu",
-        "Transformer/encoder_norm": options.get("final_norm", True)
-        and not options.get("fc_norm"),
-        "fc_norm": options.get("fc_norm"),
-        "pre_logits": options.get("representation_layer"),
-        "head": options.get("num_classes"),
-    }
-    table = []
-    for ours, theirs in names.items():
-        if not has.get(ours.split("_#/")[-1], True):
-            continue
-        for i in range(options["depth"] if "#" in ours else 1):
-            place = ours.replace("#", str(i))
-            if isinstance(theirs, tuple):
-                name, layout = theirs
-                table.append(ArrayEntry(name.replace("#", str(i)), (place,), layout))
-            else:
-                name = theirs.replace("#", str(i))
-                table += _layer_entries(name, place, options["num_heads"])
-    return table
-
-
-def _layer_entries(theirs: str, ours: str, num_heads: int) -> list[ArrayEntry]:
-    kind = ours.split("/")[-1]
-    if kind in ("query", "key", "value"):
-        return [
-            ArrayEntry(f"{theirs}.{name}", (f"{ours}/{leaf}",), to_heads(num_heads))
-            for name, leaf in (("weight", "kernel"), ("bias", "bias"))
-        ]
-    if "norm" in kind.casefold():
-        return norm(theirs, ours)
-    layouts = {"embedding": CONV, "out": from_heads(num_heads)}
-    return dense(theirs, ours, layouts.get(kind, LINEAR))
-
-
 def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint.
 
@@ -262,7 +178,7 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     numbered = (name.removeprefix(blocks) for name in flat if name.startswith(blocks))
     depth = len({name.split(".")[0] for name in numbered})
     width = len(flat[_patches(names)])
-    num_heads, more = torch_file.choose_num_heads(
+    num_heads, more = tables.choose_num_heads(
         stated.get("num_attention_heads", 12 if config else 0), num_heads, width, depth
     )
     notes += more
@@ -286,8 +202,8 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     if family.check:
         family.check(flat, table, config, source)
     else:
-        torch_file.check_names(flat, table, source, network=f"{family.network}Model")
-    ours = torch_file.to_our_arrays(flat, table, source)
+        tables.check_names(flat, table, source, network=f"{family.network}Model")
+    ours = tables.to_our_arrays(flat, table, source)
     if "embedding" not in names:
         ours["embedding/bias"] = np.zeros(width, np.float32)
     sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
@@ -503,7 +419,7 @@ def to_their_arrays(
         flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
         notes += more
         del flat["embedding/bias"]
-    arrays = torch_file.to_their_arrays(flat, entries(family, options))
+    arrays = tables.to_their_arrays(flat, entries(family, options))
     return options, arrays, notes + family.finish(arrays, options)
 
 

@@ -6,9 +6,9 @@ Source of the network: arXiv:2106.08254.
 from collections.abc import Mapping
 
 from vit_jax.weights.formats import hugging_face
-from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family, block
+from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family
 from vit_jax.weights.formats.hugging_face_vit import BLOCK
-from vit_jax.weights.formats.torch_file import SAME
+from vit_jax.weights.formats.tables import SAME, block
 from vit_jax.weights.pretrained import POSITIONS
 
 _TABLE = "relative_position_bias.relative_position_bias_table"

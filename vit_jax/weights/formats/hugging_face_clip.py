@@ -21,16 +21,17 @@ from vit_jax.models import text
 from vit_jax.weights.formats import (
     hugging_face,
     hugging_face_processor,
-    torch_file,
+    tables,
 )
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family, block
+from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.formats.torch_file import (
+from vit_jax.weights.formats.tables import (
     CONV,
     LINEAR,
     SAME,
     ArrayEntry,
+    block,
     dense,
     from_heads,
     norm,
@@ -264,8 +265,8 @@ def _read_text(
     depth = len({name.split(".")[3] for name in flat if name.startswith(blocks)})
     table = _text_table(clip, depth, num_heads)
     part, network = " of the text tower", "CLIPModel or SiglipModel"
-    torch_file.check_names(flat, table, source, part=part, network=network)
-    ours = torch_file.to_our_arrays(flat, table, source)
+    tables.check_names(flat, table, source, part=part, network=network)
+    ours = tables.to_our_arrays(flat, table, source)
     tower = {
         "vocab_size": vocab_size,
         "width": width,
@@ -286,7 +287,7 @@ def _read_text(
 
 def _text_table(clip: bool, depth: int, num_heads: int) -> list[ArrayEntry]:
     names = _CLIP_TEXT_NAMES if clip else _SIGLIP_TEXT_NAMES
-    return hugging_face.name_entries(names, {"depth": depth, "num_heads": num_heads})
+    return tables.name_entries(names, {"depth": depth, "num_heads": num_heads})
 
 
 def _text_form(clip: bool) -> dict:
@@ -379,7 +380,7 @@ def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
     if not clip:  # Which always has a bias.
         flat.setdefault(text.LOGIT_BIAS, np.zeros(1, np.float32))
     table = _text_table(clip, about.depth, about.num_heads)
-    arrays = torch_file.to_their_arrays(flat, table)
+    arrays = tables.to_their_arrays(flat, table)
     for number in {text.LOGIT_SCALE, text.LOGIT_BIAS} & arrays.keys():
         arrays[number] = arrays[number].reshape(() if clip else 1)
     sizes = dataclasses.asdict(about) | {"mlp_dim": about.mlp_dim or 4 * about.width}

@@ -10,9 +10,9 @@ import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import dino, hugging_face
-from vit_jax.weights.formats.hugging_face import KEYS, MASK_TOKEN, Arrays, Family, block
+from vit_jax.weights.formats.hugging_face import KEYS, MASK_TOKEN, Arrays, Family
 from vit_jax.weights.formats.hugging_face_vit import ATTENTION
-from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense, gated
+from vit_jax.weights.formats.tables import SAME, ArrayEntry, block, dense, gated
 from vit_jax.weights.pretrained import POSITIONS
 
 _REGISTERS = "embeddings.register_tokens"

@@ -15,7 +15,7 @@ from vit_jax.weights.formats import (
     hugging_face_processor,
     hugging_face_vit,
     swin,
-    torch_file,
+    tables,
 )
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.hugging_face import Arrays, Family
@@ -112,8 +112,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat = _merge_qkv({k: v for k, v in flat.items() if not _UNUSED.search(k)})
     found = swin.options_of(flat, _NAMES, source)
     table = swin.table(found, _NAMES)
-    torch_file.check_names(flat, table, source, network="SwinModel or Swinv2Model")
-    ours = torch_file.to_our_arrays(flat, table, source)
+    tables.check_names(flat, table, source, network="SwinModel or Swinv2Model")
+    ours = tables.to_our_arrays(flat, table, source)
     size = stated["image_size"]
     image_size = (size, size) if isinstance(size, int) else tuple(size)
     preprocess, more = hugging_face_processor.read(tensors.sidecars, image_size)
@@ -180,7 +180,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     config, options = swin.complete(pretrained)
     notes = swin.check_writable(config, "transformers")
     flat = flatten_dict(pretrained.params, sep="/")
-    arrays = _split_qkv(torch_file.to_their_arrays(flat, swin.table(options, _NAMES)))
+    arrays = _split_qkv(tables.to_their_arrays(flat, swin.table(options, _NAMES)))
     content = hugging_face.write_config(SWIN, options, pretrained)
     if config.v2:
         content["pretrained_window_sizes"] = list(swin.pretrained_windows(config))

@@ -12,8 +12,8 @@ import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import hugging_face
-from vit_jax.weights.formats.hugging_face import RESIZE_KEY, Arrays, Family, block
-from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense
+from vit_jax.weights.formats.hugging_face import RESIZE_KEY, Arrays, Family
+from vit_jax.weights.formats.tables import SAME, ArrayEntry, block, dense
 from vit_jax.weights.pretrained import POSITIONS
 
 # Names in the memory of transformers 5, and in files; applied in this order.

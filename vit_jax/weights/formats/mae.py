@@ -19,11 +19,11 @@ from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import posemb
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import dino, hugging_face, timm, torch_file
+from vit_jax.weights.formats import dino, hugging_face, tables, timm, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.hugging_face_vit import VIT
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.formats.torch_file import SAME, ArrayEntry, dense, norm
+from vit_jax.weights.formats.tables import SAME, ArrayEntry, dense, norm
 from vit_jax.weights.pretrained import Pretrained
 
 _KIND = "sincos2d_mae"
@@ -188,7 +188,7 @@ def _read_decoder(
         notes.append(f"decoder's heads: nothing says how many, so {num_heads}")
     table = _decoder_table(width, depth, num_heads, names)
     positions = flat.pop(names.positions)
-    torch_file.check_names(
+    tables.check_names(
         flat, table, source, part=" of the decoder", network="a masked autoencoder"
     )
     if not _is_fixed(positions, encoder.grid):
@@ -197,7 +197,7 @@ def _read_decoder(
             f"({_KIND})"
         )
         return {}, {}, [left_out]
-    ours = torch_file.to_our_arrays(flat, table, source)
+    ours = tables.to_our_arrays(flat, table, source)
     if "norm_pix_loss" not in config:
         notes.append(
             "targets: nothing says whether they were normalised, so taken as MAE's own "
@@ -319,7 +319,7 @@ def _encoder(
     flat, options, folded = surgery.fold_layer_scale(flat, options)
     notes += folded
     options["patch"] = model.patch_size
-    return torch_file.to_their_arrays(flat, names.table(options)), notes, options
+    return tables.to_their_arrays(flat, names.table(options)), notes, options
 
 
 def _has_decoder(pretrained: Pretrained) -> bool:
@@ -342,7 +342,7 @@ def _decoder(pretrained: Pretrained, names: _Names) -> dict[str, np.ndarray]:
     flat = flatten_dict(pretrained.task_params["decoder"], sep="/")
     table = _decoder_table(width, depth, num_heads, names)
     positions = _table(models.create(**pretrained.options).grid, width)
-    return {names.positions: positions} | torch_file.to_their_arrays(flat, table)
+    return {names.positions: positions} | tables.to_their_arrays(flat, table)
 
 
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:

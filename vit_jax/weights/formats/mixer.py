@@ -15,10 +15,10 @@ from flax.traverse_util import flatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models.mixer import MixerConfig
-from vit_jax.weights.formats import google, linen, timm, timm_config, torch_file
+from vit_jax.weights.formats import google, linen, tables, timm, timm_config
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader
-from vit_jax.weights.formats.torch_file import CONV, ArrayEntry, dense, norm
+from vit_jax.weights.formats.tables import CONV, ArrayEntry, dense, norm
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 _ANCHOR = "MixerBlock_0/token_mixing/Dense_0/kernel"
@@ -114,7 +114,7 @@ def read_timm(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     depth = len({name.split(".")[1] for name in flat if name.startswith("blocks.")})
     table = _table(depth, num_classes)
     timm_config.check_names(flat, {e.theirs for e in table}, source)
-    ours = torch_file.to_our_arrays(flat, table, source)
+    ours = tables.to_our_arrays(flat, table, source)
     options = _options(ours) | {"activation": "gelu", "image_size": image_size}
     options["num_classes"] = num_classes
     return timm.finish(tensors, facts, ours, options, patch=patch)
@@ -162,7 +162,7 @@ def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         num_features=width,
         first_conv="stem.proj",
     )
-    arrays = torch_file.to_their_arrays(flat, _table(depth, options["num_classes"]))
+    arrays = tables.to_their_arrays(flat, _table(depth, options["num_classes"]))
     return notes + timm.write_folder(folder, arrays, architecture, options, pretrained)
 
 

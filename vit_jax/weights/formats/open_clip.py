@@ -23,21 +23,18 @@ from vit_jax.weights import surgery
 from vit_jax.weights.formats import (
     hugging_face_clip,
     linen,
+    tables,
     timm,
     timm_config,
-    torch_file,
 )
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.formats.torch_file import (
+from vit_jax.weights.formats.tables import (
     SAME,
     ArrayEntry,
-    dense,
-    from_heads,
-    joined,
-    norm,
+    block,
+    name_entries,
     one_layout,
-    to_heads,
 )
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 from vit_jax.weights.text_tower import config_of
@@ -49,10 +46,30 @@ _WEIGHTS = "open_clip_model.safetensors"
 # What OpenAI's files have besides arrays of parameters; such networks have QuickGELU.
 _OPENAI = ("input_resolution", "context_length", "vocab_size")
 _TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])
-_KERNEL = one_layout(
-    lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1)
-)
 _NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a.reshape(()))
+_LAYERS = {
+    "norm1": "ln_1",
+    "heads": "attn.in_proj_",
+    "out": "attn.out_proj",
+    "norm2": "ln_2",
+    "fc1": "mlp.c_fc",
+    "fc2": "mlp.c_proj",
+}
+_IMAGE_NAMES = {
+    "embedding": "conv1",
+    "cls": ("class_embedding", _TOKEN),
+    POSITIONS: ("positional_embedding", hugging_face_clip.ROWS),
+    "Transformer/pre_norm": "ln_pre",
+    "Transformer/encoder_norm": "ln_post",
+    **block(_BLOCKS, **_LAYERS),
+}
+_TEXT_NAMES = {
+    "text/embedding": ("token_embedding.weight", SAME),
+    "text/pos_embedding": ("positional_embedding", hugging_face_clip.ROWS),
+    "text/encoder_norm": "ln_final",
+    text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
+    **block(_BLOCKS, ours="text/encoderblock", **_LAYERS),
+}
 # Keys of `text_cfg` and `vision_cfg` that leave the network as it is, at these values.
 _PLAIN = {
     "ls_init_value": None,
@@ -209,8 +226,8 @@ def _depth(flat: dict) -> int:
 def _convert(flat: dict, table: list[ArrayEntry], source: str, tower: str) -> dict:
     """Returns our arrays of a tower after checking that it is whole."""
     part, network = f" of the {tower} tower", "a CLIP of OpenCLIP"
-    torch_file.check_names(flat, table, source, part=part, network=network)
-    return torch_file.to_our_arrays(flat, table, source)
+    tables.check_names(flat, table, source, part=part, network=network)
+    return tables.to_our_arrays(flat, table, source)
 
 
 def _epsilon(config: Mapping) -> float:
@@ -295,51 +312,22 @@ def _three(value) -> tuple:
     return tuple(value) if isinstance(value, list | tuple) else (value,) * 3
 
 
-def _block_table(theirs: str, ours: str, num_heads: int) -> list[ArrayEntry]:
-    attention = f"{ours}/MultiHeadDotProductAttention_1"
-    table = norm(f"{theirs}.ln_1", f"{ours}/LayerNorm_0")
-    heads = (f"{attention}/{name}" for name in ("query", "key", "value"))
-    table += joined(f"{theirs}.attn.in_proj", heads, to_heads(num_heads, 3), "_")
-    out = from_heads(num_heads)
-    table += dense(f"{theirs}.attn.out_proj", f"{attention}/out", out)
-    table += norm(f"{theirs}.ln_2", f"{ours}/LayerNorm_2")
-    table += dense(f"{theirs}.mlp.c_fc", f"{ours}/MlpBlock_3/Dense_0")
-    return table + dense(f"{theirs}.mlp.c_proj", f"{ours}/MlpBlock_3/Dense_1")
-
-
 def _image_table(depth: int, num_heads: int) -> list[ArrayEntry]:
-    table = [
-        *dense("conv1", "embedding", _KERNEL),
-        ArrayEntry("class_embedding", ("cls",), _TOKEN),
-        ArrayEntry("positional_embedding", (POSITIONS,), hugging_face_clip.ROWS),
-        *norm("ln_pre", "Transformer/pre_norm"),
-        *norm("ln_post", "Transformer/encoder_norm"),
-    ]
-    for i in range(depth):
-        ours = f"Transformer/encoderblock_{i}"
-        table += _block_table(f"{_BLOCKS}.{i}", ours, num_heads)
-    return table
+    options = {"depth": depth, "num_heads": num_heads}
+    return name_entries(_IMAGE_NAMES, options)
 
 
 def _text_table(
     depth: int, num_heads: int, *, bias: bool, shifted: bool
 ) -> list[ArrayEntry]:
-    rows, head = hugging_face_clip.ROWS, "text/head"
-    table = [
-        ArrayEntry("token_embedding.weight", ("text/embedding",), SAME),
-        ArrayEntry("positional_embedding", ("text/pos_embedding",), rows),
-        *norm("ln_final", "text/encoder_norm"),
-        ArrayEntry(text.LOGIT_SCALE, (text.LOGIT_SCALE,), _NUMBER),
-    ]
+    names = dict(_TEXT_NAMES)
     if bias:
-        table += dense("text_projection", head)
+        names["text/head"] = "text_projection"
     else:
-        table.append(ArrayEntry("text_projection", (f"{head}/kernel",), SAME))
+        names["text/head/kernel"] = ("text_projection", SAME)
     if shifted:
-        table.append(ArrayEntry(text.LOGIT_BIAS, (text.LOGIT_BIAS,), _NUMBER))
-    for i in range(depth):
-        table += _block_table(f"{_BLOCKS}.{i}", f"text/encoderblock_{i}", num_heads)
-    return table
+        names[text.LOGIT_BIAS] = (text.LOGIT_BIAS, _NUMBER)
+    return name_entries(names, {"depth": depth, "num_heads": num_heads})
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
@@ -360,14 +348,14 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     notes += more + folded + surgery.note_resize(options, "OpenCLIP")
     flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
     table = _image_table(options["depth"], options["num_heads"])
-    image = torch_file.to_their_arrays(flat, table)
+    image = tables.to_their_arrays(flat, table)
     del image["conv1.bias"]
     arrays = {f"{_VISUAL}{name}": value for name, value in image.items()}
     arrays[f"{_VISUAL}proj"] = np.asarray(projection["kernel"])
     others = {k: v for k, v in params.items() if k != text.PROJECTION}
     bias, shifted = about.projection == "bias", text.LOGIT_BIAS in params
     table = _text_table(about.depth, about.num_heads, bias=bias, shifted=shifted)
-    arrays |= torch_file.to_their_arrays(flatten_dict(others, sep="/"), table)
+    arrays |= tables.to_their_arrays(flatten_dict(others, sep="/"), table)
     context_length = len(arrays["positional_embedding"])
     config = _write_config(options | {"patch": model.patch_size}, about, context_length)
     config["embed_dim"] = int(arrays[f"{_VISUAL}proj"].shape[1])

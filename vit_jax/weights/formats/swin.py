@@ -16,10 +16,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models.swin import SIZES, SwinConfig
-from vit_jax.weights.formats import timm, timm_config, timm_networks, torch_file
+from vit_jax.weights.formats import tables, timm, timm_config, timm_networks, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.formats.torch_file import (
+from vit_jax.weights.formats.tables import (
     CONV,
     LINEAR,
     SAME,
@@ -123,10 +123,10 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     buffers = {name: flat.pop(name) for name in list(flat) if _BUFFER.search(name)}
     found = options_of(flat, names, source)
     entries = table(found, names)
-    torch_file.check_names(flat, entries, source, network=_NETWORK)
-    ours = torch_file.to_our_arrays(flat, entries, source)
-    tables = (v for name, v in ours.items() if name.endswith("attn/bias_table"))
-    windows = {_window(table) for table in tables}
+    tables.check_names(flat, entries, source, network=_NETWORK)
+    ours = tables.to_our_arrays(flat, entries, source)
+    biases = (v for name, v in ours.items() if name.endswith("attn/bias_table"))
+    windows = {_window(bias) for bias in biases}
     shown = windows in ({7}, {12}) or any(n.endswith(_COORDINATES) for n in buffers)
     if in_timm and not named and not shown:
         raise UserError(
@@ -386,7 +386,7 @@ def _to_their_arrays(
     pretrained: Pretrained, options: Mapping, names: Names
 ) -> dict[str, np.ndarray]:
     flat = flatten_dict(pretrained.params, sep="/")
-    return torch_file.to_their_arrays(flat, table(options, names))
+    return tables.to_their_arrays(flat, table(options, names))
 
 
 def pretrained_windows(config: SwinConfig) -> tuple[int, ...]:

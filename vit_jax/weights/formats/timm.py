@@ -18,28 +18,70 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
-from vit_jax.weights.formats import linen, timm_config, timm_networks, torch_file
+from vit_jax.weights.formats import linen, tables, timm_config, timm_networks
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.formats.timm_networks import Facts
-from vit_jax.weights.formats.torch_file import (
+from vit_jax.weights.formats.tables import (
     CONV,
     DEPTH_SECOND,
     POINTWISE,
     SAME,
     ArrayEntry,
+    block,
     dense,
-    from_heads,
-    gated,
-    joined,
+    name_entries,
     norm,
-    to_heads,
 )
+from vit_jax.weights.formats.timm_networks import Facts
 from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _BACKBONE = "patch_embed.backbone"
 _NEEDED = "patch_embed.proj", "blocks.0.attn.(qkv|q_proj)", r"blocks.0.mlp.fc1(_g)?"
-_QUERY = ("query", "key", "value")
+_NAMES = {
+    "embedding": "patch_embed.proj",
+    "cls": ("cls_token", SAME),
+    "dist": ("dist_token", SAME),
+    "register_tokens": ("reg_token", SAME),
+    POSITIONS: ("pos_embed", SAME),
+    "Transformer/relative_bias": ("rel_pos_bias.relative_position_bias_table", SAME),
+    "Transformer/pre_norm": "norm_pre",
+    "Transformer/rope_frequencies": ("rope.freqs", DEPTH_SECOND),
+    **block(
+        "blocks",
+        norm1="norm1",
+        heads="attn.qkv",
+        out="attn.proj",
+        norm2="norm2",
+        fc1="mlp.fc1",
+        fc2="mlp.fc2",
+        scale1="ls1.gamma",
+        scale2="ls2.gamma",
+        query_norm="attn.q_norm",
+        key_norm="attn.k_norm",
+        out_norm="attn.norm",
+        hidden_norm="mlp.norm",
+    ),
+    "Transformer/relative_bias_#": (
+        "blocks.#.attn.relative_position_bias_table",
+        SAME,
+    ),
+    "fc_norm": "fc_norm",
+    "Transformer/encoder_norm": "norm",
+    "MAPHead_0/probe": ("attn_pool.latent", SAME),
+    "MAPHead_0/MultiHeadDotProductAttention_0/query": "attn_pool.q",
+    "MAPHead_0/MultiHeadDotProductAttention_0/key,value": "attn_pool.kv",
+    "MAPHead_0/MultiHeadDotProductAttention_0/out": "attn_pool.proj",
+    "MAPHead_0/LayerNorm_0": "attn_pool.norm",
+    "MAPHead_0/MlpBlock_0/Dense_0": "attn_pool.mlp.fc1",
+    "MAPHead_0/MlpBlock_0/Dense_1": "attn_pool.mlp.fc2",
+    "pre_logits": "pre_logits.fc",  # In files of timm before 0.6 only.
+    "head": "head",
+    "head_dist": "head_dist",
+}
+_BIASES = {
+    "every": "blocks.0.attn.relative_position_bias_table",
+    "shared": _NAMES["Transformer/relative_bias"][0],
+}
 # Options that an array shows.
 _SHOWN = {
     "distillation": "dist_token",
@@ -49,10 +91,6 @@ _SHOWN = {
     "qk_norm": "blocks.0.attn.q_norm.weight",
     "attention_out_norm": "blocks.0.attn.norm.weight",
     "mlp_norm": "blocks.0.mlp.norm.weight",
-}
-_BIASES = {
-    "every": "blocks.0.attn.relative_position_bias_table",
-    "shared": "rel_pos_bias.relative_position_bias_table",
 }
 # Layers of a block that may have no biases (qkv_bias, proj_bias).
 _BIASED = {
@@ -125,7 +163,7 @@ def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
     num_classes = len(flat.get("head.fc.weight", ()))
     table = _resnet_table({"stage_depths": blocks, "num_classes": num_classes})
     timm_config.check_names(flat, {e.theirs for e in table}, source)
-    ours = torch_file.to_our_arrays(flat, table, source)
+    ours = tables.to_our_arrays(flat, table, source)
     channels, stem_width = ours["root_block/conv_root/kernel"].shape[2:]
     timm_config.check_average(facts.pool, "a ResNet", source)
     image_size = facts.image_size or tensors.image_size
@@ -155,7 +193,7 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
             f"classifier: left out, because {heads[0]} is one of two, whose mean it takes"
         )
     shape, width = _shape(flat), len(flat["patch_embed.proj.weight"])
-    shape["num_heads"], more = torch_file.choose_num_heads(
+    shape["num_heads"], more = tables.choose_num_heads(
         facts.num_heads, num_heads, width, shape["depth"]
     )
     if more and not num_heads and (width % 64 or width < 128):
@@ -170,7 +208,7 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
         notes.append(_STEM_NOTE)
     if form["distillation"] and not form["num_classes"]:
         notes.append(_FEATURES_NOTE)
-    ours = torch_file.to_our_arrays(flat, table, source)
+    ours = tables.to_our_arrays(flat, table, source)
     if form["rope"] != "none":
         ours = timm_networks.turn_features(ours, facts.rotary)
 
@@ -349,7 +387,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
                 "with nothing, so logits differ, by what the images have at their border"
             )
     architecture = timm_config.choose_architecture(options)
-    arrays = torch_file.to_their_arrays(flat, table(options))
+    arrays = tables.to_their_arrays(flat, table(options))
     kind = timm_networks.find(architecture.name).kind
     if kind != "vit":
         split = options["activation"] == "swiglu"
@@ -446,47 +484,15 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
 
 
 def transformer_table(options: dict) -> list[ArrayEntry]:
-    """Returns the entries of an encoder or hybrid of these options of `models.Model`.
-
-    Of the norms, the biases by offset and rotary positions only those that act are needed.
-    """
-    given = {"pre_norm": False, "rope": "none", "relative_bias": "none"}
-    given |= {"final_norm": True, **options}
-    table = dense("patch_embed.proj", "embedding", CONV)
-    if given["stem_width"]:
-        table += _stem_table(given["stage_depths"])
-    single = {
-        "cls_token": ("cls", given["pool"] == "token" or given["class_token"]),
-        "dist_token": ("dist", given["distillation"]),
-        "reg_token": ("register_tokens", given["num_register_tokens"]),
-        "pos_embed": (POSITIONS, given["posemb"] != "none"),
-        _BIASES["shared"]: (
-            "Transformer/relative_bias",
-            given["relative_bias"] == "shared",
-        ),
-    }
-    table += [
-        ArrayEntry(k, (ours,), SAME) for k, (ours, there) in single.items() if there
-    ]
-    if given["pre_norm"]:
-        table += norm("norm_pre", "Transformer/pre_norm")
-    if given["rope"] == "mixed":
-        name = "Transformer/rope_frequencies"
-        table.append(ArrayEntry("rope.freqs", (name,), DEPTH_SECOND))
-    for i in range(given["depth"]):
-        table += _block_table(i, given)
-    if given["fc_norm"]:
-        table += norm("fc_norm", "fc_norm")
-    elif given["final_norm"]:
-        table += norm("norm", "Transformer/encoder_norm")
-    if given["pool"] == "map":
-        table += _map_head_table(given["num_heads"])
-    if given["representation_layer"]:  # In files of timm before 0.6 only.
-        table += dense("pre_logits.fc", "pre_logits")
-    if given["num_classes"]:
-        table += dense("head", "head")
-        table += dense("head_dist", "head_dist") if given["distillation"] else []
-    return table
+    """Returns the entries of an encoder or hybrid of these options of `models.Model`."""
+    names = dict(_NAMES)
+    if options["activation"] == "swiglu":  # Two layers in one.
+        first = "Transformer/encoderblock_#/MlpBlock_3/"
+        names[f"{first}gate,Dense_0"] = names.pop(f"{first}Dense_0")
+    table = name_entries(names, options)
+    return table + (
+        _stem_table(options["stage_depths"]) if options["stem_width"] else []
+    )
 
 
 def _resnet_table(options: dict) -> list[ArrayEntry]:
@@ -523,59 +529,6 @@ def _units_table(
             if unit == 0 and projection_norm:
                 table += norm(f"{theirs}.downsample.norm", f"{ours}/{projection_norm}")
     return table
-
-
-def _block_table(i: int, options: dict) -> list[ArrayEntry]:
-    theirs, ours = f"blocks.{i}", f"Transformer/encoderblock_{i}"
-    attention, mlp = f"{ours}/MultiHeadDotProductAttention_1", f"{ours}/MlpBlock_3"
-    num_heads, single, norms = options["num_heads"], {}, {}
-    first = dense(f"{theirs}.mlp.fc1", f"{mlp}/Dense_0")
-    if options["activation"] == "swiglu":
-        first = gated(f"{theirs}.mlp.fc1", mlp)
-    if options["layer_scale_init"]:
-        single["ls1.gamma"] = f"{ours}/LayerScale_1/gamma"
-        single["ls2.gamma"] = f"{ours}/LayerScale_3/gamma"
-    if options["relative_bias"] == "every":
-        single["attn.relative_position_bias_table"] = f"Transformer/relative_bias_{i}"
-    if options.get("qk_norm"):
-        norms["attn.q_norm"] = f"{attention}/LayerNorm_query"
-        norms["attn.k_norm"] = f"{attention}/LayerNorm_key"
-    if options.get("attention_out_norm"):
-        norms["attn.norm"] = f"{attention}/LayerNorm_out"
-    if options.get("mlp_norm"):
-        norms["mlp.norm"] = f"{mlp}/LayerNorm_hidden"
-    return [
-        *norm(f"{theirs}.norm1", f"{ours}/LayerNorm_0"),
-        *_heads_table(f"{theirs}.attn.qkv", attention, _QUERY, num_heads),
-        *dense(f"{theirs}.attn.proj", f"{attention}/out", from_heads(num_heads)),
-        *norm(f"{theirs}.norm2", f"{ours}/LayerNorm_2"),
-        *first,
-        *dense(f"{theirs}.mlp.fc2", f"{mlp}/Dense_1"),
-        *(ArrayEntry(f"{theirs}.{k}", (at,), SAME) for k, at in single.items()),
-        *(e for name, at in norms.items() for e in norm(f"{theirs}.{name}", at)),
-    ]
-
-
-def _map_head_table(num_heads: int) -> list[ArrayEntry]:
-    theirs, ours = "attn_pool", "MAPHead_0"
-    attention = f"{ours}/MultiHeadDotProductAttention_0"
-    return [
-        ArrayEntry(f"{theirs}.latent", (f"{ours}/probe",), SAME),
-        *_heads_table(f"{theirs}.q", attention, _QUERY[:1], num_heads),
-        *_heads_table(f"{theirs}.kv", attention, _QUERY[1:], num_heads),
-        *dense(f"{theirs}.proj", f"{attention}/out", from_heads(num_heads)),
-        *norm(f"{theirs}.norm", f"{ours}/LayerNorm_0"),
-        *dense(f"{theirs}.mlp.fc1", f"{ours}/MlpBlock_0/Dense_0"),
-        *dense(f"{theirs}.mlp.fc2", f"{ours}/MlpBlock_0/Dense_1"),
-    ]
-
-
-def _heads_table(
-    theirs: str, ours: str, names: tuple[str, ...], num_heads: int
-) -> list[ArrayEntry]:
-    """Returns the entries of projections to heads that are one layer in timm."""
-    layout = to_heads(num_heads, len(names))
-    return joined(theirs, (f"{ours}/{name}" for name in names), layout)
 
 
 def _conv(theirs: str, ours: str) -> ArrayEntry:

@@ -1,13 +1,10 @@
-"""PyTorch without PyTorch: files of `torch.save`, and its array layouts.
+"""PyTorch without PyTorch: files of `torch.save`, read and written.
 
 A file (.pth, .pt, .bin) is a pickle, which names functions to call. Here each name is
 looked up in one short table and never imported, so a hostile file can run nothing; any
 other name, such as a path among the settings of a training, becomes a placeholder. There
 are two containers: a zip archive (`data.pkl` and one record per storage; PyTorch 1.6 and
 later), and before that a stream of pickles followed by the storages.
-
-A network's table of `ArrayEntry` maps each array of another library to ours. Reading and
-writing use the same table, so what was read can be written back bit for bit.
 """
 
 import collections
@@ -20,16 +17,13 @@ import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.models import variants
-
-Arrays = list[np.ndarray]
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 TEACHER = "teacher"
@@ -378,236 +372,3 @@ def _read_legacy(stream: io.IOBase) -> Any:
         if len(storage.data) != count * storage.width:
             raise ValueError("it ends too early")
     return content
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayLayout:
-    """Two functions that are inverse to each other.
-
-    Attributes:
-      to_ours: one array of theirs to our arrays.
-      to_theirs: our arrays to one array of theirs.
-    """
-
-    to_ours: Callable[[np.ndarray], Arrays]
-    to_theirs: Callable[[Arrays], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayEntry:
-    """One array of theirs, and the arrays of ours that hold the same numbers.
-
-    Attributes:
-      theirs: name of their array.
-      ours: names of our arrays, levels joined by "/".
-      layout: converts between them.
-    """
-
-    theirs: str
-    ours: tuple[str, ...]
-    layout: ArrayLayout
-
-
-def one_layout(to_ours: Callable, to_theirs: Callable) -> ArrayLayout:
-    """Returns the layout of one array that is one array of ours."""
-    return ArrayLayout(lambda a: [to_ours(a)], lambda arrays: to_theirs(arrays[0]))
-
-
-SAME = one_layout(lambda a: a, lambda a: a)
-LINEAR = one_layout(np.transpose, np.transpose)  # (out, in) and (in, out).
-# (out, in, Y, X) and (Y, X, in, out).
-CONV = one_layout(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
-# Two dense layers in one, one after the other, weight or bias.
-PAIR = ArrayLayout(
-    lambda a: [half.T for half in np.split(a, 2)],
-    lambda arrays: np.concatenate([a.T for a in arrays]),
-)
-# Arrays of each layer, (2, depth, ...) and (depth, 2, ...).
-DEPTH_SECOND = one_layout(lambda a: a.swapaxes(0, 1), lambda a: a.swapaxes(0, 1))
-# A classifier written as a 1x1 convolution: (out, in, 1, 1) and (in, out).
-POINTWISE = one_layout(
-    lambda a: a.reshape(a.shape[:2]).T, lambda a: a.T.reshape(*a.T.shape, 1, 1)
-)
-
-
-def to_heads(num_heads: int, parts: int = 1) -> ArrayLayout:
-    """Returns the layout of a projection to heads, weight or bias.
-
-    Theirs are (parts x heads x K, D) and (parts x heads x K,), ours a (D, heads, K)
-    and a (heads, K) for each part.
-    """
-
-    def to_ours(a):
-        a = a.reshape(parts, num_heads, -1, *a.shape[1:])
-        return [part.transpose(2, 0, 1) if part.ndim == 3 else part for part in a]
-
-    def to_theirs(arrays):
-        arrays = [a.transpose(1, 2, 0) if a.ndim == 3 else a for a in arrays]
-        return np.stack(arrays).reshape(-1, *arrays[0].shape[2:])
-
-    return ArrayLayout(to_ours, to_theirs)
-
-
-def from_heads(num_heads: int) -> ArrayLayout:
-    """Returns the layout of the output projection: (D, heads x K) and (heads, K, D)."""
-    return one_layout(
-        lambda a: a.reshape(len(a), num_heads, -1).transpose(1, 2, 0),
-        lambda a: a.transpose(2, 0, 1).reshape(a.shape[2], -1),
-    )
-
-
-def dense(theirs: str, ours: str, layout: ArrayLayout = LINEAR) -> list[ArrayEntry]:
-    """Returns the entries of the weight, in that layout, and the bias of a layer."""
-    return [
-        ArrayEntry(f"{theirs}.weight", (f"{ours}/kernel",), layout),
-        ArrayEntry(f"{theirs}.bias", (f"{ours}/bias",), SAME),
-    ]
-
-
-def joined(
-    theirs: str, ours: Iterable[str], layout: ArrayLayout, separator: str = "."
-) -> list[ArrayEntry]:
-    """Returns the entries of one layer of theirs that is several of ours."""
-    ours = tuple(ours)
-    return [
-        ArrayEntry(
-            f"{theirs}{separator}{kind}", tuple(f"{n}/{leaf}" for n in ours), layout
-        )
-        for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
-    ]
-
-
-def gated(theirs: str, mlp: str) -> list[ArrayEntry]:
-    """Returns the entries of a gated MLP's first layer, the gate and then the value."""
-    return joined(theirs, (f"{mlp}/gate", f"{mlp}/Dense_0"), PAIR)
-
-
-def norm(theirs: str, ours: str) -> list[ArrayEntry]:
-    """Returns the entries of the weight and the bias of a normalisation."""
-    return [
-        ArrayEntry(f"{theirs}.weight", (f"{ours}/scale",), SAME),
-        ArrayEntry(f"{theirs}.bias", (f"{ours}/bias",), SAME),
-    ]
-
-
-def choose_num_heads(
-    stated: int, asked: int, width: int, depth: int
-) -> tuple[int, list[str]]:
-    """Returns the number of attention heads of an encoder, and a note if it may be wrong.
-
-    PyTorch's arrays do not show it, because all heads share one axis.
-
-    Args:
-      stated: number in a config file; 0 if there is none.
-      asked: number that the caller assumes; 0 if unknown.
-      width, depth: features per token, and number of blocks.
-    """
-    if stated:
-        return stated, []
-    known = [
-        size.num_heads
-        for size in variants.SIZES.values()
-        if (size.width, size.depth) == (width, depth)
-    ]
-    usual = known[0] if known else max(1, width // 64)
-    note = "heads: nothing says how many, so"
-    if asked and asked != usual:
-        return asked, [f"{note} {asked} as asked for, not the usual {usual}"]
-    if asked or known:
-        return usual, []
-    return usual, [f"{note} {usual}, one for 64 features"]
-
-
-def to_our_arrays(
-    flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry], source: str
-) -> dict[str, np.ndarray]:
-    """Returns our arrays by name, levels joined by "/", floats as float32.
-
-    Arrays that are not in the table keep their name, and missing ones stay missing: fitting
-    the parameters to a model reports both, because a user may allow them.
-
-    Args:
-      flat: theirs by name.
-      table: of the network.
-      source: for messages.
-
-    Raises:
-      UserError: an array is of integers, or of a shape that makes no sense.
-    """
-    table = list(table)
-    known = {entry.theirs for entry in table}
-    ours = {name: value for name, value in flat.items() if name not in known}
-    for entry in table:
-        if entry.theirs not in flat:
-            continue
-        value = flat[entry.theirs]
-        check_floating(entry.theirs, value, source)
-        try:
-            arrays = entry.layout.to_ours(value.astype(np.float32, copy=False))
-        except ValueError as error:
-            raise UserError(
-                f"{source}: {entry.theirs} has shape {value.shape}, which does not fit "
-                f"the model: {error}"
-            ) from error
-        ours |= dict(zip(entry.ours, arrays, strict=True))
-    return ours
-
-
-def check_names(
-    flat: Mapping[str, np.ndarray],
-    table: Iterable[ArrayEntry],
-    source: str,
-    *,
-    part: str = "",
-    network: str,
-) -> None:
-    """Raises UserError unless the arrays are those of a table, no more and no less.
-
-    Args:
-      flat: theirs by name.
-      table: of the network.
-      source, part, network: for messages, as " of the decoder" of what is stored whole.
-    """
-    known = {entry.theirs for entry in table}
-    if wrong := sorted(known ^ flat.keys()):
-        what = "missing" if wrong[0] in known else "not supported"
-        raise UserError(
-            f"{source}: {wrong[0]}{part} is {what}: give the whole file of {network}"
-        )
-
-
-def check_floating(name: str, value: np.ndarray, source: str) -> None:
-    """Raises UserError if an array holds integers, whose scale is unknown."""
-    if not np.issubdtype(value.dtype, np.floating):
-        raise UserError(
-            f"{source}: {name} holds {value.dtype} numbers, as quantised weights do: "
-            "give the weights as float16, bfloat16 or float32"
-        )
-
-
-def to_their_arrays(
-    flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry]
-) -> dict[str, np.ndarray]:
-    """Returns their arrays by name.
-
-    Args:
-      flat: ours by name, levels joined by "/".
-      table: of the network, with each of our arrays once.
-
-    Raises:
-      UserError: one of our arrays is missing or left over.
-    """
-    table = list(table)
-    known = [name for entry in table for name in entry.ours]
-    for names, what in (
-        (flat.keys() - known, "has {}, which its options do not explain"),
-        (known - flat.keys(), "lacks {}, which its options ask for"),
-    ):
-        if names:
-            raise UserError(f"the model {what.format(min(names))}: it is not complete")
-    return {
-        entry.theirs: entry.layout.to_theirs(
-            [np.asarray(flat[name]) for name in entry.ours]
-        )
-        for entry in table
-    }
