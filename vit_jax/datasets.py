@@ -21,7 +21,7 @@ def main(flags: argparse.Namespace) -> int:
     """Prints the entries that the flags name; returns the exit code."""
     cli.refuse_overrides(flags, "listing data sets")
     from vit_jax.data import catalogue
-    from vit_jax.data.sources.base import SOURCES
+    from vit_jax.data.sources.open import SOURCES
 
     for name in flags.names:
         if name not in catalogue.ENTRIES:

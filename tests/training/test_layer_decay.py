@@ -164,6 +164,25 @@ def test_blocks_of_all_stages_count_as_layers():
     }
 
 
+def variants():
+    """Yields every variant; those whose depth cannot be stated trace for seconds."""
+    for name in models.names():
+        if "x" in name.partition("-")[0]:
+            continue  # A ResNet, which is refused.
+        slow = name.startswith("Swin") and name not in ("Swin-T", "SwinV2-T/w8")
+        yield pytest.param(name, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("variant", [*variants()])
+def test_every_parameter_of_every_variant_has_a_layer(variant):
+    depth = {} if variant.startswith("Swin") else {"depth": 2}
+    size = (192, 192) if variant.endswith(("w12", "w24")) else (256, 256)
+    size = (224, 224) if "/14" in variant or "/w7" in variant else size
+    model = models.create(variant, num_classes=5, image_size=size, **depth)
+    for name, factor in factors(model).items():
+        assert ((0 < np.asarray(factor)) & (np.asarray(factor) <= 1)).all(), name
+
+
 @pytest.mark.parametrize("variant", ["Mixer-S/16", "Axial-S/16"])
 def test_mixers_and_axial_vits_have_layers(variant):
     model = models.create(variant, num_classes=5, image_size=(32, 32), depth=2)

@@ -7,6 +7,7 @@ user gives. The builder (loading.py), the reference of the docs, the resume chec
 the sweeps read everything else from these fields.
 """
 
+import collections
 import contextlib
 import dataclasses
 import importlib
@@ -24,6 +25,18 @@ T = TypeVar("T")
 _META = "config"
 # Names of TFDS have a colon too, before their version: "eurosat/rgb:2.0.0".
 CUSTOM = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+
+
+class Registry(collections.UserDict):
+    """Names to components; one that is stated as "module:Name" is imported when needed."""
+
+    def __getitem__(self, name: str) -> object:
+        component = self.data[name]
+        if isinstance(component, str):
+            module, _, attribute = component.partition(":")
+            component = getattr(importlib.import_module(module), attribute)
+            self.data[name] = component
+        return component
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,8 +125,9 @@ class Choice(Section):
         if is_custom(name):
             return self._import(name, f"{where}.{self.text_key}")
         if self.patterns:
-            matches = (t for p, t in self.types.items() if re.fullmatch(p, str(name)))
-            return next(matches, None) or self.find(self.default, where)
+            matches = (form for form in self.types if re.fullmatch(form, str(name)))
+            form = next(matches, "")
+            return self.types[form] if form else self.find(self.default, where)
         raise UserError(
             f"{where}.{self.text_key}={name!r} is not one of {', '.join(self.types)}"
         )

@@ -1,9 +1,7 @@
 """The networks: `create(variant, ...)` gives a `Model`."""
 
-from vit_jax.models import axial, mixer, swin
-from vit_jax.models.model import Model, Params
+from vit_jax.models.model import VARIANTS, Model, Params, create, names, side_multiple
 from vit_jax.models.network import STATE, NetworkConfig
-from vit_jax.models.registry import VARIANTS, create, names, side_multiple
 
 __all__ = [
     "STATE",
@@ -11,10 +9,7 @@ __all__ = [
     "Model",
     "NetworkConfig",
     "Params",
-    "axial",
     "create",
-    "mixer",
     "names",
     "side_multiple",
-    "swin",
 ]

@@ -23,7 +23,7 @@ from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.posemb import AddPositions
-from vit_jax.models.variants import CONFIGS, SIZES, Size
+from vit_jax.models.variants import SIZES, Size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,6 @@ class AxialConfig(NetworkConfig):
                 "change model.width or model.num_heads"
             )
         return AxialViT(self, num_classes)
-
-
-CONFIGS[r"Axial-.*"] = AxialConfig
 
 
 class AxialViT(nn.Module):

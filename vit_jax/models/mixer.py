@@ -20,7 +20,6 @@ from vit_jax.errors import UserError
 from vit_jax.models import layers
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, drop_path
 from vit_jax.models.network import NetworkConfig
-from vit_jax.models.variants import CONFIGS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +176,6 @@ def _block_diagonal(mlp: Mapping, copies: int, order: np.ndarray) -> dict:
             "bias": np.tile(second["bias"], copies)[back],
         },
     }
-
-
-CONFIGS[r"Mixer-.*"] = MixerConfig
 
 
 class MlpMixer(nn.Module):

@@ -1,9 +1,10 @@
-"""Models as plain functions: what the rest of the code sees of Flax."""
+"""Networks by name, as plain functions: what the rest of the code sees of Flax."""
 
 import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
@@ -11,9 +12,12 @@ import jax.numpy as jnp
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.models import intermediates, network, stacking
-from vit_jax.models.intermediates import AttentionGradient, Layer
+from vit_jax.models import network, stacking, variants
 from vit_jax.models.network import STATE, BlockWindows, NetworkConfig
+from vit_jax.models.variants import CONFIGS
+
+if TYPE_CHECKING:
+    from vit_jax.models.intermediates import AttentionGradient, Layer
 
 # Nested: name to arrays or to further dicts. Beside the parameters of a network with
 # running means, as those of BatchNorm, they are under STATE.
@@ -294,20 +298,26 @@ class Model:
         """Returns outputs and attention, see `NetworkConfig.window_attention`."""
         return self.config.window_attention(self.module, params, images)
 
-    def intermediates(self, params: Params, images: jax.Array) -> Iterator[Layer]:
+    def intermediates(self, params: Params, images: jax.Array) -> Iterator["Layer"]:
         """Yields attention and tokens of each block, see intermediates.layers."""
+        from vit_jax.models import intermediates  # Few need what it imports.
+
         return intermediates.layers(self.module, params, images)
 
     def classify_tokens(
         self, params: Params, tokens: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns the outputs of `apply`, from the last tokens of `intermediates`."""
+        from vit_jax.models import intermediates  # Few need what it imports.
+
         return intermediates.classify_tokens(self.module, params, tokens)
 
     def gradients(
         self, params: Params, images: jax.Array, classes: jax.Array
-    ) -> tuple[jax.Array, Iterator[AttentionGradient]]:
+    ) -> tuple[jax.Array, Iterator["AttentionGradient"]]:
         """Differentiates logits by attention, see intermediates.attention_gradients."""
+        from vit_jax.models import intermediates  # Few need what it imports.
+
         return intermediates.attention_gradients(self.module, params, images, classes)
 
 
@@ -329,3 +339,70 @@ def build(
         image_shape,
         *network.build(config, num_classes, image_shape),
     )
+
+
+# The dataclass of `config.model`, chosen by the variant.
+VARIANTS = fields.Choice(
+    types=CONFIGS,
+    default="B/16",
+    text_key="variant",
+    patterns=True,
+    base=NetworkConfig,
+)
+
+
+def create(
+    variant: str,
+    *,
+    num_classes: int,
+    image_size: Sequence[int] = (224, 224),
+    channels: int = 3,
+    platform: str = "",
+    **options,
+) -> Model:
+    """Builds a model by name.
+
+    Args:
+      variant: such as "B/16", "R50+B/16" or "R50x1"; `names` has them all. Or
+        "module:Config", a `NetworkConfig` of a user's module.
+      num_classes: width of the classifier; 0 is none.
+      image_size: height and width of the input, in pixels.
+      channels: of the input.
+      platform: where it will run, "cpu", "gpu" or "tpu"; "" is JAX's default backend.
+      **options: the keys of its config, as `vit.ViTConfig`. `width`, `depth` and the
+        like replace the variant's numbers unless 0 or (0,).
+
+    Returns:
+      The model.
+
+    Raises:
+      UserError: unknown variant or option, an image side that is not a multiple of the
+        patch, or numbers that do not fit each other.
+    """
+    kind = VARIANTS.find(variant, "model")
+    taken = {"num_classes", "image_size", "channels", "platform"} & {
+        *fields.fields(kind)
+    }
+    if taken:
+        raise UserError(
+            f"model.variant={variant!r} has a key {min(taken)!r}, which "
+            "`models.create` takes for every network: rename the key"
+        )
+    config = network.read(kind, {"variant": variant, **options})
+    config = dataclasses.replace(config, platform=platform)
+    return build(config, num_classes, image_size, channels)
+
+
+def names() -> tuple[str, ...]:
+    """Returns every variant that is published."""
+    return variants.NAMES + sum((k.names for k in CONFIGS.values()), ())
+
+
+def side_multiple(variant: str) -> int:
+    """Returns what image sides must be multiples of; 1 if any will do.
+
+    Raises:
+      UserError: unknown variant.
+    """
+    config = network.read(VARIANTS.find(variant, "model"), {"variant": variant})
+    return config.side_multiple or config.patch_size

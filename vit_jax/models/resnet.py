@@ -20,7 +20,6 @@ from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import layers, variants
 from vit_jax.models.network import NetworkConfig
-from vit_jax.models.variants import CONFIGS
 
 _GROUPS = 32
 
@@ -80,9 +79,6 @@ class ResNetConfig(StemConfig):
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> "ResNet":
         self.check_stem()
         return ResNet(self, num_classes)
-
-
-CONFIGS[r"R\d+x\d+"] = ResNetConfig
 
 
 class StdConv(nn.Module):

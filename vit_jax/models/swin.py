@@ -31,7 +31,6 @@ from vit_jax.models.layers import (
     drop_path,
 )
 from vit_jax.models.network import BlockWindows, NetworkConfig
-from vit_jax.models.variants import CONFIGS
 
 # Values of `model.window_padding`. A grid that windows do not divide is padded after the
 # shift (timm) or before it (Microsoft's detection code, transformers). Along a side that
@@ -272,9 +271,6 @@ class SwinConfig(NetworkConfig):
             masked=_MASKED
             * (2 if self.window_padding == "transformers" and self.v2 else 1),
         )
-
-
-CONFIGS[r"Swin.*"] = SwinConfig
 
 
 class Windows(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from vit_jax.config.fields import key
+from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
 
 T = TypeVar("T", bound="ModelConfig")
@@ -21,7 +21,7 @@ T = TypeVar("T", bound="ModelConfig")
 class ModelConfig:
     """What `config.model` states of every network.
 
-    The file of a network puts its own dataclass into `CONFIGS`.
+    A network has a dataclass of its own, which `CONFIGS` names.
 
     Attributes:
       platform: where it will run, "cpu", "gpu" or "tpu", which no config states; "" is
@@ -45,8 +45,18 @@ class ModelConfig:
     )
 
 
-# Form of the variants, a regular expression, to the dataclass of `config.model`.
-CONFIGS: dict[str, type[ModelConfig]] = {}
+# Form of the variants, a regular expression, to the dataclass of `config.model`; the first
+# that matches.
+CONFIGS = Registry(
+    {
+        r"Axial-.*": "vit_jax.models.axial:AxialConfig",
+        r"Mixer-.*": "vit_jax.models.mixer:MixerConfig",
+        r"Swin.*": "vit_jax.models.swin:SwinConfig",
+        r"R\d+x\d+": "vit_jax.models.resnet:ResNetConfig",
+        r"R.*\+.*": "vit_jax.models.vit:HybridConfig",
+        r"\w+/\d+": "vit_jax.models.vit:ViTConfig",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)

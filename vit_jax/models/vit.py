@@ -20,7 +20,6 @@ from vit_jax.errors import UserError
 from vit_jax.models import layers, posemb, resnet, stacking, variants
 from vit_jax.models.encoder import Encoder, EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS, MapHead
-from vit_jax.models.variants import CONFIGS
 
 POOLS = ("token", "gap", "token_gap", "map", "none")
 
@@ -198,10 +197,6 @@ class HybridConfig(ViTConfig, resnet.StemConfig):
     def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
         """Returns the features of the ResNet; call it in a compact method."""
         return resnet.stem(images, self)
-
-
-CONFIGS[r"R.*\+.*"] = HybridConfig
-CONFIGS[r"\w+/\d+"] = ViTConfig
 
 
 class VisionTransformer(nn.Module):

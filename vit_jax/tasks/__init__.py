@@ -1,23 +1,17 @@
 """What is learnt: each task is a file here, named by `config.task.name`."""
 
-from vit_jax.tasks.classification import ClassificationConfig
-from vit_jax.tasks.contrastive import ContrastiveConfig
-from vit_jax.tasks.dino import DinoConfig
-from vit_jax.tasks.distillation import DistillationConfig
-from vit_jax.tasks.linear_probe import LinearProbeConfig
-from vit_jax.tasks.lora import LoraConfig
-from vit_jax.tasks.mae import MaeConfig
-from vit_jax.tasks.masked_patch import MaskedPatchConfig
-from vit_jax.tasks.simmim import SimMimConfig
+from vit_jax.config.fields import Registry
 
-TASKS = {
-    "classification": ClassificationConfig,
-    "distillation": DistillationConfig,
-    "linear_probe": LinearProbeConfig,
-    "lora": LoraConfig,
-    "masked_patch": MaskedPatchConfig,
-    "mae": MaeConfig,
-    "simmim": SimMimConfig,
-    "dino": DinoConfig,
-    "contrastive": ContrastiveConfig,
-}
+TASKS = Registry(
+    {
+        "classification": "vit_jax.tasks.classification:ClassificationConfig",
+        "distillation": "vit_jax.tasks.distillation:DistillationConfig",
+        "linear_probe": "vit_jax.tasks.linear_probe:LinearProbeConfig",
+        "lora": "vit_jax.tasks.lora:LoraConfig",
+        "masked_patch": "vit_jax.tasks.masked_patch:MaskedPatchConfig",
+        "mae": "vit_jax.tasks.mae:MaeConfig",
+        "simmim": "vit_jax.tasks.simmim:SimMimConfig",
+        "dino": "vit_jax.tasks.dino:DinoConfig",
+        "contrastive": "vit_jax.tasks.contrastive:ContrastiveConfig",
+    }
+)

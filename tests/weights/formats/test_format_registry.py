@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 from trees import assert_same, checkpoint, encoder, random_flat
 
-from vit_jax import convert, weights
+from vit_jax import convert, models, weights
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.weights import export
@@ -159,10 +159,20 @@ def claims_in_any_order(monkeypatch, tensors):
     return claims
 
 
+def assert_layers(found):
+    """Checks that layer decay and freezing know every parameter of what was read."""
+    config = models.create(**found.options).config
+    for path in flatten_dict(found.params, sep="/"):
+        assert 0 <= config.layer_of(path) <= config.num_blocks + 1, path
+
+
 @pytest.mark.parametrize("name", READ_BY)
-def test_one_format_claims_a_golden_file(monkeypatch, name):
+def test_one_format_claims_a_golden_file_whose_parameters_have_layers(
+    monkeypatch, name
+):
     tensors = files.read(GOLDEN / name)
     assert claims_in_any_order(monkeypatch, tensors) == [READ_BY[name]]
+    assert_layers(registry.READERS[READ_BY[name]].read(tensors, 4))
 
 
 @pytest.mark.parametrize("to", sorted(WEIGHTS))
@@ -174,6 +184,7 @@ def test_one_format_claims_what_a_writer_writes(monkeypatch, tmp_path, to):
     assert claims_in_any_order(monkeypatch, tensors) == [expected]
     found = registry.READERS[expected].read(tensors, 3)
     assert found.source == str(out)
+    assert_layers(found)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxtyping import Integer
 from vit_jax import files
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries, entries, in_memory
-from vit_jax.data.sources import tfds
+from vit_jax.data.sources import custom, folder, parquet, table, tfds, vtab  # noqa: F401 (each registers its own)
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.base import SOURCES, Source, SourceType, check_label
 from vit_jax.errors import NoLabels, UserError
