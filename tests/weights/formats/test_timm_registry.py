@@ -176,10 +176,13 @@ def check(network, folder, refusal):
     model = models.create(**found.options)
     params = weights.load(folder, model).params
     rng = np.random.default_rng(1)
-    images = rng.normal(size=(2, *model.image_shape)).astype(np.float32)
+    height, width, channels = model.image_shape
+    rows, columns = found.preprocess.cut  # Which timm's first layer drops itself.
+    whole = (2, height + rows, width + columns, channels)
+    images = rng.normal(size=whole).astype(np.float32)
     with torch.no_grad():
         theirs = network(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()
-    outputs = jax.jit(model.apply)(params, images)
+    outputs = jax.jit(model.apply)(params, images[:, :height, :width])
     ours = outputs["logits" if found.options["num_classes"] else "pre_logits"]
     size = np.abs(theirs).max()
     assert size > 0.1
