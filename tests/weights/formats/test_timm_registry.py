@@ -14,7 +14,7 @@ from import_timm import import_timm, torch
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import files, registry, timm_config
+from vit_jax.weights.formats import files, registry, timm_networks
 
 pytestmark = pytest.mark.parity
 their_timm = import_timm()
@@ -284,7 +284,7 @@ def arguments(architecture):
     network = getattr(getattr(their_timm.models, module), name)
     known = (
         accounted
-        for names, accounted in timm_config.ARCHITECTURES.items()
+        for names, accounted in timm_networks.ARCHITECTURES.items()
         if re.fullmatch(names, architecture)
     )
     known = next(known)
@@ -304,7 +304,7 @@ def test_an_argument_of_timms_class_is_accounted_for_or_refused(architecture):
                 continue
             args = {"architecture": architecture, "model_args": {name: value}}
             with pytest.raises(UserError, match=f"{name}="):
-                timm_config.check_config(args)
+                timm_networks.check_config(args)
 
 
 @pytest.mark.slow

@@ -15,7 +15,14 @@ from flax.traverse_util import flatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models.mixer import MixerConfig
-from vit_jax.weights.formats import google, linen, tables, timm, timm_config
+from vit_jax.weights.formats import (
+    google,
+    linen,
+    tables,
+    timm,
+    timm_config,
+    timm_networks,
+)
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader
 from vit_jax.weights.formats.tables import CONV, ArrayEntry, dense, norm
@@ -36,8 +43,8 @@ _NEEDED = (
     "blocks.0.mlp_tokens.fc1.weight",
     "blocks.0.mlp_channels.fc1.weight",
 )
-timm_config.ARCHITECTURES[r"mixer_[sbl](16|32)_224(_in21k|_miil|_miil_in21k)?"] = (
-    r"img_size|in_chans|num_classes|mlp_ratio|nlhb|global_pool" + timm_config.TRAINING
+timm_networks.ARCHITECTURES[r"mixer_[sbl](16|32)_224(_in21k|_miil|_miil_in21k)?"] = (
+    r"img_size|in_chans|num_classes|mlp_ratio|nlhb|global_pool" + timm_networks.TRAINING
 )
 # By width and depth, which timm's functions do not take as arguments.
 _SIZES = {(512, 8): "s", (768, 12): "b", (1024, 24): "l"}
@@ -99,7 +106,7 @@ def read_timm(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     facts = timm_config.read(tensors.sidecars.get("config.json", {}))
     if missing := sorted(set(_NEEDED) - flat.keys()):
         raise UserError(f"{source}: {missing[0]} is missing: give the whole file")
-    timm_config.check_average(facts.pool, "an MLP-Mixer", source)
+    timm_networks.check_average(facts.pool, "an MLP-Mixer", source)
     patch, patches = flat[_NEEDED[0]].shape[2], flat[_NEEDED[1]].shape[1]
     side = math.isqrt(patches) * patch
     image_size = (side, side)
@@ -113,7 +120,7 @@ def read_timm(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     num_classes = len(flat.get("head.weight", ()))
     depth = len({name.split(".")[1] for name in flat if name.startswith("blocks.")})
     table = _table(depth, num_classes)
-    timm_config.check_names(flat, {e.theirs for e in table}, source)
+    timm_networks.check_names(flat, {e.theirs for e in table}, source)
     ours = tables.to_our_arrays(flat, table, source)
     options = _options(ours) | {"activation": "gelu", "image_size": image_size}
     options["num_classes"] = num_classes

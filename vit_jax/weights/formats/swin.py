@@ -74,13 +74,13 @@ _FACTOR_HEADS = ArrayLayout(  # (H, 1, 1) and (H,).
 )
 _NETWORK = "a Swin Transformer without absolute positions"
 
-timm_config.ARCHITECTURES[
+timm_networks.ARCHITECTURES[
     r"swin_(tiny|small|base|large)_patch4_window(7|12)_(224|384)(_in22k)?"
     r"|swinv2_(tiny|small|base|large)_window\d+(to\d+)?_\d+(to\d+)?(_22k|_22kft1k)?"
 ] = (
     r"img_size|patch_size|in_chans|num_classes|global_pool|embed_dim|depths|num_heads"
     r"|window_size|pretrained_window_sizes|mlp_ratio|qkv_bias|strict_img_size"
-    r"|dynamic_img_size" + timm_config.TRAINING
+    r"|dynamic_img_size" + timm_networks.TRAINING
 )
 _TIMM_SIZES = {"T": "tiny", "S": "small", "B": "base", "L": "large"}
 
@@ -110,7 +110,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     in_timm = named or "layers.0.downsample.norm.weight" not in flat
     names = TIMM if in_timm else MICROSOFT
     facts = timm_config.read(config) if named else timm_networks.Facts()
-    timm_config.check_average(facts.pool, "a Swin Transformer", source)
+    timm_networks.check_average(facts.pool, "a Swin Transformer", source)
     args = config.get("model_args") or {}
     window = _one_window(args.get("window_size"), source)
     if args.get("dynamic_img_size") or not args.get("strict_img_size", True):
@@ -131,7 +131,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     if in_timm and not named and not shown:
         raise UserError(
             f"{source}: nothing says how large the windows of each stage of this "
-            f"Swin Transformer are: {timm_config.ASK}"
+            f"Swin Transformer are: {timm_networks.ASK}"
         )
     stages, grown, patch = len(found["stage_depths"]), (0,), found["patch_size"]
     if found["window_size"]:

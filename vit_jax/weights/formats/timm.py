@@ -118,7 +118,7 @@ def recognises(tensors: Tensors) -> bool:
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`."""
     config = tensors.sidecars.get("config.json", {})
-    timm_config.check_parameters(tensors.flat, config, tensors.path)
+    timm_networks.check_parameters(tensors.flat, config, tensors.path)
     facts = timm_config.read(config)
     build = _read_resnet if "stem.conv.weight" in tensors.flat else _read_transformer
     return finish(tensors, facts, *build(tensors, facts, num_heads))
@@ -162,10 +162,10 @@ def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
     blocks = tuple(stages.count(i) for i in range(len(set(stages))))
     num_classes = len(flat.get("head.fc.weight", ()))
     table = _resnet_table({"stage_depths": blocks, "num_classes": num_classes})
-    timm_config.check_names(flat, {e.theirs for e in table}, source)
+    timm_networks.check_names(flat, {e.theirs for e in table}, source)
     ours = tables.to_our_arrays(flat, table, source)
     channels, stem_width = ours["root_block/conv_root/kernel"].shape[2:]
-    timm_config.check_average(facts.pool, "a ResNet", source)
+    timm_networks.check_average(facts.pool, "a ResNet", source)
     image_size = facts.image_size or tensors.image_size
     if image_size is None:
         raise UserError(
@@ -182,7 +182,7 @@ def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
 
 
 def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
-    flat, source, ask = tensors.flat, tensors.path, timm_config.ASK
+    flat, source, ask = tensors.flat, tensors.path, timm_networks.ASK
     _check_whole(flat, facts, source)
     flat, notes = _add_biases(timm_networks.to_plain(flat))
     form = _form(flat, facts, source)
@@ -203,7 +203,7 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
         )
     notes += more
     table = transformer_table(form | shape)
-    timm_config.check_names(flat, {e.theirs for e in table}, source)
+    timm_networks.check_names(flat, {e.theirs for e in table}, source)
     if shape["stem_width"]:
         notes.append(_STEM_NOTE)
     if form["distillation"] and not form["num_classes"]:
@@ -250,7 +250,7 @@ def _check_whole(flat: dict[str, np.ndarray], facts: Facts, source: str) -> None
     if facts.final_norm and not {"norm.weight", "fc_norm.weight"} & flat.keys():
         raise UserError(
             f"{source}: norm.weight is missing: give the whole file; if the network "
-            f"has no final norm, {timm_config.ASK}"
+            f"has no final norm, {timm_networks.ASK}"
         )
     if facts.pre_norm and "norm_pre.weight" not in flat:
         raise UserError(
@@ -266,7 +266,7 @@ def _check_whole(flat: dict[str, np.ndarray], facts: Facts, source: str) -> None
     if facts.positions and not positions:
         raise UserError(
             f"{source}: pos_embed is missing, and no config.json says that the "
-            f"network has none, as BEiT, DINOv3 and rotary networks: {timm_config.ASK}"
+            f"network has none, as BEiT, DINOv3 and rotary networks: {timm_networks.ASK}"
         )
 
 
@@ -285,7 +285,7 @@ def _shape(flat: dict[str, np.ndarray]) -> dict:
 
 def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:
     """Returns the options that the names and the config determine."""
-    token, gated = "cls_token" in flat, timm_config.is_gated(flat)
+    token, gated = "cls_token" in flat, timm_networks.is_gated(flat)
     pools = timm_config.POOLS
     if facts.pool is not None and facts.pool not in pools:
         raise UserError(
@@ -350,7 +350,7 @@ def _image_size(
             return (side * patch, side * patch), patches
     raise UserError(
         f"{source} has position embeddings of {rows - num_prefix_tokens} patches, which "
-        f"are no square grid: {timm_config.ASK}"
+        f"are no square grid: {timm_networks.ASK}"
     )
 
 

@@ -1,12 +1,15 @@
-"""What timm's Eva and Beit classes, and further names of its ViTs, have of their own.
+"""Networks of timm: what their names say, and which compute what a model here computes.
 
-Their parameters are renamed to those of timm's VisionTransformer, which timm.py reads, and
-back. Letters: D model width, H heads, K head width.
+Most differences between networks show in a file's parameters. Some do not (rotary
+embeddings, the order of the LayerNorms) and show only in the `architecture` and
+`model_args` of config.json, so only architectures that are known to be equal are read.
+Parameters of Eva and Beit are renamed to those of VisionTransformer, and back.
+Letters: D model width, H heads, K head width.
 """
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -150,6 +153,94 @@ NETWORKS = (
     (r"beit(v2)?_(base|large)_patch16_\d+", {"kind": "beit", "positions": False}),
 )
 
+_RESNETS = (
+    r"resnetv2_(50x1|50x3|101x1|101x3|152x2|152x4)_bit(m|m_in21k)?"
+    r"|resnetv2_(50x1_bit_distilled|152x2_bit_teacher|152x2_bit_teacher_384)"
+)
+
+# Features that parameters do not show, by the name of the architecture.
+_UNSEEN = (
+    (r"_pe_(core|lang|spatial)_", "rotary position embeddings from 1 on are"),
+    (r"sapiens2", "key heads that several query heads share are"),
+    (r"_rpn_", "post-norm beside relative position biases is"),
+    (r"_reg\d+_", "register tokens of such a network are"),
+)
+
+# Features that parameters show, by the name of the parameter.
+_SEEN = (
+    (r".*\.rel_pos\.", "relative position biases of such a network (rel_pos) are"),
+    (r"blocks\.\d+\.mlp\.(w12|w3)\.", "gated MLPs (SwiGLU) of such a file are"),
+    (r".*\.attn\.gate\.", "gated attention (attn.gate) is"),
+    (r"blocks\.\d+\.(attns|ffns)\.", "parallel branches (attns, ffns) are"),
+    (r"blocks\.\d+\.attn\.lambda_", "differential attention (lambda_q1) is"),
+    (r"blocks_token_only\.", "class attention (blocks_token_only) is"),
+    (r"patch_embed\.norm\.", "a norm of the patches (patch_embed.norm) is"),
+    (r".*\.running_mean", "BatchNorm (running_mean) is"),
+)
+
+# Parts whose network is known by its name alone: its epsilon, activation or rotary
+# embeddings show nowhere else.
+_UNSURE = re.compile(
+    r"norm_pre\.|(.*\.)?rope\.|blocks\.\d+\.(attn\.([qk]_norm|norm|q_proj)|mlp\.(norm|fc1_g))\."
+)
+ASK = (
+    "keep its config.json beside it, or state --architecture=NAME of timm (as "
+    '{"architecture": "NAME"} in a config.json)'
+)
+
+# Parts of a network, in which an array without an entry changes the output.
+_PARTS = re.compile(
+    r"(blocks|patch_embed|norm|fc_norm|attn_pool|cls_token|dist_token|reg_token"
+    r"|pos_embed|norm_pre|rope|rel_pos_bias|stem|stages)(\.|$)"
+)
+
+# Arguments of any architecture that have no effect at inference.
+TRAINING = (
+    r"|\w+_rate|weight_init|pretrained|checkpoint_path|cache_dir|scriptable|exportable"
+    r"|no_jit|out_indices"
+)
+_COMMON = (
+    r"img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio"
+    r"|qkv_bias|init_values|global_pool|dynamic_img_size|dynamic_img_pad"
+)
+_EVA_OR_BEIT = (
+    r"|\w+_rate|pretrained|head_init_scale|swiglu_mlp|scale_mlp|use_abs_pos_emb"
+    r"|use_fc_norm"
+)
+# Arguments of each class that the parameters show, that have no effect at inference, or
+# that the format's module handles. Any other could change the output without a trace.
+_ARGUMENTS = {
+    "vit": _COMMON
+    + r"|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|class_token|no_embed_class"
+    + r"|reg_tokens|pre_norm|final_norm|fc_norm|strict_img_size|fix_init|pos_embed"
+    + r"|act_layer|pool_include_prefix"
+    + TRAINING,
+    "eva": _COMMON
+    + _EVA_OR_BEIT
+    + r"|class_token|num_reg_tokens|no_embed_class|qkv_fused|swiglu_align_to"
+    + r"|scale_attn_inner|attn_type|qk_norm|use_rot_pos_emb|rope_type|rope_temperature"
+    + r"|rope_rotate_half|rope_grid_indexing|rope_\w+_coords|ref_feat_shape"
+    + r"|use_post_norm",
+    "beit": _COMMON + _EVA_OR_BEIT + r"|use_rel_pos_bias|use_shared_rel_pos_bias",
+}
+# The same by a pattern of names of equal architectures; modules of further networks add
+# theirs.
+ARCHITECTURES = {
+    _RESNETS: r"in_chans|num_classes|global_pool|layers|channels|width_factor|stem_chs"
+    + r"|zero_init_last"
+    + TRAINING
+}
+ARCHITECTURES |= {
+    names: _ARGUMENTS[facts.get("kind", "vit")] for names, facts in NETWORKS
+}
+# Arguments that leave the network as it is where they are off.
+_OFF = re.compile(
+    r"embed_norm_layer|num_kv_heads|attn_only_layer_scale|rope_grid_offset"
+    r"|rope_mrope_section|use_pre_transformer_norm|attn_pool_\w+|always_partition"
+    r"|head_dim|avg_down|basic|stem_type|stem_norm"
+)
+_NONE = (None, False, "", "none")
+
 ROPE_TYPES = {"cat": "axial", "dinov3": "centered", "mixed": "mixed"}
 
 
@@ -157,6 +248,116 @@ def find(name: str) -> Facts:
     """Returns what timm's code says of an architecture."""
     rows = (facts for names, facts in (*_USUAL, *NETWORKS) if re.fullmatch(names, name))
     return Facts(**{key: value for facts in rows for key, value in facts.items()})
+
+
+def check_parameters(
+    flat: Mapping[str, np.ndarray], config: Mapping, source: str
+) -> None:
+    """Raises UserError if arrays by timm's names show a feature that no model here has.
+
+    `config` is the content of config.json, empty if there is none.
+    """
+    found = [
+        what for pattern, what in _SEEN if any(map(re.compile(pattern).match, flat))
+    ]
+    name = architecture_of(config) if "architecture" in config else ""
+    eva = find(name).kind == "eva"
+    known = not name or eva or re.fullmatch(GATED, name)
+    if is_gated(flat) and not known:
+        first, second = (flat[f"blocks.0.mlp.fc{i}.weight"] for i in (1, 2))
+        found.append(f"a gated MLP ({second.shape[-1]} of {len(first)} features) is")
+    if "blocks.0.norm1.weight" in flat and "blocks.0.norm1.bias" not in flat:
+        found.append("a norm without bias (RMSNorm) is")
+    if found:
+        raise _unsupported(source, *found)
+    if name:
+        return
+    unsure = next(filter(_UNSURE.match, sorted(flat)), None)
+    if not any("relative_position_bias" in name for name in flat):
+        # Of EVA, or with rotary embeddings; with these biases it is of SimMIM.
+        eva = ("blocks.0.attn.q_bias", "blocks.0.gamma_1")
+        unsure = next((name for name in eva if name in flat), unsure)
+    if unsure is None and "blocks.0.norm1.weight" in flat:
+        # Without these the number of heads, the activation or the norms vary. Of the
+        # networks that pool into fc_norm only those of 196 patches do.
+        positions = np.shape(flat.get("pos_embed"))[1:2]
+        pooled = "fc_norm.weight" in flat and positions != (196,)
+        usual = ("blocks.0.attn.qkv.bias", *(() if pooled else ("cls_token",)))
+        missing = (name for name in usual if name not in flat)
+        unsure = next((f"without {name}, it" for name in missing), None)
+    if unsure:
+        raise UserError(
+            f"{source}: {unsure} is of a network that its parameters alone do not tell: "
+            f"{ASK}"
+        )
+
+
+def is_gated(flat: Mapping[str, np.ndarray]) -> bool:
+    """Returns whether the MLPs have two first layers in one, as SwiGLU has."""
+    first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
+    if first is None or second is None:
+        return False
+    return len(first) == 2 * second.shape[-1]
+
+
+def check_names(flat: Mapping, known: Collection[str], source: str) -> None:
+    """Raises UserError if a part of the network has an array that is not known."""
+    for name in sorted(flat.keys() - known):
+        if _PARTS.match(name):
+            raise _unsupported(source, f"{name} is")
+
+
+def check_config(config: Mapping) -> None:
+    """Raises UserError unless a config is of an architecture that is known to be equal.
+
+    The tag in its name only states how it was trained.
+    """
+    name, args = architecture_of(config), config.get("model_args") or {}
+    file = f"architecture={name!r}"
+    known = [a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name)]
+    if not known:
+        if what := next((what for p, what in _UNSEEN if re.search(p, name)), None):
+            raise _unsupported(file, what)
+        raise UserError(
+            f"{file}: not an architecture of timm that is known to compute what a model "
+            "here computes; give weights of a plain Vision Transformer, hybrid or BiT "
+            "ResNet"
+        )
+    for key, value in args.items():
+        if key == "norm_layer" and _same_norm(name, value):
+            continue
+        off = value is None or (value in _NONE and _OFF.fullmatch(key))
+        if not off and not re.fullmatch(known[0], key):
+            raise _unsupported(file, f"{key}={value!r} in model_args is")
+
+
+def architecture_of(config: Mapping) -> str:
+    """Returns the name of a config's architecture without its tag after the dot."""
+    return config["architecture"].partition(".")[0]
+
+
+def _same_norm(name: str, norm: object) -> bool:
+    """Returns whether a norm_layer is the default of an architecture."""
+    # timm's LayerNorm has epsilon 1e-6, which is not that of CLIP or of Swin.
+    epsilon = find(name).layer_norm_eps
+    other = epsilon != 1e-6 or name.startswith(("resnetv2_", "swin"))
+    return not other and str(norm).replace("_", "").lower() == "layernorm"
+
+
+def check_average(pool: str | None, network: str, source: str) -> None:
+    """Raises UserError unless a network without tokens pools by its mean."""
+    if pool not in (None, "avg"):
+        raise UserError(
+            f"{source}: global_pool={pool!r} of {network} is not supported, only 'avg'"
+        )
+
+
+def _unsupported(where: str, *what: str) -> UserError:
+    """Returns the error; each of `what` ends with a verb."""
+    return UserError(
+        f"{where}: {' not supported; '.join(what)} not supported: no model here computes "
+        "the same; give weights of a network without it"
+    )
 
 
 def read_rotary(args: Mapping, own: Rotary) -> Rotary:
