@@ -332,8 +332,12 @@ def test_layer_scale_is_multiplied_in_where_a_format_has_none(tmp_path, to):
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("hf", {"num_register_tokens": 2}, "num_register_tokens=2: Hugging Face's ViT"),
-        ("hf", {"activation": "swiglu"}, "activation='swiglu': Hugging Face's ViT has"),
+        (
+            "hf",
+            {"num_register_tokens": 2},
+            "num_register_tokens=2: ViTModel of transformers",
+        ),
+        ("hf", {"activation": "swiglu"}, "activation='swiglu': ViTModel of"),
         ("google", {"num_register_tokens": 2}, "num_register_tokens=2: Google's code"),
         ("google", {"activation": "swiglu"}, "activation='swiglu': Google's code has"),
         ("mae", {"num_register_tokens": 2}, "have no num_register_tokens=2: write it"),
@@ -350,7 +354,7 @@ def test_layer_scale_is_multiplied_in_where_a_format_has_none(tmp_path, to):
         ("hf_dinov2", {"num_classes": 3}, "pool='token': Dinov2Model of transformers"),
         ("timm", {"pool": "token_gap"}, "pool='token_gap': timm's classifiers see"),
         ("google", {"pool": "token_gap"}, "pool='token_gap': Google's code has no"),
-        ("hf", {"pool": "token_gap"}, "pool='token_gap': Hugging Face's ViT"),
+        ("hf", {"pool": "token_gap"}, "pool='token_gap': ViTModel of transformers"),
         ("mae", {"pool": "token_gap"}, "pool='token_gap'"),
         ("hf_dinov2", {"mlp_dim": 25}, "mlp_dim=25: Dinov2Model .* has 48 and what"),
         (

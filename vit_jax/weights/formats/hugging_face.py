@@ -56,59 +56,47 @@ Arrays = dict[str, np.ndarray]
 class Family:
     """Networks of transformers that are read and written by one table.
 
-    Attributes:
-      name: of the format, in messages.
-      format: `Pretrained.format`.
-      to: value of the flag --to.
-      network: name of the class, without "Model" or "ForImageClassification".
-      claims: returns whether arrays, by their names without a prefix, and the model_type
-        of config.json (None if unknown) are of this family.
-      options: returns the options that arrays and config.json tell beyond the sizes.
-      has: returns, by option, the values that a network of theirs can have; `others` is
-        what writes the others.
-      names: by name of ours, that of theirs. Of these `more_names` returns the entries
-        that no name states.
-      renames: patterns in names of files and what replaces them; first the prefix.
-      model_types: of config.json, the first for writing; others are refused unless
-        `any_type`.
-      keys: by key of config.json, the option of ours. Beyond these `config` returns what
-        it has for a network.
-      defaults: of config.json, where a key is missing.
-      must: by key of config.json, the only value that is supported, and an array without
-        which the key does not matter ("" if it always does).
-      prepare, finish: change the arrays of a file, after reading and before writing, where
-        they differ from the table; return notes.
-      check: raises UserError unless the arrays are those of the table.
-      usage: returns more arguments of `from_pretrained`, and a comment.
-      optional: whether there are networks without positions, or without LayerScale.
-      any_size: whether networks take images of every size.
-      preprocess: returns the preprocessing for an image size where no file tells it.
+    Functions get the arrays of a file without their prefix, the content of config.json,
+    or all options of `models.Model` with the side of a patch in pixels as "patch".
     """
 
-    name: str
-    format: str
-    to: str
-    network: str
+    name: str  # Of the format, in messages.
+    format: str  # As `Pretrained.format`.
+    to: str  # Value of the flag --to.
+    network: str  # Class, without "Model" or "ForImageClassification".
+    # Of config.json; the first is written.
     model_types: tuple[str, ...]
+    # Whether arrays, and the model_type if it is known, are of this family.
     claims: Callable[[Arrays, str | None], bool]
+    # Patterns in names of files and what replaces them, for the prefix and old names.
+    renames: tuple[tuple[str, str], ...] = ()
+    names: Names = dataclasses.field(default_factory=dict)
+    # Entries that `names` cannot state.
+    more_names: Callable[[Mapping], list[ArrayEntry]] = lambda options: []
+    # Options that all networks have; those that arrays and config.json tell; and by option
+    # the values that a network can have, where neither `names` nor the default tells them.
+    fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     options: Callable[[Arrays, Mapping], dict] = lambda flat, config: {}
     has: Callable[[Mapping], dict[str, Collection]] = lambda options: {}
-    others: str = "--to=timm or --to=safetensors"
-    names: Names = dataclasses.field(default_factory=dict)
-    more_names: Callable[[Mapping], list[ArrayEntry]] = lambda options: []
-    renames: tuple[tuple[str, str], ...] = ()
-    any_type: bool = False
+    others: str = "--to=timm or --to=safetensors"  # Write other networks.
+    # By key of config.json: the option; what it is if missing; and the only value that is
+    # supported, with an array that makes it matter or "". Then what else is written.
     keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: KEYS)
-    config: Callable[[Mapping], dict] = lambda options: {}
     defaults: Mapping = dataclasses.field(default_factory=dict)
     must: Mapping[str, tuple[object, str]] = dataclasses.field(default_factory=dict)
+    config: Callable[[Mapping], dict] = lambda options: {}
+    # Change arrays that were read to those of the table, and back; return notes.
     prepare: Callable[[Arrays, Mapping], list[str]] = lambda flat, config: []
     finish: Callable[[Arrays, Mapping], list[str]] = lambda arrays, options: []
+    # Raises UserError unless arrays are those of the table.
     check: Callable[[Arrays, list[ArrayEntry], Mapping, str], None] | None = None
-    usage: Callable[[Mapping], tuple[str, str]] = lambda options: ("", "")
-    optional: bool = False
-    any_size: bool = False
+    patch_bias: bool = True  # Whether patches have one.
+    optional: bool = False  # Whether networks may lack positions or LayerScale.
+    any_size: bool = False  # Whether networks take images of every size.
+    # Of an image size, where no file tells it.
     preprocess: Callable[[tuple[int, int]], Preprocess] | None = None
+    # More arguments of `from_pretrained`, and a comment behind it.
+    usage: Callable[[Mapping], tuple[str, str]] = lambda options: ("", "")
 
 
 def register(family: Family, refines: tuple[str, ...] = ("Hugging Face",)) -> None:
@@ -142,44 +130,29 @@ def file_name(family: Family, name: str) -> str:
 
 
 def entries(family: Family, options: Mapping) -> list[ArrayEntry]:
-    """Returns the table of a network.
-
-    Args:
-      family: of the network.
-      options: depth, num_heads, and the options of `models.Model` that are not plain.
-    """
+    """Returns the table of a network with options, of which plain ones may be left out."""
     return name_entries(family.names, options) + family.more_names(options)
 
 
 def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      family: of its network.
-      tensors: of the file or folder.
-      num_heads: attention heads if config.json does not state them; 0 means those of
-        the known sizes, or one per 64 features.
-
-    Returns:
-      The checkpoint under our names.
+    """Reads a checkpoint of a family; see `registry.Reader`.
 
     Raises:
       UserError: this project has no such network.
     """
     config, source, names = tensors.config, tensors.path, family.names
-    stated = {"hidden_act": "gelu", **family.defaults, **config}
-    check_type(family, config, source)
+    stated = {**family.defaults, **config}
     flat = rename(family, tensors.flat)
     notes = family.prepare(flat, config)
     check_config(family, flat, config, source)
     if not config.get("qkv_bias", True):
         notes += add_biases(flat, r"\.(query|key|value)$")
-    blocks = names["Transformer/encoderblock_#/LayerNorm_0"].split("#")[0]
-    numbered = (name.removeprefix(blocks) for name in flat if name.startswith(blocks))
-    depth = len({name.split(".")[0] for name in numbered})
-    width = len(flat[_patches(names)])
+    depth = count_blocks(names, flat)
     num_heads, more = tables.choose_num_heads(
-        stated.get("num_attention_heads", 12 if config else 0), num_heads, width, depth
+        stated.get("num_attention_heads", 12 if config else 0),
+        num_heads,
+        len(flat[f"{names['embedding']}.weight"]),
+        depth,
     )
     notes += more
     if not config:
@@ -189,10 +162,15 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
         "num_classes": len(flat.get("classifier.weight", ())),
         **{
             family.keys[key]: float(config.get(key) or family.defaults[key])
-            for key in family.keys.keys() - KEYS.keys()
+            for key in family.keys
+            if key not in KEYS
         },
+        **family.fixed,
         **family.options(flat, config),
     }
+    if "register_tokens" in names:
+        registers = flat.get(names["register_tokens"][0])
+        form["num_register_tokens"] = 0 if registers is None else registers.shape[1]
     if "activation" not in form:
         form["activation"] = read_activation(stated)
     if POSITIONS in names:
@@ -204,12 +182,10 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     else:
         tables.check_names(flat, table, source, network=f"{family.network}Model")
     ours = tables.to_our_arrays(flat, table, source)
-    if "embedding" not in names:
-        ours["embedding/bias"] = np.zeros(width, np.float32)
     sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
     patch = ours["embedding/kernel"].shape[0]
-    size = stated.get("image_size", 224 if config else None)
-    image_size = _find_image_size(ours, size, source)
+    stated_size = stated.get("image_size", 224 if config else None)
+    image_size = _find_image_size(ours, patch, stated_size, source)
     preprocess, more = hugging_face_processor.read(
         tensors.sidecars, image_size, patch, any_size=family.any_size
     )
@@ -231,28 +207,25 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     )
 
 
-def _patches(names: Names) -> str:
-    """Returns their name of the kernel of the patch embedding."""
-    if "embedding" in names:
-        return f"{names['embedding']}.weight"
-    return names["embedding/kernel"][0]
+def count_blocks(names: Names, flat: Mapping[str, np.ndarray]) -> int:
+    """Returns the number of blocks of a network."""
+    prefix = next(v.split("#")[0] for k, v in names.items() if k.endswith("Norm_0"))
+    inside = (name.removeprefix(prefix) for name in flat if name.startswith(prefix))
+    return len({name.split(".")[0] for name in inside})
 
 
-def check_type(family: Family, config: Mapping, source: str) -> None:
-    """Raises UserError unless config.json is of a family, or there is none."""
+def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> None:
+    """Raises UserError if config.json states what no model here computes."""
+    if not config:
+        return
     kind = config.get("model_type")
-    if kind not in (None, *family.model_types) and not family.any_type:
+    if kind not in (None, *family.model_types):
         raise UserError(
             f"{source}: model_type={kind!r} in config.json is not one of "
             f"{', '.join(family.model_types)}, which models of this project compute"
         )
-
-
-def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> None:
-    """Raises UserError if config.json has a value that no model here computes."""
-    stated = {**family.defaults, **config}
-    for key, (value, array) in family.must.items() if config else ():
-        found = stated.get(key, value)
+    for key, (value, array) in family.must.items():
+        found = config.get(key, family.defaults.get(key, value))
         if found != value and (not array or array in flat):
             raise UserError(
                 f"{source}: {key}={found!r} in config.json is not supported: models of "
@@ -270,11 +243,8 @@ def drop_mask_token(flat: Arrays) -> list[str]:
 def add_biases(flat: Arrays, pattern: str) -> list[str]:
     """Adds biases of zero to the layers of a pattern that have none; returns a note."""
     layers = [name.removesuffix(".weight") for name in flat if name.endswith(".weight")]
-    missing = [
-        layer
-        for layer in layers
-        if re.search(pattern, layer) and f"{layer}.bias" not in flat
-    ]
+    layers = [layer for layer in layers if re.search(pattern, layer)]
+    missing = [layer for layer in layers if f"{layer}.bias" not in flat]
     for layer in missing:
         flat[f"{layer}.bias"] = np.zeros(len(flat[f"{layer}.weight"]), np.float32)
     parts = ", ".join(sorted({layer.split(".")[-1] for layer in missing}))
@@ -282,19 +252,14 @@ def add_biases(flat: Arrays, pattern: str) -> list[str]:
 
 
 def read_activation(config: Mapping) -> str:
-    """Returns the activation that config.json states.
-
-    Raises:
-      UserError: no model here has it.
-    """
-    theirs = config["hidden_act"]
-    for ours, names in ACTIVATIONS.items():
-        if theirs in names:
+    """Returns the activation of `hidden_act`; raises UserError if no model here has it."""
+    for ours, theirs in ACTIVATIONS.items():
+        if config["hidden_act"] in theirs:
             return ours
     known = ", ".join(name for names in ACTIVATIONS.values() for name in names)
     raise UserError(
-        f"hidden_act={theirs!r} in config.json is not one of {known}, which models of "
-        "this project have"
+        f"hidden_act={config['hidden_act']!r} in config.json is not one of {known}, "
+        "which models of this project have"
     )
 
 
@@ -303,53 +268,40 @@ def read_labels(config: Mapping, num_classes: int) -> dict:
     labels = config.get("id2label") or {}
     numbered = tuple(f"LABEL_{i}" for i in range(len(labels)))
     names = tuple(labels.get(str(i), name) for i, name in enumerate(numbered))
-    if names == numbered or len(names) != num_classes:
-        names = ()
+    named = names != numbered and len(names) == num_classes
     sigmoid = config.get("problem_type") == _SIGMOID
     return {
-        "class_names": names,
+        "class_names": names if named else (),
         "loss": "sigmoid" if sigmoid else "softmax",
         "multi_label": sigmoid,  # As the hub calls it.
     }
 
 
 def _find_image_size(
-    ours: Arrays, stated: int | list[int] | None, source: str
+    ours: Arrays, patch: int, stated: int | list[int] | None, source: str
 ) -> tuple[int, int]:
-    """Returns the height and width that the parameters are for.
-
-    What of images fills no patch is left out, as by the first layer of transformers.
-
-    Args:
-      ours: our arrays by name.
-      stated: by config.json; None without one.
-      source: for messages.
+    """Returns the height and width that parameters are for, in whole patches.
 
     Raises:
-      UserError: positions or biases are of no square, and nothing tells their sides.
+      UserError: they are of no square, and config.json does not tell their sides.
     """
-    patch = ours["embedding/kernel"].shape[0]
     sides = (stated, stated) if isinstance(stated, int) else stated
     grid = sides and tuple(side // patch for side in sides)
     biases = [v for k, v in ours.items() if k.startswith("Transformer/relative_bias")]
     if POSITIONS in ours:
-        count = ours[POSITIONS].shape[1] - len({"cls", "dist"} & ours.keys())
-        what, side = f"position embeddings of {count} patches", math.isqrt(count)
-    elif biases:
-        count = len(biases[0]) - 3  # Three are of the class token.
-        what, side = f"biases of {count} offsets", (math.isqrt(count) + 1) // 2
+        count, size = ours[POSITIONS].shape[1] - len({"cls", "dist"} & ours.keys()), 1
+        side, what = math.isqrt(count), f"position embeddings of {count} patches"
+    elif biases:  # By offset, and three of the class token.
+        count, size = len(biases[0]) - 3, 2
+        side, what = (math.isqrt(count) + 1) // 2, f"biases of {count} offsets"
     else:
         grid = grid or (round(224 / patch),) * 2
         return grid[0] * patch, grid[1] * patch
-
-    def size(rows, columns):
-        if POSITIONS in ours:
-            return rows * columns
-        return (2 * rows - 1) * (2 * columns - 1)
-
-    if grid is None or size(*grid) != count:
-        grid = (side, side)
-    if size(*grid) != count:
+    # Of n patches in a row there are n positions, and 2 n - 1 offsets.
+    rows = lambda grid: math.prod(size * n - size + 1 for n in grid)
+    if not grid or rows(grid) != count:
+        grid = side, side
+    if rows(grid) != count:
         raise UserError(
             f"{source} has {what}, which are no square grid: keep its config.json "
             "beside it"
@@ -360,16 +312,7 @@ def _find_image_size(
 def write(
     family: Family, pretrained: Pretrained, folder: str | os.PathLike
 ) -> list[str]:
-    """Writes a folder that `from_pretrained` of transformers loads.
-
-    Args:
-      family: to write a network of.
-      pretrained: with parameters that fit its options.
-      folder: existing; model.safetensors, config.json and, if the preprocessing is
-        known, preprocessor_config.json are written to it.
-
-    Returns:
-      A line for each thing that was rewritten or left out.
+    """Writes a folder that `from_pretrained` of transformers loads; see `registry.Writer`.
 
     Raises:
       UserError: transformers has no such network or image processor.
@@ -384,21 +327,19 @@ def write(
 def to_their_arrays(
     family: Family, pretrained: Pretrained
 ) -> tuple[dict, Arrays, list[str]]:
-    """Returns the options of a network, its arrays for a family's file, and notes.
-
-    The options have the side of a patch in pixels as "patch". Names have no prefix.
+    """Returns the options of a network, its arrays without a prefix, and notes.
 
     Raises:
       UserError: transformers has no such network.
     """
     model = models.create(**pretrained.options)
     options, names = {**model.options, "patch": model.patch_size}, family.names
-    surgery.check_network(
-        options,
-        f"{family.network}Model of transformers",
-        {"activation": tuple(ACTIVATIONS), **family.has(options)},
-        to=family.others,
-    )
+    has = {name: (value,) for name, value in family.fixed.items()}
+    if "register_tokens" in names:
+        has["num_register_tokens"] = range(1_000)
+    has |= {"activation": tuple(ACTIVATIONS), **family.has(options)}
+    network = f"{family.network}Model of transformers"
+    surgery.check_network(options, network, has, to=family.others)
     flat = flatten_dict(pretrained.params, sep="/")
     flat, options, notes = surgery.norm_every_token(flat, options)
     if POSITIONS in names:
@@ -415,10 +356,9 @@ def to_their_arrays(
         for i in range(options["depth"]):
             flat |= {name.replace("#", str(i)): ones for name in scales}
         notes.append("LayerScale: none, written as ones")
-    if "embedding" not in names:
+    if not family.patch_bias:
         flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
         notes += more
-        del flat["embedding/bias"]
     arrays = tables.to_their_arrays(flat, entries(family, options))
     return options, arrays, notes + family.finish(arrays, options)
 
@@ -426,11 +366,6 @@ def to_their_arrays(
 def add_prefix(arrays: Arrays, prefix: str) -> Arrays:
     """Returns arrays with a prefix before all names but those of classifiers."""
     return {k if _HEADS.match(k) else f"{prefix}{k}": v for k, v in arrays.items()}
-
-
-def write_activation(name: str) -> str:
-    """Returns `hidden_act`; that of a gated MLP is ignored."""
-    return ACTIVATIONS.get(name, ACTIVATIONS["gelu"])[0]
 
 
 def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> dict:
@@ -441,19 +376,21 @@ def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> di
       options: all options of `models.Model`, with "patch".
       pretrained: of which the names of the classes and the loss are taken.
     """
-    task = "ForImageClassification" if options["num_classes"] else "Model"
+    num_classes = options["num_classes"]
     height, width = options["image_size"]
+    # That of a gated MLP is ignored.
+    activations = ACTIVATIONS.get(options["activation"], ACTIVATIONS["gelu"])
     config = {
-        "architectures": [f"{family.network}{task}"],
+        "architectures": [architecture(family.network, options)],
         "model_type": family.model_types[0],
         **{key: options[option] for key, option in family.keys.items()},
-        "hidden_act": write_activation(options["activation"]),
+        "hidden_act": activations[0],
         "image_size": height if height == width else [height, width],
         "dtype": "float32",
     }
     if options.get("posemb") == "learned":
         config[RESIZE_KEY] = options["posemb_resize"]
-    if num_classes := options["num_classes"]:
+    if num_classes:
         names = pretrained.class_names or [f"LABEL_{i}" for i in range(num_classes)]
         config["id2label"] = {str(i): name for i, name in enumerate(names)}
         config["label2id"] = {name: i for i, name in enumerate(names)}
@@ -462,10 +399,15 @@ def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> di
     return config | family.config(options)
 
 
+def architecture(network: str, options: Mapping) -> str:
+    """Returns the name of the class."""
+    return f"{network}{'ForImageClassification' if options['num_classes'] else 'Model'}"
+
+
 def write_folder(
     folder: str | os.PathLike, arrays: Arrays, config: dict, pretrained: Pretrained
 ) -> list[str]:
-    """Writes the files that `from_pretrained` of transformers loads.
+    """Writes the files that `from_pretrained` loads; returns a line for one left out.
 
     Args:
       folder: existing.
@@ -473,20 +415,16 @@ def write_folder(
       config: content of config.json.
       pretrained: of which the preprocessing is taken, for preprocessor_config.json.
 
-    Returns:
-      A line for a file that is left out.
-
     Raises:
       UserError: transformers has no such image processor; nothing is written.
     """
     contents, notes = {"config.json": config}, []
     if preprocess := pretrained.preprocess:
-        channels = config.get("vision_config", config)["num_channels"]
-        content = hugging_face_processor.write(preprocess, channels)
+        network = config.get("vision_config", config)
+        content = hugging_face_processor.write(preprocess, network["num_channels"])
         if any(preprocess.cut):  # Which the first layer of transformers cuts.
             height, width = crop_sides(preprocess)
-            size = height if height == width else [height, width]
-            config.get("vision_config", config)["image_size"] = size
+            network["image_size"] = height if height == width else [height, width]
         contents["preprocessor_config.json"] = content
     else:
         notes.append("preprocessing: nothing says how, so no preprocessor_config.json")

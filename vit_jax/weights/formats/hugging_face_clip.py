@@ -27,16 +27,11 @@ from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import (
-    CONV,
     LINEAR,
     SAME,
     ArrayEntry,
     block,
-    dense,
-    from_heads,
-    norm,
     one_layout,
-    to_heads,
 )
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 from vit_jax.weights.text_tower import config_of
@@ -47,8 +42,11 @@ _NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a)
 # Of an image tower, and of what stands beside it or on it.
 _CLIP_TYPES = ("clip_vision_model", "clip")
 _SIGLIP_TYPES = ("siglip_vision_model", "siglip")
+_LABELS = ("id2label", "label2id", "problem_type")  # Of the whole config.json.
 _PATCHES = "embeddings.patch_embedding.weight"
+_BIAS = "embeddings.patch_embedding.bias"
 _CLASS = "embeddings.class_embedding"
+_POOLING = "MAPHead_0/MultiHeadDotProductAttention_0"
 _TOWER = "vision_model."
 _TEXT_ANCHOR = "text_model.embeddings.token_embedding.weight"
 _TEXT_PARTS = ("text_model.", "text_projection.", "visual_projection.", "logit_")
@@ -73,11 +71,9 @@ _NAMES = {
     "head": "classifier",
 }
 _CLIP_NAMES = _NAMES | {
-    "embedding/kernel": (_PATCHES, CONV),
     "cls": (_CLASS, _TOKEN),
     "Transformer/pre_norm": "pre_layrnorm",  # Their spelling.
 }
-del _CLIP_NAMES["embedding"]
 _TEXT_NAMES = {
     "text/embedding": (_TEXT_ANCHOR, SAME),
     "text/pos_embedding": ("text_model.embeddings.position_embedding.weight", ROWS),
@@ -95,25 +91,10 @@ _SIGLIP_TEXT_NAMES = _TEXT_NAMES | {
 }
 
 
-def _pooling_table(options: Mapping) -> list[ArrayEntry]:
-    if options["pool"] != "map":
-        return []
-    ours, num_heads = "MAPHead_0", options["num_heads"]
-    attention, mlp = f"{ours}/MultiHeadDotProductAttention_0", f"{ours}/MlpBlock_0"
-    table = [ArrayEntry("head.probe", (f"{ours}/probe",), SAME)]
-    for kind, leaf in (("weight", "kernel"), ("bias", "bias")):
-        names = tuple(f"{attention}/{n}/{leaf}" for n in ("query", "key", "value"))
-        layout = to_heads(num_heads, 3)
-        table.append(ArrayEntry(f"head.attention.in_proj_{kind}", names, layout))
-    out = from_heads(num_heads)
-    table += dense("head.attention.out_proj", f"{attention}/out", out)
-    table += norm("head.layernorm", f"{ours}/LayerNorm_0")
-    table += dense("head.mlp.fc1", f"{mlp}/Dense_0")
-    return table + dense("head.mlp.fc2", f"{mlp}/Dense_1")
-
-
 def _prepare(flat: Arrays, config: Mapping) -> list[str]:
     del config
+    if _CLASS in flat:  # Without a bias of patches in CLIP.
+        flat[_BIAS] = np.zeros(len(flat[_PATCHES]), np.float32)
     unused = ["embeddings.position_ids"]  # In files of transformers 4.
     if "classifier.weight" in flat:
         unused += ["head.", "post_layernorm."] if _CLASS in flat else ["head."]
@@ -135,6 +116,7 @@ def _options(flat: Arrays, config: Mapping) -> dict:
 
 
 def _finish_clip(arrays: Arrays, options: Mapping) -> list[str]:
+    del arrays[_BIAS]
     if not options["final_norm"]:  # That network always has it, and ignores it here.
         width = options["width"]
         arrays["post_layernorm.weight"] = np.ones(width, np.float32)
@@ -181,14 +163,22 @@ CLIP = Family(
     finish=_finish_clip,
     options=_options,
     has=_clip_has,
+    patch_bias=False,
     preprocess=clip_preprocess,
 )
 SIGLIP = dataclasses.replace(
     CLIP,
     network="SiglipVision",
     model_types=(*_SIGLIP_TYPES, *_CLIP_TYPES),
-    names=_NAMES,
-    more_names=_pooling_table,
+    names=_NAMES
+    | {
+        "MAPHead_0/probe": ("head.probe", SAME),
+        f"{_POOLING}/query,key,value": "head.attention.in_proj_",
+        f"{_POOLING}/out": "head.attention.out_proj",
+        "MAPHead_0/LayerNorm_0": "head.layernorm",
+        "MAPHead_0/MlpBlock_0/Dense_0": "head.mlp.fc1",
+        "MAPHead_0/MlpBlock_0/Dense_1": "head.mlp.fc2",
+    },
     defaults=CLIP.defaults
     | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
     finish=lambda arrays, options: [],
@@ -197,6 +187,7 @@ SIGLIP = dataclasses.replace(
         "class_token": (False,),
     },
     config=lambda options: {"vision_use_head": options["pool"] == "map"},
+    patch_bias=True,
     preprocess=_siglip_preprocess,
 )
 
@@ -218,16 +209,13 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; args and errors as in `hugging_face.read`."""
     config, flat = tensors.config, _image_tower(tensors.flat)
     family = CLIP if _CLASS in flat else SIGLIP
-    whole = {
-        k: config[k] for k in ("model_type", "id2label", "problem_type") if k in config
-    }
+    whole = {k: config[k] for k in ("model_type", *_LABELS) if k in config}
     tower = (config.get("vision_config") or config) | whole
     sidecars = tensors.sidecars | ({"config.json": tower} if config else {})
     inner = dataclasses.replace(tensors, flat=flat, sidecars=sidecars)
     found, notes = hugging_face.read(family, inner, num_heads), []
     if not {"preprocessor_config.json", "processor_config.json"} & sidecars.keys():
-        name = "CLIP" if family is CLIP else "SigLIP"
-        notes.append(f"preprocessing: not in the file, so {name}'s")
+        notes.append(f"preprocessing: not in the file, so {_name(family)}'s")
     if _TEXT_ANCHOR in tensors.flat:
         task, params, more = _read_text(tensors.flat, config, family, tensors.path)
         notes += more
@@ -261,8 +249,7 @@ def _read_text(
         raise UserError(
             f"{source}: {num_heads} heads do not divide the text tower's width {width}"
         )
-    blocks = "text_model.encoder.layers."
-    depth = len({name.split(".")[3] for name in flat if name.startswith(blocks)})
+    depth = hugging_face.count_blocks(_TEXT_NAMES, flat)
     table = _text_table(clip, depth, num_heads)
     part, network = " of the text tower", "CLIPModel or SiglipModel"
     tables.check_names(flat, table, source, part=part, network=network)
@@ -305,66 +292,60 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     With a text tower it is both towers and the files of the tokenizer, else the vision
     model alone. Args and errors as in `hugging_face.write`.
     """
-    family, name = _family_of(pretrained)
+    family = _family_of(pretrained)
     options, arrays, notes = hugging_face.to_their_arrays(family, pretrained)
     rows, columns = (side // options["patch"] for side in options["image_size"])
     if rows != columns:
         raise UserError(
-            f"a grid of {rows}x{columns}: transformers takes that of {name} as a square: "
-            "write it with --to=timm or --to=safetensors"
+            f"a grid of {rows}x{columns}: {family.network}Model of transformers has a "
+            "square: write it with --to=timm or --to=safetensors"
         )
-    config, text_arrays = hugging_face.write_config(family, options, pretrained), {}
-    if options["num_classes"]:
-        labels = {"id2label", "label2id", "problem_type"} & config.keys()
-        config = {
-            **{key: config.pop(key) for key in labels},
-            "architectures": [f"{name}ForImageClassification"],
-            "model_type": family.model_types[1],
-            "dtype": "float32",
-            "vision_config": {k: v for k, v in config.items() if k != "architectures"},
-        }
-    elif "text" in pretrained.task_params:
+    config = hugging_face.write_config(family, options, pretrained)
+    labels = {key: config.pop(key) for key in _LABELS if key in config}
+    whole, text_arrays = labels if options["num_classes"] else {}, {}
+    if "text" in pretrained.task_params and not options["num_classes"]:
         try:
-            text_arrays, text_config = _write_text(pretrained, family)
+            text_arrays, whole = _write_text(pretrained, family)
         except UserError as error:
             notes.append(f"text tower: left out ({error})")
         else:
-            config = _whole_config(config, text_config, family)
+            del config["dtype"]
             notes += tokenizer.copy_files(pretrained.tokenizer, folder)
-    if family is CLIP or options["num_classes"] or text_arrays:
+    if family is CLIP or whole:
         arrays = hugging_face.add_prefix(arrays, _TOWER)
+    if whole:
+        name = hugging_face.architecture(_name(family), options)
+        del config["architectures"]
+        config = {
+            "architectures": [name],
+            "model_type": family.model_types[1],
+            "vision_config": config,
+            "dtype": "float32",
+            **whole,
+        }
     return notes + hugging_face.write_folder(
         folder, arrays | text_arrays, config, pretrained
     )
 
 
-def _family_of(pretrained: Pretrained) -> tuple[Family, str]:
+def _family_of(pretrained: Pretrained) -> Family:
     options = models.create(**pretrained.options).options
-    return (CLIP, "CLIP") if options.get("pre_norm") else (SIGLIP, "Siglip")
+    return CLIP if options.get("pre_norm") else SIGLIP
 
 
-def _whole_config(vision: dict, text_config: dict, family: Family) -> dict:
-    """Returns the content of config.json for both towers."""
-    vision = {k: v for k, v in vision.items() if k not in ("architectures", "dtype")}
-    clip = family is CLIP
-    return {
-        "architectures": ["CLIPModel" if clip else "SiglipModel"],
-        "model_type": family.model_types[1],
-        **({"projection_dim": text_config["projection_dim"]} if clip else {}),
-        "vision_config": vision,
-        "text_config": text_config,
-        "dtype": "float32",
-    }
+def _name(family: Family) -> str:
+    """Returns "CLIP" or "Siglip"."""
+    return family.network.removesuffix("Vision")
 
 
 def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
-    """Returns the arrays of a text tower and the projections, and `text_config`.
+    """Returns the arrays of a text tower and the projections, and what configs say.
 
     Raises:
       UserError: transformers has no such tower.
     """
     about, params, clip = config_of(pretrained), pretrained.task_params, family is CLIP
-    name = "CLIP" if clip else "SigLIP"
+    name = _name(family)
     for key, value in _text_form(clip).items():
         if getattr(about, key) != value:
             raise UserError(
@@ -390,17 +371,18 @@ def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
         "vocab_size": about.vocab_size,
         **{key: sizes[option] for key, option in KEYS.items() if option in shared},
         "max_position_embeddings": flat["text/pos_embedding"].shape[1],
-        "hidden_act": hugging_face.write_activation(about.activation),
+        "hidden_act": hugging_face.ACTIVATIONS[about.activation][0],
     }
     embed_dim = flat["text/head/kernel"].shape[1]
     if not clip:
-        return arrays, config | {"projection_size": embed_dim}
-    return arrays, config | {
+        return arrays, {"text_config": config | {"projection_size": embed_dim}}
+    config |= {
         "projection_dim": embed_dim,
         "eos_token_id": about.eos_id,
         "pad_token_id": about.eos_id,
         "bos_token_id": max(about.eos_id - 1, 0),
     }
+    return arrays, {"text_config": config, "projection_dim": embed_dim}
 
 
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
@@ -409,7 +391,7 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     kind = "Model" if "text" in pretrained.task_params else "VisionModel"
     if pretrained.options["num_classes"]:
         kind = "ForImageClassification"
-    name = _family_of(pretrained)[1] + kind
+    name = _name(_family_of(pretrained)) + kind
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 
 

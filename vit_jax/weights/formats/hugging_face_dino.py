@@ -35,10 +35,6 @@ def _usage(options: Mapping) -> tuple[str, str]:
     return "", f"  # .{output}"
 
 
-def _num_registers(flat: Arrays) -> int:
-    return flat[_REGISTERS].shape[1] if _REGISTERS in flat else 0
-
-
 def _is_dinov2(flat: Arrays, kind: str | None) -> bool:
     needed = {
         "embeddings.patch_embeddings.projection.weight",
@@ -63,27 +59,18 @@ def _dinov2_mlp(options: Mapping) -> list[ArrayEntry]:
 
 def _dinov2_options(flat: Arrays, config: Mapping) -> dict:
     del config
-    registers = _num_registers(flat)
     options = {
         "pool": "token_gap" if "classifier.weight" in flat else "token",
-        "num_register_tokens": registers,
-        "posemb_resize": "bicubic" if registers else "bicubic_dino",
+        "posemb_resize": "bicubic" if _REGISTERS in flat else "bicubic_dino",
     }
     swiglu = "encoder.layer.0.mlp.weights_in.weight" in flat
     return options | ({"activation": "swiglu"} if swiglu else {})
 
 
 def _dinov2_config(options: Mapping) -> dict:
-    """Returns what config.json has beyond the keys.
-
-    Raises:
-      UserError: it cannot state the hidden units of the MLP.
-    """
     width, mlp_dim = options["width"], options["mlp_dim"]
-    swiglu, registers = (
-        options["activation"] == "swiglu",
-        options["num_register_tokens"],
-    )
+    swiglu = options["activation"] == "swiglu"
+    registers = options["num_register_tokens"]
 
     def hidden(ratio):
         # Two thirds, up to a multiple of 8, for a gated one (DINOv2's code).
@@ -98,9 +85,8 @@ def _dinov2_config(options: Mapping) -> dict:
     config = {"qkv_bias": True, "mlp_ratio": ratio, "use_swiglu_ffn": swiglu}
     if not registers:
         return config | {"use_mask_token": False}
-    task = "ForImageClassification" if options["num_classes"] else "Model"
     return config | {
-        "architectures": [f"Dinov2WithRegisters{task}"],
+        "architectures": [hugging_face.architecture("Dinov2WithRegisters", options)],
         "model_type": "dinov2_with_registers",
         "num_register_tokens": registers,
     }
@@ -137,7 +123,6 @@ DINOV2 = Family(
     options=_dinov2_options,
     has=lambda options: {
         "pool": ("token_gap",) if options["num_classes"] else ("token",),
-        "num_register_tokens": range(1_000),
         "activation": (*hugging_face.ACTIVATIONS, "swiglu"),
     },
     others="--to=timm, --to=hf or --to=safetensors",
@@ -165,13 +150,7 @@ def _finish_dinov3(arrays: Arrays, options: Mapping) -> list[str]:
 
 def _dinov3_options(flat: Arrays, config: Mapping) -> dict:
     del config
-    options = {
-        "pool": "token",
-        "posemb": "none",
-        "rope": "centered",
-        "num_register_tokens": _num_registers(flat),
-    }
-    return options | ({"activation": "swiglu"} if _GATE in flat else {})
+    return {"activation": "swiglu"} if _GATE in flat else {}
 
 
 def _dinov3_config(options: Mapping) -> dict:
@@ -225,13 +204,9 @@ DINOV3 = Family(
     must={"hidden_act": ("silu", _GATE)},
     prepare=_prepare_dinov3,
     finish=_finish_dinov3,
+    fixed={"num_classes": 0, "pool": "token", "rope": "centered", "posemb": "none"},
     options=_dinov3_options,
     has=lambda options: {
-        "num_register_tokens": range(1_000),
-        "num_classes": (0,),
-        "pool": ("token",),
-        "rope": ("centered",),
-        "posemb": ("none",),
         "activation": (*hugging_face.ACTIVATIONS, "swiglu"),
     },
     config=_dinov3_config,

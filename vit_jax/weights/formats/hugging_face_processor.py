@@ -30,13 +30,8 @@ _HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
 def _defaults(size, resample, statistics=_HALF, **more) -> dict:
-    mean, std = statistics["mean"], statistics["std"]
-    return {
-        "size": size,
-        "resample": resample,
-        "image_mean": mean,
-        "image_std": std,
-    } | (more)
+    pixels = {f"image_{name}": value for name, value in statistics.items()}
+    return {"size": size, "resample": resample, **pixels, **more}
 
 
 _SQUARE = {"height": 224, "width": 224}
@@ -56,17 +51,14 @@ _PROCESSORS = {
 }
 # A single number is the short side, not both.
 _BY_SHORT_SIDE = ("CLIP", "Bit", "Siglip", "ConvNext")
-# By model_type in config.json, in whose place files of old versions have no class.
+# By the first word of model_type in config.json: files of old versions have no class.
 _OF_NETWORK = {
     "deit": "DeiT",
     "beit": "Beit",
     "clip": "CLIP",
-    "clip_vision_model": "CLIP",
     "siglip": "Siglip",
-    "siglip_vision_model": "Siglip",
     "dinov2": "Bit",
-    "dinov2_with_registers": "Bit",
-    "dinov3_vit": "DINOv3ViT",
+    "dinov3": "DINOv3ViT",
 }
 _SQUASHED_FROM = 384  # Pixels; ConvNext's crops images of smaller networks only.
 
@@ -95,7 +87,7 @@ def read(
     if not config:
         return None, []
     name = config.get("image_processor_type") or config.get("feature_extractor_type")
-    network = sidecars.get("config.json", {}).get("model_type")
+    network = str(sidecars.get("config.json", {}).get("model_type")).split("_")[0]
     name, notes = name or _OF_NETWORK.get(network, "ViT"), []
     for suffix in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
         name = name.removesuffix(suffix)
@@ -178,14 +170,7 @@ def _statistics(config: Mapping) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def write(preprocess: Preprocess, channels: int) -> dict:
-    """Returns the config of an image processor.
-
-    Args:
-      preprocess: of images.
-      channels: of the model's input.
-
-    Returns:
-      Content of preprocessor_config.json.
+    """Returns preprocessor_config.json for images of that many channels.
 
     Raises:
       UserError: transformers has no such image processor.

@@ -43,10 +43,11 @@ _PARTS = ("query", "key", "value")
 
 def _config(options: Mapping) -> dict:
     v2 = options["variant"].startswith("SwinV2")
-    task = "ForImageClassification" if options["num_classes"] else "Model"
     times = 2 ** (len(options["stage_depths"]) - 1)
     return {
-        "architectures": [f"{'Swinv2' if v2 else 'Swin'}{task}"],
+        "architectures": [
+            hugging_face.architecture("Swinv2" if v2 else "Swin", options)
+        ],
         "model_type": "swinv2" if v2 else "swin",
         "hidden_size": options["width"] * times,
         "encoder_stride": options["patch_size"] * times,
@@ -83,18 +84,11 @@ SWIN = Family(
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint.
-
-    Args:
-      tensors: of the file or folder.
-      num_heads: ignored; the arrays show it.
-
-    Returns:
-      The checkpoint under our names.
+    """Reads a Swin Transformer; see `registry.Reader`.
 
     Raises:
-      UserError: the file is no whole Swin Transformer, nothing says how its windows are, or it
-        has a feature that ours have not.
+      UserError: the file is no whole one, nothing says how its windows are, or it has a
+        feature that ours have not.
     """
     config, source = tensors.config, tensors.path
     if config.get("model_type") not in SWIN.model_types:
@@ -140,20 +134,17 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 def _merge_qkv(flat: Arrays) -> Arrays:
     """Returns the arrays with query, key and value in one; V2's biases stay apart."""
-    merged = dict(flat)
-    for name in flat:
-        if not name.endswith(".self.query.weight"):
-            continue
-        theirs = name.removesuffix(".query.weight")
-        kinds = ("weight", "bias") if f"{theirs}.key.bias" in flat else ("weight",)
-        for kind in kinds:
-            parts = [merged.pop(f"{theirs}.{part}.{kind}", None) for part in _PARTS]
-            if all(part is not None for part in parts):
-                merged[f"{theirs}.qkv.{kind}"] = np.concatenate(parts)
-        if len(kinds) == 1:
-            for short, part in (("q", "query"), ("v", "value")):
-                if (bias := merged.pop(f"{theirs}.{part}.bias", None)) is not None:
-                    merged[f"{theirs}.{short}_bias"] = bias
+    merged = {}
+    for name, value in flat.items():
+        start, _, kind = name.rpartition(".")
+        start, _, part = start.rpartition(".")
+        parts = [flat.get(f"{start}.{one}.{kind}") for one in _PARTS]
+        if part not in _PARTS:
+            merged[name] = value
+        elif all(one is not None for one in parts):
+            merged[f"{start}.qkv.{kind}"] = np.concatenate(parts)
+        else:
+            merged[f"{start}.{part[0]}_{kind}"] = value
     return merged
 
 
@@ -161,22 +152,17 @@ def _split_qkv(flat: Arrays) -> Arrays:
     """Undoes `_merge_qkv`."""
     split = {}
     for name, value in flat.items():
-        theirs, _, last = name.partition(".self.")
-        if last.startswith("qkv."):
-            kind = last.removeprefix("qkv.")
+        if ".qkv." in name:
             for part, array in zip(_PARTS, np.split(value, 3), strict=True):
-                split[f"{theirs}.self.{part}.{kind}"] = array
-        elif last in ("q_bias", "v_bias"):
-            split[f"{theirs}.self.{'query' if last[0] == 'q' else 'value'}.bias"] = (
-                value
-            )
+                split[name.replace(".qkv.", f".{part}.")] = array
         else:
-            split[name] = value
+            name = name.replace(".q_bias", ".query.bias")
+            split[name.replace(".v_bias", ".value.bias")] = value
     return split
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a Swin Transformer; args and errors as in `hugging_face.write`."""
+    """Writes a Swin Transformer; see `hugging_face.write`."""
     config, options = swin.complete(pretrained)
     notes = swin.check_writable(config, "transformers")
     flat = flatten_dict(pretrained.params, sep="/")

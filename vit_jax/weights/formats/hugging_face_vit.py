@@ -13,7 +13,7 @@ import numpy as np
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import hugging_face
 from vit_jax.weights.formats.hugging_face import RESIZE_KEY, Arrays, Family
-from vit_jax.weights.formats.tables import SAME, ArrayEntry, block, dense
+from vit_jax.weights.formats.tables import SAME, ArrayEntry, block
 from vit_jax.weights.pretrained import POSITIONS
 
 # Names in the memory of transformers 5, and in files; applied in this order.
@@ -46,58 +46,44 @@ _IJEPA_NAMES = {
     POSITIONS: ("embeddings.position_embeddings", SAME),
     **block("encoder.layer", **BLOCK),
     "Transformer/encoder_norm": "layernorm",
-    "head": "classifier",
+    "head": "classifier",  # Beside another one it is "cls_classifier" in files.
 }
-_NAMES = _IJEPA_NAMES | {
-    "cls": ("embeddings.cls_token", SAME),
-    "dist": (_DISTILLATION, SAME),
-    "pre_logits": "pooler.dense",
-}
-del _NAMES["head"]  # Two of them beside a distillation token.
-
-
-def _heads(options: Mapping) -> list[ArrayEntry]:
-    if not options["num_classes"]:
-        return []
-    if not options["distillation"]:
-        return dense("classifier", "head")
-    pair = dense("distillation_classifier", "head_dist")
-    return dense("cls_classifier", "head") + pair
 
 
 def _prepare(flat: Arrays, config: Mapping) -> list[str]:
     notes = []
-    classified = {"classifier.weight", "cls_classifier.weight"} & flat.keys()
-    if classified and _POOLER in flat:
+    if _DISTILLATION in flat:
+        for name in [name for name in flat if name.startswith("classifier.")]:
+            # Twice the classifier and one of zeros have the same mean without rounding.
+            flat[name] = 2 * flat[name]
+            flat[f"distillation_{name}"] = np.zeros_like(flat[name])
+            notes = ["classifier: of the class token alone, written as a pair"]
+        for name in [name for name in flat if name.startswith("cls_classifier.")]:
+            flat[name.removeprefix("cls_")] = flat.pop(name)
+    if "classifier.weight" in flat and _POOLER in flat:
         for name in [name for name in flat if name.startswith("pooler.")]:
             del flat[name]
         notes.append("pooler: dropped, because the classifier does not see it")
-    if _DISTILLATION in flat and "classifier.weight" in flat:
-        # Twice the classifier and one of zeros have the same mean without rounding.
-        for name in [name for name in flat if name.startswith("classifier.")]:
-            value = flat.pop(name)
-            flat[f"cls_{name}"] = 2 * value
-            flat[f"distillation_{name}"] = np.zeros_like(value)
-        notes.append("classifier: of the class token alone, written as a pair")
     if _is_dino(flat, config) and not config.get(RESIZE_KEY):
         notes.append("neither classifier nor pooler: taken for a ViT of DINO")
     return notes
 
 
-def _classifier(flat: Arrays) -> str:
-    return "cls_classifier" if _DISTILLATION in flat else "classifier"
+def _finish(arrays: Arrays, options: Mapping) -> list[str]:
+    if options["distillation"]:
+        for name in [name for name in arrays if name.startswith("classifier.")]:
+            arrays[f"cls_{name}"] = arrays.pop(name)
+    return []
 
 
 def _is_dino(flat: Arrays, config: Mapping) -> bool:
     # ViTs of DINO are the only published ones that have neither.
-    plain = not {f"{_classifier(flat)}.weight", _POOLER} & flat.keys()
+    plain = not {"classifier.weight", _POOLER} & flat.keys()
     return plain and config.get("model_type") == "vit"
 
 
 def _options(flat: Arrays, config: Mapping) -> dict:
     return {
-        "num_classes": len(flat.get(f"{_classifier(flat)}.weight", ())),
-        "pool": "token",
         "distillation": _DISTILLATION in flat,
         "representation_layer": _POOLER in flat,
         "posemb_resize": "bicubic_dino" if _is_dino(flat, config) else "bicubic",
@@ -145,7 +131,6 @@ def _has(options: Mapping) -> dict:
     pooled = options["num_classes"] or options["distillation"]
     return {
         "distillation": (False, True),
-        "pool": ("token",),
         "representation_layer": (False,) if pooled else (False, True),
     }
 
@@ -154,8 +139,9 @@ def _config(options: Mapping) -> dict:
     config = {"qkv_bias": True, "encoder_stride": options["patch"]}
     if not options["distillation"]:
         return config
-    task = "ForImageClassificationWithTeacher" if options["num_classes"] else "Model"
-    return config | {"model_type": "deit", "architectures": [f"DeiT{task}"]}
+    name = hugging_face.architecture("DeiT", options)
+    name += "WithTeacher" if options["num_classes"] else ""
+    return config | {"model_type": "deit", "architectures": [name]}
 
 
 def _usage(options: Mapping) -> tuple[str, str]:
@@ -172,11 +158,18 @@ VIT = Family(
     model_types=("vit", "deit", "vit_msn", "vit_mae"),
     claims=lambda flat, kind: f"{_PATCHES}.weight" in flat,
     renames=((r"^(vit|deit)\.", ""), *_NAMES_IN_MEMORY),
-    names=_NAMES,
-    more_names=_heads,
+    names=_IJEPA_NAMES
+    | {
+        "cls": ("embeddings.cls_token", SAME),
+        "dist": (_DISTILLATION, SAME),
+        "pre_logits": "pooler.dense",
+        "head_dist": "distillation_classifier",
+    },
     defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-12},
     must={"pooler_act": ("tanh", _POOLER)},
     prepare=_prepare,
+    finish=_finish,
+    fixed={"pool": "token"},
     options=_options,
     check=_check,
     has=_has,
@@ -206,8 +199,7 @@ IJEPA = Family(
     names=_IJEPA_NAMES,
     defaults=VIT.defaults,
     prepare=_prepare_ijepa,
-    options=lambda flat, config: {"pool": "gap"},
-    has=lambda options: {"pool": ("gap",), "class_token": (False,)},
+    fixed={"pool": "gap", "class_token": False},
     config=_config,
 )
 
