@@ -1,10 +1,9 @@
 """The npz formats of BiT ResNets (arXiv:1912.11370): big_vision's and the original."""
 
-import re
 from collections.abc import Collection
 
 from vit_jax.errors import UserError
-from vit_jax.weights.formats import linen
+from vit_jax.weights.formats import linen, tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -43,7 +42,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         )
     flat, notes = tensors.flat, ()
     if linen.find_prefix(flat, _ANCHOR) is None:
-        flat = {_rename(name): value for name, value in flat.items()}
+        flat = tables.rename(flat, _NAMES)
         if "head/kernel" in flat:  # A 1x1 convolution there.
             kernel = flat["head/kernel"]
             flat["head/kernel"] = kernel.reshape(-1, kernel.shape[-1])
@@ -81,12 +80,6 @@ _NAMES = (
     (r"/b/(conv|gn)/", r"/\g<1>2/"),
     (r"/c/(conv|gn)/", r"/\g<1>3/"),
 )
-
-
-def _rename(name: str) -> str:
-    for pattern, ours in _NAMES:
-        name = re.sub(pattern, ours, name)
-    return name
 
 
 READERS["BiT"] = Reader(recognises, read)

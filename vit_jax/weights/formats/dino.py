@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from vit_jax.weights.formats import timm, torch_file
+from vit_jax.weights.formats import tables, timm, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import IMAGENET, Preprocess, Pretrained
@@ -63,12 +63,7 @@ def _backbone(flat: dict) -> tuple[dict, bool]:
         for name, value in flat.items()
         if (match := _INSIDE.match(name))
     }
-    renamed = {}
-    for name, value in (found or flat).items():
-        for theirs, ours in _NAMES:
-            name = re.sub(theirs, ours, name)
-        renamed[name] = value
-    return renamed, bool(found)
+    return tables.rename(found or flat, _NAMES), bool(found)
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:

@@ -79,7 +79,7 @@ _HF = _Names(
 
 def recognises(tensors: Tensors) -> bool:
     """Returns whether a file is in this format."""
-    flat, config = tensors.flat, tensors.sidecars.get("config.json", {})
+    flat, config = tensors.flat, tensors.config
     if hugging_face.recognises(VIT, tensors):
         stated = config.get("model_type") == "vit_mae"
         return stated or f"{_HF.prefix}{_HF.embed}" in flat
@@ -134,9 +134,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         notes.append(f"position embeddings: the fixed ones, {_KIND}")
     task, task_params = {}, {}
     if decoder:
-        config = tensors.sidecars.get("config.json", {})
         task, task_params, more = _read_decoder(
-            decoder, config, options, tensors.path, names
+            decoder, tensors.config, options, tensors.path, names
         )
         notes += more
     preprocess = found.preprocess or dino.preprocess(options["image_size"])
@@ -161,12 +160,7 @@ def _read_decoder(
 ) -> tuple[dict, dict, list[str]]:
     """Returns `config.task`, its parameters, and a line for what was assumed.
 
-    Args:
-      flat: arrays of the decoder, without their prefix.
-      config: content of config.json.
-      options: of the encoder.
-      source: for messages.
-      names: of the library.
+    `flat` has the arrays of the decoder, `options` are those of the encoder.
     """
     notes, encoder = [], models.create(**options)
     if names is _HF:

@@ -7,7 +7,6 @@ another, which big_vision reads too.
 import math
 import os
 import pathlib
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -67,11 +66,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint of Google's code; see `registry.Reader`."""
     is_old = linen.find_prefix(tensors.flat, _ANCHOR) is None
     given, notes = linen.strip(tensors.flat, _OLD_ANCHOR if is_old else _ANCHOR)
-    flat = {}
-    for name, value in given.items():
-        for theirs, ours in _NAMES:
-            name = re.sub(theirs, ours, name)
-        flat[name] = value
+    flat = tables.rename(given, _NAMES)
     if missing := sorted({"embedding/kernel", _CHANNELS} - flat.keys()):
         raise UserError(f"{tensors.path}: {missing[0]} is missing: give the whole file")
     patches = len(flat[_ANCHOR])
@@ -103,7 +98,7 @@ def _options(flat: Mapping[str, np.ndarray]) -> dict:
 def read_timm(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint of timm; see `registry.Reader`."""
     flat, source = tensors.flat, tensors.path
-    facts = timm_config.read(tensors.sidecars.get("config.json", {}))
+    facts = timm_config.read(tensors.config)
     if missing := sorted(set(_NEEDED) - flat.keys()):
         raise UserError(f"{source}: {missing[0]} is missing: give the whole file")
     timm_networks.check_average(facts.pool, "an MLP-Mixer", source)

@@ -105,7 +105,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         notes.append("decoder: dropped, which only pretraining has")
     if flat.pop("mask_token", None) is not None:
         notes.append("mask token: dropped, which only pretraining has")
-    config = tensors.sidecars.get("config.json", {})
+    config = tensors.config
     named = "architecture" in config
     in_timm = named or "layers.0.downsample.norm.weight" not in flat
     names = TIMM if in_timm else MICROSOFT
@@ -177,11 +177,6 @@ def _window(table: np.ndarray) -> int:
 
 def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dict:
     """Returns the options that arrays show; of the windows, those of V1.
-
-    Args:
-      flat: arrays by name.
-      names: of their library.
-      source: for messages.
 
     Raises:
       UserError: an array is missing.

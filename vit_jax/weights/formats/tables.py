@@ -7,6 +7,7 @@ come from `Names`, which state a layer once for all blocks.
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -222,6 +223,18 @@ def _entries_of(
         return norm(theirs, ours)
     layouts = {"embedding": CONV, "out": from_heads(num_heads)}
     return dense(theirs, ours, layouts.get(kind, LINEAR))
+
+
+def rename(
+    flat: Mapping[str, np.ndarray], patterns: Iterable[tuple[str, str]]
+) -> dict[str, np.ndarray]:
+    """Returns arrays whose names have each pattern replaced, one after the other."""
+    renamed = {}
+    for name, value in flat.items():
+        for pattern, new in patterns:
+            name = re.sub(pattern, new, name)
+        renamed[name] = value
+    return renamed
 
 
 def choose_num_heads(

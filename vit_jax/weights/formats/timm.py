@@ -117,7 +117,7 @@ def recognises(tensors: Tensors) -> bool:
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`."""
-    config = tensors.sidecars.get("config.json", {})
+    config = tensors.config
     timm_networks.check_parameters(tensors.flat, config, tensors.path)
     facts = timm_config.read(config)
     build = _read_resnet if "stem.conv.weight" in tensors.flat else _read_transformer

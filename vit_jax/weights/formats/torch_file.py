@@ -32,6 +32,7 @@ _CONTAINERS = (
     *("model_ema", "state_dict_ema", "ema_state_dict", "ema"),
     *("model", "state_dict", "model_state_dict", "module", "net", "network", TEACHER),
 )
+_SETTINGS = "argparse.Namespace"  # May stand beside tensors.
 _TRAINING = re.compile("optim|sched|scaler|amp")  # Keys of what is no network.
 # A pickle holds names and shapes, some hundred bytes per tensor. Python's objects for it
 # take up to a hundred times its size.
@@ -287,9 +288,6 @@ _KNOWN = {
         "Bool": "bool",
     }.items()
 }
-
-
-_SETTINGS = "argparse.Namespace"  # May stand beside tensors.
 
 
 class _Unpickler(pickle.Unpickler):
