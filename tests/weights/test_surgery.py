@@ -403,3 +403,10 @@ def test_layer_scale_that_a_checkpoint_lacks_is_one():
     for name in ("LayerScale_1", "LayerScale_3"):
         np.testing.assert_array_equal(block[name]["gamma"], np.ones(12))
         assert block[name]["gamma"].dtype == np.float32
+
+
+def test_a_network_of_another_library_that_has_no_classifier_is_refused_with_one():
+    options = encoder(num_classes=7).options
+    surgery.check_network(options, "Theirs", {"num_classes": (0, 7)})
+    with pytest.raises(UserError, match="num_classes=7: Theirs"):
+        surgery.check_network(options, "Theirs", {"num_classes": (0,)})

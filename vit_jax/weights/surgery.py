@@ -476,7 +476,8 @@ def check_network(
         refuse("variant")
     kind = models.VARIANTS.find(options["variant"], "model")
     plain = fields.defaults(kind)
-    for name, about in fields.fields(kind).items():
+    known = fields.fields(kind)
+    for name, about in known.items():
         if name in has:
             values = has[name]
         elif name in _IN_ALL_FORMATS or about.training_only or not about.changes_result:
@@ -484,6 +485,9 @@ def check_network(
         else:
             values = (plain[name],)
         if options[name] not in values:
+            refuse(name)
+    for name in has:  # Of which some, as num_classes, are no key of the network.
+        if name not in known and name in options and options[name] not in has[name]:
             refuse(name)
 
 
