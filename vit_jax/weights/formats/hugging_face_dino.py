@@ -12,7 +12,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights.formats import dino, hugging_face
 from vit_jax.weights.formats.hugging_face import KEYS, MASK_TOKEN, Arrays, Family
 from vit_jax.weights.formats.hugging_face_vit import ATTENTION
-from vit_jax.weights.formats.tables import SAME, ArrayEntry, block, dense, gated
+from vit_jax.weights.formats.tables import SAME, ArrayEntry, block, name_entries
 from vit_jax.weights.pretrained import POSITIONS
 
 _REGISTERS = "embeddings.register_tokens"
@@ -44,17 +44,12 @@ def _is_dinov2(flat: Arrays, kind: str | None) -> bool:
 
 
 def _dinov2_mlp(options: Mapping) -> list[ArrayEntry]:
-    table = []
-    for i in range(options["depth"]):
-        theirs = f"encoder.layer.{i}.mlp"
-        ours = f"Transformer/encoderblock_{i}/MlpBlock_3"
-        if options["activation"] == "swiglu":
-            table += gated(f"{theirs}.weights_in", ours)
-            table += dense(f"{theirs}.weights_out", f"{ours}/Dense_1")
-        else:
-            table += dense(f"{theirs}.fc1", f"{ours}/Dense_0")
-            table += dense(f"{theirs}.fc2", f"{ours}/Dense_1")
-    return table
+    parts = {"Dense_0": "fc1", "Dense_1": "fc2"}
+    if options["activation"] == "swiglu":
+        parts = {"gate,Dense_0": "weights_in", "Dense_1": "weights_out"}
+    mlp = "Transformer/encoderblock_#/MlpBlock_3"
+    names = {f"{mlp}/{k}": f"encoder.layer.#.mlp.{v}" for k, v in parts.items()}
+    return name_entries(names, options)
 
 
 def _dinov2_options(flat: Arrays, config: Mapping) -> dict:

@@ -110,11 +110,6 @@ def joined(theirs: str, ours: Iterable[str], layout: ArrayLayout) -> list[ArrayE
     ]
 
 
-def gated(theirs: str, mlp: str) -> list[ArrayEntry]:
-    """Returns the entries of a gated MLP's first layer, the gate and then the value."""
-    return joined(theirs, (f"{mlp}/gate", f"{mlp}/Dense_0"), PAIR)
-
-
 def norm(theirs: str, ours: str) -> list[ArrayEntry]:
     """Returns the entries of the weight and the bias of a normalisation."""
     return [
