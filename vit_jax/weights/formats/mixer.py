@@ -24,7 +24,7 @@ from vit_jax.weights.formats import (
 )
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader
-from vit_jax.weights.formats.tables import CONV, ArrayEntry, dense, norm
+from vit_jax.weights.formats.tables import ArrayEntry, name_entries
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 _ANCHOR = "MixerBlock_0/token_mixing/Dense_0/kernel"
@@ -37,6 +37,17 @@ _NAMES = (  # Of Google's files, and ours.
     (r"_mixing_phase_\d+/(kernel|bias)1$", r"_mixing/Dense_0/\1"),
     (r"_mixing_phase_\d+/(kernel|bias)2$", r"_mixing/Dense_1/\1"),
 )
+_TIMM_NAMES = {
+    "embedding": "stem.proj",
+    "MixerBlock_#/LayerNorm_0": "blocks.#.norm1",
+    "MixerBlock_#/token_mixing/Dense_0": "blocks.#.mlp_tokens.fc1",
+    "MixerBlock_#/token_mixing/Dense_1": "blocks.#.mlp_tokens.fc2",
+    "MixerBlock_#/LayerNorm_1": "blocks.#.norm2",
+    "MixerBlock_#/channel_mixing/Dense_0": "blocks.#.mlp_channels.fc1",
+    "MixerBlock_#/channel_mixing/Dense_1": "blocks.#.mlp_channels.fc2",
+    "pre_head_layer_norm": "norm",
+    "head": "head",
+}
 _NEEDED = (
     "stem.proj.weight",
     "blocks.0.mlp_tokens.fc1.weight",
@@ -169,15 +180,8 @@ def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
 
 def _table(depth: int, num_classes: int) -> list[ArrayEntry]:
-    table = dense("stem.proj", "embedding", CONV)
-    for i in range(depth):
-        for j, name in enumerate(("token", "channel")):
-            theirs, ours = f"blocks.{i}.mlp_{name}s", f"MixerBlock_{i}/{name}_mixing"
-            table += norm(f"blocks.{i}.norm{j + 1}", f"MixerBlock_{i}/LayerNorm_{j}")
-            table += dense(f"{theirs}.fc1", f"{ours}/Dense_0")
-            table += dense(f"{theirs}.fc2", f"{ours}/Dense_1")
-    table += norm("norm", "pre_head_layer_norm")
-    return table + (dense("head", "head") if num_classes else [])
+    options = {"depth": depth, "num_heads": 1, "num_classes": num_classes}
+    return name_entries(_TIMM_NAMES, options)
 
 
 READERS["google Mixer"] = Reader(recognises, read)
