@@ -8,7 +8,7 @@ from trees import assert_same, encoder, random_flat
 
 from vit_jax.errors import UserError
 from vit_jax.models import posemb
-from vit_jax.weights import surgery
+from vit_jax.weights import rewriting, surgery
 from vit_jax.weights.surgery import FitRow
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -407,6 +407,6 @@ def test_layer_scale_that_a_checkpoint_lacks_is_one():
 
 def test_a_network_of_another_library_that_has_no_classifier_is_refused_with_one():
     options = encoder(num_classes=7).options
-    surgery.check_network(options, "Theirs", {"num_classes": (0, 7)})
+    rewriting.check_network(options, "Theirs", {"num_classes": (0, 7)})
     with pytest.raises(UserError, match="num_classes=7: Theirs"):
-        surgery.check_network(options, "Theirs", {"num_classes": (0,)})
+        rewriting.check_network(options, "Theirs", {"num_classes": (0,)})

@@ -14,7 +14,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import posemb, stacking
 from vit_jax.models.layers import CLASSIFIERS
-from vit_jax.weights import adapters, surgery, workdir
+from vit_jax.weights import adapters, rewriting, surgery, workdir
 from vit_jax.weights.formats import files, registry, tables
 from vit_jax.weights.hub import download
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -248,7 +248,7 @@ def load(
     if head == "keep" and class_names:
         given, learned = _order_head(found, class_names)
     if _learns_positions(theirs, model.options):
-        flat, theirs, notes = surgery.learn_positions(
+        flat, theirs, notes = rewriting.learn_positions(
             flatten_dict(given, sep="/"), theirs, source.grid
         )
         learned += notes

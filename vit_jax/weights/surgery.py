@@ -7,9 +7,8 @@ after.
 
 import dataclasses
 import functools
-import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,11 +17,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 
 from vit_jax import models
-from vit_jax.config import fields
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import Model, posemb, stacking
 from vit_jax.models.layers import CLASSIFIERS
+from vit_jax.weights import rewriting
 from vit_jax.weights.pretrained import (
     POSITIONS,
     Preprocess,
@@ -33,13 +32,7 @@ from vit_jax.weights.pretrained import (
 HEADS = ("keep", "new", "drop")
 
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
-_TOKENS = ("cls", "dist")  # In the order of their rows.
 _MAX_ROWS = 4  # Beyond, what was resized is counted.
-# A block's LayerScale, and the layer in front of it.
-_SCALES = {
-    "LayerScale_1/gamma": "MultiHeadDotProductAttention_1/out",
-    "LayerScale_3/gamma": "MlpBlock_3/Dense_1",
-}
 FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
 
 
@@ -206,7 +199,9 @@ def _label(name: str) -> str:
 
 def _fit_tokens(given: dict, wanted: dict) -> list[FitRow]:
     """Fits the rows of the prefix tokens in position embeddings."""
-    has, needs = ([t for t in _TOKENS if t in tree] for tree in (given, wanted))
+    has, needs = (
+        [t for t in rewriting.TOKENS if t in tree] for tree in (given, wanted)
+    )
     rows = []
     for name in sorted(given.keys() & wanted.keys()):
         old = given[name]
@@ -247,46 +242,16 @@ def _fit_input(given: dict, wanted: dict) -> list[FitRow]:
 def _fit_layer_scale(given: dict, wanted: dict) -> list[FitRow]:
     """Multiplies LayerScale in for a model without, and adds ones for one with it."""
     has, needs = (
-        {name for name in tree if name.endswith(tuple(_SCALES))}
+        {name for name in tree if name.endswith(tuple(rewriting.SCALES))}
         for tree in (given, wanted)
     )
     if has and not needs:
-        _multiply_layer_scale(given, has)
+        rewriting.multiply_layer_scale(given, has)
         return [FitRow("LayerScale", "multiplied into the layers in front of it")]
     if needs and not has:
         given |= {n: np.ones(wanted[n].shape, wanted[n].dtype) for n in needs}
         return [FitRow("LayerScale", "none in the checkpoint, so ones")]
     return []
-
-
-def _multiply_layer_scale(flat: dict[str, np.ndarray], names: Collection[str]) -> None:
-    """Removes LayerScale by multiplying it into the layers in front, in place."""
-    for name in names:
-        block, leaf = name.rsplit("/", 2)[0], "/".join(name.rsplit("/", 2)[1:])
-        gamma, layer = flat.pop(name), f"{block}/{_SCALES[leaf]}"
-        for part in ("kernel", "bias"):
-            if f"{layer}/{part}" in flat:  # `check_keys` reports what is missing.
-                flat[f"{layer}/{part}"] = flat[f"{layer}/{part}"] * gamma
-
-
-def fold_layer_scale(
-    flat: dict[str, np.ndarray], options: Mapping
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Multiplies LayerScale (arXiv:2103.17239) into the layers in front of it.
-
-    Args:
-      flat: our arrays by name.
-      options: all options of `models.Model`.
-
-    Returns:
-      Both for a network without LayerScale, and a note.
-    """
-    if not options["layer_scale_init"]:
-        return flat, dict(options), []
-    flat = {name: np.asarray(value) for name, value in flat.items()}
-    _multiply_layer_scale(flat, [n for n in flat if n.endswith(tuple(_SCALES))])
-    note = "LayerScale: multiplied into the layers in front of it"
-    return flat, {**options, "layer_scale_init": 0.0}, [note]
 
 
 def check_keys(
@@ -411,190 +376,6 @@ def _bilinear(old: int, new: int) -> Float[np.ndarray, "new old"]:
     """Returns the matrix of a bilinear resize of pixels without antialiasing."""
     at = (np.arange(new) + 0.5) * old / new - 0.5
     return posemb.triangle(np.clip(at, 0, old - 1), old)
-
-
-def prepend_zero_rows(embedding: np.ndarray, rows: int) -> np.ndarray:
-    """Prepends rows of zeros to position embeddings of shape (1, N, D)."""
-    zeros = np.zeros((1, rows, embedding.shape[2]), embedding.dtype)
-    return np.concatenate([zeros, embedding], axis=1)
-
-
-def note_resize(options: Mapping, library: str) -> list[str]:
-    """Returns a note if a library resizes positions otherwise than they were trained.
-
-    Args:
-      options: all options of `models.Model`.
-      library: its name.
-    """
-    if options["posemb"] != "learned" or options["posemb_resize"] != "bicubic_dino":
-        return []
-    note = (
-        f"position embeddings: for images of another size {library} resizes them "
-        "otherwise than the network was trained, and features differ there"
-    )
-    return [note]
-
-
-# Keys that every format of other libraries has a place for, or whose writers look at them.
-_IN_ALL_FORMATS = {
-    *("variant", "dtype", "width", "depth", "num_heads", "mlp_dim", "stage_depths"),
-    *("posemb", "posemb_placement", "posemb_resize", "rope_temperature"),
-    *(
-        "rope_reference",
-        "activation",
-        "layer_norm_eps",
-        "pool",
-        "class_token",
-        "fc_norm",
-    ),
-}
-
-
-def check_network(
-    options: Mapping,
-    network: str,
-    has: Mapping[str, Collection],
-    *,
-    to: str = "--to=timm or --to=safetensors",
-) -> None:
-    """Raises UserError unless a Vision Transformer is one of another library's.
-
-    Args:
-      options: all options of `models.Model`.
-      network: the other library's.
-      has: by option, the values that it can have; of those that are not named few can have
-        another than the default.
-      to: what can write any.
-    """
-
-    def refuse(name):
-        raise UserError(
-            f"{name}={options[name]!r}: {network} has no such network: write it with {to}"
-        )
-
-    if "depth" not in options:
-        refuse("variant")
-    kind = models.VARIANTS.find(options["variant"], "model")
-    plain = fields.defaults(kind)
-    known = fields.fields(kind)
-    for name, about in known.items():
-        if name in has:
-            values = has[name]
-        elif name in _IN_ALL_FORMATS or about.training_only or not about.changes_result:
-            continue
-        else:
-            values = (plain[name],)
-        if options[name] not in values:
-            refuse(name)
-    for name in has:  # Of which some, as num_classes, are no key of the network.
-        if name not in known and name in options and options[name] not in has[name]:
-            refuse(name)
-
-
-def fold_patch_bias(
-    flat: dict[str, np.ndarray], options: Mapping, *, num_prefix_tokens: int
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Adds the bias of the patch embedding to the positions, and makes it zeros.
-
-    Args:
-      flat: our arrays by name.
-      options: all options of `models.Model`.
-      num_prefix_tokens: rows of positions before those of the patches.
-
-    Returns:
-      The arrays, and a note if there was a bias.
-
-    Raises:
-      UserError: there are no learned positions to add it to.
-    """
-    bias = flat["embedding/bias"]
-    if not np.any(bias):
-        return flat, []
-    if options["posemb"] != "learned":
-        raise UserError(
-            "pre_norm=True: the other library's patches have no bias then, and there are "
-            "no learned positions to add it to: write it with --to=safetensors"
-        )
-    positions = np.array(flat[POSITIONS])
-    positions[:, num_prefix_tokens:] += np.reshape(bias, (1, 1, -1))
-    zeros = {"embedding/bias": np.zeros_like(bias), POSITIONS: positions}
-    return flat | zeros, ["bias of the patches: added to their position embeddings"]
-
-
-def norm_every_token(
-    flat: dict[str, np.ndarray], options: Mapping
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Applies the final LayerNorm before selecting the token, which is equivalent.
-
-    Args:
-      flat: our arrays by name.
-      options: all options of `models.Model`.
-
-    Returns:
-      Both, changed if the model classifies single tokens and normalises them after the
-      selection, and a note.
-    """
-    if not options.get("fc_norm") or options["pool"] not in ("token", "none"):
-        return flat, dict(options), []
-    moved = {
-        k.replace("fc_norm/", "Transformer/encoder_norm/"): v for k, v in flat.items()
-    }
-    note = "final LayerNorm: moved before the choice of the token"
-    return moved, {**options, "fc_norm": False}, [note]
-
-
-def learn_positions(
-    flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Converts position embeddings to one learned vector per token.
-
-    Args:
-      flat: our arrays by name.
-      options: all options of `models.Model`.
-      grid: patches down and across.
-
-    Returns:
-      Both with posemb "learned" or "none", and a note.
-
-    Raises:
-      UserError: the embeddings are not added at the stem.
-    """
-    kind, options = options.get("posemb", "none"), dict(options)
-    if kind == "relative" or options.get("posemb_placement", "stem") != "stem":
-        raise UserError(
-            f"posemb={kind} at posemb_placement={options['posemb_placement']} exists in neither timm "
-            "nor Hugging Face: write it with --to=safetensors"
-        )
-    if "2d" not in kind:
-        return flat, options, []
-    flat, num_prefix_tokens = dict(flat), sum(name in flat for name in _TOKENS)
-    if kind.startswith("sincos2d"):
-        vectors = np.asarray(posemb.sincos2d(grid, options["width"], kind))
-    else:
-        rows, columns = (
-            np.asarray(flat.pop(POSITIONS.replace("pos_emb", f"{name}_emb")))
-            for name in ("row", "column")
-        )
-        shape = len(rows), len(columns), rows.shape[1]
-        halves = columns[None], rows[:, None]
-        halves = [np.broadcast_to(half, shape) for half in halves]
-        vectors = np.concatenate(halves, axis=-1).reshape(-1, options["width"])
-    flat[POSITIONS] = prepend_zero_rows(vectors[None], num_prefix_tokens)
-    options["posemb"] = "learned"
-    return flat, options, [f"position embeddings: {kind} written out as values"]
-
-
-def store_positions(
-    flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Does as `learn_positions`, and stores zeros where there are none."""
-    flat, options, notes = learn_positions(flat, options, grid)
-    if options["posemb"] == "none":
-        tokens = math.prod(grid) + sum(name in flat for name in _TOKENS)
-        zeros = np.zeros((1, tokens, options["width"]), np.float32)
-        flat, options = flat | {POSITIONS: zeros}, options | {"posemb": "learned"}
-        notes = [*notes, "position embeddings: none, written as zeros"]
-    return flat, options, notes
 
 
 def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import surgery
+from vit_jax.weights import rewriting
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
@@ -58,9 +58,9 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     notes += note_preprocess(pretrained.preprocess)
     if "depth" in options:
         _check_network(options)
-        flat, options, more = surgery.norm_every_token(flat, options)
-        flat, options, written = surgery.learn_positions(flat, options, model.grid)
-        flat, options, folded = surgery.fold_layer_scale(flat, options)
+        flat, options, more = rewriting.norm_every_token(flat, options)
+        flat, options, written = rewriting.learn_positions(flat, options, model.grid)
+        flat, options, folded = rewriting.fold_layer_scale(flat, options)
         notes += more + written + folded
         if options["activation"] != "gelu_tanh":
             notes.append(ACTIVATION_NOTE)
@@ -105,7 +105,7 @@ def note_preprocess(given: Preprocess | None) -> list[str]:
 
 def _check_network(options: dict) -> None:
     """Raises UserError unless Google's code has such a network."""
-    surgery.check_network(
+    rewriting.check_network(
         options,
         "Google's code",
         {

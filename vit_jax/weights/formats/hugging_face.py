@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import surgery
+from vit_jax.weights import rewriting
 from vit_jax.weights.formats import hugging_face_processor, linen, tables
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
@@ -339,16 +339,18 @@ def to_their_arrays(
         has["num_register_tokens"] = range(1_000)
     has |= {"activation": tuple(ACTIVATIONS), **family.has(options)}
     network = f"{family.network}Model of transformers"
-    surgery.check_network(options, network, has, to=family.others)
+    rewriting.check_network(options, network, has, to=family.others)
     flat = flatten_dict(pretrained.params, sep="/")
-    flat, options, notes = surgery.norm_every_token(flat, options)
+    flat, options, notes = rewriting.norm_every_token(flat, options)
     if POSITIONS in names:
-        place = surgery.learn_positions if family.optional else surgery.store_positions
+        place = (
+            rewriting.learn_positions if family.optional else rewriting.store_positions
+        )
         flat, options, more = place(flat, options, model.grid)
-        notes += more + surgery.note_resize(options, "transformers")
+        notes += more + rewriting.note_resize(options, "transformers")
     scales = [name for name in names if name.endswith("/gamma")]
     if not scales:
-        flat, options, more = surgery.fold_layer_scale(flat, options)
+        flat, options, more = rewriting.fold_layer_scale(flat, options)
         notes += more
     elif not options["layer_scale_init"] and not family.optional:
         options["layer_scale_init"] = 1.0
@@ -357,7 +359,7 @@ def to_their_arrays(
             flat |= {name.replace("#", str(i)): ones for name in scales}
         notes.append("LayerScale: none, written as ones")
     if not family.patch_bias:
-        flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
+        flat, more = rewriting.fold_patch_bias(flat, options, num_prefix_tokens=1)
         notes += more
     arrays = tables.to_their_arrays(flat, entries(family, options))
     return options, arrays, notes + family.finish(arrays, options)

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import posemb
-from vit_jax.weights import surgery
+from vit_jax.weights import rewriting
 from vit_jax.weights.formats import dino, hugging_face, tables, timm, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.hugging_face_vit import VIT
@@ -106,7 +106,7 @@ def _is_fixed(embedding: np.ndarray, grid: tuple[int, int]) -> bool:
 def _table(grid: tuple[int, int], width: int) -> np.ndarray:
     """Returns the fixed positions with a row of zeros for the class token."""
     table = np.asarray(posemb.sincos2d(grid, width, _KIND))
-    return surgery.prepend_zero_rows(table[None], 1)
+    return rewriting.prepend_zero_rows(table[None], 1)
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
@@ -301,7 +301,7 @@ def _encoder(
             f"{names.to}: masked autoencoders have no {name}={options.get(name)!r}: write it "
             "with --to=timm or --to=safetensors"
         )
-    surgery.check_network(options, "a masked autoencoder", {})
+    rewriting.check_network(options, "a masked autoencoder", {})
     if options["pool"] not in ("token", "gap") or "cls" not in pretrained.params:
         raise UserError(
             f"{names.to}: masked autoencoders have a class token, and pool it or the patches, "
@@ -309,8 +309,8 @@ def _encoder(
             "write it with --to=timm or --to=safetensors"
         )
     flat = flatten_dict(pretrained.params, sep="/")
-    flat, options, notes = surgery.store_positions(flat, options, model.grid)
-    flat, options, folded = surgery.fold_layer_scale(flat, options)
+    flat, options, notes = rewriting.store_positions(flat, options, model.grid)
+    flat, options, folded = rewriting.fold_layer_scale(flat, options)
     notes += folded
     options["patch"] = model.patch_size
     return tables.to_their_arrays(flat, names.table(options)), notes, options

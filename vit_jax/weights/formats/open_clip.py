@@ -19,7 +19,7 @@ from vit_jax import models
 from vit_jax.data import tokenizer
 from vit_jax.errors import UserError
 from vit_jax.models import text
-from vit_jax.weights import surgery
+from vit_jax.weights import rewriting
 from vit_jax.weights.formats import (
     hugging_face_clip,
     linen,
@@ -342,11 +342,11 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     about, projection = config_of(pretrained), params.get(text.PROJECTION, {})
     _check_writable(model, about, projection)
     flat = flatten_dict(pretrained.params, sep="/")
-    flat, options, notes = surgery.norm_every_token(flat, options)
-    flat, options, more = surgery.store_positions(flat, options, model.grid)
-    flat, options, folded = surgery.fold_layer_scale(flat, options)
-    notes += more + folded + surgery.note_resize(options, "OpenCLIP")
-    flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=1)
+    flat, options, notes = rewriting.norm_every_token(flat, options)
+    flat, options, more = rewriting.store_positions(flat, options, model.grid)
+    flat, options, folded = rewriting.fold_layer_scale(flat, options)
+    notes += more + folded + rewriting.note_resize(options, "OpenCLIP")
+    flat, more = rewriting.fold_patch_bias(flat, options, num_prefix_tokens=1)
     table = _image_table(options["depth"], options["num_heads"])
     image = tables.to_their_arrays(flat, table)
     del image["conv1.bias"]
@@ -383,7 +383,7 @@ def _check_writable(
 ) -> None:
     """Raises UserError unless OpenCLIP has such towers."""
     options = model.options
-    surgery.check_network(
+    rewriting.check_network(
         options,
         "CLIP of OpenCLIP",
         {

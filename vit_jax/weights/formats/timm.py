@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import surgery
+from vit_jax.weights import rewriting
 from vit_jax.weights.formats import linen, tables, timm_config, timm_networks
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
@@ -232,7 +232,7 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
                 notes.append("positions of register tokens: added to the tokens")
         elif missing:
             notes.append("position embeddings of extra tokens: none in the file, so 0")
-            embedding = surgery.prepend_zero_rows(embedding, missing)
+            embedding = rewriting.prepend_zero_rows(embedding, missing)
         ours[POSITIONS] = embedding
         form["posemb_resize"] = facts.posemb_resize
     return ours, sizes | form, notes, len(ours["embedding/kernel"])
@@ -410,14 +410,14 @@ def _prepare_transformer(
             raise UserError(
                 f"{name}={wrong!r}: {other}: write it with --to={to} or --to=safetensors"
             )
-    flat, options, notes = surgery.norm_every_token(flat, options)
-    flat, options, more = surgery.learn_positions(flat, options, model.grid)
+    flat, options, notes = rewriting.norm_every_token(flat, options)
+    flat, options, more = rewriting.learn_positions(flat, options, model.grid)
     notes, R = [*notes, *more], options["num_register_tokens"]
     if options["pre_norm"]:
         P = model.num_prefix_tokens - R
-        flat, more = surgery.fold_patch_bias(flat, options, num_prefix_tokens=P)
+        flat, more = rewriting.fold_patch_bias(flat, options, num_prefix_tokens=P)
         notes += more
-    notes += surgery.note_resize(options, "timm")
+    notes += rewriting.note_resize(options, "timm")
     if R and options["posemb"] == "learned":  # Zeros, as positions of the registers.
         zeros = np.zeros_like(flat[POSITIONS], shape=(1, R, options["width"]))
         place = [model.num_prefix_tokens - R]

@@ -10,7 +10,7 @@ import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.models import layers, rotary
-from vit_jax.weights import surgery
+from vit_jax.weights import rewriting
 from vit_jax.weights.formats import timm_networks
 from vit_jax.weights.formats.timm_networks import Facts
 from vit_jax.weights.pretrained import (
@@ -308,7 +308,7 @@ def choose_architecture(options: Mapping) -> Architecture:
         kind = "beit"
     elif options["rope"] != "none" or (gated and options["mlp_norm"]):
         kind = "eva"
-    surgery.check_network(options, *_HAS[kind], to="--to=safetensors")
+    rewriting.check_network(options, *_HAS[kind], to="--to=safetensors")
     choose = {"vit": _choose_vit, "eva": _choose_eva, "beit": _choose_beit}[kind]
     name, args = choose(options)
     first = "patch_embed.proj"

@@ -1,0 +1,230 @@
+"""A network as another library has it: what it cannot state is computed into the arrays.
+
+Writers of formats call these in turn, each for what their library lacks, and refuse the
+rest by `check_network`. Arrays are by our names, levels joined by "/".
+"""
+
+import math
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from vit_jax import models
+from vit_jax.config import fields
+from vit_jax.errors import UserError
+from vit_jax.models import posemb
+from vit_jax.weights.pretrained import POSITIONS
+
+TOKENS = ("cls", "dist")  # In the order of their rows in position embeddings.
+# A block's LayerScale, and the layer in front of it.
+SCALES = {
+    "LayerScale_1/gamma": "MultiHeadDotProductAttention_1/out",
+    "LayerScale_3/gamma": "MlpBlock_3/Dense_1",
+}
+
+# Keys that every format of other libraries has a place for, or whose writers look at them.
+_IN_ALL_FORMATS = {
+    *("variant", "dtype", "width", "depth", "num_heads", "mlp_dim", "stage_depths"),
+    *("posemb", "posemb_placement", "posemb_resize"),
+    *("rope_temperature", "rope_reference", "activation", "layer_norm_eps"),
+    *("pool", "class_token", "fc_norm"),
+}
+
+
+def check_network(
+    options: Mapping,
+    network: str,
+    has: Mapping[str, Collection],
+    *,
+    to: str = "--to=timm or --to=safetensors",
+) -> None:
+    """Raises UserError unless a Vision Transformer is one of another library's.
+
+    Args:
+      options: all options of `models.Model`.
+      network: the other library's.
+      has: by option, the values that it can have; of those that are not named few can have
+        another than the default.
+      to: what can write any.
+    """
+
+    def refuse(name):
+        raise UserError(
+            f"{name}={options[name]!r}: {network} has no such network: write it with {to}"
+        )
+
+    if "depth" not in options:
+        refuse("variant")
+    kind = models.VARIANTS.find(options["variant"], "model")
+    plain = fields.defaults(kind)
+    known = fields.fields(kind)
+    for name, about in known.items():
+        if name in has:
+            values = has[name]
+        elif name in _IN_ALL_FORMATS or about.training_only or not about.changes_result:
+            continue
+        else:
+            values = (plain[name],)
+        if options[name] not in values:
+            refuse(name)
+    for name in has:  # Of which some, as num_classes, are no key of the network.
+        if name not in known and name in options and options[name] not in has[name]:
+            refuse(name)
+
+
+def norm_every_token(
+    flat: dict[str, np.ndarray], options: Mapping
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Applies the final LayerNorm before selecting the token, which is equivalent.
+
+    Args:
+      flat: our arrays by name.
+      options: all options of `models.Model`.
+
+    Returns:
+      Both, changed if the model classifies single tokens and normalises them after the
+      selection, and a note.
+    """
+    if not options.get("fc_norm") or options["pool"] not in ("token", "none"):
+        return flat, dict(options), []
+    moved = {
+        k.replace("fc_norm/", "Transformer/encoder_norm/"): v for k, v in flat.items()
+    }
+    note = "final LayerNorm: moved before the choice of the token"
+    return moved, {**options, "fc_norm": False}, [note]
+
+
+def learn_positions(
+    flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Converts position embeddings to one learned vector per token.
+
+    Args:
+      flat: our arrays by name.
+      options: all options of `models.Model`.
+      grid: patches down and across.
+
+    Returns:
+      Both with posemb "learned" or "none", and a note.
+
+    Raises:
+      UserError: the embeddings are not added at the stem.
+    """
+    kind, options = options.get("posemb", "none"), dict(options)
+    if kind == "relative" or options.get("posemb_placement", "stem") != "stem":
+        raise UserError(
+            f"posemb={kind} at posemb_placement={options['posemb_placement']} exists in neither timm "
+            "nor Hugging Face: write it with --to=safetensors"
+        )
+    if "2d" not in kind:
+        return flat, options, []
+    flat, num_prefix_tokens = dict(flat), sum(name in flat for name in TOKENS)
+    if kind.startswith("sincos2d"):
+        vectors = np.asarray(posemb.sincos2d(grid, options["width"], kind))
+    else:
+        rows, columns = (
+            np.asarray(flat.pop(POSITIONS.replace("pos_emb", f"{name}_emb")))
+            for name in ("row", "column")
+        )
+        shape = len(rows), len(columns), rows.shape[1]
+        halves = columns[None], rows[:, None]
+        halves = [np.broadcast_to(half, shape) for half in halves]
+        vectors = np.concatenate(halves, axis=-1).reshape(-1, options["width"])
+    flat[POSITIONS] = prepend_zero_rows(vectors[None], num_prefix_tokens)
+    options["posemb"] = "learned"
+    return flat, options, [f"position embeddings: {kind} written out as values"]
+
+
+def store_positions(
+    flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Does as `learn_positions`, and stores zeros where there are none."""
+    flat, options, notes = learn_positions(flat, options, grid)
+    if options["posemb"] == "none":
+        tokens = math.prod(grid) + sum(name in flat for name in TOKENS)
+        zeros = np.zeros((1, tokens, options["width"]), np.float32)
+        flat, options = flat | {POSITIONS: zeros}, options | {"posemb": "learned"}
+        notes = [*notes, "position embeddings: none, written as zeros"]
+    return flat, options, notes
+
+
+def prepend_zero_rows(embedding: np.ndarray, rows: int) -> np.ndarray:
+    """Prepends rows of zeros to position embeddings of shape (1, N, D)."""
+    zeros = np.zeros((1, rows, embedding.shape[2]), embedding.dtype)
+    return np.concatenate([zeros, embedding], axis=1)
+
+
+def fold_patch_bias(
+    flat: dict[str, np.ndarray], options: Mapping, *, num_prefix_tokens: int
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Adds the bias of the patch embedding to the positions, and makes it zeros.
+
+    Args:
+      flat: our arrays by name.
+      options: all options of `models.Model`.
+      num_prefix_tokens: rows of positions before those of the patches.
+
+    Returns:
+      The arrays, and a note if there was a bias.
+
+    Raises:
+      UserError: there are no learned positions to add it to.
+    """
+    bias = flat["embedding/bias"]
+    if not np.any(bias):
+        return flat, []
+    if options["posemb"] != "learned":
+        raise UserError(
+            "pre_norm=True: the other library's patches have no bias then, and there are "
+            "no learned positions to add it to: write it with --to=safetensors"
+        )
+    positions = np.array(flat[POSITIONS])
+    positions[:, num_prefix_tokens:] += np.reshape(bias, (1, 1, -1))
+    zeros = {"embedding/bias": np.zeros_like(bias), POSITIONS: positions}
+    return flat | zeros, ["bias of the patches: added to their position embeddings"]
+
+
+def fold_layer_scale(
+    flat: dict[str, np.ndarray], options: Mapping
+) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    """Multiplies LayerScale (arXiv:2103.17239) into the layers in front of it.
+
+    Args:
+      flat: our arrays by name.
+      options: all options of `models.Model`.
+
+    Returns:
+      Both for a network without LayerScale, and a note.
+    """
+    if not options["layer_scale_init"]:
+        return flat, dict(options), []
+    flat = {name: np.asarray(value) for name, value in flat.items()}
+    multiply_layer_scale(flat, [n for n in flat if n.endswith(tuple(SCALES))])
+    note = "LayerScale: multiplied into the layers in front of it"
+    return flat, {**options, "layer_scale_init": 0.0}, [note]
+
+
+def multiply_layer_scale(flat: dict[str, np.ndarray], names: Collection[str]) -> None:
+    """Removes LayerScale by multiplying it into the layers in front, in place."""
+    for name in names:
+        block, leaf = name.rsplit("/", 2)[0], "/".join(name.rsplit("/", 2)[1:])
+        gamma, layer = flat.pop(name), f"{block}/{SCALES[leaf]}"
+        for part in ("kernel", "bias"):
+            if f"{layer}/{part}" in flat:  # `check_keys` reports what is missing.
+                flat[f"{layer}/{part}"] = flat[f"{layer}/{part}"] * gamma
+
+
+def note_resize(options: Mapping, library: str) -> list[str]:
+    """Returns a note if a library resizes positions otherwise than they were trained.
+
+    Args:
+      options: all options of `models.Model`.
+      library: its name.
+    """
+    if options["posemb"] != "learned" or options["posemb_resize"] != "bicubic_dino":
+        return []
+    note = (
+        f"position embeddings: for images of another size {library} resizes them "
+        "otherwise than the network was trained, and features differ there"
+    )
+    return [note]
