@@ -143,6 +143,22 @@ def write_safetensors(
         part.unlink(missing_ok=True)
 
 
+def write_folder(
+    folder: str | os.PathLike,
+    arrays: Mapping[str, np.ndarray],
+    contents: Mapping[str, dict],
+    weights: str = "model.safetensors",
+) -> None:
+    """Writes weights as PyTorch's libraries have them, and JSON files by their names.
+
+    The folder exists. Errors are those of `write_safetensors`.
+    """
+    folder = pathlib.Path(folder)
+    write_safetensors(folder / weights, arrays, {"format": "pt"})
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
 def _folder(path: pathlib.Path) -> tuple[list[pathlib.Path], tuple[str, ...]]:
     """Returns the weight files of a folder, and the array names in their index."""
     for name in _FOLDER:

@@ -8,10 +8,8 @@ writes.
 
 import dataclasses
 import functools
-import json
 import math
 import os
-import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping
 
@@ -21,8 +19,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import rewriting
-from vit_jax.weights.formats import hugging_face_processor, linen, tables
-from vit_jax.weights.formats.files import Tensors, write_safetensors
+from vit_jax.weights.formats import files, hugging_face_processor, linen, tables
+from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import ArrayEntry, Names, name_entries
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained, crop_sides
@@ -430,10 +428,7 @@ def write_folder(
         contents["preprocessor_config.json"] = content
     else:
         notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
-    folder = pathlib.Path(folder)
-    write_safetensors(folder / "model.safetensors", arrays, {"format": "pt"})
-    for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    files.write_folder(folder, arrays, contents)
     return notes
 
 

@@ -6,10 +6,8 @@ open_clip_config.json beside it says what the arrays do not.
 """
 
 import dataclasses
-import json
 import operator
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -21,13 +19,14 @@ from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.weights import rewriting
 from vit_jax.weights.formats import (
+    files,
     hugging_face_clip,
     linen,
     tables,
     timm,
     timm_config,
 )
-from vit_jax.weights.formats.files import Tensors, write_safetensors
+from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import (
     SAME,
@@ -372,9 +371,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         for name in ("interpolation", "crop_fraction", "short_side", "cut", "fill"):
             if (ours := getattr(how, name)) != getattr(written, name):
                 notes.append(f"preprocessing: OpenCLIP has no {name}={ours!r}")
-    folder = pathlib.Path(folder)
-    write_safetensors(folder / _WEIGHTS, arrays, {"format": "pt"})
-    (folder / _CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
+    files.write_folder(folder, arrays, {_CONFIG: whole}, _WEIGHTS)
     return notes + tokenizer.copy_files(pretrained.tokenizer, folder)
 
 

@@ -4,11 +4,9 @@ Plain state dicts are read, and folders as timm's models have them on the Huggin
 hub: `model.safetensors` and `config.json`.
 """
 
-import json
 import math
 import operator
 import os
-import pathlib
 import re
 from collections.abc import Sequence
 
@@ -18,8 +16,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights import rewriting
-from vit_jax.weights.formats import linen, tables, timm_config, timm_networks
-from vit_jax.weights.formats.files import Tensors, write_safetensors
+from vit_jax.weights.formats import files, linen, tables, timm_config, timm_networks
+from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import (
     CONV,
@@ -472,9 +470,7 @@ def write_folder(
         notes.append("preprocessing: nothing says how, so timm's own defaults hold")
     if pretrained.loss == "sigmoid":
         notes.append("loss: the config does not say that it was sigmoid, not softmax")
-    folder = pathlib.Path(folder)
-    write_safetensors(folder / "model.safetensors", arrays, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    files.write_folder(folder, arrays, {"config.json": config})
     return notes
 
 
