@@ -111,8 +111,8 @@ class NetworkConfig(ModelConfig):
     ) -> Mapping:
         """Returns parameters for images of another size, as fine-tuning begins with.
 
-        By default position embeddings (1, tokens, width) named "pos_embedding" are
-        resized, and all others stay as they are.
+        By default position embeddings by the names of models/posemb.py are resized, and
+        all others stay as they are.
 
         Args:
           params: of the network of `source` at `old_grid`, a nested dict of arrays.
@@ -123,7 +123,7 @@ class NetworkConfig(ModelConfig):
         Raises:
           UserError: there are none for that grid.
         """
-        return posemb.resize_by_name(params, old_grid, grid)
+        return posemb.resize_in_params(params, old_grid, grid)
 
     def window_attention(
         self, module: nn.Module, params: Mapping, images: jax.Array

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
 
 _Embedding = Float[np.ndarray, "1 N D"] | Float[Array, "1 N D"]
 _INIT = nn.initializers.normal(0.02)
@@ -317,54 +316,38 @@ def resize_bias(
     return concatenate([offsets, table[-3:]])
 
 
-def resize_by_name(
-    params: Mapping, old_grid: tuple[int, int], grid: tuple[int, int]
-) -> Mapping:
-    """Returns parameters with position embeddings, by their name, for another grid."""
-    if old_grid == grid:
-        return params
-    patches = math.prod(old_grid)
-
-    def resize(keys, x):
-        P = x.shape[1] - patches if x.ndim == 3 else -1
-        if keys[-1].key != "pos_embedding" or P < 0:
-            return x
-        return resize_positions(x, old_grid, grid, num_prefix_tokens=P)
-
-    return jax.tree.map_with_path(resize, params)
-
-
 def resize_in_params(
     params: Mapping,
     old_grid: tuple[int, int],
     grid: tuple[int, int],
     *,
-    num_prefix_tokens: int,
-    method: str,
-) -> dict:
-    """Returns the parameters of a Vision Transformer for a grid of another size.
+    method: str = "linear",
+) -> Mapping:
+    """Returns the parameters of a network for a grid of another size.
+
+    What is resized has the names of this module: "pos_embedding" (1, tokens, width), whose
+    last tokens are the patches, "row_embedding" and "column_embedding", and "relative_bias".
 
     Args:
       params: of the network, blocks one by one or stacked; no relative positions.
-      old_grid, grid, num_prefix_tokens, method: as of `resize_positions`.
+      old_grid, grid, method: as of `resize_positions`.
     """
-    encoder = dict(params[stacking.ENCODER])
-    for name, tables in encoder.items():
+    if old_grid == grid:
+        return params
+    sides = dict(zip(("row_embedding", "column_embedding"), grid, strict=True))
+
+    def resize(keys, x):
+        name = keys[-1].key
+        if name == "pos_embedding" and x.ndim == 3:
+            P = x.shape[1] - math.prod(old_grid)
+            if P >= 0:
+                return resize_positions(
+                    x, old_grid, grid, num_prefix_tokens=P, method=method
+                )
+        if name in sides and len(x) != sides[name]:
+            return resize_table(x, sides[name], method=method)
         if name.startswith("relative_bias"):
-            encoder[name] = resize_bias(tables, old_grid, grid)
-        if not name.startswith("posembed_"):
-            continue
-        encoder[name] = found = dict(tables)
-        if "pos_embedding" in found:
-            found["pos_embedding"] = resize_positions(
-                found["pos_embedding"],
-                old_grid,
-                grid,
-                num_prefix_tokens=num_prefix_tokens,
-                method=method,
-            )
-        for side, axis in zip(grid, ("row", "column"), strict=True):
-            table = found.get(f"{axis}_embedding")
-            if table is not None and len(table) != side:
-                found[f"{axis}_embedding"] = resize_table(table, side, method=method)
-    return {**params, stacking.ENCODER: encoder}
+            return resize_bias(x, old_grid, grid)
+        return x
+
+    return jax.tree.map_with_path(resize, params)

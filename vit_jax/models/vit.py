@@ -133,19 +133,13 @@ class ViTConfig(EncoderConfig):
         grid: tuple[int, int],
     ) -> Mapping:
         """See `NetworkConfig.resize`; positions as `posemb_resize` of the source says."""
-        if old_grid == grid:
-            return params
-        if self.posemb == "relative":
+        if old_grid != grid and self.posemb == "relative":
             raise UserError(
                 "model.posemb='relative' has positions for one size of image alone: take "
                 "'learned'"
             )
         return posemb.resize_in_params(
-            params,
-            old_grid,
-            grid,
-            num_prefix_tokens=len(source.prefix_tokens) - source.num_register_tokens,
-            method=source.posemb_resize,
+            params, old_grid, grid, method=source.posemb_resize
         )
 
     def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
