@@ -143,6 +143,7 @@ class Classification(Task):
     ) -> tuple[dict[str, jax.Array], Tree]:
         """Returns what the network answers in training, and the statistics of a step."""
         images = batch["image"].astype(self.model.options["dtype"])
+        # A task may hand on another network than it trains, such as a merged one.
         network = Classification.backbone(self, params, extra)
         outputs, state = self.model.apply_and_update(network, images, rng)
         return outputs, {STATE: state} if self.model.stateful else None

@@ -56,19 +56,19 @@ def check_network(
     if "depth" not in options:
         refuse("variant")
     kind = models.VARIANTS.find(options["variant"], "model")
-    plain = fields.defaults(kind)
-    known = fields.fields(kind)
-    for name, about in known.items():
+    keys, plain = fields.fields(kind), fields.defaults(kind)
+    for name in dict.fromkeys((*keys, *has)):  # Some, as num_classes, are no key of it.
         if name in has:
             values = has[name]
-        elif name in _IN_ALL_FORMATS or about.training_only or not about.changes_result:
+        elif (
+            name in _IN_ALL_FORMATS
+            or keys[name].training_only
+            or not keys[name].changes_result
+        ):
             continue
         else:
             values = (plain[name],)
-        if options[name] not in values:
-            refuse(name)
-    for name in has:  # Of which some, as num_classes, are no key of the network.
-        if name not in known and name in options and options[name] not in has[name]:
+        if name in options and options[name] not in values:
             refuse(name)
 
 

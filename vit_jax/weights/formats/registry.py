@@ -101,7 +101,7 @@ def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
         inner = _unwrap(inner)
     names, formats = sorted(tensors.flat), ", ".join(sorted(READERS, key=str.casefold))
     shown = ", ".join(names[:: max(1, len(names) // 3)][:3])
-    config = tensors.sidecars.get("config.json", {})
+    config = tensors.config
     for key in ("architecture", "model_type"):
         if key in config:
             raise UserError(
