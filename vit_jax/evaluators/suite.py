@@ -397,7 +397,7 @@ def evaluate(
     sigmoid = pretrained.loss == "sigmoid"
     model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
     shardings = sharding.parameters(
-        jax.eval_shape(model.init, jax.random.key(0)),
+        model.shapes,
         mesh,
         model.config.model_axes,
         config.sharding.rules,

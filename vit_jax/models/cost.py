@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from vit_jax.errors import UserError
-from vit_jax.models import network, stacking
+from vit_jax.models import network
 from vit_jax.models.model import Model
 
 # Primitives that run what they hold once. Any other that holds a product is an error.
@@ -144,7 +144,8 @@ def window_products(
 
 def parameters(model: Model) -> int:
     """Returns the number of parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(_shapes(model)))
+    params = {k: v for k, v in model.shapes.items() if k != network.STATE}
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def tokens(model: Model) -> int:
@@ -272,13 +273,7 @@ def _forward_macs(model: Model) -> int:
         return macs(model.apply, *args)
 
 
-def _shapes(model: Model) -> dict:
-    params = network.shapes(model.module, model.image_shape)["params"]
-    return stacking.stack(params) if model.stacked else params
-
-
 def _abstract(model: Model, batch: int) -> tuple[dict, jax.ShapeDtypeStruct]:
-    """Returns parameters, and running means beside them, and images without contents."""
+    """Returns parameters and images without contents."""
     images = jax.ShapeDtypeStruct((batch, *model.image_shape), jnp.float32)
-    state = network.shapes(model.module, model.image_shape).get(network.STATE)
-    return _shapes(model) | ({network.STATE: state} if state else {}), images
+    return model.shapes, images

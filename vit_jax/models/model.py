@@ -109,7 +109,14 @@ class Model:
         They are the same with and without a scan, which has them stacked.
         """
         images = jnp.zeros((1, *self.image_shape))
-        variables = self.module.init(key, images)
+        return self._params(self.module.init(key, images))
+
+    @property
+    def shapes(self) -> Params:
+        """What `init` returns, without contents; it is traced once."""
+        return self._params(network.shapes(self.module, self.image_shape))
+
+    def _params(self, variables: dict) -> Params:
         params = variables["params"]
         if self.stateful:
             return {**params, STATE: variables[STATE]}
@@ -278,9 +285,8 @@ class Model:
         Raises:
           UserError: the network has parameters for one size that are not resized.
         """
-        shapes = jax.eval_shape(self.init, jax.random.key(0))
-        resized = jax.eval_shape(lambda params: other.resize(params, self), shapes)
-        if str(resized) != str(jax.eval_shape(other.init, jax.random.key(0))):
+        resized = jax.eval_shape(lambda params: other.resize(params, self), self.shapes)
+        if str(resized) != str(other.shapes):
             raise UserError(
                 f"model.variant={self.options['variant']!r} has parameters for one size of "
                 "image alone: take another variant"

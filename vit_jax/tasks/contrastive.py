@@ -126,9 +126,8 @@ class Contrastive(Task):
                 "'bytes', or to the folder or hf://owner/name of a tokenizer"
             )
         self._tower_config = _complete(config.text, data.tokenizer, saved)
-        shapes = jax.eval_shape(model.init, jax.random.key(0))
         images = jnp.zeros((1, *model.image_shape))
-        outputs = jax.eval_shape(model.apply, shapes, images)
+        outputs = jax.eval_shape(model.apply, model.shapes, images)
         self._width = outputs["pre_logits"].shape[-1]
         self._embed_dim = self._width
         if config.projection != "none":

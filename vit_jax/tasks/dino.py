@@ -152,8 +152,7 @@ class Dino(Task):
     def num_features(self) -> int:
         """Width of the features that the head gets."""
         images = jax.ShapeDtypeStruct((1, *self.model.image_shape), jnp.float32)
-        shapes = jax.eval_shape(self.model.init, jax.random.key(0))
-        found = jax.eval_shape(self.model.apply, shapes, images)
+        found = jax.eval_shape(self.model.apply, self.model.shapes, images)
         return found["pre_logits"].shape[-1]
 
     def loss(self, params, extra, batch, rng):

@@ -74,8 +74,7 @@ class Lora(Classification):
     def __init__(self, config: LoraConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
         require_classifier(model, config.name)
-        shapes = jax.eval_shape(model.init, jax.random.key(0))
-        kernels = _kernels(_unstacked(shapes))
+        kernels = _kernels(jax.eval_shape(_unstacked, model.shapes))
         for name in config.projections:
             try:
                 re.compile(name)

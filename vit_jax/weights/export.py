@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
-import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
@@ -117,7 +116,7 @@ def _check_complete(pretrained: Pretrained) -> None:
         {k: v.shape for k, v in flatten_dict(tree, sep="/").items()}
         for tree in (
             pretrained.params,
-            jax.eval_shape(model.init, jax.random.key(0)),
+            model.shapes,
         )
     )
     wrong = sorted({name for name, _ in given.items() ^ wanted.items()})

@@ -86,13 +86,10 @@ def fit(
       UserError: parameters that are missing, left over or of another shape, or a
         pattern that matches none.
     """
-    draw = init or functools.partial(model.init, jax.random.key(0))
-
-    def initial():
-        return stacking.unstack(draw())  # Checkpoints have one subtree per block.
-
     loaded = {k: np.asarray(v) for k, v in flatten_dict(params, sep="/").items()}
-    given, wanted = dict(loaded), flatten_dict(jax.eval_shape(initial), sep="/")
+    # Checkpoints have one subtree per block.
+    shapes = jax.eval_shape(stacking.unstack, model.shapes)
+    given, wanted = dict(loaded), flatten_dict(shapes, sep="/")
     rows = [
         *_swap_head(given, wanted, head, head_bias_init),
         *_resize(given, model, source, posemb_resize),
@@ -105,7 +102,8 @@ def fit(
     )
     rows += more
     if fresh:
-        given |= _draw(initial, fresh)
+        draw = init or functools.partial(model.init, jax.random.key(0))
+        given |= _draw(draw, fresh)
     for name, value in given.items():
         given[name] = value.astype(wanted[name].dtype, copy=False)
 
@@ -126,7 +124,7 @@ def _draw(init: Callable[[], Mapping], names: Sequence[str]) -> dict[str, np.nda
     """Returns some of the initial parameters."""
 
     def some():
-        initial = flatten_dict(init(), sep="/")
+        initial = flatten_dict(stacking.unstack(init()), sep="/")
         return {name: initial[name] for name in names}
 
     # Compiled, so that the other parameters, which may not fit on a device, are not drawn.
@@ -421,7 +419,6 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
         )
     check_preprocess(preprocess, source.image_shape[-1])
     model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
-    # The host's memory holds them first.
-    sharding.check_memory(jax.eval_shape(model.init, jax.random.key(0)))
+    sharding.check_memory(model.shapes)  # The host's memory holds them first.
     params, _ = fit(pretrained.params, model, source, allow_mismatch=None)
     return model, params
