@@ -122,11 +122,15 @@ def family(process):
 
 def loaders(process):
     """Returns the ids of its loader processes."""
-    return [
-        pid
-        for pid in family(process)
-        if b"multiprocessing-fork" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    found = []
+    for pid in family(process):
+        try:
+            command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:  # it has ended since
+            continue
+        if b"multiprocessing-fork" in command:
+            found.append(pid)
+    return found
 
 
 def segments(process):

@@ -286,7 +286,7 @@ class Model:
           UserError: the network has parameters for one size that are not resized.
         """
         resized = jax.eval_shape(lambda params: other.resize(params, self), self.shapes)
-        if str(resized) != str(other.shapes):
+        if resized != other.shapes:
             raise UserError(
                 f"model.variant={self.options['variant']!r} has parameters for one size of "
                 "image alone: take another variant"
