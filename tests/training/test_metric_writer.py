@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from vit_jax.files import replace_bytes
-from vit_jax.training.metric_writer import MetricWriter
+from vit_jax.training.metric_writer import WorkdirWriter
 
 
 def lines(folder):
@@ -15,12 +15,12 @@ def lines(folder):
 
 
 def test_a_resumed_run_keeps_what_was_before_and_drops_what_comes_again(tmp_path):
-    first = MetricWriter(tmp_path, 0)
+    first = WorkdirWriter(tmp_path, 0)
     for step in (5, 10, 15):
-        first.scalars(step, {"train/loss": step / 10})
+        first.write_scalars(step, {"train/loss": step / 10})
     first.close()
-    again = MetricWriter(tmp_path, 10)
-    again.scalars(15, {"train/loss": 9.0})
+    again = WorkdirWriter(tmp_path, 10)
+    again.write_scalars(15, {"train/loss": 9.0})
     again.close()
     assert [(x["step"], x["train/loss"]) for x in lines(tmp_path)] == [
         (5, 0.5),
@@ -35,20 +35,20 @@ def test_a_resumed_run_keeps_what_was_before_and_drops_what_comes_again(tmp_path
 def test_lines_that_a_kill_or_a_bad_disk_damaged_are_dropped(tmp_path, damage):
     good = b'{"step": 5, "train/loss": 0.5}\n'
     (tmp_path / "metrics.jsonl").write_bytes(good + damage)
-    MetricWriter(tmp_path, 10).close()
+    WorkdirWriter(tmp_path, 10).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == good
 
 
 def test_other_processes_know_what_is_written_but_write_nothing(tmp_path):
-    writer = MetricWriter(tmp_path, 0)
-    writer.scalars(5, {"val/params/top1": 0.5})
+    writer = WorkdirWriter(tmp_path, 0)
+    writer.write_scalars(5, {"val/params/top1": 0.5})
     writer.close()
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    other = MetricWriter(tmp_path, 5, active=False)
+    other = WorkdirWriter(tmp_path, 5, active=False)
     assert other.has(5, "val/params/")
     assert not other.has(5, "test/params/")
     assert not other.has(4, "val/params/")
-    other.scalars(6, {"val/params/top1": 0.6})
+    other.write_scalars(6, {"val/params/top1": 0.6})
     other.close()
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 

@@ -1,14 +1,20 @@
 """Trackers, each against what it keeps on a local disk."""
 
+import dataclasses
+import importlib.metadata
+import importlib.util
+import inspect
 import json
 import sys
 
+import numpy as np
 import pytest
 
 import vit_jax
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
 from vit_jax.training.trackers import TRACKERS
+from vit_jax.training.trackers.tracker import MetricWriter, TrackerConfig
 
 CONFIG = "configs/digits.py:quick"
 
@@ -150,3 +156,65 @@ def test_the_table_has_a_column_for_each_metric(tmp_path):
         rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
     wanted = [{k: str(v) for k, v in line.items()} for line in lines_of(workdir)]
     assert rows == wanted
+
+
+@pytest.fixture(scope="module")
+def clu_writer():
+    """The abstract class of clu; importing its package would import TensorFlow."""
+    path = importlib.metadata.distribution("clu").locate_file(
+        "clu/metric_writers/interface.py"
+    )
+    spec = importlib.util.spec_from_file_location("clu_interface", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.MetricWriter
+
+
+def test_our_writers_have_the_methods_of_clus(clu_writer):
+    for name in clu_writer.__abstractmethods__:
+        theirs = inspect.signature(getattr(clu_writer, name)).parameters
+        ours = inspect.signature(getattr(MetricWriter, name)).parameters
+        assert [(x.name, x.kind, x.default) for x in ours.values()] == [
+            (x.name, x.kind, x.default) for x in theirs.values()
+        ]
+
+
+def test_a_writer_of_clu_goes_in_unchanged(clu_writer, tmp_path, monkeypatch):
+    calls = []
+
+    def noting(name):
+        return lambda self, *args, **keys: calls.append((name, *args))
+
+    names = clu_writer.__abstractmethods__
+    writer = type("Mine", (clu_writer,), {name: noting(name) for name in names})
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Tracker(TrackerConfig):
+        def writers(self, workdir):
+            assert workdir == str(tmp_path / "run")
+            return [writer()]
+
+    monkeypatch.setitem(sys.modules, "my_trackers", sys.modules[__name__])
+    monkeypatch.setattr(sys.modules[__name__], "Tracker", Tracker, raising=False)
+    vit_jax.train(
+        CONFIG, tmp_path / "run", tracker="my_trackers:Tracker", log_every_steps=1
+    )
+    of = {name: [args for other, *args in calls if other == name] for name, *_ in calls}
+    written = [{"step": step, **scalars} for step, scalars in of["write_scalars"]]
+    assert written == lines_of(tmp_path / "run")
+    assert {"train/loss", "test/ema/top1"} <= set().union(*written)
+    images = {name: x for _, found in of["write_images"] for name, x in found.items()}
+    assert {"train/images", "test/ema/confusion"} <= set(images)
+    for shown in images.values():
+        assert shown.dtype == np.uint8
+        assert shown.ndim == 4
+        assert shown.shape[-1] in (1, 3)
+    assert {name for _, x in of["write_texts"] for name in x} == {
+        "config",
+        "parameters",
+    }
+    ((hparams,),) = of["write_hparams"]
+    assert hparams["batch_size"] == 8
+    assert hparams["model.variant"]
+    assert of["flush"]
+    assert calls[-1] == ("close",)

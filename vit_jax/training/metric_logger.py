@@ -19,7 +19,7 @@ from vit_jax.progress import StepBar
 from vit_jax.training import run_report
 from vit_jax.training.callbacks import Callbacks, Run
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.metric_writer import MetricWriter
+from vit_jax.training.metric_writer import MultiWriter, WorkdirWriter
 from vit_jax.training.timers import (
     CompilationCounter,
     DataStallTimer,
@@ -75,10 +75,12 @@ class MetricLogger:
             active=active,
             ideal=ideal_seconds(setup.training_flops, device),
         )
-        self._writer = MetricWriter(workdir, start, active=active)
+        self._files = WorkdirWriter(workdir, start, active=active)
+        more = config.tracker.writers(os.fspath(workdir)) if active else ()
+        self._writer = MultiWriter([self._files, *more])
         self.step_timer = StepTimer(config.slow_step_factor, jax.process_index())
         self.stall_timer = DataStallTimer()
-        self.info, self.images = self._progress.info, self._writer.images
+        self.info = self._progress.info
 
     def log_header(self, examples: int) -> None:
         """Logs the config, the model and the data.
@@ -88,11 +90,12 @@ class MetricLogger:
         """
         config, setup = self._config, self._setup
         text = json.dumps(fields.to_json(config), indent=2)
-        self._writer.text("config", text)
+        self._writer.write_hparams(fields.flatten(fields.to_json(config)))
+        self._writer.write_texts(0, {"config": text})
         overview = parameter_overview.get_parameter_overview(
             setup.disk_shapes.params, include_stats=False
         )
-        self._writer.text("parameters", overview)
+        self._writer.write_texts(0, {"parameters": overview})
         count = sum(x.size for x in jax.tree.leaves(setup.shapes.params))
         self.info(
             f"{config.name}: {config.model.variant}, {count:,} parameters, "
@@ -148,7 +151,7 @@ class MetricLogger:
         if speed and read_ahead and not self._advised:
             self._advised = self._progress.advise(speed, self._config.data)
         named = {f"train/{k}": v for k, v in values.items()}
-        self._writer.scalars(step, named)
+        self._writer.write_scalars(step, named)
         self._callbacks.log(step, named)
 
     def log_scores(
@@ -165,26 +168,32 @@ class MetricLogger:
         for name, kinds in scores.items():
             if self.has_scores(step, name):
                 continue
-            self._writer.scalars(step, run_report.flatten_scores({name: kinds}))
+            self._writer.write_scalars(step, run_report.flatten_scores({name: kinds}))
             for kind, table in confusions.get(name, {}).items():
                 if jax.process_index() == 0:
                     picture = np.asarray(classification.draw_confusion(table))[None]
                     self.images(f"{name}/{kind}/confusion", picture, step)
             for kind, strips in pictures.get(name, {}).items():
                 self.images(f"{name}/{kind}/pictures", strips, step)
+        self._writer.flush()
         self.info(
             f"step {step}/{self._setup.total_steps}  {run_report.scores_line(scores)}"
         )
         self._callbacks.evaluate(step, run_report.flatten_scores(scores))
 
+    def images(self, name: str, images: np.ndarray, step: int) -> None:
+        """Writes up to 16 images, uint8 (..., Y, X, C)."""
+        shown = images.reshape(-1, *images.shape[-3:])[:16]
+        self._writer.write_images(step, {name: shown})
+
     def has_scores(self, step: int, name: str) -> bool:
         """Returns whether the scores of an evaluation are written for a step."""
-        return self._writer.has(step, f"{name}/params/")
+        return self._files.has(step, f"{name}/params/")
 
     @property
     def history(self) -> list[dict]:
         """The lines of metrics.jsonl: "step", and the metrics by name."""
-        return self._writer.lines
+        return self._files.lines
 
     @contextlib.contextmanager
     def pause(self):

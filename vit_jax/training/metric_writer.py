@@ -7,12 +7,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-import numpy as np
 from etils import epath
 
 from vit_jax.files import replace_text
+from vit_jax.training.trackers.tracker import Arrays, MetricWriter
 
 # Where PyTorch is installed tensorboardX imports it, to recognise its tensors, which
 # adds 1.2 to 2.5 s to every start. No tensor comes from here, so it is hidden meanwhile.
@@ -66,21 +67,24 @@ class Events:
         self._file.write_event(event)
 
 
-class MetricWriter:
+class WorkdirWriter(MetricWriter):
     """Writes the metrics of one run; a no-op in all processes but the first.
 
-    A disk that is full or gone does not end the run: it is said aloud, and what is
-    missing is written as soon as that works again. Use as a context manager.
+    A full disk does not end the run: an error is printed, and what is missing is written
+    as soon as that works again.
 
     Args:
       workdir: folder of the run. What an earlier start wrote stays up to `step`; later
         lines, of steps that are now taken again, go.
       step: steps taken when this start begins.
       active: whether this process writes.
+
+    Attributes:
+      lines: what is written so far: "step", and the metrics by name.
     """
 
     def __init__(self, workdir: str | os.PathLike, step: int, *, active: bool = True):
-        self._lines = []
+        self.lines: list[dict] = []
         self._path = epath.Path(workdir) / "metrics.jsonl"
         self._table = epath.Path(workdir) / "metrics.csv"
         self._active, self._purge = active, step + 1
@@ -91,62 +95,47 @@ class MetricWriter:
         self._whole = self._whole_table = False
         if step and self._path.exists():
             lines = map(_parse, self._path.read_bytes().splitlines())
-            self._lines = [line for line in lines if line and line["step"] <= step]
+            self.lines = [line for line in lines if line and line["step"] <= step]
         if active:
             self._try(lambda: self._path.parent.mkdir(parents=True, exist_ok=True))
             self._try(self._write_lines)
             self._try(self._write_table)
 
-    @property
-    def lines(self) -> list[dict]:
-        """What is written so far: "step", and the metrics by name."""
-        return self._lines
-
     def has(self, step: int, part: str) -> bool:
         """Returns whether a metric with `part` in its name is written for a step."""
         return any(
             line["step"] == step and any(part in name for name in line)
-            for line in self._lines
+            for line in self.lines
         )
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Writes numbers, named "part/metric", after `step` steps."""
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         if not self._active:
             return
-        self._lines.append({"step": step, **values})
-        self._unseen += [
-            (step, summary.scalar(name, value)) for name, value in values.items()
-        ]
+        self.lines.append({"step": step, **scalars})
         self._try(self._write_lines)
         self._try(self._write_table)
-        self._try(self._write_events)
+        self._show(step, [summary.scalar(name, x) for name, x in scalars.items()])
 
-    def text(self, name: str, text: str) -> None:
-        """Shows a text in TensorBoard."""
-        if self._active:
-            self._unseen.append((0, summary.text(name, f"<pre>{text}</pre>")))
-            self._try(self._write_events)
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        shown = {name: f"<pre>{text}</pre>" for name, text in texts.items()}
+        self._show(step, [summary.text(name, text) for name, text in shown.items()])
 
-    def images(self, name: str, images: np.ndarray, step: int) -> None:
-        """Shows up to 16 images, uint8 (..., Y, X, C), in TensorBoard."""
-        if self._active:
-            shown = images.reshape(-1, *images.shape[-3:])[:16]
-            shown = shown.repeat(3 // images.shape[-1], axis=-1)
-            image = summary.image(name, shown, dataformats="NHWC")
-            self._unseen.append((step, image))
-            self._try(self._write_events)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+    def write_images(self, step: int, images: Arrays) -> None:
+        for name, shown in images.items():
+            shown = shown.reshape(-1, *shown.shape[-3:])
+            shown = shown.repeat(3 // shown.shape[-1], axis=-1)
+            self._show(step, [summary.image(name, shown, dataformats="NHWC")])
 
     def close(self) -> None:
-        """Writes what is buffered."""
         if self._events is not None:
             self._events.close()
             self._events = None
+
+    def _show(self, step: int, summaries: list) -> None:
+        """Writes summaries for TensorBoard."""
+        if self._active:
+            self._unseen += [(step, each) for each in summaries]
+            self._try(self._write_events)
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
@@ -164,28 +153,28 @@ class MetricWriter:
         whole, self._whole = self._whole, False
         # Objects in a bucket cannot grow, and a line may have failed halfway.
         if not whole or "://" in str(self._path):
-            text = "".join(json.dumps(line) + "\n" for line in self._lines)
+            text = "".join(json.dumps(line) + "\n" for line in self.lines)
             replace_text(self._path, text)
         else:
             with self._path.open("a") as file:
-                file.write(json.dumps(self._lines[-1]) + "\n")
+                file.write(json.dumps(self.lines[-1]) + "\n")
         self._whole = True
 
     def _write_table(self) -> None:
         whole, self._whole_table = self._whole_table, False
         known = len(self._columns)
-        for line in self._lines[-1:] if whole else self._lines:
+        for line in self.lines[-1:] if whole else self.lines:
             self._columns |= dict.fromkeys(line)
         whole = whole and len(self._columns) == known and "://" not in str(self._table)
         text = io.StringIO()
         rows = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
         if whole:
-            rows.writerow(self._lines[-1])
+            rows.writerow(self.lines[-1])
             with self._table.open("a") as file:
                 file.write(text.getvalue())
         else:
             rows.writeheader()
-            rows.writerows(self._lines)
+            rows.writerows(self.lines)
             replace_text(self._table, text.getvalue())
         self._whole_table = True
 
@@ -201,6 +190,37 @@ class MetricWriter:
             # The file may end in half an event: what follows needs another.
             self.close()
             raise
+
+
+class MultiWriter(MetricWriter):
+    """Hands everything that a run writes to several writers."""
+
+    def __init__(self, writers: Iterable[MetricWriter]):
+        self._writers = tuple(writers)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        for each in self._writers:
+            each.write_scalars(step, scalars)
+
+    def write_images(self, step: int, images: Arrays) -> None:
+        for each in self._writers:
+            each.write_images(step, images)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for each in self._writers:
+            each.write_texts(step, texts)
+
+    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+        for each in self._writers:
+            each.write_hparams(hparams)
+
+    def flush(self) -> None:
+        for each in self._writers:
+            each.flush()
+
+    def close(self) -> None:
+        for each in self._writers:
+            each.close()
 
 
 def _parse(line: bytes) -> dict | None:

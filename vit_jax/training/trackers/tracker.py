@@ -3,7 +3,11 @@
 import dataclasses
 import json
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+import jax
+import numpy as np
 from etils import epath
 
 from vit_jax.config.fields import key
@@ -11,6 +15,51 @@ from vit_jax.files import replace_text
 from vit_jax.training.callbacks import Callback
 
 _FILE = "tracker.json"
+Arrays = Mapping[str, np.ndarray | jax.Array]
+
+
+@runtime_checkable
+class MetricWriter(Protocol):
+    """Where metrics go: the methods of `clu.metric_writers.MetricWriter`.
+
+    An object with these methods does, one of clu's too, whose module imports TensorFlow. A
+    writer that derives from this class inherits those that it has no use for. A run calls
+    `write_hparams`, `write_texts`, `write_scalars`, `write_images`, `flush` and `close`.
+    """
+
+    def write_summaries(
+        self, step: int, values: Arrays, metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes tensors for plug-ins of TensorBoard."""
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Writes numbers, named "part/metric", after `step` steps."""
+
+    def write_images(self, step: int, images: Arrays) -> None:
+        """Writes images, uint8 (N, Y, X, C) or (Y, X, C), of 1 or 3 channels."""
+
+    def write_videos(self, step: int, videos: Arrays) -> None:
+        """Writes videos, (N, T, Y, X, C)."""
+
+    def write_audios(self, step: int, audios: Arrays, *, sample_rate: int) -> None:
+        """Writes sounds, (N, T, C) in [-1, 1], of `sample_rate` Hz."""
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Writes texts."""
+
+    def write_histograms(
+        self, step: int, arrays: Arrays, num_buckets: Mapping[str, int] | None = None
+    ) -> None:
+        """Writes histograms of arrays."""
+
+    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+        """Writes the config, by dotted keys; once."""
+
+    def flush(self) -> None:
+        """Writes what is buffered."""
+
+    def close(self) -> None:
+        """Writes what is buffered, and ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +69,16 @@ class TrackerConfig:
     name: str = key("none", "Where metrics go beside the workdir.")
 
     def callback(self) -> Callback:
-        """Returns what sends metrics there."""
+        """Returns what is called when the run begins, logs, evaluates, saves and ends."""
         return Callback()
+
+    def writers(self, workdir: str) -> Sequence[MetricWriter]:
+        """Returns writers of metrics, images and texts, such as one of clu's.
+
+        Args:
+          workdir: of the run.
+        """
+        return ()
 
 
 def remembered(workdir: str | os.PathLike, tracker: str) -> str:
