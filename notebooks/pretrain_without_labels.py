@@ -54,7 +54,7 @@ from vit_jax.evaluators import forward_passes
 from vit_jax.tasks import pretrained
 from vit_jax.training import config
 from vit_jax.training import loop
-from vit_jax.training.sweep import SweepCache
+from vit_jax.training.sweep import SweepSetups
 
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])  # Where configs/ is.
 
@@ -181,13 +181,13 @@ starts = {
     "scratch": {"optim.learning_rate": 0.008},
     "pretrained": {"optim.learning_rate": 0.004, "init": f"{workdir}/mae"},
 }
-cache, reports = SweepCache(), {name: [] for name in starts}
+setups, reports = SweepSetups(), {name: [] for name in starts}
 for name, start in starts.items():
     for seed in range(seeds):
         tuning = config.load("configs/digits.py", supervised | start | {"seed": seed})
-        reports[name].append(
-            loop.train(tuning, f"{workdir}/{name}/{seed}", sweep=cache)
-        )
+        folder = f"{workdir}/{name}/{seed}"
+        report = loop.train(tuning, folder, setup=setups.build(tuning, folder))
+        reports[name].append(report)
 
 # %%
 for name, runs in reports.items():

@@ -298,6 +298,6 @@ def test_callbacks_of_other_hosts_ask_for_it(monkeypatch):
 
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     importlib.import_module("vit_jax.training.callbacks").Callbacks(
-        None, [Here(), Everywhere()]
+        [Here(), Everywhere()]
     ).log(1, {})
     assert (Here.count, Everywhere.count) == (0, 1)

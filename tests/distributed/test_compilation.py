@@ -1,4 +1,3 @@
-import dataclasses
 import os
 import pathlib
 import subprocess
@@ -6,14 +5,9 @@ import sys
 import zlib
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import tiny_config
 
 from vit_jax.distributed import compilation
-from vit_jax.distributed import mesh as meshes
-from vit_jax.training import train_step
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -208,86 +202,3 @@ def test_an_option_that_a_release_does_not_know_is_left_out():
 def test_other_devices_get_none(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert compilation.options() == {}
-
-
-def test_a_program_is_stored_and_loaded_again(told, tmp_path):
-    compilation.enable_cache(str(tmp_path / "programs"))
-    key = compilation.program_key("a", {"b": 1})
-    assert not compilation.is_stored(key)
-    x = jnp.arange(6.0).reshape(2, 3)
-    lowered = jax.jit(lambda x, y: {"sum": x @ y, "x": x}).lower(x, x.T)
-    program, is_new = compilation.compile_program(lowered)
-    assert is_new
-    compilation.store_program(key, program)
-    assert compilation.is_stored(key)
-    loaded = compilation.load_program(key, jax.devices()[:1])
-    found, expected = loaded(x, x.T), program(x, x.T)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    (file,) = (tmp_path / "programs").glob("step-*")
-    whole = file.read_bytes()
-    assert compilation._whole(whole)  # So that tidying knows half of one.
-    for content in (whole[:-9], zlib.compress(b"no pickle"), b""):
-        file.write_bytes(content)
-        assert compilation.load_program(key, jax.devices()[:1]) is None
-
-
-def test_what_jax_has_in_its_own_cache_is_not_new(told, tmp_path):
-    compilation.enable_cache(str(tmp_path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    for is_new in (True, False):
-        jax.clear_caches()
-        lowered = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((5, 5)))
-        assert compilation.compile_program(lowered)[1] == is_new
-
-
-def test_nothing_is_stored_without_a_folder_or_a_name(told, tmp_path):
-    program = jax.jit(lambda x: x + 1).lower(1.0).compile()
-    key = compilation.program_key("a")
-    compilation.store_program(key, program)
-    assert not compilation.is_stored(key)
-    compilation.enable_cache(str(tmp_path))
-    compilation.store_program("", program)
-    assert not compilation.is_stored("") and not list(tmp_path.iterdir())
-
-
-def key_of(devices=1, examples=20, **sections):
-    mesh = meshes.create(tiny_config().mesh, jax.devices()[:devices])
-    return train_step.build_train_setup(
-        tiny_config(**sections), mesh, examples
-    ).program_key()
-
-
-def test_another_program_has_another_name(monkeypatch):
-    same = key_of()
-    assert same == key_of(log_every_steps=1, seed=5, name="other") != ""
-    others = {
-        key_of(devices=2),
-        key_of(optim={"learning_rate": 0.02}),
-        key_of(optim={"weight_decay": 0.5}),
-        key_of(data={"train_transform": "flip"}),
-        key_of(total_steps=7),
-        key_of(ema={"decay": 0.0}),
-        key_of(batch_size=16),
-    }
-    with jax.default_matmul_precision("float32"):
-        others.add(key_of())
-    monkeypatch.setenv("XLA_FLAGS", "--xla_another")
-    others.add(key_of())
-    monkeypatch.setattr(compilation, "_source_hash", lambda: "changed")
-    others.add(key_of())
-    assert len(others) == 10 and same not in others
-
-
-def test_a_step_with_code_of_the_users_own_is_not_stored():
-    assert key_of(data={"train_transform": f"flip | {__name__}:Halved()"}) == ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Halved:
-    """A transform of a user's own."""
-
-    runs_on = "device"
-
-    def __call__(self, images, labels, index, key):
-        return images / 2, labels

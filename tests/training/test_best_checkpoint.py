@@ -16,10 +16,10 @@ from helpers import tiny_config
 from vit_jax.config.lengths import RunLength
 from vit_jax.errors import Preempted, UserError
 from vit_jax.training import loop, optim
+from vit_jax.training.actions import Evaluating
 from vit_jax.training.best_checkpoint import BestCheckpoint, lower_is_better
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.metric_logger import MetricLogger
-from vit_jax.training.periodic_actions import Evaluations
 from vit_jax.weights import workdir as workdirs
 
 METRIC = "val/loss"
@@ -113,9 +113,9 @@ def falling(tmp_path_factory):
 @pytest.mark.parametrize(
     ("call", "by_signal"),
     [
-        (MetricLogger.log_metrics, True),
-        (Evaluations.run, True),
-        (Evaluations.run, False),
+        (MetricLogger.after_step, True),
+        (Evaluating.after_step, True),
+        (Evaluating.after_step, False),
         (MetricLogger.log_scores, False),
         (BestCheckpoint.update, False),
         (Checkpointer.demand, True),

@@ -16,6 +16,7 @@ from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
 from vit_jax.training import loop, resume_check
+from vit_jax.training.callbacks import Callback
 from vit_jax.weights import workdir as workdirs
 
 
@@ -315,13 +316,33 @@ def test_what_cannot_be_prepared_ends_a_run_before_its_first_step(
     assert "compile" not in capsys.readouterr().out
 
 
-def test_the_loop_stops_transfers_that_nobody_meant(tmp_path, monkeypatch):
-    def careless(step, values, checkpoints):
-        jax.numpy.sin(np.ones(3))  # Moves a host array to the device.
+def test_the_loop_stops_transfers_that_nobody_meant(tmp_path):
+    class Careless(Callback):
+        def after_step(self, step):
+            jax.numpy.sin(np.ones(3))  # Moves a host array to the device.
 
-    monkeypatch.setattr(loop.guards, "check_finite", careless)
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-        loop.train(tiny_config(), tmp_path)
+        loop.train(tiny_config(), tmp_path, callbacks=[Careless()])
+
+
+def test_a_callback_sees_every_step_and_its_state(tmp_path):
+    seen = []
+
+    class Watching(Callback):
+        def begin(self, run):
+            self.run = run
+
+        def after_step(self, step):
+            seen.append((step, int(jax.device_get(self.run.state.step))))
+
+        def finish(self):
+            seen.append("finish")
+
+        def end(self, report):
+            seen.append(report["steps"])
+
+    loop.train(tiny_config(total_steps=3), tmp_path, callbacks=[Watching()])
+    assert seen == [(1, 1), (2, 2), (3, 3), "finish", 3]
 
 
 @pytest.mark.slow

@@ -1,12 +1,17 @@
 import glob
 import os
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import tiny_config
 
 from vit_jax.errors import UserError
-from vit_jax.training.timers import Trace, check_profile_steps
+from vit_jax.training import loop
+from vit_jax.training.actions import Tracing
+from vit_jax.training.callbacks import Callback, Run
+from vit_jax.training.train_step import TrainSetup
 
 # Of jaxlib 0.12.0.1's reader of traces; its C++ ends the process where a warning raises.
 pytestmark = pytest.mark.filterwarnings(
@@ -14,15 +19,22 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def take(trace, steps, workdir):
-    function = jax.jit(lambda x: jnp.sin(x @ x))
-    lines = []
-    with trace:
-        for step in steps:
-            with trace.around(step):
-                out = function(jnp.full((64, 64), float(step)))
-            lines.append(trace.after(step, out))
-    return lines, glob.glob(f"{workdir}/**/*.xplane.pb", recursive=True)
+class MatMul(Callback):
+    """Gives the device something whose name the trace shows."""
+
+    def begin(self, run):
+        self.function = jax.jit(lambda x: jnp.sin(x @ x))
+        self.x = self.function(jnp.ones((64, 64)))
+
+    def after_step(self, step):
+        self.x = self.function(self.x)
+
+
+def trace(workdir, steps, **sections):
+    """Returns the printed lines of a run's trace, and its files."""
+    config = tiny_config(profile_steps=steps, evals={}, **sections)
+    loop.train(config, workdir, callbacks=[MatMul()])
+    return glob.glob(f"{workdir}/**/*.xplane.pb", recursive=True)
 
 
 def events(path):
@@ -37,12 +49,11 @@ def events(path):
     return names, steps
 
 
-def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path):
-    trace = Trace((3, 5), tmp_path, start=0, active=True)
-    lines, (path,) = take(trace, range(1, 10), tmp_path)
-    assert [bool(line) for line in lines] == [step == 5 for step in range(1, 10)]
+def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path, capsys):
+    (path,) = trace(tmp_path, (3, 5), total_steps=9)
     folder = tmp_path / "tensorboard"
-    assert lines[4] == f"trace of steps 3 to 5 under {folder}: xprof --logdir={folder}"
+    line = f"trace of steps 3 to 5 under {folder}: xprof --logdir={folder}"
+    assert capsys.readouterr().out.count(line) == 1
     # Where the profile plugin of TensorBoard looks.
     assert os.path.dirname(path) == str(folder / "plugins/profile/steps_3_to_5")
     names, steps = events(path)
@@ -52,36 +63,45 @@ def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path):
 
 
 def test_a_run_that_breaks_off_leaves_the_trace_so_far(tmp_path):
-    trace = Trace((2, 8), tmp_path, start=0, active=True)
-    _, (path,) = take(trace, range(1, 4), tmp_path)
+    class Breaking(Callback):
+        def after_step(self, step):
+            if step == 3:
+                raise KeyboardInterrupt
+
+    config = tiny_config(profile_steps=(2, 8), evals={}, total_steps=9)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(config, tmp_path, callbacks=[Breaking()])
+    (path,) = glob.glob(f"{tmp_path}/**/*.xplane.pb", recursive=True)
     assert events(path)[1] == {2, 3}
 
 
-@pytest.mark.parametrize(
-    ("steps", "start", "active", "note"),
-    [
-        ((), 0, True, ""),
-        ((0, 0), 0, True, ""),
-        ((2, 3), 0, False, ""),
-        (
-            (2, 3),
-            2,
-            True,
-            "profile_steps=(2, 3): this start begins after step 2: no trace",
-        ),
-    ],
-)
-def test_no_trace(tmp_path, steps, start, active, note):
-    trace = Trace(steps, tmp_path, start, active=active)
-    assert trace.note == note
-    lines, paths = take(trace, range(start + 1, 10), tmp_path)
-    assert not any(lines)
-    assert not paths
+def test_steps_of_an_earlier_start_are_not_traced(tmp_path, capsys):
+    keys = {"evals": {}, "checkpoint_every_steps": 1}
+    loop.train(tiny_config(total_steps=2, **keys), tmp_path)
+    config = tiny_config(
+        total_steps=4, extend_schedule="stretch", profile_steps=(2, 3), **keys
+    )
+    loop.train(config, tmp_path)
+    assert "profile_steps=(2, 3): this start begins after step 2" in (
+        capsys.readouterr().out
+    )
+    assert not glob.glob(f"{tmp_path}/**/*.xplane.pb", recursive=True)
 
 
-def test_steps_behind_the_end_are_refused():
-    message = r"profile_steps=\(8, 10\) .* the run of 9 .* from 1 to 9"
-    with pytest.raises(UserError, match=message):
-        check_profile_steps((8, 10), total=9)
-    for steps in ((), (0, 0), (8, 9)):
-        check_profile_steps(steps, total=9)
+def test_only_the_first_process_records(tmp_path, monkeypatch):
+    config = tiny_config(profile_steps=(1, 1))
+    tracing = Tracing(config, Mock(TrainSetup, total_steps=2))
+    tracing.begin(Mock(Run, workdir=tmp_path, start=0))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with tracing:
+        assert not tracing._recording
+
+
+def test_no_trace(tmp_path):
+    assert not trace(tmp_path, (0, 0), total_steps=1)
+
+
+def test_a_trace_of_steps_that_are_not_taken_is_refused(tmp_path):
+    config = tiny_config(profile_steps=(8, 10), total_steps=9)
+    with pytest.raises(UserError, match=r"profile_steps=\(8, 10\).* 1 to 9"):
+        loop.train(config, tmp_path)

@@ -1,41 +1,24 @@
-"""Compilation: caches of compiled programs on disk, and options for XLA.
+"""Compilation: the folder of JAX's cache of compiled programs, and options for XLA.
 
-JAX implements the first cache: it finds a program by its contents, the compiler's version
-and options and the kind of device, and only the first of several processes writes. To know
-the contents it has to be traced. The second one, of training steps, finds a program by what
-it is traced from: config, shapes, this package's source, versions, flags and devices.
-Anyone who can write to the folder can make this process run code, so it should be the
-user's.
+JAX finds a program by its contents, the compiler's version and options and the kind of
+device, and only the first of several processes writes. Anyone who can write to the folder
+can make this process run code, so it should be the user's.
 """
 
 import contextlib
 import functools
-import hashlib
-import importlib.metadata
-import json
 import os
 import pathlib
-import pickle
-import platform
-import threading
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import jax
-from etils import epath
-from jax.experimental import serialize_executable
-
-from vit_jax.files import replace_bytes
 
 AUTO = "auto"
 _STAMP = ".checked"
 # Programs that compile faster are not kept: reading them is no faster.
 _LEAST_SECONDS = 0.1
 _MOST_BYTES = 10_000_000_000
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 CACHE_HIT = "/jax/compilation_cache/cache_hits"  # As JAX reports it.
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _ZSTD = bytes.fromhex("28b52ffd")
 # On CPU XLA passes matrix products to a library that reaches 150 to 290 GFLOP/s where
 # Eigen reaches 210 to 350; this leaves it the reductions only (docs/decisions.md).
@@ -106,125 +89,6 @@ def enable_cache(folder: str = AUTO) -> str:
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     return ""
-
-
-def program_key(*decisive: object) -> str:
-    """Returns the name under which a program is stored.
-
-    Args:
-      *decisive: for JSON: all that the program is traced from and that is not in this
-        package's source, in versions of libraries, flags or devices.
-    """
-    devices = jax.devices()
-    place = {
-        "source": _source_hash(),
-        "versions": [importlib.metadata.version(name) for name in _LIBRARIES],
-        "flags": [os.environ.get(name, "") for name in _FLAGS],
-        "jax": {
-            name: str(value)
-            for name, value in jax.config.values.items()
-            if "cache" not in name  # Where programs are kept.
-        },
-        # It may be set for this thread alone.
-        "precision": str(jax.config.jax_default_matmul_precision),
-        "devices": [str(device) for device in devices],
-        "kind": [devices[0].device_kind, devices[0].client.platform_version],
-        "machine": [platform.machine(), _cpu_features()],
-    }
-    text = json.dumps([decisive, place], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def is_stored(key: str) -> bool:
-    """Returns whether there is a file of a program."""
-    path = _path_of(key)
-    return path is not None and path.exists()
-
-
-def load_program(key: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
-    """Returns a stored program, or None if its file is of no use.
-
-    Args:
-      key: from `program_key`.
-      devices: that it runs on.
-    """
-    path = _path_of(key)
-    # What another process half wrote, or another version wrote, is compiled again.
-    with contextlib.suppress(Exception):
-        stored = pickle.loads(zlib.decompress(path.read_bytes()))
-        return serialize_executable.deserialize_and_load(
-            *stored, execution_devices=devices
-        )
-    return None
-
-
-@runtime_checkable
-class Lowered(Protocol):
-    """A traced program, as `jax.stages.Lowered`, or the step that a sweep shares."""
-
-    def compile(self) -> Callable:
-        """Compiles the program."""
-
-
-def compile_program(lowered: Lowered) -> tuple[Callable, bool]:
-    """Compiles a program.
-
-    Returns:
-      The program, and whether it is new: what JAX reads from its own cache on a CPU lacks
-      parts when it is written once more, so it is not for `store_program`.
-    """
-    found, thread = [], threading.get_ident()
-
-    def listen(event: str, **_) -> None:
-        if event == CACHE_HIT and threading.get_ident() == thread:
-            found.append(event)
-
-    jax.monitoring.register_event_listener(listen)
-    try:
-        return lowered.compile(), not found
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
-
-
-def store_program(key: str, program: Callable) -> None:
-    """Stores a new program for later processes; does nothing where that is impossible."""
-    path = _path_of(key)
-    if path is None:
-        return
-    # Not every backend can write a program, and the run does not depend on it.
-    with contextlib.suppress(Exception):
-        stored = pickle.dumps(serialize_executable.serialize(program))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_bytes(path, zlib.compress(stored, 1))
-
-
-def _path_of(key: str) -> epath.Path | None:
-    """Returns the file of a program; None without a cache in a folder of this machine.
-
-    Of several processes each would have to write a program of its own.
-    """
-    folder = jax.config.jax_compilation_cache_dir
-    if not key or not folder or "://" in folder or jax.process_count() > 1:
-        return None
-    return epath.Path(folder) / f"step-{key}-cache"
-
-
-@functools.cache
-def _source_hash() -> str:
-    """Hashes the source of this package."""
-    digest, root = hashlib.sha256(), pathlib.Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _cpu_features() -> str:
-    """Returns what the processor can do: a program made for more would crash."""
-    with contextlib.suppress(OSError):
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        words = (line for line in lines if line.startswith(("flags", "Features")))
-        return next(words, "")
-    return platform.processor()
 
 
 def _default() -> pathlib.Path:

@@ -1,8 +1,7 @@
-"""What ends a run before its time: signals, numbers that are not finite, memory."""
+"""What ends a run before its time: signals, and errors of memory, devices and disks."""
 
 import contextlib
 import errno
-import math
 import os
 import re
 import signal
@@ -13,14 +12,10 @@ import jax
 from jax.experimental import multihost_utils
 
 from vit_jax.data import workers
-from vit_jax.data.config import DataConfig
 from vit_jax.distributed import mesh as meshes
-from vit_jax.errors import Diverged, Interrupted, Preempted, UserError
-from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.errors import Interrupted, Preempted, UserError
+from vit_jax.training.callbacks import Run
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.timers import RunClock
-from vit_jax.training.train_state import TrainState
-from vit_jax.training.train_step import TrainSetup
 
 _CTRL_C = "Ctrl-C"
 # By importance: where several have come, the first is named.
@@ -30,9 +25,9 @@ _SIGNALS = {signal.SIGINT: _CTRL_C, signal.SIGHUP: "SIGHUP", signal.SIGTERM: "SI
 class Preemption:
     """Notices SIGTERM, SIGHUP, Ctrl-C and killed loader processes; a context manager.
 
-    Several processes
-    agree on the moment through JAX's coordination service, which looks for SIGTERM: it is
-    the same one in their common sequence of questions, so all must ask equally often.
+    Several processes agree on the moment through JAX's coordination service, which looks
+    for SIGTERM: it is the same one in their common sequence of questions, so all must ask
+    equally often.
     """
 
     def __init__(self):
@@ -93,81 +88,30 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class EarlyExit:
-    """Saves the state and ends a run before its last step.
-
-    Args:
-      preemption: knows the reason.
-      checkpoints: of the run.
-      setup: of the run.
-      clock: time of the run.
-      workdir: for the message.
-      data: section `data`, for the message.
-    """
-
-    def __init__(
-        self,
-        preemption: Preemption,
-        checkpoints: Checkpointer,
-        setup: TrainSetup,
-        clock: RunClock,
-        workdir: str | os.PathLike,
-        data: DataConfig,
-    ):
-        self._preemption, self._checkpoints = preemption, checkpoints
-        self._setup, self._clock = setup, clock
-        self._workdir, self._data = workdir, data
-
-    def save_and_raise(self, step: int, state: TrainState) -> NoReturn:
-        """Saves the state after a step, unless it is saved already.
-
-        Raises:
-          Preempted, Interrupted: the state is saved.
-          UserError: it could not be saved.
-        """
-        why, data = self._preemption.why(), self._data
-        if step and step != self._checkpoints.latest:
-            state = self._setup.to_disk(state)
-            self._checkpoints.save(step, state, *self._clock.elapsed())
-            self._checkpoints.demand(step, why)
-        saved = "nothing to save yet"
-        if step:
-            saved = f"step {step} of {self._setup.total_steps} is saved"
-        remedy = ""
-        if why not in _SIGNALS.values():
-            remedy = (
-                f"lower data.num_workers (now {data.num_workers}) or data.prefetch (now "
-                f"{data.prefetch}); "
-            )
-        text = (
-            f"{why}: {saved} in {self._workdir}; {remedy}the same command resumes from "
-            "there"
-        )
-        raise Interrupted(text) if why == _CTRL_C else Preempted(text)
-
-
-def check_finite(
-    step: int, metrics: dict[str, float], checkpoints: Checkpointer
-) -> None:
-    """Checks that the metrics of a step are finite.
-
-    Args:
-      step: for the message.
-      metrics: name to value.
-      checkpoints: for the message, which names the last good one.
+def end_early(run: Run) -> NoReturn:
+    """Saves the state, unless it is saved already, and ends a run before its last step.
 
     Raises:
-      Diverged: naming the step, the metrics and the last good checkpoint.
+      Preempted, Interrupted: the state is saved.
+      UserError: it could not be saved.
     """
-    bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-    if bad:
-        checkpoints.wait()  # The one under way is of finite numbers.
-        what = ", ".join(f"{name}={value}" for name, value in bad.items())
-        raise Diverged(
-            f"training stopped at step {step}: {what}; {checkpoints.safe()}; lower "
-            "optim.learning_rate or set optim.grad_clip_norm in another --workdir, or set "
-            "debug_nans=True here to name the operation"
+    why, data = run.preemption.why(), run.config.data
+    saved = "nothing to save yet"
+    if run.step:
+        saved = f"step {run.step} of {run.total_steps} is saved"
+        if run.step != run.checkpoints.latest:
+            run.save()
+            run.checkpoints.demand(run.step, why)
+    remedy = ""
+    if why not in _SIGNALS.values():
+        remedy = (
+            f"lower data.num_workers (now {data.num_workers}) or data.prefetch (now "
+            f"{data.prefetch}); "
         )
+    text = (
+        f"{why}: {saved} in {run.workdir}; {remedy}the same command resumes from there"
+    )
+    raise Interrupted(text) if why == _CTRL_C else Preempted(text)
 
 
 @contextlib.contextmanager

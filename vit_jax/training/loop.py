@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from vit_jax.data import fingerprint, pipeline
-from vit_jax.data.sources.base import Source
+from vit_jax.data import pipeline
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import compilation
 from vit_jax.distributed import mesh as meshes
@@ -16,29 +15,17 @@ from vit_jax.distributed import start as hosts
 from vit_jax.errors import UserError
 from vit_jax.evaluators.suite import Suite
 from vit_jax.printing import masked
-from vit_jax.training import guards, lock, resume_check, run_report, timers
-from vit_jax.training.best_checkpoint import BestCheckpoint
-from vit_jax.training.callbacks import Callback, Callbacks
+from vit_jax.training import guards, lock, resume_check, run_report
+from vit_jax.training.actions import Checkpointing, Evaluating, Preempting, Tracing
+from vit_jax.training.callbacks import Callback, Callbacks, Run
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.local_checkpoint import LocalCheckpointer
 from vit_jax.training.metric_logger import MetricLogger
-from vit_jax.training.periodic_actions import (
-    Evaluations,
-    Interval,
-    PendingMetrics,
-)
 from vit_jax.training.resume_check import Restored
-from vit_jax.training.sweep import SweepCache
 from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
-from vit_jax.training.train_state import TrainState
-from vit_jax.training.train_step import (
-    BackgroundCompilation,
-    TrainSetup,
-    build_train_setup,
-)
+from vit_jax.training.train_step import TrainSetup, build_train_setup, start_compiling
 from vit_jax.training.watchdog import Watchdog
-from vit_jax.weights import workdir as layout
 from vit_jax.weights.load import load_initial
 
 
@@ -46,7 +33,7 @@ def train(
     config: TrainConfig,
     workdir: str | os.PathLike,
     startup: StartupTimer | None = None,
-    sweep: SweepCache | None = None,
+    setup: TrainSetup | None = None,
     callbacks: Iterable[Callback] = (),
 ) -> dict:
     """Trains, evaluates and reports; resumes if `workdir` holds a checkpoint.
@@ -55,8 +42,9 @@ def train(
       config: complete config, from `vit_jax.training.config.load`.
       workdir: folder for checkpoints, metrics and the report.
       startup: holds the phases before this call.
-      sweep: shared by the runs of a sweep; the result is the same without it.
-      callbacks: told of what happens.
+      setup: from `build_setup`, or from `SweepSetups.build` in a sweep, whose runs
+        share what they compile; the result is the same.
+      callbacks: called beside the loop's own actions.
 
     Returns:
       The content of `report.json`: config, commit, devices, steps, wall_seconds,
@@ -78,55 +66,149 @@ def train(
         watchdog,
         contextlib.ExitStack() as stack,
     ):
-        return _train(
-            config,
-            workdir,
-            preemption,
-            watchdog,
-            startup or StartupTimer(),
-            sweep,
-            Callbacks(config.tracker, callbacks),
-            stack,
-        )
+        startup = startup or StartupTimer()
+        guarded = preemption, watchdog, stack
+        return _train(config, workdir, startup, setup, callbacks, *guarded)
 
 
 def _train(
-    config, workdir, preemption, watchdog, startup, sweep, callbacks, stack
+    config, workdir, startup, setup, callbacks, preemption, watchdog, stack
 ) -> dict:
     clock, commit = RunClock(), run_report.commit()  # Of the code that runs.
-    data = config.data
-    is_first = jax.process_index() == 0
-    announce = startup.announce if is_first else lambda begins: None
-    announce("imported; finding the devices")
+    startup.announce("imported; finding the devices")
     jax.config.update("jax_debug_nans", config.debug_nans)
     jax.config.update("jax_debug_infs", config.debug_nans)
     uncached = compilation.enable_cache(config.compilation_cache_dir)
     resume_check.check_hosts(config, workdir)
 
-    # Mesh.
-    mesh = meshes.create(config.mesh)
-    data_shard, num_data_shards = meshes.data_shard(mesh)
-    replicas_per_shard = jax.process_count() // num_data_shards
-    saved = resume_check.check_workdir(workdir, config)
-    startup.end_phase("devices")
-    announce(f"opening {data.name}")
-
-    # Data.
-    source = open_source(data, data.split)
-    startup.end_phase("data")
+    # Mesh, data, task, optimiser, training step and evaluations.
+    setup = setup or build_setup(config, workdir, startup)
     watchdog.reset("opening the data")
-    announce("tracing the train step")
+    pipeline.try_training(setup.source, config.data)
+    setup.suite.try_first()
+    tracing = Tracing(config, setup)
 
-    # Task, optimiser, train step and evaluations.
-    build, make_suite = build_train_setup, Suite
-    if sweep:
-        build, make_suite = sweep.build_train_setup, sweep.suite
+    # State: restored or initialised on the devices while the step compiles.
+    checkpoints = stack.enter_context(
+        Checkpointer(workdir, config, setup.source, setup.metadata)
+    )
+    compilations = stack.enter_context(CompilationCounter())
+    _check_resumed(config, setup, checkpoints)
+    compiled_step = start_compiling(setup, debug_nans=config.debug_nans)
+    startup.end_phase(
+        "trace", "making or restoring the state, while the train step compiles"
+    )
+    local = LocalCheckpointer(
+        config, workdir, setup.source, setup.shapes, setup.shardings
+    )
+    restored = restore_or_init(
+        config, setup, checkpoints, local, setup.source.class_names
+    )
+    clock.add(restored.seconds, restored.device_seconds)
+
+    # What happens beside the steps.
+    logger = stack.enter_context(
+        MetricLogger(config, workdir, setup, restored.step, startup, compilations)
+    )
+    run = Run(
+        config=config,
+        workdir=os.fspath(workdir),
+        start=restored.step,
+        total_steps=setup.total_steps,
+        num_parameters=sum(x.size for x in jax.tree.leaves(setup.shapes.params)),
+        step=restored.step,
+        state=restored.state,
+        last_step=max(restored.step, setup.total_steps),
+        setup=setup,
+        checkpoints=checkpoints,
+        logger=logger,
+        clock=clock,
+        watchdog=watchdog,
+        preemption=preemption,
+        callbacks=Callbacks(
+            [
+                logger,
+                *([config.tracker.callback()] if jax.process_index() == 0 else []),
+                *callbacks,
+                Preempting(),
+                Checkpointing(config, setup, local),
+                Evaluating(config),
+                tracing,
+            ]
+        ),
+        notes=[*restored.notes, uncached],
+    )
+    del restored  # Its state, which the first step overwrites.
+    run.callbacks.begin(run)
+
+    # Training.
+    data_shard, num_data_shards = meshes.data_shard(setup.mesh)
+    batches = pipeline.train_batches(
+        setup.source,
+        config.data,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        start=run.start,
+        stop=run.last_step,
+        data_shard=data_shard,
+        num_data_shards=num_data_shards,
+    )
+    if preemption.reached():  # Before the first step, which compiles, begins.
+        guards.end_early(run)
+    startup.end_phase("init", "waiting for the compiled train step")
+    watchdog.reset("making or restoring the state")
+    train_step = None if run.start == run.last_step else compiled_step()
+    startup.end_phase("compile")
+    watchdog.reset("compilation")
+    # debug_nans runs a failed step again, operation by operation, which transfers.
+    guard = "allow" if config.debug_nans else "disallow"
+    with batches, jax.transfer_guard(guard), tracing:
+        for step, batch in logger.steps(batches):
+            batch = {name: batch[name] for name in setup.batch_shapes}
+            batch = meshes.to_devices(batch, setup.mesh)
+            logger.step_timer.mark("host-to-device")
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                run.take(step, *train_step(run.state, batch))
+            run.callbacks.after_step(step)
+    run.callbacks.finish()
+
+    # Report.
+    report = _make_report(run, commit)
+    if jax.process_index() == 0:
+        run_report.write_report(workdir, report)
+    checkpoints.demand(run.last_step, "the training is done and reported")
+    local.remove()
+    run.callbacks.end(report)
+    return report
+
+
+def build_setup(
+    config: TrainConfig,
+    workdir: str | os.PathLike,
+    startup: StartupTimer | None = None,
+) -> TrainSetup:
+    """Builds what a run computes, and opens what it reads.
+
+    Args:
+      config: complete config.
+      workdir: of the run, which may have begun before.
+      startup: gets the phases.
+
+    Raises:
+      UserError: the workdir holds another run, data cannot be opened, or the config does
+        not fit them, the devices or itself.
+    """
+    startup, data = startup or StartupTimer(), config.data
+    mesh = meshes.create(config.mesh)
+    saved = resume_check.check_workdir(workdir, config)
+    startup.end_phase("devices", f"opening {data.name}")
+    source = open_source(data, data.split)
+    startup.end_phase("data", "tracing the train step")
     task = config.task.of_records(data, source)
-    setup = build(dataclasses.replace(config, task=task), mesh, len(source), saved)
-    total = setup.total_steps
-    timers.check_profile_steps(config.profile_steps, total)
+    config = dataclasses.replace(config, task=task)
+    setup = build_train_setup(config, mesh, len(source), saved)
     named = len(source.class_names) == data.num_classes
-    suite = make_suite(
+    suite = Suite(
         setup.model,
         config.evals,
         data,
@@ -135,269 +217,67 @@ def _train(
         class_names=source.class_names if named else (),
         trained=setup.trained_task,
     )
-    pipeline.try_training(source, data)
-    suite.try_first()
-    log_interval = Interval(config.log_every_steps, config.log_every_epochs, setup)
-    save_interval = Interval(
-        config.checkpoint_every_steps, config.checkpoint_every_epochs, setup
-    )
+    return setup._replace(source=source, suite=suite)
 
-    # State: restored or initialised on the devices while the step compiles.
-    checkpoints = stack.enter_context(
-        Checkpointer(workdir, config, source, setup.metadata)
-    )
-    compilations = stack.enter_context(CompilationCounter())
+
+def _check_resumed(
+    config: TrainConfig, setup: TrainSetup, checkpoints: Checkpointer
+) -> None:
+    """Raises UserError if hosts differ, or the run is longer already than it shall be."""
+    latest = checkpoints.latest
     resume_check.check_data_of_hosts(
-        {"train": source} | suite.sources(),
-        checkpoints.latest,
+        {"train": setup.source} | setup.suite.sources(),
+        latest,
         checkpoints.data.get("tokenizer"),
     )
-    if config.extend_schedule != "none" and total < (checkpoints.latest or 0):
+    if config.extend_schedule != "none" and setup.total_steps < (latest or 0):
         raise UserError(
-            f"extend_schedule={config.extend_schedule!r}: {workdir} is at step "
-            f"{checkpoints.latest} already, and the run would have {total}: raise "
-            "total_steps or epochs"
+            f"extend_schedule={config.extend_schedule!r}: the run is at step {latest} "
+            f"already, and would have {setup.total_steps}: raise total_steps or epochs"
         )
-    compiling = BackgroundCompilation(setup, debug_nans=config.debug_nans)
-    startup.end_phase("trace")
-    announce("making or restoring the state, while the train step compiles")
-    local = LocalCheckpointer(config, workdir, source, setup.shapes, setup.shardings)
-    state, start, *before, notes = restore_or_init(
-        config, setup, checkpoints, local, source.class_names
+
+
+def _make_report(run: Run, commit: str | None) -> dict:
+    """Returns the content of `report.json`, see `train`, and prints it as a table."""
+    config, setup = run.config, run.setup
+    device_kind, (seconds, device_seconds) = (
+        jax.devices()[0].device_kind,
+        run.clock.elapsed(),
     )
-    clock.add(*before)
-
-    # Logging.
-    logger = stack.enter_context(
-        MetricLogger(
-            config,
-            workdir,
-            setup,
-            start,
-            replicas_per_shard=replicas_per_shard,
-            startup=startup,
-            compilations=compilations,
-            callbacks=callbacks,
-        )
-    )
-    step_timer, stall_timer = logger.step_timer, logger.stall_timer
-    logger.log_header(len(source))
-    trace = timers.Trace(config.profile_steps, workdir, start, active=is_first)
-    labelled = bool(data.num_classes)
-    unchecked = fingerprint.unchecked(
-        checkpoints.data, labelled=labelled, captioned=bool(data.caption_key)
-    )
-    notes += [*setup.task.notes, *suite.notes, unchecked, uncached, trace.note]
-    for note in filter(None, notes):
-        logger.info(note)
-    pending = PendingMetrics(checkpoints, logger, watchdog)
-    evaluations = Evaluations(suite, config, setup, logger, preemption, watchdog)
-    early_exit = guards.EarlyExit(
-        preemption, checkpoints, setup, clock, workdir, config.data
-    )
-
-    # The best so far, with evaluations that preemption interrupted.
-    final, skipped = {}, 0
-    best = BestCheckpoint(config, logger.history, [*layout.steps(workdir), start])
-    if evaluations.is_pending(start):
-        final = evaluations.run(start, state)
-        if final is None:
-            early_exit.save_and_raise(start, state)
-        best.update(start, final)
-    checkpoints.keep_best(best.record)
-    if best.record and best.step == start:  # It may be on the hosts' own disks alone.
-        checkpoints.save(start, setup.to_disk(state), *clock.elapsed())
-    last = start if best.is_exhausted else max(start, total)
-
-    # Training.
-    batches = pipeline.train_batches(
-        source,
-        data,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        start=start,
-        stop=last,
-        data_shard=data_shard,
-        num_data_shards=num_data_shards,
-    )
-    if preemption.reached():  # Before the first step, which compiles, begins.
-        early_exit.save_and_raise(start, state)
-    startup.end_phase("init")
-    watchdog.reset("making or restoring the state")
-    finished = start == last
-    if not finished:
-        announce("waiting for the compiled train step")
-    train_step = None if finished else compiling.result()
-    startup.end_phase("compile")
-    watchdog.reset("compilation")
-    # debug_nans runs a failed step again, operation by operation, which transfers.
-    guard = "allow" if config.debug_nans else "disallow"
-    with batches, jax.transfer_guard(guard), stall_timer, trace:
-        for step, batch in enumerate(stall_timer.iterate(batches), start + 1):
-            step_timer.mark("input")
-            skipped += int(batch.pop("skipped").sum())
-            if step == 1:
-                logger.images("train/images", batch["image"], 0)
-            batch = {name: batch[name] for name in setup.batch_shapes}
-            batch = meshes.to_devices(batch, mesh)
-            step_timer.mark("host-to-device")
-            with trace.around(step):
-                state, metrics = train_step(state, batch)
-            stall_timer.step_started(metrics)
-            pending.put(step, metrics)
-
-            stop, evaluate = preemption.reached(), evaluations.due(step)
-            log, save = log_interval.is_due(step), save_interval.is_due(step)
-            if stop or log or save or evaluate or local.is_due(step):
-                values = pending.fetch()
-            step_timer.mark("device step")
-            if log:
-                if warning := setup.task.warning(values):
-                    logger.info(f"step {step}/{total}  warning: {warning}")
-                logger.log_metrics(
-                    step,
-                    values,
-                    skipped=skipped,
-                    failed_saves=checkpoints.failures,
-                    read_ahead=batches.read_ahead,
-                )
-                step_timer.mark("logging")
-            if stop:
-                early_exit.save_and_raise(step, state)
-            with logger.pause():
-                if save:
-                    checkpoints.save(step, setup.to_disk(state), *clock.elapsed())
-                    callbacks.checkpoint(step)
-                    watchdog.reset(f"waiting for a save at step {step}")
-                    step_timer.mark("checkpoint")
-                elif local.is_due(step):
-                    local.save(step, state, *clock.elapsed())
-                    step_timer.mark("checkpoint")
-                if evaluate:
-                    final = evaluations.run(step, state)
-                    if final is None:
-                        early_exit.save_and_raise(step, state)
-                    if best.update(step, final) or best.is_exhausted:
-                        checkpoints.keep_best(best.record)
-                        checkpoints.save(step, setup.to_disk(state), *clock.elapsed())
-                        callbacks.checkpoint(step)
-                    step_timer.mark("evaluation")
-                for line in trace.after(step, metrics), step_timer.end_step(step):
-                    if line:
-                        logger.info(line)
-            if best.is_exhausted:
-                last = step
-                break
-    if checkpoints.wait():  # The last save failed: try once more, some time later.
-        checkpoints.save(last, setup.to_disk(state), *clock.elapsed())
-    watchdog.reset("the save of the last step")
-    if finished:
-        logger.info(f"this run is finished ({last} steps): evaluating only")
-    elif last < total:
-        logger.info(
-            f"stopped early at step {last}/{total}: "
-            f"{config.early_stopping_evals} evaluations were no better by "
-            f"{config.checkpoint.best_metric} than step {best.step}"
-        )
-    handed_on = best.step if best.step in layout.steps(workdir) else last
-    if handed_on != best.step:  # There is none, or it could not be saved.
-        checkpoints.keep_best({})
-    if handed_on != last:
-        checkpoints.demand(last, "the training is done")
-        logger.info(
-            f"restoring step {handed_on}, the best by {config.checkpoint.best_metric} "
-            f"({best.score:.4f})"
-        )
-        del state  # Two need not fit.
-        state = setup.from_disk(
-            checkpoints.load(handed_on, setup.disk_shapes, setup.disk_shardings)
-        )
-    scored = final and last == total  # By all evaluations, which are due then.
-    if handed_on != last or (finished and not scored):
-        final = evaluations.run(handed_on, state, due_at=total)
-        if final is None:
-            early_exit.save_and_raise(last, state)
-
-    # Report.
-    skipped = int(meshes.process_allgather(skipped=skipped)["skipped"].sum())
-    skipped //= replicas_per_shard
-    report = _make_report(
-        config,
-        setup,
-        source,
-        state,
-        commit=commit,
-        clock=clock,
-        startup=startup,
-        steps=last,
-        best=best.record if handed_on == best.step else {},
-        compile_seconds=compilations.seconds,
-        images_per_second=logger.images_per_second,
-        skipped=skipped,
-        final=final,
-    )
-    if finished:
-        kept = {name: report[name] for name in ("best", "params_sha256")}
-        report = report | (run_report.read_report(workdir) or {}) | kept
-        report["final"] = report["final"] | final
-    if skipped:
-        logger.info(
-            f"skipped damaged images {skipped} times (data.on_error={data.on_error})"
-        )
-    logger.info("\n" + run_report.format_report(report))
-    if is_first:
-        run_report.write_report(workdir, report)
-    checkpoints.demand(last, "the training is done and reported")
-    local.remove()
-    callbacks.end(report)
-    return report
-
-
-def _make_report(
-    config: TrainConfig,
-    setup: TrainSetup,
-    source: Source,
-    state: TrainState,
-    *,
-    commit: str | None,
-    clock: RunClock,
-    startup: StartupTimer,
-    steps: int,
-    best: dict,
-    compile_seconds: float,
-    images_per_second: float,
-    skipped: int,
-    final: dict,
-) -> dict:
-    """Returns the content of `report.json`, see `train`."""
-    seconds, device_seconds = clock.elapsed()
-    return {
+    report = {
         "config": config.name,
         "commit": commit,
         "devices": jax.device_count(),
-        "device_kind": jax.devices()[0].device_kind,
-        "steps": steps,
-        "best": best,
+        "device_kind": device_kind,
+        "steps": run.last_step,
+        "best": run.best,
         "variant": config.model.variant,
         "dataset": config.data.name,
-        "examples": len(source),
+        "examples": len(setup.source),
         "init": masked(config.init.checkpoint),
         "wall_seconds": round(seconds, 3),
         "compute": run_report.compute_record(
-            images=steps * config.batch_size,
+            images=run.last_step * config.batch_size,
             flops_per_image=setup.training_flops,
-            device_kind=jax.devices()[0].device_kind,
+            device_kind=device_kind,
             devices=jax.device_count(),
             device_seconds=device_seconds,
         ),
-        "startup": {k: round(v, 3) for k, v in startup.seconds.items()},
-        "compile_seconds": round(compile_seconds, 3),
-        "images_per_second": round(images_per_second, 3) or None,
-        "skipped_images": skipped,
-        "class_names": list(source.class_names),
-        "final": final,
-        "params_sha256": run_report.params_sha256(setup.to_disk(state).params),
+        **run.logger.measured(),
+        "class_names": list(setup.source.class_names),
+        "final": run.final,
+        "params_sha256": run_report.params_sha256(setup.to_disk(run.state).params),
     }
+    if skipped := report["skipped_images"]:
+        run.logger.info(
+            f"skipped damaged images {skipped} times (data.on_error={config.data.on_error})"
+        )
+    if run.start == run.last_step:  # It was finished: its report says how it went.
+        kept = {name: report[name] for name in ("best", "params_sha256")}
+        report = report | (run_report.read_report(run.workdir) or {}) | kept
+        report["final"] = report["final"] | run.final
+    run.logger.info("\n" + run_report.format_report(report))
+    return report
 
 
 def restore_or_init(

@@ -5,19 +5,22 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from clu import parameter_overview
 
 from vit_jax.config import fields
+from vit_jax.data import fingerprint, pipeline
 from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
 from vit_jax.evaluators import classification
 from vit_jax.printing import print_line
 from vit_jax.progress import StepBar
 from vit_jax.training import run_report
-from vit_jax.training.callbacks import Callbacks, Run
+from vit_jax.training.actions import Interval
+from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_writer import MultiWriter, WorkdirWriter
 from vit_jax.training.timers import (
@@ -30,7 +33,7 @@ from vit_jax.training.timers import (
 from vit_jax.training.train_step import TrainSetup
 
 
-class MetricLogger:
+class MetricLogger(Callback):
     """Logs progress, metrics, start-up and slow steps; a context manager.
 
     Args:
@@ -38,15 +41,16 @@ class MetricLogger:
       workdir: folder of the run.
       setup: of the run.
       start: steps taken before.
-      replicas_per_shard: processes that load the same shard of every batch.
       startup: phases so far; the first step ends the last one.
       compilations: counts compiled programs.
-      callbacks: told what is logged.
 
     Attributes:
+      info: prints lines in process 0.
       step_timer: measures the phases of every step.
-      stall_timer: measures the time in which the device waits for input.
+      skipped: damaged images that this process left out.
     """
+
+    on_every_host = True
 
     def __init__(
         self,
@@ -54,17 +58,15 @@ class MetricLogger:
         workdir: str | os.PathLike,
         setup: TrainSetup,
         start: int,
-        *,
-        replicas_per_shard: int,
         startup: StartupTimer,
         compilations: CompilationCounter,
-        callbacks: Callbacks,
     ):
-        self._callbacks = callbacks
-        self._config, self._workdir, self._setup = config, workdir, setup
-        self._start, self._replicas = start, replicas_per_shard
-        self._startup, self._compilations = startup, compilations
-        self._advised = False
+        self._config, self._setup = config, setup
+        self._start, self._startup, self._compilations = start, startup, compilations
+        self._interval = Interval(
+            config.log_every_steps, config.log_every_epochs, setup
+        )
+        self._advised = self._read_ahead = False
         active = jax.process_index() == 0
         device = jax.devices()[0].device_kind
         self._progress = Progress(
@@ -79,16 +81,12 @@ class MetricLogger:
         more = config.tracker.writers(os.fspath(workdir)) if active else ()
         self._writer = MultiWriter([self._files, *more])
         self.step_timer = StepTimer(config.slow_step_factor, jax.process_index())
-        self.stall_timer = DataStallTimer()
+        self._stall_timer = DataStallTimer()
+        self.skipped = 0
         self.info = self._progress.info
 
-    def log_header(self, examples: int) -> None:
-        """Logs the config, the model and the data.
-
-        Args:
-          examples: size of the training split.
-        """
-        config, setup = self._config, self._setup
+    def begin(self, run: Run) -> None:
+        self._run, config, setup = run, self._config, self._setup
         text = json.dumps(fields.to_json(config), indent=2)
         self._writer.write_hparams(fields.flatten(fields.to_json(config)))
         self._writer.write_texts(0, {"config": text})
@@ -96,63 +94,83 @@ class MetricLogger:
             setup.disk_shapes.params, include_stats=False
         )
         self._writer.write_texts(0, {"parameters": overview})
-        count = sum(x.size for x in jax.tree.leaves(setup.shapes.params))
         self.info(
-            f"{config.name}: {config.model.variant}, {count:,} parameters, "
-            f"{examples:,} images, {setup.total_steps:,} steps of {config.batch_size} on "
-            f"{jax.device_count()} x {jax.devices()[0].device_kind}; "
-            f"workdir {self._workdir}"
+            f"{config.name}: {config.model.variant}, {run.num_parameters:,} parameters, "
+            f"{len(setup.source):,} images, {setup.total_steps:,} steps of "
+            f"{config.batch_size} on {jax.device_count()} x "
+            f"{jax.devices()[0].device_kind}; workdir {run.workdir}"
         )
-        self._callbacks.begin(
-            Run(config, os.fspath(self._workdir), self._start, setup.total_steps, count)
+        unchecked = fingerprint.unchecked(
+            run.checkpoints.data,
+            labelled=bool(config.data.num_classes),
+            captioned=bool(config.data.caption_key),
         )
+        notes = [*run.notes, *setup.task.notes, *setup.suite.notes, unchecked]
+        for note in filter(None, notes):
+            self.info(note)
+
+    def steps(self, batches: pipeline.Batches) -> Iterator[tuple[int, dict]]:
+        """Yields the steps to take with their batches, and times what is done with them."""
+        self._read_ahead = batches.read_ahead
+        timed = self._stall_timer.iterate(batches)
+        for step, batch in enumerate(timed, self._start + 1):
+            self.step_timer.mark("input")
+            self.skipped += int(batch.pop("skipped").sum())
+            if step == 1:
+                self._write_images("train/images", batch["image"], 0)
+            yield step, batch
+            if line := self.step_timer.end_step(step):
+                self.info(line)
+            if step == self._run.last_step:  # It may have become an earlier one.
+                return
+
+    def step_started(self, metrics: object) -> None:
+        """Notes a step that was given to the device, with its metrics."""
+        self._stall_timer.step_started(metrics)
 
     def step_done(self, step: int) -> None:
         """Notes that the result of a step is there."""
-        self._progress.step_done(step, self.stall_timer.seconds)
+        self._progress.step_done(step, self._stall_timer.seconds)
         if step == self._start + 1:
             self._startup.end_phase("first step")
             self.info(f"{self._startup.summary()}; {self._compilations.summary()}")
 
-    def log_metrics(
-        self,
-        step: int,
-        values: dict[str, float],
-        *,
-        skipped: int,
-        failed_saves: int,
-        read_ahead: bool,
-    ) -> None:
-        """Prints a progress line and writes the metrics of a step; all processes call it.
-
-        Args:
-          step: that is done.
-          values: its metrics, such as its loss.
-          skipped: damaged images that this process left out so far.
-          failed_saves: saves of this start that failed.
-          read_ahead: whether settings could make the input faster.
-        """
+    def after_step(self, step: int) -> None:
+        if not self._interval.is_due(step):
+            return
+        values = self._run.metrics()
+        if warning := self._setup.task.warning(values):
+            self.info(f"step {step}/{self._setup.total_steps}  warning: {warning}")
         # The slowest input holds all up.
-        own = meshes.process_allgather(skipped=skipped, waited=self.stall_timer.seconds)
-        waited, lost = float(own["waited"].max()), int(own["skipped"].sum())
-        lost //= self._replicas
+        waited = meshes.process_allgather(waited=self._stall_timer.seconds)["waited"]
         memory, timings = device_memory(), self.step_timer.summary()
         speed = self._progress.log(
             step,
             values["loss"],
-            waited,
+            float(waited.max()),
             timings["checkpoint_stall"],
             memory.get("memory_gib", 0.0),
         )
         values = values | speed | timings | memory | self._startup.new_metrics()
         values["compile_seconds"] = self._compilations.seconds
-        values |= {"skipped": lost} if lost else {}
-        values |= {"failed_saves": failed_saves} if failed_saves else {}
-        if speed and read_ahead and not self._advised:
+        counts = {
+            "skipped": self.total_skipped(),
+            "failed_saves": self._run.checkpoints.failures,
+        }
+        values |= {name: count for name, count in counts.items() if count}
+        if speed and self._read_ahead and not self._advised:
             self._advised = self._progress.advise(speed, self._config.data)
         named = {f"train/{k}": v for k, v in values.items()}
         self._writer.write_scalars(step, named)
-        self._callbacks.log(step, named)
+        self._run.callbacks.log(step, named)
+        self.step_timer.mark("logging")
+
+    def total_skipped(self) -> int:
+        """Returns the damaged images that were left out; all processes call it."""
+        found = meshes.process_allgather(skipped=self.skipped)["skipped"]
+        # Of processes that load the same shard of every batch, one counts.
+        _, shards = meshes.data_shard(self._setup.mesh)
+        return int(found.sum()) // (jax.process_count() // shards)
 
     def log_scores(
         self, step: int, scores: dict, confusions: dict, pictures: dict
@@ -172,45 +190,57 @@ class MetricLogger:
             for kind, table in confusions.get(name, {}).items():
                 if jax.process_index() == 0:
                     picture = np.asarray(classification.draw_confusion(table))[None]
-                    self.images(f"{name}/{kind}/confusion", picture, step)
+                    self._write_images(f"{name}/{kind}/confusion", picture, step)
             for kind, strips in pictures.get(name, {}).items():
-                self.images(f"{name}/{kind}/pictures", strips, step)
+                self._write_images(f"{name}/{kind}/pictures", strips, step)
         self._writer.flush()
         self.info(
             f"step {step}/{self._setup.total_steps}  {run_report.scores_line(scores)}"
         )
-        self._callbacks.evaluate(step, run_report.flatten_scores(scores))
+        self._run.callbacks.evaluate(step, run_report.flatten_scores(scores))
 
-    def images(self, name: str, images: np.ndarray, step: int) -> None:
+    def _write_images(self, name: str, images: np.ndarray, step: int) -> None:
         """Writes up to 16 images, uint8 (..., Y, X, C)."""
         shown = images.reshape(-1, *images.shape[-3:])[:16]
         self._writer.write_images(step, {name: shown})
-
-    def has_scores(self, step: int, name: str) -> bool:
-        """Returns whether the scores of an evaluation are written for a step."""
-        return self._files.has(step, f"{name}/params/")
 
     @property
     def history(self) -> list[dict]:
         """The lines of metrics.jsonl: "step", and the metrics by name."""
         return self._files.lines
 
+    def has_scores(self, step: int, name: str) -> bool:
+        """Returns whether the scores of an evaluation are written for a step."""
+        return self._files.has(step, f"{name}/params/")
+
     @contextlib.contextmanager
-    def pause(self):
-        """Stops the clock of steps for what happens within."""
+    def pause(self, phase: str = ""):
+        """Stops the clock of steps for what happens within.
+
+        Args:
+          phase: of the step that it is; see `StepTimer`.
+        """
         self._progress.pause()
         yield
         self._progress.resume()
+        if phase:
+            self.step_timer.mark(phase)
 
-    @property
-    def images_per_second(self) -> float:
-        """Mean over the counted steps of this start."""
-        return self._progress.images_per_second
+    def measured(self) -> dict:
+        """Returns what `report.json` says of this start; all processes call it."""
+        return {
+            "startup": {k: round(v, 3) for k, v in self._startup.seconds.items()},
+            "compile_seconds": round(self._compilations.seconds, 3),
+            "images_per_second": round(self._progress.images_per_second, 3) or None,
+            "skipped_images": self.total_skipped(),
+        }
 
     def __enter__(self):
+        self._stall_timer.__enter__()
         return self
 
     def __exit__(self, *_) -> None:
+        self._stall_timer.__exit__()
         self._progress.close()
         self._writer.close()
 

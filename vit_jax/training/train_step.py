@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
+from vit_jax.data.sources.base import Source
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.distributed import compilation, sharding
@@ -21,6 +22,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import TrainedTask
+from vit_jax.evaluators.suite import Suite
 from vit_jax.models import stacking
 from vit_jax.tasks.task import Task, backbone_paths
 from vit_jax.training import optim, sharpness
@@ -59,11 +61,13 @@ class TrainSetup(NamedTuple):
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
       training_flops: floating-point operations of a step per image, as of
         `Task.training_flops`; twice as many with SAM. None if unknown.
-      program_key: returns the name of the compiled step among those that are stored, see
-        `compilation.program_key`; "" if it is not stored.
       metadata: what checkpoints store beside the config, for JSON: "task", what the
         task needs to be built again, and "network", the paths of the network in the
         state, see `backbone_paths`, and its options.
+      mesh: of all devices.
+      source, suite: training split and evaluations, as `loop.build_setup` opens them; None
+        where nothing is read.
+      compiled: `train_step` compiled, if an earlier run of a sweep has the same one.
     """
 
     task: Task
@@ -81,8 +85,11 @@ class TrainSetup(NamedTuple):
     train_step: Step
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
     training_flops: int | None
-    program_key: Callable[[], str]
     metadata: dict
+    mesh: Mesh
+    source: Source | None = None
+    suite: Suite | None = None
+    compiled: Step | None = None
 
     @property
     def trained_task(self) -> TrainedTask:
@@ -239,10 +246,8 @@ def build_train_setup(
             for name, form in batch_spec.items()
         },
         training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
-        program_key=functools.partial(
-            _program_key, config, mesh, run, metadata, shapes, shardings
-        ),
         metadata=metadata,
+        mesh=mesh,
     )
 
 
@@ -287,32 +292,6 @@ def _check_transforms(task: Task, batch_spec: dict, config: TrainConfig) -> None
             f"device, but `prepare` of task.name={config.task.name!r} does not apply them: "
             "call `transforms.apply` there (docs/extending.md), or leave them out"
         )
-
-
-def _program_key(
-    config: TrainConfig,
-    mesh: Mesh,
-    run: RunLength,
-    metadata: dict,
-    shapes: TrainState,
-    shardings: TrainState,
-) -> str:
-    """Returns the name of the compiled step among those that are stored.
-
-    Of a step with code of the user's own, whose source is not known here, it is "".
-    """
-    decisive = [
-        [path, value] for path, about, value in fields.walk(config) if about.in_step
-    ]
-    texts = [value for _, value in decisive if isinstance(value, str)]
-    if any(re.search(fields.CUSTOM, text) for text in texts):
-        return ""
-    peak = config.optim.peak_learning_rate(config.batch_size)
-    leaves = [str(leaf) for leaf in jax.tree.leaves((shapes, shardings))]
-    devices = [str(device) for device in mesh.devices.flat]
-    return compilation.program_key(
-        decisive, [*run], metadata, peak, leaves, devices, list(mesh.shape.items())
-    )
 
 
 def make_train_step(
@@ -459,56 +438,29 @@ def is_compiling() -> bool:
     return any(not future.done() for future in _background)
 
 
-class BackgroundCompilation:
-    """Compiles a train step in a thread while the state is initialised or restored.
+def start_compiling(setup: TrainSetup, *, debug_nans: bool) -> Callable[[], Step]:
+    """Starts to compile a training step while the state is initialised or restored.
 
     The step is traced here and now, so that settings of this thread (such as `with
-    jax.default_matmul_precision(...)`) apply to it; or it is read, if an earlier process
-    stored it (distributed/compilation.py).
+    jax.default_matmul_precision(...)`) apply to it.
 
     Args:
       setup: of the run.
       debug_nans: JAX is to run a failed step again, operation by operation, which a
         compiled step cannot: nothing is compiled ahead.
+
+    Returns:
+      Function that waits for the step, and raises what compiling raised, such as running
+      out of device memory.
     """
-
-    def __init__(self, setup: TrainSetup, *, debug_nans: bool = False):
-        self._setup, self._future = setup, None
-        if debug_nans:
-            return
-        self._key = key = setup.program_key()
-        executor = concurrent.futures.ThreadPoolExecutor(1, "compile")
-        if compilation.is_stored(key):
-            devices = list(setup.shardings.step.mesh.devices.flat)
-            self._future = executor.submit(
-                lambda: (compilation.load_program(key, devices), False)
-            )
-        else:
-            self._future = executor.submit(compilation.compile_program, self._lower())
-        # The first step does not wait for it.
-        _background.extend((self._future, executor.submit(self._store)))
-        executor.shutdown(wait=False)
-
-    def _lower(self) -> compilation.Lowered:
-        setup = self._setup
-        return setup.train_step.lower(setup.shapes, setup.batch_shapes)
-
-    def _store(self) -> None:
-        program, is_new = self._future.result()
-        if is_new:
-            compilation.store_program(self._key, program)
-
-    def result(self) -> Step:
-        """Waits for the compiled step.
-
-        Raises:
-          Whatever compiling raised, such as running out of device memory.
-        """
-        if self._future is None:
-            return self._setup.train_step
-        # The file of a stored program may be of no use.
-        program, _ = self._future.result()
-        return program or self._lower().compile()
+    if debug_nans or setup.compiled is not None:
+        return lambda: setup.compiled or setup.train_step
+    lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+    executor = concurrent.futures.ThreadPoolExecutor(1, "compile")
+    future = executor.submit(lowered.compile)
+    _background.append(future)
+    executor.shutdown(wait=False)
+    return future.result
 
 
 def _place(

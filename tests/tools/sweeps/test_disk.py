@@ -1,6 +1,7 @@
 """What a study says of a disk that is full or broken."""
 
 import errno
+from unittest.mock import Mock
 
 import pytest
 
@@ -8,7 +9,7 @@ from vit_jax.errors import Diverged, UserError
 from vit_jax.tools.sweeps import runs
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.optim import SgdConfig
-from vit_jax.training.sweep import SweepCache
+from vit_jax.training.sweep import SweepSetups
 
 ROWS = [{"learning_rate": 0.5, "score": None}]
 
@@ -45,4 +46,4 @@ def test_that_a_run_diverged_may_not_fit_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(runs.loop, "train", train)
     monkeypatch.setattr(runs, "replace_text", replace_text)
     with pytest.raises(UserError, match=r"diverged.json cannot be .*\(No space left"):
-        runs.train(config, tmp_path, SweepCache(), keep=True)
+        runs.train(config, tmp_path, Mock(SweepSetups), keep=True)

@@ -25,7 +25,7 @@ from vit_jax.files import read_json, replace_text
 from vit_jax.training import loop, resume_check, run_report
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_writer import Events, summary
-from vit_jax.training.sweep import SweepCache
+from vit_jax.training.sweep import SweepSetups
 from vit_jax.weights import workdir as layout
 
 _COMMAND = "command.json"
@@ -38,7 +38,7 @@ Records = dict[str, list[range]] | frozenset[str]
 
 
 def train(
-    config: TrainConfig, folder: str | os.PathLike, shared: SweepCache, *, keep: bool
+    config: TrainConfig, folder: str | os.PathLike, shared: SweepSetups, *, keep: bool
 ) -> dict:
     """Trains in a folder, resumes, or returns the report of a finished run.
 
@@ -57,7 +57,7 @@ def train(
     done = _outcome(folder)
     if not done:
         try:
-            done = loop.train(config, folder, sweep=shared)
+            done = loop.train(config, folder, setup=shared.build(config, folder))
         except Diverged as error:
             done, path = {"diverged": str(error)}, epath.Path(folder) / DIVERGED
             with writing(path, "only this run"):

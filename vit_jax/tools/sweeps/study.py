@@ -30,7 +30,7 @@ from vit_jax.tools.sweeps.transfer import say
 from vit_jax.training import lock, run_report
 from vit_jax.training.best_checkpoint import lower_is_better
 from vit_jax.training.config import TrainConfig, complete
-from vit_jax.training.sweep import SweepCache
+from vit_jax.training.sweep import SweepSetups
 
 FILE, TABLE = "study.json", "points"
 _RESULTS = (run_report.FILE, runs.DIVERGED, step_cost.MEASURED)  # Of a run.
@@ -90,7 +90,7 @@ class Study:
                 self.workdir, self._command(), begun=self._begun(), grows="points"
             )
             rows, done = self._earlier(), {}
-            caches = {stage: SweepCache() for stage in self.config.stages}
+            caches = {stage: SweepSetups() for stage in self.config.stages}
             with opened_by(SplitCache()):
                 for number, point in enumerate(
                     progress.each(self.points, "points", "points"), 1
@@ -117,7 +117,7 @@ class Study:
         return {row["name"]: row for row in told}
 
     def _stages(
-        self, point: Point, row: dict, done: dict, caches: dict[str, SweepCache]
+        self, point: Point, row: dict, done: dict, caches: dict[str, SweepSetups]
     ) -> Iterator[dict]:
         """Yields the row of a point after each of its stages.
 
@@ -152,7 +152,7 @@ class Study:
         folder: str,
         starts: dict[int, str],
         stage: str,
-        shared: SweepCache,
+        shared: SweepSetups,
     ) -> dict:
         """Tries every combination with the first seed, and the best with all seeds."""
         first = min(starts, default=0)

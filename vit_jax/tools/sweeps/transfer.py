@@ -21,7 +21,7 @@ from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.fine_tuning import TransferTask, check_feasible
 from vit_jax.tools.sweeps.runs import TestSplitGuard
 from vit_jax.training import lock
-from vit_jax.training.sweep import SweepCache
+from vit_jax.training.sweep import SweepSetups
 
 FILE = "transfer.json"
 _TRIALS = {"learning_rate": "g", "steps": "d", "score": ".2%"}
@@ -45,7 +45,7 @@ class Study:
     workdir: str | os.PathLike
     seeds: int = 3
 
-    def run(self, shared: SweepCache | None = None) -> dict:
+    def run(self, shared: SweepSetups | None = None) -> dict:
         """Runs all that is not done yet, and writes `transfer.json`.
 
         Args:
@@ -59,9 +59,9 @@ class Study:
           Preempted: SIGTERM came; the same command resumes.
         """
         with lock.held(self.workdir):
-            return self._run(shared or SweepCache())
+            return self._run(shared or SweepSetups())
 
-    def _run(self, shared: SweepCache) -> dict:
+    def _run(self, shared: SweepSetups) -> dict:
         task = self.task
         check_feasible(task)
         runs.check_command(self.workdir, self._command())
@@ -111,7 +111,7 @@ class Study:
             "config": runs.decisive(self.task.config),
         }
 
-    def _choose(self, shared: SweepCache) -> list[dict]:
+    def _choose(self, shared: SweepSetups) -> list[dict]:
         """Scores every rate on the held-out part."""
         trials, together = [], True
         for number, rate in enumerate(
@@ -140,7 +140,7 @@ class Study:
             say(sharing(trials))
         return trials
 
-    def _test(self, rate: float, shared: SweepCache) -> list[dict]:
+    def _test(self, rate: float, shared: SweepSetups) -> list[dict]:
         """Trains on the whole split and scores on test, once with each seed."""
         finals = []
         for seed in progress.each(range(self.seeds), "final runs", "runs"):

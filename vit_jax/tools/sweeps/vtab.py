@@ -18,7 +18,7 @@ from vit_jax.files import read_json
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.transfer import Study, say
 from vit_jax.training import lock
-from vit_jax.training.sweep import SweepCache
+from vit_jax.training.sweep import SweepSetups
 
 FILE = "vtab.json"
 _COLUMNS = {"task": "", "group": "", "learning_rate": "g", "mean": ".2%", "std": ".2%"}
@@ -123,7 +123,7 @@ class Benchmark:
         if not there:
             _refuse_all(absent_now)
         _add(found, absent_now)
-        shared, report, failed = SweepCache(), {}, {}
+        shared, report, failed = SweepSetups(), {}, {}
         for number, name in enumerate(progress.each(there, "vtab", "tasks"), 1):
             say(f"task {number} of {len(there)}: vtab/{name}")
             try:

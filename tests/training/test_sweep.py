@@ -5,12 +5,11 @@ import jax
 import pytest
 from helpers import tiny_config
 
+from vit_jax.config import fields
 from vit_jax.data.sources.open import open_source, opened_by
-from vit_jax.distributed import mesh as meshes
-from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.training import loop
-from vit_jax.training.sweep import SweepCache
+from vit_jax.training import loop, sweep
+from vit_jax.training.sweep import SweepSetups
 
 SGD = {"name": "sgd", "grad_clip_norm": 1.0, "schedule": "cosine"}
 STEPS = "step", "eval_step"
@@ -34,11 +33,12 @@ def config(rate, seed=3, **sections):
     ],
 )
 def test_runs_that_share_give_what_they_give_alone(tmp_path, optim):
-    shared = SweepCache()
+    shared = SweepSetups()
     for rate, seed in ((0.03, 3), (0.1, 5)):
         c = config(rate, seed, optim=optim)
         alone = loop.train(c, tmp_path / f"alone{rate}{seed}")
-        together = loop.train(c, tmp_path / f"shared{rate}{seed}", sweep=shared)
+        folder = tmp_path / f"shared{rate}{seed}"
+        together = loop.train(c, folder, setup=shared.build(c, folder))
         assert alone["params_sha256"] == together["params_sha256"]
         assert alone["final"] == together["final"]
 
@@ -49,11 +49,12 @@ def test_a_second_run_compiles_neither_step_nor_evaluation(tmp_path, caplog):
         c = config(rate, seed, data={"split": split}, evals={"val": val})
         caplog.clear()
         with caplog.at_level(logging.WARNING), jax.log_compiles():
-            loop.train(c, tmp_path / f"{rate}{seed}{len(split)}", sweep=shared)
+            folder = tmp_path / f"{rate}{seed}{len(split)}"
+            loop.train(c, folder, setup=shared.build(c, folder))
         text = caplog.text
         return [bool(re.search(rf"Compiling jit\({name}\)", text)) for name in STEPS]
 
-    shared = SweepCache()
+    shared = SweepSetups()
     assert compiled(0.03, 3) == [True, True]
     assert compiled(0.1, 3) == [False, False]
     assert compiled(0.03, 5) == [False, False]
@@ -62,20 +63,18 @@ def test_a_second_run_compiles_neither_step_nor_evaluation(tmp_path, caplog):
 
 
 def test_what_changes_the_step_is_not_shared(tmp_path):
-    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-    shared = SweepCache()
-    step = lambda c, examples=20: (
-        shared.build_train_setup(c, mesh, examples).train_step._step
-    )
+    def step(c, split="train"):
+        c = fields.replace(c, {"data.split": split})
+        return sweep._step_key(c, loop.build_setup(c, tmp_path))
+
     first = step(config(0.1))
-    assert step(config(0.2, seed=8)) is first
-    assert step(config(0.2, optim={"momentum": 0.8})) is not first
-    first = step(config(0.1))
-    assert step(config(0.1, data={"num_classes": 7})) is not first
+    assert step(config(0.2, seed=8)) == first
+    assert step(config(0.2, optim={"momentum": 0.8})) != first
+    assert step(config(0.1, data={"num_classes": 7})) != first
     # Lengths in epochs depend on the number of images.
     for options, same in (({}, True), ({"warmup_epochs": 1.0}, False)):
-        first = step(config(0.1, optim=options))
-        assert (step(config(0.1, optim=options), 16) is first) == same
+        c = config(0.1, optim=options)
+        assert (step(c) == step(c, "train[:16]")) == same
 
 
 @pytest.mark.slow

@@ -1,0 +1,273 @@
+"""What the loop does after steps: it ends early, saves, evaluates, and records a trace.
+
+Each is a `Callback`, called on every host in the order of the loop's list.
+"""
+
+import os
+import tempfile
+
+import jax
+from etils import epath
+
+from vit_jax.errors import UserError
+from vit_jax.training import guards
+from vit_jax.training.best_checkpoint import BestCheckpoint
+from vit_jax.training.callbacks import Callback, Run
+from vit_jax.training.config import TrainConfig
+from vit_jax.training.local_checkpoint import LocalCheckpointer
+from vit_jax.training.train_step import TrainSetup
+from vit_jax.weights import workdir as layout
+
+
+class Interval:
+    """Every so many steps or epochs, and the last step.
+
+    Args:
+      steps: interval in steps; 0 for none.
+      epochs: second interval, in epochs; 0 for none.
+      setup: gives the steps per epoch and in total.
+    """
+
+    def __init__(self, steps: int, epochs: float, setup: TrainSetup):
+        intervals = steps, round(epochs * setup.steps_per_epoch)
+        self._intervals = [i for i in intervals if i]
+        self._total_steps = setup.total_steps
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to act after a step."""
+        return step == self._total_steps or any(not step % i for i in self._intervals)
+
+
+class Preempting(Callback):
+    """Saves and ends the run when a signal came; see `guards.Preemption`."""
+
+    on_every_host = True
+
+    def begin(self, run: Run) -> None:
+        self._run = run
+
+    def after_step(self, step: int) -> None:
+        if self._run.preemption.reached():
+            self._run.metrics()  # What is not finite is not saved.
+            guards.end_early(self._run)
+
+
+class Checkpointing(Callback):
+    """Saves the state in the workdir, or on the hosts' own disks between two such saves.
+
+    Args:
+      config: complete config; the intervals are read.
+      setup: of the run.
+      local: writes to the hosts' own disks.
+    """
+
+    on_every_host = True
+
+    def __init__(
+        self, config: TrainConfig, setup: TrainSetup, local: LocalCheckpointer
+    ):
+        self._interval = Interval(
+            config.checkpoint_every_steps, config.checkpoint_every_epochs, setup
+        )
+        self._local = local
+
+    def begin(self, run: Run) -> None:
+        self._run = run
+
+    def after_step(self, step: int) -> None:
+        run, save = self._run, self._interval.is_due(step)
+        if not save and not self._local.is_due(step):
+            return
+        run.metrics()
+        with run.logger.pause("checkpoint"):
+            if save:
+                run.save()
+                run.callbacks.checkpoint(step)
+                run.watchdog.reset(f"waiting for a save at step {step}")
+            else:
+                self._local.save(step, run.state, *run.clock.elapsed())
+
+    def finish(self) -> None:
+        run = self._run
+        if run.checkpoints.wait():  # The last save failed: try once more, later.
+            run.save()
+        run.watchdog.reset("the save of the last step")
+
+
+class Evaluating(Callback):
+    """Evaluates the state, keeps the best checkpoint and stops early.
+
+    Args:
+      config: complete config; the intervals, `checkpoint.best_metric` and
+        `early_stopping_evals` are read.
+    """
+
+    on_every_host = True
+
+    def __init__(self, config: TrainConfig):
+        self._every = config.eval_every_steps, config.eval_every_epochs
+
+    def begin(self, run: Run) -> None:
+        self._run = run
+        saved = [*layout.steps(run.workdir), run.start]
+        self._best = BestCheckpoint(run.config, run.logger.history, saved)
+        # The start before this one may have ended between a save and the scores.
+        if run.start and not all(
+            run.logger.has_scores(run.start, name) for name in self._due(run.start)
+        ):
+            self._evaluate(self._due(run.start))
+            self._best.update(run.start, run.final)
+        run.checkpoints.keep_best(self._best.record)
+        if self._best.record and self._best.step == run.start:
+            run.save()  # It may be on the hosts' own disks alone.
+        if self._best.is_exhausted:
+            run.last_step = run.start
+
+    def after_step(self, step: int) -> None:
+        run, best = self._run, self._best
+        names = self._due(step)
+        if not names:
+            return
+        run.metrics()
+        with run.logger.pause("evaluation"):
+            self._evaluate(names)
+            if best.update(step, run.final) or best.is_exhausted:
+                run.checkpoints.keep_best(best.record)
+                run.save()
+                run.callbacks.checkpoint(step)
+        if best.is_exhausted:
+            run.last_step = step
+
+    def finish(self) -> None:
+        run, best, last = self._run, self._best, self._run.last_step
+        metric = run.config.checkpoint.best_metric
+        if run.start == last:
+            run.logger.info(f"this run is finished ({last} steps): evaluating only")
+        elif last < run.total_steps:
+            run.logger.info(
+                f"stopped early at step {last}/{run.total_steps}: "
+                f"{run.config.early_stopping_evals} evaluations were no better by "
+                f"{metric} than step {best.step}"
+            )
+        chosen = best.step if best.step in layout.steps(run.workdir) else last
+        if chosen != best.step:  # There is none, or it could not be saved.
+            run.checkpoints.keep_best({})
+        elif best.record:
+            run.best = best.record
+        if chosen != last:
+            run.checkpoints.demand(last, "the training is done")
+            run.logger.info(
+                f"restoring step {chosen}, the best by {metric} ({best.score:.4f})"
+            )
+            setup = run.setup
+            run.state = None  # Two need not fit.
+            run.state = setup.from_disk(
+                run.checkpoints.load(chosen, setup.disk_shapes, setup.disk_shardings)
+            )
+        scored = run.final and last == run.total_steps  # By all that are due then.
+        if chosen != last or (run.start == last and not scored):
+            self._evaluate(self._due(run.total_steps), at=chosen)
+
+    def _due(self, step: int) -> list[str]:
+        setup = self._run.setup
+        return setup.suite.due(
+            step, *self._every, total=setup.total_steps, epoch=setup.steps_per_epoch
+        )
+
+    def _evaluate(self, names: list[str], at: int | None = None) -> None:
+        """Sets `run.final` to the scores of evaluations of the state, after step `at`."""
+        run, state, suite = self._run, self._run.state, self._run.setup.suite
+        step = run.step if at is None else at
+        params = {"params": (state.params, state.extra)}
+        if state.average is not None:
+            params["ema"] = (state.average, state.extra)
+
+        def stop():
+            run.watchdog.reset(f"a part of the evaluation of step {step}")
+            return run.preemption.reached()
+
+        scores = suite.run(params, stop, names)
+        if scores is None:
+            guards.end_early(run)
+        run.logger.log_scores(step, scores, suite.confusions, suite.pictures)
+        run.final = scores
+
+
+class Tracing(Callback):
+    """Records what host and device do in some steps; a context manager around the steps.
+
+    The trace lies in `workdir/tensorboard/plugins/profile/steps_FIRST_to_LAST/`. Only
+    the first process records: the others compute the same, and a trace of a pod would
+    be too large to open.
+
+    Args:
+      config: complete config; `profile_steps` is the first and the last step.
+      setup: of the run.
+
+    Raises:
+      UserError: the run has no such steps.
+    """
+
+    on_every_host = True
+
+    def __init__(self, config: TrainConfig, setup: TrainSetup):
+        steps = config.profile_steps
+        self._first, self._last = steps if any(steps) else (0, 0)
+        if self._last > setup.total_steps:
+            raise UserError(
+                f"profile_steps={steps} asks for a trace of steps that the run of "
+                f"{setup.total_steps} does not take: set it to steps from 1 to "
+                f"{setup.total_steps}"
+            )
+        self._recording, self._local = False, None
+
+    def begin(self, run: Run) -> None:
+        self._run, self._place = run, epath.Path(run.workdir) / "tensorboard"
+        if self._first and run.start >= self._first:
+            run.logger.info(
+                f"profile_steps={run.config.profile_steps}: this start begins after step "
+                f"{run.start}: no trace"
+            )
+
+    def after_step(self, step: int) -> None:
+        if self._recording and step == self._last:
+            with self._run.logger.pause():
+                self._run.metrics()  # The device is done with it.
+                self._end()
+            self._run.logger.info(
+                f"trace of steps {self._first} to {self._last} under {self._place}: "
+                f"xprof --logdir={self._place}"
+            )
+        self._begin_before(step + 1)
+
+    def __enter__(self):
+        self._begin_before(self._run.start + 1)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._recording:  # The run ends early; what there is may tell why.
+            self._end()
+
+    def _begin_before(self, step: int) -> None:
+        if step != self._first or jax.process_index():
+            return
+        options = jax.profiler.ProfileOptions()
+        options.session_id = f"steps_{self._first}_to_{self._last}"
+        folder = self._place
+        if "://" in str(folder):  # The profiler writes to disks only.
+            self._local = tempfile.TemporaryDirectory()
+            folder = self._local.name
+        jax.profiler.start_trace(os.fspath(folder), profiler_options=options)
+        self._recording = True
+
+    def _end(self) -> None:
+        self._recording = False
+        jax.profiler.stop_trace()
+        if self._local is None:
+            return
+        here = epath.Path(self._local.name)
+        for path in filter(epath.Path.is_file, here.rglob("*")):
+            target = self._place / path.relative_to(here)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.copy(target)
+        self._local.cleanup()
