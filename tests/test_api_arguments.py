@@ -102,7 +102,7 @@ CALLS = {
         (lambda: vit_jax.create_model("B/16", image_size=(16, 2.5)), "image_size.*2.5"),
         (
             lambda: vit_jax.create_model("B/16", heads=3),
-            "key model.heads; the .* num_heads",
+            r"key model.heads; the .* model\.num_heads",
         ),
         (lambda: vit_jax.create_model("Ti/7x", width=3), "Ti/7x"),
     ],

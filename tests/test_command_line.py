@@ -17,7 +17,7 @@ from jax._src import cloud_tpu_init
 import vit_jax
 from vit_jax import __main__ as command
 from vit_jax import cli, finetune, predict, train, transfer
-from vit_jax.config import fields, loading, synonyms
+from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
 from vit_jax.training.config import TrainConfig
@@ -190,7 +190,7 @@ def test_synonyms_are_of_keys_that_exist():
         ]
         for name in fields.fields(section)
     }
-    for word, keys in synonyms.SYNONYMS.items():
+    for word, keys in loading.SYNONYMS.items():
         assert re.fullmatch("[a-z0-9]+", word), word
         assert set(keys) <= known, keys
 

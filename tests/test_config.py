@@ -116,65 +116,6 @@ def test_key_of_another_choice_is_refused(optim, message):
 
 
 @pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ("optim.rate", "optim.learning_rate"),
-        ("optim.clip_norm", "optim.grad_clip_norm"),
-        ("optim.accumulate", "optim.grad_accum_steps"),
-        ("optim.decay_mask", "optim.weight_decay_mask"),
-        ("average.decay", "ema.decay"),
-        ("every.log", "log_every_steps"),
-        ("every.evaluate_epochs", "eval_every_epochs"),
-        ("every.checkpoint_epochs", "checkpoint_every_epochs"),
-        ("optim.rate_per_256", "optim.base_learning_rate"),
-        ("optim.decay", "optim.schedule"),
-        ("optim.end_rate", "optim.schedule.end_learning_rate"),
-        ("optim.timescale", "optim.schedule.timescale"),
-        ("optim.cooldown_epochs", "optim.schedule.cooldown_epochs"),
-        ("optim.boundaries", "optim.schedule.boundaries"),
-        ("optim.factor", "optim.schedule.decay_rate"),
-        ("loss.name", "task.loss"),
-        ("loss.label_smoothing", "task.label_smoothing"),
-        ("keep.last", "checkpoint.max_to_keep"),
-        ("keep.every", "checkpoint.keep_period"),
-        ("local.folder", "local_checkpoint.dir"),
-        ("local.every", "local_checkpoint.every_steps"),
-        ("sharding.smallest", "sharding.min_size"),
-        ("slow_step", "slow_step_factor"),
-        ("profile", "profile_steps"),
-        ("compilation_cache", "compilation_cache_dir"),
-        ("model.heads", "model.num_heads"),
-        ("model.representation", "model.representation_layer"),
-        ("model.pooled_norm", "model.fc_norm"),
-        ("model.posemb_at", "model.posemb_placement"),
-        ("model.stochastic_depth", "model.drop_path_rate"),
-        ("model.head_bias", "model.head_bias_init"),
-        ("model.gelu", "model.activation"),
-        ("model.epsilon", "model.layer_norm_eps"),
-        ("model.remat", "model.remat_policy"),
-        ("model.attention", "model.attention_impl"),
-        ("model.blocks", "model.stage_depths"),
-        ("data.ops", "data.train_transform"),
-        ("data.eval_ops", "data.eval_transform"),
-        ("data.classes", "data.num_classes"),
-        ("data.examples", "data.num_examples"),
-        ("data.workers", "data.num_workers"),
-        ("data.threads", "data.num_threads"),
-        ("init_average", "init.use_ema"),
-        ("init_head", "init.head"),
-        ("init_posemb", "init.posemb_resize"),
-        ("init_allow", "init.allow_mismatch"),
-    ],
-)
-def test_a_key_of_before_is_refused_with_what_it_is_now(before, now):
-    *section, leaf = before.split(".")
-    raw = {section[0]: {leaf: 1}} if section else {leaf: 1}
-    with pytest.raises(UserError) as caught:
-        config.complete(stated(**raw))
-    assert str(caught.value).endswith(f"the nearest known key is {now}")
-
-
-@pytest.mark.parametrize(
     ("init", "overrides", "found"),
     [
         ("a", {}, ("a", "new")),
@@ -211,6 +152,51 @@ def test_another_choice_drops_the_keys_of_the_old_one(overrides, found):
     done = config.complete(raw).optim
     assert (done.name, done.schedule.name, done.weight_decay) == (*found, 0.1)
     assert getattr(done, "momentum", 0.5) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("sections", "override", "gone"),
+    [
+        (
+            {"optim": {"name": "sgd", "momentum": 0.5, "nesterov": True}},
+            ("optim.name", "adam"),
+            {"optim.momentum", "optim.nesterov"},
+        ),
+        (  # A text for a section is its kind.
+            {"optim": {"schedule": {"name": "step", "boundaries": (3,)}}},
+            ("optim.schedule", "linear"),
+            {"optim.schedule.boundaries"},
+        ),
+        (
+            {"task": {"name": "contrastive", "loss": "softmax", "text": {"depth": 2}}},
+            ("task.name", "classification"),
+            {"task.text"},
+        ),
+        (
+            {"model": {"variant": "B/16", "pool": "gap", "dropout": 0.1}},
+            ("model.variant", "R50x1"),
+            {"model.pool", "model.dropout"},
+        ),
+        ({"evals": {"val": "test"}}, ("evals.val.kind", "knn"), {"evals.val.split"}),
+    ],
+)
+def test_dropped_keys_are_told_in_one_line(tmp_path, capsys, sections, override, gone):
+    path = tmp_path / "r.py"
+    path.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config(arg=None):\n    return ConfigDict({stated(**sections)!r})\n"
+    )
+    key, kind = override
+    done = fields.flatten(config.load(str(path), {key: kind}))
+    assert done.get(key, done.get(f"{key}.name")) == kind
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith((f"{key}='{kind}'", f"{key}.name='{kind}'"))
+    assert (
+        set(re.findall(r"\b[a-z]+\.[a-z_.]+\b", line.partition(" has no ")[2])) == gone
+    )
+    assert not gone & done.keys()
+    config.load(str(path))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("order", [1, -1])

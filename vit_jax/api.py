@@ -33,7 +33,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes, prediction, suite
 from vit_jax.models.text_tower import TextTower
-from vit_jax.printing import print_line
+from vit_jax.printing import print_error, print_line
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
 from vit_jax.training.callbacks import Callback
@@ -794,7 +794,8 @@ def _config(
         )
     for name, change in (sections or {}).items():
         raw[name] = change(raw.get(name, {}))
-    loading.override(TrainConfig, raw, overrides)
+    for line in loading.override(TrainConfig, raw, overrides):
+        print_error(line)
     return loading.complete(cls, raw)
 
 

@@ -57,7 +57,6 @@ class Key:
       of_host: whether hosts of one run may state it differently.
       in_step: whether the compiled training step depends on it.
       training_only: whether outputs of a trained network do not depend on it.
-      formerly: its dotted key in an earlier version, for the message on unknown keys.
     """
 
     help: str
@@ -73,7 +72,6 @@ class Key:
     of_host: bool = False
     in_step: bool = True
     training_only: bool = False
-    formerly: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,55 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import fields
 from vit_jax.config.fields import Choice, Key, Named, Section
-from vit_jax.config.synonyms import SYNONYMS
 from vit_jax.errors import UserError
+from vit_jax.printing import print_error
 
 T = TypeVar("T")
+
+# What other codebases call our keys, for the hint at an unknown one: words without case
+# and punctuation, as timm, big_vision, Hugging Face and the papers have them.
+_WORDS = {
+    "batch_size": "batch batchsize bs perdevicetrainbatchsize",
+    "data.data_dir": "datadir datapath dataroot root",
+    "data.image_size": "imgsize imagesize inputsize resolution res cropsize",
+    "data.name": "dataset datasetname",
+    "data.num_classes": "numclasses nbclasses numlabels",
+    "data.num_workers": "workers numworkers dataloaderworkers",
+    "data.train_transform": (
+        "mixup mixupalpha cutmix cutmixalpha randaugment randaug aa autoaugment "
+        "augmentation augment colorjitter reprob randomerasing hflip ppcommon pp"
+    ),
+    "ema.decay": "ema emadecay modelema polyak polyakdecay",
+    "ema.warmup": "emawarmup modelemawarmup usewarmup",
+    "epochs": "epoch numepochs numtrainepochs totalepochs",
+    "init.checkpoint": "pretrained finetune resume modelinit initialcheckpoint",
+    "model.drop_path_rate": "droppath stochasticdepth stochdepth",
+    "model.dropout": "droprate hiddendropoutprob",
+    "model.dtype": "amp fp16 bf16 precision mixedprecision",
+    "model.num_heads": "head heads numattentionheads nheads",
+    "model.pool": "head globalpool pooling pooltype classifier",
+    "model.scan": "scanlayers",
+    "model.variant": "model modelname arch architecture patchsize variant",
+    "optim.b1": "beta1",
+    "optim.b2": "beta2",
+    "optim.base_learning_rate": "blr baselr baselearningrate",
+    "optim.grad_accum_steps": "accum accumiter gradientaccumulationsteps gradaccum",
+    "optim.grad_clip_norm": "gradclip clipgrad clipgradnorm maxgradnorm gradclipnorm clip",
+    "optim.layer_decay": "layerdecay llrd",
+    "optim.learning_rate": "lr learningrate rate peaklr maxlr",
+    "optim.name": "opt optimizer optimiser",
+    "optim.schedule": "sched scheduler lrscheduler lrschedulertype",
+    "optim.warmup_epochs": "warmupepochs",
+    "optim.warmup_steps": "warmup warmupsteps",
+    "optim.weight_decay": "wd weightdecay decay",
+    "task.label_smoothing": "smoothing labelsmoothing labelsmoothingfactor",
+    "total_steps": "steps maxsteps numsteps totalsteps",
+}
+SYNONYMS = {
+    word: [key for key, words in _WORDS.items() if word in words.split()]
+    for all_words in _WORDS.values()
+    for word in all_words.split()
+}
 
 
 def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) -> dict:
@@ -42,7 +87,8 @@ def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) ->
     path = find(name)
     raw = _run_config_file(path, lambda file: _config_of(file, arg or None)).to_dict()
     raw.setdefault("name", path.stem)
-    override(cls, raw, overrides or {})
+    for line in override(cls, raw, overrides or {}):
+        print_error(line)
     return raw
 
 
@@ -80,59 +126,110 @@ def find(name: str) -> pathlib.Path:
     return path
 
 
-def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> None:
+def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> list[str]:
     """Sets dotted keys in what a recipe states; sections come before keys in them.
 
-    Where the name of a choice changes, as `optim.name`, what the recipe states for the
-    old one and the new one does not have is dropped.
+    Where the kind of a section changes, as by `optim.name`, what the recipe states of the
+    old kind and the new one does not have is dropped. A text for a section chooses its
+    kind; a mapping replaces the section.
 
     Args:
       cls: dataclass of the config.
       raw: nested dicts, which are changed.
       overrides: dotted key to value.
 
+    Returns:
+      A line for each section that keys were dropped of.
+
     Raises:
-      UserError: what stands before the last dot of a key is not a section.
+      UserError: a section is stated that is none.
     """
-    for name in sorted(overrides, key=lambda name: name.count(".")):
-        _override(cls, raw, name, overrides)
+    dropped = []
+    merged = _merge(cls, raw, overrides, "", dropped)
+    raw.clear()
+    raw.update(merged)
+    return dropped
 
 
-def _override(cls: type, raw: dict, name: str, overrides: Mapping[str, object]) -> None:
-    *sections, leaf = name.split(".")
-    node, at, where, value, about = raw, cls, "", overrides[name], None
-    while sections:
-        section = sections.pop(0)
-        where = f"{where}.{section}".strip(".")
-        about = fields.fields(at).get(section)
-        if not isinstance(about, Section):
-            known = _known_keys(cls, _expand(cls, raw, ""), "")
-            nearest = _nearest(cls, name, known)
-            raise UserError(
-                f"unknown config key {name}; the nearest known key is {nearest}"
-            )
-        text_key = about.text_key
+def _merge(
+    cls: type, raw: Mapping, overrides: Mapping, where: str, dropped: list[str]
+) -> dict:
+    """Returns what is stated of a section, with a dict for every section inside.
+
+    Args:
+      cls: dataclass of the section.
+      raw: what the recipe states of it.
+      overrides: dotted key, from this section on, to value.
+      where: dotted key of the section with a dot behind; "" for the whole config.
+      dropped: lines are added to it, see `override`.
+    """
+    raw, inner = dict(raw), _by_section(overrides)
+    for name in [*raw, *(inner.keys() - raw.keys())]:
+        path, stated, given = f"{where}{name}", raw.get(name, {}), inner.get(name, {})
+        about = fields.fields(cls).get(name)
         if isinstance(about, Named):
-            if not sections:  # The key is the name itself.
-                node = node.setdefault(section, {})
-                break
-            _check_mapping(about, node.setdefault(section, {}), where)
-            node, section = node[section], sections.pop(0)
-            where, about = f"{where}.{section}", about.choice
-        if section in node:
-            node[section] = _expand_section(about, node[section], where, text_key)
-        node = node.setdefault(section, {})
-        at = _type_of(about, node, where)
-    if isinstance(about, Choice) and leaf == about.text_key:
-        for other in fields.fields(at).keys() - fields.fields(about.find(value, where)):
-            if not any(f"{key}.".startswith(f"{where}.{other}.") for key in overrides):
-                node.pop(other, None)
-    about = fields.fields(at).get(leaf)
-    if type(about) is Section and about.text_key and isinstance(value, str):
-        # What the recipe states beside it stays.
-        stated = _expand_section(about, node.get(leaf, {}), name, about.text_key)
-        value = stated | {about.text_key: value}
-    node[leaf] = value
+            stated = given.pop(None, stated)
+            _check_mapping(about, stated, path)
+            parts, given = dict(stated), _by_section(given)
+            for part in parts.keys() | given.keys():
+                if "/" in part or part in ("", *about.reserved):
+                    raise UserError(
+                        f"{path}: {part!r} cannot be a name here, because files and "
+                        "metrics are named after it: choose another, without /"
+                    )
+            for part in [*parts, *(given.keys() - parts.keys())]:
+                parts[part] = _merge_section(
+                    *(about.choice, about.text_key, parts.get(part, {})),
+                    *(given.get(part, {}), f"{path}.{part}", dropped),
+                )
+            raw[name] = parts
+        elif isinstance(about, Section):
+            raw[name] = _merge_section(
+                about, about.text_key, stated, given, path, dropped
+            )
+        elif given:  # Keys below one that is no section are refused later.
+            raw[name] = given.pop(None, given)
+    return raw
+
+
+def _merge_section(
+    about: Section,
+    text_key: str,
+    stated: object,
+    given: dict,
+    where: str,
+    dropped: list[str],
+) -> dict:
+    """Merges overrides into a section, or into a text that stands for one of its keys."""
+    if text_key == about.text_key and isinstance(given.get(None), str):
+        given = {text_key: given.pop(None)} | given
+    stated = given.pop(None, stated)
+    if text_key and isinstance(stated, str):
+        stated = {text_key: stated}
+    _check_mapping(about, stated, where)
+    cls = _type_of(about, stated, where)
+    if isinstance(about, Choice) and about.text_key in given:
+        kind, before = given[about.text_key], cls
+        cls = about.find(kind, where)
+        kept = fields.fields(cls).keys() | {name.partition(".")[0] for name in given}
+        gone = [n for n in stated if n in fields.fields(before) and n not in kept]
+        if gone:
+            dropped.append(
+                f"{where}.{about.text_key}={kind!r} has no "
+                f"{', '.join(f'{where}.{name}' for name in gone)}: what the recipe states "
+                "of it is dropped"
+            )
+        stated = {name: value for name, value in stated.items() if name not in gone}
+    return _merge(cls, stated, given, f"{where}.", dropped)
+
+
+def _by_section(overrides: Mapping) -> dict[str, dict]:
+    """Groups dotted keys by their first word; the word alone is the key None."""
+    grouped = {}
+    for name, value in overrides.items():
+        first, dot, rest = name.partition(".")
+        grouped.setdefault(first, {})[rest if dot else None] = value
+    return grouped
 
 
 def parse_override(text: str) -> object:
@@ -159,53 +256,8 @@ def complete(cls: type[T], raw: Mapping | ConfigDict | object, where: str = "") 
         raw = raw.to_dict()
     elif not isinstance(raw, Mapping):
         raw = fields.to_dict(raw)
-    raw = _expand(cls, raw, where)
-    _check_choices(cls, raw, where)
-
-    def nearest(key):
-        return _nearest(cls, key, _known_keys(cls, raw, where))
-
-    _refuse_unread(cls, raw, where, None, nearest)
-    return _build(cls, raw, where)
-
-
-def _expand(cls: type, raw: Mapping, where: str) -> dict:
-    """Returns what is stated of a section, with a dict for every section inside.
-
-    Args:
-      cls: dataclass of the section.
-      raw: what is stated of it.
-      where: its dotted key with a dot behind; "" for the whole config.
-
-    Raises:
-      UserError: a section is no mapping and no text that stands for one, or the name
-        of a choice or of a named section is not allowed.
-    """
-    raw = dict(raw)
-    for name, about in fields.fields(cls).items():
-        path = f"{where}{name}"
-        if name not in raw or not isinstance(about, Section):
-            continue
-        if isinstance(about, Named):
-            _check_mapping(about, raw[name], path)
-            _check_names(path, about, raw[name])
-            raw[name] = {
-                key: _expand_section(
-                    about.choice, value, f"{path}.{key}", about.text_key
-                )
-                for key, value in raw[name].items()
-            }
-        else:
-            raw[name] = _expand_section(about, raw[name], path, about.text_key)
-    return raw
-
-
-def _expand_section(about: Section, value: object, where: str, text_key: str) -> dict:
-    """Expands a section, or a text that stands for one of its keys; see `_expand`."""
-    if text_key and isinstance(value, str):
-        value = {text_key: value}
-    _check_mapping(about, value, where)
-    return _expand(_type_of(about, value, where), value, f"{where}.")
+    raw = _merge(cls, raw, {}, where, [])
+    return _build(cls, raw, where, None, lambda: _known_keys(cls, raw, where))
 
 
 def _check_mapping(about: Section, value: object, where: str) -> None:
@@ -220,15 +272,6 @@ def _check_mapping(about: Section, value: object, where: str) -> None:
     )
 
 
-def _check_names(section: str, about: Named, given: Mapping) -> None:
-    for name in given:
-        if "/" in name or name in ("", *about.reserved):
-            raise UserError(
-                f"{section}: {name!r} cannot be a name here, because files and metrics "
-                "are named after it: choose another, without /"
-            )
-
-
 def _type_of(about: Section, given: Mapping, where: str) -> type:
     """Returns the dataclass of a section under the name that is stated."""
     if isinstance(about, Choice):
@@ -236,95 +279,97 @@ def _type_of(about: Section, given: Mapping, where: str) -> type:
     return about.cls
 
 
-def _sections(
-    cls: type, raw: Mapping, where: str
-) -> Iterator[tuple[str, Section, type, Mapping]]:
-    """Yields dotted key, metadata, dataclass and content of each section inside one."""
-    for name, about in fields.fields(cls).items():
-        inside = {f"{where}{name}": (about, raw.get(name, {}))}
-        if isinstance(about, Named):
-            given = raw.get(name, {}).items()
-            inside = {f"{where}{name}.{k}": (about.choice, v) for k, v in given}
-        elif not isinstance(about, Section):
-            continue
-        for path, (one, content) in inside.items():
-            yield path, one, _type_of(one, content, path), content
-
-
-def _check_choices(cls: type, raw: Mapping, where: str) -> None:
-    """Checks every text that has a list of allowed ones.
-
-    It comes before unknown keys are refused, because a wrong text may be the reason
-    why nothing would read a key.
-    """
-    for name, about in fields.fields(cls).items():
-        if name in raw and not isinstance(about, Section):
-            fields.check_choice(f"{where}{name}", about, raw[name])
-    for path, _, inner, given in _sections(cls, raw, where):
-        _check_choices(inner, given, f"{path}.")
-
-
-def _refuse_unread(
-    cls: type,
+def _build(
+    cls: type[T],
     raw: Mapping,
     where: str,
     choice: Choice | None,
-    nearest: Callable[[str], str],
-) -> None:
-    """Refuses keys that nothing would read.
+    known: Callable[[], Iterable[str]],
+) -> T:
+    """Builds a dataclass from what is stated, and checks it.
 
     Args:
       cls: dataclass of a section.
-      raw: what is stated of it.
+      raw: what is stated of it, as `_merge` returns it.
       where: its dotted key with a dot behind; "" for the whole config.
       choice: by which `cls` was chosen, or None.
-      nearest: returns the known key that is most like one.
-
-    Raises:
-      UserError: such a key; the message names the nearest, or what would have it read.
+      known: returns the dotted keys that are read, for the message on others.
     """
-    own = fields.fields(cls)
-    for name in raw:
-        if name in own and _is_read(cls, name, raw):
-            continue
-        key = f"{where}{name}"
-        if name in own:
-            ((other, allowed), *_) = own[name].only_if.items()
-            raise UserError(
-                f"config key {key} is read only with {where}{other}={' or '.join(allowed)}"
-            )
-        types = choice.types if choice else {}
-        others = [k for k, other in types.items() if name in fields.fields(other)]
-        if others and choice.patterns:
-            raise UserError(
-                f"config key {key} is not one of this form of {where}{choice.text_key}"
-            )
-        if others:
-            raise UserError(
-                f"config key {key} is read only with {where}{choice.text_key}={' or '.join(others)}"
-            )
-        if isinstance(raw[name], Mapping):  # A section: one of its keys says more.
-            key = ".".join([key, *list(raw[name])[:1]])
-        raise UserError(
-            f"unknown config key {key}; the nearest known key is {nearest(key)}"
-        )
-    for path, about, inner, given in _sections(cls, raw, where):
-        chosen_by = about if isinstance(about, Choice) else None
-        _refuse_unread(inner, given, f"{path}.", chosen_by, nearest)
+    own, defaults = fields.fields(cls), fields.defaults(cls)
+    # First, because a wrong text may be the reason why nothing would read a key.
+    for name in raw.keys() & defaults.keys():
+        fields.check_choice(f"{where}{name}", own[name], raw[name])
+    for name, value in raw.items():
+        of_plain_key = isinstance(value, Mapping) and name in defaults
+        if name not in own or of_plain_key or not _is_read(cls, name, raw):
+            raise _unread(cls, name, value, where, choice, known)
+    values = {}
+    for name, about in own.items():
+        path = f"{where}{name}"
+        if isinstance(about, Named):
+            values[name] = {
+                each: _build_section(about.choice, given, f"{path}.{each}", known)
+                for each, given in raw.get(name, {}).items()
+            }
+        elif isinstance(about, Section):
+            values[name] = _build_section(about, raw.get(name, {}), path, known)
+        else:
+            default = _default(about, defaults[name], values)
+            value = raw.get(name, default)
+            if not isinstance(value, str) or value not in about.names:
+                value = fields.fit(path, value, default)
+            values[name] = value
+            if fields.is_read(about, values):
+                fields.check(path, about, value)
+    return cls(**values)
 
 
-def _nearest(cls: type, key: str, known: Iterable[str]) -> str:
-    """Returns what a key is called now, or the known key that is most like it.
+def _build_section(
+    about: Section, given: Mapping, where: str, known: Callable[[], Iterable[str]]
+) -> object:
+    choice = about if isinstance(about, Choice) else None
+    return _build(_type_of(about, given, where), given, f"{where}.", choice, known)
 
-    Likeness is counted by words and then by letters.
-    """
-    for where, _, section in (("", "", cls), *fields.sections(cls)):
-        for name, about in fields.fields(section).items():
-            if about.formerly == key:
-                return f"{where}.{name}".strip(".")
-    plain = re.sub(r"[^a-z0-9]", "", key.rpartition(".")[2].lower())
+
+def _default(about: Key, default: object, values: Mapping) -> object:
+    """Returns a key's default, which may depend on another key of its section."""
+    for other, allowed in (about.only_if or {}).items():
+        if isinstance(allowed, Mapping) and values.get(other) in allowed:
+            return allowed[values[other]]
+    return default
+
+
+def _unread(
+    cls: type,
+    name: str,
+    value: object,
+    where: str,
+    choice: Choice | None,
+    known: Callable[[], Iterable[str]],
+) -> UserError:
+    """Returns the error for a key that nothing would read; see `_build`."""
+    key, about = f"{where}{name}", fields.fields(cls).get(name)
+    if about and not isinstance(value, Mapping):
+        ((other, allowed), *_) = about.only_if.items()
+        only = f"{where}{other}={' or '.join(allowed)}"
+        return UserError(f"config key {key} is read only with {only}")
+    types = choice.types if choice and not about else {}
+    if kinds := [k for k, kind in types.items() if name in fields.fields(kind)]:
+        only = f"read only with {where}{choice.text_key}={' or '.join(kinds)}"
+        if choice.patterns:
+            only = f"not one of this form of {where}{choice.text_key}"
+        return UserError(f"config key {key} is {only}")
+    if isinstance(value, Mapping):  # A section: one of its keys says more.
+        key = ".".join([key, *list(value)[:1]])
+    return UserError(
+        f"unknown config key {key}; the nearest known key is {_nearest(key, known())}"
+    )
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """Returns the known key that is most like another, by words and then by letters."""
     known = list(known)
-    if meant := [key for key in SYNONYMS.get(plain, ()) if key in known]:
+    if meant := [each for each in _synonyms(key.rpartition(".")[2]) if each in known]:
         return " or ".join(meant)
     words = set(re.findall(r"[a-z0-9]+", key.lower()))
 
@@ -334,6 +379,10 @@ def _nearest(cls: type, key: str, known: Iterable[str]) -> str:
         return letters + len(shared) / max(1, len(words))
 
     return max(known, key=likeness)
+
+
+def _synonyms(word: str) -> list[str]:
+    return SYNONYMS.get(re.sub(r"[^a-z0-9]", "", word.lower()), [])
 
 
 def key_called(cls: type, word: str) -> str:
@@ -347,58 +396,28 @@ def key_called(cls: type, word: str) -> str:
     keys = [
         f"{at}.{name}".strip(".") for at, _, c in places for name in fields.fields(c)
     ]
-    meant = SYNONYMS.get(re.sub(r"[^a-z0-9]", "", word.lower()), [word])[0]
+    meant = [*_synonyms(word), word][0]
     found = [key for key in keys if key == meant or key.endswith(f".{meant}")]
     return min(found, key=lambda key: key.count("."), default="")
 
 
 def _known_keys(cls: type, raw: Mapping, where: str) -> Iterator[str]:
     """Yields the dotted keys that are read, given what is stated."""
-    for name in fields.fields(cls):
+    for name, about in fields.fields(cls).items():
+        inside = {}
+        if isinstance(about, Named):
+            given = raw.get(name, {}).items()
+            inside = {f"{where}{name}.{k}": (about.choice, v) for k, v in given}
+        elif isinstance(about, Section):
+            inside = {f"{where}{name}": (about, raw.get(name, {}))}
         if _is_read(cls, name, raw):
             yield f"{where}{name}"
-    for path, _, inner, given in _sections(cls, raw, where):
-        yield from _known_keys(inner, given, f"{path}.")
+        for path, (section, given) in inside.items():
+            yield from _known_keys(_type_of(section, given, path), given, f"{path}.")
 
 
 def _is_read(cls: type, name: str, raw: Mapping) -> bool:
     return fields.is_read(fields.fields(cls)[name], fields.defaults(cls) | raw)
-
-
-def _build(cls: type[T], raw: Mapping, where: str) -> T:
-    """Builds a dataclass from what is stated, where every key is one of its own."""
-    stated = {}
-    defaults = fields.defaults(cls)
-    for name, about in fields.fields(cls).items():
-        path = f"{where}{name}"
-        if isinstance(about, Named):
-            stated[name] = {
-                k: _build_section(about.choice, given, f"{path}.{k}")
-                for k, given in raw.get(name, {}).items()
-            }
-        elif isinstance(about, Section):
-            stated[name] = _build_section(about, raw.get(name, {}), path)
-        else:
-            default = _default(about, defaults[name], stated)
-            value = raw.get(name, default)
-            if not isinstance(value, str) or value not in about.names:
-                value = fields.fit(path, value, default)
-            stated[name] = value
-            if fields.is_read(about, stated):
-                fields.check(path, about, stated[name])
-    return cls(**stated)
-
-
-def _build_section(about: Section, given: Mapping, where: str) -> object:
-    return _build(_type_of(about, given, where), given, f"{where}.")
-
-
-def _default(about: Key, default: object, values: Mapping) -> object:
-    """Returns a key's default, which may depend on another key of its section."""
-    for other, allowed in (about.only_if or {}).items():
-        if isinstance(allowed, Mapping) and values.get(other) in allowed:
-            return allowed[values[other]]
-    return default
 
 
 def arguments(path: str) -> dict[str, object]:

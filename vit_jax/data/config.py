@@ -32,9 +32,7 @@ class ReaderConfig:
         in_step=False,
     )
     num_examples: int = key(
-        0,
-        "Size of `split` where the data is not at hand; checked.",
-        formerly="data.examples",
+        0, "Size of `split` where the data is not at hand; checked."
     )
     image_key: str = key(
         "image", "TFDS feature or Parquet column of the images, and ..."
@@ -63,7 +61,6 @@ class ReaderConfig:
         0,
         "Loader processes; 0 loads in threads of this process.",
         at_most=1_024,
-        formerly="data.workers",
         changes_result=False,
         of_host=True,
     )
@@ -71,7 +68,6 @@ class ReaderConfig:
         4,
         "Loader threads a process.",
         at_most=1_024,
-        formerly="data.threads",
         changes_result=False,
         of_host=True,
     )
@@ -104,7 +100,6 @@ class DataConfig(ReaderConfig):
         "Number of classes; labels outside [0, classes) are an error. 0: labels are "
         "not read, for tasks that learn without, and need not exist.",
         below=2**31,
-        formerly="data.classes",
     )
     repeats: int = key(
         1,
@@ -141,11 +136,9 @@ class DataConfig(ReaderConfig):
     )
     channels: int = key(3, "1 or 3.")
     train_transform: str = key(
-        "",
-        "Training transforms; see vit_jax/data/transforms/parse.py.",
-        formerly="data.ops",
+        "", "Training transforms; see vit_jax/data/transforms/parse.py."
     )
-    eval_transform: str = key("", "Evaluation transforms.", formerly="data.eval_ops")
+    eval_transform: str = key("", "Evaluation transforms.")
     mean: tuple[float, ...] = key(
         (0.5,), "Subtracted, one or a channel, as a fraction of 255 ..."
     )

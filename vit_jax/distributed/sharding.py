@@ -33,9 +33,7 @@ class ShardingConfig:
         '"head/kernel$ -> -, model"; vit_jax/distributed/sharding.py.',
     )
     min_size: int = key(
-        32_768,
-        "Elements per layer from which fsdp splits a parameter.",
-        formerly="sharding.smallest",
+        32_768, "Elements per layer from which fsdp splits a parameter."
     )
 
 

@@ -51,12 +51,7 @@ class EncoderConfig(NetworkConfig):
     # As the deepest published (DeepNet, arXiv:2203.00555): each block takes half a second to
     # trace and compile, under a scan too, since parameters are initialised one by one.
     depth: int = key(0, "Encoder blocks, likewise.", at_most=1_000)
-    num_heads: int = key(
-        0,
-        "Attention heads a block, likewise.",
-        below=2**31,
-        formerly="model.heads",
-    )
+    num_heads: int = key(0, "Attention heads a block, likewise.", below=2**31)
     mlp_dim: int = key(
         0,
         "Hidden units of the MLP, likewise; of a gated one those behind the gate.",
@@ -73,7 +68,6 @@ class EncoderConfig(NetworkConfig):
         'Where they are added: once ("stem"), in "every" layer its own, or in each the '
         'same ("shared"). Of "relative" each layer has its own, or all the same.',
         choices=POSITION_PLACES,
-        formerly="model.posemb_at",
         only_if={
             "posemb": {
                 "learned": "stem",
@@ -103,7 +97,6 @@ class EncoderConfig(NetworkConfig):
         0.0,
         "Stochastic depth: drop rate of the last block.",
         below=1,
-        formerly="model.stochastic_depth",
         training_only=True,
     )
     drop_path_schedule: str = key(
@@ -117,7 +110,6 @@ class EncoderConfig(NetworkConfig):
         'Of the MLP: "gelu_tanh" (Google\'s), "gelu" (exact: timm, Hugging Face), '
         '"quick_gelu" (CLIP) or "swiglu" (gated: DINOv2\'s g/14).',
         choices=MLP_ACTIVATIONS,
-        formerly="model.gelu",
     )
     layer_scale_init: float = key(
         0.0,
@@ -159,9 +151,7 @@ class EncoderConfig(NetworkConfig):
         False,
         "RMSNorms (arXiv:1910.07467), without mean and bias, in place of all LayerNorms.",
     )
-    layer_norm_eps: float = key(
-        1e-6, "Epsilon of the LayerNorms.", formerly="model.epsilon"
-    )
+    layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.")
     scan: bool = key(
         False,
         "One trace of a block for all: compiles faster, needs more memory. The results, "
@@ -174,14 +164,12 @@ class EncoderConfig(NetworkConfig):
         "What a block computes again, from most memory to most computing; see "
         "models/stacking.py.",
         choices=tuple(stacking.REMAT_POLICIES),
-        formerly="model.remat",
         changes_result=False,
     )
     attention_impl: str = key(
         "auto",
         '"auto", or "einsum", "cudnn" (NVIDIA GPUs), "splash" (TPUs).',
         choices=attention.NAMES,
-        formerly="model.attention",
         changes_result=False,
     )
 

@@ -31,10 +31,7 @@ class StemConfig(NetworkConfig):
     """What `config.model` states of a ResNet that stands alone or is a stem."""
 
     stage_depths: tuple[int, ...] = key(
-        (0,),
-        "Units of each stage, in place of the variant's if not (0,).",
-        below=1_000,
-        formerly="model.blocks",
+        (0,), "Units of each stage, in place of the variant's if not (0,).", below=1_000
     )
     stem_width: int = key(0, "Features of the root, likewise if not 0.", below=2**31)
 

@@ -35,7 +35,6 @@ class ModelConfig:
         0.0,
         "Initial bias of the classifier; -10 suits sigmoid.",
         at_least=None,
-        formerly="model.head_bias",
         training_only=True,
     )
     dtype: str = key(

@@ -61,14 +61,10 @@ class ViTConfig(EncoderConfig):
         below=1_000,
     )
     representation_layer: bool = key(
-        False,
-        "One tanh layer of the model's width before the head.",
-        formerly="model.representation",
+        False, "One tanh layer of the model's width before the head."
     )
     fc_norm: bool = key(
-        False,
-        "The final LayerNorm after the pooling, as timm's fc_norm.",
-        formerly="model.pooled_norm",
+        False, "The final LayerNorm after the pooling, as timm's fc_norm."
     )
 
     @property

@@ -33,13 +33,9 @@ class ClassificationConfig(TaskConfig):
         "softmax",
         '"softmax" or "sigmoid" cross-entropy.',
         choices=("softmax", "sigmoid"),
-        formerly="loss.name",
     )
     label_smoothing: float = key(
-        0.0,
-        "Part of a label's weight that all classes share.",
-        below=1,
-        formerly="loss.label_smoothing",
+        0.0, "Part of a label's weight that all classes share.", below=1
     )
     class_weights: tuple[float, ...] | str = key(
         _ALIKE,

@@ -27,12 +27,7 @@ from vit_jax.weights.load import InitConfig
 class EmaConfig:
     """Moving average of the parameters (Polyak averaging)."""
 
-    decay: float = key(
-        0.9999,
-        "Weight of the old average; 0 is off.",
-        below=1,
-        formerly="average.decay",
-    )
+    decay: float = key(0.9999, "Weight of the old average; 0 is off.", below=1)
     warmup: bool = key(
         True,
         "Weigh it in the first steps by (1 + step) / (10 + step) instead, until that is "
@@ -45,9 +40,7 @@ class CheckpointConfig:
     """Which checkpoints are kept, and which is handed on."""
 
     max_to_keep: int = key(2, "This many newest checkpoints, and ...", at_least=1)
-    keep_period: int = key(
-        0, "... those at multiples of this step; 0 is none.", formerly="keep.every"
-    )
+    keep_period: int = key(0, "... those at multiples of this step; 0 is none.")
     best_metric: str = key(
         "",
         "Evaluation and metric, as val/top1, of the averaged parameters if there are "
@@ -64,9 +57,8 @@ class LocalCheckpointConfig:
         "",
         'The same text on all hosts; "$VARIABLES" and "~" are resolved.',
         of_host=True,
-        formerly="local.folder",
     )
-    every_steps: int = key(0, "Interval in steps; 0 is none.", formerly="local.every")
+    every_steps: int = key(0, "Interval in steps; 0 is none.")
 
     def __post_init__(self):
         if self.every_steps and not self.dir:
@@ -80,10 +72,8 @@ def _interval(default: object, help: str, **rules) -> Any:
     return key(default, help, changes_result=False, in_step=False, **rules)
 
 
-def _interval_in_epochs(formerly: str) -> Any:
-    return _interval(
-        0.0, "The same in epochs; 0 is none.", below=2**31, formerly=formerly
-    )
+def _interval_in_epochs() -> Any:
+    return _interval(0.0, "The same in epochs; 0 is none.", below=2**31)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,15 +162,13 @@ class TrainConfig(_Config):
     optim: OptimConfig = choice(OPTIMIZERS, "adam")
     ema: EmaConfig = section(EmaConfig)
     log_every_steps: int = _interval(
-        50, "Steps between two lines of metrics.", at_least=1, formerly="every.log"
+        50, "Steps between two lines of metrics.", at_least=1
     )
-    log_every_epochs: float = _interval_in_epochs(formerly="every.log_epochs")
+    log_every_epochs: float = _interval_in_epochs()
     eval_every_steps: int = _interval(
-        0,
-        "Steps between evaluations; the last step has one in any case.",
-        formerly="every.evaluate",
+        0, "Steps between evaluations; the last step has one in any case."
     )
-    eval_every_epochs: float = _interval_in_epochs(formerly="every.evaluate_epochs")
+    eval_every_epochs: float = _interval_in_epochs()
     early_stopping_evals: int = _interval(
         0,
         "Evaluations in a row that are not better by checkpoint.best_metric, after which "
@@ -188,14 +176,9 @@ class TrainConfig(_Config):
         below=2**31,
     )
     checkpoint_every_steps: int = _interval(
-        1_000,
-        "Steps between checkpoints; the last step has one too.",
-        at_least=1,
-        formerly="every.checkpoint",
+        1_000, "Steps between checkpoints; the last step has one too.", at_least=1
     )
-    checkpoint_every_epochs: float = _interval_in_epochs(
-        formerly="every.checkpoint_epochs"
-    )
+    checkpoint_every_epochs: float = _interval_in_epochs()
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, changes_result=False, in_step=False
     )

@@ -28,12 +28,9 @@ class OptimConfig:
     name: str = key("adam", '"adam" or "adamw", the same; "sgd", "lars" or "lamb".')
     learning_rate: float = key(0.0, "Peak learning rate: this ...", in_step=False)
     base_learning_rate: float = key(
-        0.0,
-        "... or this, times batch_size / 256.",
-        in_step=False,
-        formerly="optim.rate_per_256",
+        0.0, "... or this, times batch_size / 256.", in_step=False
     )
-    schedule: ScheduleConfig = choice(SCHEDULES, "cosine", formerly="optim.decay")
+    schedule: ScheduleConfig = choice(SCHEDULES, "cosine")
     warmup_steps: int = key(0, "Linear warmup in steps, or else ...")
     warmup_epochs: float = epochs("... in epochs, or else ...")
     warmup_fraction: float = key(0.0, "... as a fraction of the run.")
@@ -57,11 +54,7 @@ class OptimConfig:
         0.0, "Largest gradient norm of each parameter by itself; 0 is off."
     )
     grad_accum_steps: int = key(
-        1,
-        "Microbatches per step.",
-        at_least=1,
-        changes_result=False,
-        formerly="optim.accumulate",
+        1, "Microbatches per step.", at_least=1, changes_result=False
     )
     sam_rho: float = key(
         0.0,

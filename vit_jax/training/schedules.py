@@ -50,9 +50,7 @@ class ConstantConfig(ScheduleConfig):
 class CosineConfig(ScheduleConfig):
     """Half a cosine from the peak to the end (arXiv:1608.03983)."""
 
-    end_learning_rate: float = key(
-        0.0, "Learning rate one step after the last.", formerly="optim.end_rate"
-    )
+    end_learning_rate: float = key(0.0, "Learning rate one step after the last.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         steps = max(1, run.total_steps - warmup)
@@ -66,9 +64,7 @@ class LinearConfig(ScheduleConfig):
     """A straight line from the peak to the end."""
 
     name: str = key("linear", "")
-    end_learning_rate: float = key(
-        0.0, "Learning rate one step after the last.", formerly="optim.end_rate"
-    )
+    end_learning_rate: float = key(0.0, "Learning rate one step after the last.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         steps = max(1, run.total_steps - warmup)
@@ -81,22 +77,11 @@ class RsqrtConfig(ScheduleConfig):
 
     name: str = key("rsqrt", "")
     timescale: int = key(
-        10_000,
-        "In steps: peak / sqrt(1 + steps after warmup / timescale).",
-        at_least=1,
-        formerly="optim.timescale",
+        10_000, "In steps: peak / sqrt(1 + steps after warmup / timescale).", at_least=1
     )
-    cooldown_steps: int = key(
-        0,
-        "Length of the cooldown in steps, or else ...",
-        formerly="optim.cooldown_steps",
-    )
-    cooldown_epochs: float = epochs(
-        "... in epochs, or else ...", formerly="optim.cooldown_epochs"
-    )
-    cooldown_fraction: float = key(
-        0.0, "... as a fraction of the run.", formerly="optim.cooldown_fraction"
-    )
+    cooldown_steps: int = key(0, "Length of the cooldown in steps, or else ...")
+    cooldown_epochs: float = epochs("... in epochs, or else ...")
+    cooldown_fraction: float = key(0.0, "... as a fraction of the run.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         steps = run.total_steps - warmup
@@ -122,12 +107,8 @@ class StepConfig(ScheduleConfig):
     """Constant, multiplied by `decay_rate` at each boundary."""
 
     name: str = key("step", "")
-    boundaries: tuple[int, ...] = key(
-        (0,), "Steps of the run, in ascending order.", formerly="optim.boundaries"
-    )
-    decay_rate: float = key(
-        0.1, "Factor of the learning rate at each boundary.", formerly="optim.factor"
-    )
+    boundaries: tuple[int, ...] = key((0,), "Steps of the run, in ascending order.")
+    decay_rate: float = key(0.1, "Factor of the learning rate at each boundary.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         steps = [warmup, *self.boundaries, run.total_steps]

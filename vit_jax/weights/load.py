@@ -34,29 +34,21 @@ class InitConfig:
         changes_result=False,
         of_host=True,
     )
-    use_ema: bool = key(
-        True,
-        "Take a workdir's averaged parameters if it has them.",
-        formerly="init_average",
-    )
+    use_ema: bool = key(True, "Take a workdir's averaged parameters if it has them.")
     head: str = key(
         "new",
         '"new": a classifier of zeros, "keep" (its classes in the order of the data\'s, by '
         'their names), or "drop".',
         choices=("new", "keep", "drop"),
-        formerly="init_head",
     )
     posemb_resize: str = key(
         "",
         'Resizing of position embeddings, as `model.posemb_resize`; "": as it was '
         "trained.",
         choices=("", *posemb.RESIZE_METHODS),
-        formerly="init_posemb",
     )
     allow_mismatch: tuple[str, ...] = key(
-        (),
-        "Regular expressions: what may be missing or left over.",
-        formerly="init_allow",
+        (), "Regular expressions: what may be missing or left over."
     )
 
 

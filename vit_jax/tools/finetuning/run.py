@@ -303,6 +303,8 @@ def choose(
     of_weights = max(preprocess.image_size)
     side = rule.side_of(images, of_weights, patch)
 
+    dropped = []
+
     def config_of(side: int, steps: int, evaluations: int) -> dict:
         raw = _raw(
             *(pretrained, preprocess, model, lies, images, classes),
@@ -310,7 +312,7 @@ def choose(
         )
         if "task.class_weights" in others:  # In the place of balanced draws.
             raw["data"].pop("class_balance", None)
-        loading.override(TrainConfig, raw, others)
+        dropped[:] = loading.override(TrainConfig, raw, others)
         if "epochs" in others:
             raw["total_steps"] = 0
         config = complete(raw)
@@ -332,6 +334,8 @@ def choose(
     steps = max(1, round(length.epochs * images.count / batch))
     evaluations = max(1, min(rule.EVALUATIONS, round(length.epochs)))
     raw = config_of(length.side, steps, evaluations)
+    for line in dropped:
+        say(line)
     choices = _choices(lies, images, raw, length, speed, minutes, validated, of_weights)
     choices = [
         dataclasses.replace(each, why="stated") if each.key in overrides else each

@@ -23,6 +23,7 @@ from vit_jax.config import fields, loading
 from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
 from vit_jax.files import read_json
+from vit_jax.printing import print_error
 from vit_jax.tools.sweeps import runs, step_cost, study_config
 from vit_jax.tools.sweeps.runs import SplitCache
 from vit_jax.tools.sweeps.study_config import StudyConfig
@@ -299,11 +300,14 @@ def plan(
             recipes[stage] = loading.read(TrainConfig, f"{path}:{text}")
         points.append(Point(axes, recipes))
     _refuse_varied(points, config, overrides or {})
+    dropped = []
     for point in points:
         for stage, recipe in point.recipes.items():
-            loading.override(TrainConfig, recipe, overrides or {})
+            dropped += loading.override(TrainConfig, recipe, overrides or {})
             for choice in config.grid(stage, point.axes):
                 _check_scores(_config(recipe, choice, 0, ""), stage, config)
+    for line in dict.fromkeys(dropped):
+        print_error(line)
     name = os.path.splitext(os.path.basename(path))[0]
     return Study(name, config, tuple(points), workdir)
 
