@@ -10,38 +10,52 @@ Result: not run by us; the authors report an upstream precision at 1 at 224 px o
 
 from ml_collections import ConfigDict
 
-from configs.b16_i21k import MODELS
 from configs.common import parse_arg, quick
 
-ARGUMENTS = dict(model=MODELS, quick=False)
+ARGUMENTS = dict(model=("B/16", "B/32", "L/16", "L/32", "H/14"), quick=False)
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
     c.name = f"{arg.model.replace('/', '').lower()}_i1k"
-    c.seed, c.epochs, c.batch_size = 0, 300, 4096
+    c.seed = 0
+    c.epochs = 300
+    c.batch_size = 4096
+    c.mesh = dict(data=-1)
 
-    c.data = dict(name="imagenet2012", split="train", num_classes=1_000)
-    c.data.num_examples = 1_281_167  # Of train, from the TFDS catalogue.
-    c.data.train_transform = "inception_crop | flip"
-    c.data.eval_transform = "resize_small(256) | central_crop"
+    c.data = dict(
+        name="imagenet2012",
+        split="train",
+        num_examples=1_281_167,  # From the TFDS catalogue.
+        num_classes=1_000,
+        image_size=(224, 224),
+        train_transform="inception_crop | flip",
+        eval_transform="resize_small(256) | central_crop",
+    )
     c.evals = dict(val="validation")
 
-    c.model = dict(variant=arg.model, pool="token", representation_layer=True)
-    c.model.dropout = 0.1
-    c.model.dtype = "bfloat16"
-    c.task = dict(loss="softmax", label_smoothing=0.0)
-
-    c.optim = dict(
-        name="adam", b1=0.9, b2=0.999, learning_rate=3e-3, warmup_steps=10_000
+    c.model = dict(
+        variant=arg.model,
+        pool="token",
+        representation_layer=True,
+        dropout=0.1,
+        dtype="bfloat16",
     )
-    c.optim.schedule = "cosine"
-    c.optim.weight_decay = 0.3  # Times the scheduled rate; kernels only.
-    c.optim.grad_clip_norm = 1.0
+    c.task = dict(loss="softmax", label_smoothing=0.0)
+    c.optim = dict(
+        name="adam",
+        b1=0.9,
+        b2=0.999,
+        learning_rate=3e-3,
+        warmup_steps=10_000,
+        schedule="cosine",
+        weight_decay=0.3,  # Times the scheduled rate; kernels only.
+        grad_clip_norm=1.0,
+    )
     c.ema = dict(decay=0.0)
+
     c.log_every_steps = 50
     c.eval_every_steps = 5_000
     c.checkpoint_every_steps = 1_000
-
     return quick(c) if arg.quick else c

@@ -19,40 +19,57 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg, quick
 
-MODELS = ("B/16", "B/32", "L/16", "L/32", "H/14")
-ARGUMENTS = dict(model=MODELS, epochs=(90, 30), quick=False)
+ARGUMENTS = dict(
+    model=("B/16", "B/32", "L/16", "L/32", "H/14"),
+    epochs=(90, 30),
+    quick=False,
+)
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
     c.name = f"{arg.model.replace('/', '').lower()}_i21k"
-    c.seed, c.epochs, c.batch_size = 0, arg.epochs, 4096
+    c.seed = 0
+    c.epochs = arg.epochs
+    c.batch_size = 4096
+    c.mesh = dict(data=-1)
 
-    c.data = dict(name="imagenet21k", split="full[51200:]", num_classes=21_843)
-    c.data.train_transform = "inception_crop | flip"
-    c.data.eval_transform = "resize_small(256) | central_crop"
+    c.data = dict(
+        name="imagenet21k",
+        split="full[51200:]",
+        num_classes=21_843,
+        image_size=(224, 224),
+        train_transform="inception_crop | flip",
+        eval_transform="resize_small(256) | central_crop",
+    )
     c.evals = dict(val="full[25600:51200]")
 
-    c.model = dict(variant=arg.model, pool="token", representation_layer=True)
-    c.model.dropout = 0.1
-    c.model.dtype = "bfloat16"
-    c.model.scan = True  # Compiled in a minute, where blocks one by one take many.
+    c.model = dict(
+        variant=arg.model,
+        pool="token",
+        representation_layer=True,
+        # Every class starts as absent (the authors, vision_transformer issue 2).
+        head_bias_init=-10.0,
+        dropout=0.1,
+        dtype="bfloat16",
+        scan=True,  # Compiled in a minute, where blocks one by one take many.
+    )
     if arg.model == "H/14":  # Or mesh.fsdp=16: 16 images a chip must fit 16 GB.
         c.model.remat_policy = "full"
-    # Every class starts as absent (the authors, vision_transformer issue 2).
-    c.model.head_bias_init = -10.0
     c.task = dict(loss="sigmoid", label_smoothing=0.0)
-
     c.optim = dict(
-        name="adam", b1=0.9, b2=0.999, learning_rate=1e-3, warmup_steps=10_000
+        name="adam",
+        b1=0.9,
+        b2=0.999,
+        learning_rate=1e-3,
+        warmup_steps=10_000,
+        schedule=dict(name="linear", end_learning_rate=1e-5),  # Issue 2 as well.
+        weight_decay=0.03,  # Times the scheduled rate; kernels only.
     )
-    # The end: issue 2 as well.
-    c.optim.schedule = dict(name="linear", end_learning_rate=1e-5)
-    c.optim.weight_decay = 0.03  # Times the scheduled rate; kernels only.
     c.ema = dict(decay=0.0)
+
     c.log_every_steps = 50
     c.eval_every_steps = 5_000
     c.checkpoint_every_steps = 1_000
-
     return quick(c) if arg.quick else c

@@ -41,23 +41,36 @@ def get_config(arg: str | None = None) -> ConfigDict:
     num_classes, images, small, test = DATASETS[arg.dataset]
     warmup, *drops, end = SCHEDULES[min(n for n in SCHEDULES if images < n)]
     resized, size = (160, 128) if small else (512, 480)
+    mixup = "" if images < 20_000 else " | mixup(0.1)"
     c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 0, end, 512
+    c.seed = 0
+    c.total_steps = end
+    c.batch_size = 512
+    c.mesh = dict(data=-1)
     c.init = "?"
 
-    c.data = dict(name=arg.dataset, split="train", num_classes=num_classes)
+    c.data = dict(
+        name=arg.dataset,
+        split="train",
+        num_classes=num_classes,
+        image_size=(size, size),
+        train_transform=f"resize({resized}) | random_crop | flip{mixup}",
+        eval_transform="resize",
+    )
     c.evals = dict(test=test)
-    c.data.image_size = (size, size)
-    c.data.train_transform = f"resize({resized}) | random_crop | flip"
-    c.data.train_transform += "" if images < 20_000 else " | mixup(0.1)"
-    c.data.eval_transform = "resize"
 
     c.model = dict(variant=arg.model, dtype="bfloat16")
     c.task = dict(loss="softmax")
-    c.optim = dict(name="sgd", momentum=0.9, learning_rate=3e-3, warmup_steps=warmup)
-    c.optim.schedule = dict(name="step", boundaries=tuple(drops), decay_rate=0.1)
+    c.optim = dict(
+        name="sgd",
+        momentum=0.9,
+        learning_rate=3e-3,
+        warmup_steps=warmup,
+        schedule=dict(name="step", boundaries=tuple(drops), decay_rate=0.1),
+    )
     c.ema = dict(decay=0.0)
-    c.log_every_steps, c.checkpoint_every_steps = 50, 1_000
-    c.eval_every_steps = max(100, end // 10)
 
+    c.log_every_steps = 50
+    c.eval_every_steps = max(100, end // 10)
+    c.checkpoint_every_steps = 1_000
     return quick(c) if arg.quick else c

@@ -8,8 +8,7 @@ Result: not run by us; there is no published number for it
 
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick
-from configs.siglip_lit_coco import captions_of
+from configs.common import parse_arg, quick, use_captions
 
 ARGUMENTS = dict(model=("B/32", "B/16", "L/14"), data="coco_captions", quick=False)
 # Width, depth, heads, of the text tower; width of the shared space.
@@ -26,25 +25,69 @@ def get_config(arg: str | None = None) -> ConfigDict:
     width, depth, num_heads, embed_dim = TEXT[arg.model]
     source = f"hf://openai/clip-vit-{HUB[arg.model]}"
     c = ConfigDict()
-    c.seed, c.ema, c.epochs, c.batch_size = 0, dict(decay=0.0), 5, 512
-    c.model = dict(variant=arg.model, pre_norm=True, activation="quick_gelu")
-    c.model.update(layer_norm_eps=1e-5, posemb_resize="bicubic")
+    c.seed = 0
+    c.epochs = 5
+    c.batch_size = 512
+    c.mesh = dict(data=-1)
     c.init = source
-    c.task = dict(name="contrastive", loss="softmax", projection="plain")
-    c.task.update(embed_dim=embed_dim, temperature_init=1 / 0.07, max_temperature=100.0)
-    c.task.text = dict(width=width, depth=depth, num_heads=num_heads, causal=True)
-    c.task.text.update(pool="eos", projection="plain", activation="quick_gelu")
-    c.task.text.update(layer_norm_eps=1e-5, vocab_size=49_408, eos_id=49_407)
-    c.optim = dict(name="adam", learning_rate=5e-7, weight_decay=0.2)
-    c.optim.schedule = dict(name="cosine", end_learning_rate=0.0)
-    c.optim.update(b2=0.98, eps=1e-6, warmup_fraction=0.1, grad_clip_norm=1.0)
-    captions_of(arg.data, c)
-    c.data.train_transform = "inception_crop(area=(0.9, 1.0), interpolation='bicubic')"
-    c.data.eval_transform = "resize_small(224) | central_crop"
-    c.data.mean = (0.48145466, 0.4578275, 0.40821073)
-    c.data.std = (0.26862954, 0.26130258, 0.27577711)
-    c.data.tokenizer, c.data.num_tokens = source, 77
-    c.update(log_every_steps=20, eval_every_epochs=1, checkpoint_every_epochs=1)
-    if arg.quick:
-        quick(c)
-    return c
+
+    c.data = dict(
+        name="coco_captions",
+        split="train",
+        num_examples=82_783,
+        num_classes=0,
+        caption_key="captions.text",
+        tokenizer=source,
+        num_tokens=77,
+        image_size=(224, 224),
+        mean=(0.48145466, 0.4578275, 0.40821073),
+        std=(0.26862954, 0.26130258, 0.27577711),
+        train_transform="inception_crop(area=(0.9, 1.0), interpolation='bicubic')",
+        eval_transform="resize_small(224) | central_crop",
+    )
+    c.evals = dict(retrieval=dict(kind="retrieval", split="val"))
+
+    c.model = dict(
+        variant=arg.model,
+        pre_norm=True,
+        activation="quick_gelu",
+        layer_norm_eps=1e-5,
+        posemb_resize="bicubic",
+    )
+    c.task = dict(
+        name="contrastive",
+        loss="softmax",
+        projection="plain",
+        embed_dim=embed_dim,
+        temperature_init=1 / 0.07,
+        max_temperature=100.0,
+    )
+    c.task.text = dict(
+        width=width,
+        depth=depth,
+        num_heads=num_heads,
+        causal=True,
+        pool="eos",
+        projection="plain",
+        activation="quick_gelu",
+        layer_norm_eps=1e-5,
+        vocab_size=49_408,
+        eos_id=49_407,
+    )
+    c.optim = dict(
+        name="adam",
+        b2=0.98,
+        eps=1e-6,
+        learning_rate=5e-7,
+        warmup_fraction=0.1,
+        schedule=dict(name="cosine", end_learning_rate=0.0),
+        weight_decay=0.2,
+        grad_clip_norm=1.0,
+    )
+    c.ema = dict(decay=0.0)
+
+    c.log_every_steps = 20
+    c.eval_every_epochs = 1
+    c.checkpoint_every_epochs = 1
+    use_captions(arg.data, c)
+    return quick(c) if arg.quick else c

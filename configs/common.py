@@ -1,5 +1,6 @@
 """What recipes share: their argument, and the `quick` version of any of them."""
 
+import os
 from types import SimpleNamespace
 
 from ml_collections import ConfigDict
@@ -77,88 +78,101 @@ def _value(name: str, text: str, arguments: dict) -> object:
         ) from None
 
 
-def quick(config: ConfigDict, **model: object) -> ConfigDict:
+# Of a ViT or hybrid that any machine trains.
+TINY = dict(width=16, depth=2, num_heads=2, mlp_dim=32)
+
+
+def quick(config: ConfigDict, **tiny: object) -> ConfigDict:
     """Turns a recipe into 3 steps of a tiny model on made data, for any machine.
 
-    What the recipe is about stays: patch, head, losses, optimiser, transforms. A data
-    folder that was stated stays as well, so that it is told that nothing reads it.
-
     Args:
-      config: of the recipe.
-      **model: keys of a tiny network; of a ViT, hybrid or BiT ResNet they are known.
+      config: of the recipe: patch, head, losses, optimiser and transforms stay.
+      **tiny: keys of a tiny network; of a ViT, hybrid or BiT ResNet they are known.
     """
-    c = config
-    c.epochs, c.total_steps, c.batch_size = 0, 3, 8
-    if "init" in c:
-        del c.init
-    variant = c.model.variant
-    token = int(variant.split("/")[1]) if "/" in variant else 32  # Pixels a token.
-    if "/" in variant and not model:  # All but the ResNets have an encoder.
-        model = dict(width=16, depth=2, num_heads=2, mlp_dim=32)
-    c.model.update(model)
+    c, variant = config, config.model.variant
+    patch = int(variant.partition("/")[2] or 32)  # Pixels of a token's side.
+    tiny = tiny or (TINY if "/" in variant else {})
     if variant.startswith("R"):
-        c.model.update(
-            stage_depths=(1, 1, 1) if token == 16 else (1, 1, 1, 1), stem_width=32
-        )
+        depths = (1,) * (3 if patch == 16 else 4)
+        tiny = tiny | dict(stage_depths=depths, stem_width=32)
+    c.model.update(tiny)
+    _drop(c, "init", "log_every_epochs", "eval_every_epochs", "checkpoint_every_epochs")
+    c.update(epochs=0, total_steps=3, batch_size=8, log_every_steps=1)
+    c.update(eval_every_steps=0, checkpoint_every_steps=1_000)
     c.data.update(name="synthetic", split="train", num_examples=20, num_workers=0)
-    c.data.image_size = (2 * token, 2 * token)
-    if c.data.get("tokenizer"):  # The made data has names of classes for captions.
-        c.data.update(tokenizer="bytes", caption_key="", num_classes=10)
-        c.task.text.update(width=16, depth=2, num_heads=2, mlp_dim=32, vocab_size=0)
-        if "eos_id" in c.task.text:
-            del c.task.text.eos_id
-        c.evals = dict(val=dict(kind="zero_shot"))
-    # Of the same kind, on the splits that the made data has.
-    c.evals = {
-        name: "val"
-        if isinstance(e, str)
-        else dict(kind=e.get("kind", "classification"))
-        for name, e in c.get("evals", {}).items()
-    }
-    # One evaluation and one checkpoint, at the end.
-    c.log_every_steps, c.eval_every_steps, c.checkpoint_every_steps = 1, 0, 1_000
-    for name in ("log_every_epochs", "eval_every_epochs", "checkpoint_every_epochs"):
-        if name in c:
-            del c[name]
-
-    optim = c.optim.to_dict()
-    warmups = [optim.pop(f"warmup_{u}", 0) for u in ("steps", "epochs", "fraction")]
-    optim["warmup_steps"] = int(any(warmups))
-    schedule = optim.get("schedule", {})
-    if "boundaries" in schedule:
-        schedule["boundaries"] = (2,)
-    if "cooldown_steps" in schedule:
-        schedule["cooldown_steps"] = min(1, schedule["cooldown_steps"])
-    most = {"freeze_steps": 1, "grad_accum_steps": 2}
-    c.optim = optim | {k: min(n, optim[k]) for k, n in most.items() if k in optim}
+    c.data.image_size = (2 * patch, 2 * patch)
+    if c.data.get("tokenizer"):
+        _made_captions(c)
+    c.evals = {name: _on_made_data(e) for name, e in c.get("evals", {}).items()}
+    _shorten(c.optim)
     return c
 
 
-def images_of(data: str, config: ConfigDict, *, labelled: bool = False) -> None:
-    """Sets the images of a recipe that learns without labels, or of what follows it.
+def _made_captions(c: ConfigDict) -> None:
+    """Sets the made data's names of classes for captions."""
+    c.data.update(tokenizer="bytes", caption_key="", num_classes=10)
+    c.task.text.update(TINY, vocab_size=0)
+    _drop(c.task.text, "eos_id")
+    c.evals = dict(val=dict(kind="zero_shot"))
+
+
+def _on_made_data(evaluation: str | ConfigDict) -> str | dict:
+    """Returns an evaluation of the same kind on the split that the made data has."""
+    if isinstance(evaluation, str):
+        return "val"
+    return dict(kind=evaluation.get("kind", "classification"))
+
+
+def _shorten(optim: ConfigDict) -> None:
+    """Fits the lengths of a schedule to 3 steps."""
+    units = ("warmup_steps", "warmup_epochs", "warmup_fraction")
+    warmup = any(optim.get(unit) for unit in units)
+    _drop(optim, *units)
+    optim.warmup_steps = int(warmup)
+    schedule = optim.get("schedule", {})
+    if "boundaries" in schedule:
+        schedule.boundaries = (2,)
+    for section, key, most in (
+        (optim, "freeze_steps", 1),
+        (optim, "grad_accum_steps", 2),
+        (schedule, "cooldown_steps", 1),
+    ):
+        if key in section:
+            section[key] = min(most, section[key])
+
+
+def _drop(section: ConfigDict, *keys: str) -> None:
+    for key in keys:
+        if key in section:
+            del section[key]
+
+
+def cifar10(config: ConfigDict, **model: object) -> None:
+    """Exchanges a recipe's images for CIFAR-10, and its network for a small one.
 
     Args:
-      data: "imagenet"; "cifar10", which comes with a network and a batch that a CPU can
-        train; or another set, of which only the name is known.
-      config: of the recipe; its model and batch size are set already.
-      labelled: whether it learns classes.
+      config: of the recipe.
+      **model: keys of a network that a CPU can train; those of a ViT if there are none.
     """
     c = config
-    c.data = dict(name=data, split="train", num_classes=0)
-    c.data.eval_transform = "resize_small(256) | central_crop"
-    c.data.mean = (0.485, 0.456, 0.406)
-    c.data.std = (0.229, 0.224, 0.225)
-    test, num_classes = "validation", 1_000
-    if data == "imagenet":  # The number of images is from the TFDS catalogue.
-        c.data.update(name="imagenet2012", num_examples=1_281_167)
-    elif data == "cifar10":
-        test, num_classes = "test", 10
-        c.data.update(num_examples=50_000, image_size=(32, 32), eval_transform="")
-        c.model.update(variant="Ti/4", width=192, depth=6, num_heads=6, mlp_dim=384)
-        c.model.update(dtype="float32", scan=False)
-        c.batch_size = 256
-    if labelled:
-        c.data.num_classes, c.evals = num_classes, dict(val=test)
-    else:
-        c.evals = dict(knn=dict(kind="knn", test=test, every_epochs=20))
-        c.evals.val = dict(kind="task", split=test)
+    c.batch_size = 256
+    c.data.update(name="cifar10", num_examples=50_000, image_size=(32, 32))
+    c.data.eval_transform = ""
+    if c.data.num_classes:
+        c.data.num_classes = 10
+    for name, stated in c.evals.items():
+        if isinstance(stated, str):
+            c.evals[name] = "test"
+        else:
+            stated.update({k: "test" for k in ("split", "test") if k in stated})
+    vit = dict(variant="Ti/4", width=192, depth=6, num_heads=6, mlp_dim=384)
+    c.model.update(model or vit | dict(dtype="float32", scan=False))
+
+
+def use_captions(data: str, config: ConfigDict) -> None:
+    """Exchanges COCO's captions for a folder of pairs, or another set of TFDS."""
+    if data == "coco_captions":
+        return
+    config.data.update(name=data, num_examples=0)
+    if os.path.isdir(os.path.expanduser(data)):
+        config.data.update(name="folder", data_dir=data, caption_key="txt")

@@ -16,7 +16,7 @@ have 10 more epochs at the least rate.
 
 from ml_collections import ConfigDict
 
-from configs.common import images_of, parse_arg, quick
+from configs.common import cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "S/16", "Ti/16"),
@@ -25,38 +25,65 @@ ARGUMENTS = dict(
     distilled=False,
     quick=False,
 )
-CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic')"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     tuned = arg.stage == "finetune"
+    size, resized = (384, 438) if tuned else (224, 256)
     c = ConfigDict()
-    c.seed, c.epochs, c.batch_size = 0, 30 if tuned else 300, 512 if tuned else 1024
-    c.ema = dict(decay=0.0 if tuned else 0.99996)
-    c.model = dict(variant=arg.model, activation="gelu", dtype="bfloat16", scan=True)
-    images_of(arg.data, c, labelled=True)
-    c.model.update(
-        drop_path_rate=0.1, distillation=arg.distilled, posemb_resize="bicubic"
+    c.seed = 0
+    c.epochs = 30 if tuned else 300
+    c.batch_size = 512 if tuned else 1024
+    c.mesh = dict(data=-1)
+    c.init = "?" if tuned else ""
+
+    c.data = dict(
+        name="imagenet2012",
+        split="train",
+        num_examples=1_281_167,
+        num_classes=1_000,
+        repeats=3,
+        image_size=(size, size),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        train_transform=(
+            "inception_crop(area=(0.08, 1.0), interpolation='bicubic') "
+            "| randaugment(2, 9) | flip | random_erasing(0.25) "
+            "| mixup_or_cutmix(0.8, 1.0)"
+        ),
+        eval_transform=f"resize_small({resized}) | central_crop",
     )
-    c.data.repeats = 3
-    c.data.train_transform = (
-        f"{CROP} | randaugment(2, 9) | flip | random_erasing(0.25) "
-        "| mixup_or_cutmix(0.8, 1.0)"
+    c.evals = dict(val="validation")
+
+    c.model = dict(
+        variant=arg.model,
+        activation="gelu",
+        drop_path_rate=0.1,
+        distillation=arg.distilled,
+        posemb_resize="bicubic",
+        dtype="bfloat16",
+        scan=True,
     )
     c.task = dict(loss="softmax", label_smoothing=0.1)
     if arg.distilled and not arg.quick:
         c.task = dict(name="distillation", teacher="?", kind="hard", alpha=0.5)
         c.task.label_smoothing = 0.1
-    c.optim = dict(name="adam", schedule=dict(name="cosine"), warmup_epochs=5)
-    c.optim.base_learning_rate = 2.5e-6 if tuned else 2.5e-4  # For 256 images.
-    end = 1e-5 * c.optim.base_learning_rate / 2.5e-4
-    c.optim.schedule.end_learning_rate = end
-    c.optim.weight_decay = 1e-8 if tuned else 0.05
-    c.optim.weight_decay_mask = (r"/kernel$",)
-    c.init = "?" if tuned else ""
-    if tuned and arg.data == "imagenet":
-        c.data.image_size = (384, 384)
-        c.data.eval_transform = "resize_small(438) | central_crop"
-    c.update(log_every_steps=50, checkpoint_every_epochs=1, eval_every_epochs=5)
+    c.optim = dict(
+        name="adam",
+        base_learning_rate=2.5e-6 if tuned else 2.5e-4,  # For 256 images.
+        warmup_epochs=5,
+        schedule=dict(name="cosine"),
+        weight_decay=1e-8 if tuned else 0.05,
+        weight_decay_mask=(r"/kernel$",),
+    )
+    c.optim.schedule.end_learning_rate = 1e-5 * c.optim.base_learning_rate / 2.5e-4
+    c.ema = dict(decay=0.0 if tuned else 0.99996)
+
+    c.log_every_steps = 50
+    c.eval_every_epochs = 5
+    c.checkpoint_every_epochs = 1
+
+    if arg.data == "cifar10":
+        cifar10(c)
     return quick(c) if arg.quick else c

@@ -16,7 +16,7 @@ fine-tuning, batch, smoothing and mixup are DeiT's.
 
 from ml_collections import ConfigDict
 
-from configs.common import images_of, parse_arg, quick
+from configs.common import cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "S/16", "L/16", "H/14"),
@@ -26,38 +26,69 @@ ARGUMENTS = dict(
 )
 SIDES = {"S/16": 224, "B/16": 192, "L/16": 192, "H/14": 154}
 DROP_PATH = {"S/16": 0.05, "B/16": 0.2, "L/16": 0.45, "H/14": 0.6}
-CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic')"
+CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic') | flip"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     tuned = arg.stage == "finetune"
+    side = 224 if tuned else SIDES[arg.model]
     c = ConfigDict()
-    c.seed, c.ema = 0, dict(decay=0.0)
-    c.epochs, c.batch_size = 20 if tuned else 800, 512 if tuned else 2048
-    c.model = dict(variant=arg.model, activation="gelu", dtype="bfloat16", scan=True)
-    images_of(arg.data, c, labelled=True)
-    c.model.update(layer_scale_init=1e-4, posemb_resize="bicubic")
-    c.model.update(drop_path_rate=DROP_PATH[arg.model], drop_path_schedule="constant")
-    if arg.data == "imagenet":
-        side = 224 if tuned else SIDES[arg.model]
-        c.data.image_size = (side, side)
-    c.data.repeats = 3
-    c.data.train_transform = (
-        f"{CROP} | flip | three_augment | color_jitter(0.3, 0.3, 0.3) "
-        "| mixup_or_cutmix(0.8, 1.0)"
+    c.seed = 0
+    c.epochs = 20 if tuned else 800
+    c.batch_size = 512 if tuned else 2048
+    c.mesh = dict(data=-1)
+    c.init = "?" if tuned else ""
+
+    c.data = dict(
+        name="imagenet2012",
+        split="train",
+        num_examples=1_281_167,
+        num_classes=1_000,
+        repeats=3,
+        image_size=(side, side),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        train_transform=(
+            f"{CROP} | three_augment | color_jitter(0.3, 0.3, 0.3) "
+            "| mixup_or_cutmix(0.8, 1.0)"
+        ),
+        eval_transform="resize_small(256) | central_crop",
+    )
+    c.evals = dict(val="validation")
+
+    c.model = dict(
+        variant=arg.model,
+        activation="gelu",
+        layer_scale_init=1e-4,
+        posemb_resize="bicubic",
+        drop_path_rate=DROP_PATH[arg.model],
+        drop_path_schedule="constant",
+        dtype="bfloat16",
+        scan=True,
     )
     c.task = dict(loss="sigmoid")
-    c.optim = dict(name="lamb", schedule=dict(name="cosine"), warmup_epochs=5)
-    c.optim.learning_rate = 4e-3 if arg.model == "S/16" else 3e-3
-    c.optim.weight_decay = 0.05
+    c.optim = dict(
+        name="lamb",
+        learning_rate=4e-3 if arg.model == "S/16" else 3e-3,
+        warmup_epochs=5,
+        schedule=dict(name="cosine"),
+        weight_decay=0.05,
+        weight_decay_mask=(r"/kernel$",),
+    )
     if tuned:
-        c.init = "?"
-        c.optim.update(name="adam", learning_rate=1e-5, weight_decay=0.1)
         c.data.train_transform = (
-            f"{CROP} | randaugment(2, 9) | flip | mixup_or_cutmix(0.8, 1.0)"
+            "inception_crop(area=(0.08, 1.0), interpolation='bicubic') "
+            "| randaugment(2, 9) | flip | mixup_or_cutmix(0.8, 1.0)"
         )
         c.task = dict(loss="softmax", label_smoothing=0.1)
-    c.optim.weight_decay_mask = (r"/kernel$",)
-    c.update(log_every_steps=50, checkpoint_every_epochs=1, eval_every_epochs=5)
+        c.optim.update(name="adam", learning_rate=1e-5, weight_decay=0.1)
+    c.ema = dict(decay=0.0)
+
+    c.log_every_steps = 50
+    c.eval_every_epochs = 5
+    c.checkpoint_every_epochs = 1
+
+    if arg.data == "cifar10":
+        cifar10(c)
     return quick(c) if arg.quick else c

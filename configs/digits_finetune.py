@@ -8,7 +8,6 @@ Result: 99.2 % top-1 on 355 test digits (1 seed), 37 s on 2 CPU cores
 
 from ml_collections import ConfigDict
 
-from configs import digits
 from configs.common import parse_arg, quick
 
 ARGUMENTS = {"quick": False}
@@ -16,22 +15,42 @@ ARGUMENTS = {"quick": False}
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    c = digits.get_config()
+    c = ConfigDict()
     c.name = "digits_finetune"
+    c.seed = 0
     c.epochs = 20
+    c.batch_size = 64
+    c.mesh = dict(data=-1)
     c.init = "?"  # To be stated: the workdir of configs/digits.py.
 
-    c.data.image_size = (16, 16)
-    c.data.train_transform = f"resize | {c.data.train_transform}"
-    c.data.eval_transform = "resize"
-    c.model.representation_layer = False  # The whole pretraining head is replaced.
+    c.data = dict(
+        name="digits",
+        split="train",
+        num_examples=1_442,
+        num_classes=10,
+        image_size=(16, 16),
+        channels=1,
+        train_transform="resize | affine(shift=0.1, rotate=10, scale=(0.9, 1.1))",
+        eval_transform="resize",
+    )
+    c.evals = dict(test="test")
+
+    c.model = dict(
+        variant="Ti/2",
+        width=48,
+        depth=4,
+        num_heads=3,
+        mlp_dim=96,
+        representation_layer=False,  # The whole pretraining head is replaced.
+    )
     c.optim = dict(
         name="sgd",
+        momentum=0.9,
         learning_rate=0.03,
         schedule="cosine",
-        momentum=0.9,
         grad_clip_norm=1.0,
     )
+
     c.log_every_steps = 50
     c.eval_every_steps = 50
     c.checkpoint_every_steps = 200

@@ -14,7 +14,7 @@ can train, with crops and temperatures of arXiv:2210.07240's code.
 
 from ml_collections import ConfigDict
 
-from configs.common import images_of, parse_arg, quick
+from configs.common import cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("S/16", "S/8", "B/16", "B/8", "L/16"),
@@ -22,43 +22,73 @@ ARGUMENTS = dict(
     epochs=(100, 300, 800),
     quick=False,
 )
-
 JITTER = "flip | color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale(0.2)"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
-    c.seed, c.epochs, c.batch_size = 0, arg.epochs, 1024
+    c.seed = 0
+    c.epochs = arg.epochs
+    c.batch_size = 1024
+    c.mesh = dict(data=-1)
+
+    c.data = dict(
+        name="imagenet2012",
+        split="train",
+        num_examples=1_281_167,
+        num_classes=0,
+        image_size=(224, 224),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        train_transform=(
+            "multi_crop(small_size=96, num_small=8, area=(0.4, 1.0), "
+            "small_area=(0.05, 0.4))"
+        ),
+        eval_transform="resize_small(256) | central_crop",
+    )
+    c.evals = dict(knn=dict(kind="knn", test="validation", every_epochs=20))
+
+    c.model = dict(
+        variant=arg.model,
+        activation="gelu",
+        drop_path_rate=0.1,
+        posemb_resize="bicubic_dino",
+        dtype="bfloat16",
+    )
+    c.task = dict(
+        name="dino",
+        num_outputs=65_536,
+        teacher_momentum=0.996,
+        teacher_temperature=0.04,
+        teacher_temperature_start=0.04,
+        large_transforms=(
+            f"{JITTER} | gaussian_blur(1.0)",
+            f"{JITTER} | gaussian_blur(0.1) | solarize(0.2)",
+        ),
+        small_transform=f"{JITTER} | gaussian_blur(0.5)",
+    )
+    c.optim = dict(
+        name="adam",
+        base_learning_rate=5e-4,
+        warmup_epochs=10,
+        warmup_ends_at_peak=True,
+        schedule=dict(name="cosine", end_learning_rate=1e-6),
+        weight_decay=0.04,
+        weight_decay_end=0.4,
+        # All parameters of two axes and more: also the class token and the positions.
+        weight_decay_mask=(r"/kernel$", r"(cls|pos_embedding|last_layer)$"),
+        grad_clip_norm_per_parameter=3.0,
+        freeze=(r"head/last_layer$",),
+        freeze_epochs=1,
+    )
     c.ema = dict(decay=0.0)  # The teacher is one.
 
-    c.model = dict(variant=arg.model, activation="gelu", drop_path_rate=0.1)
-    c.model.update(posemb_resize="bicubic_dino", dtype="bfloat16")
-    images_of(arg.data, c)
-    c.evals = dict(knn=c.evals.knn)
-    c.data.train_transform = (
-        "multi_crop(small_size=96, num_small=8, area=(0.4, 1.0), "
-        "small_area=(0.05, 0.4))"
-    )
-    c.task = dict(name="dino", num_outputs=65_536, teacher_momentum=0.996)
-    c.task.update(teacher_temperature=0.04, teacher_temperature_start=0.04)
-    c.task.large_transforms = (
-        f"{JITTER} | gaussian_blur(1.0)",
-        f"{JITTER} | gaussian_blur(0.1) | solarize(0.2)",
-    )
-    c.task.small_transform = f"{JITTER} | gaussian_blur(0.5)"
-
-    c.optim = dict(name="adam", base_learning_rate=5e-4, warmup_epochs=10)
-    c.optim.warmup_ends_at_peak = True
-    c.optim.schedule = dict(name="cosine", end_learning_rate=1e-6)
-    # All parameters of two axes and more: also the class token and the positions.
-    c.optim.weight_decay, c.optim.weight_decay_end = 0.04, 0.4
-    c.optim.weight_decay_mask = (r"/kernel$", r"(cls|pos_embedding|last_layer)$")
-    c.optim.grad_clip_norm_per_parameter = 3.0
-    c.optim.freeze, c.optim.freeze_epochs = (r"head/last_layer$",), 1
-    c.log_every_steps, c.checkpoint_every_epochs = 50, 1
+    c.log_every_steps = 50
+    c.checkpoint_every_epochs = 1
 
     if arg.data == "cifar10":
+        cifar10(c)
         c.data.train_transform = (
             "multi_crop(small_size=16, num_small=4, area=(0.5, 1.0), "
             "small_area=(0.2, 0.5))"

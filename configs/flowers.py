@@ -19,19 +19,39 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
     c.name = "flowers"
-    c.seed, c.epochs, c.batch_size = 0, 30, 64
+    c.seed = 0
+    c.epochs = 30
+    c.batch_size = 64
+    c.mesh = dict(data=-1)
 
-    c.data = dict(name="folder", data_dir="", split="train", num_classes=5)
-    c.data.image_size = (64, 64)
-    c.data.train_transform = "inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)"
-    c.data.eval_transform = "resize_small(72) | central_crop"
-    c.model = dict(
-        variant="Ti/8", width=96, depth=6, num_heads=3, mlp_dim=192, pool="gap"
+    c.data = dict(
+        name="folder",
+        data_dir="",
+        split="train",
+        num_classes=5,
+        image_size=(64, 64),
+        train_transform="inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)",
+        eval_transform="resize_small(72) | central_crop",
     )
-    c.optim = dict(name="adam", learning_rate=1e-3, schedule="cosine", warmup_epochs=3)
-    c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
-
     c.evals = dict(val="")  # The folder val, or else validation or test.
+
+    c.model = dict(
+        variant="Ti/8",
+        width=96,
+        depth=6,
+        num_heads=3,
+        mlp_dim=192,
+        pool="gap",
+    )
+    c.optim = dict(
+        name="adam",
+        learning_rate=1e-3,
+        warmup_epochs=3,
+        schedule="cosine",
+        weight_decay=0.1,
+        grad_clip_norm=1.0,
+    )
+
     c.log_every_steps = 50
     c.eval_every_steps = 250
     c.checkpoint_every_steps = 250

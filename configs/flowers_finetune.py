@@ -19,22 +19,36 @@ ARGUMENTS = dict(quick=False)
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
-    c.seed, c.epochs, c.batch_size = 0, 3, 64
+    c.seed = 0
+    c.epochs = 3
+    c.batch_size = 64
+    c.mesh = dict(data=-1)
     c.init = "deit:Ti/16"
 
-    c.data = dict(name="folder", data_dir="", split="train", num_classes=5)
-    c.data.image_size = (224, 224)
-    c.data.train_transform = "inception_crop(area=(0.3, 1.0)) | flip"
-    c.data.eval_transform = "resize_small(256) | central_crop"
-    c.data.mean = (0.485, 0.456, 0.406)
-    c.data.std = (0.229, 0.224, 0.225)
+    c.data = dict(
+        name="folder",
+        data_dir="",
+        split="train",
+        num_classes=5,
+        image_size=(224, 224),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        train_transform="inception_crop(area=(0.3, 1.0)) | flip",
+        eval_transform="resize_small(256) | central_crop",
+    )
+    c.evals = dict(val="")  # The folder val, or else validation or test.
 
     c.model = dict(variant="Ti/16", pool="token", activation="gelu")
-    c.optim = dict(name="sgd", momentum=0.9, learning_rate=0.01, schedule="cosine")
-    c.optim.update(warmup_steps=10, grad_clip_norm=1.0)
+    c.optim = dict(
+        name="sgd",
+        momentum=0.9,
+        learning_rate=0.01,
+        warmup_steps=10,
+        schedule="cosine",
+        grad_clip_norm=1.0,
+    )
     c.ema = dict(decay=0.0)
 
-    c.evals = dict(val="")  # The folder val, or else validation or test.
     c.log_every_steps = 10
     c.eval_every_epochs = 1.0
     c.checkpoint_every_steps = 100

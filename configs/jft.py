@@ -12,7 +12,6 @@ loss and the last rate on JFT: they are those of ImageNet-21k, see b16_i21k.py.
 
 from ml_collections import ConfigDict
 
-from configs import b16_i21k
 from configs.common import parse_arg, quick
 
 # Epochs and peak rate. Table 3 lists L/16 and R50+L/16 with 7 and with 14 epochs.
@@ -39,18 +38,49 @@ ARGUMENTS = dict(model=tuple(ROWS), quick=False)
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    c = b16_i21k.get_config()
-    del c.name
-    c.epochs, c.optim.learning_rate = ROWS[arg.model]
-    c.optim.weight_decay = 0.1
-    c.model.variant = arg.model.removesuffix("-14ep")
-    if "/" in c.model.variant:
-        c.model.dropout = 0.0
-        c.model.remat_policy = "full" if arg.model == "H/14" else "none"
-    else:  # ResNets have one linear layer for a head, and no dropout.
-        for key in ("pool", "representation_layer", "dropout", "scan"):
-            del c.model[key]
-    # 18 291 classes: arXiv:1707.02968.
-    c.data.update(name="jft300m", split="train", num_classes=18_291)
+    epochs, learning_rate = ROWS[arg.model]
+    c = ConfigDict()
+    c.seed = 0
+    c.epochs = epochs
+    c.batch_size = 4096
+    c.mesh = dict(data=-1)
+
+    c.data = dict(
+        name="jft300m",
+        split="train",
+        num_classes=18_291,  # arXiv:1707.02968.
+        image_size=(224, 224),
+        train_transform="inception_crop | flip",
+        eval_transform="resize_small(256) | central_crop",
+    )
     c.evals = dict(val="validation")
+
+    c.model = dict(
+        variant=arg.model.removesuffix("-14ep"),
+        head_bias_init=-10.0,
+        dtype="bfloat16",
+    )
+    if "/" in c.model.variant:  # ResNets have one linear layer for a head.
+        c.model.update(
+            pool="token",
+            representation_layer=True,
+            dropout=0.0,
+            scan=True,
+            remat_policy="full" if arg.model == "H/14" else "none",
+        )
+    c.task = dict(loss="sigmoid", label_smoothing=0.0)
+    c.optim = dict(
+        name="adam",
+        b1=0.9,
+        b2=0.999,
+        learning_rate=learning_rate,
+        warmup_steps=10_000,
+        schedule=dict(name="linear", end_learning_rate=1e-5),
+        weight_decay=0.1,
+    )
+    c.ema = dict(decay=0.0)
+
+    c.log_every_steps = 50
+    c.eval_every_steps = 5_000
+    c.checkpoint_every_steps = 1_000
     return quick(c) if arg.quick else c

@@ -15,7 +15,7 @@ whose RandAugment varies its magnitude and whose new classifier is not zeros (de
 
 from ml_collections import ConfigDict
 
-from configs.common import images_of, parse_arg, quick
+from configs.common import cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "L/16", "H/14"),
@@ -31,27 +31,58 @@ BATCHES = {"pretrain": 4096, "finetune": 1024, "linear": 16_384}
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
-    c.seed, c.ema = 0, dict(decay=0.0)
-    c.model = dict(variant=arg.model, activation="gelu", dtype="bfloat16", scan=True)
-    c.optim = dict(name="adam", schedule=dict(name="cosine"))
+    c.seed = 0
     c.batch_size = BATCHES[arg.stage]
-    c.log_every_steps, c.checkpoint_every_epochs, c.eval_every_epochs = 50, 1, 5
-    images_of(arg.data, c, labelled=arg.stage != "pretrain")
+    c.mesh = dict(data=-1)
+
+    c.data = dict(
+        name="imagenet2012",
+        split="train",
+        num_examples=1_281_167,
+        num_classes=0 if arg.stage == "pretrain" else 1_000,
+        image_size=(224, 224),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        eval_transform="resize_small(256) | central_crop",
+    )
+    c.model = dict(
+        variant=arg.model,
+        activation="gelu",
+        dtype="bfloat16",
+        scan=True,
+    )
+    c.optim = dict(name="adam", schedule=dict(name="cosine"))
+    c.ema = dict(decay=0.0)
     {"pretrain": pretrain, "finetune": finetune, "linear": linear}[arg.stage](c, arg)
+
+    c.log_every_steps = 50
+    c.eval_every_epochs = 5
+    c.checkpoint_every_epochs = 1
+
+    if arg.data == "cifar10":
+        cifar10(c)
     if arg.quick and arg.stage == "pretrain":
         c.task.update(decoder_width=16, decoder_depth=1, decoder_num_heads=2)
     return quick(c) if arg.quick else c
 
 
 def pretrain(c: ConfigDict, arg) -> None:
-    c.epochs, c.model.posemb = arg.epochs, "sincos2d_mae"
+    c.epochs = arg.epochs
     c.data.train_transform = f"{CROP.format((0.2, 1.0))} | flip"
+    c.evals = dict(knn=dict(kind="knn", test="validation", every_epochs=20))
+    c.evals.val = dict(kind="task", split="validation")
+    c.model.posemb = "sincos2d_mae"
     c.task = dict(name="mae", mask_ratio=0.75, normalize_targets=True)
     if arg.data == "cifar10":
         c.task.update(decoder_width=128, decoder_depth=2, decoder_num_heads=4)
-    c.optim.update(b1=0.9, b2=0.95, base_learning_rate=1.5e-4, warmup_epochs=40)
-    c.optim.weight_decay = 0.05  # Times the scheduled rate.
-    c.optim.weight_decay_mask = (r"/kernel$", r"/(cls|mask_token)$")
+    c.optim.update(
+        b1=0.9,
+        b2=0.95,
+        base_learning_rate=1.5e-4,
+        warmup_epochs=40,
+        weight_decay=0.05,  # Times the scheduled rate.
+        weight_decay_mask=(r"/kernel$", r"/(cls|mask_token)$"),
+    )
 
 
 def finetune(c: ConfigDict, arg) -> None:
@@ -63,17 +94,27 @@ def finetune(c: ConfigDict, arg) -> None:
         f"{CROP.format((0.08, 1.0))} | randaugment(2, 9) | flip | random_erasing(0.25) "
         "| mixup_or_cutmix(0.8, 1.0)"
     )
-    c.model.update(pool="gap", class_token=True, fc_norm=True)
-    c.model.drop_path_rate = {"B/16": 0.1, "L/16": 0.2, "H/14": 0.3}[arg.model]
+    c.evals = dict(val="validation")
+    c.model.update(
+        pool="gap",
+        class_token=True,
+        fc_norm=True,
+        drop_path_rate={"B/16": 0.1, "L/16": 0.2, "H/14": 0.3}[arg.model],
+    )
     c.task = dict(loss="softmax", label_smoothing=0.1)
-    c.optim.base_learning_rate = 1e-3 if large else 5e-4
     c.optim.schedule.end_learning_rate = 1e-6
-    c.optim.update(warmup_epochs=5, weight_decay=0.05)
-    c.optim.layer_decay = 0.75 if large else 0.65
+    c.optim.update(
+        base_learning_rate=1e-3 if large else 5e-4,
+        warmup_epochs=5,
+        weight_decay=0.05,
+        layer_decay=0.75 if large else 0.65,
+    )
 
 
 def linear(c: ConfigDict, arg) -> None:
-    c.epochs, c.init = 90, dict(checkpoint="?")
+    c.epochs = 90
+    c.init = dict(checkpoint="?")
     c.data.train_transform = f"{CROP.format((0.08, 1.0))} | flip"
+    c.evals = dict(val="validation")
     c.task = dict(name="linear_probe")
     c.optim.update(name="lars", base_learning_rate=0.1, warmup_epochs=10)

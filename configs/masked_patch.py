@@ -16,7 +16,7 @@ steps. It states no weight decay. `:data=cifar10` is a network that a CPU can tr
 
 from ml_collections import ConfigDict
 
-from configs.common import images_of, parse_arg, quick
+from configs.common import cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16"),
@@ -30,23 +30,57 @@ ARGUMENTS = dict(
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
-    c.seed, c.batch_size, c.ema = 0, 4096, dict(decay=0.0)
+    c.seed = 0
     c.total_steps = 1_000_000 if arg.data == "jft" else 100_000
+    c.batch_size = 4096
+    c.mesh = dict(data=-1)
 
-    c.model = dict(variant=arg.model, pool="token", dtype="bfloat16", scan=True)
-    c.task = dict(name="masked_patch", target=arg.target, mask_ratio=arg.mask_ratio)
-    c.task.update(mask_share=0.8, swap_share=0.1)
-    c.optim = dict(name="adam", b1=0.9, b2=0.999, schedule="cosine")
-    c.optim.update(learning_rate=2e-4, warmup_steps=10_000)
-    images_of("imagenet" if arg.data == "imagenet2012" else arg.data, c)
-    c.data.train_transform = "inception_crop | flip"
-    c.data.mean = c.data.std = (0.5,)  # As the paper's other runs.
+    c.data = dict(
+        name="jft300m" if arg.data == "jft" else arg.data,
+        split="train",
+        num_classes=0,
+        image_size=(224, 224),
+        mean=(0.5,),  # As the paper's other runs.
+        std=(0.5,),
+        train_transform="inception_crop | flip",
+        eval_transform="resize_small(256) | central_crop",
+    )
+    c.evals = dict(val=dict(kind="task", split="validation"))
     if arg.data == "imagenet21k":
-        c.data.split = "full[51200:]"
-        c.evals = dict(val=dict(kind="task", split="full[25600:51200]"))
-    elif arg.data == "jft":
-        c.data.name = "jft300m"
-        c.evals = dict(val=dict(kind="task", split="validation"))
-    c.log_every_steps, c.checkpoint_every_steps = 50, 1_000
+        c.data.split, c.evals.val.split = "full[51200:]", "full[25600:51200]"
+    elif arg.data != "jft":
+        c.evals = dict(knn=dict(kind="knn", test="validation", every_epochs=20))
+        c.evals.val = dict(kind="task", split="validation")
+    if arg.data == "imagenet2012":
+        c.data.num_examples = 1_281_167
+
+    c.model = dict(
+        variant=arg.model,
+        pool="token",
+        dtype="bfloat16",
+        scan=True,
+    )
+    c.task = dict(
+        name="masked_patch",
+        target=arg.target,
+        mask_ratio=arg.mask_ratio,
+        mask_share=0.8,
+        swap_share=0.1,
+    )
+    c.optim = dict(
+        name="adam",
+        b1=0.9,
+        b2=0.999,
+        learning_rate=2e-4,
+        warmup_steps=10_000,
+        schedule="cosine",
+    )
+    c.ema = dict(decay=0.0)
+
+    c.log_every_steps = 50
     c.eval_every_steps = 10_000
+    c.checkpoint_every_steps = 1_000
+
+    if arg.data == "cifar10":
+        cifar10(c)
     return quick(c) if arg.quick else c

@@ -11,7 +11,7 @@ big_vision's, whose own B/16 has 76.3 %. `:data=cifar10` is a network that a CPU
 
 from ml_collections import ConfigDict
 
-from configs.common import images_of, parse_arg, quick
+from configs.common import cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "S/16", "S/32", "B/32", "L/16", "L/32"),
@@ -23,21 +23,49 @@ ARGUMENTS = dict(
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
-    c.seed, c.epochs, c.batch_size, c.ema = 0, 300, 4096, dict(decay=0.0)
-    c.model = ConfigDict()
-    images_of(arg.data, c, labelled=True)
-    c.data.mean = c.data.std = (0.5,)  # As Google's files of weights.
-    c.data.train_transform = "inception_crop | randaugment(2, 15) | flip | mixup(0.5)"
-    c.model = dict(variant=f"Mixer-{arg.model}", dtype="bfloat16", drop_path_rate=0.1)
-    c.optim = dict(name="adam", learning_rate=1e-3, warmup_steps=10_000)
+    c.seed = 0
+    c.epochs = 300
+    c.batch_size = 4096
+    c.mesh = dict(data=-1)
+
+    c.data = dict(
+        name="imagenet2012",
+        split="train",
+        num_examples=1_281_167,
+        num_classes=1_000,
+        image_size=(224, 224),
+        mean=(0.5,),  # As Google's files of weights.
+        std=(0.5,),
+        train_transform="inception_crop | randaugment(2, 15) | flip | mixup(0.5)",
+        eval_transform="resize_small(256) | central_crop",
+    )
+    c.evals = dict(val="validation")
+
+    c.model = dict(
+        variant=f"Mixer-{arg.model}",
+        dtype="bfloat16",
+        drop_path_rate=0.1,
+    )
+    c.task = dict(loss="softmax")
+    c.optim = dict(
+        name="adam",
+        learning_rate=1e-3,
+        warmup_steps=10_000,
+        schedule="linear",
+        weight_decay=0.1,
+        grad_clip_norm=1.0,
+    )
+    c.ema = dict(decay=0.0)
+
+    c.log_every_steps = 50
+    c.eval_every_epochs = 5
+    c.checkpoint_every_epochs = 1
+
     if arg.data == "cifar10":
-        c.model.update(variant="Mixer-S/4", dtype="float32", width=128, depth=6)
-        c.model.update(tokens_mlp_dim=64, channels_mlp_dim=512)
+        mixer = dict(width=128, depth=6, tokens_mlp_dim=64, channels_mlp_dim=512)
+        cifar10(c, variant="Mixer-S/4", dtype="float32", **mixer)
         c.data.train_transform = "randaugment(2, 15) | flip | pad_crop(4) | mixup(0.5)"
         c.optim.warmup_steps = 1_000
-    c.optim.update(schedule="linear", weight_decay=0.1, grad_clip_norm=1.0)
-    c.task = dict(loss="softmax")
-    c.log_every_steps, c.checkpoint_every_epochs, c.eval_every_epochs = 50, 1, 5
     if arg.quick:
-        return quick(c, width=16, depth=2, tokens_mlp_dim=8, channels_mlp_dim=32)
+        quick(c, width=16, depth=2, tokens_mlp_dim=8, channels_mlp_dim=32)
     return c

@@ -9,11 +9,9 @@ Own pairs: data=FOLDER of train/*.jpg and val/*.jpg with *.txt beside them. Numb
 those of big_vision's siglip_lit_coco.py; the text tower here begins from scratch.
 """
 
-import os
-
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick
+from configs.common import parse_arg, quick, use_captions
 
 ARGUMENTS = dict(model=("B/16", "B/32", "L/16"), data="coco_captions", quick=False)
 
@@ -21,33 +19,48 @@ ARGUMENTS = dict(model=("B/16", "B/32", "L/16"), data="coco_captions", quick=Fal
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
-    c.seed, c.ema, c.total_steps, c.batch_size = 0, dict(decay=0.0), 5_000, 512
-    c.model = dict(variant=arg.model, dtype="bfloat16")
+    c.seed = 0
+    c.total_steps = 5_000
+    c.batch_size = 512
+    c.mesh = dict(data=-1)
     c.init = f"augreg:{arg.model}"
-    c.task = dict(name="contrastive", loss="sigmoid", projection="none")
-    c.task.update(temperature_init=10.0, bias_init=-2.71)
-    c.task.text = dict(vocab_size=32_000, width=768, depth=12, num_heads=12)
-    c.optim = dict(name="adam", learning_rate=1e-3, weight_decay=0.01)
-    c.optim.schedule = dict(name="cosine", end_learning_rate=0.0)
-    c.optim.update(warmup_fraction=0.03, grad_clip_norm=1.0, freeze=(r"^network/",))
-    captions_of(arg.data, c)
-    c.data.train_transform = "resize | randaugment(2, 10) | flip"
-    c.data.eval_transform = "resize"
-    # c4_en of T5, 32,000 tokens.
-    c.data.tokenizer, c.data.num_tokens = "hf://google/siglip-base-patch16-224", 16
-    c.update(log_every_steps=50, eval_every_steps=1_000, checkpoint_every_steps=1_000)
-    if arg.quick:
-        quick(c)
-    return c
 
+    c.data = dict(
+        name="coco_captions",
+        split="train",
+        num_examples=82_783,
+        num_classes=0,
+        caption_key="captions.text",
+        tokenizer="hf://google/siglip-base-patch16-224",  # c4_en of T5.
+        num_tokens=16,
+        image_size=(224, 224),
+        train_transform="resize | randaugment(2, 10) | flip",
+        eval_transform="resize",
+    )
+    c.evals = dict(retrieval=dict(kind="retrieval", split="val"))
 
-def captions_of(data: str, config: ConfigDict) -> None:
-    """Sets pairs of images and captions: TFDS's coco_captions, or a folder."""
-    c = config
-    c.data = dict(name=data, split="train", num_classes=0, caption_key="captions.text")
-    test = "val"
-    if data == "coco_captions":
-        c.data.num_examples = 82_783
-    if os.path.isdir(os.path.expanduser(data)):
-        c.data.update(name="folder", data_dir=data, caption_key="txt")
-    c.evals = dict(retrieval=dict(kind="retrieval", split=test))
+    c.model = dict(variant=arg.model, dtype="bfloat16")
+    c.task = dict(
+        name="contrastive",
+        loss="sigmoid",
+        projection="none",
+        temperature_init=10.0,
+        bias_init=-2.71,
+        text=dict(vocab_size=32_000, width=768, depth=12, num_heads=12),
+    )
+    c.optim = dict(
+        name="adam",
+        learning_rate=1e-3,
+        warmup_fraction=0.03,
+        schedule=dict(name="cosine", end_learning_rate=0.0),
+        weight_decay=0.01,
+        grad_clip_norm=1.0,
+        freeze=(r"^network/",),
+    )
+    c.ema = dict(decay=0.0)
+
+    c.log_every_steps = 50
+    c.eval_every_steps = 1_000
+    c.checkpoint_every_steps = 1_000
+    use_captions(arg.data, c)
+    return quick(c) if arg.quick else c

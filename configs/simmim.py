@@ -11,8 +11,7 @@ Their B/16 has a shared relative bias and LayerScale, here learned positions.
 
 from ml_collections import ConfigDict
 
-from configs import mae, swin
-from configs.common import images_of, parse_arg, quick
+from configs.common import cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "L/16", "Swin-B", "Swin-L"),
@@ -21,59 +20,108 @@ ARGUMENTS = dict(
     epochs=(800, 100),  # Of pretraining.
     quick=False,
 )
-LAYER_DECAY = {800: 0.8, 100: 0.9}  # Of Swin-B.
-CROP = "inception_crop(area=(0.67, 1.0), interpolation='bicubic') | flip"
+CROP = "inception_crop(area={}, interpolation='bicubic')"
+# Of a Swin: all but norms, biases and bias tables.
+DECAYED = r"(embedding|qkv|proj|Dense_\d|merge|head)/kernel$"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     is_swin = arg.model.startswith("Swin")
-    c = pretrain(arg) if arg.stage == "pretrain" else finetune(arg)
-    if arg.quick:
-        quick(c, **(swin.QUICK if is_swin else {}))
-        if arg.stage == "pretrain":
-            c.task.mask_unit = c.data.image_size[0] // 2
+    side = 192 if is_swin else 224
+    c = ConfigDict()
+    c.seed = 0
+    c.batch_size = 2048
+    c.mesh = dict(data=-1)
+
+    c.data = dict(
+        name="imagenet2012",
+        split="train",
+        num_examples=1_281_167,
+        num_classes=0 if arg.stage == "pretrain" else 1_000,
+        image_size=(side, side),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        eval_transform="resize_small(256) | central_crop",
+    )
+    if is_swin:
+        c.model = dict(variant=arg.model, window_size=6, dtype="bfloat16")
+    else:  # Pooled in fine-tuning, so that no norm stands before the decoder.
+        c.model = dict(
+            variant=arg.model,
+            activation="gelu",
+            pool="gap",
+            class_token=True,
+            fc_norm=True,
+            dtype="bfloat16",
+            scan=True,
+        )
+    c.optim = dict(
+        name="adam",
+        schedule=dict(name="cosine"),
+        weight_decay=0.05,
+    )
+    c.ema = dict(decay=0.0)
+    {"pretrain": pretrain, "finetune": finetune}[arg.stage](c, arg, is_swin)
+
+    c.log_every_steps = 50
+    c.eval_every_epochs = 5
+    c.checkpoint_every_epochs = 1
+
+    if arg.quick and is_swin:
+        quick(c, width=16, stage_depths=(2, 2), num_heads=(2, 4), window_size=4)
+    elif arg.quick:
+        quick(c)
+    if arg.quick and arg.stage == "pretrain":
+        c.task.mask_unit = c.data.image_size[0] // 2
     return c
 
 
-def pretrain(arg) -> ConfigDict:
-    c = ConfigDict()
-    c.seed, c.ema = 0, dict(decay=0.0)
-    c.epochs, c.batch_size = arg.epochs, 2048
-    # Pooled in fine-tuning, so that no norm stands before the decoder.
-    c.model = dict(variant=arg.model, activation="gelu", dtype="bfloat16", scan=True)
-    c.model.update(pool="gap", class_token=True, fc_norm=True)
+def pretrain(c: ConfigDict, arg, is_swin: bool) -> None:
+    c.epochs = arg.epochs
+    c.data.train_transform = f"{CROP.format((0.67, 1.0))} | flip"
+    c.evals = dict(knn=dict(kind="knn", test="validation", every_epochs=20))
+    c.evals.val = dict(kind="task", split="validation")
     c.task = dict(name="simmim", mask_ratio=0.6, mask_unit=32)
-    c.optim = dict(name="adam", b1=0.9, b2=0.999, warmup_epochs=10, weight_decay=0.05)
-    c.optim.weight_decay_mask = (r"/kernel$", r"mask_token$")
-    images_of(arg.data, c)
-    if arg.model.startswith("Swin"):
-        c.model = dict(variant=arg.model, window_size=6, dtype="bfloat16")
-        c.data.image_size, c.optim.weight_decay_mask = (192, 192), (swin.DECAYED,)
-    c.data.train_transform = CROP
+    if arg.data == "cifar10":
+        cifar10(c, **(dict(window_size=6) if is_swin else {}))
+        c.data.image_size = (192, 192) if is_swin else (32, 32)
+        c.task.mask_unit = 8
+    c.optim.update(
+        b1=0.9,
+        b2=0.999,
+        base_learning_rate=(1e-4 if arg.epochs == 800 else 2e-4)
+        / 2,  # Theirs: for 512.
+        warmup_epochs=10,
+        weight_decay_mask=(DECAYED,) if is_swin else (r"/kernel$", r"mask_token$"),
+    )
     if arg.epochs == 800:  # A tenth of the rate after 700 epochs.
         boundary = round(700 * c.data.num_examples / c.batch_size)
         c.optim.schedule = dict(name="step", boundaries=(boundary,), decay_rate=0.1)
-        c.optim.base_learning_rate = 1e-4 / 2  # The paper's are for 512 images.
-    else:
-        c.optim.schedule = "cosine"
-        c.optim.base_learning_rate = 2e-4 / 2
-    if arg.data == "cifar10":
-        c.task.mask_unit = 8
-    c.update(log_every_steps=50, checkpoint_every_epochs=1, eval_every_epochs=5)
-    return c
 
 
-def finetune(arg) -> ConfigDict:
-    if arg.model.startswith("Swin"):
-        c = swin.get_config(f"model={arg.model[-1]},stage=finetune")
-        c.model.window_size, c.data.image_size = 6, (192, 192)
-        c.optim.layer_decay = 0.7 if arg.model == "Swin-L" else LAYER_DECAY[arg.epochs]
-    else:
-        c = mae.get_config(f"model={arg.model},data={arg.data},stage=finetune")
-        c.optim.layer_decay = 0.65
-    c.epochs, c.batch_size = 100, 2048 if arg.data == "imagenet" else 256
-    c.init = "?" if "Swin" in arg.model else dict(checkpoint="?")
-    c.model.drop_path_rate = 0.2 if arg.model == "Swin-L" else 0.1
+def finetune(c: ConfigDict, arg, is_swin: bool) -> None:
+    c.epochs = 100
+    c.init = "?"
+    c.data.train_transform = (
+        f"{CROP.format((0.08, 1.0))} | randaugment(2, 9) | flip | random_erasing(0.25) "
+        "| mixup_or_cutmix(0.8, 1.0)"
+    )
+    c.evals = dict(val="validation")
+    c.task = dict(loss="softmax", label_smoothing=0.1)
     c.optim.update(base_learning_rate=1.25e-3 / 2, warmup_epochs=20)
-    return c
+    c.model.drop_path_rate = 0.2 if arg.model == "Swin-L" else 0.1
+    c.optim.schedule.end_learning_rate = 4e-5 / 100 if is_swin else 1e-6
+    c.optim.layer_decay = {"B/16": 0.65, "L/16": 0.65, "Swin-L": 0.7}.get(
+        arg.model, 0.9 if arg.epochs == 100 else 0.8
+    )
+    if is_swin:
+        c.optim.update(
+            weight_decay=1e-8,
+            weight_decay_mask=(DECAYED,),
+            grad_clip_norm=5.0,
+        )
+    if arg.data == "cifar10":
+        c.batch_size = 256
+        if not is_swin:
+            cifar10(c)

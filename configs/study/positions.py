@@ -12,29 +12,33 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg
 from configs.study import common
-from vit_jax.training.run_report import published_tables
 
 KINDS = {"none": "none", "1d": "learned", "2d": "learned2d", "relative": "relative"}
 PLACES = ("stem", "every", "shared")
 # Kind and place; "none" has no place, and relative ones act in every layer.
 POSITIONS = ("none", *(f"{k}-{p}" for k in ("1d", "2d") for p in PLACES), "relative")
+PUBLISHED = {
+    "none": 0.61382,
+    "relative": 0.64032,
+    "1d-stem": 0.64206,
+    "1d-every": 0.63964,
+    "1d-shared": 0.64292,
+    "2d-stem": 0.64001,
+    "2d-every": 0.64046,
+    "2d-shared": 0.64022,
+}
 RATES = {"cpu": (2e-3, 4e-3, 8e-3), "gpu": (5e-4, 1e-3, 2e-3), "paper": (8e-4,)}
 ARGUMENTS = common.ARGUMENTS | dict(positions=POSITIONS)
 
 
 def get_study(arg: str | None = None) -> dict:
     arg = parse_arg(arg, **ARGUMENTS)
-    table = published_tables()["table8"]
-    published = {"none": table["none"][0], "relative": table["rel"][0]}
-    for kind in ("1d", "2d"):
-        names = [f"{kind}-{place}" for place in PLACES]
-        published |= dict(zip(names, table[kind], strict=True))
     return dict(
         axes=dict(positions=POSITIONS),
         scores=common.SCORES,
         tune=dict(train={"optim.learning_rate": RATES[arg.size]}),
         seeds=3,
-        published=published,
+        published=PUBLISHED,
         source="table 8, ViT-B/16, ImageNet 5-shot linear",
         figures=[dict(x="positions", y="5-shot")],
     )

@@ -55,11 +55,7 @@ def checked(keys: type) -> Callable[[F], F]:
 def take(name: str, about: fields.Key, value: object, default: object) -> object:
     """Returns an argument as a value of its field's type, and checks it.
 
-    Args:
-      name: of the argument.
-      about: metadata of its field.
-      value: as given; a path may stand for a text, and any iterable for a tuple.
-      default: of the field.
+    A path may stand for a text, and any iterable for a tuple.
 
     Raises:
       UserError: it is of another type or out of its bounds.

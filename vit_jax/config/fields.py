@@ -109,11 +109,7 @@ class Choice(Section):
     base: type = object
 
     def find(self, name: object, where: str) -> type:
-        """Returns the dataclass of a name.
-
-        Args:
-          name: as stated.
-          where: dotted key of the section, for messages.
+        """Returns the dataclass of a name that the section at `where` states.
 
         Raises:
           UserError: no dataclass has this name.
@@ -175,24 +171,14 @@ def epochs(help: str, **rules: Any) -> Any:
 
 
 def section(cls: type, **rules: Any) -> Any:
-    """Returns a field that holds a dataclass.
-
-    Args:
-      cls: the dataclass.
-      **rules: see `Section` and `Key`; those of `Key` hold for every key inside.
-    """
+    """Returns a field that holds a dataclass; `rules` (see `Key`) hold for its keys."""
     return dataclasses.field(
         default_factory=cls, metadata={_META: Section(cls=cls, **rules)}
     )
 
 
 def choice(types: Mapping[str, type], default: str, **rules: Any) -> Any:
-    """Returns a field that holds one of several dataclasses.
-
-    Args:
-      types, default: see `Choice`.
-      **rules: see `Choice` and `Key`.
-    """
+    """Returns a field that holds one of several dataclasses, see `Choice`."""
     return chosen(Choice(types=types, default=default, **rules))
 
 
@@ -204,12 +190,7 @@ def chosen(about: Choice) -> Any:
 
 
 def named(about: Choice, **rules: Any) -> Any:
-    """Returns a field that maps names to choices.
-
-    Args:
-      about: what each name maps to.
-      **rules: see `Named` and `Key`.
-    """
+    """Returns a field that maps names to choices, see `Named`."""
     return dataclasses.field(
         default_factory=dict, metadata={_META: Named(choice=about, **rules)}
     )
@@ -331,12 +312,7 @@ def _short(about: Named, part: object) -> dict | str:
 
 
 def replace(config: T, changes: Mapping[str, object]) -> T:
-    """Returns a config with other values of some keys.
-
-    Args:
-      config: stays as it is.
-      changes: dotted key to value, which is not checked.
-    """
+    """Returns a config with other values, not checked, of some dotted keys."""
     for name, value in changes.items():
         first, _, rest = name.partition(".")
         if rest:
@@ -418,12 +394,7 @@ def fit(name: str, value: object, default: object) -> object:
 
 
 def check(name: str, about: Key, value: object) -> None:
-    """Checks that a value is allowed.
-
-    Args:
-      name: of the key.
-      about: of it.
-      value: of its type.
+    """Checks that a value, of the type of its key, is allowed.
 
     Raises:
       UserError: it is not; the message names the key, the value and what is.

@@ -18,7 +18,7 @@ from typing import TypeVar
 from ml_collections import ConfigDict
 
 from vit_jax.config import fields
-from vit_jax.config.fields import Choice, Key, Named, Section
+from vit_jax.config.fields import Choice, Named, Section
 from vit_jax.errors import UserError
 from vit_jax.printing import print_error
 
@@ -154,30 +154,21 @@ def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> list[str]
 def _merge(
     cls: type, raw: Mapping, overrides: Mapping, where: str, dropped: list[str]
 ) -> dict:
-    """Returns what is stated of a section, with a dict for every section inside.
-
-    Args:
-      cls: dataclass of the section.
-      raw: what the recipe states of it.
-      overrides: dotted key, from this section on, to value.
-      where: dotted key of the section with a dot behind; "" for the whole config.
-      dropped: lines are added to it, see `override`.
-    """
+    """Returns what is stated of a section, with a dict for every section inside."""
     raw, inner = dict(raw), _by_section(overrides)
-    for name in [*raw, *(inner.keys() - raw.keys())]:
+    for name in {**raw, **inner}:
         path, stated, given = f"{where}{name}", raw.get(name, {}), inner.get(name, {})
         about = fields.fields(cls).get(name)
         if isinstance(about, Named):
             stated = given.pop(None, stated)
             _check_mapping(about, stated, path)
             parts, given = dict(stated), _by_section(given)
-            for part in parts.keys() | given.keys():
+            for part in {**parts, **given}:
                 if "/" in part or part in ("", *about.reserved):
                     raise UserError(
                         f"{path}: {part!r} cannot be a name here, because files and "
                         "metrics are named after it: choose another, without /"
                     )
-            for part in [*parts, *(given.keys() - parts.keys())]:
                 parts[part] = _merge_section(
                     *(about.choice, about.text_key, parts.get(part, {})),
                     *(given.get(part, {}), f"{path}.{part}", dropped),
@@ -286,19 +277,12 @@ def _build(
     choice: Choice | None,
     known: Callable[[], Iterable[str]],
 ) -> T:
-    """Builds a dataclass from what is stated, and checks it.
-
-    Args:
-      cls: dataclass of a section.
-      raw: what is stated of it, as `_merge` returns it.
-      where: its dotted key with a dot behind; "" for the whole config.
-      choice: by which `cls` was chosen, or None.
-      known: returns the dotted keys that are read, for the message on others.
-    """
+    """Builds a dataclass, chosen by `choice` or not, from what `_merge` returned."""
     own, defaults = fields.fields(cls), fields.defaults(cls)
     # First, because a wrong text may be the reason why nothing would read a key.
-    for name in raw.keys() & defaults.keys():
-        fields.check_choice(f"{where}{name}", own[name], raw[name])
+    for name in defaults:
+        if name in raw:
+            fields.check_choice(f"{where}{name}", own[name], raw[name])
     for name, value in raw.items():
         of_plain_key = isinstance(value, Mapping) and name in defaults
         if name not in own or of_plain_key or not _is_read(cls, name, raw):
@@ -314,7 +298,10 @@ def _build(
         elif isinstance(about, Section):
             values[name] = _build_section(about, raw.get(name, {}), path, known)
         else:
-            default = _default(about, defaults[name], values)
+            default = defaults[name]
+            for other, allowed in (about.only_if or {}).items():
+                if isinstance(allowed, Mapping):  # Each value brings its default.
+                    default = allowed.get(values.get(other), default)
             value = raw.get(name, default)
             if not isinstance(value, str) or value not in about.names:
                 value = fields.fit(path, value, default)
@@ -329,14 +316,6 @@ def _build_section(
 ) -> object:
     choice = about if isinstance(about, Choice) else None
     return _build(_type_of(about, given, where), given, f"{where}.", choice, known)
-
-
-def _default(about: Key, default: object, values: Mapping) -> object:
-    """Returns a key's default, which may depend on another key of its section."""
-    for other, allowed in (about.only_if or {}).items():
-        if isinstance(allowed, Mapping) and values.get(other) in allowed:
-            return allowed[values[other]]
-    return default
 
 
 def _unread(
@@ -421,13 +400,7 @@ def _is_read(cls: type, name: str, raw: Mapping) -> bool:
 
 
 def arguments(path: str) -> dict[str, object]:
-    """Returns what a config file takes behind the colon: its `ARGUMENTS`.
-
-    Args:
-      path: of the file.
-
-    Returns:
-      Name to default, or to a tuple of the values that are allowed.
+    """Returns the `ARGUMENTS` of a config file: name to default, or to allowed values.
 
     Raises:
       UserError: there is no such file, or it does not run.
@@ -436,11 +409,7 @@ def arguments(path: str) -> dict[str, object]:
 
 
 def read_study(path: str, arg: str | None = None) -> dict:
-    """Returns what `get_study` of a config file states (tools/sweeps/study_config.py).
-
-    Args:
-      path: path of a config file or name of a recipe.
-      arg: what stands behind its colon.
+    """Returns what `get_study` of a config file states for the text behind its colon.
 
     Raises:
       UserError: there is no such file, it does not run, or it has no `get_study`.

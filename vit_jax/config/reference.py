@@ -30,12 +30,7 @@ class KeyGroup(NamedTuple):
 
 
 def groups(cls: type, section: str = "") -> Iterator[KeyGroup]:
-    """Yields the keys of a config.
-
-    Args:
-      cls: dataclass of the config, or of a section.
-      section: dotted key of the section.
-    """
+    """Yields the keys of a config, or of the section with that dotted key."""
     yield KeyGroup(section, "", "", summary(cls) if section else "", _keys(cls))
     yield from _sections(cls, section)
 
