@@ -66,9 +66,8 @@ def main(args):
         image_size=(side, side), num_classes=2**31 - 1, num_threads=args.threads
     )
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-    step = forward_passes.make_eval_step(
-        model, data, mesh, names=(forward_passes.FEATURES,)
-    )
+    wanted = forward_passes.Wanted(features=True)
+    step = forward_passes.make_eval_step(model, data, mesh, wanted)
     ops = splits.CheckpointPreprocess(
         Preprocess((side, side), interpolation="bicubic", crop_fraction=0.875), 3
     )
@@ -95,7 +94,7 @@ def main(args):
             found = forward_passes.collect_outputs(
                 step, {"one": params}, batches, mesh
             )["one"]
-        assert found.values[forward_passes.FEATURES].shape[0] == len(source)
+        assert len(found.features) == len(source)
 
     with tempfile.TemporaryDirectory() as made:
         root, split = pathlib.Path(args.data or made), args.split

@@ -1,16 +1,19 @@
 """How often the right class is among the best k."""
 
 import dataclasses
+from typing import ClassVar
 
 from vit_jax.config.fields import key
-from vit_jax.evaluators.forward_passes import TOPS
-from vit_jax.evaluators.protocol import RequiredOutputs, Scored
+from vit_jax.evaluators.forward_passes import Wanted
+from vit_jax.evaluators.protocol import Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopKConfig(EvalConfig):
     """Accuracy of the best k classes."""
+
+    fractions: ClassVar = ("top*",)
 
     split: str = key("val", "To classify.")
     k: int = key(3, "Number of best classes.", at_least=1, at_most=5)
@@ -21,13 +24,11 @@ class TopKConfig(EvalConfig):
 
 class TopK:
     def __init__(self, config, split):
-        self._config, self._split, self.splits = config, split, (split,)
-
-    def required_outputs(self):
-        return {"test": RequiredOutputs(self._split, frozenset((TOPS,)))}
+        self._config = config
+        self.passes = (Pass(split=split, wanted=Wanted(predictions=True)),)
 
     def score(self, outputs, stop):
-        found = outputs["test"]
-        best = found.values[TOPS][:, : self._config.k]
+        (found,) = outputs
+        best = found.predictions.tops[:, : self._config.k]
         right = (best == found.labels[:, None]).any(1)
-        return Scored({f"top{self._config.k}": float(right.mean())})
+        return Scored({f"top{self._config.k}": mean(right)})

@@ -2,18 +2,18 @@ import numpy as np
 import pytest
 
 from vit_jax.evaluators import classification
-from vit_jax.evaluators.forward_passes import Outputs
+from vit_jax.evaluators.forward_passes import Outputs, Predictions
 
 
 def outputs(labels, tops, confidence=None, loss=None):
     labels = np.asarray(labels, np.int32)
     N = len(labels)
-    values = {
-        "tops": np.asarray(tops, np.int32),
-        "confidence": np.asarray(confidence or [0.5] * N, np.float32),
-        "loss": np.asarray(loss or [1.0] * N, np.float32),
-    }
-    return Outputs(np.arange(N), labels, values)
+    predictions = Predictions(
+        np.asarray(tops, np.int32),
+        np.asarray(confidence or [0.5] * N, np.float32),
+        np.asarray(loss or [1.0] * N, np.float32),
+    )
+    return Outputs(np.arange(N), labels, predictions=predictions)
 
 
 def test_scores_of_seven_predictions():
@@ -28,7 +28,7 @@ def test_scores_of_seven_predictions():
         [0, 1, 2, 3, 4],
     ]
     loss = [0.5, 1.5, 0.25, 1.0, 4.0, 2.0, 3.0]
-    metrics, confusion, _ = classification.score(outputs(labels, tops, loss=loss), 6)
+    metrics, confusion = classification.score(outputs(labels, tops, loss=loss), 6)
     assert metrics["top1"] == pytest.approx(3 / 7)
     assert metrics["top5"] == pytest.approx(5 / 7)
     assert metrics["loss"] == pytest.approx(sum(loss) / 7)
@@ -38,14 +38,14 @@ def test_scores_of_seven_predictions():
     expected = np.zeros((6, 6), int)
     for true, (first, *_) in zip(labels, tops, strict=True):
         expected[true, first] += 1
-    np.testing.assert_array_equal(confusion, expected)
-    assert confusion[0, 1] == 1 != confusion[1, 0]
+    np.testing.assert_array_equal(confusion.counts, expected)
+    assert confusion.counts[0, 1] == 1 != confusion.counts[1, 0]
 
 
 def test_of_five_classes_there_is_no_top_5():
     found = classification.score(outputs([1], [[1, 0, 2, 3, 4]]), 5)
     assert "top5" not in found.metrics
-    assert found.confusion.shape == (5, 5)
+    assert found.confusion.counts.shape == (5, 5)
 
 
 def test_many_classes_have_no_confusion_matrix():
@@ -90,23 +90,21 @@ def test_a_calibrated_network_has_no_error_and_a_boaster_its_excess():
 
 def test_answers_of_a_part_of_the_classes():
     allowed = (1, 4, 5, 6, 8, 9)
-    restricted = {
-        "restricted/tops": np.array(
-            [[4, 1, 5, 6, 8], [9, 6, 1, 5, 8], [1, 9, 4, 5, 6]]
-        ),
-        "restricted/loss": np.array([0.5, 1.0, 3.0], np.float32),
-        "restricted/confidence": np.array([0.5, 0.25, 0.75], np.float32),
-    }
-    found = outputs([4, 6, 8], [[0, 4, 2, 3, 7]] * 3)
-    found.values.update(restricted)
-    metrics, confusion, classes = classification.score(found, 10, allowed)
-    assert classes == allowed
+    restricted = Predictions(
+        np.array([[4, 1, 5, 6, 8], [9, 6, 1, 5, 8], [1, 9, 4, 5, 6]]),
+        np.array([0.5, 0.25, 0.75], np.float32),
+        np.array([0.5, 1.0, 3.0], np.float32),
+    )
+    found = outputs([4, 6, 8], [[0, 4, 2, 3, 7]] * 3).replace(restricted=restricted)
+    names = tuple("abcdefghij")
+    metrics, confusion = classification.score(found, 10, allowed, names)
+    assert confusion.class_names == tuple("befgij")
     assert (metrics["top1"], metrics["top5"]) == pytest.approx((1 / 3, 2 / 3))
     assert (metrics["loss"], metrics["classes"]) == (1.5, 6)
-    assert confusion.shape == (6, 6)
+    assert confusion.counts.shape == (6, 6)
     rows = {(4, 4), (6, 9), (8, 1)}
     expected = {(allowed.index(true), allowed.index(best)) for true, best in rows}
-    assert set(zip(*np.nonzero(confusion), strict=True)) == expected
+    assert set(zip(*np.nonzero(confusion.counts), strict=True)) == expected
     everything = classification.score(found, 10)
     assert everything.metrics["top1"] == 0
-    assert everything.confusion.shape == (10, 10)
+    assert everything.confusion.counts.shape == (10, 10)

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import jax
@@ -16,17 +15,13 @@ from vit_jax.distributed import sharding
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
 from vit_jax.evaluators import classification, forward_passes
+from vit_jax.evaluators.forward_passes import Wanted
 from vit_jax.models.layers import MODEL_AXES
 from vit_jax.training import config as configuration
 
 EXAMPLES = 37  # Not a multiple of the batch, nor of the devices.
-ALL = (
-    forward_passes.FEATURES,
-    forward_passes.TOPS,
-    forward_passes.LOSS,
-    forward_passes.RESTRICTED,
-)
 ALLOWED = (1, 2, 4, 6)
+ALL = Wanted(features=True, predictions=True, losses=True, restricted=ALLOWED)
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +53,14 @@ def setting():
     return config, model, params, open_source(config.data, "val")
 
 
-def collect(setting, params=None, wants=ALL, source=None, **sizes):
+def collect(setting, params=None, wanted=ALL, source=None, **sizes):
     config, model, own, default = setting
     mesh = meshes.create(
         MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())]
     )
     shardings = sharding.parameters(own, mesh, MODEL_AXES, min_size=60)
     params = params or {"params": own}
-    step = forward_passes.make_eval_step(
-        model, config.data, mesh, shardings, wants, ALLOWED
-    )
+    step = forward_passes.make_eval_step(model, config.data, mesh, wanted, shardings)
     with pipeline.eval_batches(source or default, config.data, batch_size=8) as batches:
         placed = {name: jax.device_put(x, shardings) for name, x in params.items()}
         return forward_passes.collect_outputs(step, placed, batches, mesh)
@@ -96,24 +89,22 @@ def test_each_example_counts_once_on_any_mesh(setting, sizes):
     found = collect(setting, **sizes)["params"]
     np.testing.assert_array_equal(found.records, np.arange(EXAMPLES))
     np.testing.assert_array_equal(found.labels, labels)
-    assert found.values["features"].dtype == np.float32
-    np.testing.assert_allclose(found.values["features"], features, atol=1e-5)
+    assert found.features.dtype == np.float32
+    np.testing.assert_allclose(found.features, features, atol=1e-5)
     order = np.argsort(-logits, axis=1)
-    np.testing.assert_array_equal(found.values["tops"], order[:, :5])
+    np.testing.assert_array_equal(found.predictions.tops, order[:, :5])
     chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    np.testing.assert_allclose(found.values["confidence"], chances.max(1), rtol=1e-5)
+    np.testing.assert_allclose(found.predictions.confidence, chances.max(1), rtol=1e-5)
     loss = -np.log(chances[np.arange(EXAMPLES), labels])
-    np.testing.assert_allclose(found.values["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(found.predictions.losses, loss, rtol=1e-5)
     # The same with the other logits left out.
     best = np.array(ALLOWED)[np.argsort(-logits[:, ALLOWED], axis=1)]
-    np.testing.assert_array_equal(found.values["restricted/tops"], best)
+    np.testing.assert_array_equal(found.restricted.tops, best)
     part = chances[:, ALLOWED] / chances[:, ALLOWED].sum(1, keepdims=True)
-    np.testing.assert_allclose(
-        found.values["restricted/confidence"], part.max(1), rtol=1e-5
-    )
+    np.testing.assert_allclose(found.restricted.confidence, part.max(1), rtol=1e-5)
     rows = np.flatnonzero(np.isin(labels, ALLOWED))
     missed = -np.log(part[rows, np.searchsorted(ALLOWED, labels[rows])])
-    np.testing.assert_allclose(found.values["restricted/loss"][rows], missed, rtol=1e-4)
+    np.testing.assert_allclose(found.restricted.losses[rows], missed, rtol=1e-4)
 
     scores = classification.score(found, 7).metrics
     assert scores["examples"] == EXAMPLES
@@ -127,16 +118,19 @@ def test_sets_of_parameters_are_taken_side_by_side(setting):
     _, _, params, _ = setting
     zeros = jax.tree.map(jnp.zeros_like, params)
     found = collect(setting, {"params": params, "ema": zeros}, data=1)
-    np.testing.assert_allclose(found["ema"].values["loss"], np.log(7), rtol=1e-6)
-    assert (found["params"].values["loss"] != found["ema"].values["loss"]).all()
-    assert not found["ema"].values["features"].any()
+    np.testing.assert_allclose(found["ema"].predictions.losses, np.log(7), rtol=1e-6)
+    losses = [found[name].predictions.losses for name in ("params", "ema")]
+    assert (losses[0] != losses[1]).all()
+    assert not found["ema"].features.any()
 
 
 def test_only_what_is_wanted_is_computed(setting):
-    found = collect(setting, wants=("features",), data=1)["params"]
-    assert set(found.values) == {"features"}
-    found = collect(setting, wants=("tops",), data=1)["params"]
-    assert set(found.values) == {"tops", "confidence"}
+    found = collect(setting, wanted=Wanted(features=True), data=1)["params"]
+    assert found.features is not None
+    assert found.predictions is found.logits is found.restricted is None
+    found = collect(setting, wanted=Wanted(predictions=True), data=1)["params"]
+    assert found.predictions is not None
+    assert found.features is found.predictions.losses is None
 
 
 def test_a_model_without_a_head_gives_features(setting):
@@ -145,11 +139,9 @@ def test_a_model_without_a_head_gives_features(setting):
         **fields.to_dict(config.model), num_classes=0, image_size=(8, 12)
     )
     bare = {name: value for name, value in params.items() if name != "head"}
-    found = collect((config, model, bare, source), wants=("features",), data=1)
-    expected = collect(setting, wants=("features",), data=1)
-    np.testing.assert_array_equal(
-        found["params"].values["features"], expected["params"].values["features"]
-    )
+    found = collect((config, model, bare, source), wanted=Wanted(features=True), data=1)
+    expected = collect(setting, wanted=Wanted(features=True), data=1)
+    np.testing.assert_array_equal(found["params"].features, expected["params"].features)
 
 
 def test_a_damaged_image_is_left_out(setting):
@@ -175,8 +167,9 @@ def test_a_damaged_image_is_left_out(setting):
     whole = collect(setting, data=1)["params"]
     kept = np.delete(np.arange(EXAMPLES), (0, 30))
     np.testing.assert_array_equal(found.records, kept)
-    for name, values in found.values.items():
-        np.testing.assert_array_equal(values, whole.values[name][kept])
+    jax.tree.map(
+        lambda some, all: np.testing.assert_array_equal(some, all[kept]), found, whole
+    )
 
 
 def test_a_pass_can_be_abandoned(setting):
@@ -185,7 +178,7 @@ def test_a_pass_can_be_abandoned(setting):
     asked = iter([False, False, True])
     with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
         found = forward_passes.collect_outputs(
-            forward_passes.make_eval_step(model, config.data, mesh),
+            forward_passes.make_eval_step(model, config.data, mesh, ALL),
             {"params": params},
             batches,
             mesh,
@@ -197,12 +190,11 @@ def test_a_pass_can_be_abandoned(setting):
 def test_an_empty_evaluation_is_refused(setting):
     config, model, params, _ = setting
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-    step = forward_passes.make_eval_step(model, config.data, mesh)
+    step = forward_passes.make_eval_step(model, config.data, mesh, ALL)
     with pytest.raises(UserError, match="no example"):
         forward_passes.collect_outputs(step, {"params": params}, [], mesh)
 
 
 def test_outputs_are_plain_arrays(setting):
     found = collect(setting, data=8)["params"]
-    for value in dataclasses.asdict(found)["values"].values():
-        assert type(value) is np.ndarray
+    assert {type(value) for value in jax.tree.leaves(found)} == {np.ndarray}

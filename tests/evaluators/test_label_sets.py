@@ -16,7 +16,7 @@ from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_sets, splits, suite
-from vit_jax.evaluators.forward_passes import Outputs
+from vit_jax.evaluators.forward_passes import Outputs, Predictions
 from vit_jax.training import config as configuration
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
@@ -34,11 +34,12 @@ OPTIONS = {
 SEED = 54  # With which some images of all three sets are right.
 
 
-def outputs(tops, labels=None, records=None, **values):
+def outputs(tops, labels=None, records=None, restricted=None):
     tops = np.asarray(tops, np.int32)
     labels = np.zeros(len(tops), np.int32) if labels is None else np.asarray(labels)
     records = np.arange(len(tops)) if records is None else np.asarray(records)
-    return Outputs(records, labels, {"tops": tops} | values)
+    tops, restricted = (Predictions(x, None) for x in (tops, restricted))
+    return Outputs(records, labels, predictions=tops, restricted=restricted)
 
 
 def test_real_counts_what_is_in_the_set_and_skips_empty_sets():
@@ -161,10 +162,10 @@ def test_objectnet_takes_any_of_the_objects_imagenet_classes():
     ]
     best = np.array([[671], [414], [765], [412]], np.int32)
     expected = {"top1": 1 / 4, "top5": 3 / 4, "top1_overlap": 3 / 4, "examples": 4}
-    values = outputs(tops, labels, **{"restricted/tops": best})
+    values = outputs(tops, labels, restricted=best)
     assert label_sets.score_objectnet(values).metrics == expected
     # A model that has ImageNet's classes in the opposite order.
-    values = outputs(999 - np.array(tops), labels, **{"restricted/tops": 999 - best})
+    values = outputs(999 - np.array(tops), labels, restricted=999 - best)
     assert label_sets.score_objectnet(values, np.arange(1000)[::-1]).metrics == expected
 
 

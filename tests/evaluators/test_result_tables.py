@@ -3,7 +3,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.evaluators import result_tables
-from vit_jax.evaluators.classification import Confusion
+from vit_jax.evaluators.protocol import Confusion
 from vit_jax.training import run_report
 
 

@@ -7,23 +7,25 @@ their names. Letters: N examples, K classes, T the best classes of an example.
 import csv
 import dataclasses
 import io
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Bool, Float, Integer, UInt8
+from jaxtyping import Bool, Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from vit_jax import fonts
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import (
-    CONFIDENCE,
-    LOSS,
-    RESTRICTED,
-    TOPS,
-    Outputs,
+from vit_jax.evaluators.forward_passes import Outputs, Wanted
+from vit_jax.evaluators.protocol import (
+    EVALUATORS,
+    Confusion,
+    Pass,
+    Scored,
+    Stop,
+    mean,
 )
-from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
 from vit_jax.evaluators.splits import EvalSplit, EvalSplits, ModelClassesConfig
 
 BINS = 15
@@ -43,6 +45,8 @@ _MAX_LETTERS = 24  # Of a name.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationConfig(ModelClassesConfig):
     """Classification of a split."""
+
+    fractions: ClassVar = ("top1", "top5", "ece", "balanced_accuracy", "macro_f1")
 
     kind: str = key("classification", "What is evaluated.")
     split: str = key("", 'To classify; "" is the split that the data set is tested on.')
@@ -72,19 +76,17 @@ class Classification:
         splits: EvalSplits,
         num_classes: int,
     ):
-        self._split = splits.open(name, config, config.split, model_classes=True)
-        self.splits, self._num_classes = (self._split,), num_classes
-        self._allowed, note = _allowed(config, self._split, num_classes)
+        split = splits.open(name, config, config.split, model_classes=True)
+        self._num_classes = num_classes
+        self._allowed, note = _allowed(config, split, num_classes)
         if note:
             splits.notes.append(f"evals.{name}: {note}")
+        wanted = Wanted(predictions=True, losses=True, restricted=self._allowed)
+        self.passes = (Pass(split=split, wanted=wanted),)
+        self._class_names = split.source.class_names
 
-    def required_outputs(self) -> dict[str, RequiredOutputs]:
-        names = {TOPS, LOSS} | ({RESTRICTED} if self._allowed else set())
-        needed = RequiredOutputs(self._split, frozenset(names), allowed=self._allowed)
-        return {"test": needed}
-
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        return score(outputs["test"], self._num_classes, self._allowed)
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
+        return score(outputs[0], self._num_classes, self._allowed, self._class_names)
 
 
 EVALUATORS["classification"] = ClassificationConfig
@@ -105,13 +107,19 @@ def _allowed(
     return tuple(present) if restricted else (), note
 
 
-def score(outputs: Outputs, num_classes: int, allowed: tuple[int, ...] = ()) -> Scored:
+def score(
+    outputs: Outputs,
+    num_classes: int,
+    allowed: tuple[int, ...] = (),
+    class_names: tuple[str, ...] = (),
+) -> Scored:
     """Scores predictions against one label each.
 
     Args:
-      outputs: with TOPS and LOSS.
+      outputs: with predictions, or restricted ones, and their losses.
       num_classes: number of classes.
-      allowed: the classes that may be answered, of RESTRICTED outputs; () is all.
+      allowed: the classes that restricted predictions choose among; () is all.
+      class_names: of all classes; may be empty.
 
     Returns:
       top1, top5 (with more than five classes), loss (nats), ece, balanced_accuracy (mean
@@ -119,36 +127,35 @@ def score(outputs: Outputs, num_classes: int, allowed: tuple[int, ...] = ()) -> 
       examples, and the number of allowed classes if those are not all; and the confusion
       matrix, of up to 2,000 classes.
     """
-    view, classes = (RESTRICTED, allowed) if allowed else ("", range(num_classes))
+    answers = outputs.restricted if allowed else outputs.predictions
+    classes = allowed or range(num_classes)
     place = np.full(num_classes, -1)
     place[list(classes)] = np.arange(len(classes))
-    labels, tops = place[outputs.labels], place[outputs.values[view + TOPS]]
+    labels, tops = place[outputs.labels], place[answers.tops]
     num_classes = len(classes)
     right = tops == labels[:, None]
     counts = np.bincount(labels, minlength=num_classes)
     hits = np.bincount(labels[right[:, 0]], minlength=num_classes)
     found = np.bincount(tops[:, 0], minlength=num_classes)
     occurs = counts > 0
-    f1 = 2 * hits / np.maximum(counts + found, 1)
-    metrics = {"top1": float(right[:, 0].mean())}
+    metrics = {"top1": mean(right[:, 0])}
     if num_classes > tops.shape[1]:
-        metrics["top5"] = float(right.any(1).mean())
+        metrics["top5"] = mean(right.any(1))
     metrics |= {
-        "loss": float(outputs.values[view + LOSS].mean(dtype=np.float64)),
-        "ece": calibration_error(outputs.values[view + CONFIDENCE], right[:, 0]),
-        "balanced_accuracy": float((hits[occurs] / counts[occurs]).mean()),
-        "macro_f1": float(f1[occurs].mean()),
+        "loss": mean(answers.losses),
+        "ece": calibration_error(answers.confidence, right[:, 0]),
+        "balanced_accuracy": mean(hits / np.maximum(counts, 1), occurs),
+        "macro_f1": mean(2 * hits / np.maximum(counts + found, 1), occurs),
         "examples": len(labels),
     }
     if allowed:
         metrics["classes"] = num_classes
-    confusion = None
-    if num_classes <= _MAX_CLASSES:
-        cells = labels.astype(np.int64) * num_classes + tops[:, 0]
-        confusion = np.bincount(cells, minlength=num_classes**2).reshape(
-            num_classes, num_classes
-        )
-    return Scored(metrics, confusion, allowed)
+    if num_classes > _MAX_CLASSES:
+        return Scored(metrics)
+    cells = labels.astype(np.int64) * num_classes + tops[:, 0]
+    cells = np.bincount(cells, minlength=num_classes**2)
+    names = tuple(class_names[k] for k in classes) if class_names else ()
+    return Scored(metrics, Confusion(cells.reshape(num_classes, num_classes), names))
 
 
 def calibration_error(
@@ -172,29 +179,6 @@ def calibration_error(
         bins, right.astype(np.float64) - confidence, minlength=BINS
     )
     return float(np.abs(difference).sum() / len(right))
-
-
-class Confusion(NamedTuple):
-    """A confusion matrix.
-
-    Attributes:
-      counts: examples of each true class (rows) by predicted class (columns).
-      class_names: in label order; empty gives numbers.
-    """
-
-    counts: Integer[np.ndarray, "K K"]
-    class_names: tuple[str, ...] = ()
-
-    @property
-    def accuracies(self) -> Float[np.ndarray, " K"]:
-        """Returns the accuracy of each class; NaN without examples."""
-        examples = self.counts.sum(1)
-        with np.errstate(invalid="ignore"):
-            return self.counts.diagonal() / np.where(examples, examples, np.nan)
-
-    def name(self, number: int) -> str:
-        """Returns the name of a class."""
-        return self.class_names[number] if self.class_names else f"class {number}"
 
 
 def draw_confusion(confusion: Confusion) -> Image.Image:

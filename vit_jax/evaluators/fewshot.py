@@ -9,7 +9,8 @@ E eigenvalues, K classes, L strengths.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Integer
@@ -23,6 +24,7 @@ from vit_jax.evaluators.protocol import (
     FeaturesEvaluator,
     Scored,
     Stop,
+    mean,
 )
 
 EPSILON = 1e-5  # Added to the deviation.
@@ -36,6 +38,8 @@ Labels = Integer[np.ndarray, " N"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotConfig(FeaturesConfig):
     """Least squares on a few examples a class."""
+
+    fractions: ClassVar = ("[0-9]*shot*",)
 
     kind: str = key("fewshot", "What is evaluated.")
     shots: tuple[int, ...] = key(
@@ -86,7 +90,7 @@ class FewShot(FeaturesEvaluator):
     def _rows(self) -> np.ndarray:
         return np.unique(np.concatenate(self._supports(max(self._config.shots))))
 
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
         config, (train, test, num_classes) = self._config, self._features(outputs)
         counts = np.bincount(self._train.labels, minlength=num_classes)
         metrics = {}
@@ -95,12 +99,12 @@ class FewShot(FeaturesEvaluator):
             for rows in self._supports(shots):
                 if stop():
                     return None
-                places = _positions(outputs["train"].records, rows)
+                places = _positions(outputs[0].records, rows)
                 support = tuple(x[places] for x in train)
                 found.append(accuracies(support, test, num_classes, config.l2))
             for l2, values in zip(config.l2, np.transpose(found), strict=True):
                 more = "" if l2 == config.l2[0] else f"_l2_{l2:g}"
-                metrics[f"{shots}shot{more}"] = float(values.mean())
+                metrics[f"{shots}shot{more}"] = mean(values)
                 deviation = values.std(ddof=1) if len(values) > 1 else 0.0
                 metrics[f"{shots}shot{more}_std"] = float(deviation)
             if short := int((counts < shots).sum()):
@@ -109,6 +113,30 @@ class FewShot(FeaturesEvaluator):
 
 
 EVALUATORS["fewshot"] = FewShotConfig
+
+
+def is_accuracy(metric: str) -> bool:
+    """Returns whether a metric is the mean accuracy of the first strength."""
+    return re.fullmatch(r"(.*/)?\d+shot", metric) is not None
+
+
+def is_beside(metric: str) -> bool:
+    """Returns whether a metric is shown beside others, by `fewer_images`."""
+    return metric.endswith("shot_short")
+
+
+def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
+    """Returns " (3 classes have fewer images)" of a few-shot accuracy; "" if none has.
+
+    Args:
+      metric: name in `scores`, as "25shot", "25shot_l2_1" or "few/params/25shot".
+      scores: with "25shot_short", the number of classes with fewer images, if any.
+    """
+    shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)
+    count = scores.get(f"{shots[1]}_short", 0) if shots else 0
+    if not count:
+        return ""
+    return f" ({count} class{'es have' if count > 1 else ' has'} fewer images)"
 
 
 def _positions(records: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -6,9 +6,10 @@ examples, B rows of a batch, D features, K classes, T the best classes that are 
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,39 +32,83 @@ from vit_jax.weights.pretrained import (
 )
 
 TOP = 5  # Classes that are kept per example, best first.
-# Names of the outputs of a pass; see `Outputs`.
-FEATURES, TOPS, LOSS, RESTRICTED = "features", "tops", "loss", "restricted/"
-LOGITS = "logits"
-CONFIDENCE = "confidence"  # Comes with TOPS.
-# Of images and of texts in the space that they share, float32, of length 1.
-EMBEDDINGS, TEXTS = "embeddings", "texts"
-TASK = "task"  # Metrics of the task in training, as "task/loss".
 
 _BATCH = ("image", "label", "index", "mask")  # The label only if the split has one.
 
 Weights = dict | tuple  # Parameters of a network, or a state, see `TrainedTask`.
-Step = Callable[[Weights, dict], dict]
+Array = Any  # Of NumPy, or what JAX has in its place in a program.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The outputs of a pass to compute, by their names in `Outputs`.
+
+    Attributes:
+      features, logits, predictions, task: whether to compute them.
+      losses: whether predictions have them, which takes one label per image.
+      restricted: the classes that restricted predictions choose among; () for none.
+    """
+
+    features: bool = False
+    logits: bool = False
+    predictions: bool = False
+    losses: bool = False
+    restricted: tuple[int, ...] = ()
+    task: bool = False
+
+    def __or__(self, other: "Wanted") -> "Wanted":
+        if self.restricted and other.restricted not in ((), self.restricted):
+            raise ValueError("evaluators of one split restrict to different classes")
+        names = [field.name for field in dataclasses.fields(self)]
+        return Wanted(**{n: getattr(self, n) or getattr(other, n) for n in names})
+
+
+@flax.struct.dataclass
+class Predictions:
+    """The answers of a classifier.
+
+    Attributes:
+      tops: the best classes, best first, int32 (N, T).
+      confidence: softmax probability of the first, (N,).
+      losses: softmax cross-entropy in nats, (N,), or None.
+    """
+
+    tops: Array
+    confidence: Array
+    losses: Array = None
+
+
+@flax.struct.dataclass
 class Outputs:
     """The outputs of a pass, the same on every host, in the order of the records.
+
+    What is not wanted is None.
 
     Attributes:
       records: indices of the examples in their source, (N,), without damaged ones that
         were skipped.
-      labels: (N,), or (N, K) of `data.multi_label`; empty if the split is read without.
-      values: name to an array of N rows: FEATURES, float32 (N, D), the input of the
-        classifier; TOPS, int32 (N, T), the best classes, with "confidence", (N,), the
-        softmax probability of the first; LOSS, (N,), the softmax cross-entropy in nats;
-        for RESTRICTED each of these once more, as "restricted/tops", with all but the
-        allowed classes left out; for TASK each metric, (N,), as "task/loss"; LOGITS,
-        float32 (N, K).
+      labels: (N,), or (N, K) of `data.multi_label`; None if the split is read without.
+      features: input of the classifier, float32 (N, D).
+      logits: float32 (N, K).
+      predictions: `Predictions` among all classes.
+      restricted: `Predictions` with all but some classes left out.
+      task: metrics of the task in training, by name, (N,) each.
+      image_embeddings, text_embeddings: of images and of texts in the space that they
+        share, float32, of length 1.
     """
 
-    records: np.ndarray
-    labels: np.ndarray
-    values: dict[str, np.ndarray]
+    records: Array
+    labels: Array = None
+    features: Array = None
+    logits: Array = None
+    predictions: Array = None
+    restricted: Array = None
+    task: Array = None
+    image_embeddings: Array = None
+    text_embeddings: Array = None
+
+
+Step = Callable[[Weights, dict], tuple[Outputs, jax.Array]]
 
 
 class TrainedTask(NamedTuple):
@@ -95,8 +140,7 @@ class TrainedTask(NamedTuple):
             "index": jax.ShapeDtypeStruct((2,), jnp.uint32),
         }
         key = jax.eval_shape(jax.random.key, 0)
-        found = jax.eval_shape(self.held_out_metrics, *self.shapes, batch, key)
-        return tuple(found)
+        return tuple(jax.eval_shape(self.held_out_metrics, *self.shapes, batch, key))
 
 
 def open_weights(
@@ -177,20 +221,18 @@ def make_eval_step(
     model: Model,
     data: DataConfig,
     mesh: Mesh,
+    wanted: Wanted,
     shardings: dict | None = None,
-    names: Iterable[str] = (TOPS, LOSS),
-    allowed: Sequence[int] = (),
     trained: TrainedTask | None = None,
 ) -> Step:
-    """Builds the jitted evaluation step: (params, batch) -> outputs by name.
+    """Builds the jitted evaluation step: (params, batch) -> (outputs, mask).
 
     Args:
       model: network.
       data: `config.data`: mean and std are read.
       mesh: of all devices.
+      wanted: outputs to compute.
       shardings: of the parameters; replicated if None.
-      names: of the outputs, see `Outputs`.
-      allowed: classes among which RESTRICTED outputs choose.
       trained: task of a run, whose states then stand in place of parameters.
 
     Returns:
@@ -199,46 +241,45 @@ def make_eval_step(
       all rows of the result.
     """
     shardings = trained.shardings if trained else shardings
-    names = frozenset(names)
-    others = np.setdiff1d(np.arange(model.options["num_classes"]), allowed)
+    others = np.setdiff1d(np.arange(model.options["num_classes"]), wanted.restricted)
+
+    def predict(logits, num_classes, labels):
+        log_probs = jax.nn.log_softmax(logits)
+        best, tops = jax.lax.top_k(log_probs, min(TOP, num_classes))
+        found = Predictions(tops.astype(jnp.int32), jnp.exp(best[:, 0]))
+        if not wanted.losses:
+            return found
+        log_probs = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)
+        return found.replace(losses=-log_probs[:, 0])
 
     def eval_step(params, batch):
         images = transforms.normalize(batch["image"], data.mean, data.std)
-        found = {name: batch[name] for name in _BATCH[1:] if name in batch}
+        labels = batch.get("label")
+        found = Outputs(records=batch["index"], labels=labels)
         if trained is not None:
             state, params = params, trained.backbone(*params)
-        if TASK in names:
+        if wanted.task:
             batch_of_task = {"image": images, "index": batch["index"]}
             with sharding.activations(mesh):
                 metrics = trained.held_out_metrics(*state, batch_of_task, _key())
-            found |= {f"{TASK}/{name}": value for name, value in metrics.items()}
-        if names == {TASK}:
-            return found
-        images = images.astype(model.options["dtype"])
-        with sharding.activations(mesh):
-            outputs = model.apply(params, images)
-        if FEATURES in names:
-            found[FEATURES] = outputs["pre_logits"].astype(jnp.float32)
-        if names <= {FEATURES, TASK}:
-            return found
-        logits = outputs["logits"].astype(jnp.float32)
-        if LOGITS in names:
-            found[LOGITS] = logits
-        views = {"": logits}
-        if RESTRICTED in names:
-            views[RESTRICTED] = logits.at[:, others].set(-jnp.inf)
-        for view, chosen in views.items():
-            log_probs = jax.nn.log_softmax(chosen)
-            classes = len(allowed) if view else logits.shape[-1]
-            if TOPS in names:
-                best, tops = jax.lax.top_k(log_probs, min(TOP, classes))
-                found[view + TOPS] = tops.astype(jnp.int32)
-                found[view + CONFIDENCE] = jnp.exp(best[:, 0])
-            if LOSS in names:
-                label = batch["label"][:, None]
-                losses = -jnp.take_along_axis(log_probs, label, axis=-1)
-                found[view + LOSS] = losses[:, 0]
-        return found
+            found = found.replace(task=metrics)
+        if wanted.features or wanted.logits or wanted.predictions:
+            with sharding.activations(mesh):
+                outputs = model.apply(params, images.astype(model.options["dtype"]))
+        if wanted.features:
+            found = found.replace(features=outputs["pre_logits"].astype(jnp.float32))
+        if wanted.logits or wanted.predictions:
+            logits = outputs["logits"].astype(jnp.float32)
+        if wanted.logits:
+            found = found.replace(logits=logits)
+        if wanted.predictions:
+            predictions = predict(logits, logits.shape[-1], labels)
+            found = found.replace(predictions=predictions)
+        if wanted.restricted:
+            logits = logits.at[:, others].set(-jnp.inf)
+            restricted = predict(logits, len(wanted.restricted), labels)
+            found = found.replace(restricted=restricted)
+        return found, batch["mask"]
 
     replicated = meshes.replicated(mesh)
     return jax.jit(
@@ -327,65 +368,68 @@ def collect_outputs(
         _add(tables, pending)
         pending = running
     _add(tables, pending)
-    results = {name: table.outputs() for name, table in tables.items()}
-    if not all(len(outputs.records) for outputs in results.values()):
+    if not all(table.count for table in tables.values()):
         raise UserError("the evaluation split has no example: check config.evals")
-    return results
+    return {name: table.outputs() for name, table in tables.items()}
 
 
-def check_finite(outputs: dict[str, Outputs], names: Iterable[str], title: str) -> None:
-    """Checks that outputs are finite.
+def _add(tables: dict, pending: dict) -> None:
+    for name, (rows, mask) in jax.device_get(pending).items():
+        tables[name].add(rows, mask)
+
+
+class _Table:
+    """Outputs of all batches, each in one array that is allocated at once."""
+
+    def __init__(self, batches: int):
+        self._batches, self.count = batches, 0
+        self._columns: Outputs | None = None
+
+    def add(self, rows: Outputs, mask: np.ndarray) -> None:
+        counted = np.flatnonzero(mask)
+        if self._columns is None:
+            self._columns = jax.tree.map(
+                lambda x: np.empty((self._batches * len(x), *x.shape[1:]), x.dtype),
+                rows,
+            )
+        stop = self.count + len(counted)
+        columns, rows = jax.tree.leaves(self._columns), jax.tree.leaves(rows)
+        for column, values in zip(columns, rows, strict=True):
+            column[self.count : stop] = values[counted]
+        self.count = stop
+
+    def outputs(self) -> Outputs:
+        found = jax.tree.map(lambda x: x[: self.count], self._columns)
+        return found.replace(records=found.records.astype(np.int64))
+
+
+def check_finite(
+    outputs: Mapping[str, Outputs], title: str, *, classifier: bool
+) -> None:
+    """Checks that features are finite, and predictions.
 
     Args:
       outputs: from `collect_outputs`.
-      names: of the outputs to check.
       title: of the split.
+      classifier: whether to check predictions.
 
     Raises:
       UserError: a value is not finite.
     """
     for found in outputs.values():
-        for name in found.values.keys() & set(names):
-            values = found.values[name]
+        columns = [("features", found.features)]
+        if classifier and found.predictions is not None:
+            columns.append(("outputs", found.predictions.confidence))
+            columns.append(("outputs", found.predictions.losses))
+        for what, values in columns:
+            if values is None:
+                continue
             with np.errstate(invalid="ignore"):  # Infinities of both signs.
                 total = values.sum(dtype=np.float64)
             if np.isfinite(total):  # The sum shows all, without a copy.
                 continue
             bad = (~np.isfinite(values)).reshape(len(values), -1).any(1).sum()
-            what = "features" if name == FEATURES else "outputs"
             raise UserError(
                 f"the {what} are not finite for {bad} of {len(values)} images of "
                 f"{title}: the checkpoint is damaged, or diverged in training"
             )
-
-
-def _add(tables: dict, pending: dict) -> None:
-    for name, rows in jax.device_get(pending).items():
-        tables[name].add(rows)
-
-
-class _Table:
-    """Rows of all batches, each output in one array that is allocated at once."""
-
-    def __init__(self, batches: int):
-        self._batches, self._count = batches, 0
-        self._columns: dict[str, np.ndarray] = {}
-
-    def add(self, rows: dict[str, np.ndarray]) -> None:
-        counted = np.flatnonzero(rows["mask"])
-        if not self._columns:
-            self._columns = {
-                name: np.empty((self._batches * len(x), *x.shape[1:]), x.dtype)
-                for name, x in rows.items()
-            }
-        stop = self._count + len(counted)
-        for name, column in self._columns.items():
-            column[self._count : stop] = rows[name][counted]
-        self._count = stop
-
-    def outputs(self) -> Outputs:
-        columns = {name: x[: self._count] for name, x in self._columns.items()}
-        columns.pop("mask", None)
-        records = columns.pop("index", np.zeros(0, np.uint32))
-        labels = columns.pop("label", np.zeros(0, np.int32))
-        return Outputs(records.astype(np.int64), labels, columns)

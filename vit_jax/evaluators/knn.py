@@ -4,7 +4,7 @@ Letters: N training examples, M test examples, D features, R of their rows.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float, Integer
@@ -17,6 +17,7 @@ from vit_jax.evaluators.protocol import (
     FeaturesEvaluator,
     Scored,
     Stop,
+    mean,
 )
 
 _BLOCK = 2**24  # Similarities at once; 4 bytes each, and 8 for their order.
@@ -44,7 +45,7 @@ class NeighboursConfig(FeaturesConfig):
 class Neighbours(FeaturesEvaluator):
     """Accuracy of the weighted vote."""
 
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
         train, (features, labels), num_classes = self._features(outputs)
         found = predict(
             *train,
@@ -56,7 +57,7 @@ class Neighbours(FeaturesEvaluator):
         )
         if found is None:
             return None
-        return Scored({"top1": float((found == labels).mean())})
+        return Scored({"top1": mean(found == labels)})
 
 
 EVALUATORS["knn"] = NeighboursConfig

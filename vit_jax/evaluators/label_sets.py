@@ -10,6 +10,7 @@ import json
 import pathlib
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from vit_jax.data import class_names
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import RESTRICTED, TOPS, Outputs
-from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.forward_passes import Outputs, Wanted
+from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
 from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 
 _FEATURE = "real_label"  # In TFDS's imagenet2012_real.
@@ -34,6 +35,8 @@ OVERLAP = tuple(sorted({n for numbers in OBJECTNET_CLASSES.values() for n in num
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RealConfig(EvalConfig):
     """ImageNet's validation images with the labels of ReaL."""
+
+    fractions: ClassVar = ("top1", "top5")
 
     kind: str = key("real", "What is evaluated.")
     name: str = key("imagenet2012_real", "Another data set than `data.name`.")
@@ -52,20 +55,16 @@ class Real:
         self, name: str, config: RealConfig, splits: EvalSplits, num_classes: int
     ):
         self._order = _imagenet_order(name, config, splits, num_classes)
-        self._split = splits.open(name, config, config.split, model_classes=False)
-        self.splits = (self._split,)
+        split = splits.open(name, config, config.split, model_classes=False)
+        self.passes = (Pass(split=split, wanted=Wanted(predictions=True)),)
         self._path, self._sets = config.labels, None
 
-    def required_outputs(self) -> dict[str, RequiredOutputs]:
-        return {"test": RequiredOutputs(self._split, frozenset((TOPS,)))}
-
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
         if self._sets is None:
-            split = self._split
+            split, order = self.passes[0].split, self._order.tolist()
             sets = read_real(split.source, self._path, split.title)
-            order = self._order.tolist()
             self._sets = [frozenset(order[c] for c in numbers) for numbers in sets]
-        return score_real(outputs["test"], self._sets)
+        return score_real(outputs[0], self._sets)
 
 
 EVALUATORS["real"] = RealConfig
@@ -74,6 +73,8 @@ EVALUATORS["real"] = RealConfig
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectNetConfig(EvalConfig):
     """The classes of ObjectNet that overlap ImageNet's."""
+
+    fractions: ClassVar = ("top1", "top5", "top1_overlap")
 
     kind: str = key("objectnet", "What is evaluated.")
     name: str = key("objectnet", "Another data set than `data.name`.")
@@ -90,21 +91,18 @@ class ObjectNet:
         self, name: str, config: ObjectNetConfig, splits: EvalSplits, num_classes: int
     ):
         self._order = _imagenet_order(name, config, splits, num_classes)
-        self._split = splits.open(name, config, config.split, model_classes=False)
-        self.splits = (self._split,)
-        if self._split.source.class_names != tuple(OBJECTNET_CLASSES):
+        split = splits.open(name, config, config.split, model_classes=False)
+        if split.source.class_names != tuple(OBJECTNET_CLASSES):
             raise UserError(
-                f"evals.{name}: {self._split.title} does not have ObjectNet's "
+                f"evals.{name}: {split.title} does not have ObjectNet's "
                 f"{len(OBJECTNET_CLASSES)} overlapping classes: take name='objectnet'"
             )
-
-    def required_outputs(self) -> dict[str, RequiredOutputs]:
-        names = frozenset((TOPS, RESTRICTED))
         allowed = tuple(self._order[list(OVERLAP)].tolist())
-        return {"test": RequiredOutputs(self._split, names, allowed=allowed)}
+        wanted = Wanted(predictions=True, restricted=allowed)
+        self.passes = (Pass(split=split, wanted=wanted),)
 
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        return score_objectnet(outputs["test"], self._order)
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
+        return score_objectnet(outputs[0], self._order)
 
 
 EVALUATORS["objectnet"] = ObjectNetConfig
@@ -148,7 +146,7 @@ def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
     Images with an empty set are not scored: 46,837 of ImageNet's 50,000 are scored.
 
     Args:
-      outputs: with TOPS.
+      outputs: with predictions.
       sets: for each record of the source.
 
     Returns:
@@ -156,7 +154,7 @@ def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
 
     Source: arXiv:2006.07159, section 3.
     """
-    tops = outputs.values[TOPS]
+    tops = outputs.predictions.tops
     chosen = [sets[record] for record in outputs.records]
     right = np.array(
         [
@@ -170,8 +168,8 @@ def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
         raise UserError("evals: no image of this split has a label in ReaL")
     return Scored(
         {
-            "top1": float(right[:, 0].mean()),
-            "top5": float(right.any(1).mean()),
+            "top1": mean(right[:, 0]),
+            "top5": mean(right.any(1)),
             "examples": len(right),
         }
     )
@@ -181,7 +179,7 @@ def score_objectnet(outputs: Outputs, order: np.ndarray | None = None) -> Scored
     """Scores ImageNet predictions on ObjectNet's classes that overlap ImageNet.
 
     Args:
-      outputs: with TOPS and RESTRICTED; labels are indices into `OBJECTNET_CLASSES`.
+      outputs: with predictions and restricted ones; labels are indices into `OBJECTNET_CLASSES`.
       order: the model's index of each class of ImageNet; the same if None.
 
     Returns:
@@ -195,13 +193,13 @@ def score_objectnet(outputs: Outputs, order: np.ndarray | None = None) -> Scored
     order = np.arange(CLASSES) if order is None else order
     for place, numbers in enumerate(OBJECTNET_CLASSES.values()):
         belongs[place, order[list(numbers)]] = True
-    labels, restricted = outputs.labels, outputs.values[RESTRICTED + TOPS]
-    right = belongs[labels[:, None], outputs.values[TOPS]]
+    labels, restricted = outputs.labels, outputs.restricted.tops
+    right = belongs[labels[:, None], outputs.predictions.tops]
     return Scored(
         {
-            "top1": float(right[:, 0].mean()),
-            "top5": float(right.any(1).mean()),
-            "top1_overlap": float(belongs[labels, restricted[:, 0]].mean()),
+            "top1": mean(right[:, 0]),
+            "top5": mean(right.any(1)),
+            "top1_overlap": mean(belongs[labels, restricted[:, 0]]),
             "examples": len(labels),
         }
     )

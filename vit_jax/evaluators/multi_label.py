@@ -4,14 +4,16 @@ Letters: N examples, K classes.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import LOGITS, Outputs
-from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.forward_passes import Outputs, Wanted
+from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
 from vit_jax.evaluators.splits import EvalSplits, ModelClassesConfig
 
 _MAX_CLASSES = 100  # Of more, the precision of each is not among the metrics.
@@ -20,6 +22,8 @@ _MAX_CLASSES = 100  # Of more, the precision of each is not among the metrics.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiLabelConfig(ModelClassesConfig):
     """Mean average precision and F1 of images with several labels."""
+
+    fractions: ClassVar = ("map", "macro_f1@*", "micro_f1@*", "ap/*")
 
     kind: str = key("multi_label", "What is evaluated.")
     split: str = key("", 'To classify; "" is the split that the data set is tested on.')
@@ -40,18 +44,16 @@ class MultiLabel:
     """Average precision by class, and F1 at thresholds."""
 
     def __init__(self, name: str, config: MultiLabelConfig, splits: EvalSplits):
-        self._split = splits.open(name, config, config.split, model_classes=True)
-        self.splits, self._thresholds = (self._split,), config.thresholds
+        split = splits.open(name, config, config.split, model_classes=True)
+        self.passes = (Pass(split=split, wanted=Wanted(logits=True)),)
+        self._thresholds = config.thresholds
 
-    def required_outputs(self) -> dict[str, RequiredOutputs]:
-        return {"test": RequiredOutputs(self._split, frozenset((LOGITS,)))}
-
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        found, classes = outputs["test"], sorted(self._split.classes)
-        names = self._split.source.class_names
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
+        (found,), split = outputs, self.passes[0].split
+        classes, names = sorted(split.classes), split.source.class_names
         names = tuple(names[k] for k in classes) if names else ()
         # Of classes that the data does not have, nothing is known of the images.
-        logits, labels = found.values[LOGITS][:, classes], found.labels[:, classes]
+        logits, labels = found.logits[:, classes], found.labels[:, classes]
         return Scored(score(logits, labels, self._thresholds, names))
 
 
@@ -84,15 +86,15 @@ def score(
     precisions = {k: average_precision(logits[:, k], there[:, k]) for k in occurs}
     losses = np.logaddexp(0, np.where(there, -logits, logits)).sum(1)
     metrics = {
-        "map": float(np.mean(list(precisions.values()))) if len(occurs) else 0.0,
-        "loss": float(losses.mean()),
+        "map": mean(np.array([*precisions.values()])) if len(occurs) else 0.0,
+        "loss": mean(losses),
     }
     probabilities = np.exp(-np.logaddexp(0, -logits))
     for threshold in thresholds:
         found = probabilities >= threshold
         right, both = (found & there).sum(0), found.sum(0) + there.sum(0)
         f1 = 2 * right / np.maximum(both, 1)
-        macro = float(f1[occurs].mean()) if len(occurs) else 0.0
+        macro = mean(f1, occurs) if len(occurs) else 0.0
         metrics[f"macro_f1@{threshold:g}"] = macro
         metrics[f"micro_f1@{threshold:g}"] = float(2 * right.sum() / max(both.sum(), 1))
     if labels.shape[1] <= _MAX_CLASSES:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from vit_jax.evaluators.protocol import (
     FeaturesEvaluator,
     Scored,
     Stop,
+    mean,
 )
 
 _BLOCK = 2**24  # Logits at once on the device; 4 bytes each.
@@ -40,6 +41,8 @@ Labels = Integer[np.ndarray, " N"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeConfig(FeaturesConfig):
     """Logistic regression."""
+
+    fractions: ClassVar = ("top1", "held_out_top1")
 
     kind: str = key("probe", "What is evaluated.")
     l2: tuple[float, ...] = key(
@@ -65,7 +68,7 @@ class ProbeConfig(FeaturesConfig):
 class LinearProbe(FeaturesEvaluator):
     """Accuracy of logistic regression on the whole training split."""
 
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
         train, (features, labels), num_classes = self._features(outputs)
         choice = choose(
             *train,
@@ -78,7 +81,7 @@ class LinearProbe(FeaturesEvaluator):
         )
         if choice is None:
             return None
-        metrics = {"top1": float((choice.probe.predict(features) == labels).mean())}
+        metrics = {"top1": mean(choice.probe.predict(features) == labels)}
         metrics |= {"l2": choice.l2}
         if not np.isnan(choice.top1):
             metrics["held_out_top1"] = choice.top1

@@ -3,21 +3,17 @@
 import io
 import json
 import os
-import re
 
 import numpy as np
 from etils import epath
 
 from vit_jax.evaluators import classification
-from vit_jax.evaluators.classification import Confusion
+from vit_jax.evaluators.fewshot import fewer_images, is_beside
+from vit_jax.evaluators.protocol import Confusion, is_fraction
 from vit_jax.files import replace_bytes, replace_text, writing_out
 from vit_jax.printing import printable
 
 FILE = "evaluate.json"
-# Metrics that are fractions, with further strengths and deviations of few-shot.
-_FRACTION = re.compile(
-    r"\d+shot.*|(.*_)?top[15](_overlap)?|.*_accuracy|ece|.*f1(@.*)?|map|ap/.*"
-)
 
 
 def prepare(folder: str | os.PathLike) -> None:
@@ -74,18 +70,13 @@ def table(results: dict, tables: dict[str, Confusion]) -> str:
     for name, kinds in results.items():
         for metrics in kinds.values():
             for metric, value in metrics.items():
-                if metric.endswith("shot_short"):  # Stands beside the accuracies.
+                if is_beside(metric):
                     continue
                 line = f"{name:<16} {metric:<16} {text(metric, value):>12}"
                 lines.append(line + fewer_images(metric, metrics))
         if name in tables:
             lines += [f"{name:<16} {line}" for line in _worst(tables[name])]
     return "\n".join(lines)
-
-
-def is_fraction(metric: str) -> bool:
-    """Returns whether a metric is a fraction, which is shown in percent."""
-    return _FRACTION.fullmatch(metric) is not None
 
 
 def text(metric: str, value: int | float) -> str:  # noqa: PYI041 (beartype knows)
@@ -103,17 +94,3 @@ def _worst(table: Confusion, most: int = 3) -> list[str]:
         f"least accurate   {accuracies[i]:>12.2%} {printable(table.name(i))}"
         for i in order
     ]
-
-
-def fewer_images(metric: str, scores: dict[str, float]) -> str:
-    """Returns " (3 classes have fewer images)" of a few-shot accuracy; "" if none has.
-
-    Args:
-      metric: name in `scores`, as "25shot", "25shot_l2_1" or "few/params/25shot".
-      scores: with "25shot_short", the number of classes with fewer images, if any.
-    """
-    shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)
-    count = scores.get(f"{shots[1]}_short", 0) if shots else 0
-    if not count:
-        return ""
-    return f" ({count} class{'es have' if count > 1 else ' has'} fewer images)"

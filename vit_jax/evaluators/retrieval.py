@@ -6,7 +6,8 @@ E width of the shared space.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -14,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from vit_jax.config.fields import key
 from vit_jax.data.captions import TEXT
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import EMBEDDINGS, FEATURES, TEXTS, Outputs
-from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.forward_passes import Outputs, Wanted
+from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
 from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 
 _BLOCK = 2**24  # Similarities at once.
@@ -24,6 +25,8 @@ _BLOCK = 2**24  # Similarities at once.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrievalConfig(EvalConfig):
     """Captions found for images, and images for captions."""
+
+    fractions: ClassVar = ("*_recall*",)
 
     kind: str = key("retrieval", "What is evaluated.")
     split: str = key("", 'Its images; "" is the split that the data set is tested on.')
@@ -47,17 +50,16 @@ class Retrieval:
                 f"evals.{name} needs captions: state evals.{name}.caption_key or "
                 "data.caption_key, the column, feature or suffix of them"
             )
-        self.splits, self._k = (split,), config.k
-
-    def required_outputs(self) -> dict[str, RequiredOutputs]:
-        (split,) = self.splits
-        names = frozenset((FEATURES,))
-        return {"test": RequiredOutputs(split, names, texts=lambda: self._captions[0])}
+        self._split, self._k = split, config.k
+        wanted = Wanted(features=True)
+        self.passes = (
+            Pass(split=split, wanted=wanted, texts=lambda: self._captions[0]),
+        )
 
     @functools.cached_property
     def _captions(self) -> tuple[list[str], Int[np.ndarray, " M"]]:
         """All captions of the split, and the record of each."""
-        (split,) = self.splits
+        split = self._split
         texts, records = [], []
         for record in range(len(split.source)):
             found = split.source[record].get(TEXT, ())
@@ -68,9 +70,9 @@ class Retrieval:
             raise UserError(f"{split.title} has no caption: check data.caption_key")
         return texts, np.array(records)
 
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored | None:
-        found = outputs["test"]
-        images, texts = found.values[EMBEDDINGS], found.values[TEXTS]
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
+        (found,) = outputs
+        images, texts = found.image_embeddings, found.text_embeddings
         words, records = self._captions
         there = np.isin(records, found.records)  # Damaged images may be skipped.
         texts, records = texts[there], records[there]
@@ -86,7 +88,7 @@ class Retrieval:
             if ranks is None:
                 return None
             for k in self._k:
-                metrics[f"{way}_recall{k}"] = float((ranks < k).mean())
+                metrics[f"{way}_recall{k}"] = mean(ranks < k)
         return Scored(metrics)
 
 

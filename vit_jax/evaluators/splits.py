@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Integer
@@ -45,6 +46,9 @@ VALIDATIONS = ("val", "validation", "test")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Keys of every evaluation: when it runs, and on which data set."""
+
+    # Names of metrics that are fractions, shown in percent; "*" is any text.
+    fractions: ClassVar[tuple[str, ...]] = ()
 
     kind: str = key("", "What is evaluated.")
     every: int = key(

@@ -1,8 +1,10 @@
 """The evaluations of a config, run together in training or on a checkpoint."""
 
+import collections
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,15 +20,9 @@ from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.evaluators.augmented import augment
-from vit_jax.evaluators.classification import Confusion
-from vit_jax.evaluators.protocol import SKIPPED, RequiredOutputs
-from vit_jax.evaluators.splits import (
-    TESTS,
-    VALIDATIONS,
-    EvalConfig,
-    EvalSplit,
-    EvalSplits,
-)
+from vit_jax.evaluators.forward_passes import Outputs, Step, TrainedTask, Weights
+from vit_jax.evaluators.protocol import SKIPPED, Confusion, Pass, Stop
+from vit_jax.evaluators.splits import TESTS, VALIDATIONS, EvalConfig, EvalSplits
 from vit_jax.models import Model, text
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
@@ -89,7 +85,7 @@ class Suite:
         *,
         finite: bool = False,
         order: Sequence[str] = VALIDATIONS,
-        trained: forward_passes.TrainedTask | None = None,
+        trained: TrainedTask | None = None,
         tower: TextTower | None = None,
     ):
         self._trained = trained
@@ -97,51 +93,48 @@ class Suite:
         self._model, self._data, self._mesh = model, data, mesh
         self._batch_size = batch_size
         self._shardings = shardings
-        self._data_shard, self._num_data_shards = meshes.data_shard(mesh)
-        self._steps: dict[tuple, forward_passes.Step] = {}
-        self._picture_step: forward_passes.Step | None = None
-        self._finite = (forward_passes.FEATURES,)
-        if finite:
-            self._finite += (forward_passes.CONFIDENCE, forward_passes.LOSS)
+        self._shard = meshes.data_shard(mesh)
+        self._steps: dict[forward_passes.Wanted, Step] = {}
+        self._picture_step: Step | None = None
+        self._finite = finite
         splits = EvalSplits(data, preprocess, class_names, order)
         self._configs = dict(evals)
         self._evaluators = {
             name: config.open(name, splits, data.num_classes)
             for name, config in self._configs.items()
         }
-        self._check_outputs()
+        for name, evaluator in self._evaluators.items():
+            for one in evaluator.passes:
+                self._check(name, one)
         self.notes = splits.notes
         self.confusions: dict[str, dict[str, Confusion]] = {}
         self.pictures: dict[str, dict[str, np.ndarray]] = {}
 
-    def _check_outputs(self) -> None:
-        """Raises UserError if an evaluation requires what nothing returns."""
-        for name, evaluator in self._evaluators.items():
-            needed = evaluator.required_outputs().values()
-            if any(one.texts for one in needed) and self._tower is None:
-                raise UserError(
-                    f"evals.{name} compares images with texts, which takes a text tower: "
-                    "evaluate weights of CLIP, SigLIP or LiT, or a run with "
-                    "task.name='contrastive'"
-                )
-            needed = frozenset().union(*(one.names for one in needed))
-            if forward_passes.TASK in needed and self._trained is None:
-                raise UserError(
-                    f"evals.{name} is an evaluation of a run's task, which is there in "
-                    "training alone: leave it out"
-                )
-            if forward_passes.TASK in needed and not self._trained.metric_names:
-                raise UserError(
-                    f"evals.{name} is an evaluation of the task, which has no metrics of "
-                    "images that it is not trained on: leave it out, or take one of "
-                    "features, as kind='knn'"
-                )
-            if forward_passes.FEATURES in needed and not self._model.representations:
-                raise UserError(
-                    f"evals.{name} is an evaluation of features, but the network of "
-                    f"model.variant={self._model.options['variant']!r} returns no "
-                    "'pre_logits': return them, or leave the evaluation out"
-                )
+    def _check(self, name: str, one: Pass) -> None:
+        """Raises UserError if an evaluation needs what nothing returns."""
+        if one.texts and self._tower is None:
+            raise UserError(
+                f"evals.{name} compares images with texts, which takes a text tower: "
+                "evaluate weights of CLIP, SigLIP or LiT, or a run with "
+                "task.name='contrastive'"
+            )
+        if one.wanted.task and self._trained is None:
+            raise UserError(
+                f"evals.{name} is an evaluation of a run's task, which is there in "
+                "training alone: leave it out"
+            )
+        if one.wanted.task and not self._trained.metric_names:
+            raise UserError(
+                f"evals.{name} is an evaluation of the task, which has no metrics of "
+                "images that it is not trained on: leave it out, or take one of "
+                "features, as kind='knn'"
+            )
+        if one.wanted.features and not self._model.representations:
+            raise UserError(
+                f"evals.{name} is an evaluation of features, but the network of "
+                f"model.variant={self._model.options['variant']!r} returns no "
+                "'pre_logits': return them, or leave the evaluation out"
+            )
 
     def described(self) -> dict[str, dict]:
         """Returns the data and settings of each evaluation, for JSON.
@@ -151,16 +144,16 @@ class Suite:
           which they are read, and every other key that is not empty.
         """
         return {
-            name: _described(self._configs[name], evaluator.splits)
+            name: _described(self._configs[name], evaluator.passes)
             for name, evaluator in self._evaluators.items()
         }
 
     def sources(self) -> dict[str, Source]:
         """Returns the sources of all splits, by evaluation and split."""
         return {
-            f"{name} {split.split}": split.source
+            f"{name} {one.split.split}": one.split.source
             for name, evaluator in self._evaluators.items()
-            for split in evaluator.splits
+            for one in evaluator.passes
         }
 
     def try_first(self) -> None:
@@ -169,8 +162,8 @@ class Suite:
         Raises:
           UserError: a record is damaged or does not fit the config.
         """
-        evaluators = self._evaluators.values()
-        for split in dict.fromkeys(s for each in evaluators for s in each.splits):
+        passes = (one for each in self._evaluators.values() for one in each.passes)
+        for split in dict.fromkeys(one.split for one in passes):
             if len(split.source):
                 split.try_first()
 
@@ -203,8 +196,8 @@ class Suite:
 
     def run(
         self,
-        params: dict[str, forward_passes.Weights],
-        stop: Callable[[], bool] = lambda: False,
+        params: dict[str, Weights],
+        stop: Stop = lambda: False,
         names: Sequence[str] | None = None,
     ) -> Scores | None:
         """Scores sets of parameters.
@@ -220,86 +213,70 @@ class Suite:
           that were left out, if any; None if stopped.
         """
         names = list(self._evaluators if names is None else names)
-        required = {name: self._evaluators[name].required_outputs() for name in names}
+        waiting = collections.defaultdict(list)  # Split to passes that are not scored.
+        for name in names:
+            for one in self._evaluators[name].passes:
+                waiting[one.split].append(one)
         results, outputs = {}, {}
-        for i, name in enumerate(names):
-            remaining = [r for later in names[i:] for r in required[later].values()]
-            for split in (r.split for r in required[name].values()):
+        for name in names:
+            passes = self._evaluators[name].passes
+            for split in (one.split for one in passes):
                 if split not in outputs:
-                    outputs[split] = self._pass(params, split, remaining, stop)
+                    outputs[split] = self._run_pass(params, waiting[split], stop)
                 if outputs[split] is None:
                     return None
-            scored = self._score(name, params, required[name], outputs, stop)
-            if scored is None:
+            results[name] = self._score(name, params, outputs, stop)
+            if results[name] is None:
                 return None
-            results[name] = scored
-            for one in required[name].values():
+            for one in passes:
                 if one.num_pictures:
                     self.pictures[name] = self._draw(one, params)
-            later = {r.split for x in names[i + 1 :] for r in required[x].values()}
-            outputs = {split: x for split, x in outputs.items() if split in later}
+                waiting[one.split].remove(one)
+                if not waiting[one.split]:
+                    del outputs[one.split]
         return results
 
-    def _pass(
-        self,
-        params: dict[str, forward_passes.Weights],
-        split: EvalSplit,
-        required: Sequence[RequiredOutputs],
-        stop: Callable[[], bool],
-    ) -> dict[str, forward_passes.Outputs] | None:
-        """Runs one pass over a split for all outputs that are required of it."""
-        required = [r for r in required if r.split is split]
-        names = frozenset().union(*(r.names for r in required))
-        allowed = {r.allowed for r in required if r.allowed}
-        if len(allowed) > 1:
-            raise ValueError(f"{split.title}: its evaluators allow different classes")
-        allowed = next(iter(allowed), ())
-        if (names, allowed) not in self._steps:
-            self._steps[names, allowed] = forward_passes.make_eval_step(
+    def _run_pass(
+        self, params: dict[str, Weights], passes: Sequence[Pass], stop: Stop
+    ) -> dict[str, Outputs] | None:
+        """Runs one forward pass over a split for all evaluators that need one."""
+        split = passes[0].split
+        wanted = functools.reduce(operator.or_, (one.wanted for one in passes))
+        if wanted not in self._steps:
+            self._steps[wanted] = forward_passes.make_eval_step(
                 self._model,
                 self._data,
                 self._mesh,
+                wanted,
                 self._shardings,
-                names,
-                allowed,
                 self._trained,
             )
         rows = None
-        if all(r.rows is not None for r in required):
-            rows = functools.reduce(np.union1d, (r.rows for r in required))
-        batches = split.batches(
-            rows, self._batch_size, self._data_shard, self._num_data_shards
-        )
-        with batches:
+        if all(one.rows is not None for one in passes):
+            rows = functools.reduce(np.union1d, (one.rows for one in passes))
+        with split.batches(rows, self._batch_size, *self._shard) as batches:
             found = forward_passes.collect_outputs(
-                self._steps[names, allowed],
-                params,
-                batches,
-                self._mesh,
-                stop,
-                split.title,
+                self._steps[wanted], params, batches, self._mesh, stop, split.title
             )
         if found is None:
             return None
-        forward_passes.check_finite(found, self._finite, split.title)
+        forward_passes.check_finite(found, split.title, classifier=self._finite)
         if rows is None:
             return found
         return {
-            params_name: dataclasses.replace(outputs, records=rows[outputs.records])
+            params_name: outputs.replace(records=rows[outputs.records])
             for params_name, outputs in found.items()
         }
 
-    def _draw(self, required: RequiredOutputs, states: dict[str, tuple]) -> dict:
+    def _draw(self, one: Pass, states: dict[str, tuple]) -> dict[str, np.ndarray]:
         """Returns the task's pictures of the first images of a split, side by side."""
-        split = required.split
-        rows = np.arange(min(required.num_pictures, len(split.source)))
+        rows = np.arange(min(one.num_pictures, len(one.split.source)))
         if self._picture_step is None:
             self._picture_step = forward_passes.make_picture_step(
                 self._trained, self._data, self._mesh
             )
         size = _full_batch(len(rows), self._mesh)
-        shard = self._data_shard, self._num_data_shards
-        with split.batches(rows, size, *shard) as batches:
+        with one.split.batches(rows, size, *self._shard) as batches:
             (batch,) = batches
         batch = meshes.to_devices(
             {key: batch[key] for key in ("image", "index")}, self._mesh
@@ -308,49 +285,36 @@ class Suite:
         for params_name, state in states.items():
             found = jax.device_get(self._picture_step(state, batch))
             if found is not None:
-                strip = np.concatenate(found, axis=2)
-                strips[params_name] = strip[: len(rows)]
+                strips[params_name] = np.concatenate(found, axis=2)[: len(rows)]
         return strips
 
-    def _with_texts(
-        self,
-        outputs: forward_passes.Outputs,
-        required: RequiredOutputs,
-        weights: forward_passes.Weights,
-    ) -> forward_passes.Outputs:
+    def _with_texts(self, outputs: Outputs, one: Pass, weights: Weights) -> Outputs:
         """Adds the embeddings of images and of the texts that they are compared with."""
-        if required.texts is None:
+        if one.texts is None:
             return outputs
         tower = self._tower
         if self._trained:
             tower = tower.with_params(weights[0])
-        features = outputs.values[forward_passes.FEATURES]
-        more = {
-            forward_passes.EMBEDDINGS: tower.embed_images(features),
-            forward_passes.TEXTS: tower.embed(required.texts()),
-        }
-        return dataclasses.replace(outputs, values=outputs.values | more)
+        return outputs.replace(
+            image_embeddings=tower.embed_images(outputs.features),
+            text_embeddings=tower.embed(one.texts()),
+        )
 
-    def _score(self, name, params, required, outputs, stop) -> dict | None:
+    def _score(self, name: str, params: dict, outputs: dict, stop: Stop) -> dict | None:
         scores, self.confusions[name] = {}, {}
-        for params_name in params:
-            own = {key: outputs[r.split][params_name] for key, r in required.items()}
-            own = {
-                key: self._with_texts(found, required[key], params[params_name])
-                for key, found in own.items()
-            }
+        passes = self._evaluators[name].passes
+        for params_name, weights in params.items():
+            own = [outputs[one.split][params_name] for one in passes]
+            own = [self._with_texts(x, one, weights) for x, one in zip(own, passes)]
             found = self._evaluators[name].score(own, stop)
             if found is None:
                 return None
-            skipped = sum(_count_skipped(r, own[key]) for key, r in required.items())
-            scores[params_name] = found.metrics | (
-                {SKIPPED: skipped} if skipped else {}
-            )
+            scores[params_name] = dict(found.metrics)
+            skipped = sum(map(_count_skipped, passes, own))
+            if skipped:
+                scores[params_name][SKIPPED] = skipped
             if found.confusion is not None:
-                names = next(iter(required.values())).split.source.class_names
-                if names and found.classes:
-                    names = tuple(names[k] for k in found.classes)
-                self.confusions[name][params_name] = Confusion(found.confusion, names)
+                self.confusions[name][params_name] = found.confusion
         return scores
 
 
@@ -453,22 +417,22 @@ def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object
     return summaries | ({SKIPPED: skipped} if skipped else {})
 
 
-def _described(config: EvalConfig, splits: Sequence[EvalSplit]) -> dict[str, object]:
-    first = splits[0]
+def _described(config: EvalConfig, passes: Sequence[Pass]) -> dict[str, object]:
+    first = passes[0].split
     found = {"kind": config.kind, "dataset": first.dataset}
     if first.data.data_dir:
         found["data_dir"] = first.data.data_dir
-    found["splits"] = [split.split for split in splits]
+    found["splits"] = [one.split.split for one in passes]
     keys = fields.to_dict(config).items()
     empty = ("", None)
     return found | {k: v for k, v in keys if k not in _NOT_DESCRIBED and v not in empty}
 
 
-def _count_skipped(required: RequiredOutputs, outputs: forward_passes.Outputs) -> int:
+def _count_skipped(one: Pass, outputs: Outputs) -> int:
     """Returns the number of damaged images that were left out."""
-    rows = required.rows
-    rows = np.arange(len(required.split.source)) if rows is None else rows
-    return len(rows) - int(np.isin(rows, outputs.records).sum())
+    if one.rows is None:
+        return len(one.split.source) - len(outputs.records)
+    return int((~np.isin(one.rows, outputs.records)).sum())
 
 
 def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConfig:

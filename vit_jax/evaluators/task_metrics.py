@@ -5,18 +5,20 @@ N examples.
 """
 
 import dataclasses
-
-import numpy as np
+from collections.abc import Sequence
+from typing import ClassVar
 
 from vit_jax.config.fields import key
-from vit_jax.evaluators.forward_passes import TASK, Outputs
-from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.forward_passes import Outputs, Wanted
+from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
 from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskMetricsConfig(EvalConfig):
     """The task's own metrics, and pictures of what it answers."""
+
+    fractions: ClassVar = ("*_accuracy", "*top1", "*top5")
 
     kind: str = key("task", "What is evaluated.")
     split: str = key("", 'Its images; "" is the split that the data set is tested on.')
@@ -32,27 +34,14 @@ class TaskMetrics:
     """Means over the images."""
 
     def __init__(self, name: str, config: TaskMetricsConfig, splits: EvalSplits):
-        self._num_pictures = config.num_pictures
         split = splits.open(
             name, config, config.split, model_classes=False, labelled=False
         )
-        self.splits = (split,)
+        wanted, num_pictures = Wanted(task=True), config.num_pictures
+        self.passes = (Pass(split=split, wanted=wanted, num_pictures=num_pictures),)
 
-    def required_outputs(self) -> dict[str, RequiredOutputs]:
-        names = frozenset((TASK,))
-        (split,) = self.splits
-        return {"task": RequiredOutputs(split, names, num_pictures=self._num_pictures)}
-
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored:
-        found = outputs["task"].values
-        prefix = f"{TASK}/"
-        return Scored(
-            {
-                name.removeprefix(prefix): float(values.mean(dtype=np.float64))
-                for name, values in found.items()
-                if name.startswith(prefix)
-            }
-        )
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
+        return Scored({name: mean(x) for name, x in outputs[0].task.items()})
 
 
 EVALUATORS["task"] = TaskMetricsConfig

@@ -5,6 +5,8 @@ K classes, E width of the shared space.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,14 +14,8 @@ from vit_jax.config.fields import key
 from vit_jax.data import class_names
 from vit_jax.data.sources.base import known_labels
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import (
-    EMBEDDINGS,
-    FEATURES,
-    TEXTS,
-    TOP,
-    Outputs,
-)
-from vit_jax.evaluators.protocol import EVALUATORS, RequiredOutputs, Scored, Stop
+from vit_jax.evaluators.forward_passes import TOP, Outputs, Wanted
+from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
 from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 from vit_jax.models.text_tower import filled
 
@@ -27,6 +23,8 @@ from vit_jax.models.text_tower import filled
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroShotConfig(EvalConfig):
     """Classes told apart by their names."""
+
+    fractions: ClassVar = ("top1", "top5")
 
     kind: str = key("zero_shot", "What is evaluated.")
     split: str = key("", 'Its images; "" is the split that the data set is tested on.')
@@ -53,7 +51,7 @@ class ZeroShot:
 
     def __init__(self, name: str, config: ZeroShotConfig, splits: EvalSplits):
         split = splits.open(name, config, config.split, model_classes=False)
-        self.splits, self._prompts = (split,), config.prompts
+        self._split, self._prompts = split, config.prompts
         names, where = split.source.class_names, f"evals.{name}.classes"
         self._classes = names
         if config.classes:
@@ -65,26 +63,22 @@ class ZeroShot:
             )
         if not config.prompts:
             raise UserError(f"evals.{name}.prompts is empty: give at least ('{{}}',)")
-        self._texts = filled(config.prompts, self._classes)
+        texts = filled(config.prompts, self._classes)
         self._check(known_labels(split.source))
+        wanted = Wanted(features=True)
+        self.passes = (Pass(split=split, wanted=wanted, texts=lambda: texts),)
 
-    def required_outputs(self) -> dict[str, RequiredOutputs]:
-        (split,) = self.splits
-        names = frozenset((FEATURES,))
-        return {"test": RequiredOutputs(split, names, texts=lambda: self._texts)}
-
-    def score(self, outputs: dict[str, Outputs], stop: Stop) -> Scored:
-        found = outputs["test"]
-        K = len(self._classes)
-        means = found.values[TEXTS].reshape(K, len(self._prompts), -1).mean(1)
+    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
+        (found,), K = outputs, len(self._classes)
+        means = found.text_embeddings.reshape(K, len(self._prompts), -1).mean(1)
         means /= np.linalg.norm(means, axis=1, keepdims=True)
         self._check(found.labels)
-        similar = found.values[EMBEDDINGS] @ means.T
+        similar = found.image_embeddings @ means.T
         best = np.argsort(-similar, axis=1, kind="stable")[:, :TOP]
         right = best == found.labels[:, None]
-        metrics = {"top1": float(right[:, 0].mean())}
+        metrics = {"top1": mean(right[:, 0])}
         if K > TOP:
-            metrics["top5"] = float(right.any(1).mean())
+            metrics["top5"] = mean(right.any(1))
         return Scored(metrics)
 
     def _check(self, labels: np.ndarray | None) -> None:
@@ -93,7 +87,7 @@ class ZeroShot:
         K, worst = len(self._classes), labels.max(initial=0)
         if worst >= K:
             raise UserError(
-                f"{self.splits[0].title} has label {worst}, but {K} classes are named: "
+                f"{self._split.title} has label {worst}, but {K} classes are named: "
                 "name all of them"
             )
 

@@ -6,7 +6,6 @@ import importlib.resources
 import json
 import os
 import pathlib
-import re
 import subprocess
 
 import jax
@@ -15,7 +14,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from vit_jax.errors import UserError
-from vit_jax.evaluators.result_tables import fewer_images, text
+from vit_jax.evaluators.fewshot import fewer_images, is_accuracy
+from vit_jax.evaluators.result_tables import text
 from vit_jax.files import read_json, replace_text
 
 FILE = "report.json"
@@ -105,7 +105,7 @@ def scores_line(scores: dict) -> str:
     tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
     losses = {k[:-5]: v for k, v in flat.items() if k.endswith("/loss")}
     losses = {k: v for k, v in losses.items() if k not in tops}
-    tops |= {k: v for k, v in flat.items() if re.fullmatch(r".*/\d+shot", k)}
+    tops |= {k: v for k, v in flat.items() if is_accuracy(k)}
     tops = [f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items()]
     losses = [f"{k} {v:.4f}" for k, v in losses.items()]
     named = {"top-1: ": tops, "loss: ": losses}
@@ -144,7 +144,7 @@ def format_report(report: dict) -> str:
 def _scores(scores: dict[str, float]) -> str:
     """Returns one evaluation as text: accuracy and loss, or its other metrics."""
     if "top1" not in scores:
-        shown = {k: v for k, v in scores.items() if re.fullmatch(r"\d+shot", k)}
+        shown = {k: v for k, v in scores.items() if is_accuracy(k)}
         return "  ".join(
             f"{k} {text(k, v)}{fewer_images(k, scores)}"
             for k, v in (shown or scores).items()

@@ -20,7 +20,7 @@ import numpy as np
 
 from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
 from vit_jax.config import fields
-from vit_jax.evaluators.result_tables import is_fraction
+from vit_jax.evaluators.protocol import is_fraction
 from vit_jax.tools.report.blocks import (
     NONE,
     OURS,
