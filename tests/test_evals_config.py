@@ -85,7 +85,10 @@ def test_every_kind_has_its_code_and_every_key_is_read():
     for kind, cls in EVALUATORS.items():
         assert cls().kind == kind
         for key in fields.fields(cls):
-            assert key in from_key or re.search(rf"config\.{key}\b", code), (kind, key)
+            assert key in from_key or re.search(rf"(config|self)\.{key}\b", code), (
+                kind,
+                key,
+            )
 
 
 def kinds_keys():

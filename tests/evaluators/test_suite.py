@@ -96,7 +96,7 @@ def test_every_kind_is_scored_as_its_own_function_does(devices, passed):
     scores = suite.run(params)
     # Train once and val once, though three or four of them ask for it.
     assert passed == [83, 83]
-    train, val = (suite._evaluators["few"]._train, suite._evaluators["few"]._test)
+    train, val = (one.split for one in suite._evaluators["few"].passes)
     for kind, values in params.items():
         known, test = (features_of(model, values, x.source) for x in (train, val))
         found = scores["few"][kind]

@@ -7,7 +7,6 @@ their names. Letters: N examples, K classes, T the best classes of an example.
 import csv
 import dataclasses
 import io
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -21,12 +20,12 @@ from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.protocol import (
     EVALUATORS,
     Confusion,
+    Evaluator,
     Pass,
     Scored,
-    Stop,
     mean,
 )
-from vit_jax.evaluators.splits import EvalSplit, EvalSplits, ModelClassesConfig
+from vit_jax.evaluators.splits import EvalSplit, ModelClassesConfig
 
 BINS = 15
 _MAX_CLASSES = 2_000  # A confusion matrix of more has gigabytes, and is unreadable.
@@ -57,36 +56,22 @@ class ClassificationConfig(ModelClassesConfig):
         "ImageNet-A and -R. True for data that names them all: of the labels that occur.",
     )
 
-    def open(self, name, splits, num_classes):
+    def open(self, name, splits):
         if splits.multi_label:
             raise UserError(
                 f"evals.{name}: data.multi_label=True has no one class to classify as: "
                 f"set evals.{name}.kind=multi_label"
             )
-        return Classification(name, self, splits, num_classes)
-
-
-class Classification:
-    """Top-1, top-5, loss, calibration and accuracy per class."""
-
-    def __init__(
-        self,
-        name: str,
-        config: ClassificationConfig,
-        splits: EvalSplits,
-        num_classes: int,
-    ):
-        split = splits.open(name, config, config.split, model_classes=True)
-        self._num_classes = num_classes
-        self._allowed, note = _allowed(config, split, num_classes)
+        split = splits.open(name, self, self.split, model_classes=True)
+        allowed, note = _allowed(self, split, splits.num_classes)
         if note:
             splits.notes.append(f"evals.{name}: {note}")
-        wanted = Wanted(predictions=True, losses=True, restricted=self._allowed)
-        self.passes = (Pass(split=split, wanted=wanted),)
-        self._class_names = split.source.class_names
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
-        return score(outputs[0], self._num_classes, self._allowed, self._class_names)
+        names = split.source.class_names
+        wanted = Wanted(predictions=True, losses=True, restricted=allowed)
+        return Evaluator(
+            (Pass(split, wanted),),
+            lambda outputs, stop: score(*outputs, splits.num_classes, allowed, names),
+        )
 
 
 EVALUATORS["classification"] = ClassificationConfig

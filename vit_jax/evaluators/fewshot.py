@@ -17,15 +17,8 @@ from jaxtyping import Float, Integer
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import Outputs
-from vit_jax.evaluators.protocol import (
-    EVALUATORS,
-    FeaturesConfig,
-    FeaturesEvaluator,
-    Scored,
-    Stop,
-    mean,
-)
+from vit_jax.evaluators.protocol import EVALUATORS, FeaturesConfig, Scored, mean
+from vit_jax.evaluators.splits import EvalSplit
 
 EPSILON = 1e-5  # Added to the deviation.
 BIAS = 100.0  # The constant feature: so large that it is hardly regularised.
@@ -37,7 +30,12 @@ Labels = Integer[np.ndarray, " N"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotConfig(FeaturesConfig):
-    """Least squares on a few examples a class."""
+    """Least squares on a few examples a class.
+
+    Metrics for S shots: "Sshot", the mean accuracy over the seeds with the first of the
+    strengths, "Sshot_std", its sample deviation, the same with each further strength as
+    "Sshot_l2_X", and "Sshot_short", the number of classes with fewer examples, if any.
+    """
 
     fractions: ClassVar = ("[0-9]*shot*",)
 
@@ -58,9 +56,6 @@ class FewShotConfig(FeaturesConfig):
         distinct=True,
     )
 
-    def open(self, name, splits, num_classes):
-        return FewShot(name, self, splits)
-
     def summarize(self, metrics):
         found = {}
         for name, value in metrics.items():
@@ -73,37 +68,28 @@ class FewShotConfig(FeaturesConfig):
             shots[match[3] or "mean"] = value
         return found
 
+    def _supports(self, train: EvalSplit, shots: int) -> list[np.ndarray]:
+        seeds, num_classes = range(self.seeds), train.num_classes
+        return [draw(train.labels, shots, seed, num_classes) for seed in seeds]
 
-class FewShot(FeaturesEvaluator):
-    """Accuracy of least squares on a few examples per class.
+    def train_rows(self, train):
+        return np.unique(np.concatenate(self._supports(train, max(self.shots))))
 
-    Metrics for S shots: "Sshot", the mean accuracy over the seeds with the first of the
-    strengths, "Sshot_std", its sample deviation, the same with each further strength as
-    "Sshot_l2_X", and "Sshot_short", the number of classes with fewer examples, if any.
-    """
-
-    def _supports(self, shots: int) -> list[np.ndarray]:
-        labels, num_classes = self._train.labels, self._train.num_classes
-        seeds = range(self._config.seeds)
-        return [draw(labels, shots, seed, num_classes) for seed in seeds]
-
-    def _rows(self) -> np.ndarray:
-        return np.unique(np.concatenate(self._supports(max(self._config.shots))))
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
-        config, (train, test, num_classes) = self._config, self._features(outputs)
-        counts = np.bincount(self._train.labels, minlength=num_classes)
+    def score_features(self, train, test, split, stop):
+        num_classes = split.num_classes
+        counts = np.bincount(split.labels, minlength=num_classes)
         metrics = {}
-        for shots in config.shots:
+        for shots in self.shots:
             found = []
-            for rows in self._supports(shots):
+            for rows in self._supports(split, shots):
                 if stop():
                     return None
-                places = _positions(outputs[0].records, rows)
-                support = tuple(x[places] for x in train)
-                found.append(accuracies(support, test, num_classes, config.l2))
-            for l2, values in zip(config.l2, np.transpose(found), strict=True):
-                more = "" if l2 == config.l2[0] else f"_l2_{l2:g}"
+                places = _positions(train.records, rows)
+                support = train.features[places], train.labels[places]
+                tests = test.features, test.labels
+                found.append(accuracies(support, tests, num_classes, self.l2))
+            for l2, values in zip(self.l2, np.transpose(found), strict=True):
+                more = "" if l2 == self.l2[0] else f"_l2_{l2:g}"
                 metrics[f"{shots}shot{more}"] = mean(values)
                 deviation = values.std(ddof=1) if len(values) > 1 else 0.0
                 metrics[f"{shots}shot{more}_std"] = float(deviation)

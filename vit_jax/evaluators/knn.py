@@ -4,21 +4,13 @@ Letters: N training examples, M test examples, D features, R of their rows.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float, Integer
 
 from vit_jax.config.fields import key
-from vit_jax.evaluators.forward_passes import Outputs
-from vit_jax.evaluators.protocol import (
-    EVALUATORS,
-    FeaturesConfig,
-    FeaturesEvaluator,
-    Scored,
-    Stop,
-    mean,
-)
+from vit_jax.evaluators.protocol import EVALUATORS, FeaturesConfig, Scored, mean
 
 _BLOCK = 2**24  # Similarities at once; 4 bytes each, and 8 for their order.
 
@@ -35,29 +27,20 @@ class NeighboursConfig(FeaturesConfig):
         0.07, "A neighbour's vote is exp(cosine / temperature).", above=0
     )
 
-    def open(self, name, splits, num_classes):
-        return Neighbours(name, self, splits)
+    def score_features(self, train, test, split, stop):
+        found = predict(
+            train.features,
+            train.labels,
+            test.features,
+            split.num_classes,
+            k=self.k,
+            temperature=self.temperature,
+            stop=stop,
+        )
+        return None if found is None else Scored({"top1": mean(found == test.labels)})
 
     def summarize(self, metrics):
         return metrics["top1"]
-
-
-class Neighbours(FeaturesEvaluator):
-    """Accuracy of the weighted vote."""
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
-        train, (features, labels), num_classes = self._features(outputs)
-        found = predict(
-            *train,
-            features,
-            num_classes,
-            k=self._config.k,
-            temperature=self._config.temperature,
-            stop=stop,
-        )
-        if found is None:
-            return None
-        return Scored({"top1": mean(found == labels)})
 
 
 EVALUATORS["knn"] = NeighboursConfig

@@ -6,6 +6,7 @@ several of ImageNet's. Letters: N examples, T the best classes.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -21,7 +22,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
+from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 
 _FEATURE = "real_label"  # In TFDS's imagenet2012_real.
@@ -44,27 +45,19 @@ class RealConfig(EvalConfig):
     split: str = key("validation", "To classify.")
     labels: str = key("", "The authors' real.json, for sets that do not hold them.")
 
-    def open(self, name, splits, num_classes):
-        return Real(name, self, splits, num_classes)
+    def open(self, name, splits):
+        order = _imagenet_order(name, self, splits)
+        split = splits.open(name, self, self.split, model_classes=False)
 
+        @functools.cache
+        def sets():
+            found = read_real(split.source, self.labels, split.title)
+            return [frozenset(order[list(numbers)].tolist()) for numbers in found]
 
-class Real:
-    """Accuracy on ImageNet's validation split with the labels of ReaL."""
-
-    def __init__(
-        self, name: str, config: RealConfig, splits: EvalSplits, num_classes: int
-    ):
-        self._order = _imagenet_order(name, config, splits, num_classes)
-        split = splits.open(name, config, config.split, model_classes=False)
-        self.passes = (Pass(split=split, wanted=Wanted(predictions=True)),)
-        self._path, self._sets = config.labels, None
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
-        if self._sets is None:
-            split, order = self.passes[0].split, self._order.tolist()
-            sets = read_real(split.source, self._path, split.title)
-            self._sets = [frozenset(order[c] for c in numbers) for numbers in sets]
-        return score_real(outputs[0], self._sets)
+        return Evaluator(
+            (Pass(split, Wanted(predictions=True)),),
+            lambda outputs, stop: score_real(*outputs, sets()),
+        )
 
 
 EVALUATORS["real"] = RealConfig
@@ -80,29 +73,19 @@ class ObjectNetConfig(EvalConfig):
     name: str = key("objectnet", "Another data set than `data.name`.")
     split: str = key("images", "To classify.")
 
-    def open(self, name, splits, num_classes):
-        return ObjectNet(name, self, splits, num_classes)
-
-
-class ObjectNet:
-    """Accuracy on the classes of ObjectNet that overlap ImageNet's."""
-
-    def __init__(
-        self, name: str, config: ObjectNetConfig, splits: EvalSplits, num_classes: int
-    ):
-        self._order = _imagenet_order(name, config, splits, num_classes)
-        split = splits.open(name, config, config.split, model_classes=False)
+    def open(self, name, splits):
+        order = _imagenet_order(name, self, splits)
+        split = splits.open(name, self, self.split, model_classes=False)
         if split.source.class_names != tuple(OBJECTNET_CLASSES):
             raise UserError(
                 f"evals.{name}: {split.title} does not have ObjectNet's "
                 f"{len(OBJECTNET_CLASSES)} overlapping classes: take name='objectnet'"
             )
-        allowed = tuple(self._order[list(OVERLAP)].tolist())
-        wanted = Wanted(predictions=True, restricted=allowed)
-        self.passes = (Pass(split=split, wanted=wanted),)
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
-        return score_objectnet(outputs[0], self._order)
+        allowed = tuple(order[list(OVERLAP)].tolist())
+        return Evaluator(
+            (Pass(split, Wanted(predictions=True, restricted=allowed)),),
+            lambda outputs, stop: score_objectnet(*outputs, order),
+        )
 
 
 EVALUATORS["objectnet"] = ObjectNetConfig
@@ -247,14 +230,13 @@ def _read_file(path: str) -> list[list[int]]:
     return known
 
 
-def _imagenet_order(
-    name: str, config: EvalConfig, splits: EvalSplits, num_classes: int
-) -> np.ndarray:
+def _imagenet_order(name: str, config: EvalConfig, splits: EvalSplits) -> np.ndarray:
     """Returns the model's index of each class of ImageNet.
 
     Raises:
       UserError: the model does not have them.
     """
+    num_classes = splits.num_classes
     order = class_names.imagenet_order(splits.class_names, num_classes)
     if num_classes != CLASSES or order is None or (order < 0).any():
         other = f"{num_classes}" if num_classes != CLASSES else "1,000 of other names"

@@ -4,7 +4,6 @@ Letters: N examples, K classes.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -12,9 +11,9 @@ from jaxtyping import Bool, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import Outputs, Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
-from vit_jax.evaluators.splits import EvalSplits, ModelClassesConfig
+from vit_jax.evaluators.forward_passes import Wanted
+from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
+from vit_jax.evaluators.splits import ModelClassesConfig
 
 _MAX_CLASSES = 100  # Of more, the precision of each is not among the metrics.
 
@@ -31,30 +30,23 @@ class MultiLabelConfig(ModelClassesConfig):
         (0.5,), "Probabilities from which a class counts as found, for F1.", below=1
     )
 
-    def open(self, name, splits, num_classes):
+    def open(self, name, splits):
         if not splits.multi_label:
             raise UserError(
                 f"evals.{name}.kind=multi_label needs data.multi_label=True: several "
                 "labels an image"
             )
-        return MultiLabel(name, self, splits)
-
-
-class MultiLabel:
-    """Average precision by class, and F1 at thresholds."""
-
-    def __init__(self, name: str, config: MultiLabelConfig, splits: EvalSplits):
-        split = splits.open(name, config, config.split, model_classes=True)
-        self.passes = (Pass(split=split, wanted=Wanted(logits=True)),)
-        self._thresholds = config.thresholds
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
-        (found,), split = outputs, self.passes[0].split
+        split = splits.open(name, self, self.split, model_classes=True)
+        # Of classes that the data does not have, nothing is known of the images.
         classes, names = sorted(split.classes), split.source.class_names
         names = tuple(names[k] for k in classes) if names else ()
-        # Of classes that the data does not have, nothing is known of the images.
-        logits, labels = found.logits[:, classes], found.labels[:, classes]
-        return Scored(score(logits, labels, self._thresholds, names))
+
+        def score_outputs(outputs, stop):
+            (found,) = outputs
+            logits, labels = found.logits[:, classes], found.labels[:, classes]
+            return Scored(score(logits, labels, self.thresholds, names))
+
+        return Evaluator((Pass(split, Wanted(logits=True)),), score_outputs)
 
 
 EVALUATORS["multi_label"] = MultiLabelConfig

@@ -18,15 +18,7 @@ from jaxtyping import Bool, Float, Integer
 
 from vit_jax.config.fields import key
 from vit_jax.evaluators import fewshot
-from vit_jax.evaluators.forward_passes import Outputs
-from vit_jax.evaluators.protocol import (
-    EVALUATORS,
-    FeaturesConfig,
-    FeaturesEvaluator,
-    Scored,
-    Stop,
-    mean,
-)
+from vit_jax.evaluators.protocol import EVALUATORS, FeaturesConfig, Scored, mean
 
 _BLOCK = 2**24  # Logits at once on the device; 4 bytes each.
 # With fewer held-out examples cross-validation chooses. On 500 an accuracy of 90 % has
@@ -61,28 +53,21 @@ class ProbeConfig(FeaturesConfig):
     seed: int = key(0, "Of its draw.", below=2**32)
     iterations: int = key(1_000, "Of L-BFGS, at most.", at_least=1, below=2**32)
 
-    def open(self, name, splits, num_classes):
-        return LinearProbe(name, self, splits)
-
-
-class LinearProbe(FeaturesEvaluator):
-    """Accuracy of logistic regression on the whole training split."""
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
-        train, (features, labels), num_classes = self._features(outputs)
+    def score_features(self, train, test, split, stop):
         choice = choose(
-            *train,
-            num_classes,
-            l2=self._config.l2,
-            held_out=self._config.held_out,
-            seed=self._config.seed,
-            iterations=self._config.iterations,
+            train.features,
+            train.labels,
+            split.num_classes,
+            l2=self.l2,
+            held_out=self.held_out,
+            seed=self.seed,
+            iterations=self.iterations,
             stop=stop,
         )
         if choice is None:
             return None
-        metrics = {"top1": mean(choice.probe.predict(features) == labels)}
-        metrics |= {"l2": choice.l2}
+        found = choice.probe.predict(test.features)
+        metrics = {"top1": mean(found == test.labels), "l2": choice.l2}
         if not np.isnan(choice.top1):
             metrics["held_out_top1"] = choice.top1
         return Scored(metrics)

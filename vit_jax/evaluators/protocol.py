@@ -1,14 +1,15 @@
 """The interface of an evaluator, and the table of evaluators.
 
-Each evaluator is one file: the dataclass of its config keys, the code, and a line
+Each evaluator is one file: the dataclass of its config keys, whose method `open` returns
+forward passes and the function that scores their outputs, and a line
 `EVALUATORS["name"] = Config` that registers it when the package imports the file. Letters:
-N examples, D features, K classes.
+K classes, R rows.
 """
 
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import flax
 import numpy as np
@@ -19,7 +20,7 @@ from vit_jax.config.fields import key
 from vit_jax.data.sources.base import known_labels
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
-from vit_jax.evaluators.splits import EvalConfig, EvalSplit, EvalSplits
+from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 
 Stop = Callable[[], bool]
 SKIPPED = "skipped"  # Metric: number of damaged images that an evaluation left out.
@@ -27,7 +28,7 @@ SKIPPED = "skipped"  # Metric: number of damaged images that an evaluation left 
 EVALUATORS: dict[str, type[EvalConfig]] = {}  # By the value of the config key `kind`.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Pass:
     """A forward pass over a split, whose outputs an evaluator scores.
 
@@ -82,21 +83,18 @@ class Scored(NamedTuple):
     confusion: Confusion | None = None
 
 
-class Evaluator(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
     """One of `config.evals` with its splits open; what `open` of its config returns.
 
     Attributes:
       passes: whose outputs it scores.
+      score: computes the scores from the outputs of the passes, in their order, and
+        `stop`, which long computations call now and then; None if that returned True.
     """
 
     passes: tuple[Pass, ...]
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
-        """Computes metrics from the outputs of its passes, in their order.
-
-        Returns:
-          The scores; None if `stop` returned True meanwhile.
-        """
+    score: Callable[[Sequence[Outputs], Stop], Scored | None]
 
 
 @flax.struct.dataclass
@@ -141,46 +139,38 @@ class FeaturesConfig(EvalConfig):
     train: str = key("", '"" is `data.split`, or "train" of another data set.')
     test: str = key("", '"" is the split that the data set is tested on.')
 
+    def open(self, name, splits):
+        train = self.train or splits.train_split(self)
+        train = splits.open(name, self, train, model_classes=False)
+        test = splits.open(name, self, self.test, model_classes=False)
+        if names := train.source.class_names:
+            test = splits.match(name, test, names, len(names))
 
-class FeaturesEvaluator:
-    """Learns on the features of one split and scores those of another.
+        def check(labels):
+            num_classes, worst = train.num_classes, labels.max(initial=0)
+            if worst >= num_classes:
+                raise UserError(
+                    f"evals.{name}: {test.title} has label {worst}, but {train.title} has "
+                    f"{num_classes} classes: take another train split"
+                )
 
-    Args:
-      name: of the evaluation, for messages.
-      config: its config.
-      splits: opens splits of data sets.
-    """
+        if (labels := known_labels(test.source)) is not None:
+            check(labels)
 
-    def __init__(self, name: str, config: FeaturesConfig, splits: EvalSplits):
-        self._name, self._config = name, config
-        train = config.train or splits.train_split(config)
-        self._train = splits.open(name, config, train, model_classes=False)
-        self._test = splits.open(name, config, config.test, model_classes=False)
-        if names := self._train.source.class_names:
-            self._test = splits.match(name, self._test, names, len(names))
-        self._check(known_labels(self._test.source))
+        def score(outputs, stop):
+            check(outputs[1].labels)
+            return self.score_features(*outputs, train, stop)
+
         wanted = Wanted(features=True)
-        self.passes = (
-            Pass(split=self._train, wanted=wanted, rows=self._rows()),
-            Pass(split=self._test, wanted=wanted),
-        )
+        passes = Pass(train, wanted, rows=self.train_rows(train)), Pass(test, wanted)
+        return Evaluator(passes, score)
 
-    def _rows(self) -> np.ndarray | None:
+    def train_rows(self, train: EvalSplit) -> Integer[np.ndarray, " R"] | None:
         """Returns the rows of the training split that are needed; all if None."""
         return None
 
-    def _features(self, outputs: Sequence[Outputs]) -> tuple:
-        """Returns features and labels of both splits, and the number of classes."""
-        train, test = ((found.features, found.labels) for found in outputs)
-        self._check(test[1])
-        return train, test, self._train.num_classes
-
-    def _check(self, labels: np.ndarray | None) -> None:
-        if labels is None:
-            return
-        num_classes, worst = self._train.num_classes, labels.max(initial=0)
-        if worst >= num_classes:
-            raise UserError(
-                f"evals.{self._name}: {self._test.title} has label {worst}, but "
-                f"{self._train.title} has {num_classes} classes: take another train split"
-            )
+    def score_features(
+        self, train: Outputs, test: Outputs, split: EvalSplit, stop: Stop
+    ) -> Scored | None:
+        """Learns on features and labels of `split`, and scores those of the test split."""
+        raise NotImplementedError

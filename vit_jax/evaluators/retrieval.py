@@ -16,8 +16,8 @@ from vit_jax.config.fields import key
 from vit_jax.data.captions import TEXT
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
-from vit_jax.evaluators.splits import EvalConfig, EvalSplits
+from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
+from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 
 _BLOCK = 2**24  # Similarities at once.
 
@@ -34,65 +34,68 @@ class RetrievalConfig(EvalConfig):
         (1, 5, 10), "Among how many of the best it is looked for.", at_least=1
     )
 
-    def open(self, name, splits, num_classes):
-        return Retrieval(name, self, splits)
-
-
-class Retrieval:
-    """Recall among the k most similar, both ways."""
-
-    def __init__(self, name: str, config: RetrievalConfig, splits: EvalSplits):
-        split = splits.open(
-            name, config, config.split, model_classes=False, labelled=False
-        )
+    def open(self, name, splits):
+        split = splits.open(name, self, self.split, model_classes=False, labelled=False)
         if not split.data.caption_key:
             raise UserError(
                 f"evals.{name} needs captions: state evals.{name}.caption_key or "
                 "data.caption_key, the column, feature or suffix of them"
             )
-        self._split, self._k = split, config.k
-        wanted = Wanted(features=True)
-        self.passes = (
-            Pass(split=split, wanted=wanted, texts=lambda: self._captions[0]),
+        captions = functools.cache(lambda: _captions(split))
+        return Evaluator(
+            (Pass(split, Wanted(features=True), texts=lambda: captions()[0]),),
+            lambda outputs, stop: score(*outputs, *captions(), self.k, stop),
         )
-
-    @functools.cached_property
-    def _captions(self) -> tuple[list[str], Int[np.ndarray, " M"]]:
-        """All captions of the split, and the record of each."""
-        split = self._split
-        texts, records = [], []
-        for record in range(len(split.source)):
-            found = split.source[record].get(TEXT, ())
-            found = [found] if isinstance(found, str) else list(found)
-            texts += found
-            records += [record] * len(found)
-        if not texts:
-            raise UserError(f"{split.title} has no caption: check data.caption_key")
-        return texts, np.array(records)
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored | None:
-        (found,) = outputs
-        images, texts = found.image_embeddings, found.text_embeddings
-        words, records = self._captions
-        there = np.isin(records, found.records)  # Damaged images may be skipped.
-        texts, records = texts[there], records[there]
-        _, words = np.unique(np.array(words)[there], return_inverse=True)
-        # A caption of the same words as an image's own is right for it too.
-        pairs = np.unique(np.stack([records, words]), axis=1)
-        metrics = {}
-        for way, rows, columns, of_row, of_column, right in (
-            ("image_to_text", images, texts, found.records, words, pairs),
-            ("text_to_image", texts, images, words, found.records, pairs[::-1]),
-        ):
-            ranks = best_ranks(rows, columns, of_row, of_column, right, stop)
-            if ranks is None:
-                return None
-            for k in self._k:
-                metrics[f"{way}_recall{k}"] = mean(ranks < k)
-        return Scored(metrics)
 
 
 EVALUATORS["retrieval"] = RetrievalConfig
+
+
+def _captions(split: EvalSplit) -> tuple[list[str], Int[np.ndarray, " M"]]:
+    """Returns all captions of a split, and the record of each."""
+    texts, records = [], []
+    for record in range(len(split.source)):
+        found = split.source[record].get(TEXT, ())
+        found = [found] if isinstance(found, str) else list(found)
+        texts += found
+        records += [record] * len(found)
+    if not texts:
+        raise UserError(f"{split.title} has no caption: check data.caption_key")
+    return texts, np.array(records)
+
+
+def score(
+    outputs: Outputs,
+    captions: Sequence[str],
+    records: Int[np.ndarray, " M"],
+    k: Sequence[int],
+    stop: Callable[[], bool] = lambda: False,
+) -> Scored | None:
+    """Computes recalls both ways.
+
+    Args:
+      outputs: with the embeddings of images and captions.
+      captions: of all records.
+      records: of each caption.
+      k: among how many of the best the right one is looked for.
+      stop: see `best_ranks`.
+    """
+    images, texts = outputs.image_embeddings, outputs.text_embeddings
+    there = np.isin(records, outputs.records)  # Damaged images may be skipped.
+    texts, records = texts[there], records[there]
+    _, words = np.unique(np.array(captions)[there], return_inverse=True)
+    # A caption of the same words as an image's own is right for it too.
+    pairs = np.unique(np.stack([records, words]), axis=1)
+    metrics = {}
+    for way, rows, columns, of_row, of_column, right in (
+        ("image_to_text", images, texts, outputs.records, words, pairs),
+        ("text_to_image", texts, images, words, outputs.records, pairs[::-1]),
+    ):
+        ranks = best_ranks(rows, columns, of_row, of_column, right, stop)
+        if ranks is None:
+            return None
+        metrics |= {f"{way}_recall{n}": mean(ranks < n) for n in k}
+    return Scored(metrics)
 
 
 def best_ranks(

@@ -76,13 +76,12 @@ class EvalConfig:
         "", "In place of `data.eval_transform`, or of what travels with weights."
     )
 
-    def open(self, name: str, splits: "EvalSplits", num_classes: int) -> object:
+    def open(self, name: str, splits: "EvalSplits") -> object:
         """Opens the splits that the evaluation reads.
 
         Args:
           name: of the evaluation, for messages.
           splits: opens splits of data sets.
-          num_classes: number of the model's classes.
 
         Returns:
           A `protocol.Evaluator`.
@@ -189,6 +188,7 @@ class EvalSplits:
 
     Attributes:
       class_names: as in Args.
+      num_classes: number of the model's classes.
       multi_label: whether images have several labels.
       notes: lines for the user.
     """
@@ -203,7 +203,8 @@ class EvalSplits:
         self._data, self._preprocess, self._order = data, preprocess, order
         self._opened: dict[tuple, EvalSplit] = {}
         self._matched: dict[tuple, EvalSplit] = {}
-        self.class_names, self.multi_label = tuple(class_names), data.multi_label
+        self.class_names, self.num_classes = tuple(class_names), data.num_classes
+        self.multi_label = data.multi_label
         self.notes: list[str] = []
 
     def open(

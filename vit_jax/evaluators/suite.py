@@ -100,8 +100,7 @@ class Suite:
         splits = EvalSplits(data, preprocess, class_names, order)
         self._configs = dict(evals)
         self._evaluators = {
-            name: config.open(name, splits, data.num_classes)
-            for name, config in self._configs.items()
+            name: config.open(name, splits) for name, config in self._configs.items()
         }
         for name, evaluator in self._evaluators.items():
             for one in evaluator.passes:

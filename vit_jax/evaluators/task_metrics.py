@@ -5,13 +5,12 @@ N examples.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 from vit_jax.config.fields import key
-from vit_jax.evaluators.forward_passes import Outputs, Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Pass, Scored, Stop, mean
-from vit_jax.evaluators.splits import EvalConfig, EvalSplits
+from vit_jax.evaluators.forward_passes import Wanted
+from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
+from vit_jax.evaluators.splits import EvalConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,22 +25,14 @@ class TaskMetricsConfig(EvalConfig):
         8, "Images whose pictures are in the log, if the task has any.", at_most=64
     )
 
-    def open(self, name, splits, num_classes):
-        return TaskMetrics(name, self, splits)
-
-
-class TaskMetrics:
-    """Means over the images."""
-
-    def __init__(self, name: str, config: TaskMetricsConfig, splits: EvalSplits):
-        split = splits.open(
-            name, config, config.split, model_classes=False, labelled=False
+    def open(self, name, splits):
+        split = splits.open(name, self, self.split, model_classes=False, labelled=False)
+        return Evaluator(
+            (Pass(split, Wanted(task=True), num_pictures=self.num_pictures),),
+            lambda outputs, stop: Scored(
+                {name: mean(values) for name, values in outputs[0].task.items()}
+            ),
         )
-        wanted, num_pictures = Wanted(task=True), config.num_pictures
-        self.passes = (Pass(split=split, wanted=wanted, num_pictures=num_pictures),)
-
-    def score(self, outputs: Sequence[Outputs], stop: Stop) -> Scored:
-        return Scored({name: mean(x) for name, x in outputs[0].task.items()})
 
 
 EVALUATORS["task"] = TaskMetricsConfig
