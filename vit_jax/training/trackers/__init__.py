@@ -1,7 +1,11 @@
 """Where a run's metrics go too: each tracker is a file here, named by `config.tracker`."""
 
-from vit_jax.training.trackers.mlflow import MlflowConfig
-from vit_jax.training.trackers.tracker import TrackerConfig
-from vit_jax.training.trackers.wandb import WandbConfig
+from vit_jax.config.fields import Registry
 
-TRACKERS = {"none": TrackerConfig, "wandb": WandbConfig, "mlflow": MlflowConfig}
+TRACKERS = Registry(
+    {
+        "none": "vit_jax.training.trackers.tracker:TrackerConfig",
+        "wandb": "vit_jax.training.trackers.wandb:WandbConfig",
+        "mlflow": "vit_jax.training.trackers.mlflow:MlflowConfig",
+    }
+)
