@@ -39,7 +39,7 @@ from vit_jax.weights import Preprocess, surgery, workdir
 from vit_jax.weights.formats import native
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.hub import download
-from vit_jax.weights.load import load_initial
+from vit_jax.weights.initial import load_initial
 
 STEM = {"stage_depths": (1, 1), "stem_width": 32}
 

@@ -20,7 +20,7 @@ from vit_jax.tasks.task import TaskConfig
 from vit_jax.training.optim import OPTIMIZERS, OptimConfig
 from vit_jax.training.trackers import TRACKERS
 from vit_jax.training.trackers.tracker import TrackerConfig
-from vit_jax.weights.load import InitConfig
+from vit_jax.weights.initial import InitConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from vit_jax.training.resume_check import Restored
 from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup, start_compiling
 from vit_jax.training.watchdog import Watchdog
-from vit_jax.weights.load import load_initial
+from vit_jax.weights.initial import load_initial
 
 
 def train(

@@ -24,7 +24,7 @@ from vit_jax.evaluators import forward_passes
 from vit_jax.tools.explorer.session import ExploredModel
 from vit_jax.weights import export, surgery
 from vit_jax.weights.formats import dino, files, timm, torch_file
-from vit_jax.weights.load import load_initial
+from vit_jax.weights.initial import load_initial
 from vit_jax.weights.pretrained import Preprocess
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"

@@ -12,7 +12,7 @@ from vit_jax.models import variants
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import google, linen
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.load import load
+from vit_jax.weights.open import load
 from vit_jax.weights.pretrained import Preprocess
 
 

@@ -1,0 +1,111 @@
+"""The weights that a run starts from."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from vit_jax import models
+from vit_jax.config.fields import key
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+from vit_jax.models import posemb, stacking
+from vit_jax.weights.pretrained import Preprocess
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """Weights that a run starts from, and how they are fitted to its model."""
+
+    checkpoint: str = key(
+        "",
+        'Workdir, weights or their address; "": none.',
+        changes_result=False,
+        of_host=True,
+    )
+    use_ema: bool = key(True, "Take a workdir's averaged parameters if it has them.")
+    head: str = key(
+        "new",
+        '"new": a classifier of zeros, "keep" (its classes in the order of the data\'s, by '
+        'their names), or "drop".',
+        choices=("new", "keep", "drop"),
+    )
+    posemb_resize: str = key(
+        "",
+        'Resizing of position embeddings, as `model.posemb_resize`; "": as it was '
+        "trained.",
+        choices=("", *posemb.RESIZE_METHODS),
+    )
+    allow_mismatch: tuple[str, ...] = key(
+        (), "Regular expressions: what may be missing or left over."
+    )
+
+
+def load_initial(
+    config: InitConfig,
+    data: DataConfig,
+    model: models.Model,
+    init: Callable[[], dict],
+    *,
+    head_bias_init: float,
+    task: str,
+    class_names: Sequence[str] = (),
+) -> tuple[dict, dict, list[str]]:
+    """Loads the checkpoint that a run starts from, and fits it to the run's model.
+
+    Args:
+      config: section `init`.
+      data: section `data`; mean and std are compared with the checkpoint's.
+      model: of the run.
+      head_bias_init: see `surgery.fit`.
+      init: returns the run's initial parameters, for those that may be missing.
+      task: name of the run's task.
+      class_names: of the training data.
+
+    Returns:
+      The parameters with one subtree per block, as on disk; what the checkpoint has
+      beside the network, if it is of the same task; and a line for each thing that was
+      loaded or changed.
+
+    Raises:
+      UserError: the checkpoint cannot be read, or does not fit the model.
+    """
+    from vit_jax.weights.open import load  # With all formats, for runs that need one.
+
+    try:
+        loaded = load(
+            config.checkpoint,
+            model,
+            head=config.head,
+            head_bias_init=head_bias_init,
+            allow_mismatch=config.allow_mismatch,
+            posemb_resize=config.posemb_resize,
+            use_ema=config.use_ema,
+            init=init,
+            with_task=True,
+            class_names=class_names,
+        )
+    except UserError as error:
+        told = config.checkpoint in str(error)
+        stated = "config.init" if told else f"config.init={config.checkpoint!r}"
+        raise UserError(f"{stated}: {error}") from error
+    found = loaded.pretrained
+    lines = loaded.table()
+    if found.format == "workdir":  # Its first note states which parameters were loaded.
+        lines[:2] = [f"{found.notes[0]} from {found.source}"]
+    lines[0] = f"start: {lines[0]}"
+    others = found.task_params if found.task.get("name") == task else {}
+    lines += [f"{name} of the task: loaded" for name in others]
+    lines += _compare_normalisation(found.preprocess, data)
+    return stacking.unstack(loaded.params), others, lines
+
+
+def _compare_normalisation(
+    preprocess: Preprocess | None, data: DataConfig
+) -> list[str]:
+    """Returns a line for each of mean and std that differs from the checkpoint's."""
+    lines = []
+    for name in ("mean", "std") if preprocess else ():
+        old, new = getattr(preprocess, name), getattr(data, name)
+        # A single number applies to all channels.
+        if set(old) != set(new) if 1 in (len(old), len(new)) else old != tuple(new):
+            lines.append(f"differs: {name} {old} in the checkpoint, data.{name}={new}")
+    return lines
