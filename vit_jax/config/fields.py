@@ -145,7 +145,7 @@ class Named(Section):
     """Metadata of a field that maps names, which the user gives, to choices.
 
     Attributes:
-      choice: what each name maps to.
+      choice: kinds that a name may map to.
       text_key: the key that a text in the place of one of those states.
       reserved: names that are not allowed.
     """
@@ -155,13 +155,7 @@ class Named(Section):
 
 
 def key(default: object, help: str, **rules: Any) -> Any:
-    """Returns a field that holds a value.
-
-    Args:
-      default: has the type of the key's values.
-      help: meaning of the key, for the reference.
-      **rules: see `Key`.
-    """
+    """Returns a field that holds a value of the default's type; `rules` are of `Key`."""
     return dataclasses.field(default=default, metadata={_META: Key(help=help, **rules)})
 
 
@@ -359,12 +353,7 @@ def shown(value: object) -> str:
 
 
 def fit(name: str, value: object, default: object) -> object:
-    """Returns a value converted to the type that a key takes.
-
-    Args:
-      name: of the key, for messages.
-      value: as given.
-      default: of that type.
+    """Returns a value converted to the type of a key's default.
 
     Raises:
       UserError: it is of another type.
@@ -448,11 +437,7 @@ def is_custom(name: object) -> bool:
 
 
 def import_custom(name: str, where: str) -> object:
-    """Imports an object of the user's module, which runs that module's code.
-
-    Args:
-      name: "module:Name".
-      where: what states it, as the key "data.name"; for messages.
+    """Imports "module:Name", stated by the key `where`, which runs that module's code.
 
     Raises:
       UserError: no such module or object, or the module raised.
@@ -487,7 +472,7 @@ def guarded(
 
     Args:
       stated: key and value that name the module, as "data.name='mine:open_source'".
-      during: what the code was called for, as " for record 3".
+      during: purpose of the call, as " for record 3".
       known: exceptions that the caller handles; they pass through.
 
     Raises:

@@ -24,8 +24,8 @@ def length_in_steps(section: object, name: str, run: RunLength) -> int:
     """Returns a length in steps that is stated as steps, epochs or a fraction.
 
     Args:
-      section: of a config, with `{name}_steps`, `{name}_epochs`, `{name}_fraction`.
-      name: of the length, as "warmup".
+      section: section with the keys `{name}_steps`, `{name}_epochs`, `{name}_fraction`.
+      name: name of the length, as "warmup".
       run: length of the run.
 
     Raises:

@@ -32,7 +32,7 @@ class Chip:
     """One kind of JAX device.
 
     Attributes:
-      name: to print.
+      name: name for messages.
       kinds: values of `device.device_kind`.
       peak_flops: dense bfloat16 operations per second, 2 per multiply-accumulate; of
         float16 where there is no bfloat16 (V100, T4).
@@ -159,9 +159,5 @@ _BY_KIND = {kind: chip for chip in CHIPS for kind in chip.kinds}
 
 
 def find(device_kind: str) -> Chip | None:
-    """Returns the entry of a device, or None.
-
-    Args:
-      device_kind: of JAX, such as "TPU v5 lite". A part of a GPU (MIG) has no entry.
-    """
+    """Returns the chip of JAX's device kind, such as "TPU v5 lite"; None for MIG."""
     return _BY_KIND.get(device_kind)

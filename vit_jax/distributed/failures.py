@@ -58,28 +58,17 @@ _STACKS_SECONDS = 2.0  # For a loader process to write its stacks.
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """Why the job ends.
+    """Why the job ends."""
 
-    Attributes:
-      process: index of the process that failed.
-      code: exit code of all processes.
-      reason: one line.
-      lost: the process is gone; another one announces it.
-      stacks: the other processes show the stacks of their threads.
-    """
-
-    process: int
-    code: int
+    process: int  # Index of the one that failed.
+    code: int  # Exit code of all processes.
     reason: str
-    lost: bool = False
-    stacks: bool = False
+    lost: bool = False  # It is gone; another process announces it.
+    stacks: bool = False  # The others show the stacks of their threads.
 
 
 class Heartbeats:
-    """Records when the heartbeat of each process last changed.
-
-    Only the clock of this process is read: a heartbeat is any text that differs from the
-    one before it.
+    """Records when the heartbeat of each process last changed, by this process's clock.
 
     Args:
       processes: number of processes.
@@ -87,12 +76,7 @@ class Heartbeats:
       clock: monotonic clock, in seconds.
     """
 
-    def __init__(
-        self,
-        processes: int,
-        limit: int,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, processes: int, limit: int, clock=time.monotonic):
         self._limit, self._clock = limit, clock
         self._last = {i: ("", clock()) for i in range(processes)}
 
@@ -101,9 +85,6 @@ class Heartbeats:
 
         Args:
           beats: index of a process to its heartbeat, without those that have not begun.
-
-        Returns:
-          The lowest such index, or None.
         """
         now = self._clock()
         for process, beat in beats.items():
@@ -118,16 +99,14 @@ class Heartbeats:
 class FailureBroadcast:
     """Ends all processes of the job when the work within fails in one of them.
 
-    Use as a context manager, after `start.start` and before the first computation. It is
-    a no-op in a process that runs alone. One of several prints the reason, stops its
-    loader processes and exits by `os._exit`: with 2 for bad input, 130 for Ctrl-C, 75 if
-    a process was lost and 1 for any other exception. So no code runs that would wait for
-    the others. A checkpoint that is being written stays unfinished, as after a kill, and
-    the one before it counts. When the work is done, process 0 waits for the others.
+    A context manager, for between `start.start` and the first computation; a no-op in a
+    process that runs alone. One of several prints the reason, stops its loader
+    processes and exits by `os._exit`, since other code would wait for the others: with 2
+    for bad input, 130 for Ctrl-C, 75 if a process was lost and 1 for any other
+    exception. When the work is done, process 0 waits for the others.
 
     Args:
-      workdir: of the run, to name in messages where a restart continues; "" if it will
-        not continue.
+      workdir: where a restart continues, for messages; "" if it will not.
       debug: show tracebacks of bad input too.
     """
 
@@ -166,7 +145,6 @@ class FailureBroadcast:
         _leave(failure)
 
     def _wait_for_others_to_finish(self) -> None:
-        """Waits in process 0, which runs the service; the watcher may end the wait."""
         while process_index() == 0 and not self._done.wait(_POLL_SECONDS / 10):
             beats = self._beats() or {}
             left = [i for i, beat in beats.items() if beat == LEFT]
@@ -174,17 +152,18 @@ class FailureBroadcast:
                 return
 
     def _wait_for_signs_of_life(self) -> None:
-        """Waits until all others have been alive after this call, or one has failed.
-
-        If one is lost, the watcher learns which, and ends this process meanwhile.
-        """
+        """Waits until all others have been alive after this call, or one has failed."""
         others = set(range(process_count())) - {process_index()}
         before = self._beats() or {}
         until = time.monotonic() + 2 * self._limit  # The watcher needs less.
         while time.monotonic() < until and not key_value_dir_get(_FAILURE):
             beats = self._beats()
             if beats is None and self._service_is_lost():
-                _end_lost(self._gone)
+                # Nothing can be agreed on with process 0.
+                crash_reporter.clear()
+                os.write(2, f"error: {self._gone}\n".encode())
+                processes.end_children()
+                os._exit(EXIT_TRY_AGAIN)
             beats = beats or {}
             if all(
                 beats.get(i) != before.get(i) or beats.get(i) == LEFT for i in others
@@ -217,14 +196,13 @@ class FailureBroadcast:
         beats = self._beats()
         lost = None if beats is None else heartbeats.silent(beats)
         if lost is not None:
-            reason = f"no sign of life for {self._limit} s"
             reason = (
-                f"{process_name(lost)} died or was lost: {reason}; {self._remedy()}"
+                f"{process_name(lost)} died or was lost: no sign of life for "
+                f"{self._limit} s; {self._remedy()}"
             )
             _leave(_announce(_Failure(lost, EXIT_TRY_AGAIN, reason, lost=True)))
 
     def _beats(self) -> dict[int, str] | None:
-        """Returns the last beat of each process; None if the service does not answer."""
         found = _read(_BEATS)
         if found is None:
             return None
@@ -271,12 +249,9 @@ class FailureBroadcast:
 
 
 def end_job(code: int, reason: str, *, stacks: bool = False) -> None:
-    """Ends this process and all others of the job, from any thread; never returns.
+    """Ends all processes of the job with a code and a line, from any thread.
 
-    Args:
-      code: exit code of all.
-      reason: one line.
-      stacks: whether the others show the stacks of their threads.
+    With `stacks` the others show the stacks of their threads.
     """
     failure = _Failure(process_index(), code, reason, stacks=stacks)
     _leave(_announce(failure) if process_count() > 1 else failure)
@@ -315,20 +290,8 @@ def _leave(failure: _Failure) -> None:
     _end(failure.code, process_count() - failure.lost, failed=True)
 
 
-def _end_lost(reason: str) -> None:
-    """Ends this process because process 0 is gone, with which nothing can be agreed."""
-    crash_reporter.clear()
-    os.write(2, f"error: {reason}\n".encode())
-    processes.end_children()
-    os._exit(EXIT_TRY_AGAIN)
-
-
 def exit_process(code: int) -> None:
-    """Ends this process without waiting for its threads; process 0 ends last.
-
-    Args:
-      code: exit code.
-    """
+    """Ends this process without waiting for its threads; process 0 ends last."""
     _end(code, process_count(), failed=False)
 
 
@@ -348,13 +311,8 @@ def _end(code: int, everyone: int, *, failed: bool) -> None:
 
 
 def _exiting(failed: bool) -> set[str]:
-    """Returns the processes that are exiting.
-
-    Args:
-      failed: count those too that had left in order before: they write no more.
-    """
     found = set(key_value_dir_get(_LEAVING))
-    if failed:
+    if failed:  # Those that had left in order before write no more.
         beats = key_value_dir_get(_BEATS)
         found |= {process for process, beat in beats.items() if beat == LEFT}
     return found
@@ -371,11 +329,7 @@ def lost_seconds() -> int:
 
 
 def seconds_from_env(name: str, default: int, least: int = 1) -> int:
-    """Returns a number of seconds from the environment.
-
-    Raises:
-      UserError: it is not a whole number, or less than `least`.
-    """
+    """Returns a whole number of seconds, at least `least`, from the environment."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < least:
         raise UserError(
@@ -385,11 +339,7 @@ def seconds_from_env(name: str, default: int, least: int = 1) -> int:
 
 
 def show_stacks(who: str) -> None:
-    """Writes the stacks of all threads to stderr, and of loader processes, ending those.
-
-    Args:
-      who: start of the line that introduces them.
-    """
+    """Writes the stacks of all threads, and of loader processes, which end, to stderr."""
     # Not through sys.stderr: a thread that hangs may hold its lock.
     os.write(2, f"\n{who}: the stacks of all threads:\n".encode())
     faulthandler.dump_traceback(file=2, all_threads=True)
@@ -479,24 +429,16 @@ def process_name(process: int) -> str:
 
 
 def key_value_set(key: str, text: str, *, overwrite: bool = False) -> None:
-    """Writes a text to the key-value store of the coordination service.
-
-    From any thread, and without waiting for another process. A key that is set keeps
-    its text unless `overwrite`.
-    """
+    """Writes a text to the key-value store; a key keeps it unless `overwrite`."""
     _call_service("key_value_set", key, text, overwrite)
 
 
 def key_value_dir_get(folder: str) -> dict[str, str]:
-    """Returns the texts under "folder/": last part of the key to text.
-
-    Nothing if the service does not answer.
-    """
+    """Returns last part of the key to text; nothing if the service does not answer."""
     return _read(folder) or {}
 
 
 def _read(folder: str) -> dict[str, str] | None:
-    """Returns the same; None if the service does not answer."""
     found = _call_service("key_value_dir_get", f"{folder}/")
     if found is None:
         return None

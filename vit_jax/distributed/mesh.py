@@ -59,7 +59,7 @@ def create(config: MeshConfig, devices: Sequence | None = None) -> Mesh:
 
     Args:
       config: devices along each axis.
-      devices: to arrange, also those of a topology that is not here; all devices of all
+      devices: devices here or of a described topology; all devices of all
         processes if None.
 
     Returns:
@@ -203,7 +203,7 @@ def data_shards(devices: np.ndarray) -> dict[int, tuple[int, int]]:
     load the same shard.
 
     Args:
-      devices: of a mesh, (data, fsdp, model).
+      devices: devices of a mesh, (data, fsdp, model).
 
     Returns:
       Process to the index of its shard and the number of shards.

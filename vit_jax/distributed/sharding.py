@@ -66,8 +66,8 @@ def parameters(
 
     Args:
       shapes: nested dict of anything with a shape, in either layout of the blocks.
-      mesh: from `mesh.create`.
-      model_axes: what "model" splits, see `NetworkConfig.model_axes`.
+      mesh: mesh of the axes "data", "fsdp" and "model".
+      model_axes: axes that "model" splits, see `NetworkConfig.model_axes`.
       rules: "REGEX -> AXES", ahead of the defaults; the first that matches a path
         counts. AXES lists, for each axis of the parameter, "data", "fsdp", "model",
         several joined by "+", or "-" for none: "head/kernel$ -> -, model". Missing
@@ -127,8 +127,8 @@ def beside(
     """Decides how what a task keeps beside its parameters lies on the mesh.
 
     Args:
-      tree: of anything with a shape; a teacher's parameters in it lie as a network's do.
-      mesh, model_axes, rules, min_size: as of `parameters`; a rule may match nothing here.
+      tree: tree of anything with a shape; a teacher's parameters lie as a network's do.
+      mesh, model_axes, rules, min_size: arguments of `parameters`; a rule may match nothing here.
 
     Returns:
       Tree of NamedSharding.
@@ -209,8 +209,8 @@ def check_memory(
 
     Args:
       shapes: parameters, as jax.ShapeDtypeStruct.
-      devices: that hold them together; the memory of this host counts if empty.
-      extra: what a task keeps beside them, such as a teacher, as jax.ShapeDtypeStruct.
+      devices: devices that hold them together; if empty, this host's memory counts.
+      extra: the task's other arrays, such as a teacher, as jax.ShapeDtypeStruct.
 
     Raises:
       UserError: they do not fit; with the memory needed and available.

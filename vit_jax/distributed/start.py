@@ -1,9 +1,8 @@
-"""Starts this process as one of several: finds the job, joins it, compares.
+"""Starts this process as one of several, by `jax.distributed.initialize`.
 
-SLURM, Open MPI, TPU slices and Kubernetes describe a job in environment variables (a TPU
-VM in its metadata), each in its own way. JAX's own classes read them; the code here
-looks at the variables first, so that a mistake gets a message with a remedy, and divides
-the GPUs of a node.
+JAX's classes read what SLURM, Open MPI, TPU slices and Kubernetes say of a job. The code
+here looks first, so that a mistake gets one line with a remedy, and divides the GPUs of
+a node.
 
 After joining, the processes compare their config, code and data through JAX's
 coordination service, which needs no collective. Processes that differ would compile
@@ -63,33 +62,19 @@ _rounds = itertools.count()  # Of comparisons; the same in all processes.
 
 @dataclasses.dataclass(frozen=True)
 class JobProcess:
-    """This process as one of a job.
+    """This process as one of a job."""
 
-    Attributes:
-      told_by: source of these values, for messages.
-      address: host:port at which process 0 serves the others.
-      count: number of processes of the job.
-      process: index of this process.
-      gpus: local indices of the GPUs of this process; None is all that it sees.
-    """
-
-    told_by: str
-    address: str
+    told_by: str  # Source of these values, for messages.
+    address: str  # host:port at which process 0 serves the others.
     count: int
     process: int
-    gpus: tuple[int, ...] | None = None
+    gpus: tuple[int, ...] | None = None  # Local indices; None is all that it sees.
 
 
 def start() -> int:
-    """Joins the other processes of the job, if there are any.
+    """Joins the other processes of the job, if `find_job` finds any; returns how many.
 
-    `find_job` finds them: on one or several TPU slices, under SLURM, Open MPI or
-    Kubernetes, by a list of hosts (VIT_JAX_HOSTS), or by JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. Call it before the first computation; it does
-    not look for devices yet.
-
-    Returns:
-      The number of processes.
+    Call it before the first computation; it does not look for devices yet.
 
     Raises:
       UserError: the environment is incomplete or contradicts itself.
@@ -128,11 +113,9 @@ def start() -> int:
 def find_job(wait_seconds: int = 300) -> JobProcess | None:
     """Finds the job of this process in its environment.
 
-    Looks, in this order, at JAX_COORDINATOR_ADDRESS and the like, VIT_JAX_HOSTS, Open
-    MPI, SLURM, the TPU slice, and Kubernetes.
-
-    Args:
-      wait_seconds: to wait for the name of a TPU slice's first host.
+    Looks, in this order, at JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID; a list of hosts (VIT_JAX_HOSTS); Open MPI; SLURM; the TPU slice, the
+    name of whose first host it waits for; and Kubernetes.
 
     Returns:
       None if this process trains alone.
@@ -294,19 +277,7 @@ def _tasks_on_this_node(tasks: int) -> int:
 
 
 def _gpus_of_task(tasks: int, task: int, on_node: int | None) -> tuple[int, ...] | None:
-    """Returns the GPUs of one of the tasks of a node.
-
-    Args:
-      tasks: number of processes on this node.
-      task: index of this process among them.
-      on_node: number of GPUs of the node; None if unknown.
-
-    Returns:
-      Indices of the task's GPUs among those that it sees; None for all of them.
-
-    Raises:
-      UserError: the GPUs do not divide among the tasks.
-    """
+    """Returns the GPUs of one of the tasks of a node, of those that it sees; None: all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = on_node if visible is None else len([*filter(None, visible.split(","))])
     if tasks == 1 or seen == 0 or "JAX_LOCAL_DEVICE_IDS" in os.environ:
@@ -334,20 +305,14 @@ def _tpu(wait_seconds: int) -> JobProcess | None:
             )
         return None
     if not clusters.GkeTpuCluster.is_env_present():
-        with _clear_errors("the metadata of this TPU VM"):
-            there = clusters.GceTpuCluster.is_env_present()
-        told_by = "the metadata of this TPU VM"
-        return (
-            _from_cluster(clusters.GceTpuCluster, told_by, wait_seconds)
-            if there
-            else None
-        )
+        vm, told_by = clusters.GceTpuCluster, "the metadata of this TPU VM"
+        with _clear_errors(told_by):
+            there = vm.is_env_present()
+        return _from_cluster(vm, told_by, wait_seconds) if there else None
     with _clear_errors("TPU_WORKER_HOSTNAMES"):
         hosts = len(clusters.GkeTpuCluster._get_worker_list_in_slice())
-    worker, slices = (
-        os.environ.get("TPU_WORKER_ID"),
-        _env_number("MEGASCALE_NUM_SLICES", 1),
-    )
+    worker = os.environ.get("TPU_WORKER_ID")
+    slices = _env_number("MEGASCALE_NUM_SLICES", 1)
     if hosts * slices == 1:
         return None
     if worker is None or not worker.isdecimal() or int(worker) >= hosts:
@@ -385,17 +350,7 @@ def _kubernetes(wait_seconds: int) -> JobProcess | None:
 def _from_cluster(
     cluster, told_by: str, wait_seconds: int, gpus: tuple[int, ...] | None = None
 ) -> JobProcess:
-    """Returns the job that one of JAX's cluster classes finds.
-
-    Args:
-      cluster: class of `jax._src.clusters`.
-      told_by: source that the class reads, for messages.
-      wait_seconds: to wait for the name of the first host.
-      gpus: local indices of the GPUs of this process.
-
-    Raises:
-      UserError: the class does not find the job.
-    """
+    """Returns the job that one of the classes of `jax._src.clusters` finds."""
     with _clear_errors(told_by):
         count, process = cluster.get_process_count(), cluster.get_process_id()
         if count == 1:
@@ -409,10 +364,7 @@ def _from_cluster(
 
 @contextlib.contextmanager
 def _clear_errors(told_by: str):
-    """Converts exceptions of JAX's cluster classes to a UserError of one line.
-
-    Their warnings never become errors, and deprecations are hidden: it is not our code.
-    """
+    """Converts exceptions, not warnings, of JAX's cluster classes to a UserError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default")
@@ -426,7 +378,6 @@ def _clear_errors(told_by: str):
 
 
 def _env_number(name: str, default: int) -> int:
-    """Returns a whole number from the environment."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise UserError(
@@ -532,52 +483,32 @@ def check_agreement(**kinds: Mapping[str, object]) -> None:
 
 
 def difference(values: list[dict[str, dict]], who=str) -> str:
-    """Describes how the values of processes differ.
+    """Describes in one line how the values of processes differ; "" if they do not.
 
     Args:
       values: for each process: kind to key to value.
       who: function from the index of a process to its name.
-
-    Returns:
-      One line; "" if they do not differ.
     """
     for kind in values[0]:
-        found = [value[kind] for value in values]
-        keys = sorted({key for one in found for key in one})
-        differing = [key for key in keys if len(_holders(found, key)) > 1]
-        if not differing:
-            continue
-        texts = [
-            f"{key} is {_format_holders(_holders(found, key), who)}"
-            for key in differing
-        ]
-        more = (
-            f"; and {len(texts) - _MAX_KEYS} more keys"
-            if len(texts) > _MAX_KEYS
-            else ""
-        )
-        return (
-            f"the hosts differ in {kind}: {'; '.join(texts[:_MAX_KEYS])}{more}: "
-            f"{_REMEDIES[kind]}"
-        )
+        texts = []
+        for key in sorted({key for value in values for key in value[kind]}):
+            holders = {}  # Value to the processes that have it.
+            for process, value in enumerate(values):
+                text = json.dumps(value[kind][key]) if key in value[kind] else "absent"
+                holders.setdefault(text, []).append(process)
+            if len(holders) > 1:
+                held = (_held(text, where, who) for text, where in holders.items())
+                texts.append(f"{key} is {', '.join(held)}")
+        if texts:
+            if (more := len(texts) - _MAX_KEYS) > 0:
+                texts[_MAX_KEYS:] = [f"and {more} more keys"]
+            return f"the hosts differ in {kind}: {'; '.join(texts)}: {_REMEDIES[kind]}"
     return ""
 
 
-def _holders(found: list[dict], key: str) -> dict[str, list[int]]:
-    """Returns the indices of the processes for each value of a key."""
-    holders = {}
-    for process, one in enumerate(found):
-        text = json.dumps(one[key]) if key in one else "absent"
-        holders.setdefault(text, []).append(process)
-    return holders
-
-
-def _format_holders(holders: dict[str, list[int]], who) -> str:
-    texts = []
-    for text, processes in holders.items():
-        names = ", ".join(who(process) for process in processes[:_MAX_PROCESSES])
-        if len(processes) > _MAX_PROCESSES:
-            names += f" and {len(processes) - _MAX_PROCESSES} others"
-        text = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-        texts.append(f"{text} on {names}")
-    return ", ".join(texts)
+def _held(text: str, holders: list[int], who) -> str:
+    names = ", ".join(who(process) for process in holders[:_MAX_PROCESSES])
+    if (more := len(holders) - _MAX_PROCESSES) > 0:
+        names += f" and {more} others"
+    text = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+    return f"{text} on {names}"

@@ -43,7 +43,7 @@ class Checkpointer:
       config: complete config; goes with every checkpoint.
       source: training split; its size, class names and fingerprint go with every
         checkpoint.
-      metadata: of `TrainSetup`; goes with every checkpoint.
+      metadata: `TrainSetup.metadata`; goes with every checkpoint.
 
     Attributes:
       failures: saves of this start that failed.
@@ -108,7 +108,7 @@ class Checkpointer:
 
         Args:
           shapes: the state as `jax.eval_shape` gives it.
-          shardings: of each of its arrays, whatever they were when it was saved.
+          shardings: sharding of each array, whatever it was when saved.
 
         Returns:
           The state and what goes with it; without a state if it cannot be read, so that
@@ -175,7 +175,7 @@ class Checkpointer:
 
         Args:
           step: optimiser steps taken.
-          state: to save; it is copied before this returns.
+          state: the whole state; it is copied before this returns.
           seconds: trained so far.
           device_seconds: the same, each start's times its devices.
         """
@@ -340,7 +340,7 @@ class Save:
     Args:
       path: folder of the checkpoint, which does not exist.
       tree: arrays to save; they are copied before this returns.
-      about: what goes with them, for JSON.
+      about: metadata, for JSON.
       trouble: why nothing should be written, the same on all processes; or None.
       settled: called at the end in this process's background, with None or the reason.
     """

@@ -299,10 +299,11 @@ def load_evaluation(
     """Reads a config file for `python -m vit_jax.evaluate`.
 
     Args:
-      spec, overrides: as of `load`.
+      spec, overrides: arguments of `load`.
 
     Raises:
-      UserError: as `load`, or a key that only training reads, or no evaluation.
+      UserError: `load` would raise, a key is read by training alone, or there is no
+        evaluation.
     """
     raw = loading.read(TrainConfig, spec, overrides)
     _refuse_unread(raw)

@@ -26,9 +26,6 @@ def begin(path: epath.Path) -> None:
     """Notes that a checkpoint is ours and not whole, until `end`.
 
     One that lies there already, without checksums and not known as ours, is put aside.
-
-    Args:
-      path: of one step.
     """
     note = _note(path)
     if path.exists() and not note.exists() and not layout.is_finished(path):
@@ -55,7 +52,7 @@ def remove_unfinished(folder: epath.Path, *, again_after: float = 0.0) -> list[s
     """Removes what our saves that failed or were killed have left.
 
     Args:
-      folder: that holds a folder for each step.
+      folder: folder with one folder per step.
       again_after: seconds until a second look: TensorStore's threads write on for a
         moment after a save has failed, and make its folder anew.
 

@@ -60,7 +60,7 @@ class LocalCheckpointer:
     Args:
       config: complete config, of which `local` says `every` how many steps, and in
         what `folder`, which may have environment variables in it.
-      workdir: of the run; holds the name under which its files lie on the disks.
+      workdir: folder with the name under which the run's files lie on the disks.
       source: training split, which must not change.
       shapes: state with a jax.ShapeDtypeStruct for each array.
       shardings: state with the sharding of each.
@@ -106,10 +106,7 @@ class LocalCheckpointer:
         """Writes this process's parts in the background; a failure is said aloud.
 
         Args:
-          step: optimiser steps taken.
-          state: to save; it is copied before this returns.
-          seconds: trained so far.
-          device_seconds: the same, each start's times its devices.
+          step, state, seconds, device_seconds: arguments of `Checkpointer.save`.
         """
         self.wait()
         about = {"step": step, "seconds": seconds, "device_seconds": device_seconds}
@@ -335,14 +332,7 @@ class StateParts:
         return [p for p, names in self._held.items() if not there.issuperset(names)]
 
     def transfers(self, held: Held) -> list[tuple[int, list[str]]]:
-        """Plans who sends what: the same plan in every process.
-
-        Args:
-          held: what the hosts have; nothing is lacking.
-
-        Returns:
-          Sending process and the names of the parts, for those that somebody lacks.
-        """
+        """Returns sending process and names, the same in every process, of parts to send."""
         has = {host: set() for host in self._held}
         for process, hosts in held.items():
             for host in hosts:

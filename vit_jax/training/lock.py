@@ -82,7 +82,7 @@ def probe(workdir: str | os.PathLike) -> None:
     """Writes a small file into a workdir, of which nothing stays.
 
     Raises:
-      UserError: that is not possible.
+      UserError: the workdir cannot be written.
     """
     path = _absolute(workdir)
     try:
@@ -117,15 +117,7 @@ def probe(workdir: str | os.PathLike) -> None:
 
 
 class _Lock:
-    """Acquires the lock of a workdir and keeps it until `release`.
-
-    Args:
-      path: of the lock file.
-      workdir: for messages.
-
-    Raises:
-      UserError: another start has it.
-    """
+    """Acquires the lock of a workdir, which no other start has, until `release`."""
 
     def __init__(self, path: epath.Path | pathlib.Path, workdir: str):
         self._path, self._workdir = path, workdir

@@ -13,12 +13,7 @@ from vit_jax.config.fields import choice, epochs, key
 from vit_jax.config.lengths import RunLength, length_in_steps, length_key
 from vit_jax.errors import UserError
 from vit_jax.models import NetworkConfig, stacking
-from vit_jax.training.schedules import (
-    SCHEDULES,
-    Number,
-    Schedule,
-    ScheduleConfig,
-)
+from vit_jax.training.schedules import SCHEDULES, Number, Schedule, ScheduleConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +120,7 @@ class OptimConfig:
 
         Args:
           params: model parameters, as arrays or shapes.
-          decay: what adds the weight decay; empty if there is none.
+          decay: transformations that add the weight decay, if any.
         """
         return [*self.moments(), *decay]
 
@@ -253,15 +248,7 @@ def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
 
 
 def weight_decay(optim: OptimConfig, run: RunLength) -> Number | Schedule:
-    """Returns the weight decay, as a function of the step if it changes.
-
-    Args:
-      optim: section `optim`.
-      run: length of the run.
-
-    Returns:
-      A number, or a function from the steps already taken to that of the next one.
-    """
+    """Returns the weight decay: a number, or a function of the steps already taken."""
     start, end = optim.weight_decay, optim.weight_decay_end
     if not end:
         return start
@@ -286,7 +273,7 @@ def optimizer(
     Args:
       optim: `config.optim`.
       params: model parameters, as arrays or shapes, in either layout of the blocks.
-      rate: from `learning_rate`.
+      rate: learning rate by step, see `learning_rate`.
       run: length of the run.
       network: `Model.config`, which knows the layers of the parameters.
 
@@ -311,7 +298,12 @@ def optimizer(
     chain += optim.direction(params, decay)
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.layer_decay:
-        chain.append(scale_by_layer(params, optim.layer_decay, network))
+        factors = layer_factors(params, optim.layer_decay, network)
+        chain.append(
+            optax.stateless(
+                lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors)
+            )
+        )
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
         until = length_in_steps(optim, "freeze", run)
@@ -328,13 +320,6 @@ def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:
 
     This saves their backward pass. What is frozen for a part of the run keeps its
     gradients, which warm its moments.
-
-    Args:
-      params: model parameters.
-      optim: `config.optim`.
-
-    Returns:
-      The same parameters.
     """
     if not optim.freeze or length_key(optim, "freeze"):
         return params
@@ -417,14 +402,7 @@ def parameter_norms(tree: dict) -> dict:
 
 
 def clip_by_parameter_norm(limit: float) -> optax.GradientTransformation:
-    """Clips the gradient of each parameter by itself, as DINO does.
-
-    Args:
-      limit: largest norm, see `parameter_norms`.
-
-    Returns:
-      Transformation without a state.
-    """
+    """Clips each gradient to a norm, see `parameter_norms`, by itself, as DINO does."""
 
     def update(updates, params=None):
         del params
@@ -446,7 +424,7 @@ def scale_by_trust_ratio(
     optax.scale_by_trust_ratio would take the stacked blocks of a scan as one parameter.
 
     Args:
-      mask: from `match`: what is scaled.
+      mask: result of `match`: True is scaled.
       coefficient: norm of an update by that of its parameter.
 
     Returns:
@@ -510,10 +488,8 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def scale_by_layer(
-    params: dict, decay: float, network: NetworkConfig
-) -> optax.GradientTransformation:
-    """Multiplies the updates of each parameter by the factor of its layer.
+def layer_factors(params: dict, decay: float, network: NetworkConfig) -> dict:
+    """Returns the factor of each parameter's rate, by its layer.
 
     The learning rate of a layer is `decay` times that of the layer above it, as in BEiT
     (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). Layers from the bottom: what
@@ -526,28 +502,11 @@ def scale_by_layer(
       network: whose parameters they are.
 
     Returns:
-      Transformation without a state.
+      Nested dict of floats; of what has an axis of blocks, arrays that broadcast against
+      it.
 
     Raises:
       UserError: the network has no blocks, or a parameter is none of the network's.
-    """
-    by_parameter = layer_factors(params, decay, network)
-
-    def update(updates, params=None):
-        del params
-        return jax.tree.map(lambda u, f: u * f, updates, by_parameter)
-
-    return optax.stateless(update)
-
-
-def layer_factors(params: dict, decay: float, network: NetworkConfig) -> dict:
-    """Returns the factor of each parameter's rate.
-
-    Args and Raises: as `scale_by_layer`.
-
-    Returns:
-      Nested dict of floats; of what has an axis of blocks, arrays that broadcast against
-      it.
     """
     last = network.num_blocks + 1
     if last == 1:

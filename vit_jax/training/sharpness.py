@@ -58,7 +58,7 @@ def splits(config: OptimConfig, batch_size: int, mesh: Mesh) -> tuple[int, int]:
     Args:
       config: section `optim`.
       batch_size: images of a step.
-      mesh: of all devices, each of which has a part of every microbatch.
+      mesh: mesh of all devices; each has a part of every microbatch.
 
     Raises:
       UserError: the images cannot be split so.
@@ -83,7 +83,7 @@ def climb(grad_fn: GradFn, config: OptimConfig, rho: Number) -> GradFn:
     """Returns gradients after a step uphill, in the place of those of `grad_fn`.
 
     Args:
-      grad_fn: of the loss of some images. It is called twice, with the same keys: both
+      grad_fn: gradients of the loss. It is called twice, with the same keys: both
         passes have the same dropout.
       config: section `optim`.
       rho: length of the step uphill.

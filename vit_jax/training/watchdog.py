@@ -39,8 +39,8 @@ class Watchdog:
         """Restarts the timeout, because something is finished.
 
         Args:
-          what: for the message, as "step 12".
-          step: whether it is a step, from which on the run is no longer starting.
+          what: event for the message, as "step 12".
+          step: the run is no longer starting.
         """
         if step:
             self._limit = self._timeout
