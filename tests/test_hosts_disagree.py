@@ -101,7 +101,8 @@ def test_other_images_and_other_weights_are_named(job, tmp_path):
     path.rename(path.with_name("6.png"))
     lines, processes = job((), ())
     assert_names_both(lines, processes)
-    assert all("the hosts differ in data: train cells is " in line for line in lines)
+    assert all("the hosts differ in data: train " in line for line in lines)
+    assert all("train names_sha256 is " in line for line in lines)
 
 
 @pytest.mark.slow

@@ -10,12 +10,13 @@ from PIL import Image
 
 from vit_jax.data import order
 from vit_jax.data.pipeline import eval_batches, train_batches
+from vit_jax.data.sources.base import Source
 
 STEP, BATCH, SEED = 10**6, 12, 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Virtual:
+class Virtual(Source):
     """Records that are made when they are asked for; notes which were."""
 
     examples: int

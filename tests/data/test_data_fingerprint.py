@@ -13,6 +13,7 @@ from vit_jax.data import fingerprint as fingerprints
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import differences, fingerprint
 from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folder import FolderSource
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.splits import Numbering
@@ -75,29 +76,28 @@ def rename_all(path):
     ("change", "expected"),
     [
         (lambda path: None, ""),
-        (rename, "image files renamed: 'train/ant/other.png' (had another name)"),
-        (
-            move,
-            "moved to another class: 'train/bee/moved.png' (was 'ant', now 'bee')",
-        ),
-        (replace, "image files replaced: 'train/ant/0.png' (was "),
+        (rename, "names of the image files or their order differ"),
+        (move, "names of the image files or their order differ"),
+        (replace, "sizes or contents of the image files differ"),
         (
             add,
-            "19 records are now 20; image files new: 'train/ant/added.png'",
+            "19 records are now 20; names of the image files or their order differ",
         ),
-        (remove, "19 records are now 18; image files gone: one of class 'ant'"),
-        (replace_all, " bytes, now "),
-        (rename_all, "image files renamed: 'train/"),
+        (
+            remove,
+            "19 records are now 18; names of the image files or their order differ",
+        ),
+        (replace_all, "sizes or contents of the image files differ"),
+        (rename_all, "names of the image files or their order differ"),
     ],
 )
-def test_what_has_changed_in_a_folder_is_named(folder, compare, change, expected):
+def test_that_a_folder_has_changed_is_told(folder, compare, change, expected):
     found = compare(
         lambda: change(folder / "train" / "ant" / "0.png"),
         name="folder",
         data_dir=str(folder),
     )
-    assert expected in found
-    assert bool(found) == bool(expected)
+    assert found == expected
 
 
 def test_it_is_the_same_wherever_the_data_lies(folder, data_config, tmp_path_factory):
@@ -229,19 +229,11 @@ def of_files(changed=()):
     return FolderSource("root", names, labels, classes, sizes)
 
 
-def test_large_listings_take_few_bytes():
-    files = of_files()
-    stored = fingerprint(files)
-    assert len(json.dumps(stored)) < 40_000
-    # A single change and changes of all are both told with an example.
+def test_one_change_of_a_large_listing_is_told_by_few_bytes():
+    stored = fingerprint(of_files())
+    assert len(json.dumps(stored)) < 500
     (line,) = differences(stored, of_files([123_456]))
-    assert line == (
-        "image files replaced: 'train/n00000456/n00000456_123456.JPEG' (was 104,671 "
-        "bytes, now 104,672)"
-    )
-    for count in (1_000, 200_000):
-        (line,) = differences(stored, of_files(range(count)))
-        assert "image files replaced: 'train/n0" in line
+    assert line == "sizes or contents of the image files differ"
 
 
 def test_records_in_memory_are_compared_by_their_pixels(data_config):
@@ -256,12 +248,10 @@ def test_records_in_memory_are_compared_by_their_pixels(data_config):
     flipped, other = images.copy(), labels.copy()
     flipped[17, 2, 3, 1] ^= 1
     other[4] = 2
-    assert differences(stored, source(flipped)) == ["records replaced: 'train/27'"]
-    assert differences(stored, source(labels=other)) == [
-        "records moved to another class: 'train/14' (was 'bee', now 'cat')"
-    ]
-    (line,) = differences(stored, source(images[::-1]))
-    assert line.startswith("records replaced: 'train/")
+    contents = ["sizes or contents of the records differ"]
+    assert differences(stored, source(flipped)) == contents
+    assert differences(stored, source(images[::-1])) == contents
+    assert differences(stored, source(labels=other)) == ["labels of the records differ"]
     for keys in (
         {"name": "synthetic", "num_examples": 7},
         {"name": "digits", "num_classes": 10},
@@ -280,8 +270,7 @@ def test_left_out_records_count(folder, compare, tmp_path):
         listed.write_text("train/cat/2.png\n")
 
     found = compare(change, name="folder", data_dir=str(folder), exclude=str(listed))
-    assert "image files new: 'train/ant/0.png'" in found
-    assert "gone: one of class 'cat'" in found
+    assert found == "names of the image files or their order differ"
     listed.write_text("train/4\n")
     found = compare(
         lambda: listed.write_text("train/5\n"),
@@ -289,7 +278,7 @@ def test_left_out_records_count(folder, compare, tmp_path):
         num_examples=11,
         exclude=str(listed),
     )
-    assert "records new: 'train/4'" in found
+    assert found == "names of the records or their order differ"
 
 
 def test_of_parquet_files_labels_and_contents_count(compare, tmp_path):
@@ -306,13 +295,14 @@ def test_of_parquet_files_labels_and_contents_count(compare, tmp_path):
         return compare(lambda: write(*args), name="parquet", data_dir=str(path.parent))
 
     # Swapped, so that no size tells.
-    assert changed([0, 2, 1, 2, 1, 0]) == f"shards with other labels: {path.name!r}"
-    assert changed([0, 1, 2, 2, 1, 0], b"other") == f"shards replaced: {path.name!r}"
+    assert changed([0, 2, 1, 2, 1, 0]) == "labels of the shards differ"
+    contents = changed([0, 1, 2, 2, 1, 0], b"other")
+    assert contents == "sizes or contents of the shards differ"
     assert changed([0, 1, 2, 2, 1, 0]) == ""
     listed = tmp_path / "listed.txt"
     listed.write_text("train/1\n")
     keys = {"name": "parquet", "data_dir": str(path.parent), "exclude": str(listed)}
-    assert "1 records left out" in compare(
+    assert "names of the shards" in compare(
         lambda: listed.write_text("train/2\n"), **keys
     )
 
@@ -341,15 +331,12 @@ def test_captions_that_are_read_count(folder, compare, kind):
 
     write("a cat")
     found = compare(lambda: write("a dog"), **keys)
-    name = "train.parquet" if kind == "parquet" else "train/ant/0.png"
     what = "shards" if kind == "parquet" else "image files"
-    assert f"captions of {what} replaced: {name!r}" in found or (
-        f"{what} replaced: {name!r}" in found
-    )
-    # A run of a version that compared none goes on.
+    assert f"captions of the {what} differ" in found
+    # What a run of an earlier version did not store is not compared.
     data = data_of(keys)
     stored = fingerprint(open_source(data, "train"))
-    del stored["captions"]
+    del stored["captions_sha256"]
     assert differences(stored, open_source(data, "train")) == []
     # Where none are read, they are not compared.
     del keys["caption_key"]
@@ -402,10 +389,10 @@ def test_of_prepared_sets_the_sizes_and_checksums_of_their_metadata_count(
     if manifest:
         write("00")
     found = compare(change, name="printed_set", data_dir=str(tmp_path))
-    assert found == f"shards replaced: 'printed_set/1.0.0/{shard}'"
+    assert found == "sizes or contents of the shards differ"
 
 
-class Own:
+class Own(Source):
     """A source of a user's own, which tells names alone."""
 
     class_names, images, labels = ("a", "b"), None, None
@@ -423,8 +410,9 @@ class Own:
 def test_a_source_of_ones_own_is_compared_by_what_it_tells():
     stored = fingerprint(Own(["x", "y", "z"]))
     assert differences(stored, Own(["x", "y", "z"])) == []
-    assert "are in another order" in differences(stored, Own(["y", "x", "z"]))[0]
-    assert "'w'" in differences(stored, Own(["x", "y", "w"]))[0]
+    for names in ("yxz", "xyw"):
+        (line,) = differences(stored, Own(list(names)))
+        assert line == "names of the records or their order differ"
     assert "names of the records but not their labels and sizes" in (
         fingerprints.unchecked(stored, labelled=True)
     )

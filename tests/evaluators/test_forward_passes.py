@@ -9,6 +9,7 @@ from helpers import draw_params
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.data import pipeline
+from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
@@ -147,7 +148,7 @@ def test_a_model_without_a_head_gives_features(setting):
 def test_a_damaged_image_is_left_out(setting):
     config, *rest, source = setting
 
-    class Torn:
+    class Torn(Source):
         class_names, images, labels = (), None, None
 
         def __len__(self):

@@ -82,22 +82,6 @@ class Numbering:
         return np.array(found, np.int64)
 
 
-class Numbered:
-    """Names of records for a source with a `name` and a `numbering`."""
-
-    name: str
-    numbering: Numbering
-
-    def describe(self, i: int) -> str:
-        return f"{self.name} record {i}"
-
-    def record_id(self, i: int) -> str:
-        return self.numbering.record_id(i)
-
-    def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
-        return self.numbering.locate(record_ids)
-
-
 def first_of(usual: Sequence[str], names: Sequence[str] | Mapping) -> str:
     """Returns the first usual name that is there, as it is spelt there; or ""."""
     there = {name.lower(): name for name in names}

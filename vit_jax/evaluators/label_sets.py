@@ -109,7 +109,7 @@ def read_real(source: Source, path: str, title: str) -> list[frozenset[int]]:
       UserError: there are no labels, or a record cannot be identified.
     """
     if not path:
-        sets = _feature(source, _FEATURE)
+        sets = source.read_feature(_FEATURE)
         if sets is None:
             raise UserError(
                 f"{title} has no feature {_FEATURE!r} with the labels of ReaL: take "
@@ -117,7 +117,7 @@ def read_real(source: Source, path: str, title: str) -> list[frozenset[int]]:
             )
         return [frozenset(np.ravel(labels).tolist()) for labels in sets]
     known = _read_file(path)
-    files = _feature(source, "file_name")
+    files = source.read_feature("file_name")
     if files is None:
         files = [source.record_id(i) for i in range(len(source))]
     return [frozenset(known[_number(file, len(known), title)]) for file in files]
@@ -186,18 +186,6 @@ def score_objectnet(outputs: Outputs, order: np.ndarray | None = None) -> Scored
             "examples": len(labels),
         }
     )
-
-
-def _feature(source: Source, name: str) -> list | None:
-    """Reads one feature of all records of a TFDS set; None if they do not have it."""
-    records = getattr(source, "records", None)
-    if records is None or name not in records[0]:
-        return None
-    found = []
-    for start in range(0, len(source), 1000):
-        numbers = range(start, min(start + 1000, len(source)))
-        found += [record[name] for record in records.__getitems__(numbers)]
-    return found
 
 
 def _number(file: str | bytes, known: int, title: str) -> int:

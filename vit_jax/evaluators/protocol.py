@@ -17,7 +17,6 @@ from clu import metrics
 from jaxtyping import Float, Integer
 
 from vit_jax.config.fields import key
-from vit_jax.data.sources.base import known_labels
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
@@ -154,7 +153,7 @@ class FeaturesConfig(EvalConfig):
                     f"{num_classes} classes: take another train split"
                 )
 
-        if (labels := known_labels(test.source)) is not None:
+        if (labels := test.source.known_labels()) is not None:
             check(labels)
 
         def score(outputs, stop):

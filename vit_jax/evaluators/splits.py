@@ -487,7 +487,7 @@ class CheckpointPreprocess:
 
 
 @dataclasses.dataclass(frozen=True)
-class Subset:
+class Subset(Source):
     """Some records of a source, in their order.
 
     Attributes:
@@ -524,7 +524,7 @@ class Subset:
 
 
 @dataclasses.dataclass(frozen=True)
-class Relabeled:
+class Relabeled(Source):
     """All records of a source, with other indices of its classes.
 
     Attributes:

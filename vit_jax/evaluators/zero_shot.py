@@ -11,7 +11,6 @@ import numpy as np
 
 from vit_jax.config.fields import key
 from vit_jax.data import class_names
-from vit_jax.data.sources.base import known_labels
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import TOP, Wanted
 from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
@@ -60,7 +59,7 @@ class ZeroShotConfig(EvalConfig):
                     "of them"
                 )
 
-        if (labels := known_labels(split.source)) is not None:
+        if (labels := split.source.known_labels()) is not None:
             check(labels)
 
         def score(outputs, stop):

@@ -62,12 +62,7 @@ def check_hosts(
 
 
 def data_read(data: DataConfig, source: Source) -> dict[str, str | int]:
-    """Returns the fingerprint of the training split, and of the tokenizer if there is one.
-
-    Args:
-      data: `config.data`.
-      source: training split.
-    """
+    """Returns the fingerprint of the training split, and of the tokenizer if there is one."""
     found = fingerprint.fingerprint(source)
     return found | ({_TOKENIZER: checksum(data.tokenizer)} if data.tokenizer else {})
 
@@ -97,13 +92,7 @@ def check_evaluation_of_hosts(
 ) -> None:
     """Checks that all hosts evaluate the same weights, preprocessing and data.
 
-    Args:
-      pretrained: the weights.
-      preprocess: how images are prepared.
-      sources: name for messages to data source.
-
-    Raises:
-      UserError: they differ; it names what, and on which hosts.
+    Args and Raises: as `check_data_of_hosts`.
     """
     if jax.process_count() > 1:
         start.check_agreement(
@@ -116,18 +105,16 @@ def check_evaluation_of_hosts(
 
 
 def _data(sources: Mapping[str, Source]) -> dict[str, object]:
-    """Returns the fingerprints of sources, as short values for `start.check_agreement`."""
-    data = {}
-    for name, source in sources.items():
-        found = fingerprint.fingerprint(source)
-        for key in {"cells", "captions"} & found.keys():
-            found[key] = hashlib.sha256(found[key].encode()).hexdigest()[:16]
-        data |= {f"{name} {key}": value for key, value in found.items()}
-    return data
+    """Returns the fingerprints of sources for `start.check_agreement`."""
+    return {
+        f"{name} {key}": value
+        for name, source in sources.items()
+        for key, value in fingerprint.fingerprint(source).items()
+    }
 
 
 def _hash_of_sources() -> str:
-    """Returns a hash of this package's files, which shows uncommitted edits too."""
+    # Of files, so that it shows uncommitted edits too.
     folder, digest = pathlib.Path(vit_jax.__file__).parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
@@ -145,12 +132,14 @@ def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | Non
     """
     if not layout.has_checkpoint(workdir):
         return None
-    metadata = layout.read_metadata(workdir)
-    stored = _decisive_stored(metadata["config"], config)
-    now = decisive(config)
-    for key in _OF_DATA:
-        if stored.get(key) and now[key]:
-            stored[key] = now[key]
+    metadata, now = layout.read_metadata(workdir), decisive(config)
+    try:
+        stored = decisive(training_config.complete(metadata["config"]))
+    except UserError:  # A key has gone since then.
+        may_change = fields.flatten(config).keys() - now.keys()
+        stored = fields.flatten(metadata["config"])
+        stored = {key: stored[key] for key in stored.keys() - may_change}
+    stored |= {key: now[key] for key in _OF_DATA if stored.get(key) and now[key]}
     if config.extend_schedule != "none":
         stored |= {key: now[key] for key in _LENGTH}
     if changed := fields.differences(stored, now):
@@ -174,16 +163,6 @@ def decisive(config: TrainConfig) -> dict[str, object]:
         for path, about, value in fields.walk(config)
         if about.changes_result
     }
-
-
-def _decisive_stored(stored: dict, config: TrainConfig) -> dict[str, object]:
-    """Returns a stored config's decisive keys, completed by defaults of later keys."""
-    try:
-        return decisive(training_config.complete(stored))
-    except UserError:  # A key has gone since then.
-        may_change = fields.flatten(config).keys() - decisive(config).keys()
-        flat = fields.flatten(stored)
-        return {name: value for name, value in flat.items() if name not in may_change}
 
 
 class Restored(NamedTuple):

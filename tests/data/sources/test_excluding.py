@@ -8,6 +8,7 @@ import pytest
 from vit_jax.data import splits
 from vit_jax.data.sources import open as opening
 from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 
@@ -117,7 +118,7 @@ def test_a_record_that_a_split_repeats_is_left_out_each_time(data_config, listed
 
 
 def test_a_source_that_cannot_find_by_name_is_searched(listed):
-    class Own:
+    class Own(Source):
         class_names, images, labels = (), None, None
         __len__ = lambda self: 5
         __getitem__ = lambda self, i: {"image": b"", "label": i}
@@ -136,7 +137,7 @@ def test_arrays_without_a_split_number_their_own_records():
 
 
 def test_fourteen_million_records_cost_neither_time_nor_memory(listed):
-    class Huge:
+    class Huge(Source):
         class_names, images, labels = (), None, None
         numbering = splits.Numbering.of("full[51200:]", {"full": 14_197_122}, "x")
         __len__ = lambda self: len(self.numbering)

@@ -3,6 +3,7 @@ import pytest
 
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.arrays import open_arrays
+from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_source, open_unchecked, opened_by
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs
@@ -43,7 +44,7 @@ def test_a_split_is_opened_once_and_forgotten_with_the_choice():
     assert keeper.opened == ["train[:90%]"] * 3
 
 
-class Named:
+class Named(Source):
     """A source whose records have names alone, as a folder's."""
 
     images = labels = None

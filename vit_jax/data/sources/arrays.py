@@ -18,8 +18,8 @@ from vit_jax.config import fields
 from vit_jax.data import decode, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries, in_memory
-from vit_jax.data.sources.base import SOURCES, SourceType
-from vit_jax.data.splits import Numbered, Numbering
+from vit_jax.data.sources.base import SOURCES, Numbered, SourceType, read_all
+from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 
 DEFAULT_EXAMPLES = 64  # Of each split of the synthetic set.
@@ -240,14 +240,12 @@ def small_in_memory(source, data: DataConfig):
         if max(shape[:2]) > _SMALL_IMAGE or math.prod(shape) * len(source) > _MEMORY:
             return source
         images, labels = np.empty((len(source), *shape), np.uint8), []
-        for start in range(0, len(source), 1000):
-            numbers = range(start, min(start + 1000, len(source)))
-            for i, record in zip(numbers, source.read(numbers), strict=True):
-                image = decode.decode(record["image"], channels, exif=data.exif)
-                if image.shape != shape:
-                    return source
-                images[i] = image
-                labels += [record["label"]] if "label" in record else []
+        for i, record in enumerate(read_all(source)):
+            image = decode.decode(record["image"], channels, exif=data.exif)
+            if image.shape != shape:
+                return source
+            images[i] = image
+            labels += [record["label"]] if "label" in record else []
     except decode.DamagedImage:
         return source
     labels = np.array(labels, np.int64) if labels else None

@@ -2,22 +2,25 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data.config import DataConfig
+from vit_jax.data.fingerprint import NAMES, Entries, in_memory
+from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 
 
-@runtime_checkable
-class Source(Protocol):
+class Source:
     """Images, with labels or without, that can be read in any order.
 
     Where `data.num_classes` is 0, labels are not read: `labels` may be None or raise, and
     records may lack them. Otherwise opening a set that has none raises NoLabels.
+
+    A source of a user's own need not derive from this class: see `CustomSource`, which
+    has the methods from `read` on if the user's class lacks them.
 
     Attributes:
       class_names: names in label order; may be empty.
@@ -31,26 +34,90 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """Returns the number of records."""
+        raise NotImplementedError
 
     def __getitem__(self, i: int) -> dict:
         """Returns {"image": encoded bytes or uint8 HWC array, "label": int}.
 
         With `data.caption_key` also "text": its caption, or a list of several.
         """
+        raise NotImplementedError
 
     def describe(self, i: int) -> str:
         """Returns the name of record i for a message: a path, "cifar10 record 17"."""
+        raise NotImplementedError
 
     def record_id(self, i: int) -> str:
         """Returns the stable name of record i within its data set.
 
         It is the same under any sub-split: a folder's path below data_dir, as
-        "train/roses/a.jpg"; else "<split>/<number in the whole split>". A source may
-        also have `locate(record_ids)`, which returns their numbers here, leaves out
-        those of other splits, and raises KeyError for one that the set lacks; and
-        `entries()`, which returns what a resumed run recognises its data by, see
-        fingerprint.py.
+        "train/roses/a.jpg"; else "<split>/<number in the whole split>".
         """
+        raise NotImplementedError
+
+    def read(self, numbers: range) -> list[dict]:
+        """Returns neighbouring records, cheaper than one by one where that is possible."""
+        return [self[i] for i in numbers]
+
+    def known_labels(self) -> np.ndarray | list[list[int]] | None:
+        """Returns the class of every record, or its classes with `data.multi_label`.
+
+        None if records would have to be read for it.
+        """
+        return None if self.labels is None else np.asarray(self.labels, np.int64)
+
+    def locate(
+        self, record_ids: Sequence[str]
+    ) -> Integer[np.ndarray, " M"] | list[int]:
+        """Returns the numbers of named records, without those of other splits.
+
+        Raises:
+          KeyError: the data set lacks a record of that name.
+        """
+        wanted, found = set(record_ids), {}
+        for i in range(len(self)):
+            if (record_id := self.record_id(i)) in wanted:
+                found[i] = record_id
+        for missing in sorted(wanted.difference(found.values())):
+            raise KeyError(missing)
+        return list(found)
+
+    def entries(self) -> Entries:
+        """Returns what a resumed run recognises the data by."""
+        step = max(1, -(-len(self) // NAMES))
+        names = [self.record_id(i) for i in range(0, len(self), step)]
+        labels = None if self.labels is None else np.asarray(self.labels)[::step]
+        images = None if self.images is None else self.images[::step]
+        return in_memory(names, labels, images)
+
+    def split_numbering(self) -> Numbering | None:
+        """Returns which record of which split stands where; None if it is unknown."""
+        return None
+
+    def read_feature(self, name: str) -> list | None:
+        """Returns a feature of all records as TFDS stores it; None if they lack it."""
+        return None
+
+
+class Numbered(Source):
+    """A source with a `name` for messages, whose records are named by a `numbering`."""
+
+    name: str
+    numbering: Numbering
+
+    def describe(self, i: int) -> str:
+        return f"{self.name} record {i}"
+
+    def record_id(self, i: int) -> str:
+        return self.numbering.record_id(i)
+
+    def locate(
+        self, record_ids: Sequence[str]
+    ) -> Integer[np.ndarray, " M"] | list[int]:
+        return self.numbering.locate(record_ids)
+
+    def split_numbering(self) -> Numbering:
+        return self.numbering
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +132,7 @@ class SourceType:
       generated: whether it makes as many examples as `data.num_examples` states, so that
         the number need not be checked.
       numbered: whether any opened split knows the sizes of all splits, by the names
-        that a split expression takes (`source.numbering.sizes`).
+        that a split expression takes (`source.split_numbering().sizes`).
     """
 
     open: Callable[[DataConfig, str], Source]
@@ -85,17 +152,16 @@ def read_labels(source: Source) -> Integer[np.ndarray, " N"]:
 
     Some sets must be read for it; no image is decoded.
     """
-    if source.labels is not None:
-        return np.asarray(source.labels, np.int64)
-    if hasattr(source, "labels_of_paths"):
-        return np.asarray(source.labels_of_paths, np.int64)
-    if not hasattr(source, "read"):
-        return np.array([source[i]["label"] for i in range(len(source))], np.int64)
-    found = np.empty(len(source), np.int64)
+    labels = source.known_labels()
+    if labels is None:
+        labels = [record["label"] for record in read_all(source)]
+    return np.asarray(labels, np.int64)
+
+
+def read_all(source: Source) -> Iterator[dict]:
+    """Yields every record, read a thousand at a time."""
     for start in range(0, len(source), 1000):
-        numbers = range(start, min(start + 1000, len(source)))
-        found[start : numbers.stop] = [r["label"] for r in source.read(numbers)]
-    return found
+        yield from source.read(range(start, min(start + 1000, len(source))))
 
 
 _warned: set[str] = set()
@@ -125,12 +191,6 @@ def warn_of_twins(what: str, names: Iterable[str]) -> None:
         twin = there.setdefault(name.strip().casefold(), name)
         if twin != name:
             warn(f"the {what} {twin!r} and {name!r} differ in case or blanks alone")
-
-
-def known_labels(source: Source) -> Integer[np.ndarray, " N"] | None:
-    """Returns `read_labels` if no record has to be read for it, else None."""
-    known = source.labels is not None or hasattr(source, "labels_of_paths")
-    return read_labels(source) if known else None
 
 
 def check_label(label: int, num_classes: int, record: str) -> None:

@@ -6,16 +6,19 @@ whoever started the command. What that code raises ends the command with one lin
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Integer
 
 from vit_jax.config import fields
 from vit_jax.data import captions
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import arrays
-from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.data.sources.base import SOURCES, Source, SourceType
+from vit_jax.data.splits import Numbering
 from vit_jax.errors import NoLabels, UserError
 
 _MEMBERS = ("class_names", "images", "labels", "describe", "record_id")
@@ -60,8 +63,11 @@ def open_custom(data: DataConfig, split: str):
 
 
 @dataclasses.dataclass(frozen=True)
-class CustomSource:
-    """A user's own source, whose errors name it; other members are those of the source.
+class CustomSource(Source):
+    """A user's own source, whose errors name it.
+
+    Of the methods of `Source` that its class need not have, it has the user's or else
+    those of `Source`.
 
     Attributes:
       name: `data.name`.
@@ -73,7 +79,6 @@ class CustomSource:
     source: object
     labelled: bool = True
 
-    # Not by `__getattr__`: since Python 3.12 what it gives does not count for a protocol.
     @property
     def class_names(self):
         return self.source.class_names
@@ -116,16 +121,33 @@ class CustomSource:
         with guarded(self.name, f" for record {i}"):
             return str(self.source.record_id(i))
 
-    def __getattr__(self, name: str):
-        # A copy that is being unpickled has no `source` yet.
-        if name in ("source", "name") or name.startswith("__"):
-            raise AttributeError(name)
-        member = getattr(self.source, name)
-        if name == "entries":
-            return guarded(self.name)(member)
-        if name == "locate":  # Whose KeyError names a record that the set lacks.
-            return guarded(self.name, known=(KeyError,))(member)
-        return member
+    def read(self, numbers: range) -> list[dict]:
+        return self._theirs("read", super().read)(numbers)
+
+    def known_labels(self) -> np.ndarray | list[list[int]] | None:
+        if not self.labelled:
+            return None
+        return self._theirs("known_labels", super().known_labels)()
+
+    def locate(
+        self, record_ids: Sequence[str]
+    ) -> Integer[np.ndarray, " M"] | list[int]:
+        # Its KeyError names a record that the set lacks.
+        return self._theirs("locate", super().locate, KeyError)(record_ids)
+
+    def entries(self) -> Entries:
+        return self._theirs("entries", super().entries)()
+
+    def split_numbering(self) -> Numbering | None:
+        return self._theirs("split_numbering", super().split_numbering)()
+
+    def read_feature(self, name: str) -> list | None:
+        return self._theirs("read_feature", super().read_feature)(name)
+
+    def _theirs(self, name: str, default: Callable, *known: type[Exception]):
+        """Returns the user's method of a name, guarded, or the default without one."""
+        method = getattr(self.source, name, None)
+        return guarded(self.name, known=known)(method) if method else default
 
 
 def _whole(label) -> int:

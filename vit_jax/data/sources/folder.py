@@ -25,7 +25,7 @@ from jaxtyping import Integer
 from vit_jax.data import captions, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
-from vit_jax.data.sources.base import SOURCES, SourceType, warn_of_twins
+from vit_jax.data.sources.base import SOURCES, Source, SourceType, warn_of_twins
 from vit_jax.errors import NoLabels, NoSplit, UserError
 
 # Which files are images; what they hold is found from their content.
@@ -40,7 +40,7 @@ _LEFT_BY_PROGRAMS = ("__pycache__", "__MACOSX")
 
 
 @dataclasses.dataclass(frozen=True)
-class FolderSource:
+class FolderSource(Source):
     """Image files on disk; paths are relative to `root`, `sizes` their bytes.
 
     Records have captions if there is a `caption_key`, see captions.py.
@@ -75,12 +75,17 @@ class FolderSource:
     def record_id(self, i: int) -> str:
         return self.paths[i]
 
-    def entries(self) -> Entries:
+    def known_labels(self) -> np.ndarray | list[list[int]] | None:
         labels = self.labels_of_paths
-        if labels and isinstance(labels[0], list):  # Several an image.
-            labels = [zlib.crc32(repr(each).encode()) for each in labels]
-        if labels is not None:
-            labels = np.array(labels, np.int64)
+        if labels is None or isinstance(labels[0], list):  # Several an image.
+            return labels
+        return np.array(labels, np.int64)
+
+    def entries(self) -> Entries:
+        labels = self.known_labels()
+        if isinstance(labels, list):
+            sums = (zlib.crc32(repr(each).encode()) for each in labels)
+            labels = np.fromiter(sums, np.int64)
         texts = None
         if self.caption_key:
             texts = captions.sums_of_files(self.root, self.paths, self.caption_key)

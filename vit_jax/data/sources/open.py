@@ -9,14 +9,14 @@ import dataclasses
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Integer
 
 from vit_jax import files
 from vit_jax.data.config import DataConfig
-from vit_jax.data.fingerprint import Entries, entries, in_memory
+from vit_jax.data.fingerprint import Entries, in_memory
 from vit_jax.data.sources import custom, folder, parquet, table, tfds, vtab  # noqa: F401 (each registers its own)
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.base import SOURCES, Source, SourceType, check_label
@@ -116,7 +116,7 @@ def _check_classes(source: Source, data: DataConfig) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Excluding:
+class Excluding(Source):
     """A source less some of its records.
 
     Attributes:
@@ -127,7 +127,7 @@ class Excluding:
       labels: of the records that stay, or None.
     """
 
-    source: object
+    source: Source
     gaps: Integer[np.ndarray, " M"]
     images: np.ndarray | None = None
     labels: np.ndarray | None = None
@@ -152,9 +152,18 @@ class Excluding:
     def record_id(self, i: int) -> str:
         return self.source.record_id(self._inner(i))
 
+    def known_labels(self) -> np.ndarray | list[list[int]] | None:
+        if self.images is not None:
+            return super().known_labels()
+        labels = self.source.known_labels()
+        if isinstance(labels, list):
+            gone = set(self._left_out().tolist())
+            return [each for i, each in enumerate(labels) if i not in gone]
+        return None if labels is None else np.delete(labels, self._left_out())
+
     def entries(self) -> Entries:
-        every = entries(self.source)
-        found = self.gaps + np.arange(len(self.gaps))  # What is left out.
+        every = self.source.entries()
+        found = self._left_out()
         if every.what == "shards" or len(every.names) < len(self.source):
             # Records cannot be taken off a shard: one more entry stands for them.
             sums = zlib.crc32(found.astype("<i8").tobytes())
@@ -178,29 +187,31 @@ class Excluding:
             texts = {name: value for name, value in texts.items() if name not in gone}
         return Entries(every.what, names, labels, sizes, texts)
 
+    def _left_out(self) -> Integer[np.ndarray, " M"]:
+        """Returns the numbers of the records that are left out."""
+        return self.gaps + np.arange(len(self.gaps))
+
     def _inner(self, i: int) -> int:
         if not 0 <= i < len(self):
             raise IndexError(i)
         return int(i + np.searchsorted(self.gaps, i, side="right"))
 
 
-def exclude(source, path: str) -> Excluding:
+def exclude(source: Source, path: str) -> Excluding:
     """Returns a source without the records that a file names.
 
     Args:
       source: data set.
       path: text file of record ids, one a line; a line of "# ..." is a comment. Ids of the
-        data set that the source's split does not select change nothing, if the source
-        has a method `locate`; without one they are an error.
+        data set that the source's split does not select change nothing, unless a user's
+        own source lacks `locate`: they are an error then.
 
     Raises:
       UserError: no such file, the data set lacks a record, or none stays.
     """
     record_ids = read_ids(path)
     try:
-        # A user's own source need not be able to find records by name.
-        find = getattr(source, "locate", None) or (lambda ids: _locate(source, ids))
-        found = np.unique(np.asarray(find(record_ids), np.int64))
+        found = np.unique(np.asarray(source.locate(record_ids), np.int64))
     except KeyError as error:
         raise UserError(
             f"data.exclude={path!r}: line {_line(path, error.args[0])} names record "
@@ -244,18 +255,6 @@ def read_ids(path: str) -> list[str]:
         ) from error
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and not f"{line} ".startswith("# ")]
-
-
-def _locate(source, record_ids: Sequence[str]) -> list[int]:
-    wanted, seen, found = set(record_ids), set(), []
-    for i in range(len(source)):
-        record_id = source.record_id(i)
-        if record_id in wanted:
-            found.append(i)
-            seen.add(record_id)
-    for missing in sorted(wanted - seen):
-        raise KeyError(missing)
-    return found
 
 
 def _line(path: str, record_id: str) -> int:

@@ -22,7 +22,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.data.sources.base import SOURCES, Numbered, SourceType
 from vit_jax.errors import NoLabels, UserError
 
 _PREFIX = "hf://datasets/"
@@ -38,7 +38,7 @@ _OPEN_FILES = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class ParquetSource(splits.Numbered):
+class ParquetSource(Numbered):
     """Rows of Parquet files; images stay encoded.
 
     A row group is the smallest piece that can be read. One record therefore costs the
@@ -91,10 +91,6 @@ class ParquetSource(splits.Numbered):
             if record["label"] is None:
                 raise DamagedImage(f"has no label in column {self.label_key!r}")
         return record
-
-    def read(self, numbers: range) -> list[dict]:
-        """Reads neighbouring records, each row group once."""
-        return [self[i] for i in numbers]
 
     def entries(self) -> Entries:
         names = [os.path.relpath(path, self.root) for path in self.files]

@@ -15,7 +15,7 @@ from vit_jax.data import captions, decode, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.data.sources.base import SOURCES, Numbered, SourceType
 from vit_jax.errors import NoLabels, UserError
 
 
@@ -30,7 +30,7 @@ class Feature:
 
 
 @dataclasses.dataclass(frozen=True)
-class TfdsSource(splits.Numbered):
+class TfdsSource(Numbered):
     """Records of a TFDS data set; images stay encoded.
 
     Attributes:
@@ -77,6 +77,13 @@ class TfdsSource(splits.Numbered):
         except Exception as error:
             raise decode.DamagedImage(f"cannot be read ({error})") from error
         return [self._named(record) for record in records]
+
+    def read_feature(self, name: str) -> list | None:
+        if name not in self.records[0]:
+            return None
+        numbers = range(len(self))
+        parts = (numbers[start : start + 1000] for start in numbers[::1000])
+        return [r[name] for part in parts for r in self.records.__getitems__(part)]
 
     def entries(self) -> Entries:
         # Only what the metadata states, which is the same on a disk and in a bucket.

@@ -317,8 +317,8 @@ def columns(known: Sequence[str], place: str, stated: Mapping) -> dict[str, str]
 
 
 def _groups(source: Source) -> list[str]:
-    labels = getattr(source, "labels_of_paths", None)
-    labels = read_labels(source).tolist() if labels is None else labels
+    labels = source.known_labels()
+    labels = read_labels(source) if labels is None else labels
     return [str(label) for label in labels]
 
 

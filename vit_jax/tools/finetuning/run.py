@@ -16,7 +16,7 @@ from etils import epath
 from vit_jax import models, weights
 from vit_jax.config import fields, loading
 from vit_jax.data import fingerprint
-from vit_jax.data.sources.base import known_labels, read_labels
+from vit_jax.data.sources.base import read_labels
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
@@ -491,7 +491,7 @@ def _result(report: dict, config: TrainConfig, workdir: str) -> Result:
     if metric == "top1":
         found = rule.interval(round(scores["top1"] * count), count, looks)
         opened = open_source(config.data, config.evals[split].split)
-        if (labels := known_labels(opened)) is not None:
+        if (labels := opened.known_labels()) is not None:
             numbers = np.bincount(labels, minlength=config.data.num_classes)
             names = report["class_names"] or map(str, range(len(numbers)))
             counts = dict(zip(names, numbers.tolist(), strict=True))

@@ -291,8 +291,7 @@ def _sizes(task: TransferTask) -> Mapping[str, int]:
         return {}
     # The sizes are of all splits, even if one record is opened.
     first = f"{splits.names(recipe.train)[0]}[:1]"
-    source = open_unchecked(task.config.data, first)
-    numbering = getattr(source, "numbering", None)
+    numbering = open_unchecked(task.config.data, first).split_numbering()
     return {} if numbering is None else numbering.sizes
 
 

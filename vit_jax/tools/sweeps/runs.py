@@ -293,7 +293,7 @@ def overlap(split: str, test: str) -> bool:
 
 
 def _records(source: Source) -> Records:
-    if numbering := getattr(source, "numbering", None):
+    if numbering := source.split_numbering():
         found = {}
         for name, numbers in numbering.parts:
             found.setdefault(name, []).append(numbers)
