@@ -151,7 +151,7 @@ def test_what_was_trained_on_other_data_of_the_same_size_is_refused(
     near = LocalCheckpointer(allowed, tmp_path / "run", other, SHAPES, shardings)
     found = near.restore(newer_than=0)
     assert_is(found.state, 2, shardings)
-    assert "(data.check=False): records new" in found.notes[0]
+    assert "(data.check=False): names of the records" in found.notes[0]
 
 
 def test_what_a_run_of_another_config_left_is_not_used(disk, save):

@@ -17,6 +17,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source, check_label, read_labels, warn
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
+from vit_jax.data.transforms.base import Transform
 from vit_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -65,11 +66,10 @@ def train_batches(
     parsed = parse.parse_train(data.train_transform, data.image_size)
     in_memory = None if source.images is None else source.images.shape[1:3]
     shapes = parse.loaded_shapes(parsed, data.image_size, data.channels, in_memory)
-    loader = Loader.from_config(
-        source, data, "data.train_transform", parsed.host, seed, shapes
-    )
     captions = Captions.of(data, source.class_names)
-    loader = dataclasses.replace(loader, captions=captions)
+    loader = Loader(
+        source, data, "data.train_transform", parsed.host, shapes, seed, captions
+    )
     balance = None
     if data.class_balance:
         balance = Balance.of(data.class_balance, read_labels(source))
@@ -121,7 +121,7 @@ def eval_batches(
     if host is None:
         host = parse.parse_eval(data.eval_transform, data.image_size)
     shapes = {"image": (*data.image_size, data.channels)}
-    loader = Loader.from_config(source, data, "data.eval_transform", host, 0, shapes)
+    loader = Loader(source, data, "data.eval_transform", host, shapes)
     load = _EvalBatch(loader, batch_size, data_shard * local, local)
     return Batches(load, range(-(-len(source) // batch_size)), data)
 
@@ -141,48 +141,23 @@ class Loader:
 
     Attributes:
       source: the data set.
-      ops: host operations in order.
+      data: `config.data`.
       key: config key of the operations, for messages.
-      channels: of an image, 1 or 3.
+      ops: host operations in order.
       shapes: of each array that it makes of an image, by its name.
-      num_classes: number of classes; 0: labels are not read.
-      multi_label: whether a record has a list of labels.
-      on_error: see `DataConfig`.
       seed: of the run.
-      repeats: of each record in training, see `DataConfig`.
-      exif: whether images are turned as their tags say.
       captions: makes the tokens of captions; None where they are not read.
       damaged: records that were skipped.
     """
 
     source: Source
-    ops: tuple
+    data: DataConfig
     key: str
-    channels: int
+    ops: Sequence[Transform]
     shapes: dict[str, tuple[int, ...]]
-    num_classes: int
-    multi_label: bool
-    on_error: str
-    seed: int
-    repeats: int
-    exif: bool
+    seed: int = 0
     captions: Captions | None = None
     damaged: set[int] = dataclasses.field(default_factory=set)
-
-    @classmethod
-    def from_config(
-        cls,
-        source: Source,
-        data: DataConfig,
-        key: str,
-        ops: tuple,
-        seed: int,
-        shapes: dict[str, tuple[int, ...]],
-    ) -> "Loader":
-        """Returns a loader of the values that it needs of `config.data`."""
-        labels = data.num_classes, data.multi_label
-        of_data = data.channels, shapes, *labels, data.on_error
-        return cls(source, ops, key, *of_data, seed, data.repeats, data.exif)
 
     @property
     def gathers(self) -> bool:
@@ -194,7 +169,7 @@ class Loader:
         images = self.source.images
         self._check_shapes({"image": images.shape[1:]}, "images")
         batch = {"image": images[records], "skipped": np.zeros(len(records), np.int32)}
-        if self.num_classes:
+        if self.data.num_classes:
             batch["label"] = self.source.labels[records].astype(np.int32)
         return batch
 
@@ -221,7 +196,7 @@ class Loader:
             raise
         name = self._name(record)
         label = {}
-        if self.num_classes:
+        if self.data.num_classes:
             label["label"] = self._label(item["label"], name)
         bits = np.random.Philox(
             key=np.array([self.seed % 2**64, _STREAM], np.uint64),
@@ -248,12 +223,12 @@ class Loader:
         self, label: int | Sequence[int], name: str
     ) -> int | Integer[np.ndarray, " K"]:
         """Returns the class, or 0 or 1 for each of them."""
-        if not self.multi_label:
-            check_label(label, self.num_classes, name)
+        if not self.data.multi_label:
+            check_label(label, self.data.num_classes, name)
             return label
-        found = np.zeros(self.num_classes, np.int32)
+        found = np.zeros(self.data.num_classes, np.int32)
         for each in label:
-            check_label(each, self.num_classes, name)
+            check_label(each, self.data.num_classes, name)
             found[each] = 1
         return found
 
@@ -261,28 +236,32 @@ class Loader:
         self, record: int, data: bytes | np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray | dict[str, np.ndarray], tuple]:
         """Returns pixels, and the operations that are still to be done on them."""
-        fused = self.ops and hasattr(self.ops[0], "from_file")
-        looked_at = self.exif or not record % -(-len(self.source) // _LOOKED_AT)
+        looked_at = self.data.exif or not record % -(-len(self.source) // _LOOKED_AT)
         tagged = looked_at and isinstance(data, bytes) and decode.orientation(data) != 1
-        turned = tagged and self.exif
+        turned = tagged and self.data.exif
         if tagged and not turned:
             warn(
                 f"{self._name(record)} is upright only by its orientation tag, which is "
                 "not read: --config.data.exif=True turns such images",
                 about="data.exif",
             )
-        if fused and isinstance(data, bytes) and not turned:
-            return self.ops[0].from_file(data, self.channels, rng), self.ops[1:]
-        return decode.decode(data, self.channels, exif=self.exif), self.ops
+        if (
+            self.ops
+            and self.ops[0].from_file
+            and isinstance(data, bytes)
+            and not turned
+        ):
+            return self.ops[0].from_file(data, self.data.channels, rng), self.ops[1:]
+        return decode.decode(data, self.data.channels, exif=self.data.exif), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:
         """Raises UserError for a damaged record, unless the config says to skip it."""
-        if self.on_error == "raise":
+        if self.data.on_error == "raise":
             raise UserError(
                 f"{self._name(record)} {error}: mend or remove it, or go on "
                 "without with --config.data.on_error=skip"
             ) from error
-        if self.on_error == "skip":
+        if self.data.on_error == "skip":
             return
         self.damaged.add(record)
         found, most = len(self.damaged), max(1, len(self.source) // 100)
@@ -308,8 +287,8 @@ class Loader:
             shape = rows, self.captions.num_tokens
             arrays[TEXT] = np.zeros(shape, np.int32)
         arrays["skipped"] = np.zeros(rows, np.int32)
-        if self.num_classes:
-            classes = (self.num_classes,) if self.multi_label else ()
+        if self.data.num_classes:
+            classes = (self.data.num_classes,) if self.data.multi_label else ()
             arrays["label"] = np.zeros((rows, *classes), np.int32)
         return arrays
 
@@ -324,7 +303,7 @@ class Loader:
         found, wanted = map(parse.in_words, (shapes, self.shapes))
         says = "data.image_size and data.channels say"
         remedy = "end the operations with resize or a crop, or change data.image_size"
-        if self.ops and hasattr(self.ops[-1], "output_shapes"):
+        if self.ops and self.ops[-1].output_shapes:
             says, remedy = "its `output_shapes` says", "make them equal"
         raise UserError(
             f"{self.key} gives {name} of {found} (height, width, channels), but {says} "
@@ -344,12 +323,12 @@ class _TrainBatch:
 
     def __call__(self, step: int) -> Batch:
         positions = step * self.batch_size + self.first + np.arange(self.rows)
-        examples = len(self.loader.source)
-        loader = self.loader
+        seed, repeats = self.loader.seed, self.loader.data.repeats
         if self.balance:
-            records = self.balance.records_at(positions, loader.seed, loader.repeats)
+            records = self.balance.records_at(positions, seed, repeats)
         else:
-            records = order.records_at(positions, examples, loader.seed, loader.repeats)
+            examples = len(self.loader.source)
+            records = order.records_at(positions, examples, seed, repeats)
         if self.loader.gathers:
             batch = self.loader.gather(records)
         else:
@@ -464,8 +443,8 @@ class Batches:
 
     def close(self) -> None:
         """Stops threads and processes; a second call does nothing."""
-        batches, self._batches = self._batches, iter(())
-        if hasattr(batches, "close"):
+        batches, self._batches = self._batches, (batch for batch in ())
+        if self.read_ahead:
             batches.close()
 
     def _next(self) -> Batch | UserError:

@@ -28,6 +28,7 @@ from vit_jax.data.sources.folder import (
 )
 from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
+from vit_jax.data.transforms.base import HostTransform
 from vit_jax.errors import NoLabels, NoSplit, UserError
 from vit_jax.weights.pretrained import Preprocess, prepare_image, resized_size
 
@@ -476,7 +477,7 @@ def _in_folder(
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointPreprocess:
+class CheckpointPreprocess(HostTransform):
     """A host operation: the preprocessing of a checkpoint, see `prepare_image`."""
 
     preprocess: Preprocess

@@ -37,8 +37,9 @@ class Crops:
         self, large_transforms: tuple[str, ...], small_transform: str, data: DataConfig
     ):
         host, device = parse.parse_train(data.train_transform, data.image_size)
-        last = host[-1] if host else None
-        self.shapes = getattr(last, "output_shapes", lambda _: {})(data.channels)
+        self.shapes = {}
+        if host and host[-1].output_shapes:
+            self.shapes = host[-1].output_shapes(data.channels)
         if device or self.shapes.get("image", ())[:1] != (NUM_LARGE,):
             raise UserError(
                 f"data.train_transform={data.train_transform!r} with task.name='dino' "
@@ -87,8 +88,7 @@ def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
       UserError: one of them runs in the loader, changes the size or mixes examples.
     """
     host, device = parse.parse_train(line, data.image_size)
-    wrong = [*host, *(op for op in device if hasattr(op, "output_size"))]
-    wrong += [op for op in device if getattr(op, "mixes_examples", False)]
+    wrong = [*host, *(op for op in device if op.output_size or op.mixes_examples)]
     if wrong:
         raise UserError(
             f"{where}={line!r}: {type(wrong[0]).__name__} does not keep the crops of an "

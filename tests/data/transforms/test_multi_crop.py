@@ -10,7 +10,7 @@ from vit_jax.data import decode
 from vit_jax.data.pipeline import eval_batches, train_batches
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.transforms.host import InceptionCrop
-from vit_jax.data.transforms.multi_crop import MultiCrop
+from vit_jax.data.transforms.host import MultiCrop
 from vit_jax.errors import UserError
 
 # Of Pillow, torchvision and timm; tests/golden/README.md.
@@ -53,7 +53,9 @@ def test_crops_are_those_of_pillow_in_the_order_drawn(natural):
 
 def test_areas_of_large_and_small_crops_are_in_their_bounds():
     op = MultiCrop(8)
-    boxes = np.array([op._boxes(1100, 1300, rng(i)) for i in range(50)])
+    draws = map(rng, range(50))
+    boxes = [[crop.box(1100, 1300, draw) for crop in op._crops] for draw in draws]
+    boxes = np.array(boxes)
     areas = boxes[:, :, 2] * boxes[:, :, 3] / (1100 * 1300)
     assert areas.shape == (50, 10)
     large, small = areas[:, :2], areas[:, 2:]

@@ -1,22 +1,19 @@
-"""The protocol of a transform, and the checks of its arguments.
+"""What transforms have in common: what one must have, and the checks of its arguments.
 
 A transform is a frozen dataclass. Its fields are the arguments that the transform line
-can state; a field made by `key` (vit_jax/config/fields.py) has a meaning and bounds.
-Class attributes say where the transform may stand; all but the first may be left out:
-
-  runs_on: "host", in the loader on one image, or "device", in the training step on the
-    whole batch.
-  in_eval: True for a host transform without random choices, which may also prepare
-    images for evaluation.
-  mixes_examples: True for a device transform that blends examples and labels; a line
-    has at most one.
+can state; a field made by `key` (vit_jax/config/fields.py) has a meaning and bounds, and a
+field named `size` that the line leaves out is `data.image_size`. One of a user's own need
+not derive from these classes: it states `runs_on`, and has what else they have from
+`CustomTransform`.
 
 Letters: B examples, H and W height and width before, h and w after, C channels, K
 classes.
 """
 
+import dataclasses
 import numbers
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import UInt8
@@ -35,24 +32,51 @@ _KINDS = {
 }
 
 
-class HostTransform(Protocol):
-    """A transform of one image, run by the loader before images are batched.
+class Transform:
+    """What a transform says of itself.
 
-    It may also have `output_size(before)`: the height and width of its result for
-    images of a height and width, or None if they differ from image to image. Without
-    it the size stays.
-
-    The last one of a line may return several arrays instead, as a dict of uint8 arrays
-    with "image" among them, each of one or more crops: (..., h, w, C). It then has
-    `output_shapes(channels)` in place of `output_size`: name to shape, of one image. A
-    batch holds these arrays under their names; the task takes them from there.
-
-    A field named `size` that the line leaves out is
-    `data.image_size`. `expand()` makes it stand for others: it returns the transforms
-    to put in its place and those to put at the end of the line, as text.
+    Attributes:
+      runs_on: "host", in the loader on one image, or "device", in the training step on
+        the whole batch.
+      in_eval: whether a host transform makes no random choices, so that it may also
+        prepare images for evaluation.
+      mixes_examples: whether a device transform blends examples and labels; a line has
+        at most one.
+      output_size: method from the height and width of images to those of the results;
+        either is None if it differs from image to image. None: the size stays.
+      output_shapes: method from the number of channels to the shapes of the arrays that
+        the last host transform of a line makes of an image, by name; None: it makes one
+        image.
+      expand: method that returns the transforms to put in the place of this one and
+        those to put at the end of the line, as text; None: it stands for itself.
+      from_file: method that does the same as decoding an image and calling the
+        transform, faster; None: there is no such way.
     """
 
     runs_on: ClassVar[str]
+    in_eval: ClassVar[bool] = False
+    mixes_examples: ClassVar[bool] = False
+    output_size: ClassVar[Callable | None] = None
+    output_shapes: ClassVar[Callable | None] = None
+    expand: ClassVar[Callable | None] = None
+    from_file: ClassVar[Callable | None] = None
+
+    def __post_init__(self):
+        check_arguments(self)
+        for field in dataclasses.fields(self):
+            if field.name == "size":
+                check_size(self.size)
+
+
+class HostTransform(Transform):
+    """A transform of one image, run by the loader before images are batched.
+
+    The last one of a line may return several arrays instead, as a dict of uint8 arrays
+    with "image" among them, each of one or more crops: (..., h, w, C). A batch holds
+    them under their names; the task takes them from there.
+    """
+
+    runs_on = "host"
 
     def __call__(
         self, image: UInt8[np.ndarray, "H W C"], rng: np.random.Generator
@@ -64,15 +88,13 @@ class HostTransform(Protocol):
           rng: the only source of random choices, seeded with the run's seed and the
             example's position in the run.
         """
+        raise NotImplementedError
 
 
-class DeviceTransform(Protocol):
-    """A transform of a whole batch, run inside the training step.
+class DeviceTransform(Transform):
+    """A transform of a whole batch, run inside the training step."""
 
-    It may also have `output_size(before)`, as a host transform.
-    """
-
-    runs_on: ClassVar[str]
+    runs_on = "device"
 
     def __call__(self, images, labels, index, key):
         """Returns the transformed images and labels; JAX traces it.
@@ -84,6 +106,7 @@ class DeviceTransform(Protocol):
           key: of this transform, the same at every step. With `index` it is the only
             source of random choices, see `example_uniform` in device.py.
         """
+        raise NotImplementedError
 
 
 def check_arguments(transform: object) -> None:
@@ -111,15 +134,9 @@ def check_arguments(transform: object) -> None:
         fields.check(name, about, value)
 
 
-def size_after(transform: object, before: Size | None) -> Size | None:
-    """Returns height and width of a transform's result; None if they are not fixed.
-
-    Args:
-      transform: on the host or on the device.
-      before: height and width of its images; None if they are not fixed.
-    """
-    find = getattr(transform, "output_size", None)
-    return find(before) if find else before
+def size_after(transform: Transform, before: Size | None) -> Size | None:
+    """Returns height and width of a transform's result; None if they are not fixed."""
+    return transform.output_size(before) if transform.output_size else before
 
 
 def pair(size: Given) -> Size:

@@ -13,7 +13,6 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,10 @@ from jaxtyping import Array, Bool, Float, Key, Num, UInt32
 
 from vit_jax.config.fields import key as field
 from vit_jax.data.transforms.base import (
+    DeviceTransform,
     Given,
     Size,
-    check_arguments,
     check_part,
-    check_size,
     pair,
 )
 from vit_jax.errors import UserError
@@ -141,10 +139,8 @@ def where_drawn(
 
 
 @dataclasses.dataclass(frozen=True)
-class Flip:
+class Flip(DeviceTransform):
     """Flips left and right with probability 0.5 per example."""
-
-    runs_on: ClassVar[str] = "device"
 
     def __call__(self, images: Images, labels: Labels, index, key):
         heads = example_uniform(index, key, 1)[:, 0] < 0.5
@@ -152,15 +148,10 @@ class Flip:
 
 
 @dataclasses.dataclass(frozen=True)
-class PadCrop:
+class PadCrop(DeviceTransform):
     """Shifts by up to `pad` pixels each way: pads with black and crops back."""
 
-    runs_on: ClassVar[str] = "device"
-
     pad: Given = field(4, "Largest shift, in pixels.")
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         _, H, W, _ = images.shape
@@ -173,7 +164,7 @@ class PadCrop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Affine:
+class Affine(DeviceTransform):
     """Shifts, rotates and scales about the centre, bilinear, black outside.
 
     Args:
@@ -182,14 +173,12 @@ class Affine:
       scale: smallest and largest factor; over 1 enlarges.
     """
 
-    runs_on: ClassVar[str] = "device"
-
     shift: Given = field(0.0, "Largest shift, as a fraction of height and width.")
     rotate: Given = field(0.0, "Largest turn, in degrees.")
     scale: Given = (1.0, 1.0)
 
     def __post_init__(self):
-        check_arguments(self)
+        super().__post_init__()
         if len(self.scale) != 2 or not 0 < self.scale[0] <= self.scale[1]:
             raise ValueError(f"scale={self.scale} is not 0 < least <= most")
 
@@ -204,19 +193,14 @@ class Affine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Upsample:
+class Upsample(DeviceTransform):
     """Enlarges to exactly `size` pixels, bilinear with half-pixel centres.
 
     A set of small images is then stored and transferred small. The loader's images have
     the size of its last crop or resize, or of the set in memory.
     """
 
-    runs_on: ClassVar[str] = "device"
-
     size: Given = None
-
-    def __post_init__(self):
-        check_size(self.size)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         B, H, W, C = images.shape
@@ -234,7 +218,7 @@ class Upsample:
 
 
 @dataclasses.dataclass(frozen=True)
-class ColorJitter:
+class ColorJitter(DeviceTransform):
     """Changes brightness, contrast, saturation and hue in a random order.
 
     What each does is as in torchvision's ColorJitter; between them values are cut to
@@ -248,16 +232,11 @@ class ColorJitter:
       p: probability for an image.
     """
 
-    runs_on: ClassVar[str] = "device"
-
     brightness: Given = field(0.4, "Largest change of the factor.")
     contrast: Given = field(0.4, "Largest change of the factor.")
     saturation: Given = field(0.4, "Largest change of the factor.")
     hue: Given = field(0.0, "Largest turn, as a fraction of the circle.", at_most=0.5)
     p: Given = field(1.0, "Probability for an image.", at_most=1)
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         u = example_uniform(index, key, 8)
@@ -273,7 +252,7 @@ class ColorJitter:
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomErasing:
+class RandomErasing(DeviceTransform):
     """Replaces a rectangle of some images by noise or one value (arXiv:1708.04896).
 
     The ratio is drawn uniformly in its logarithm and a shape that does not fit is
@@ -287,15 +266,13 @@ class RandomErasing:
         for all.
     """
 
-    runs_on: ClassVar[str] = "device"
-
     p: Given = field(0.25, "Probability for an image.", at_most=1)
     area: Given = (0.02, 1 / 3)
     ratio: Given = (0.3, 1 / 0.3)
     fill: Given = "pixel"
 
     def __post_init__(self):
-        check_arguments(self)
+        super().__post_init__()
         check_part(self.area, self.ratio)
         number = type(self.fill) in (int, float) and 0 <= self.fill <= 255
         if self.fill != "pixel" and not number:
@@ -339,20 +316,16 @@ class RandomErasing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixup:
+class Mixup(DeviceTransform):
     """Blends each example with its neighbour in the batch (arXiv:1710.09412).
 
     Args:
       alpha: of the Beta(alpha, alpha) from which one share per batch is drawn.
     """
 
-    runs_on: ClassVar[str] = "device"
-    mixes_examples: ClassVar[bool] = True
+    mixes_examples = True
 
     alpha: Given = field(dataclasses.MISSING, "Of Beta(alpha, alpha).", above=0)
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         share = _beta(jax.random.fold_in(key, index[0]), self.alpha)
@@ -360,7 +333,7 @@ class Mixup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cutmix:
+class Cutmix(DeviceTransform):
     """Pastes a part of its neighbour into each example (arXiv:1905.04899).
 
     The labels are weighted by the shares of pixels, counted after the part is cut off
@@ -371,13 +344,9 @@ class Cutmix:
         drawn from, before that cut.
     """
 
-    runs_on: ClassVar[str] = "device"
-    mixes_examples: ClassVar[bool] = True
+    mixes_examples = True
 
     alpha: Given = field(1.0, "Of Beta(alpha, alpha).", above=0)
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         kept, share = _cut(jax.random.fold_in(key, index[0]), self.alpha, images)
@@ -386,7 +355,7 @@ class Cutmix:
 
 
 @dataclasses.dataclass(frozen=True)
-class MixupOrCutmix:
+class MixupOrCutmix(DeviceTransform):
     """Applies mixup or cutmix, drawn per batch, as DeiT (arXiv:2012.12877, table 9).
 
     Args:
@@ -395,15 +364,11 @@ class MixupOrCutmix:
       switch: probability of cutmix.
     """
 
-    runs_on: ClassVar[str] = "device"
-    mixes_examples: ClassVar[bool] = True
+    mixes_examples = True
 
     mixup: Given = field(0.8, "Alpha of mixup.", above=0)
     cutmix: Given = field(1.0, "Alpha of cutmix.", above=0)
     switch: Given = field(0.5, "Probability of cutmix.", at_most=1)
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         key, switch, mixup = jax.random.split(jax.random.fold_in(key, index[0]), 3)

@@ -6,9 +6,9 @@ channels.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import cv2
 import numpy as np
@@ -19,8 +19,8 @@ from vit_jax.config.fields import key
 from vit_jax.data import decode
 from vit_jax.data.transforms.base import (
     Given,
+    HostTransform,
     Size,
-    check_arguments,
     check_part,
     check_size,
     pair,
@@ -28,15 +28,17 @@ from vit_jax.data.transforms.base import (
 
 Before = UInt8[np.ndarray, "H W C"]
 After = UInt8[np.ndarray, "h w C"]
+Views = dict[str, UInt8[np.ndarray, "N h w C"]]
 Box = tuple[float | int, float | int, float | int, float | int]
 
 # A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
 MAX_RESIZED = 25_000_000
+_LARGE = 2  # Large crops of `MultiCrop`.
 _FAST_UP_TO = 3  # Times smaller; beyond, three taps antialias too little.
 
 
 @dataclasses.dataclass(frozen=True)
-class InceptionCrop:
+class InceptionCrop(HostTransform):
     """Crops a random part of random shape and resizes it (Szegedy et al., 2015).
 
     Args:
@@ -50,8 +52,6 @@ class InceptionCrop:
         filter, with which MAE and DINO were trained.
     """
 
-    runs_on: ClassVar[str] = "host"
-
     size: Given = None
     area: Given = (0.05, 1.0)
     ratio: Given = (3 / 4, 4 / 3)
@@ -64,8 +64,7 @@ class InceptionCrop:
     )
 
     def __post_init__(self):
-        check_arguments(self)
-        check_size(self.size)
+        super().__post_init__()
         check_part(self.area, self.ratio)
         if not self.antialias and self.interpolation != "fast":
             raise ValueError("antialias=False is of interpolation='fast' alone")
@@ -94,13 +93,8 @@ class InceptionCrop:
         Raises:
           DamagedImage: as `decode.decode`.
         """
-        header = decode.plain_header(data)
-        if header is None:
-            return self(decode.decode(data, channels), rng)
-        box = self.box(header.height, header.width, rng)
-        sizes = [pair(self.size)]
-        pixels, shrink = decode_parts(data, header, channels, [box], sizes, self.rough)
-        return self.cut(pixels, box, shrink)
+        (crop,) = _crops_of_file([self], data, channels, rng)
+        return crop
 
     def output_size(self, before: Size | None) -> Size:
         return pair(self.size)
@@ -147,16 +141,87 @@ class InceptionCrop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Resize:
-    """Resizes to exactly `size` pixels, bilinear and antialiased."""
+class MultiCrop(HostTransform):
+    """Crops two large and some small random parts and resizes them (arXiv:2006.09882).
 
-    runs_on: ClassVar[str] = "host"
-    in_eval: ClassVar[bool] = True
+    Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py).
+
+    It returns "image", the two large crops (2, height, width, C), and "small_crops"
+    (num_small, height, width, C), unless there are none.
+
+    Args:
+      size: height and width of the large crops in pixels, or one number for both.
+      small_size: the same of the small ones.
+      num_small: number of small crops.
+      area: smallest and largest part of the image's area, of the large crops.
+      small_area: the same of the small ones.
+      ratio: smallest and largest width by height of all parts.
+      interpolation: as of `InceptionCrop`.
+    """
 
     size: Given = None
+    small_size: Given = 96
+    num_small: Given = key(8, "Number of small crops.")
+    area: Given = (0.4, 1.0)
+    small_area: Given = (0.05, 0.4)
+    ratio: Given = (3 / 4, 4 / 3)
+    interpolation: Given = key(
+        "bicubic", "Filter of the resize.", choices=("fast", "bicubic")
+    )
 
     def __post_init__(self):
-        check_size(self.size)
+        super().__post_init__()
+        check_size(self.small_size)
+        check_part(self.area, self.ratio)
+        check_part(self.small_area, self.ratio)
+
+    def __call__(self, image: Before, rng: np.random.Generator) -> Views:
+        boxes = [crop.box(*image.shape[:2], rng) for crop in self._crops]
+        cut = [
+            crop.cut(image, box) for crop, box in zip(self._crops, boxes, strict=True)
+        ]
+        return self._views(cut)
+
+    def from_file(self, data: bytes, channels: int, rng: np.random.Generator) -> Views:
+        """Decodes an image file once, and cuts all crops out of it.
+
+        Args, Returns and Raises: as `InceptionCrop.from_file`; it is shrunk if even the
+        smallest part has twice the size of its crop.
+        """
+        return self._views(_crops_of_file(self._crops, data, channels, rng))
+
+    def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the crops of one image."""
+        shapes = {"image": (_LARGE, *pair(self.size), channels)}
+        if self.num_small:
+            small = (self.num_small, *pair(self.small_size), channels)
+            shapes["small_crops"] = small
+        return shapes
+
+    @functools.cached_property
+    def _crops(self) -> list[InceptionCrop]:
+        """The crops of an image, in the order in which they are drawn."""
+        make = functools.partial(
+            InceptionCrop, ratio=self.ratio, interpolation=self.interpolation
+        )
+        large = make(self.size, area=self.area)
+        small = make(self.small_size, area=self.small_area)
+        return [large] * _LARGE + [small] * self.num_small
+
+    def _views(self, crops: list[np.ndarray]) -> Views:
+        views = {"image": np.stack(crops[:_LARGE])}
+        if self.num_small:
+            views["small_crops"] = np.stack(crops[_LARGE:])
+        return views
+
+
+@dataclasses.dataclass(frozen=True)
+class Resize(HostTransform):
+    """Resizes to exactly `size` pixels, bilinear and antialiased."""
+
+    in_eval = True
+
+    size: Given = None
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         return resize_bilinear(image, pair(self.size))
@@ -166,17 +231,13 @@ class Resize:
 
 
 @dataclasses.dataclass(frozen=True)
-class ResizeSmall:
+class ResizeSmall(HostTransform):
     """Resizes and keeps the aspect ratio: the short side to `size` pixels, or until the
     image just covers a `size` of (height, width)."""
 
-    runs_on: ClassVar[str] = "host"
-    in_eval: ClassVar[bool] = True
+    in_eval = True
 
     size: Given
-
-    def __post_init__(self):
-        check_size(self.size)
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         height, width = image.shape[:2]
@@ -190,16 +251,12 @@ class ResizeSmall:
 
 
 @dataclasses.dataclass(frozen=True)
-class CentralCrop:
+class CentralCrop(HostTransform):
     """Cuts `size` pixels out of the middle."""
 
-    runs_on: ClassVar[str] = "host"
-    in_eval: ClassVar[bool] = True
+    in_eval = True
 
     size: Given = None
-
-    def __post_init__(self):
-        check_size(self.size)
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         _room(image, self.size)
@@ -213,15 +270,10 @@ class CentralCrop:
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomCrop:
+class RandomCrop(HostTransform):
     """Cuts `size` pixels out of a random place."""
 
-    runs_on: ClassVar[str] = "host"
-
     size: Given = None
-
-    def __post_init__(self):
-        check_size(self.size)
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         (top, left), (height, width) = _room(image, self.size), pair(self.size)
@@ -232,41 +284,32 @@ class RandomCrop:
         return pair(self.size)
 
 
-def decode_parts(
-    data: bytes,
-    header: decode.JpegHeader,
-    channels: int,
-    boxes: Sequence[Box],
-    sizes: Sequence[Size],
-    rough: bool = False,
-) -> tuple[Before, int]:
-    """Decodes an image file once for several parts of it, and only what they need.
+def _crops_of_file(
+    crops: Sequence[InceptionCrop], data: bytes, channels: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Decodes an image file once, only what its crops need, and cuts them.
 
-    Args:
-      data: content of the file.
-      header: from `decode.plain_header`.
-      channels: 3 for RGB, 1 for grey.
-      boxes: top, left, height and width of each part.
-      sizes: height and width that each is resized to.
-      rough: as of `InceptionCrop`.
-
-    Returns:
-      Pixels down to the end of the lowest part, and how many times they are shrunk: if
-      all parts are at least twice their results, a JPEG is shrunk while it is decoded.
-
-    Raises:
-      DamagedImage: as `decode.decode`.
+    If all parts are at least twice their results, a JPEG is shrunk while it is decoded.
     """
-    times = min(
-        min(height / size[0], width / size[1])
-        for (_, _, height, width), size in zip(boxes, sizes, strict=True)
-    )
-    shrink = next((n for n in decode.JPEG_SHRINKS if n <= times), 1)
-    stop = max(top + height for top, _, height, _ in boxes)
-    pixels = decode.decode_jpeg(data, header, channels, stop, shrink, rough)
+    header, pixels, shrink = decode.plain_header(data), None, 1
+    if header is None:
+        pixels = decode.decode(data, channels)
+        boxes = [crop.box(*pixels.shape[:2], rng) for crop in crops]
+    else:
+        boxes = [crop.box(header.height, header.width, rng) for crop in crops]
+        times = min(
+            min(height / pair(crop.size)[0], width / pair(crop.size)[1])
+            for crop, (_, _, height, width) in zip(crops, boxes, strict=True)
+        )
+        shrink = next((n for n in decode.JPEG_SHRINKS if n <= times), 1)
+        stop = max(top + height for top, _, height, _ in boxes)
+        rough = crops[0].rough
+        pixels = decode.decode_jpeg(data, header, channels, stop, shrink, rough)
     if pixels is None:  # Damaged, or for Pillow alone.
-        return decode.decode(data, channels), 1
-    return pixels, shrink
+        pixels, shrink = decode.decode(data, channels), 1
+    return [
+        crop.cut(pixels, box, shrink) for crop, box in zip(crops, boxes, strict=True)
+    ]
 
 
 class TooLong(ValueError):
@@ -398,4 +441,5 @@ TRANSFORMS = {
     "resize_small": ResizeSmall,
     "central_crop": CentralCrop,
     "random_crop": RandomCrop,
+    "multi_crop": MultiCrop,
 }

@@ -1,7 +1,7 @@
 """Image transforms as a readable line: "inception_crop(224) | flip | mixup(0.2)".
 
 Transforms stand between bars and take Python literals, by position or by name. Host
-transforms (host.py, randaugment.py, multi_crop.py) run in the loader, image by image;
+transforms (host.py, randaugment.py) run in the loader, image by image;
 device transforms (device.py, photometric.py) run in the training step, on the batch, and
 come last. The size of a crop or resize is `data.image_size` unless given, as 224 or as
 (160, 224).
@@ -26,22 +26,15 @@ import numpy as np
 from vit_jax.config import fields
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.transforms import host, multi_crop, randaugment
-from vit_jax.data.transforms.base import Size, check_arguments, size_after
+from vit_jax.data.transforms import host, randaugment
+from vit_jax.data.transforms.base import Size, Transform, check_arguments, size_after
 from vit_jax.errors import UserError
 
 # Each transform by its name; those of the device import JAX, see `all_transforms`.
-HOST_TRANSFORMS = {
-    **host.TRANSFORMS,
-    **multi_crop.TRANSFORMS,
-    **randaugment.TRANSFORMS,
-}
+HOST_TRANSFORMS = {**host.TRANSFORMS, **randaugment.TRANSFORMS}
 # Arrays of a batch that are not of a host transform.
 _RESERVED = ("label", "text", "index", "skipped", "mask")
-_FORWARDED = (
-    *("runs_on", "in_eval", "mixes_examples", "expand"),
-    *("output_size", "output_shapes"),
-)
+_OPTIONAL = ("in_eval", "mixes_examples", "expand", "output_size", "output_shapes")
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
 )
@@ -55,7 +48,7 @@ class Transforms(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CustomTransform:
+class CustomTransform(Transform):
     """A transform of the user's module, whose errors name it.
 
     Attributes:
@@ -65,6 +58,12 @@ class CustomTransform:
 
     stated: str
     transform: object
+
+    def __post_init__(self):
+        object.__setattr__(self, "runs_on", self.transform.runs_on)
+        for name in _OPTIONAL:
+            found = getattr(self.transform, name, getattr(Transform, name))
+            object.__setattr__(self, name, found)
 
     def __call__(self, image, *args):
         known = (DamagedImage, host.TooLong, host.TooSmall)
@@ -76,13 +75,8 @@ class CustomTransform:
         with fields.guarded(self.stated, known=known):
             return self._checked_image(self.transform(image, *args))
 
-    def __getattr__(self, name: str):
-        if name in _FORWARDED:
-            return getattr(self.transform, name)
-        raise AttributeError(name)
-
     def _checked_image(self, image) -> np.ndarray | dict[str, np.ndarray]:
-        if hasattr(self.transform, "output_shapes"):
+        if self.output_shapes:
             return self._checked_views(image)
         found = f"{getattr(image, 'dtype', type(image))} {getattr(image, 'shape', '')}"
         array = isinstance(image, np.ndarray)
@@ -134,7 +128,7 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
                 f"data.train_transform={spec!r}: {name} runs in the loader, so it must stand "
                 f"before {', '.join(others)}, which run on the device"
             )
-        elif hasattr(transform, "expand"):
+        elif transform.expand:
             here, at_end = map(parse, transform.expand())
             before += [found for _, found in here]
             last += [found for _, found in at_end]
@@ -167,7 +161,7 @@ def loaded_shapes(
     Raises:
       UserError: images are enlarged, but nothing says from which size.
     """
-    if transforms.host and hasattr(transforms.host[-1], "output_shapes"):
+    if transforms.host and transforms.host[-1].output_shapes:
         shapes = transforms.host[-1].output_shapes(channels)
         return {name: tuple(shape) for name, shape in shapes.items()}
     size = _loaded_size(transforms, image_size, in_memory)
@@ -218,7 +212,7 @@ def _loaded_size(
     transforms: Transforms, image_size: Sequence[int], in_memory: Size | None = None
 ) -> Size:
     """Returns height and width: `image_size` unless the device enlarges the images."""
-    resizing = [op for op in transforms.device if hasattr(op, "output_size")]
+    resizing = [op for op in transforms.device if op.output_size]
     if not resizing:
         return tuple(image_size)
     size = None if in_memory is None else tuple(in_memory)
@@ -254,10 +248,9 @@ def names_custom(spec: str) -> bool:
     return any(_CUSTOM.fullmatch(part.strip()) for part in spec.split("|"))
 
 
-def _in_eval(transform: object) -> bool:
-    several = hasattr(transform, "output_shapes")  # Evaluations read one image.
-    in_eval = getattr(transform, "in_eval", False) and not several
-    return transform.runs_on == "host" and in_eval
+def _in_eval(transform: Transform | type[Transform]) -> bool:
+    one = not transform.output_shapes  # Evaluations read one image.
+    return transform.runs_on == "host" and transform.in_eval and one
 
 
 def all_transforms() -> dict[str, type]:
@@ -270,13 +263,13 @@ def all_transforms() -> dict[str, type]:
 
 def _check_host(spec: str, host: list) -> None:
     for transform in host[:-1]:
-        if hasattr(transform, "output_shapes"):
+        if transform.output_shapes:
             raise UserError(
                 f"data.train_transform={spec!r}: {_name(transform)} returns several "
                 "arrays, so it must be the last of those that run in the loader"
             )
     for transform in host[-1:]:
-        shapes = getattr(transform, "output_shapes", lambda _: {"image": ()})(3)
+        shapes = transform.output_shapes(3) if transform.output_shapes else ["image"]
         if "image" not in shapes or set(shapes) & set(_RESERVED):
             raise UserError(
                 f"data.train_transform={spec!r}: {_name(transform)} returns "
@@ -286,25 +279,24 @@ def _check_host(spec: str, host: list) -> None:
 
 
 def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:
-    if sum(getattr(op, "mixes_examples", False) for op in device) > 1:
+    if sum(op.mixes_examples for op in device) > 1:
         raise UserError(
             f"data.train_transform={spec!r} mixes examples twice: keep one of mixup, cutmix, "
             "mixup_or_cutmix and a level of augreg that has mixup"
         )
-    if any(hasattr(op, "output_size") for op in device):
-        size = None
-        for op in device:
-            size = size_after(op, size)
-        if size is not None and size != tuple(image_size):
-            raise UserError(
-                f"data.train_transform={spec!r} enlarges images to {size}, but data.image_size "
-                f"is {tuple(image_size)}: make them equal"
-            )
+    size = None
+    for op in device:
+        size = size_after(op, size)
+    if size is not None and size != tuple(image_size):
+        raise UserError(
+            f"data.train_transform={spec!r} enlarges images to {size}, but data.image_size "
+            f"is {tuple(image_size)}: make them equal"
+        )
 
 
-def _name(transform: object) -> str:
-    inner = getattr(transform, "transform", transform)
-    return type(inner).__name__.lower()
+def _name(transform: Transform) -> str:
+    custom = isinstance(transform, CustomTransform)
+    return type(transform.transform if custom else transform).__name__.lower()
 
 
 def _parse(

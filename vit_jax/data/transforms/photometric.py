@@ -8,14 +8,13 @@ in between. Letters: B examples, H and W height and width, C channels, T taps, L
 import dataclasses
 import functools
 import math
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key as field
-from vit_jax.data.transforms.base import Given, check_arguments
+from vit_jax.data.transforms.base import DeviceTransform, Given
 from vit_jax.data.transforms.device import (
     Images,
     Labels,
@@ -28,19 +27,14 @@ _REACH = 4  # Standard deviations to each side: less than a grey level lies beyo
 
 
 @dataclasses.dataclass(frozen=True)
-class Grayscale:
+class Grayscale(DeviceTransform):
     """Replaces the colours of some images by their grey; grey images stay.
 
     Args:
       p: probability for an image.
     """
 
-    runs_on: ClassVar[str] = "device"
-
     p: Given = field(0.2, "Probability for an image.", at_most=1)
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         found = jnp.broadcast_to(grey(images.astype(jnp.float32)), images.shape)
@@ -48,7 +42,7 @@ class Grayscale:
 
 
 @dataclasses.dataclass(frozen=True)
-class GaussianBlur:
+class GaussianBlur(DeviceTransform):
     """Blurs some images by a Gaussian; pixels at the border are repeated beyond it.
 
     DINO's code uses Pillow's, three box blurs, which on a photograph are 0.6 of 255 from
@@ -59,13 +53,11 @@ class GaussianBlur:
       radius: smallest and largest standard deviation in pixels, drawn uniformly.
     """
 
-    runs_on: ClassVar[str] = "device"
-
     p: Given = field(0.5, "Probability for an image.", at_most=1)
     radius: Given = (0.1, 2.0)
 
     def __post_init__(self):
-        check_arguments(self)
+        super().__post_init__()
         if len(self.radius) != 2 or not 0 < self.radius[0] <= self.radius[1]:
             raise ValueError(f"radius={self.radius} is not 0 < least <= most")
 
@@ -77,7 +69,7 @@ class GaussianBlur:
 
 
 @dataclasses.dataclass(frozen=True)
-class Solarize:
+class Solarize(DeviceTransform):
     """Inverts the bright values of some images.
 
     Args:
@@ -85,13 +77,8 @@ class Solarize:
       threshold: values from here on are inverted.
     """
 
-    runs_on: ClassVar[str] = "device"
-
     p: Given = field(0.2, "Probability for an image.", at_most=1)
     threshold: Given = field(128.0, "Values from here on are inverted.", at_most=255)
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         x = images.astype(jnp.float32)
@@ -100,7 +87,7 @@ class Solarize:
 
 
 @dataclasses.dataclass(frozen=True)
-class ThreeAugment:
+class ThreeAugment(DeviceTransform):
     """Turns each image grey, inverts its bright values or blurs it (arXiv:2204.07118).
 
     One of the three, drawn alike, as DeiT III does; its colour jitter and its crop are
@@ -109,8 +96,6 @@ class ThreeAugment:
     Args:
       radius: smallest and largest standard deviation of the blur in pixels.
     """
-
-    runs_on: ClassVar[str] = "device"
 
     radius: Given = (0.1, 2.0)
 

@@ -10,14 +10,14 @@ width, C channels.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 from jaxtyping import UInt8
 
 from vit_jax.config.fields import key
-from vit_jax.data.transforms.base import Given, check_arguments
+from vit_jax.data.transforms.base import Given, HostTransform
 
 Image = UInt8[np.ndarray, "H W C"]
 
@@ -47,7 +47,7 @@ LEVELS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class RandAugment:
+class RandAugment(HostTransform):
     """Applies random operations of `NAMES`, one after the other.
 
     Args:
@@ -55,13 +55,8 @@ class RandAugment:
       magnitude: strength of every operation, at most 30; 10 is common.
     """
 
-    runs_on: ClassVar[str] = "host"
-
     layers: Given = key(2, "Number of operations.")
     magnitude: Given = key(10.0, "Strength of every operation.", at_most=30)
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def __call__(self, image: Image, rng: np.random.Generator) -> Image:
         for _ in range(self.layers):
@@ -72,19 +67,14 @@ class RandAugment:
 
 
 @dataclasses.dataclass(frozen=True)
-class AugReg:
+class AugReg(HostTransform):
     """A level of AugReg: RandAugment here, and mixup after all other operations.
 
     Args:
       level: "none", "light1", "light2", "medium1", "medium2", "strong1" or "strong2".
     """
 
-    runs_on: ClassVar[str] = "host"
-
     level: Given = key(dataclasses.MISSING, "Strength.", choices=tuple(LEVELS))
-
-    def __post_init__(self):
-        check_arguments(self)
 
     def expand(self) -> tuple[str, str]:
         """Returns the transforms that this one stands for: here, and at the end."""
