@@ -9,8 +9,7 @@ from PIL import Image
 from vit_jax.data import decode
 from vit_jax.data.pipeline import eval_batches, train_batches
 from vit_jax.data.sources.open import open_source
-from vit_jax.data.transforms.host import InceptionCrop
-from vit_jax.data.transforms.host import MultiCrop
+from vit_jax.data.transforms.host import InceptionCrop, MultiCrop
 from vit_jax.errors import UserError
 
 # Of Pillow, torchvision and timm; tests/golden/README.md.
