@@ -51,7 +51,7 @@ _FRAME = struct.Struct(">HBHHB")  # Length, bits, height, width, number of colou
 _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 JPEG_SHRINKS = (8, 4, 2)  # What the inverse transform can divide height and width by.
-_JPEG_FLAGS = {
+_OPENCV_FLAGS = {
     (1, 1): cv2.IMREAD_GRAYSCALE,
     (1, 2): cv2.IMREAD_REDUCED_GRAYSCALE_2,
     (1, 4): cv2.IMREAD_REDUCED_GRAYSCALE_4,
@@ -132,7 +132,7 @@ def decode(
         if image.format == "PNG":
             critical = _critical_chunks(data)
             if _is_plain_png(image, data):
-                pixels = _decode_png(critical, channels)
+                pixels = _by_opencv(critical, _OPENCV_FLAGS[channels, 1])
                 if pixels is not None:
                     return pixels
         return to_pixels(image, channels)
@@ -276,12 +276,18 @@ def decode_jpeg(
         rows = header.height
     if rough and shrink == 1:
         return _decode_rough(data, (rows, header.width), channels)
-    flags = _JPEG_FLAGS[channels, shrink] | cv2.IMREAD_IGNORE_ORIENTATION
+    return _by_opencv(data, _OPENCV_FLAGS[channels, shrink])
+
+
+def _by_opencv(data: bytes | bytearray, flags: int) -> np.ndarray | None:
+    """Decodes a file; None if it is damaged or not for OpenCV."""
     try:
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        pixels = cv2.imdecode(
+            np.frombuffer(data, np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION
+        )
     except cv2.error:
         return None
-    return pixels[..., None] if pixels is not None and channels == 1 else pixels
+    return pixels[..., None] if pixels is not None and pixels.ndim == 2 else pixels
 
 
 def _decode_rough(
@@ -354,16 +360,6 @@ def _is_plain_png(image: Image.Image, data: bytes) -> bool:
     opaque = image.mode in ("L", "RGB") and "transparency" not in image.info
     # Bits a channel: PNG specification, 11.2.1.
     return image.format == "PNG" and opaque and data[24] == 8
-
-
-def _decode_png(data: bytes, channels: int) -> np.ndarray | None:
-    colour = cv2.IMREAD_COLOR_RGB if channels == 3 else cv2.IMREAD_GRAYSCALE
-    flags = colour | cv2.IMREAD_IGNORE_ORIENTATION
-    try:
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-    except cv2.error:
-        return None
-    return pixels[..., None] if pixels is not None and channels == 1 else pixels
 
 
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:

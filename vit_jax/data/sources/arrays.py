@@ -127,16 +127,13 @@ def open_arrays(
     )
 
 
-def open_digits(split: str, channels: int) -> ArraySource:
-    """Reads the digits into memory.
+def open_digits(data: DataConfig, split: str) -> ArraySource:
+    """Reads the digits into memory: 8x8 images, grey values 0..16 scaled to 0..255.
 
     Args:
+      data: `config.data`; where `channels` is 3, the grey value is repeated.
       split: expression over "train" and "test"; every fifth image of each class is
         test, so that the split depends on no random stream.
-      channels: 1, or 3 to repeat the grey value.
-
-    Returns:
-      8x8 images, grey values 0..16 scaled to 0..255.
     """
     # scikit-learn's own file; to import the package for it takes 0.7 s of every start.
     (package,) = importlib.util.find_spec("sklearn").submodule_search_locations
@@ -156,7 +153,7 @@ def open_digits(split: str, channels: int) -> ArraySource:
     images = np.round(pixels[records] * (255 / 16)).astype(np.uint8)
     return ArraySource(
         name=f"digits {split}",
-        images=np.repeat(images[..., None], channels, axis=-1),
+        images=np.repeat(images[..., None], data.channels, axis=-1),
         labels=labels[records],
         class_names=DIGIT_NAMES,
         numbering=numbering,
@@ -346,10 +343,6 @@ def describe(values: np.ndarray) -> str:
     return text
 
 
-def _digits(data: DataConfig, split: str) -> ArraySource:
-    return open_digits(split, data.channels)
-
-
 def _synthetic(data: DataConfig, split: str) -> ArraySource:
     size, number = data.image_size, data.num_examples
     classes = data.num_classes or SYNTHETIC_CLASSES
@@ -370,7 +363,7 @@ SOURCES[IN_MEMORY] = SourceType(
     needs_files=False,
 )
 SOURCES["digits"] = SourceType(
-    open=_digits,
+    open=open_digits,
     pattern="digits",
     help="8x8 handwritten digits, which come with scikit-learn.",
     needs_files=False,

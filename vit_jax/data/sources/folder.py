@@ -17,7 +17,7 @@ import os
 import pathlib
 import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -53,6 +53,31 @@ class FolderSource(Source):
     sizes: Integer[np.ndarray, " N"]
     caption_key: str = ""
     images = labels = None  # Not in memory.
+
+    @classmethod
+    def of_splits(
+        cls,
+        root: str,
+        files: Mapping[str, list[tuple]],
+        classes: Sequence[str],
+        chosen: Sequence[tuple[str, range]],
+    ) -> "FolderSource":
+        """Returns the source of some files of each split.
+
+        Args:
+          root: folder that the paths are relative to.
+          files: of each split, path, label and bytes.
+          classes: their names; empty if labels are not read.
+          chosen: which files, from `splits.select`.
+        """
+        found = [files[name][i] for name, numbers in chosen for i in numbers]
+        return cls(
+            root,
+            [path for path, _, _ in found],
+            [label for _, label, _ in found] if classes else None,
+            tuple(classes),
+            np.array([size for _, _, size in found], np.int64),
+        )
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -149,35 +174,35 @@ def open_folder(
     files = {}
     for name in splits.names(split):
         at = folder_of.get(name, name)
-        if not labelled:
-            files[name] = _unlabelled_files(root, at)
-        else:
-            there = _class_folders(root, at)
-            extra = sorted(set(there) - set(classes))
-            if extra and not only:
-                raise UserError(
-                    f"{_folder(root, at)} has class {extra[0]!r}, which the training "
-                    f"split {train_split!r} lacks: its classes are {', '.join(classes)}"
-                )
-            missing = sorted(set(only) - set(there))
-            if missing:
-                raise UserError(f"{_folder(root, at)} lacks class {missing[0]!r}")
-            files[name] = _files(root, at, [c for c in there if c in classes], classes)
+        there = None
+        if labelled:
+            there = _classes_there(root, at, train_split, classes, only)
+        files[name] = _files(root, at, there)
         if name in parts:
             files[name] = _part(root, name, files[name])
     sizes = {name: len(found) for name, found in files.items()}
-    chosen = [
-        files[name][i]
-        for name, numbers in splits.select(split, sizes, str(root))
-        for i in numbers
-    ]
-    return FolderSource(
-        root=str(root),
-        paths=[path for path, _, _ in chosen],
-        labels_of_paths=[label for _, label, _ in chosen] if labelled else None,
-        class_names=tuple(classes),
-        sizes=np.array([size for _, _, size in chosen], np.int64),
-    )
+    chosen = splits.select(split, sizes, str(root))
+    return FolderSource.of_splits(str(root), files, classes, chosen)
+
+
+def _classes_there(
+    root: pathlib.Path,
+    split: str,
+    train_split: str,
+    classes: Sequence[str],
+    only: Sequence[str],
+) -> dict[str, int]:
+    """Returns the labels of the class folders of a split, by their names."""
+    folder, there = _folder(root, split), _class_folders(root, split)
+    extra = sorted(set(there).difference(classes))
+    if extra and not only:
+        raise UserError(
+            f"{folder} has class {extra[0]!r}, which the training split "
+            f"{train_split!r} lacks: its classes are {', '.join(classes)}"
+        )
+    if missing := sorted(set(only).difference(there)):
+        raise UserError(f"{folder} lacks class {missing[0]!r}")
+    return {name: label for label, name in enumerate(classes) if name in there}
 
 
 def splits_of(data_dir: str | os.PathLike) -> list[str]:
@@ -316,13 +341,7 @@ def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
 
 
 def _check_split(root: pathlib.Path, split: str, whole: str) -> None:
-    """Raises NoSplit if a split has no folder.
-
-    Args:
-      root: data_dir.
-      split: name of the split.
-      whole: what of `root` is the split named "all", for the message.
-    """
+    """Raises NoSplit if a split has no folder; `whole` says what is the split "all"."""
     folder, there = _folder(root, split), visible_folders(root)
     if folder != root and split not in there:
         deeper = inside(root)
@@ -382,45 +401,45 @@ def _entries(folder: str | os.PathLike) -> list[os.DirEntry]:
 
 
 def _files(
-    root: pathlib.Path, split: str, there: list[str], classes: list[str]
-) -> list[tuple[str, int, int]]:
-    """Returns (path relative to root, label, bytes) in the order of their hashes."""
-    folder, found = _folder(root, split), []
-    inside, above = os.path.realpath(root), ()
-    if folder != root and folder.is_symlink():
-        above = (os.path.realpath(folder),)
-        _check_link(str(folder), above[0], inside, ())
-    for class_name in there:
-        start = os.path.relpath(folder / class_name, root)
-        images = _images(root, start, inside, above)
+    root: pathlib.Path, split: str, classes: Mapping[str, int] | None
+) -> list[tuple[str, int | None, int]]:
+    """Returns (path relative to root, label, bytes) in the order of their hashes.
+
+    `classes` are the labels of the class folders; None: labels are not read.
+    """
+    if classes is None:
+        _check_split(root, split, "all images below it are")
+    folder, inside = _folder(root, split), os.path.realpath(root)
+    above = () if folder == root else _followed(folder, inside, ())
+    if classes is None:
+        images = _images(root, os.path.relpath(folder, root), inside, above)
         if not images:
             raise UserError(
-                f"class folder {folder / class_name} has no images "
-                f"({', '.join(EXTENSIONS)}): add some or remove the folder"
+                f"{folder} has no images ({', '.join(EXTENSIONS)}): add some, or name "
+                "another split"
             )
-        label = classes.index(class_name)
+        return in_order([(path, None, size) for path, size in images])
+    found = []
+    for class_name, label in classes.items():
+        here = folder / class_name
+        start = os.path.relpath(here, root)
+        images = _images(root, start, inside, _followed(here, inside, above))
+        if not images:
+            raise UserError(
+                f"class folder {here} has no images ({', '.join(EXTENSIONS)}): add some "
+                "or remove the folder"
+            )
         found += [(path, label, size) for path, size in images]
     return in_order(found)
 
 
 def in_order(files: list[tuple]) -> list[tuple]:
     """Sorts tuples by the hashes of their first members, which are paths."""
-    return sorted(files, key=lambda item: _digest(item[0]))
 
+    def digest(file: tuple) -> bytes:
+        return hashlib.blake2b(file[0].encode(), digest_size=16).digest()
 
-def _unlabelled_files(root: pathlib.Path, split: str) -> list[tuple[str, None, int]]:
-    """Returns what `_files` does of all images of a split, without labels."""
-    _check_split(root, split, "all images below it are")
-    folder = _folder(root, split)
-    start = os.path.relpath(folder, root)
-    images = _images(root, start, os.path.realpath(root), ())
-    if not images:
-        raise UserError(
-            f"{folder} has no images ({', '.join(EXTENSIONS)}): add some, or name "
-            "another split"
-        )
-    found = [(path, None, size) for path, size in images]
-    return in_order(found)
+    return sorted(files, key=digest)
 
 
 def _images(
@@ -428,25 +447,18 @@ def _images(
 ) -> list[tuple[str, int]]:
     """Returns the images below a folder of `root`: path relative to it, and bytes.
 
-    Args:
-      root: data_dir.
-      folder: relative to it.
-      inside: `root` with all links resolved.
-      above: targets of the links on the way here.
+    `inside` is `root` with all links resolved, `above` the targets of the links on the
+    way to the folder.
     """
-    where = os.path.join(root, folder)
-    if os.path.islink(where):
-        target = os.path.realpath(where)
-        _check_link(where, target, inside, above)
-        above = (*above, target)
     found = []
-    for entry in _entries(where):
+    for entry in _entries(os.path.join(root, folder)):
         path = os.path.join(folder, entry.name)
         if is_folder(entry):
-            found += _images(root, path, inside, above)
+            through = _followed(entry.path, inside, above)
+            found += _images(root, path, inside, through)
         elif entry.name.lower().endswith(EXTENSIONS):
             if entry.is_symlink():
-                _check_link(entry.path, os.path.realpath(entry.path), inside, ())
+                _followed(entry.path, inside, ())
             found.append((pathlib.PurePath(path).as_posix(), _bytes_of(entry)))
     return found
 
@@ -465,19 +477,25 @@ def _bytes_of(entry: os.DirEntry) -> int:
     return about.st_size
 
 
-def _check_link(link: str, target: str, inside: str, above: tuple[str, ...]) -> None:
-    """Raises UserError if what a link leads to would be read twice, or for ever."""
+def _followed(
+    path: str | os.PathLike, inside: str, above: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Returns `above` with the target of a path that is a link.
+
+    Raises:
+      UserError: what it leads to would be read twice, or for ever.
+    """
+    if not os.path.islink(path):
+        return above
+    target = os.path.realpath(path)
     if os.path.commonpath([inside, target]) == inside:
         raise UserError(
-            f"{link} is a link back into the data set, to {target}: its images would "
+            f"{path} is a link back into the data set, to {target}: its images would "
             "count twice; remove the link"
         )
     if any(os.path.commonpath([target, other]) == target for other in (inside, *above)):
-        raise UserError(f"{link} is a link to {target}, in a circle: remove the link")
-
-
-def _digest(path: str) -> bytes:
-    return hashlib.blake2b(path.encode(), digest_size=16).digest()
+        raise UserError(f"{path} is a link to {target}, in a circle: remove the link")
+    return *above, target
 
 
 def _folder_of_config(data: DataConfig, split: str) -> FolderSource:

@@ -16,7 +16,7 @@ from jaxtyping import Integer
 
 from vit_jax import files
 from vit_jax.data.config import DataConfig
-from vit_jax.data.fingerprint import Entries, in_memory
+from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import custom, folder, parquet, table, tfds, vtab  # noqa: F401 (each registers its own)
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.base import SOURCES, Source, SourceType, check_label
@@ -162,30 +162,17 @@ class Excluding(Source):
         return None if labels is None else np.delete(labels, self._left_out())
 
     def entries(self) -> Entries:
-        every = self.source.entries()
-        found = self._left_out()
-        if every.what == "shards" or len(every.names) < len(self.source):
-            # Records cannot be taken off a shard: one more entry stands for them.
-            sums = zlib.crc32(found.astype("<i8").tobytes())
-            name = f"{len(found)} records left out ({sums:08x})"
-            labels, sizes = (
-                None if values is None else np.append(values, 0)
-                for values in (every.labels, every.sizes)
-            )
-            names = [*every.names, name]
-            return Entries(every.what, names, labels, sizes, every.captions)
-        names = np.delete(np.array(every.names, object), found).tolist()
         if self.images is not None:
-            return in_memory(names, self.labels, self.images)
+            return super().entries()
+        every = self.source.entries()
+        # Records cannot be taken off a shard: one more entry stands for them.
+        sums = zlib.crc32(self._left_out().astype("<i8").tobytes())
         labels, sizes = (
-            None if values is None else np.delete(values, found)
+            None if values is None else np.append(values, 0)
             for values in (every.labels, every.sizes)
         )
-        texts = every.captions
-        if texts is not None:
-            gone = {every.names[i] for i in found.tolist()}
-            texts = {name: value for name, value in texts.items() if name not in gone}
-        return Entries(every.what, names, labels, sizes, texts)
+        names = [*every.names, f"{len(self.gaps)} records left out ({sums:08x})"]
+        return every._replace(names=names, labels=labels, sizes=sizes)
 
     def _left_out(self) -> Integer[np.ndarray, " M"]:
         """Returns the numbers of the records that are left out."""

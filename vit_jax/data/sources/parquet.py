@@ -49,8 +49,7 @@ class ParquetSource(Numbered):
       root: folder that holds the files.
       files: of all splits that are used, in order.
       groups: first row of each row group, over the files; one more at the end.
-      group_files: the file of each group.
-      first_groups: first group of each file.
+      pieces: of each group, its file and its number in it.
       starts: split -> its first row over the files.
       image_key: column of the images.
       label_key: column of the class numbers; None: labels are not read.
@@ -63,14 +62,13 @@ class ParquetSource(Numbered):
     root: str
     files: tuple[str, ...]
     groups: Integer[np.ndarray, " G1"]
-    group_files: Integer[np.ndarray, " G"]
-    first_groups: Integer[np.ndarray, " F"]
+    pieces: Sequence[tuple[str, int]]
     starts: Mapping[str, int]
     image_key: str
     label_key: str | None
+    caption_key: str
     class_names: tuple[str, ...]
     numbering: splits.Numbering
-    caption_key: str = ""
     images = labels = None  # Not in memory.
 
     def __len__(self) -> int:
@@ -106,13 +104,9 @@ class ParquetSource(Numbered):
 
     def _group(self, group: int) -> dict:
         """Returns the columns of a row group that are read, by name."""
-        file = int(self.group_files[group])
-        path, at = self.files[file], group - int(self.first_groups[file])
-        columns = [self.image_key]
-        if self.label_key is not None:
-            columns.append(self.label_key)
-        if self.caption_key:
-            columns.append(self.caption_key)
+        path, at = self.pieces[group]
+        keys = self.image_key, self.label_key, self.caption_key
+        columns = [key for key in keys if key]
         if getattr(_local, "group", None) != (path, at, columns):
             try:
                 table = _open(path).read_row_group(at, columns=columns)
@@ -127,75 +121,61 @@ class ParquetSource(Numbered):
         return _local.columns
 
 
-def open_parquet(
-    name: str,
-    data_dir: str,
-    split: str,
-    image_key: str,
-    label_key: str | None,
-    caption_key: str = "",
-) -> ParquetSource:
-    """Opens a split of Parquet files.
+def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
+    """Opens a split of Parquet files, or decodes it into memory if it is small.
 
     Args:
-      name: "parquet", or hf://datasets/OWNER/NAME.
-      data_dir: for "parquet", the folder that holds the files of all splits.
+      data: `config.data`; its name is "parquet" or hf://datasets/OWNER/NAME.
       split: split expression.
-      image_key: column with the images: bytes, or the hub's {bytes, path}.
-      label_key: column with the class numbers; None if labels are not read.
-      caption_key: column with the captions, texts or lists of them; "" if not read.
 
     Raises:
       NoLabels: no such column of class numbers, or nothing in it.
       UserError: no such set, split or column, or a file is damaged.
     """
-    if is_hub(name):
-        root = download(name)
-    else:
-        root = os.path.expanduser(data_dir)
+    name = data.name
+    root = download(name) if is_hub(name) else os.path.expanduser(data.data_dir)
     files = files_of_splits(root, name) if os.path.isdir(root) else {}
     if not files:
         raise UserError(
-            f"data.data_dir={data_dir!r} is not a folder: data.name='parquet' reads "
+            f"data.data_dir={data.data_dir!r} is not a folder: data.name='parquet' reads "
             "data_dir/**/train-00000-of-00005.parquet"
         )
-    wanted = dict.fromkeys(splits.names(split))
+    # Of splits that are not used the sizes count, for the names of records.
     lengths = {
-        key: [_group_lengths(path, name) for path in group]
-        for key, group in files.items()
-        if key in wanted
+        key: {path: _group_lengths(path, name) for path in files[key]} for key in files
     }
-    # The other splits count for the names of records alone, but cost their footers.
-    sizes = {key: sum(map(sum, groups)) for key, groups in lengths.items()}
-    for key in files.keys() - sizes.keys():
-        sizes[key] = sum(sum(_group_lengths(path, name)) for path in files[key])
+    sizes = {key: sum(map(sum, found.values())) for key, found in lengths.items()}
     numbering = splits.Numbering.of(split, sizes, name)
 
-    by_file = [groups for key in lengths for groups in lengths[key]]
-    used = tuple(path for key in lengths for path in files[key])
-    _check_column(used[0], name, "image_key", image_key)
-    if caption_key:
-        _check_column(used[0], name, "caption_key", caption_key)
-    class_names = ()
-    if label_key is not None:
-        class_names = _class_names(used, name, label_key)
-    rows = [length for groups in by_file for length in groups]
-    counts = [len(groups) for groups in by_file]
-    first_rows = np.cumsum([0, *(sizes[key] for key in lengths)])
-    return ParquetSource(
+    used = [key for key in files if key in splits.names(split)]
+    by_file = {path: groups for key in used for path, groups in lengths[key].items()}
+    paths = tuple(by_file)
+    there = column_names(paths[0])
+    columns = {"image": data.image_key, "caption": data.caption_key or data.image_key}
+    for key, column in columns.items():
+        if column not in there:
+            raise UserError(
+                f"data.{key}_key={column!r}: {name} has no such column; it has "
+                f"{', '.join(there)}"
+            )
+    label_key = data.label_key if data.num_classes else None
+    first_rows = np.cumsum([0, *(sizes[key] for key in used)])
+    source = ParquetSource(
         name=f"{name} {split}",
         root=root,
-        files=used,
-        groups=np.cumsum([0, *rows]),
-        group_files=np.repeat(np.arange(len(used)), counts),
-        first_groups=np.cumsum([0, *counts])[:-1],
-        starts=dict(zip(lengths, first_rows.tolist(), strict=False)),
-        image_key=image_key,
+        files=paths,
+        groups=np.cumsum([0, *(n for groups in by_file.values() for n in groups)]),
+        pieces=[
+            (path, i) for path, found in by_file.items() for i in range(len(found))
+        ],
+        starts=dict(zip(used, first_rows.tolist(), strict=False)),
+        image_key=data.image_key,
         label_key=label_key,
-        class_names=class_names,
+        caption_key=data.caption_key,
+        class_names=() if label_key is None else _class_names(paths, name, label_key),
         numbering=numbering,
-        caption_key=caption_key,
     )
+    return small_in_memory(source, data)
 
 
 def is_hub(name: str) -> bool:
@@ -334,17 +314,6 @@ def column_names(path: str) -> list[str]:
     return pq.read_schema(path).names
 
 
-def _check_column(path: str, name: str, key: str, column: str) -> None:
-    import pyarrow.parquet as pq
-
-    schema = pq.read_schema(path)
-    if column not in schema.names:
-        raise UserError(
-            f"data.{key}={column!r}: {name} has no such column; "
-            f"it has {', '.join(schema.names)}"
-        )
-
-
 def _class_names(paths: Sequence[str], name: str, label_key: str) -> tuple[str, ...]:
     """Checks the labels; returns the class names that the hub stores with them."""
     import pyarrow as pa
@@ -377,14 +346,12 @@ def _is_empty(path: str, column: str) -> bool:
 
     metadata = pq.read_metadata(path)
     at = metadata.schema.names.index(column)
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        statistics = group.column(at).statistics
-        if statistics is None or not statistics.has_null_count:
-            return False
-        if statistics.null_count < group.num_rows:
-            return False
-    return True
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    found = [(group.num_rows, group.column(at).statistics) for group in groups]
+    return all(
+        known is not None and known.has_null_count and known.null_count >= rows
+        for rows, known in found
+    )
 
 
 def _bytes(cell: bytes | Mapping | None) -> bytes:
@@ -419,19 +386,13 @@ def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _of_config(data: DataConfig, split: str) -> ParquetSource | ArraySource:
-    keys = data.image_key, data.label_key if data.num_classes else None
-    source = open_parquet(data.name, data.data_dir, split, *keys, data.caption_key)
-    return small_in_memory(source, data)
-
-
 SOURCES["parquet"] = SourceType(
-    open=_of_config,
+    open=open_parquet,
     pattern="parquet",
     help="Parquet files below `data.data_dir`.",
 )
 SOURCES["hf://datasets/owner/name"] = SourceType(
-    open=_of_config,
+    open=open_parquet,
     pattern=f"{_PREFIX}.*",
     help="Parquet files of a data set on the Hugging Face hub.",
 )

@@ -20,8 +20,6 @@ import pathlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import numpy as np
-
 from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import SOURCES, SourceType, warn, warn_of_twins
@@ -132,18 +130,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
         if name in rows
     }
     sizes = {name: len(files.get(name, rows[name])) for name in rows}
-    chosen = [
-        files[name][i]
-        for name, numbers in splits.select(split, sizes, data.data_dir)
-        for i in numbers
-    ]
-    return FolderSource(
-        root=paths.root,
-        paths=[path for path, _, _ in chosen],
-        labels_of_paths=[label for _, label, _ in chosen] if classes else None,
-        class_names=tuple(classes),
-        sizes=np.array([size for _, _, size in chosen], np.int64),
-    )
+    chosen = splits.select(split, sizes, data.data_dir)
+    return FolderSource.of_splits(paths.root, files, list(classes), chosen)
 
 
 def label_columns(label_key: str, columns: Collection[str]) -> list[str]:

@@ -184,39 +184,28 @@ def task(name: str) -> VtabTask:
     return TASKS[known]
 
 
-def open_task(name: str, data_dir: str, split: str) -> TfdsSource:
+def open_task(data: DataConfig, split: str) -> TfdsSource | ArraySource:
     """Opens a split of a task from its prepared TFDS set.
 
     Args:
-      name: as "vtab/clevr_count".
-      data_dir: where the set was prepared; "" is TFDS's default.
+      data: `config.data`; its name is as "vtab/clevr_count".
       split: "train800", "val200", "train800val200" or "test".
 
     Raises:
       UserError: no such task or split, or the TFDS set is not prepared.
     """
-    found = task(name)
+    found, name = task(data.name), data.name
     expression = found.resolve(split, name)
-    tfds_name = found.tfds
-    if found.newer and find_prepared(tfds_name, data_dir) is None:
-        tfds_name = found.newer
-    return open_tfds(
-        tfds_name,
-        data_dir,
-        expression,
-        found.image,
-        found.label,
-        title=f"{name} ({tfds_name})",
-    )
-
-
-def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
-    source = open_task(data.name, data.data_dir, split)
+    prepared = found.tfds
+    if found.newer and find_prepared(prepared, data.data_dir) is None:
+        prepared = found.newer
+    columns, title = (found.image, found.label), f"{name} ({prepared})"
+    source = open_tfds(prepared, data.data_dir, expression, *columns, title=title)
     return small_in_memory(source, data)
 
 
 SOURCES["vtab/..."] = SourceType(
-    open=_of_config,
+    open=open_task,
     pattern="vtab/.*",
     help="A task of VTAB-1k, as vtab/clevr_count.",
     numbered=False,  # By TFDS's splits, not by those of the benchmark.
