@@ -168,8 +168,6 @@ class Affine(DeviceTransform):
     """Shifts, rotates and scales about the centre, bilinear, black outside.
 
     Args:
-      shift: largest shift each way, as a fraction of height and width.
-      rotate: largest turn either way, in degrees.
       scale: smallest and largest factor; over 1 enlarges.
     """
 
@@ -229,7 +227,6 @@ class ColorJitter(DeviceTransform):
       contrast: the same, about the image's mean grey.
       saturation: the same, about each pixel's grey.
       hue: largest turn either way; 0.5 is half the circle, where red becomes cyan.
-      p: probability for an image.
     """
 
     brightness: Given = field(0.4, "Largest change of the factor.")
@@ -259,7 +256,6 @@ class RandomErasing(DeviceTransform):
     drawn again, ten times at most, as timm does.
 
     Args:
-      p: probability for an image.
       area: smallest and largest part of the image's area.
       ratio: smallest and largest height by width of the part.
       fill: "pixel" for noise, uniform in 0..255 per pixel and channel, or one value
@@ -356,13 +352,7 @@ class Cutmix(DeviceTransform):
 
 @dataclasses.dataclass(frozen=True)
 class MixupOrCutmix(DeviceTransform):
-    """Applies mixup or cutmix, drawn per batch, as DeiT (arXiv:2012.12877, table 9).
-
-    Args:
-      mixup: alpha of `Mixup`.
-      cutmix: alpha of `Cutmix`.
-      switch: probability of cutmix.
-    """
+    """Applies mixup or cutmix, drawn per batch, as DeiT (arXiv:2012.12877, table 9)."""
 
     mixes_examples = True
 

@@ -45,7 +45,6 @@ class InceptionCrop(HostTransform):
       size: height and width of the result in pixels, or one number for both.
       area: smallest and largest part of the image's area.
       ratio: smallest and largest width by height of the part.
-      antialias: whether detail that is too fine for the result is averaged.
       rough: whether chroma of JPEG files is repeated, not interpolated, which is
         faster; needs the extra `fast`.
       interpolation: "fast" for `resize_fast`; "bicubic" for Pillow's antialiased
@@ -152,7 +151,6 @@ class MultiCrop(HostTransform):
     Args:
       size: height and width of the large crops in pixels, or one number for both.
       small_size: the same of the small ones.
-      num_small: number of small crops.
       area: smallest and largest part of the image's area, of the large crops.
       small_area: the same of the small ones.
       ratio: smallest and largest width by height of all parts.

@@ -28,11 +28,7 @@ _REACH = 4  # Standard deviations to each side: less than a grey level lies beyo
 
 @dataclasses.dataclass(frozen=True)
 class Grayscale(DeviceTransform):
-    """Replaces the colours of some images by their grey; grey images stay.
-
-    Args:
-      p: probability for an image.
-    """
+    """Replaces the colours of some images by their grey; grey images stay."""
 
     p: Given = field(0.2, "Probability for an image.", at_most=1)
 
@@ -49,7 +45,6 @@ class GaussianBlur(DeviceTransform):
     the Gaussian on average, and 4.5 at most.
 
     Args:
-      p: probability for an image.
       radius: smallest and largest standard deviation in pixels, drawn uniformly.
     """
 
@@ -70,12 +65,7 @@ class GaussianBlur(DeviceTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Solarize(DeviceTransform):
-    """Inverts the bright values of some images.
-
-    Args:
-      p: probability for an image.
-      threshold: values from here on are inverted.
-    """
+    """Inverts the bright values of some images."""
 
     p: Given = field(0.2, "Probability for an image.", at_most=1)
     threshold: Given = field(128.0, "Values from here on are inverted.", at_most=255)

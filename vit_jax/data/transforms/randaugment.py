@@ -68,11 +68,7 @@ class RandAugment(HostTransform):
 
 @dataclasses.dataclass(frozen=True)
 class AugReg(HostTransform):
-    """A level of AugReg: RandAugment here, and mixup after all other operations.
-
-    Args:
-      level: "none", "light1", "light2", "medium1", "medium2", "strong1" or "strong2".
-    """
+    """A level of AugReg: RandAugment here, and mixup after all other operations."""
 
     level: Given = key(dataclasses.MISSING, "Strength.", choices=tuple(LEVELS))
 
