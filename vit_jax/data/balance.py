@@ -33,12 +33,7 @@ class Balance:
 
     @classmethod
     def of(cls, how: str, labels: Integer[np.ndarray, " N"]) -> "Balance":
-        """Returns what draws the records of a training split.
-
-        Args:
-          how: `data.class_balance`, one of `SHARES`.
-          labels: class of each record.
-        """
+        """Returns what draws the records of a training split; `how` is one of `SHARES`."""
         counts = np.bincount(labels)
         occurring = counts[counts > 0]
         shares = SHARES[how](occurring.astype(np.float64))
@@ -53,11 +48,7 @@ class Balance:
     def records_at(
         self, positions: Integer[np.ndarray, " B"], seed: int, repeats: int = 1
     ) -> Integer[np.ndarray, " B"]:
-        """Returns which records stand at some positions of the run.
-
-        Args:
-          positions, seed, repeats: as of `order.records_at`.
-        """
+        """Returns which records stand at some positions, as `order.records_at`."""
         examples = len(self.members)
         # The slots of an epoch are shuffled as its records would be.
         slots = order.records_at(positions, examples, seed, repeats)
@@ -81,12 +72,7 @@ def class_weights(
 ) -> tuple[float, ...]:
     """Returns weights of the classes' images that do in a loss what drawing them does.
 
-    Their mean over all images is 1; a class without images weighs 1.
-
-    Args:
-      how: one of `SHARES`.
-      labels: class of each record.
-      num_classes: number of classes.
+    `how` is one of `SHARES`. Their mean over all images is 1; a class without any weighs 1.
     """
     counts = np.bincount(labels, minlength=num_classes).astype(np.float64)
     there, weights = counts > 0, np.ones(num_classes)

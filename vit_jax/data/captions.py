@@ -134,12 +134,7 @@ def of_file(root: str, path: str, key: str) -> list[str]:
 
 
 def sums_of_files(root: str, paths: Sequence[str], key: str) -> dict[str, int]:
-    """Returns a checksum of the captions of each image file, of many of every n-th.
-
-    Args:
-      root, key: as of `of_file`.
-      paths: of the images below root.
-    """
+    """Returns a checksum of the captions of each image file, of many of every n-th."""
     sums = {}
     for path in paths[:: max(1, -(-len(paths) // fingerprint.NAMES))]:
         try:

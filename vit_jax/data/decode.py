@@ -316,12 +316,7 @@ def import_simplejpeg():
 
 
 def _scratch(use: str, shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
-    """Returns an array of any content, which the next call in this thread may overwrite.
-
-    Args:
-      use: what it is for; arrays of different uses never share memory.
-      shape: of the array.
-    """
+    """Returns an array of any content, which the next call of this use may overwrite."""
     size = math.prod(shape)
     if size > _LARGEST_SCRATCH:
         return np.empty(shape, np.uint8)
@@ -335,11 +330,8 @@ def _scratch(use: str, shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
 def _critical_chunks(data: bytes) -> bytes:
     """Returns a PNG file without its ancillary chunks, such as a colour profile.
 
-    The decoder of OpenCV, libpng, would print its warnings about them to standard error.
-
-    Raises:
-      DamagedImage: a critical chunk is damaged: OpenCV and Pillow both may fill up an
-        image whose pixels end in the middle.
+    libpng would print its warnings about them. Damaged critical chunks raise DamagedImage:
+    OpenCV and Pillow both may fill up an image whose pixels end in the middle.
     """
     start, kind, kept = 8, b"", [data[:8]]
     while kind != b"IEND":

@@ -38,13 +38,7 @@ class Entries(NamedTuple):
 
 
 def in_memory(names: Sequence[str], labels, images) -> Entries:
-    """Returns the entries of records in memory, with checksums of their images.
-
-    Args:
-      names: of the records.
-      labels: class numbers, or None.
-      images: uint8 array (N, H, W, C), or None.
-    """
+    """Returns the entries of records in memory, with checksums of their uint8 images."""
     sizes = None
     if images is not None and images.nbytes <= _MEMORY:
         sums = (zlib.crc32(np.ascontiguousarray(image)) for image in images)

@@ -85,11 +85,7 @@ def _missing(path: str) -> str:
 
 
 def load(source: str | bytes) -> bytes:
-    """Returns an image file's content.
-
-    Raises:
-      OSError: it cannot be read, or is a pipe or a device.
-    """
+    """Returns an image file's content; raises OSError also for a pipe or a device."""
     if isinstance(source, bytes):
         return source
     if kind := not_a_file(source):
@@ -99,12 +95,7 @@ def load(source: str | bytes) -> bytes:
 
 
 def attempt(source: str | bytes, work: Callable[[bytes], T]) -> T | str:
-    """Returns the result of `work` on an image file's content, or why there is none.
-
-    Args:
-      source: as in `load`.
-      work: may raise DamagedImage; does not return a string.
-    """
+    """Returns the result of `work` on an image file's content, or a text why there is none."""
     try:
         return work(load(source))
     except OSError as error:

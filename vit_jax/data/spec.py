@@ -31,11 +31,7 @@ class Spec:
         return f"{self.name}{where}#{self.split}"
 
     def open(self) -> Source:
-        """Opens the split without its labels.
-
-        Raises:
-          UserError: the data set or the split does not exist.
-        """
+        """Opens the split without its labels; raises UserError if it does not exist."""
         data = DataConfig(**dataclasses.asdict(self), num_classes=0)
         # Nothing is trained, so that the checks against a config's sizes do not apply.
         return open_unchecked(data, self.split)

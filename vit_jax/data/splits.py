@@ -92,9 +92,6 @@ def held_out(groups: Sequence[str]) -> np.ndarray:
     """Returns which images to set aside: a part of each group, drawn by a fixed seed.
 
     Of two images or more of a group at least one is set aside and one stays.
-
-    Args:
-      groups: what each image is stratified by.
     """
     share = min(HELD_OUT, MOST_HELD_OUT / len(groups))
     apart = np.zeros(len(groups), bool)
@@ -108,10 +105,6 @@ def folds(groups: Sequence[str], count: int) -> np.ndarray:
     """Returns the fold of each image, of which each holds the same part of each group.
 
     The only image of a group is in none, which is -1, so that it is always trained on.
-
-    Args:
-      groups: what each image is stratified by.
-      count: number of folds, two or more.
     """
     found = np.full(len(groups), -1)
     dealt = 0

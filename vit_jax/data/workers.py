@@ -162,12 +162,7 @@ def listening(listener: Callable[[int], None]) -> Iterator[None]:
 
 
 def tell_killed(number: int, workers: int) -> None:
-    """Calls the listeners because a loader process was killed; prints it without any.
-
-    Args:
-      number: of the signal.
-      workers: `data.num_workers`.
-    """
+    """Calls the listeners with the signal that killed a loader; prints it without any."""
     for listener in _listeners:
         listener(number)
     if not _listeners:
@@ -200,11 +195,7 @@ def remove_leftovers() -> None:
 
 @functools.cache
 def _remove_own_at_exit() -> None:
-    """Has this process remove at its end what a loader process that was killed has left.
-
-    One that dies in the moment between making a segment and telling Python's process
-    that removes them has told nobody.
-    """
+    """Has this process remove at its end what a killed loader process has left."""
     processes.after_children(_remove_own)
 
 

@@ -198,11 +198,7 @@ def synthetic_image(
 ) -> UInt8[np.ndarray, "H W C"]:
     """Returns one image as a pure function of its arguments.
 
-    Args:
-      split: plain split name.
-      number: record number.
-      num_classes: number of classes.
-      shape: height, width and channels.
+    `shape` is its height, width and channels.
     """
     height, width, channels = shape
     noise = _random_bytes(zlib.crc32(split.encode()), number, height * width * channels)
@@ -256,10 +252,7 @@ def check_pair(
 ) -> None:
     """Raises UserError unless images and labels are as `open_arrays` takes them.
 
-    Args:
-      where: start of the message.
-      images, labels: to check.
-      class_names: in label order; empty if unknown.
+    `where` begins the message; `class_names` are in label order, empty if unknown.
     """
     _length(where, images, labels)
     images, labels = _array(where, "images", images), _array(where, "labels", labels)
@@ -291,13 +284,7 @@ def _array(where: str, name: str, values: object) -> np.ndarray:
 
 
 def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> None:
-    """Raises UserError unless labels are one class number per image.
-
-    Args:
-      where: start of the message.
-      labels: to check.
-      class_names: in label order; empty if unknown.
-    """
+    """Raises UserError unless labels are one class number per image, as `check_pair`."""
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
             f"{where}labels={describe(labels)}: not one whole number per image; "

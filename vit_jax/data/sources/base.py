@@ -168,11 +168,9 @@ _warned: set[str] = set()
 
 
 def warn(message: str, about: str = "") -> None:
-    """Logs a warning, once per process, however often a split is opened.
+    """Logs a warning once per process, however often a split is opened.
 
-    Args:
-      message: one line.
-      about: one warning about it is enough; "" is the message itself.
+    One warning `about` the same thing is enough; "" is the message itself.
     """
     if (about or message) not in _warned:
         _warned.add(about or message)
@@ -180,12 +178,7 @@ def warn(message: str, about: str = "") -> None:
 
 
 def warn_of_twins(what: str, names: Iterable[str]) -> None:
-    """Logs the names that are equal but for case and outer blanks.
-
-    Args:
-      what: they name, in the plural.
-      names: of classes or splits.
-    """
+    """Logs the names, of classes or splits, that are equal but for case and outer blanks."""
     there: dict[str, str] = {}
     for name in names:
         twin = there.setdefault(name.strip().casefold(), name)

@@ -151,11 +151,7 @@ class CustomSource(Source):
 
 
 def _whole(label) -> int:
-    """Returns a label as an int: an integer, a bool, a float or an array of one.
-
-    Raises:
-      TypeError: it is not one whole number.
-    """
+    """Returns a label, one whole number of any type, as an int; raises TypeError for others."""
     try:
         return operator.index(label)
     except TypeError:
@@ -196,11 +192,8 @@ def _check_arrays(name: str, source, labelled: bool) -> None:
 def guarded(name: str, during: str = "", known: tuple[type[Exception], ...] = ()):
     """Returns a context that converts what the user's source raises into one line.
 
-    Args:
-      name: `data.name`.
-      during: for which record, for the message. A damaged image of a record, OSError or
-        DamagedImage, passes through.
-      known: other exceptions that pass through.
+    `during` says for which record; its OSError and DamagedImage then pass through, and so
+    do the exceptions `known`.
     """
     damaged = (OSError, DamagedImage) if during else ()
     return fields.guarded(f"data.name={name!r}", during, (*known, *damaged))

@@ -62,13 +62,10 @@ class FolderSource(Source):
         classes: Sequence[str],
         chosen: Sequence[tuple[str, range]],
     ) -> "FolderSource":
-        """Returns the source of some files of each split.
+        """Returns the source of the chosen files, see `splits.select`.
 
-        Args:
-          root: folder that the paths are relative to.
-          files: of each split, path, label and bytes.
-          classes: their names; empty if labels are not read.
-          chosen: which files, from `splits.select`.
+        `files` has of each split the (path, label, bytes) of its files; without classes, labels
+        are not read.
         """
         found = [files[name][i] for name, numbers in chosen for i in numbers]
         return cls(
@@ -242,9 +239,7 @@ def class_folders(data_dir: str | os.PathLike) -> list[str]:
 def inside(data_dir: str | os.PathLike, *, classes: bool = True) -> str:
     """Returns which folder one level below has the splits, in words; else "".
 
-    Args:
-      data_dir: folder whose only folder with images is looked into.
-      classes: whether one that has class folders counts too.
+    With `classes`, one that has class folders counts too.
     """
     found = class_folders(data_dir)
     if len(found) != 1:
@@ -282,11 +277,7 @@ def _part(root: pathlib.Path, name: str, files: list[tuple]) -> list[tuple]:
 
 
 def split_folders(data_dir: str | os.PathLike) -> list[str]:
-    """Returns the names of the folders that are splits, sorted; see `is_split`.
-
-    Raises:
-      UserError: data_dir cannot be listed.
-    """
+    """Returns the names of the folders that are splits, sorted; see `is_split`."""
     return [name for name in visible_folders(data_dir) if is_split(data_dir, name)]
 
 
@@ -368,11 +359,7 @@ def _class_folders(root: pathlib.Path, split: str) -> list[str]:
 
 
 def visible_folders(folder: str | os.PathLike) -> list[str]:
-    """Returns the names of the folders in a folder, sorted, less those of `is_ignored`.
-
-    Raises:
-      UserError: it cannot be listed.
-    """
+    """Returns the names of the folders in a folder, sorted, less those of `is_ignored`."""
     return sorted(entry.name for entry in _entries(folder) if is_folder(entry))
 
 
@@ -447,8 +434,7 @@ def _images(
 ) -> list[tuple[str, int]]:
     """Returns the images below a folder of `root`: path relative to it, and bytes.
 
-    `inside` is `root` with all links resolved, `above` the targets of the links on the
-    way to the folder.
+    `inside` is `root` without links, `above` has the targets of the links on the way.
     """
     found = []
     for entry in _entries(os.path.join(root, folder)):
@@ -480,11 +466,7 @@ def _bytes_of(entry: os.DirEntry) -> int:
 def _followed(
     path: str | os.PathLike, inside: str, above: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns `above` with the target of a path that is a link.
-
-    Raises:
-      UserError: what it leads to would be read twice, or for ever.
-    """
+    """Returns `above` with the target of a path that is a link, unless it is read twice."""
     if not os.path.islink(path):
         return above
     target = os.path.realpath(path)

@@ -29,12 +29,7 @@ _openers: list[Opener] = []
 
 @contextlib.contextmanager
 def opened_by(opener: Opener):
-    """Calls a function for every split that this process opens inside the context.
-
-    Args:
-      opener: function of `config.data`, a split expression and a function that opens
-        it; returns the source, or raises.
-    """
+    """Calls `opener` for every split that this process opens inside the context."""
     _openers.append(opener)
     try:
         yield
@@ -77,11 +72,7 @@ def open_unchecked(data: DataConfig, split: str) -> Source:
 
 
 def source_type(name: str) -> SourceType:
-    """Returns the kind of data set that a name is of.
-
-    Args:
-      name: `data.name`.
-    """
+    """Returns the kind of data set that a `data.name` is of."""
     found = (kind for kind in SOURCES.values() if re.fullmatch(kind.pattern, name))
     return next(found, tfds.TYPE)
 

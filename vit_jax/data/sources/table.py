@@ -42,13 +42,7 @@ _CLASSES = 20  # ... and classes.
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The rows of a table.
-
-    Attributes:
-      path: of its file.
-      columns: their names.
-      rows: column to value, in the order of the file.
-    """
+    """The rows of the table in the file `path`, from column to value, in their order."""
 
     path: pathlib.Path
     columns: tuple[str, ...]
@@ -57,13 +51,7 @@ class Table:
     def check_columns(
         self, key: str, columns: Sequence[str], error: type = UserError
     ) -> None:
-        """Raises an error if a column is missing.
-
-        Args:
-          key: of `config.data` that names them.
-          columns: their names.
-          error: to raise.
-        """
+        """Raises an error if one of the columns that `data.KEY` names is missing."""
         for column in columns:
             if column not in self.columns:
                 raise error(
@@ -204,15 +192,7 @@ def split_names(place: str) -> list[str]:
 
 @functools.lru_cache(maxsize=8)  # A run opens the same file for each of its splits.
 def read(path: str, changed: int) -> Table:
-    """Reads a table.
-
-    Args:
-      path: of its file; the ending tells its format.
-      changed: when it was written last.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """Reads a table; `changed` is when it was written last. Raises UserError if it cannot."""
     file = pathlib.Path(path)
     try:
         rows = _rows(file)
@@ -255,12 +235,9 @@ def _rows(file: pathlib.Path) -> list:
 class _Paths:
     """Where the images of a table lie, and what they are called.
 
-    Attributes:
-      folder: that paths are relative to.
-      root: folder below which images have their names: `folder`, or of absolute paths the
-        folder that all images share, so that names, and with them the order, stay where
-        the images are moved.
-      key, suffix: `image_key` and `image_suffix` of `config.data`.
+    Paths are relative to `folder`. `root` is the folder below which images have their names:
+    `folder`, or of absolute paths the folder that all images share, so that names, and with
+    them the order, stay where the images are moved. `key` and `suffix` are of `config.data`.
     """
 
     folder: str

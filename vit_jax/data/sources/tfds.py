@@ -263,9 +263,6 @@ def no_foreign_features(name: str) -> Iterator[None]:
 
     Feature classes of TFDS, and those that are imported already, stay available.
 
-    Args:
-      name: of the data set, for the message.
-
     Raises:
       UserError: the data set names another class.
     """

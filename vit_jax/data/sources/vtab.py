@@ -105,11 +105,7 @@ class VtabTask:
         }
 
     def resolve(self, split: str, name: str) -> str:
-        """Returns the expression of a split in TFDS.
-
-        Raises:
-          NoSplit: it is not one of the four; TFDS's own splits may hold test images.
-        """
+        """Returns the expression of a split in TFDS; raises NoSplit unless it is one of four."""
         if split not in self.splits:
             raise NoSplit(
                 f"split {split!r}: {name} has {', '.join(self.splits)} and no slices "
@@ -170,11 +166,7 @@ TASKS = {
 
 
 def task(name: str) -> VtabTask:
-    """Returns the task that data.name asks for, as "vtab/clevr_count".
-
-    Raises:
-      UserError: there is no such task.
-    """
+    """Returns the task that data.name asks for, as "vtab/clevr_count"; raises UserError."""
     known = name.removeprefix("vtab/")
     if known not in TASKS:
         raise UserError(

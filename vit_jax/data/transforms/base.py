@@ -156,9 +156,7 @@ def check_size(size: Given) -> None:
 def check_part(area: Given, ratio: Given) -> None:
     """Raises ValueError for bounds that no random part of an image can satisfy.
 
-    Args:
-      area: least and most, as fractions of the image's area.
-      ratio: least and most, of one side to the other.
+    `area` is a fraction of the image's, `ratio` of one side to the other.
     """
     if not 0 < area[0] <= area[1] <= 1:
         raise ValueError(f"area={area} is not 0 < least <= most <= 1")

@@ -79,13 +79,7 @@ def apply(
 def normalize(
     images: Images, mean: Sequence[float], std: Sequence[float]
 ) -> Float[Array, "B H W C"]:
-    """Returns (images / 255 - mean) / std.
-
-    Args:
-      images: values 0..255.
-      mean: one, or one a channel, as a fraction of 255.
-      std: the same.
-    """
+    """Returns (images / 255 - mean) / std, with one mean and std, or one a channel."""
     # One product and one sum a pixel, with the constants worked out beforehand.
     mean, std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
     factor, offset = 1 / (255 * std), -mean / std
@@ -94,25 +88,14 @@ def normalize(
 
 
 def example_keys(index: UInt32[Array, " B"], key: Key[Array, ""]) -> Key[Array, " B"]:
-    """Returns a separate key for each example.
-
-    Args:
-      index: position of each example in the run, modulo 2**32.
-      key: of the operation, the same at every step.
-    """
+    """Returns a separate key for each example, by its position in the run."""
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
 
 
 def example_uniform(
     index: UInt32[Array, " B"], key: Key[Array, ""], count: int
 ) -> Float[Array, "B {count}"]:
-    """Draws `count` numbers in [0, 1) per example, each from the example's key.
-
-    Args:
-      index: position of each example in the run, modulo 2**32.
-      key: of the operation, the same at every step.
-      count: numbers per example.
-    """
+    """Draws `count` numbers in [0, 1) per example, each from the example's key."""
     return jax.vmap(lambda k: jax.random.uniform(k, (count,)))(example_keys(index, key))
 
 
@@ -123,15 +106,7 @@ def where_drawn(
     index: UInt32[Array, " B"],
     key: Key[Array, ""],
 ) -> Num[Array, "B H W C"]:
-    """Returns the changed image of each example with probability p, else the image.
-
-    Args:
-      p: probability, the same for all examples.
-      changed: images after an operation.
-      images: the same before it.
-      index: position of each example in the run, modulo 2**32.
-      key: of the operation, the same at every step.
-    """
+    """Returns the changed image of each example with probability p, else the image."""
     if p == 1:
         return changed
     drawn = example_uniform(index, key, 1)[:, 0] < p

@@ -319,11 +319,7 @@ class TooSmall(ValueError):
 
 
 def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
-    """Returns by how many rows and columns the image is larger than the crop.
-
-    Raises:
-      TooSmall: it is smaller.
-    """
+    """Returns by how many rows and columns the image is larger than the crop."""
     height, width = pair(size)
     room = image.shape[0] - height, image.shape[1] - width
     if min(room) < 0:
