@@ -6,7 +6,7 @@ from helpers import kill_after, tiny_config
 
 import vit_jax
 from vit_jax.data import pipeline
-from vit_jax.data.balance import Balance, class_weights
+from vit_jax.data.order import Balance, class_weights
 from vit_jax.data.sources.open import open_source, open_unchecked
 from vit_jax.errors import UserError
 from vit_jax.training import loop

@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import decode, order, workers
-from vit_jax.data.balance import Balance
 from vit_jax.data.captions import TEXT, Captions
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source, check_label, read_labels, warn
@@ -72,7 +71,7 @@ def train_batches(
     )
     balance = None
     if data.class_balance:
-        balance = Balance.of(data.class_balance, read_labels(source))
+        balance = order.Balance.of(data.class_balance, read_labels(source))
     load = _TrainBatch(loader, batch_size, data_shard * local, local, balance)
     return Batches(load, range(start, stop), data)
 
@@ -319,7 +318,7 @@ class _TrainBatch:
     batch_size: int
     first: int
     rows: int
-    balance: Balance | None
+    balance: order.Balance | None
 
     def __call__(self, step: int) -> Batch:
         positions = step * self.batch_size + self.first + np.arange(self.rows)

@@ -18,7 +18,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import table
 from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
-from vit_jax.data.sources.base import Source, check_label, read_labels, warn
+from vit_jax.data.sources.base import Derived, Source, check_label, read_labels, warn
 from vit_jax.data.sources.folder import (
     WHOLE,
     class_folders,
@@ -488,7 +488,7 @@ class CheckpointPreprocess(HostTransform):
 
 
 @dataclasses.dataclass(frozen=True)
-class Subset(Source):
+class Subset(Derived):
     """Some records of a source, in their order.
 
     Attributes:
@@ -514,18 +514,12 @@ class Subset(Source):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> dict:
-        return self.source[int(self.rows[i])]
-
-    def describe(self, i: int) -> str:
-        return self.source.describe(int(self.rows[i]))
-
-    def record_id(self, i: int) -> str:
-        return self.source.record_id(int(self.rows[i]))
+    def _inner(self, i: int) -> int:
+        return int(self.rows[i])
 
 
 @dataclasses.dataclass(frozen=True)
-class Relabeled(Source):
+class Relabeled(Derived):
     """All records of a source, with other indices of its classes.
 
     Attributes:
@@ -547,18 +541,9 @@ class Relabeled(Source):
         labels = self.source.labels
         return None if labels is None else self.indices[labels].astype(labels.dtype)
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def __getitem__(self, i: int) -> dict:
         record = self.source[i]
         label = np.asarray(record["label"], int)  # With `data.multi_label` several.
         for one in label.ravel().tolist():
             check_label(one, len(self.indices), self.source.describe(i))
         return record | {"label": self.indices[label].tolist()}
-
-    def describe(self, i: int) -> str:
-        return self.source.describe(i)
-
-    def record_id(self, i: int) -> str:
-        return self.source.record_id(i)

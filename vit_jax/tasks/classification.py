@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
-from vit_jax.data.balance import SHARES, class_weights
 from vit_jax.data.config import DataConfig
+from vit_jax.data.order import SHARES, class_weights
 from vit_jax.data.sources.base import Source, check_label, read_labels
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse

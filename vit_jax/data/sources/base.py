@@ -120,6 +120,27 @@ class Numbered(Source):
         return self.numbering
 
 
+class Derived(Source):
+    """Records of another `source`: all of them, or those that `_inner` finds."""
+
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, i: int) -> dict:
+        return self.source[self._inner(i)]
+
+    def describe(self, i: int) -> str:
+        return self.source.describe(self._inner(i))
+
+    def record_id(self, i: int) -> str:
+        return self.source.record_id(self._inner(i))
+
+    def _inner(self, i: int) -> int:
+        return i
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceType:
     """A kind of data set: all that opening one needs to know of it.

@@ -19,7 +19,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import custom, folder, parquet, table, tfds, vtab  # noqa: F401 (each registers its own)
 from vit_jax.data.sources.arrays import ArraySource
-from vit_jax.data.sources.base import SOURCES, Source, SourceType, check_label
+from vit_jax.data.sources.base import SOURCES, Derived, Source, SourceType, check_label
 from vit_jax.errors import NoLabels, UserError
 
 # Of a config, a split and what opens it, the innermost last.
@@ -107,7 +107,7 @@ def _check_classes(source: Source, data: DataConfig) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Excluding(Source):
+class Excluding(Derived):
     """A source less some of its records.
 
     Attributes:
@@ -132,16 +132,10 @@ class Excluding(Source):
 
     def __getitem__(self, i: int) -> dict:
         if self.images is None:
-            return self.source[self._inner(i)]
+            return super().__getitem__(i)
         if self.labels is None:
             return {"image": self.images[i]}
         return {"image": self.images[i], "label": int(self.labels[i])}
-
-    def describe(self, i: int) -> str:
-        return self.source.describe(self._inner(i))
-
-    def record_id(self, i: int) -> str:
-        return self.source.record_id(self._inner(i))
 
     def known_labels(self) -> np.ndarray | list[list[int]] | None:
         if self.images is not None:

@@ -32,9 +32,17 @@ _NAME = re.compile(
 # How the hub names the files of a split: data/train-00000-of-00005.parquet, with a
 # hash behind it in older sets; train/0000.parquet in converted ones; train.parquet.
 _SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{8,})?")
-# Open files and the row group last read, of each thread: a reader is used by one.
-_local = threading.local()
 _OPEN_FILES = 64
+
+
+class _Local(threading.local):
+    """Open files and the row group last read, of each thread: a reader is used by one."""
+
+    def __init__(self):
+        self.files, self.group, self.columns = {}, None, {}
+
+
+_local = _Local()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +115,7 @@ class ParquetSource(Numbered):
         path, at = self.pieces[group]
         keys = self.image_key, self.label_key, self.caption_key
         columns = [key for key in keys if key]
-        if getattr(_local, "group", None) != (path, at, columns):
+        if _local.group != (path, at, columns):
             try:
                 table = _open(path).read_row_group(at, columns=columns)
             except Exception as error:  # Arrow's errors and OSError.
@@ -248,8 +256,6 @@ def _open(path: str):
     """Returns this thread's reader of a file."""
     import pyarrow.parquet as pq
 
-    if not hasattr(_local, "files"):
-        _local.files = {}
     if path not in _local.files:
         while len(_local.files) >= _OPEN_FILES:
             _local.files.pop(next(iter(_local.files))).close()

@@ -164,17 +164,7 @@ def open_tfds(
         for key, feature in features.items()
         if isinstance(feature, tfds.features.Image)
     }
-    used = [builder.info.splits[key] for key in dict(numbering.parts)]
-    shards = {
-        path: (length, info.num_bytes)
-        for info in used
-        for path, length in zip(info.filepaths, info.shard_lengths, strict=True)
-    }
-    for path in shards:
-        # The reader opens files when it comes to them, perhaps hours later. Of a
-        # bucket it would cost a request each.
-        if "://" not in os.fspath(path) and not os.path.exists(path):
-            raise UserError(f"data.name={name!r} lacks {path}: prepare it again")
+    shards = _shards(name, [builder.info.splits[key] for key in dict(numbering.parts)])
     records = builder.as_data_source(
         functools.reduce(operator.add, instructions), decoders=decoders
     )
@@ -192,6 +182,21 @@ def open_tfds(
         builder.info.full_name,
         caption_key,
     )
+
+
+def _shards(name: str, used: Sequence) -> dict[os.PathLike, tuple[int, int]]:
+    """Returns the files of splits, each with its records and the bytes of its split."""
+    shards = {
+        path: (length, info.num_bytes)
+        for info in used
+        for path, length in zip(info.filepaths, info.shard_lengths, strict=True)
+    }
+    for path in shards:
+        # The reader opens files when it comes to them, perhaps hours later. Of a
+        # bucket it would cost a request each.
+        if "://" not in os.fspath(path) and not os.path.exists(path):
+            raise UserError(f"data.name={name!r} lacks {path}: prepare it again")
+    return shards
 
 
 def _feature(key, feature, name, features):
