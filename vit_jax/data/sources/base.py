@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -10,7 +10,7 @@ from jaxtyping import Integer
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import NAMES, Entries, in_memory
 from vit_jax.data.splits import Numbering
-from vit_jax.errors import UserError
+from vit_jax.errors import NoLabels, UserError
 
 
 class Source:
@@ -205,6 +205,23 @@ def warn_of_twins(what: str, names: Iterable[str]) -> None:
         twin = there.setdefault(name.strip().casefold(), name)
         if twin != name:
             warn(f"the {what} {twin!r} and {name!r} differ in case or blanks alone")
+
+
+def check_known(
+    key: str,
+    names: Iterable[str],
+    known: Collection[str],
+    where: object,
+    what: str = "column",
+) -> None:
+    """Raises UserError, of labels NoLabels, if data lack a name that `data.KEY` states."""
+    for name in names:
+        if name not in known:
+            error = NoLabels if key == "label_key" else UserError
+            raise error(
+                f"data.{key}={name!r}: {where} has no such {what}; it has "
+                f"{', '.join(known) or 'none'}"
+            )
 
 
 def check_label(label: int, num_classes: int, record: str) -> None:

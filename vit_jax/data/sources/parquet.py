@@ -22,7 +22,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import SOURCES, Numbered, SourceType
+from vit_jax.data.sources.base import SOURCES, Numbered, SourceType, check_known
 from vit_jax.errors import NoLabels, UserError
 
 _PREFIX = "hf://datasets/"
@@ -159,13 +159,9 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
     by_file = {path: groups for key in used for path, groups in lengths[key].items()}
     paths = tuple(by_file)
     there = column_names(paths[0])
-    columns = {"image": data.image_key, "caption": data.caption_key or data.image_key}
-    for key, column in columns.items():
-        if column not in there:
-            raise UserError(
-                f"data.{key}_key={column!r}: {name} has no such column; it has "
-                f"{', '.join(there)}"
-            )
+    check_known("image_key", [data.image_key], there, name)
+    if data.caption_key:
+        check_known("caption_key", [data.caption_key], there, name)
     label_key = data.label_key if data.num_classes else None
     first_rows = np.cumsum([0, *(sizes[key] for key in used)])
     source = ParquetSource(
@@ -326,11 +322,7 @@ def _class_names(paths: Sequence[str], name: str, label_key: str) -> tuple[str, 
     import pyarrow.parquet as pq
 
     schema = pq.read_schema(paths[0])
-    if label_key not in schema.names:
-        raise NoLabels(
-            f"data.label_key={label_key!r}: {name} has no such column; "
-            f"it has {', '.join(schema.names)}"
-        )
+    check_known("label_key", [label_key], schema.names, name)
     if not pa.types.is_integer(schema.field(label_key).type):
         raise NoLabels(
             f"data.label_key={label_key!r}: this column of {name} holds "

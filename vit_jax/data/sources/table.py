@@ -22,7 +22,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources.base import SOURCES, SourceType, warn, warn_of_twins
+from vit_jax.data.sources.base import (
+    SOURCES,
+    SourceType,
+    check_known,
+    warn,
+    warn_of_twins,
+)
 from vit_jax.data.sources.folder import EXTENSIONS as IMAGES
 from vit_jax.data.sources.folder import (
     WHOLE,
@@ -47,17 +53,6 @@ class Table:
     path: pathlib.Path
     columns: tuple[str, ...]
     rows: list[dict]
-
-    def check_columns(
-        self, key: str, columns: Sequence[str], error: type = UserError
-    ) -> None:
-        """Raises an error if one of the columns that `data.KEY` names is missing."""
-        for column in columns:
-            if column not in self.columns:
-                raise error(
-                    f"data.{key}={column!r}: {self.path} has no such column; it has "
-                    f"{', '.join(self.columns) or 'none'}"
-                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +88,10 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     used = {WHOLE, first, *splits.names(split)}
     for name, table in tables.items():
         if name in used:  # Others may lack labels.
-            table.check_columns("image_key", [data.image_key])
+            check_known("image_key", [data.image_key], table.columns, table.path)
             if data.num_classes:
                 columns = label_columns(data.label_key, table.columns)
-                table.check_columns("label_key", columns, NoLabels)
+                check_known("label_key", columns, table.columns, table.path)
         for number, cells in enumerate(table.rows, 1):
             # Of a file that is a split, the column says nothing more.
             of = _text(cells[SPLIT]) if name == WHOLE and SPLIT in cells else name

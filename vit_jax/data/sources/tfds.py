@@ -15,7 +15,7 @@ from vit_jax.data import captions, decode, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import SOURCES, Numbered, SourceType
+from vit_jax.data.sources.base import SOURCES, Numbered, SourceType, check_known
 from vit_jax.errors import NoLabels, UserError
 
 
@@ -203,12 +203,7 @@ def _feature(key, feature, name, features):
     """Returns what takes a feature of a record, once it is known to be there."""
     if callable(feature):
         return feature
-    if feature not in features:
-        error = NoLabels if key == "label_key" else UserError
-        raise error(
-            f"data.{key}={feature!r}: {name} has no such feature; "
-            f"it has {', '.join(sorted(features))}"
-        )
+    check_known(key, [feature], sorted(features), name, "feature")
     # ClassLabel is a scalar too. A plain array may hold an image.
     if key == "label_key" and features[feature].shape != ():
         raise NoLabels(
