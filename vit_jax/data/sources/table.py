@@ -20,6 +20,7 @@ import pathlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from vit_jax.config import fields
 from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import (
@@ -42,8 +43,7 @@ EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 SPLIT = "split"  # Column that says which split a row is of.
 _BETWEEN = re.compile(r"[|;,]")  # Between the labels of a row.
 _DELIMITERS = ",;\t"  # Of CSV files; spreadsheets write the last two too.
-_SHOWN, _PATH = 80, 300  # Characters of a cell and a path in a message ...
-_CLASSES = 20  # ... and classes.
+_PATH, _CLASSES = 300, 20  # Characters of a path, and classes, in a message.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +101,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     _check_apart(paths, rows)
     classes = {}
     if data.num_classes:
-        splits.select(
-            first, dict.fromkeys(rows, 1), data.data_dir
-        )  # It may be missing.
+        # It may be missing.
+        splits.select(first, dict.fromkeys(rows, 1), data.data_dir)
         names = class_names(data, (row.cells for row in rows[first]))
         warn_of_twins("classes", names)
         classes = {name: number for number, name in enumerate(names)}
@@ -135,7 +134,8 @@ def class_names(data: DataConfig, rows: Iterable[Mapping]) -> list[str]:
     found = {name for row in rows for name in _labels(data, row)}
     if not found:
         raise NoLabels(f"data.label_key={data.label_key!r}: this column is empty")
-    return sorted(found, key=_number if all(map(_is_number, found)) else None)
+    numbers = all(re.fullmatch(r"-?\d+", name) for name in found)
+    return sorted(found, key=int if numbers else None)
 
 
 def flag(value: object) -> int | None:
@@ -306,8 +306,8 @@ def _files(
         if name in found and found[name][1] != label:
             column = data.label_key
             raise UserError(
-                f"{row} gives {name} the label {_shown(row.cells.get(column))}, and "
-                f"{first[name]} another, {_shown(first[name].cells.get(column))}: keep "
+                f"{row} gives {name} the label {fields.shown(row.cells.get(column))}, and "
+                f"{first[name]} another, {fields.shown(first[name].cells.get(column))}: keep "
                 "one row for each image; several labels stand in one row, as a|b with "
                 "data.multi_label=True"
             )
@@ -340,7 +340,7 @@ def _file(
             known = list(classes)
             more = ", ..." * (len(known) > _CLASSES)
             raise UserError(
-                f"{row} has class {_shown(each)}, which the training split "
+                f"{row} has class {fields.shown(each)}, which the training split "
                 f"{data.split!r} lacks: its classes are "
                 f"{', '.join(known[:_CLASSES])}{more}"
             )
@@ -362,7 +362,7 @@ def _missing(data: DataConfig, row: _Row, stated: object, path: str) -> str:
     """Returns what is wrong with a row that names no file."""
     if not isinstance(stated, str | int | None):
         return (
-            f"{row} has {_shown(stated)} in column {data.image_key!r}, which is no path: "
+            f"{row} has {fields.shown(stated)} in column {data.image_key!r}, which is no path: "
             "name the column of paths by data.image_key; images inside Parquet files are "
             "read by data.name='parquet'"
         )
@@ -375,16 +375,10 @@ def _missing(data: DataConfig, row: _Row, stated: object, path: str) -> str:
                 stating = [f"--config.data.{k}={v}" for k, v in keys.items() if v]
                 remedy = f"set {' '.join(stating)}"
     return (
-        f"{row} names the image {_shown(stated)}, and there is no file "
+        f"{row} names the image {fields.shown(stated)}, and there is no file "
         f"{repr(os.path.normpath(path))[1:-1][:_PATH]}: paths are relative to the table's folder, or "
         f"to data.image_dir; {remedy}"
     )
-
-
-def _shown(value: object) -> str:
-    """Returns a value as a message shows it, on one line and not too long."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _labels(data: DataConfig, cells: Mapping) -> list[str]:
@@ -395,7 +389,7 @@ def _labels(data: DataConfig, cells: Mapping) -> list[str]:
         for column, found in flags.items():
             if found is None:
                 raise UserError(
-                    f"data.label_key: {_shown(cells[column])} in column {column!r} is not "
+                    f"data.label_key: {fields.shown(cells[column])} in column {column!r} is not "
                     "1, 0, -1 or empty, as columns of classes are"
                 )
         if -1 in flags.values():
@@ -409,7 +403,7 @@ def _labels(data: DataConfig, cells: Mapping) -> list[str]:
         return []
     if isinstance(value, bytes | Mapping):
         raise UserError(
-            f"data.label_key={data.label_key!r}: {_shown(value)} in this column is no "
+            f"data.label_key={data.label_key!r}: {fields.shown(value)} in this column is no "
             "name or number of a class: name another column"
         )
     if not data.multi_label:
@@ -424,14 +418,6 @@ def _text(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value).strip()
-
-
-def _is_number(name: str) -> bool:
-    return bool(re.fullmatch(r"-?\d+", name))
-
-
-def _number(name: str) -> int:
-    return int(name)
 
 
 SOURCES["table"] = SourceType(
