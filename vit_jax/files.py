@@ -85,6 +85,34 @@ def writing_out(folder: str | os.PathLike) -> Iterator[None]:
         ) from error
 
 
+def download_snapshot(stated: str, repo: str, **options) -> str:
+    """Returns the folder with a copy of a repository on the Hugging Face hub.
+
+    Args:
+      stated: key and value that name it, for the message.
+      repo: owner and name.
+      **options: of `huggingface_hub.snapshot_download`.
+
+    Raises:
+      UserError: there is none, or neither network nor a copy.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    known = (
+        *(errors.HfHubHTTPError, errors.LocalEntryNotFoundError),
+        *(errors.HFValidationError, OSError),
+    )
+    try:
+        return huggingface_hub.snapshot_download(repo, **options)
+    except known as error:
+        raise UserError(
+            f"{stated} cannot be downloaded ({str(error).strip().splitlines()[0]}): check "
+            "the name and the network, and for a gated set accept its terms and run `hf "
+            "auth login`"
+        ) from error
+
+
 def read_json(path: epath.Path) -> dict:
     """Returns the content of a file that this package wrote.
 

@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
+from vit_jax import files
 from vit_jax.errors import UserError
 
 BYTES = "bytes"
@@ -137,24 +138,9 @@ def _local(source: str) -> pathlib.Path:
         if path.is_file() and path.name not in FILES and path.suffix != ".model":
             return path.parent  # Of weights, which it lies beside.
         return path
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        root = huggingface_hub.snapshot_download(
-            match["repo"], revision=match["revision"], allow_patterns=list(FILES)
-        )
-    except (
-        errors.HfHubHTTPError,
-        errors.LocalEntryNotFoundError,
-        errors.HFValidationError,
-        OSError,
-    ) as error:
-        raise UserError(
-            f"data.tokenizer={source!r} cannot be downloaded "
-            f"({str(error).strip().splitlines()[0]}): check the name and the network"
-        ) from error
-    return pathlib.Path(root)
+    stated, patterns = f"data.tokenizer={source!r}", list(FILES)
+    where = {"revision": match["revision"], "allow_patterns": patterns}
+    return pathlib.Path(files.download_snapshot(stated, match["repo"], **where))
 
 
 def _open_folder(folder: pathlib.Path) -> Tokenizer | None:

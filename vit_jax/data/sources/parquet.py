@@ -24,6 +24,7 @@ from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
 from vit_jax.data.sources.base import SOURCES, Numbered, SourceType, check_known
 from vit_jax.errors import NoLabels, UserError
+from vit_jax.files import download_snapshot
 
 _PREFIX = "hf://datasets/"
 _NAME = re.compile(
@@ -199,9 +200,6 @@ def download(name: str) -> str:
     Raises:
       UserError: a bad name, no such set, or neither network nor a copy.
     """
-    import huggingface_hub
-    from huggingface_hub import errors
-
     match = _NAME.fullmatch(name)
     if not match:
         raise UserError(
@@ -209,19 +207,13 @@ def download(name: str) -> str:
             "/FOLDER where needed"
         )
     folder = match["folder"] or ""
-    try:
-        root = huggingface_hub.snapshot_download(
-            match["repo"],
-            repo_type="dataset",
-            revision=match["revision"],
-            allow_patterns=f"{folder}/**.parquet" if folder else "**.parquet",
-        )
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"data.name={name!r} cannot be downloaded "
-            f"({str(error).strip().splitlines()[0]}): check the name and the network, "
-            "and for a gated set accept its terms and run `hf auth login`"
-        ) from error
+    root = download_snapshot(
+        f"data.name={name!r}",
+        match["repo"],
+        repo_type="dataset",
+        revision=match["revision"],
+        allow_patterns=f"{folder}/**.parquet" if folder else "**.parquet",
+    )
     return str(pathlib.Path(root, folder))
 
 
