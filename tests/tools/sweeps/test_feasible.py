@@ -91,7 +91,8 @@ def test_lengths_in_epochs_are_those_of_what_is_trained_on(
 def test_a_long_warmup_fits_a_large_set(pretrained, monkeypatch):
     """Eight epochs of ImageNet are 20,000 steps."""
     sizes = {"train": 1_281_167, "validation": 50_000}
-    source = types.SimpleNamespace(numbering=Numbering(sizes, ()))
+    numbering = Numbering(sizes, ())
+    source = types.SimpleNamespace(split_numbering=lambda: numbering)
     monkeypatch.setattr(fine_tuning, "open_unchecked", lambda data, split: source)
     stated = {"epochs": 8, "optim.warmup_steps": 500}
     fine_tuning.check_feasible(task(pretrained, recipes.find("imagenet2012"), **stated))
