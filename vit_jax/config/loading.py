@@ -248,7 +248,7 @@ def complete(cls: type[T], raw: Mapping | ConfigDict | object, where: str = "") 
     elif not isinstance(raw, Mapping):
         raw = fields.to_dict(raw)
     raw = _merge(cls, raw, {}, where, [])
-    return _build(cls, raw, where, None, lambda: _known_keys(cls, raw, where))
+    return _build(Section(cls=cls), raw, where, lambda: _known_keys(cls, raw, where))
 
 
 def _check_mapping(about: Section, value: object, where: str) -> None:
@@ -271,13 +271,11 @@ def _type_of(about: Section, given: Mapping, where: str) -> type:
 
 
 def _build(
-    cls: type[T],
-    raw: Mapping,
-    where: str,
-    choice: Choice | None,
-    known: Callable[[], Iterable[str]],
-) -> T:
-    """Builds a dataclass, chosen by `choice` or not, from what `_merge` returned."""
+    section: Section, raw: Mapping, where: str, known: Callable[[], Iterable[str]]
+) -> object:
+    """Builds the dataclass of a section from what `_merge` returned, and checks it."""
+    cls = _type_of(section, raw, where.rstrip("."))
+    choice = section if isinstance(section, Choice) else None
     own, defaults = fields.fields(cls), fields.defaults(cls)
     # First, because a wrong text may be the reason why nothing would read a key.
     for name in defaults:
@@ -292,11 +290,11 @@ def _build(
         path = f"{where}{name}"
         if isinstance(about, Named):
             values[name] = {
-                each: _build_section(about.choice, given, f"{path}.{each}", known)
+                each: _build(about.choice, given, f"{path}.{each}.", known)
                 for each, given in raw.get(name, {}).items()
             }
         elif isinstance(about, Section):
-            values[name] = _build_section(about, raw.get(name, {}), path, known)
+            values[name] = _build(about, raw.get(name, {}), f"{path}.", known)
         else:
             default = defaults[name]
             for other, allowed in (about.only_if or {}).items():
@@ -309,13 +307,6 @@ def _build(
             if fields.is_read(about, values):
                 fields.check(path, about, value)
     return cls(**values)
-
-
-def _build_section(
-    about: Section, given: Mapping, where: str, known: Callable[[], Iterable[str]]
-) -> object:
-    choice = about if isinstance(about, Choice) else None
-    return _build(_type_of(about, given, where), given, f"{where}.", choice, known)
 
 
 def _unread(
