@@ -9,9 +9,9 @@ import pytest
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.evaluators import EVALUATORS
 from vit_jax.evaluators.classification import ClassificationConfig
 from vit_jax.evaluators.fewshot import FewShotConfig
-from vit_jax.evaluators.protocol import EVALUATORS
 from vit_jax.training import config
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -1,28 +1,19 @@
-"""Evaluators; an import line here registers one.
+"""Evaluators: each is a file here, named by the key `kind` of `config.evals.NAME`."""
 
-Messages and the config reference list them in this order.
-"""
+from vit_jax.config.fields import Registry
 
-# isort: off
-from vit_jax.evaluators import classification
-from vit_jax.evaluators import multi_label
-from vit_jax.evaluators import label_sets
-from vit_jax.evaluators import fewshot
-from vit_jax.evaluators import knn
-from vit_jax.evaluators import probe
-from vit_jax.evaluators import zero_shot
-from vit_jax.evaluators import retrieval
-from vit_jax.evaluators import task_metrics
-# isort: on
-
-__all__ = [
-    "classification",
-    "fewshot",
-    "knn",
-    "label_sets",
-    "multi_label",
-    "probe",
-    "retrieval",
-    "task_metrics",
-    "zero_shot",
-]
+# Messages and the config reference list them in this order.
+EVALUATORS = Registry(
+    {
+        "classification": "vit_jax.evaluators.classification:ClassificationConfig",
+        "multi_label": "vit_jax.evaluators.multi_label:MultiLabelConfig",
+        "real": "vit_jax.evaluators.label_sets:RealConfig",
+        "objectnet": "vit_jax.evaluators.label_sets:ObjectNetConfig",
+        "fewshot": "vit_jax.evaluators.fewshot:FewShotConfig",
+        "knn": "vit_jax.evaluators.knn:NeighboursConfig",
+        "probe": "vit_jax.evaluators.probe:ProbeConfig",
+        "zero_shot": "vit_jax.evaluators.zero_shot:ZeroShotConfig",
+        "retrieval": "vit_jax.evaluators.retrieval:RetrievalConfig",
+        "task": "vit_jax.evaluators.task_metrics:TaskMetricsConfig",
+    }
+)

@@ -18,7 +18,6 @@ from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.protocol import (
-    EVALUATORS,
     Confusion,
     Evaluator,
     Pass,
@@ -72,9 +71,6 @@ class ClassificationConfig(ModelClassesConfig):
             (Pass(split, wanted),),
             lambda outputs, stop: score(*outputs, splits.num_classes, allowed, names),
         )
-
-
-EVALUATORS["classification"] = ClassificationConfig
 
 
 def _allowed(

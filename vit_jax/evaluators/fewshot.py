@@ -17,7 +17,7 @@ from jaxtyping import Float, Integer
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.evaluators.protocol import EVALUATORS, FeaturesConfig, Scored, mean
+from vit_jax.evaluators.protocol import FeaturesConfig, Scored, mean
 from vit_jax.evaluators.splits import EvalSplit
 
 EPSILON = 1e-5  # Added to the deviation.
@@ -96,9 +96,6 @@ class FewShotConfig(FeaturesConfig):
             if short := int((counts < shots).sum()):
                 metrics[f"{shots}shot_short"] = short
         return Scored(metrics)
-
-
-EVALUATORS["fewshot"] = FewShotConfig
 
 
 def is_accuracy(metric: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Integer
 
 from vit_jax.config.fields import key
-from vit_jax.evaluators.protocol import EVALUATORS, FeaturesConfig, Scored, mean
+from vit_jax.evaluators.protocol import FeaturesConfig, Scored, mean
 
 _BLOCK = 2**24  # Similarities at once; 4 bytes each, and 8 for their order.
 
@@ -41,9 +41,6 @@ class NeighboursConfig(FeaturesConfig):
 
     def summarize(self, metrics):
         return metrics["top1"]
-
-
-EVALUATORS["knn"] = NeighboursConfig
 
 
 def predict(

@@ -22,7 +22,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
+from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 
 _FEATURE = "real_label"  # In TFDS's imagenet2012_real.
@@ -60,9 +60,6 @@ class RealConfig(EvalConfig):
         )
 
 
-EVALUATORS["real"] = RealConfig
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectNetConfig(EvalConfig):
     """The classes of ObjectNet that overlap ImageNet's."""
@@ -86,9 +83,6 @@ class ObjectNetConfig(EvalConfig):
             (Pass(split, Wanted(predictions=True, restricted=allowed)),),
             lambda outputs, stop: score_objectnet(*outputs, order),
         )
-
-
-EVALUATORS["objectnet"] = ObjectNetConfig
 
 
 def read_real(source: Source, path: str, title: str) -> list[frozenset[int]]:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
+from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import ModelClassesConfig
 
 _MAX_CLASSES = 100  # Of more, the precision of each is not among the metrics.
@@ -47,9 +47,6 @@ class MultiLabelConfig(ModelClassesConfig):
             return Scored(score(logits, labels, self.thresholds, names))
 
         return Evaluator((Pass(split, Wanted(logits=True)),), score_outputs)
-
-
-EVALUATORS["multi_label"] = MultiLabelConfig
 
 
 def score(

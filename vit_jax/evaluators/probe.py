@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Integer
 
 from vit_jax.config.fields import key
 from vit_jax.evaluators import fewshot
-from vit_jax.evaluators.protocol import EVALUATORS, FeaturesConfig, Scored, mean
+from vit_jax.evaluators.protocol import FeaturesConfig, Scored, mean
 
 _BLOCK = 2**24  # Logits at once on the device; 4 bytes each.
 # With fewer held-out examples cross-validation chooses. On 500 an accuracy of 90 % has
@@ -71,9 +71,6 @@ class ProbeConfig(FeaturesConfig):
         if not np.isnan(choice.top1):
             metrics["held_out_top1"] = choice.top1
         return Scored(metrics)
-
-
-EVALUATORS["probe"] = ProbeConfig
 
 
 class Probe(NamedTuple):

@@ -1,9 +1,8 @@
-"""The interface of an evaluator, and the table of evaluators.
+"""The interface of an evaluator.
 
 Each evaluator is one file: the dataclass of its config keys, whose method `open` returns
-forward passes and the function that scores their outputs, and a line
-`EVALUATORS["name"] = Config` that registers it when the package imports the file. Letters:
-K classes, R rows.
+forward passes and the function that scores their outputs. A line in `EVALUATORS` names it.
+Letters: K classes, R rows.
 """
 
 import dataclasses
@@ -23,8 +22,6 @@ from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 
 Stop = Callable[[], bool]
 SKIPPED = "skipped"  # Metric: number of damaged images that an evaluation left out.
-
-EVALUATORS: dict[str, type[EvalConfig]] = {}  # By the value of the config key `kind`.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from vit_jax.config.fields import key
 from vit_jax.data.captions import TEXT
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
+from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 
 _BLOCK = 2**24  # Similarities at once.
@@ -46,9 +46,6 @@ class RetrievalConfig(EvalConfig):
             (Pass(split, Wanted(features=True), texts=lambda: captions()[0]),),
             lambda outputs, stop: score(*outputs, *captions(), self.k, stop),
         )
-
-
-EVALUATORS["retrieval"] = RetrievalConfig
 
 
 def _captions(split: EvalSplit) -> tuple[list[str], Int[np.ndarray, " M"]]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from vit_jax.config.fields import key
 from vit_jax.evaluators.forward_passes import Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
+from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalConfig
 
 
@@ -33,6 +33,3 @@ class TaskMetricsConfig(EvalConfig):
                 {name: mean(values) for name, values in outputs[0].task.items()}
             ),
         )
-
-
-EVALUATORS["task"] = TaskMetricsConfig

@@ -13,7 +13,7 @@ from vit_jax.config.fields import key
 from vit_jax.data import class_names
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import TOP, Wanted
-from vit_jax.evaluators.protocol import EVALUATORS, Evaluator, Pass, Scored, mean
+from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalConfig
 from vit_jax.models.text_tower import filled
 
@@ -80,6 +80,3 @@ class ZeroShotConfig(EvalConfig):
 
     def summarize(self, metrics):
         return metrics["top1"]
-
-
-EVALUATORS["zero_shot"] = ZeroShotConfig

@@ -13,7 +13,8 @@ from vit_jax.data.config import DataConfig, ReaderConfig
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
-from vit_jax.evaluators.protocol import EVALUATORS, SKIPPED
+from vit_jax.evaluators import EVALUATORS
+from vit_jax.evaluators.protocol import SKIPPED
 from vit_jax.evaluators.splits import EvalConfig
 from vit_jax.tasks import TASKS
 from vit_jax.tasks.task import TaskConfig
