@@ -16,8 +16,7 @@ from helpers import tiny_config
 from vit_jax.config.lengths import RunLength
 from vit_jax.errors import Preempted, UserError
 from vit_jax.training import loop, optim
-from vit_jax.training.actions import Evaluating
-from vit_jax.training.best_checkpoint import BestCheckpoint, lower_is_better
+from vit_jax.training.actions import BestCheckpoint, Evaluating, lower_is_better
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.metric_logger import MetricLogger
 from vit_jax.weights import workdir as workdirs

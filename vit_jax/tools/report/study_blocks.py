@@ -34,7 +34,7 @@ from vit_jax.tools.report.blocks import (
     with_spread,
 )
 from vit_jax.tools.report.results import Run
-from vit_jax.training.best_checkpoint import lower_is_better
+from vit_jax.training.actions import lower_is_better
 
 _AXES = {"exaflops": "exaFLOPs of pretraining", "images_seen": "images seen"}
 _LEAST = 4  # Points of a law, which has three parameters.

@@ -29,7 +29,7 @@ from vit_jax.tools.sweeps.runs import SplitCache
 from vit_jax.tools.sweeps.study_config import StudyConfig
 from vit_jax.tools.sweeps.transfer import say
 from vit_jax.training import lock, run_report
-from vit_jax.training.best_checkpoint import lower_is_better
+from vit_jax.training.actions import lower_is_better
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.training.sweep import SweepSetups
 
