@@ -136,8 +136,6 @@ def open_tfds(
       NoLabels: no such feature of the class number.
       UserError: not prepared, not as ArrayRecord, or no such split or feature.
     """
-    import tensorflow_datasets as tfds
-
     builder = _builder(name, data_dir)
     features = builder.info.features
     image = _feature("image_key", image, name, features)
@@ -153,6 +151,28 @@ def open_tfds(
             "them; write as train[80%:] or even_splits(train, 5)[4]"
         )
 
+    used = [builder.info.splits[key] for key in dict(numbering.parts)]
+    shards = _shards(name, used)
+    names = ()
+    if isinstance(label, Feature):
+        names = getattr(features[label.key], "names", None) or ()
+    return TfdsSource(
+        f"{title or name} {split}",
+        _records(builder, numbering),
+        image,
+        label,
+        tuple(names),
+        numbering,
+        shards,
+        builder.info.full_name,
+        caption_key,
+    )
+
+
+def _records(builder, numbering: splits.Numbering) -> Sequence:
+    """Returns the records of a set as TFDS stores them, images encoded."""
+    import tensorflow_datasets as tfds
+
     instructions = [
         tfds.core.ReadInstruction(key, from_=part.start, to=part.stop, unit="abs")
         for key, part in numbering.parts
@@ -161,26 +181,11 @@ def open_tfds(
     # Every image, also one that is not used: TFDS would decode it with TensorFlow.
     decoders = {
         key: tfds.decode.SkipDecoding()
-        for key, feature in features.items()
+        for key, feature in builder.info.features.items()
         if isinstance(feature, tfds.features.Image)
     }
-    shards = _shards(name, [builder.info.splits[key] for key in dict(numbering.parts)])
-    records = builder.as_data_source(
+    return builder.as_data_source(
         functools.reduce(operator.add, instructions), decoders=decoders
-    )
-    names = ()
-    if isinstance(label, Feature):
-        names = getattr(features[label.key], "names", None) or ()
-    return TfdsSource(
-        f"{title or name} {split}",
-        records,
-        image,
-        label,
-        tuple(names),
-        numbering,
-        shards,
-        builder.info.full_name,
-        caption_key,
     )
 
 
