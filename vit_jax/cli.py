@@ -5,6 +5,8 @@ import difflib
 import gc
 import importlib
 import logging
+import os
+import pathlib
 import re
 import sys
 import textwrap
@@ -12,7 +14,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 
-from vit_jax import signals
+from vit_jax import files, signals
 from vit_jax.errors import (
     EXIT_INTERRUPTED,
     EXIT_TRY_AGAIN,
@@ -28,6 +30,7 @@ SQUASH = "squash"  # A value of --crop_pct.
 # Objects between two collections; at Python's own 700 they take a tenth of a start, since a
 # trace is many small objects, all kept.
 _COLLECTED_AFTER = 10_000
+_WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
 _UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
 
 
@@ -324,14 +327,14 @@ def open_weights(
     Raises:
       UserError: the weights or the class names cannot be read.
     """
-    from vit_jax.evaluators import forward_passes, prediction
+    from vit_jax.evaluators import forward_passes
 
     checkpoint = checkpoint or flags.model
     own = checkpoint == flags.model
     names, stated = (), flags.labels if own else ""
-    words = texts and not prediction.is_file(stated)
+    words = texts and not is_file(stated)
     if stated and not words:
-        names = prediction.read_labels(stated)
+        names = read_labels(stated)
     found, preprocess = forward_passes.open_weights(
         checkpoint,
         image_flags(flags) if own else {},
@@ -343,9 +346,68 @@ def open_weights(
     )
     if stated and words:
         named = bool(found.options["num_classes"])
-        read = prediction.read_labels if named else prediction.read_texts
+        read = read_labels if named else read_texts
         names = read(stated, "--labels")
     return found, preprocess, names
+
+
+def read_texts(stated: str, flag: str) -> tuple[str, ...]:
+    """Reads texts to compare images with.
+
+    Args:
+      stated: the texts with commas between them, or a file with one a line.
+      flag: that states them, for messages.
+
+    Raises:
+      UserError: there is none, or the file cannot be read.
+    """
+    if is_file(stated):
+        return read_labels(stated, flag)
+    texts = tuple(one.strip() for one in stated.split(","))
+    if not all(texts):
+        raise UserError(
+            f"{flag}={stated!r} has an empty text: give texts with commas between them, "
+            "or a file with one a line"
+        )
+    return texts
+
+
+def is_file(stated: str) -> bool:
+    """Returns whether what a flag states is a file, there or not, rather than texts.
+
+    A single word is no text to compare images with, since there is no other.
+    """
+    several = "," in stated or " " in stated
+    path = os.sep in stated or stated.endswith(".txt")
+    return os.path.exists(stated) or path or not several
+
+
+def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, ...]:
+    """Reads class names, one per line in label order.
+
+    Args:
+      path: of a text file. If every line begins with a synset such as n01440764, those
+        are left out.
+      flag: that states it, for messages.
+
+    Raises:
+      UserError: the file cannot be read, or a line has no name.
+    """
+    files.check(flag, path)
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag}={path} cannot be read: {error}") from error
+    names = [line.strip() for line in lines]
+    while names and not names[-1]:
+        names.pop()
+    if not names or not all(names):
+        line = names.index("") + 1 if names else 1
+        raise UserError(
+            f"{flag}={path} has no name in line {line}: give one name a line"
+        )
+    matches = [_WNID.fullmatch(name) for name in names]
+    return tuple(m[1] for m in matches) if all(matches) else tuple(names)
 
 
 def tell(line: object) -> None:

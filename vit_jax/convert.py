@@ -77,7 +77,7 @@ def main(flags: argparse.Namespace) -> None:
 def open_weights(flags: argparse.Namespace):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax import weights
-    from vit_jax.evaluators import forward_passes, prediction
+    from vit_jax.evaluators import forward_passes
     from vit_jax.weights import surgery
     from vit_jax.weights.formats import registry
     from vit_jax.weights.pretrained import (
@@ -86,7 +86,7 @@ def open_weights(flags: argparse.Namespace):
         usual_preprocess,
     )
 
-    names = prediction.read_labels(flags.labels) if flags.labels else ()
+    names = cli.read_labels(flags.labels) if flags.labels else ()
     found = weights.open_pretrained(
         flags.model,
         use_ema=not flags.no_ema,

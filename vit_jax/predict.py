@@ -13,8 +13,11 @@ each says why), 2 bad input or no image at all.
 
 import argparse
 import dataclasses
+import json
+from collections.abc import Sequence
 
 from vit_jax import cli
+from vit_jax.printing import printable
 
 EXIT_DAMAGED = 1
 
@@ -40,16 +43,34 @@ def main(flags: argparse.Namespace) -> int:
         threshold=flags.threshold,
     )
     piped = inputs.STDIN in flags.images
-    table = prediction.PredictionTable(() if piped else (name for name, _ in images))
-    code = 0
+    names = () if piped else (printable(name) for name, _ in images)
+    width, head, code = max(map(len, ("file", *names))), True, 0
     for name, result in results:
         if isinstance(result, str):
             cli.tell(f"{name}: {result}")
             code = EXIT_DAMAGED
             continue
-        show = prediction.to_json if flags.json else table.rows
-        print(show(name, result), flush=True)
+        if flags.json:
+            entries = [dataclasses.asdict(one) for one in result]
+            line = json.dumps({"file": name, "predictions": entries})
+        else:
+            width = max(width, len(printable(name)))  # Of a pipe they become known.
+            line = _table(name, result, width, head=head)
+            head = False
+        print(line, flush=True)
     return code
+
+
+def _table(name: str, predictions: Sequence, width: int, *, head: bool) -> str:
+    """Returns the lines of one image: file, probability, class."""
+    rows = [
+        ("", f"{100 * x.probability:.2f} %", printable(x.name)) for x in predictions
+    ]
+    rows = rows or [("", "", "none")]  # None is above the threshold.
+    rows[0] = printable(name), *rows[0][1:]
+    if head:
+        rows.insert(0, ("file", "probability", "class"))
+    return "\n".join(f"{file:<{width}}  {p:>11}  {label}" for file, p, label in rows)
 
 
 def open_classifier(flags: argparse.Namespace):
@@ -77,7 +98,7 @@ def open_classifier(flags: argparse.Namespace):
         )
     prompts = ("{}",)
     if flags.prompts:
-        prompts = prediction.read_texts(flags.prompts, "--prompts")
+        prompts = cli.read_texts(flags.prompts, "--prompts")
     found = dataclasses.replace(found, tokenizer=flags.tokenizer or found.tokenizer)
     return prediction.Classifier(
         found,

@@ -1,17 +1,13 @@
 """Classes of single images, by any checkpoint with a classifier or a text tower."""
 
 import dataclasses
-import json
 import os
-import pathlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from vit_jax import files
 from vit_jax.data import inputs
 from vit_jax.data.class_names import arrange
 from vit_jax.data.transforms import device as transforms
@@ -21,12 +17,10 @@ from vit_jax.evaluators import forward_passes
 from vit_jax.evaluators.augmented import augment
 from vit_jax.models import text
 from vit_jax.models.text_tower import TextTower
-from vit_jax.printing import printable
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
 
 _THRESHOLD = 0.5  # Of probabilities, where an image has several labels.
-_WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,65 +239,6 @@ def predict(
             yield name, classifier.rank(values, topk, threshold)
 
 
-def read_texts(stated: str, flag: str) -> tuple[str, ...]:
-    """Reads texts to compare images with.
-
-    Args:
-      stated: the texts with commas between them, or a file with one a line.
-      flag: that states them, for messages.
-
-    Raises:
-      UserError: there is none, or the file cannot be read.
-    """
-    if is_file(stated):
-        return read_labels(stated, flag)
-    texts = tuple(one.strip() for one in stated.split(","))
-    if not all(texts):
-        raise UserError(
-            f"{flag}={stated!r} has an empty text: give texts with commas between them, "
-            "or a file with one a line"
-        )
-    return texts
-
-
-def is_file(stated: str) -> bool:
-    """Returns whether what a flag states is a file, there or not, rather than texts.
-
-    A single word is no text to compare images with, since there is no other.
-    """
-    several = "," in stated or " " in stated
-    path = os.sep in stated or stated.endswith(".txt")
-    return os.path.exists(stated) or path or not several
-
-
-def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, ...]:
-    """Reads class names, one per line in label order.
-
-    Args:
-      path: of a text file. If every line begins with a synset such as n01440764, those
-        are left out.
-      flag: that states it, for messages.
-
-    Raises:
-      UserError: the file cannot be read, or a line has no name.
-    """
-    files.check(flag, path)
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag}={path} cannot be read: {error}") from error
-    names = [line.strip() for line in lines]
-    while names and not names[-1]:
-        names.pop()
-    if not names or not all(names):
-        line = names.index("") + 1 if names else 1
-        raise UserError(
-            f"{flag}={path} has no name in line {line}: give one name a line"
-        )
-    matches = [_WNID.fullmatch(name) for name in names]
-    return tuple(m[1] for m in matches) if all(matches) else tuple(names)
-
-
 def _batches(prepared: Iterable, batch_size: int) -> Iterator[list]:
     """Groups results so that each group has up to `batch_size` readable images."""
     batch, good = [], 0
@@ -328,49 +263,3 @@ def _padded_logits(
     padded = np.zeros((rows, *images[0].shape), np.uint8)
     padded[: len(images)] = images
     return np.asarray(classifier.logits(padded))[: len(images)]
-
-
-class PredictionTable:
-    """Formats predictions as columns: file, probability, class.
-
-    Args:
-      names: of the files as far as they are known; later ones widen the column.
-    """
-
-    def __init__(self, names: Iterable[str] = ()):
-        self._width = max(map(len, ("file", *map(printable, names))))
-        self._headed = False
-
-    def rows(self, name: str, predictions: Iterable) -> str:
-        """Returns the lines of one image, the first time below a heading.
-
-        Args:
-          name: of its file.
-          predictions: with `name` and `probability`, best first; none if no class counts.
-        """
-        name = printable(name)
-        self._width = max(self._width, len(name))
-        lines = []
-        if not self._headed:
-            lines.append(f"{'file':<{self._width}}  {'probability':>11}  class")
-            self._headed = True
-        for i, one in enumerate(predictions):
-            first = "" if i else name
-            percent = f"{100 * one.probability:.2f} %"
-            lines.append(
-                f"{first:<{self._width}}  {percent:>11}  {printable(one.name)}"
-            )
-        if not predictions:  # None above the threshold.
-            lines.append(f"{name:<{self._width}}  {'':>11}  none")
-        return "\n".join(lines)
-
-
-def to_json(name: str, predictions: Iterable) -> str:
-    """Returns the predictions for one image as a JSON object on one line.
-
-    Args:
-      name: of its file.
-      predictions: instances of a dataclass, best first.
-    """
-    entries = [dataclasses.asdict(one) for one in predictions]
-    return json.dumps({"file": name, "predictions": entries})

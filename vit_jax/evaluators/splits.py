@@ -236,42 +236,60 @@ class EvalSplits:
         if (*of_split, True) in self._opened:  # One pass does for both.
             key = (*of_split, True)
         if key not in self._opened:
-            try:
-                source, opened, data = open_first_split(
-                    name,
-                    data,
-                    split,
-                    self._order,
-                    model_classes=model_classes,
-                    own=self._order != TESTS and not (config.name or config.data_dir),
-                )
-                if data.num_classes and not model_classes:
-                    _check_labelled(source)
-            except NoLabels as error:
-                raise UserError(
-                    f"evals.{name} needs labels: {error}; or state a labelled data set "
-                    f"by evals.{name}.name and evals.{name}.data_dir"
-                ) from error
-            if data.exclude and split == data.split:
-                source = exclude(source, data.exclude)
-            if data.num_classes:
-                data = dataclasses.replace(data, num_classes=_MANY)
-            host = self._host_ops(source, data, stated=bool(config.eval_transform))
-            self._opened[key] = EvalSplit(opened, source, data, host)
+            self._opened[key] = self._open(name, config, data, split, model_classes)
         found = self._opened[key]
         if not model_classes:
             return found
         self._check(name, found)
-        known = self._data.num_classes
         how = {}
         if isinstance(config, ModelClassesConfig):
             how["by"] = config.match_classes
             key = f"--config.evals.{name}.match_classes={class_names.POSITION}"
             how["hint"] = f", or compare them class by class: {key}"
-        matched = self.match(name, found, self.class_names, known, **how)
+        matched = self.match(name, found, self.class_names, self.num_classes, **how)
         # Labels are checked against this number when records are read.
-        matched.data = dataclasses.replace(matched.data, num_classes=known)
+        matched.data = dataclasses.replace(matched.data, num_classes=self.num_classes)
         return matched
+
+    def _open(
+        self,
+        name: str,
+        config: EvalConfig,
+        data: DataConfig,
+        split: str,
+        model_classes: bool,
+    ) -> EvalSplit:
+        """Opens a split, or the first of `order` that exists."""
+        # Of the data set that the run trains on.
+        own = self._order != TESTS and not (config.name or config.data_dir)
+        splits = [split] if split else _unstated(data.name, self._order)
+        if data.name == "table":
+            there = table.split_names(data.data_dir)
+            if model_classes and there == [WHOLE] and not (split or own):
+                splits = [WHOLE]
+            found = [each for each in splits if split_names(each)[0] in there]
+            if found and split_names(data.split)[0] not in there:
+                data = dataclasses.replace(data, split=found[0])  # Of the classes.
+        if data.name == "folder":
+            stated = bool(split)
+            splits, data = _in_folder(
+                name, data, splits, stated=stated, model_classes=model_classes, own=own
+            )
+        try:
+            opened, source = _open_first(data, splits)
+            if data.num_classes and not model_classes:
+                _check_labelled(source)
+        except NoLabels as error:
+            raise UserError(
+                f"evals.{name} needs labels: {error}; or state a labelled data set "
+                f"by evals.{name}.name and evals.{name}.data_dir"
+            ) from error
+        if data.exclude and split == data.split:
+            source = exclude(source, data.exclude)
+        if data.num_classes:
+            data = dataclasses.replace(data, num_classes=_MANY)
+        ops = self._host_ops(source, data, stated=bool(config.eval_transform))
+        return EvalSplit(opened, source, data, ops)
 
     def match(
         self,
@@ -362,49 +380,12 @@ def _check_labelled(source: Source) -> None:
         raise NoLabels(f"{source.describe(0)} has label {label}")
 
 
-def open_first_split(
-    name: str,
-    data: DataConfig,
-    split: str,
-    order: Sequence[str] = TESTS,
-    *,
-    model_classes: bool,
-    own: bool,
-) -> tuple[Source, str, DataConfig]:
-    """Opens a split, or the first of `order` that exists.
-
-    Args:
-      name: of the evaluation, for messages.
-      data: `config.data`.
-      split: expression, or "".
-      order: `TESTS` or `VALIDATIONS`.
-      model_classes: whether the labels are the model's classes, and nothing is learnt
-        from the split.
-      own: whether a run reads the data set that it trains on.
-
-    Returns:
-      The source, its expression, and `data`, whose `split` the folder or table has.
-
-    Raises:
-      NoSplit: the split does not exist.
-      NoLabels: it has no labels, and `data.num_classes` is not 0.
-    """
-    splits = [split] if split else _unstated(data.name, order)
-    if data.name == "table":
-        there = table.split_names(data.data_dir)
-        if model_classes and there == [WHOLE] and not (split or own):
-            splits = [WHOLE]
-        found = [each for each in splits if split_names(each)[0] in there]
-        if found and split_names(data.split)[0] not in there:
-            data = dataclasses.replace(data, split=found[0])  # Of the classes.
-    if data.name == "folder":
-        splits, data = _in_folder(
-            name, data, splits, stated=bool(split), model_classes=model_classes, own=own
-        )
+def _open_first(data: DataConfig, splits: Sequence[str]) -> tuple[str, Source]:
+    """Opens the first split that exists; raises NoSplit of the first if none does."""
     first = None
-    for one in splits:
+    for split in splits:
         try:
-            return open_unchecked(data, one), one, data
+            return split, open_unchecked(data, split)
         except NoSplit as error:
             first = first or error
     raise first
