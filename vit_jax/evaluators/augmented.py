@@ -51,11 +51,11 @@ class AugmentedModel(Model):
 
         Args and Returns: as of `Model.apply`; "pre_logits" is the mean over the views.
         """
-        found = [
+        answers = [
             super(AugmentedModel, self).apply(params, view)
             for view in self._cut(images)
         ]
-        outputs = {name: [each[name] for each in found] for name in found[0]}
+        outputs = {name: [each[name] for each in answers] for name in answers[0]}
         means = {name: jnp.mean(jnp.stack(each), 0) for name, each in outputs.items()}
         if "logits" in outputs:
             means["logits"] = self._combine(jnp.stack(outputs["logits"]))

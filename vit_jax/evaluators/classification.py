@@ -77,12 +77,12 @@ def _allowed(
     config: ClassificationConfig, split: EvalSplit, num_classes: int
 ) -> tuple[tuple[int, ...], str]:
     """Returns the classes that may be answered, () for all, and a line for the user."""
-    present, stated = sorted(split.classes), config.only_present_classes
-    if stated and len(present) == num_classes:
+    present, option = sorted(split.classes), config.only_present_classes
+    if option and len(present) == num_classes:
         present = np.unique(split.labels).tolist()
     if len(present) == num_classes:
         return (), ""
-    restricted = stated is None or stated
+    restricted = option is None or option
     answers = f"these {len(present):,} alone" if restricted else f"all {num_classes:,}"
     note = f"answers are of {answers} (only_present_classes={restricted})"
     return tuple(present) if restricted else (), note
@@ -117,7 +117,7 @@ def score(
     right = tops == labels[:, None]
     counts = np.bincount(labels, minlength=num_classes)
     hits = np.bincount(labels[right[:, 0]], minlength=num_classes)
-    found = np.bincount(tops[:, 0], minlength=num_classes)
+    predicted = np.bincount(tops[:, 0], minlength=num_classes)
     occurs = counts > 0
     metrics = {"top1": mean(right[:, 0])}
     if num_classes > tops.shape[1]:
@@ -126,7 +126,7 @@ def score(
         "loss": mean(answers.losses),
         "ece": calibration_error(answers.confidence, right[:, 0]),
         "balanced_accuracy": mean(hits / np.maximum(counts, 1), occurs),
-        "macro_f1": mean(2 * hits / np.maximum(counts + found, 1), occurs),
+        "macro_f1": mean(2 * hits / np.maximum(counts + predicted, 1), occurs),
         "examples": len(labels),
     }
     if allowed:
@@ -175,7 +175,7 @@ def draw_confusion(confusion: Confusion) -> Image.Image:
     names = []
     if cell >= _NAMED:
         names = [fonts.choose(_cut(confusion.name(i)), _FONT_SIZE) for i in range(K)]
-    width = max((round(own.getlength(name)) for name, own in names), default=40) + 8
+    width = max((round(style.getlength(name)) for name, style in names), default=40) + 8
     left, top, side = _MARGIN + width, 2 * _MARGIN + _FONT_SIZE + width, cell * K
     title = f"true class (rows) by predicted class: {counts.sum():,} images, "
     title += f"{counts.trace() / max(counts.sum(), 1):.2%} right"

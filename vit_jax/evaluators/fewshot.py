@@ -57,16 +57,16 @@ class FewShotConfig(FeaturesConfig):
     )
 
     def summarize(self, metrics):
-        found = {}
+        summary = {}
         for name, value in metrics.items():
             match = re.fullmatch(r"(\d+)shot(?:_l2_(.+?))?(?:_(std|short))?", name)
             if not match:
                 continue
-            shots = found.setdefault(match[1], {})
+            shots = summary.setdefault(match[1], {})
             if match[2]:
                 shots = shots.setdefault("l2", {}).setdefault(match[2], {})
             shots[match[3] or "mean"] = value
-        return found
+        return summary
 
     def _supports(self, train: EvalSplit, shots: int) -> list[np.ndarray]:
         seeds, num_classes = range(self.seeds), train.num_classes
@@ -80,15 +80,15 @@ class FewShotConfig(FeaturesConfig):
         counts = np.bincount(split.labels, minlength=num_classes)
         metrics = {}
         for shots in self.shots:
-            found = []
+            tops = []
             for rows in self._supports(split, shots):
                 if stop():
                     return None
                 places = _positions(train.records, rows)
                 support = train.features[places], train.labels[places]
                 tests = test.features, test.labels
-                found.append(accuracies(support, tests, num_classes, self.l2))
-            for l2, values in zip(self.l2, np.transpose(found), strict=True):
+                tops.append(accuracies(support, tests, num_classes, self.l2))
+            for l2, values in zip(self.l2, np.transpose(tops), strict=True):
                 more = "" if l2 == self.l2[0] else f"_l2_{l2:g}"
                 metrics[f"{shots}shot{more}"] = mean(values)
                 deviation = values.std(ddof=1) if len(values) > 1 else 0.0
@@ -188,12 +188,12 @@ class Solution:
         slopes, last = weights[:-1], weights[-1]
         slopes /= self.scale[:, None]
         offsets = BIAS * last - self.mean @ slopes
-        found = np.empty(len(features), np.int32)
+        predicted = np.empty(len(features), np.int32)
         for rows in _blocks(len(features), slopes.shape[1]):
             scores = features[rows].astype(np.float64) @ slopes
             scores += offsets
-            found[rows] = scores.argmax(1)
-        return found
+            predicted[rows] = scores.argmax(1)
+        return predicted
 
 
 def solve(features: Features, labels: Labels, num_classes: int) -> Solution:
@@ -288,9 +288,9 @@ def _add_class_sums(
     """Adds its rows to each class; takes as much memory again as `rows`."""
     from scipy import sparse
 
-    found, places = np.unique(labels, return_inverse=True)
+    classes, places = np.unique(labels, return_inverse=True)
     ones = np.ones(len(labels)), (places, np.arange(len(labels)))
-    sums[found] += sparse.csr_array(ones, shape=(len(found), len(labels))) @ rows
+    sums[classes] += sparse.csr_array(ones, shape=(len(classes), len(labels))) @ rows
 
 
 def _positive(values: np.ndarray) -> np.ndarray:

@@ -166,7 +166,7 @@ def open_weights(
     Raises:
       UserError: there is no checkpoint, or it cannot be read.
     """
-    found = weights.open_pretrained(
+    pretrained = weights.open_pretrained(
         checkpoint,
         use_ema=use_ema,
         num_heads=num_heads,
@@ -174,21 +174,21 @@ def open_weights(
         with_task=with_task,
         image_size=given.get("image_size"),
     )
-    guesses = list(found.notes)  # Such as a guessed number of heads.
-    preprocess = dataclasses.replace(preprocessing_of(found), **given)
-    stated = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
-    if not found.preprocess and not stated:
+    guesses = list(pretrained.notes)  # Such as a guessed number of heads.
+    preprocess = dataclasses.replace(preprocessing_of(pretrained), **given)
+    complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
+    if not pretrained.preprocess and not complete:
         guesses.append(
             "does not tell how its images are prepared; assumed as of "
-            f"{usual_preprocess(found).family}: {describe_preprocess(preprocess)}"
+            f"{usual_preprocess(pretrained).family}: {describe_preprocess(preprocess)}"
         )
-    found = name_classes(found, guesses.append)
+    pretrained = name_classes(pretrained, guesses.append)
     if guesses:
         # Of a file its name alone; "deit:Ti/16" is no path.
         place = pathlib.Path(checkpoint)
         name = place.name if place.exists() else checkpoint
         tell(f"{name}: {'; '.join(guesses)}")
-    return found, preprocess
+    return pretrained, preprocess
 
 
 def name_classes(pretrained: Pretrained, tell: Callable[[str], None]) -> Pretrained:
@@ -211,10 +211,12 @@ def preprocessing_of(pretrained: Pretrained) -> Preprocess:
 
     Its size is that of the network, unless what comes with the weights states another.
     """
-    found = pretrained.preprocess or usual_preprocess(pretrained).preprocess
+    preprocess = pretrained.preprocess or usual_preprocess(pretrained).preprocess
     # Equal numbers for three channels hold for one as well.
-    mean, std = (v[:1] if len(set(v)) == 1 else v for v in (found.mean, found.std))
-    return dataclasses.replace(found, mean=mean, std=std)
+    mean, std = (
+        v[:1] if len(set(v)) == 1 else v for v in (preprocess.mean, preprocess.std)
+    )
+    return dataclasses.replace(preprocess, mean=mean, std=std)
 
 
 def make_eval_step(
@@ -246,40 +248,37 @@ def make_eval_step(
     def predict(logits, num_classes, labels):
         log_probs = jax.nn.log_softmax(logits)
         best, tops = jax.lax.top_k(log_probs, min(TOP, num_classes))
-        found = Predictions(tops.astype(jnp.int32), jnp.exp(best[:, 0]))
+        predictions = Predictions(tops.astype(jnp.int32), jnp.exp(best[:, 0]))
         if not wanted.losses:
-            return found
+            return predictions
         log_probs = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)
-        return found.replace(losses=-log_probs[:, 0])
+        return predictions.replace(losses=-log_probs[:, 0])
 
     def eval_step(params, batch):
         images = transforms.normalize(batch["image"], data.mean, data.std)
         labels = batch.get("label")
-        found = Outputs(records=batch["index"], labels=labels)
+        values = {"records": batch["index"], "labels": labels}
         if trained is not None:
             state, params = params, trained.backbone(*params)
         if wanted.task:
             batch_of_task = {"image": images, "index": batch["index"]}
             with sharding.activations(mesh):
-                metrics = trained.held_out_metrics(*state, batch_of_task, _key())
-            found = found.replace(task=metrics)
+                values["task"] = trained.held_out_metrics(*state, batch_of_task, _key())
         if wanted.features or wanted.logits or wanted.predictions:
             with sharding.activations(mesh):
                 outputs = model.apply(params, images.astype(model.options["dtype"]))
         if wanted.features:
-            found = found.replace(features=outputs["pre_logits"].astype(jnp.float32))
+            values["features"] = outputs["pre_logits"].astype(jnp.float32)
         if wanted.logits or wanted.predictions:
             logits = outputs["logits"].astype(jnp.float32)
         if wanted.logits:
-            found = found.replace(logits=logits)
+            values["logits"] = logits
         if wanted.predictions:
-            predictions = predict(logits, logits.shape[-1], labels)
-            found = found.replace(predictions=predictions)
+            values["predictions"] = predict(logits, logits.shape[-1], labels)
         if wanted.restricted:
             logits = logits.at[:, others].set(-jnp.inf)
-            restricted = predict(logits, len(wanted.restricted), labels)
-            found = found.replace(restricted=restricted)
-        return found, batch["mask"]
+            values["restricted"] = predict(logits, len(wanted.restricted), labels)
+        return Outputs(**values), batch["mask"]
 
     replicated = meshes.replicated(mesh)
     return jax.jit(
@@ -310,10 +309,10 @@ def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Ste
         images = transforms.normalize(batch["image"], data.mean, data.std)
         batch = {"image": images, "index": batch["index"]}
         with sharding.activations(mesh):
-            found = trained.pictures(*state, batch, _key())
+            pictures = trained.pictures(*state, batch, _key())
         return jax.tree.map(
             lambda x: (255 * (x * std + mean)).round().clip(0, 255).astype(jnp.uint8),
-            found,
+            pictures,
         )
 
     replicated = meshes.replicated(mesh)
@@ -399,8 +398,8 @@ class _Table:
         self.count = stop
 
     def outputs(self) -> Outputs:
-        found = jax.tree.map(lambda x: x[: self.count], self._columns)
-        return found.replace(records=found.records.astype(np.int64))
+        outputs = jax.tree.map(lambda x: x[: self.count], self._columns)
+        return outputs.replace(records=outputs.records.astype(np.int64))
 
 
 def check_finite(
@@ -416,11 +415,11 @@ def check_finite(
     Raises:
       UserError: a value is not finite.
     """
-    for found in outputs.values():
-        columns = [("features", found.features)]
-        if classifier and found.predictions is not None:
-            columns.append(("outputs", found.predictions.confidence))
-            columns.append(("outputs", found.predictions.losses))
+    for result in outputs.values():
+        columns = [("features", result.features)]
+        if classifier and result.predictions is not None:
+            columns.append(("outputs", result.predictions.confidence))
+            columns.append(("outputs", result.predictions.losses))
         for what, values in columns:
             if values is None:
                 continue

@@ -28,7 +28,7 @@ class NeighboursConfig(FeaturesConfig):
     )
 
     def score_features(self, train, test, split, stop):
-        found = predict(
+        predicted = predict(
             train.features,
             train.labels,
             test.features,
@@ -37,7 +37,11 @@ class NeighboursConfig(FeaturesConfig):
             temperature=self.temperature,
             stop=stop,
         )
-        return None if found is None else Scored({"top1": mean(found == test.labels)})
+        return (
+            None
+            if predicted is None
+            else Scored({"top1": mean(predicted == test.labels)})
+        )
 
     def summarize(self, metrics):
         return metrics["top1"]
@@ -77,7 +81,7 @@ def predict(
     """
     k = min(k, len(train))
     known = _normalised(train)
-    found = np.empty(len(test), np.int32)
+    predicted = np.empty(len(test), np.int32)
     rows = max(1, _BLOCK // max(len(train), num_classes))
     for start in range(0, len(test), rows):
         if stop():
@@ -89,8 +93,8 @@ def predict(
         # Subtracting the largest changes no winner, and nothing overflows.
         weights = np.exp((closeness - closeness.max(1, keepdims=True)) / temperature)
         np.add.at(votes, (np.arange(len(similar))[:, None], labels[nearest]), weights)
-        found[start : start + rows] = votes.argmax(1)
-    return found
+        predicted[start : start + rows] = votes.argmax(1)
+    return predicted
 
 
 def _normalised(features: Float[np.ndarray, "R D"]) -> Float[np.ndarray, "R D"]:

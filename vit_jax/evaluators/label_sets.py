@@ -51,8 +51,8 @@ class RealConfig(EvalConfig):
 
         @functools.cache
         def sets():
-            found = read_real(split.source, self.labels, split.title)
-            return [frozenset(order[list(numbers)].tolist()) for numbers in found]
+            labels = read_real(split.source, self.labels, split.title)
+            return [frozenset(order[list(numbers)].tolist()) for numbers in labels]
 
         return Evaluator(
             (Pass(split, Wanted(predictions=True)),),

@@ -42,8 +42,8 @@ class MultiLabelConfig(ModelClassesConfig):
         names = tuple(names[k] for k in classes) if names else ()
 
         def score_outputs(outputs, stop):
-            (found,) = outputs
-            logits, labels = found.logits[:, classes], found.labels[:, classes]
+            (result,) = outputs
+            logits, labels = result.logits[:, classes], result.labels[:, classes]
             return Scored(score(logits, labels, self.thresholds, names))
 
         return Evaluator((Pass(split, Wanted(logits=True)),), score_outputs)
@@ -80,8 +80,8 @@ def score(
     }
     probabilities = np.exp(-np.logaddexp(0, -logits))
     for threshold in thresholds:
-        found = probabilities >= threshold
-        right, both = (found & there).sum(0), found.sum(0) + there.sum(0)
+        positive = probabilities >= threshold
+        right, both = (positive & there).sum(0), positive.sum(0) + there.sum(0)
         f1 = 2 * right / np.maximum(both, 1)
         macro = mean(f1, occurs) if len(occurs) else 0.0
         metrics[f"macro_f1@{threshold:g}"] = macro

@@ -66,8 +66,8 @@ class ProbeConfig(FeaturesConfig):
         )
         if choice is None:
             return None
-        found = choice.probe.predict(test.features)
-        metrics = {"top1": mean(found == test.labels), "l2": choice.l2}
+        predicted = choice.probe.predict(test.features)
+        metrics = {"top1": mean(predicted == test.labels), "l2": choice.l2}
         if not np.isnan(choice.top1):
             metrics["held_out_top1"] = choice.top1
         return Scored(metrics)
@@ -227,9 +227,9 @@ def path(
             objective, weights, jac=True, method="L-BFGS-B", options=options
         ).x
         calls.finish()
-        found = weights.reshape(size)
-        slopes = found[:-1] / scale[:, None]
-        offsets = found[-1] - mean @ slopes
+        solution = weights.reshape(size)
+        slopes = solution[:-1] / scale[:, None]
+        offsets = solution[-1] - mean @ slopes
         yield Probe(slopes.astype(np.float32), offsets.astype(np.float32))
 
 

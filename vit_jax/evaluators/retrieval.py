@@ -52,10 +52,10 @@ def _captions(split: EvalSplit) -> tuple[list[str], Int[np.ndarray, " M"]]:
     """Returns all captions of a split, and the record of each."""
     texts, records = [], []
     for record in range(len(split.source)):
-        found = split.source[record].get(TEXT, ())
-        found = [found] if isinstance(found, str) else list(found)
-        texts += found
-        records += [record] * len(found)
+        texts_here = split.source[record].get(TEXT, ())
+        texts_here = [texts_here] if isinstance(texts_here, str) else list(texts_here)
+        texts += texts_here
+        records += [record] * len(texts_here)
     if not texts:
         raise UserError(f"{split.title} has no caption: check data.caption_key")
     return texts, np.array(records)
@@ -113,7 +113,7 @@ def best_ranks(
       pairs: numbers of rows and of columns that are right for each other.
       stop: called before every block of rows; True stops.
     """
-    found = []
+    ranks_found = []
     size = max(1, _BLOCK // len(columns))
     width = int(of_column.max()) + 1
     known = pairs[0] * width + pairs[1]
@@ -125,5 +125,5 @@ def best_ranks(
         right: Bool[np.ndarray, "R M"] = np.isin(numbers, known)
         best = np.where(right, similar, -np.inf).max(1, keepdims=True)
         ranks = ((similar >= best) & ~right).sum(1)
-        found.append(ranks[right.any(1)])
-    return np.concatenate(found)
+        ranks_found.append(ranks[right.any(1)])
+    return np.concatenate(ranks_found)

@@ -237,16 +237,16 @@ class EvalSplits:
             key = (*of_split, True)
         if key not in self._opened:
             self._opened[key] = self._open(name, config, data, split, model_classes)
-        found = self._opened[key]
+        opened = self._opened[key]
         if not model_classes:
-            return found
-        self._check(name, found)
+            return opened
+        self._check(name, opened)
         how = {}
         if isinstance(config, ModelClassesConfig):
             how["by"] = config.match_classes
             key = f"--config.evals.{name}.match_classes={class_names.POSITION}"
             how["hint"] = f", or compare them class by class: {key}"
-        matched = self.match(name, found, self.class_names, self.num_classes, **how)
+        matched = self.match(name, opened, self.class_names, self.num_classes, **how)
         # Labels are checked against this number when records are read.
         matched.data = dataclasses.replace(matched.data, num_classes=self.num_classes)
         return matched
@@ -261,19 +261,24 @@ class EvalSplits:
     ) -> EvalSplit:
         """Opens a split, or the first of `order` that exists."""
         # Of the data set that the run trains on.
-        own = self._order != TESTS and not (config.name or config.data_dir)
+        of_run = self._order != TESTS and not (config.name or config.data_dir)
         splits = [split] if split else _unstated(data.name, self._order)
         if data.name == "table":
             there = table.split_names(data.data_dir)
-            if model_classes and there == [WHOLE] and not (split or own):
+            if model_classes and there == [WHOLE] and not (split or of_run):
                 splits = [WHOLE]
-            found = [each for each in splits if split_names(each)[0] in there]
-            if found and split_names(data.split)[0] not in there:
-                data = dataclasses.replace(data, split=found[0])  # Of the classes.
+            existing = [each for each in splits if split_names(each)[0] in there]
+            if existing and split_names(data.split)[0] not in there:
+                data = dataclasses.replace(data, split=existing[0])  # Of the classes.
         if data.name == "folder":
             stated = bool(split)
             splits, data = _in_folder(
-                name, data, splits, stated=stated, model_classes=model_classes, own=own
+                name,
+                data,
+                splits,
+                stated=stated,
+                model_classes=model_classes,
+                of_run=of_run,
             )
         try:
             opened, source = _open_first(data, splits)
@@ -288,7 +293,7 @@ class EvalSplits:
             source = exclude(source, data.exclude)
         if data.num_classes:
             data = dataclasses.replace(data, num_classes=_MANY)
-        ops = self._host_ops(source, data, stated=bool(config.eval_transform))
+        ops = None if config.eval_transform else self._host_ops(source, data)
         return EvalSplit(opened, source, data, ops)
 
     def match(
@@ -332,16 +337,16 @@ class EvalSplits:
 
     def _data_of(self, config: EvalConfig, *, labelled: bool) -> DataConfig:
         """Returns `config.data` with the keys that an evaluation states."""
-        stated = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
+        changes = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
         if config.name:
             split = getattr(config, "train", "") or "train"
             of_set = {"image_key": "image", "label_key": "label", "split": split}
             of_set |= {"image_dir": "", "image_suffix": ""}
-            stated = of_set | {"exclude": "", "num_examples": 0} | stated
+            changes = of_set | {"exclude": "", "num_examples": 0} | changes
         # A run that reads no labels may have evaluations that do.
         if labelled and not self._data.num_classes:
-            stated["num_classes"] = SYNTHETIC_CLASSES
-        return dataclasses.replace(self._data, **stated)
+            changes["num_classes"] = SYNTHETIC_CLASSES
+        return dataclasses.replace(self._data, **changes)
 
     def _check(self, name: str, found: EvalSplit) -> None:
         num_classes, labels = self._data.num_classes, found.source.labels
@@ -355,10 +360,8 @@ class EvalSplits:
                 "evaluation of its features, as kind='fewshot'"
             )
 
-    def _host_ops(
-        self, source: Source, data: DataConfig, *, stated: bool
-    ) -> tuple | None:
-        if self._preprocess is None or stated:
+    def _host_ops(self, source: Source, data: DataConfig) -> tuple | None:
+        if self._preprocess is None:
             return None
         if source.images is not None:
             size = source.images.shape[1:3]
@@ -413,12 +416,12 @@ def _in_folder(
     *,
     stated: bool,
     model_classes: bool,
-    own: bool,
+    of_run: bool,
 ) -> tuple[Sequence[str], DataConfig]:
     """Returns the splits that a folder has, and `data` with one of them as `split`."""
     root, labelled = os.path.expanduser(data.data_dir), bool(data.num_classes)
     # Class folders without splits are read whole, if nothing is learnt from them.
-    whole = model_classes and not stated and not own
+    whole = model_classes and not stated and not of_run
     has = is_split if whole else has_split
 
     def exists(split):
@@ -427,17 +430,17 @@ def _in_folder(
         return there or (not whole and has_split(root, first, labelled=labelled))
 
     if stated:
-        found = list(filter(exists, splits))
+        existing = list(filter(exists, splits))
     else:
-        found = [each for each in splits if has(root, each, labelled=labelled)][:1]
-    if not found and whole and not exists(data.split) and not inside(root):
-        found = [WHOLE]
+        existing = [each for each in splits if has(root, each, labelled=labelled)][:1]
+    if not existing and whole and not exists(data.split) and not inside(root):
+        existing = [WHOLE]
         if class_folders(root):
             warn(
                 f"evals.{name}: {data.data_dir} has no folders of splits: all of its "
                 "images are read; split=val is the part that training sets aside"
             )
-    if not found and os.path.isdir(root):
+    if not existing and os.path.isdir(root):
         how = f"split=, as {WHOLE}"
         if labelled and not model_classes:
             how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
@@ -451,10 +454,10 @@ def _in_folder(
             f"evals.{name}: {os.path.normpath(data.data_dir)} has no folder {lacking}: "
             f"{remedy}"
         )
-    found = found or list(splits)
+    existing = existing or list(splits)
     if not exists(data.split):  # Its class folders define the classes.
-        data = dataclasses.replace(data, split=found[0])
-    return found, data
+        data = dataclasses.replace(data, split=existing[0])
+    return existing, data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -254,17 +254,17 @@ class Suite:
         if all(one.rows is not None for one in passes):
             rows = functools.reduce(np.union1d, (one.rows for one in passes))
         with split.batches(rows, self._batch_size, *self._shard) as batches:
-            found = forward_passes.collect_outputs(
+            results = forward_passes.collect_outputs(
                 self._steps[wanted], params, batches, self._mesh, stop, split.title
             )
-        if found is None:
+        if results is None:
             return None
-        forward_passes.check_finite(found, split.title, classifier=self._finite)
+        forward_passes.check_finite(results, split.title, classifier=self._finite)
         if rows is None:
-            return found
+            return results
         return {
             params_name: outputs.replace(records=rows[outputs.records])
-            for params_name, outputs in found.items()
+            for params_name, outputs in results.items()
         }
 
     def _draw(self, one: Pass, states: dict[str, tuple]) -> dict[str, np.ndarray]:
@@ -282,9 +282,9 @@ class Suite:
         )
         strips = {}
         for params_name, state in states.items():
-            found = jax.device_get(self._picture_step(state, batch))
-            if found is not None:
-                strips[params_name] = np.concatenate(found, axis=2)[: len(rows)]
+            pictures = jax.device_get(self._picture_step(state, batch))
+            if pictures is not None:
+                strips[params_name] = np.concatenate(pictures, axis=2)[: len(rows)]
         return strips
 
     def _with_texts(self, outputs: Outputs, one: Pass, weights: Weights) -> Outputs:
@@ -303,17 +303,19 @@ class Suite:
         scores, self.confusions[name] = {}, {}
         passes = self._evaluators[name].passes
         for params_name, weights in params.items():
-            own = [outputs[one.split][params_name] for one in passes]
-            own = [self._with_texts(x, one, weights) for x, one in zip(own, passes)]
-            found = self._evaluators[name].score(own, stop)
-            if found is None:
+            inputs = [outputs[one.split][params_name] for one in passes]
+            inputs = [
+                self._with_texts(x, one, weights) for x, one in zip(inputs, passes)
+            ]
+            scored = self._evaluators[name].score(inputs, stop)
+            if scored is None:
                 return None
-            scores[params_name] = dict(found.metrics)
-            skipped = sum(map(_count_skipped, passes, own))
+            scores[params_name] = dict(scored.metrics)
+            skipped = sum(map(_count_skipped, passes, inputs))
             if skipped:
                 scores[params_name][SKIPPED] = skipped
-            if found.confusion is not None:
-                self.confusions[name][params_name] = found.confusion
+            if scored.confusion is not None:
+                self.confusions[name][params_name] = scored.confusion
         return scores
 
 
@@ -390,7 +392,7 @@ def evaluate(
         tell(note)
     scores = suite.run({PARAMS_NAME: jax.device_put(params, shardings)})
     confusions = {
-        name: found[PARAMS_NAME] for name, found in suite.confusions.items() if found
+        name: tables[PARAMS_NAME] for name, tables in suite.confusions.items() if tables
     }
     return Evaluated(scores, confusions, suite.described())
 
@@ -408,23 +410,27 @@ def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object
       examples, if any. k-NN: the accuracy alone. If damaged images were left out
       (data.on_error="skip"), "skipped" is evaluation to their number.
     """
-    metrics = {name: found[PARAMS_NAME] for name, found in scores.items()}
-    summaries = {name: evals[name].summarize(found) for name, found in metrics.items()}
+    metrics = {name: values[PARAMS_NAME] for name, values in scores.items()}
+    summaries = {
+        name: evals[name].summarize(values) for name, values in metrics.items()
+    }
     skipped = {
-        name: found[SKIPPED] for name, found in metrics.items() if SKIPPED in found
+        name: values[SKIPPED] for name, values in metrics.items() if SKIPPED in values
     }
     return summaries | ({SKIPPED: skipped} if skipped else {})
 
 
 def _described(config: EvalConfig, passes: Sequence[Pass]) -> dict[str, object]:
     first = passes[0].split
-    found = {"kind": config.kind, "dataset": first.dataset}
+    described = {"kind": config.kind, "dataset": first.dataset}
     if first.data.data_dir:
-        found["data_dir"] = first.data.data_dir
-    found["splits"] = [one.split.split for one in passes]
+        described["data_dir"] = first.data.data_dir
+    described["splits"] = [one.split.split for one in passes]
     keys = fields.to_dict(config).items()
     empty = ("", None)
-    return found | {k: v for k, v in keys if k not in _NOT_DESCRIBED and v not in empty}
+    return described | {
+        k: v for k, v in keys if k not in _NOT_DESCRIBED and v not in empty
+    }
 
 
 def _count_skipped(one: Pass, outputs: Outputs) -> int:

@@ -63,13 +63,13 @@ class ZeroShotConfig(EvalConfig):
             check(labels)
 
         def score(outputs, stop):
-            (found,) = outputs
-            check(found.labels)
-            means = found.text_embeddings.reshape(K, len(self.prompts), -1).mean(1)
+            (result,) = outputs
+            check(result.labels)
+            means = result.text_embeddings.reshape(K, len(self.prompts), -1).mean(1)
             means /= np.linalg.norm(means, axis=1, keepdims=True)
-            similar = found.image_embeddings @ means.T
+            similar = result.image_embeddings @ means.T
             best = np.argsort(-similar, axis=1, kind="stable")[:, :TOP]
-            right = best == found.labels[:, None]
+            right = best == result.labels[:, None]
             metrics = {"top1": mean(right[:, 0])}
             if K > TOP:
                 metrics["top5"] = mean(right.any(1))
