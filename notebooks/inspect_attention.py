@@ -50,7 +50,8 @@ from PIL import Image
 import vit_jax
 from vit_jax.analysis import attention, overlay
 from vit_jax.analysis.loaded_model import LoadedModel
-from vit_jax.evaluators import forward_passes, prediction
+from vit_jax.evaluators import prediction
+from vit_jax.weights import open_weights
 
 os.chdir(pathlib.Path(vit_jax.__file__).parents[1])
 
@@ -65,9 +66,7 @@ photo = "notebooks/chelsea.jpg"  # Chelsea the cat, by Stefan van der Walt, CC0.
 # the names of classes; a thousand classes without names are taken for ImageNet's.
 
 # %%
-found, preprocess = forward_passes.open_weights(
-    source, {}, use_ema=True, num_heads=0, tell=print
-)
+found, preprocess = open_weights(source, {}, use_ema=True, num_heads=0, tell=print)
 classifier = prediction.Classifier(found, preprocess=preprocess)
 loaded = LoadedModel.from_pretrained(source, found, preprocess)
 model, params = loaded.model, loaded.params

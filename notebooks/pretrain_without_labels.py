@@ -50,7 +50,6 @@ from vit_jax import weights
 from vit_jax.analysis import contact_sheet
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.data.sources.open import open_source
-from vit_jax.evaluators import forward_passes
 from vit_jax.tasks import pretrained
 from vit_jax.training import config
 from vit_jax.training import loop
@@ -121,7 +120,7 @@ pretraining = loop.train(settings, f"{workdir}/mae")
 
 # %%
 found = weights.open_pretrained(f"{workdir}/mae", with_task=True)
-preprocess = forward_passes.preprocessing_of(found)
+preprocess = weights.preprocessing_of(found)
 loaded = LoadedModel.from_pretrained("mae", found, preprocess)
 loaded = dataclasses.replace(
     loaded, pictures=pretrained.pictures(found, loaded.model, preprocess)

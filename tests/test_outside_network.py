@@ -24,7 +24,6 @@ from vit_jax import (
 from vit_jax import weights as weight_files
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
@@ -108,7 +107,7 @@ def test_files_of_weights_name_no_module(found, workdir, tmp_path):
 def test_other_image_sizes_fit_and_summary_counts(found, workdir, capsys):
     pretrained = weight_files.open_pretrained(workdir)
     assert fine_tuning.usual_size(pretrained) == (384, 384)
-    preprocess = forward_passes.preprocessing_of(pretrained)
+    preprocess = weight_files.preprocessing_of(pretrained)
     larger = dataclasses.replace(preprocess, image_size=(16, 20))
     model, _ = surgery.fit_network(pretrained, larger)
     assert model.image_shape == (16, 20, 3)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from PIL import Image
 
 from vit_jax import finetune as _finetune
-from vit_jax import models
+from vit_jax import models, weights
 from vit_jax import train as _train
 from vit_jax.analysis.attention import attention_maps
 from vit_jax.config import arguments, fields, loading
@@ -31,7 +31,7 @@ from vit_jax.data.sources.open import opened_by
 from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes, prediction, suite
+from vit_jax.evaluators import prediction, suite
 from vit_jax.models.text_tower import TextTower
 from vit_jax.printing import print_error, print_line
 from vit_jax.tools.finetuning import run as finetuning
@@ -126,8 +126,8 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
       ['deit:S/16', 'deit:S/16-distilled']
     """
     families = mirrors.families() if pretrained else ()
-    weights = (name for family in families for name in mirrors.names(family))
-    return fnmatch.filter(weights if pretrained else models.names(), pattern)
+    names = (name for family in families for name in mirrors.names(family))
+    return fnmatch.filter(names if pretrained else models.names(), pattern)
 
 
 @_checked
@@ -229,7 +229,7 @@ def load_model(
         )
     if image_size is not None:
         preprocess |= {"image_size": _sides(image_size), "cut": (0, 0)}
-    found, how = forward_passes.open_weights(
+    found, how = weights.open_weights(
         _at_step(source, step),
         preprocess,
         use_ema=use_ema,
@@ -678,7 +678,7 @@ def evaluate(
         )
     config = {"batch_size": 2 * _BATCH} if config is None else config
     config = _config(config, overrides, sections, cls=EvaluationConfig)
-    found, how = forward_passes.open_weights(
+    found, how = weights.open_weights(
         _at_step(source, step),
         {},
         use_ema=use_ema,

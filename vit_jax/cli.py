@@ -327,7 +327,7 @@ def open_weights(
     Raises:
       UserError: the weights or the class names cannot be read.
     """
-    from vit_jax.evaluators import forward_passes
+    from vit_jax import weights
 
     checkpoint = checkpoint or flags.model
     own = checkpoint == flags.model
@@ -335,7 +335,7 @@ def open_weights(
     words = texts and not is_file(stated)
     if stated and not words:
         names = read_labels(stated)
-    found, preprocess = forward_passes.open_weights(
+    found, preprocess = weights.open_weights(
         checkpoint,
         image_flags(flags) if own else {},
         use_ema=not flags.no_ema,

@@ -77,7 +77,6 @@ def main(flags: argparse.Namespace) -> None:
 def open_weights(flags: argparse.Namespace):
     """Opens a checkpoint, with the flags in place of what travelled with it."""
     from vit_jax import weights
-    from vit_jax.evaluators import forward_passes
     from vit_jax.weights import surgery
     from vit_jax.weights.formats import registry
     from vit_jax.weights.pretrained import (
@@ -102,7 +101,7 @@ def open_weights(flags: argparse.Namespace):
             f"{num_classes} classes: give a name a class"
         )
     given = cli.image_flags(flags)
-    preprocess = dataclasses.replace(forward_passes.preprocessing_of(found), **given)
+    preprocess = dataclasses.replace(weights.preprocessing_of(found), **given)
     check_preprocess(preprocess, found.options["channels"])
     notes = found.notes
     if "text" in found.task_params and not registry.WRITERS[flags.to].with_task:

@@ -37,8 +37,9 @@ def run(flags: argparse.Namespace, config) -> None:
     """
     import jax
 
+    from vit_jax import weights
     from vit_jax.distributed import compilation
-    from vit_jax.evaluators import forward_passes, result_tables, suite
+    from vit_jax.evaluators import result_tables, suite
     from vit_jax.training import resume_check
 
     resume_check.check_hosts(config)
@@ -52,7 +53,7 @@ def run(flags: argparse.Namespace, config) -> None:
         result_tables.prepare(flags.out)  # Before there is anything to lose.
     if uncached := compilation.enable_cache(config.compilation_cache_dir):
         tell(uncached)
-    found, preprocess = forward_passes.open_weights(
+    found, preprocess = weights.open_weights(
         flags.model,
         cli.image_flags(flags),
         use_ema=not flags.no_ema,

@@ -1,11 +1,10 @@
-"""Networks of checkpoints, and forward passes over a split for all evaluators.
+"""Forward passes over a split for all evaluators.
 
 Each example counts exactly once, on any mesh and any number of hosts. Letters: N
 examples, B rows of a batch, D features, K classes, T the best classes that are kept.
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax import progress, weights
-from vit_jax.data import imagenet
+from vit_jax import progress
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation, sharding
@@ -24,12 +22,6 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.models.text_tower import TextTower
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    Pretrained,
-    describe_preprocess,
-    usual_preprocess,
-)
 
 TOP = 5  # Classes that are kept per example, best first.
 
@@ -141,82 +133,6 @@ class TrainedTask(NamedTuple):
         }
         key = jax.eval_shape(jax.random.key, 0)
         return tuple(jax.eval_shape(self.held_out_metrics, *self.shapes, batch, key))
-
-
-def open_weights(
-    checkpoint: str,
-    given: Mapping[str, object],
-    *,
-    use_ema: bool,
-    num_heads: int,
-    architecture: str = "",
-    with_task: bool = False,
-    tell: Callable[[str], None],
-) -> tuple[Pretrained, Preprocess]:
-    """Opens weights, and returns the preprocessing of their images.
-
-    Args:
-      checkpoint, use_ema, num_heads, architecture, with_task: as in `weights.open_pretrained`.
-      given: fields of `Preprocess` that replace those of the checkpoint.
-      tell: called with one line about all that was guessed, if anything was.
-
-    Returns:
-      The checkpoint and the preprocessing.
-
-    Raises:
-      UserError: there is no checkpoint, or it cannot be read.
-    """
-    pretrained = weights.open_pretrained(
-        checkpoint,
-        use_ema=use_ema,
-        num_heads=num_heads,
-        architecture=architecture,
-        with_task=with_task,
-        image_size=given.get("image_size"),
-    )
-    guesses = list(pretrained.notes)  # Such as a guessed number of heads.
-    preprocess = dataclasses.replace(preprocessing_of(pretrained), **given)
-    complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
-    if not pretrained.preprocess and not complete:
-        guesses.append(
-            "does not tell how its images are prepared; assumed as of "
-            f"{usual_preprocess(pretrained).family}: {describe_preprocess(preprocess)}"
-        )
-    pretrained = name_classes(pretrained, guesses.append)
-    if guesses:
-        # Of a file its name alone; "deit:Ti/16" is no path.
-        place = pathlib.Path(checkpoint)
-        name = place.name if place.exists() else checkpoint
-        tell(f"{name}: {'; '.join(guesses)}")
-    return pretrained, preprocess
-
-
-def name_classes(pretrained: Pretrained, tell: Callable[[str], None]) -> Pretrained:
-    """Returns a checkpoint with the names of ImageNet's classes if it has 1,000 unnamed.
-
-    Args:
-      pretrained: the checkpoint.
-      tell: called with a line if they are taken for ImageNet's.
-    """
-    published = pretrained.format not in ("workdir", "vit_jax")
-    count = pretrained.options["num_classes"]
-    if pretrained.class_names or not published or count != imagenet.NUM_CLASSES:
-        return pretrained
-    tell("does not name its 1,000 classes; taken for ImageNet's")
-    return dataclasses.replace(pretrained, class_names=imagenet.class_names())
-
-
-def preprocessing_of(pretrained: Pretrained) -> Preprocess:
-    """Returns the preprocessing in a checkpoint, or the usual one of its format.
-
-    Its size is that of the network, unless what comes with the weights states another.
-    """
-    preprocess = pretrained.preprocess or usual_preprocess(pretrained).preprocess
-    # Equal numbers for three channels hold for one as well.
-    mean, std = (
-        v[:1] if len(set(v)) == 1 else v for v in (preprocess.mean, preprocess.std)
-    )
-    return dataclasses.replace(preprocess, mean=mean, std=std)
 
 
 def make_eval_step(

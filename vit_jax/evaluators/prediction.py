@@ -13,12 +13,16 @@ from vit_jax.data.class_names import arrange
 from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes
 from vit_jax.evaluators.augmented import augment
 from vit_jax.models import text
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    prepare_image,
+    preprocessing_of,
+)
 
 _THRESHOLD = 0.5  # Of probabilities, where an image has several labels.
 
@@ -46,7 +50,7 @@ class Classifier:
 
     Args:
       pretrained: from `weights.open_pretrained`.
-      preprocess: of the images; `forward_passes.preprocessing_of(pretrained)` if None.
+      preprocess: of the images; `weights.preprocessing_of(pretrained)` if None.
         Its `image_size` may differ from the checkpoint's: position embeddings are
         resized.
       class_names: in label order; the checkpoint's if empty.
@@ -69,7 +73,7 @@ class Classifier:
         prompts: Sequence[str] = ("{}",),
         views: str = "",
     ):
-        preprocess = preprocess or forward_passes.preprocessing_of(pretrained)
+        preprocess = preprocess or preprocessing_of(pretrained)
         num_classes = pretrained.options["num_classes"]
         if not num_classes and not tower:
             raise UserError(

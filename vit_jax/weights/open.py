@@ -2,13 +2,15 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.config.fields import is_custom
+from vit_jax.data import imagenet
 from vit_jax.data.class_names import match
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
@@ -16,7 +18,13 @@ from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights import adapters, rewriting, surgery, workdir
 from vit_jax.weights.formats import files, registry, tables
 from vit_jax.weights.hub import download
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    describe_preprocess,
+    preprocessing_of,
+    usual_preprocess,
+)
 from vit_jax.weights.surgery import FitRow
 
 # Keys whose difference is no change of results, or is said in other words.
@@ -100,6 +108,64 @@ def open_pretrained(
             "and this is for timm's; leave it out"
         )
     return found
+
+
+def open_weights(
+    checkpoint: str,
+    given: Mapping[str, object],
+    *,
+    use_ema: bool,
+    num_heads: int,
+    architecture: str = "",
+    with_task: bool = False,
+    tell: Callable[[str], None],
+) -> tuple[Pretrained, Preprocess]:
+    """Opens weights, and returns the preprocessing of their images.
+
+    Args:
+      checkpoint, use_ema, num_heads, architecture, with_task: as of `open_pretrained`.
+      given: fields of `Preprocess` that replace those of the checkpoint.
+      tell: called with one line about all that was guessed, if anything was.
+
+    Returns:
+      The checkpoint and the preprocessing.
+
+    Raises:
+      UserError: there is no checkpoint, or it cannot be read.
+    """
+    pretrained = open_pretrained(
+        checkpoint,
+        use_ema=use_ema,
+        num_heads=num_heads,
+        architecture=architecture,
+        with_task=with_task,
+        image_size=given.get("image_size"),
+    )
+    guesses = list(pretrained.notes)  # Such as a guessed number of heads.
+    preprocess = dataclasses.replace(preprocessing_of(pretrained), **given)
+    complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
+    if not pretrained.preprocess and not complete:
+        guesses.append(
+            "does not tell how its images are prepared; assumed as of "
+            f"{usual_preprocess(pretrained).family}: {describe_preprocess(preprocess)}"
+        )
+    pretrained = _name_classes(pretrained, guesses.append)
+    if guesses:
+        # Of a file its name alone; "deit:Ti/16" is no path.
+        place = pathlib.Path(checkpoint)
+        name = place.name if place.exists() else checkpoint
+        tell(f"{name}: {'; '.join(guesses)}")
+    return pretrained, preprocess
+
+
+def _name_classes(pretrained: Pretrained, tell: Callable[[str], None]) -> Pretrained:
+    """Returns a checkpoint with the names of ImageNet's classes if it has 1,000 unnamed."""
+    published = pretrained.format not in ("workdir", "vit_jax")
+    count = pretrained.options["num_classes"]
+    if pretrained.class_names or not published or count != imagenet.NUM_CLASSES:
+        return pretrained
+    tell("does not name its 1,000 classes; taken for ImageNet's")
+    return dataclasses.replace(pretrained, class_names=imagenet.class_names())
 
 
 def _open(

@@ -303,6 +303,19 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
     return Usual("timm's DeiT" if deit else "timm's ViTs", preprocess)
 
 
+def preprocessing_of(pretrained: Pretrained) -> Preprocess:
+    """Returns the preprocessing in a checkpoint, or the usual one of its format.
+
+    Its size is that of the network, unless what comes with the weights states another.
+    """
+    preprocess = pretrained.preprocess or usual_preprocess(pretrained).preprocess
+    # Equal numbers for three channels hold for one as well.
+    mean, std = (
+        v[:1] if len(set(v)) == 1 else v for v in (preprocess.mean, preprocess.std)
+    )
+    return dataclasses.replace(preprocess, mean=mean, std=std)
+
+
 def describe_preprocess(preprocess: Preprocess) -> str:
     """Returns a description of a preprocessing in one line."""
     height, width = preprocess.image_size

@@ -75,9 +75,9 @@ def test_the_command_writes_a_model_of_the_best(runs, tmp_path, capsys):
     assert float(scores["average"].split("%")[0]) >= best
     opened = weights.open_pretrained(str(out))
     config = averaging.evaluation_of(runs[0], "val")
-    from vit_jax.evaluators import forward_passes, suite
+    from vit_jax.evaluators import suite
 
-    how = forward_passes.preprocessing_of(opened)
+    how = weights.preprocessing_of(opened)
     found = suite.evaluate(opened, how, config).scores["val"]["weights"]["top1"]
     assert f"{found:.2%}" == scores["average"].split()[0]
 

@@ -20,7 +20,6 @@ from trees import assert_same, checkpoint, encoder
 from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes
 from vit_jax.tools.explorer.session import ExploredModel
 from vit_jax.weights import export, surgery
 from vit_jax.weights.formats import dino, files, timm, torch_file
@@ -42,7 +41,7 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def at_size(found, size):
     """Network and parameters for a size such as "48x32", and its images."""
     sides = tuple(map(int, size.split("x")))
-    preprocess = forward_passes.preprocessing_of(found)
+    preprocess = weights.preprocessing_of(found)
     preprocess = dataclasses.replace(preprocess, image_size=sides)
     return surgery.fit_network(found, preprocess)
 
@@ -303,7 +302,7 @@ def test_dinov2_is_written_and_read_to_the_bit(tmp_path, network, to):
     assert models.create(**again.options) == models.create(**found.options)
     if to != "hf_dinov2":  # It states whole pixels.
         assert again.preprocess == found.preprocess
-    assert forward_passes.preprocessing_of(again).mean == IMAGENET[0]
+    assert weights.preprocessing_of(again).mean == IMAGENET[0]
 
 
 @pytest.mark.parametrize("to", ["timm", "hf"])

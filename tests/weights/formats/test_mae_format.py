@@ -17,9 +17,8 @@ from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.evaluators.forward_passes import preprocessing_of
 from vit_jax.tasks.mae import MaeConfig
-from vit_jax.weights import export
+from vit_jax.weights import export, preprocessing_of
 from vit_jax.weights.formats import torch_file
 from vit_jax.weights.pretrained import resize_sides
 

@@ -19,7 +19,6 @@ from vit_jax.data import fingerprint
 from vit_jax.data.sources.base import read_labels
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes
 from vit_jax.files import read_json, replace_text
 from vit_jax.printing import masked
 from vit_jax.tools.finetuning import layout, rate_range, report, rule, trial
@@ -299,7 +298,7 @@ def choose(
     images = rule.look_at(source, None if several else read_labels(source).tolist())
     validated = len(lies.open(lies.validation))
     patch = models.create(**pretrained.options).patch_size
-    preprocess = forward_passes.preprocessing_of(pretrained)
+    preprocess = weights.preprocessing_of(pretrained)
     of_weights = max(preprocess.image_size)
     side = rule.side_of(images, of_weights, patch)
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes, suite
+from vit_jax.evaluators import suite
 from vit_jax.training.config import EvaluationConfig, complete
 from vit_jax.weights import workdir as layout
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import Pretrained, preprocessing_of
 
 _METRICS = ("top1", "map")  # The first that an evaluation has decides.
 
@@ -111,7 +111,7 @@ def average(
 
     def score(model: Pretrained) -> float:
         nonlocal metric
-        preprocess = forward_passes.preprocessing_of(model)
+        preprocess = preprocessing_of(model)
         scores = suite.evaluate(model, preprocess, config).scores[by]
         (found,) = scores.values()
         metric = next((name for name in _METRICS if name in found), "")

@@ -17,12 +17,15 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_unchecked, source_type
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.evaluators import forward_passes
 from vit_jax.printing import print_error
 from vit_jax.tools.sweeps import recipes, runs
 from vit_jax.training import train_step
 from vit_jax.training.config import TrainConfig, complete
-from vit_jax.weights.pretrained import Pretrained, describe_preprocess
+from vit_jax.weights.pretrained import (
+    Pretrained,
+    describe_preprocess,
+    preprocessing_of,
+)
 
 # Frozen parameters of each mode; only the head is new in all of them.
 MODES = {
@@ -142,7 +145,7 @@ def task(
     if pretrained.preprocess is None and not {"data.mean", "data.std"} <= set(
         overrides
     ):
-        described = describe_preprocess(forward_passes.preprocessing_of(pretrained))
+        described = describe_preprocess(preprocessing_of(pretrained))
         notes.append(
             f"{pretrained.source} does not tell how its images are normalised; assumed "
             f"as of {described}: else set --config.data.mean and --config.data.std"
@@ -199,7 +202,7 @@ def num_classes_of(source: Source, name: str) -> int:
 
 def _raw(pretrained, recipe, size, mode) -> dict:
     """Returns the config that the recipe and the checkpoint determine."""
-    preprocess = forward_passes.preprocessing_of(pretrained)
+    preprocess = preprocessing_of(pretrained)
     on_cpu = jax.default_backend() == "cpu"
     optim = {"name": "sgd", "momentum": 0.9, "schedule": "cosine", "weight_decay": 0.0}
     return {
