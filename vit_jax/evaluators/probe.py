@@ -107,27 +107,6 @@ class _Stopped(Exception):
     """`stop` returned True."""
 
 
-class _FixedCalls:
-    """Calls `stop` a fixed number of times in all.
-
-    How often L-BFGS computes the loss may depend on its last bits, and so differ between
-    processes, which must call `stop` equally often (see `guards.Preemption`).
-    """
-
-    def __init__(self, stop: Callable[[], bool], times: int):
-        self._stop, self._left = stop, times
-
-    def call(self) -> None:
-        if self._left:
-            self._left -= 1
-            if self._stop():
-                raise _Stopped
-
-    def finish(self) -> None:
-        while self._left:
-            self.call()
-
-
 def choose(
     features: Features,
     labels: Labels,
@@ -211,10 +190,13 @@ def path(
     weights = np.zeros(size[0] * size[1])
     most = 2 * iterations  # Evaluations of the loss, about.
     for strength in l2:
-        calls = _FixedCalls(stop, most)
+        # How often L-BFGS computes the loss may depend on its last bits, and so differ
+        # between processes, which must call `stop` equally often.
+        calls = iter(range(most))
 
         def objective(flat, strength=strength, calls=calls):
-            calls.call()
+            if next(calls, None) is not None and stop():
+                raise _Stopped
             given = jax.device_put(flat.reshape(size).astype(np.float32))
             value, slope = jax.device_get(_loss(given, blocks))
             body = flat.reshape(size)[:-1]
@@ -226,7 +208,8 @@ def path(
         weights = optimize.minimize(
             objective, weights, jac=True, method="L-BFGS-B", options=options
         ).x
-        calls.finish()
+        if any(stop() for _ in calls):
+            raise _Stopped
         solution = weights.reshape(size)
         slopes = solution[:-1] / scale[:, None]
         offsets = solution[-1] - mean @ slopes
