@@ -17,6 +17,7 @@ from jaxtyping import Float, Integer
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
+from vit_jax.evaluators import EVALUATORS
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 
@@ -119,7 +120,8 @@ def mean(values: np.ndarray, mask: np.ndarray | None = None) -> float:
 
 def is_fraction(metric: str) -> bool:
     """Returns whether an evaluator says that a metric is a fraction, shown in percent."""
-    kinds = [EvalConfig]
+    kinds = list(EVALUATORS.values())  # Which imports those that no config names.
+    kinds.append(EvalConfig)
     for kind in kinds:  # Those of a user's modules too.
         kinds += kind.__subclasses__()
     patterns = {pattern for kind in kinds for pattern in kind.fractions}
