@@ -506,14 +506,17 @@ def test_hosts_with_other_weights_or_data_are_refused(place, tmp_path, kind):
         shutil.copytree(place / "photos", tmp_path / "photos")
         (image, *_) = (tmp_path / "photos/val/ant").iterdir()
         image.rename(image.with_name("another.png"))
-        word, key = f"--config.data.data_dir={tmp_path / 'photos'}", "test val cells"
+        word, key = (
+            f"--config.data.data_dir={tmp_path / 'photos'}",
+            "test val names_sha256",
+        )
     words = (), (word,)
     processes = start(place, 2, 1, "classification", own_words=words)
     ends = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [2, 2], ends
     for out, error in ends:
         line = error.splitlines()[-1]
-        assert f"the hosts differ in {kind}: {key} is " in line
+        assert f"the hosts differ in {kind}: " in line and f"{key} is " in line
         assert "Traceback" not in error
         assert "top1" not in out
 

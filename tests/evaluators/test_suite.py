@@ -1,6 +1,7 @@
 """All kinds of evaluation, run together on made images."""
 
 import json
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ from vit_jax.evaluators import fewshot, knn, splits, suite
 from vit_jax.evaluators.suite import Suite
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
+from vit_jax.training.actions import Evaluating
+from vit_jax.training.train_step import TrainSetup
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.pretrained import Preprocess
 
@@ -154,10 +157,9 @@ def test_each_evaluation_has_its_time():
         "few": FEW | {"every": 4},
         "knn": KNN | {"every_epochs": 0.5},
     }
-    config = config_of(evals)
-    suite, _ = suite_of(config)
-    every = config.eval_every_steps, config.eval_every_epochs
-    due = [suite.due(n, *every, total=11, epoch=9.7) for n in range(1, 13)]
+    setup = Mock(TrainSetup, total_steps=11, steps_per_epoch=9.7)
+    evaluating = Evaluating(config_of(evals), setup)
+    due = [evaluating._due(n) for n in range(1, 13)]
     assert [n + 1 for n, names in enumerate(due) if "val" in names] == [3, 6, 9, 11, 12]
     assert [n + 1 for n, names in enumerate(due) if "few" in names] == [4, 8, 11, 12]
     assert [n + 1 for n, names in enumerate(due) if "knn" in names] == [5, 10, 11, 12]

@@ -19,7 +19,6 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
-from vit_jax.evaluators.augmented import augment
 from vit_jax.evaluators.forward_passes import Outputs, Step, TrainedTask, Weights
 from vit_jax.evaluators.protocol import SKIPPED, Confusion, Pass, Stop
 from vit_jax.evaluators.splits import TESTS, VALIDATIONS, EvalConfig, EvalSplits
@@ -27,7 +26,6 @@ from vit_jax.models import Model, text
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
-from vit_jax.weights.text_tower import text_tower
 
 # Evaluation to set of parameters to metrics.
 Scores = dict[str, dict[str, dict[str, float]]]
@@ -165,33 +163,6 @@ class Suite:
         for split in dict.fromkeys(one.split for one in passes):
             if len(split.source):
                 split.try_first()
-
-    def due(
-        self,
-        step: int,
-        every_steps: int,
-        every_epochs: float,
-        *,
-        total: int,
-        epoch: float,
-    ) -> list[str]:
-        """Returns the evaluations to run after a step.
-
-        Args:
-          step: number of steps taken.
-          every_steps, every_epochs: for evaluations without their own interval.
-          total: steps of the run; after the last one all are due.
-          epoch: steps per epoch.
-        """
-        due = []
-        for name, config in self._configs.items():
-            steps, epochs = config.every, config.every_epochs
-            if not steps and not epochs:
-                steps, epochs = every_steps, every_epochs
-            intervals = steps, round(epochs * epoch)
-            if step >= total or any(i and step % i == 0 for i in intervals):
-                due.append(name)
-        return due
 
     def run(
         self,
@@ -357,6 +328,10 @@ def evaluate(
       UserError: there is no such data, it does not fit the network, or the network's
         outputs are not finite.
     """
+    # Of evaluations without training alone.
+    from vit_jax.evaluators.augmented import augment
+    from vit_jax.weights.text_tower import text_tower
+
     mesh = meshes.create(config.mesh)
     model, params = surgery.fit_network(pretrained, preprocess)
     sigmoid = pretrained.loss == "sigmoid"

@@ -37,7 +37,7 @@ class Interval:
 
     def is_due(self, step: int) -> bool:
         """Returns whether to act after a step."""
-        return step == self._total_steps or any(not step % i for i in self._intervals)
+        return step >= self._total_steps or any(not step % i for i in self._intervals)
 
 
 class Preempting(Callback):
@@ -102,12 +102,18 @@ class Evaluating(Callback):
     Args:
       config: complete config; the intervals, `checkpoint.best_metric` and
         `early_stopping_evals` are read.
+      setup: of the run.
     """
 
     on_every_host = True
 
-    def __init__(self, config: TrainConfig):
-        self._every = config.eval_every_steps, config.eval_every_epochs
+    def __init__(self, config: TrainConfig, setup: TrainSetup):
+        self._intervals = {}
+        for name, evaluation in config.evals.items():
+            every = evaluation.every, evaluation.every_epochs
+            if not any(every):
+                every = config.eval_every_steps, config.eval_every_epochs
+            self._intervals[name] = Interval(*every, setup)
 
     def begin(self, run: Run) -> None:
         self._run = run
@@ -171,10 +177,8 @@ class Evaluating(Callback):
             self._evaluate(self._due(run.total_steps), at=chosen)
 
     def _due(self, step: int) -> list[str]:
-        setup = self._run.setup
-        return setup.suite.due(
-            step, *self._every, total=setup.total_steps, epoch=setup.steps_per_epoch
-        )
+        """Returns the names of the evaluations to run after a step."""
+        return [name for name, each in self._intervals.items() if each.is_due(step)]
 
     def _evaluate(self, names: list[str], at: int | None = None) -> None:
         """Sets `run.final` to the scores of evaluations of the state, after step `at`."""

@@ -132,7 +132,7 @@ def _train(
                 *callbacks,
                 Preempting(),
                 Checkpointing(config, setup, local),
-                Evaluating(config),
+                Evaluating(config, setup),
                 tracing,
             ]
         ),
