@@ -79,13 +79,16 @@ def test_names_that_are_no_names_of_files_are_refused(name):
 
 
 def test_every_kind_has_its_code_and_every_key_is_read():
-    folder = ROOT / "vit_jax" / "evaluators"
-    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    package = ROOT / "vit_jax"
+    paths = *package.glob("evaluators/*.py"), package / "training" / "actions.py"
+    code = "".join(path.read_text() for path in paths)
     from_key = {"name", *kinds_keys()}
     for kind, cls in EVALUATORS.items():
         assert cls().kind == kind
         for key in fields.fields(cls):
-            assert key in from_key or re.search(rf"(config|self)\.{key}\b", code), (
+            assert key in from_key or re.search(
+                rf"(config|self|evaluation)\.{key}\b", code
+            ), (
                 kind,
                 key,
             )
