@@ -18,7 +18,6 @@ _STAMP = ".checked"
 # Programs that compile faster are not kept: reading them is no faster.
 _LEAST_SECONDS = 0.1
 _MOST_BYTES = 10_000_000_000
-CACHE_HIT = "/jax/compilation_cache/cache_hits"  # As JAX reports it.
 _ZSTD = bytes.fromhex("28b52ffd")
 # On CPU XLA passes matrix products to a library that reaches 150 to 290 GFLOP/s where
 # Eigen reaches 210 to 350; this leaves it the reductions only (docs/decisions.md).

@@ -120,10 +120,9 @@ class Evaluating(Callback):
         saved = [*layout.steps(run.workdir), run.start]
         self._best = BestCheckpoint(run.config, run.logger.history, saved)
         # The start before this one may have ended between a save and the scores.
-        if run.start and not all(
-            run.logger.has_scores(run.start, name) for name in self._due(run.start)
-        ):
-            self._evaluate(self._due(run.start))
+        names = self._due(run.start)
+        if run.start and not all(run.logger.has_scores(run.start, n) for n in names):
+            self._evaluate(names)
             self._best.update(run.start, run.final)
         run.checkpoints.keep_best(self._best.record)
         if self._best.record and self._best.step == run.start:

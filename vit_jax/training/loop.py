@@ -83,6 +83,8 @@ def _train(
 
     # Mesh, data, task, optimiser, training step and evaluations.
     setup = setup or build_setup(config, workdir, startup)
+    if setup.suite is None:
+        setup = setup._replace(suite=open_suite(config, setup))
     watchdog.reset("opening the data")
     pipeline.try_training(setup.source, config.data)
     setup.suite.try_first()
@@ -93,7 +95,7 @@ def _train(
         Checkpointer(workdir, config, setup.source, setup.metadata)
     )
     compilations = stack.enter_context(CompilationCounter())
-    _check_resumed(config, setup, checkpoints)
+    _check_resumed(config, workdir, setup, checkpoints)
     compiled_step = start_compiling(setup, debug_nans=config.debug_nans)
     startup.end_phase(
         "trace", "making or restoring the state, while the train step compiles"
@@ -187,7 +189,7 @@ def build_setup(
     workdir: str | os.PathLike,
     startup: StartupTimer | None = None,
 ) -> TrainSetup:
-    """Builds what a run computes, and opens what it reads.
+    """Opens the training split, and builds what a run computes.
 
     Args:
       config: complete config.
@@ -207,21 +209,36 @@ def build_setup(
     task = config.task.of_records(data, source)
     config = dataclasses.replace(config, task=task)
     setup = build_train_setup(config, mesh, len(source), saved)
-    named = len(source.class_names) == data.num_classes
-    suite = Suite(
+    return setup._replace(source=source)
+
+
+def open_suite(config: TrainConfig, setup: TrainSetup) -> Suite:
+    """Opens the evaluations of a run.
+
+    Args:
+      config: complete config.
+      setup: from `build_setup`.
+
+    Raises:
+      UserError: data cannot be opened, or an evaluation does not fit them or the task.
+    """
+    names = setup.source.class_names
+    return Suite(
         setup.model,
         config.evals,
-        data,
+        config.data,
         config.batch_size,
-        mesh,
-        class_names=source.class_names if named else (),
+        setup.mesh,
+        class_names=names if len(names) == config.data.num_classes else (),
         trained=setup.trained_task,
     )
-    return setup._replace(source=source, suite=suite)
 
 
 def _check_resumed(
-    config: TrainConfig, setup: TrainSetup, checkpoints: Checkpointer
+    config: TrainConfig,
+    workdir: str | os.PathLike,
+    setup: TrainSetup,
+    checkpoints: Checkpointer,
 ) -> None:
     """Raises UserError if hosts differ, or the run is longer already than it shall be."""
     latest = checkpoints.latest
@@ -232,18 +249,17 @@ def _check_resumed(
     )
     if config.extend_schedule != "none" and setup.total_steps < (latest or 0):
         raise UserError(
-            f"extend_schedule={config.extend_schedule!r}: the run is at step {latest} "
-            f"already, and would have {setup.total_steps}: raise total_steps or epochs"
+            f"extend_schedule={config.extend_schedule!r}: {workdir} is at step {latest} "
+            f"already, and the run would have {setup.total_steps}: raise total_steps or "
+            "epochs"
         )
 
 
 def _make_report(run: Run, commit: str | None) -> dict:
     """Returns the content of `report.json`, see `train`, and prints it as a table."""
     config, setup = run.config, run.setup
-    device_kind, (seconds, device_seconds) = (
-        jax.devices()[0].device_kind,
-        run.clock.elapsed(),
-    )
+    device_kind = jax.devices()[0].device_kind
+    seconds, device_seconds = run.clock.elapsed()
     report = {
         "config": config.name,
         "commit": commit,

@@ -47,7 +47,6 @@ class MetricLogger(Callback):
     Attributes:
       info: prints lines in process 0.
       step_timer: measures the phases of every step.
-      skipped: damaged images that this process left out.
     """
 
     on_every_host = True
@@ -82,14 +81,14 @@ class MetricLogger(Callback):
         self._writer = MultiWriter([self._files, *more])
         self.step_timer = StepTimer(config.slow_step_factor, jax.process_index())
         self._stall_timer = DataStallTimer()
-        self.skipped = 0
+        self._skipped = 0  # Damaged images that this process left out.
         self.info = self._progress.info
 
     def begin(self, run: Run) -> None:
         self._run, config, setup = run, self._config, self._setup
-        text = json.dumps(fields.to_json(config), indent=2)
-        self._writer.write_hparams(fields.flatten(fields.to_json(config)))
-        self._writer.write_texts(0, {"config": text})
+        keys = fields.to_json(config)
+        self._writer.write_hparams(fields.flatten(keys))
+        self._writer.write_texts(0, {"config": json.dumps(keys, indent=2)})
         overview = parameter_overview.get_parameter_overview(
             setup.disk_shapes.params, include_stats=False
         )
@@ -115,7 +114,7 @@ class MetricLogger(Callback):
         timed = self._stall_timer.iterate(batches)
         for step, batch in enumerate(timed, self._start + 1):
             self.step_timer.mark("input")
-            self.skipped += int(batch.pop("skipped").sum())
+            self._skipped += int(batch.pop("skipped").sum())
             if step == 1:
                 self._write_images("train/images", batch["image"], 0)
             yield step, batch
@@ -141,20 +140,19 @@ class MetricLogger(Callback):
         values = self._run.metrics()
         if warning := self._setup.task.warning(values):
             self.info(f"step {step}/{self._setup.total_steps}  warning: {warning}")
-        # The slowest input holds all up.
-        waited = meshes.process_allgather(waited=self._stall_timer.seconds)["waited"]
+        waited, skipped = self._of_all_processes()
         memory, timings = device_memory(), self.step_timer.summary()
         speed = self._progress.log(
             step,
             values["loss"],
-            float(waited.max()),
+            waited,
             timings["checkpoint_stall"],
             memory.get("memory_gib", 0.0),
         )
         values = values | speed | timings | memory | self._startup.new_metrics()
         values["compile_seconds"] = self._compilations.seconds
         counts = {
-            "skipped": self.total_skipped(),
+            "skipped": skipped,
             "failed_saves": self._run.checkpoints.failures,
         }
         values |= {name: count for name, count in counts.items() if count}
@@ -165,12 +163,15 @@ class MetricLogger(Callback):
         self._run.callbacks.log(step, named)
         self.step_timer.mark("logging")
 
-    def total_skipped(self) -> int:
-        """Returns the damaged images that were left out; all processes call it."""
-        found = meshes.process_allgather(skipped=self.skipped)["skipped"]
+    def _of_all_processes(self) -> tuple[float, int]:
+        """Returns the longest wait for input, seconds, and the number of damaged images."""
+        each = meshes.process_allgather(
+            waited=self._stall_timer.seconds, skipped=self._skipped
+        )
         # Of processes that load the same shard of every batch, one counts.
         _, shards = meshes.data_shard(self._setup.mesh)
-        return int(found.sum()) // (jax.process_count() // shards)
+        skipped = int(each["skipped"].sum()) // (jax.process_count() // shards)
+        return float(each["waited"].max()), skipped  # The slowest input holds all up.
 
     def log_scores(
         self, step: int, scores: dict, confusions: dict, pictures: dict
@@ -232,7 +233,7 @@ class MetricLogger(Callback):
             "startup": {k: round(v, 3) for k, v in self._startup.seconds.items()},
             "compile_seconds": round(self._compilations.seconds, 3),
             "images_per_second": round(self._progress.images_per_second, 3) or None,
-            "skipped_images": self.total_skipped(),
+            "skipped_images": self._of_all_processes()[1],
         }
 
     def __enter__(self):

@@ -45,7 +45,8 @@ class SweepSetups:
             setup = loop.build_setup(config, workdir)
             key = _suite_key(config, setup)
             if key != self._suite_key:
-                self._suite, self._suite_key = setup.suite, key
+                self._suite = None  # Its images go before those of the next are read.
+                self._suite, self._suite_key = loop.open_suite(config, setup), key
             setup = setup._replace(suite=self._suite)
             if config.debug_nans:  # JAX runs a step that is not compiled ahead.
                 return setup

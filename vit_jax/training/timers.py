@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import jax
 
-from vit_jax.distributed import compilation
-
 # What a step can consist of. A step is on its way on the device while the loop loads
 # the next batch, so that "device step" is the time in which the loop waits for it.
 TRAINING = ("input", "host-to-device", "device step")
@@ -267,7 +265,7 @@ class StartupTimer:
 
 # As JAX reports them; the first includes reading a program that was kept.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_FOUND = compilation.CACHE_HIT
+_FOUND = "/jax/compilation_cache/cache_hits"
 
 
 class CompilationCounter:

@@ -65,8 +65,8 @@ class TrainSetup(NamedTuple):
         task needs to be built again, and "network", the paths of the network in the
         state, see `backbone_paths`, and its options.
       mesh: of all devices.
-      source, suite: training split and evaluations, as `loop.build_setup` opens them; None
-        where nothing is read.
+      source: training split, as `loop.build_setup` opens it; None where nothing is read.
+      suite: evaluations, if an earlier run of a sweep has the same ones.
       compiled: `train_step` compiled, if an earlier run of a sweep has the same one.
     """
 

@@ -10,6 +10,15 @@ if TYPE_CHECKING:
     from vit_jax.weights.open import Loaded, load, open_pretrained, open_weights
     from vit_jax.weights.pretrained import Preprocess, Pretrained, preprocessing_of
 
+_MODULES = {
+    "Loaded": "open",
+    "Preprocess": "pretrained",
+    "Pretrained": "pretrained",
+    "load": "open",
+    "open_pretrained": "open",
+    "open_weights": "open",
+    "preprocessing_of": "pretrained",
+}
 __all__ = [
     "Loaded",
     "Preprocess",
@@ -22,7 +31,6 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "pretrained" if name.lower().startswith("pre") else "open"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
