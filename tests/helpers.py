@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import cli, evaluate
+from vit_jax import cli
+from vit_jax.__main__ import load
 from vit_jax.training import config as configuration
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -88,13 +89,19 @@ def kill_after(step, workdir):
     (workdir / "report.json").unlink()
 
 
+def run_command(name, words):
+    """Runs a command in this process; returns its exit code, None is 0."""
+    module = load(name)
+    return module["main"](cli.parse(module["parser"](), words))
+
+
 def evaluated(workdir, folder, capsys):
     """Returns the scores of a run of `tiny_config`, of the command in a folder of its own."""
     recipe = folder / "recipe.py"
     recipe.write_text(_EVALUATION)
     capsys.readouterr()
     words = [f"--config={recipe}", f"--model={workdir}", "--json"]
-    assert not evaluate.main(cli.parse(evaluate.parser(), words))
+    assert not run_command("evaluate", words)
     return json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
 
 

@@ -1,7 +1,6 @@
 """The command `vit_jax`, recipes by name, hints at keys, and what a wheel holds."""
 
 import ast
-import importlib
 import os
 import pathlib
 import re
@@ -9,14 +8,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
+import grimp
 import pytest
 from jax._src import cloud_tpu_init
 
 import vit_jax
 from vit_jax import __main__ as command
-from vit_jax import cli, finetune, predict, train, transfer
+from vit_jax import cli
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
@@ -39,17 +40,21 @@ def test_all_commands_are_listed_with_a_line_each():
     shown = run()
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout == run("--help").stdout == command.usage() + "\n"
-    for name in command.COMMANDS:
-        assert re.search(rf"^  {name} +[A-Z].*[^.]$", shown.stdout, re.MULTILINE)
-        assert hasattr(importlib.import_module(f"vit_jax.{name}"), "main")
-    modules = {path.stem for path in (ROOT / "vit_jax").glob("*.py")}
-    with_main = {
-        name
-        for name in modules - {"__main__"}
-        if "cli.run(" in (ROOT / "vit_jax" / f"{name}.py").read_text()
-    }
-    assert with_main - {"cli"} == {*command.COMMANDS}
+    for name, line in command.COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(line)}$", shown.stdout, re.MULTILINE)
+        assert callable(command.load(name)["main"])
     assert max(map(len, shown.stdout.splitlines())) <= 100
+
+
+def test_every_file_is_a_command_or_has_a_rank_and_nothing_imports_a_command():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    ranks = settings["importlinter"]["contracts"][0]["layers"]
+    ranked = {name for rank in ranks for name in rank.split(" | ")}
+    graph = grimp.build_graph("vit_jax", exclude_type_checking_imports=True)
+    modules = {name.partition(".")[2] for name in graph.find_children("vit_jax")}
+    assert modules == ranked | command.COMMANDS.keys()
+    for name in command.COMMANDS:
+        assert not graph.find_modules_that_directly_import(f"vit_jax.{name}"), name
 
 
 def test_the_version_and_a_word_that_is_no_command():
@@ -63,26 +68,26 @@ def test_the_version_and_a_word_that_is_no_command():
 
 
 @pytest.mark.parametrize(
-    ("module", "word", "meant"),
+    ("name", "word", "meant"),
     [
-        (finetune, "--lr=0.1", "--config.optim.learning_rate"),
-        (finetune, "--epochs=3", "--config.epochs"),
+        ("finetune", "--lr=0.1", "--config.optim.learning_rate"),
+        ("finetune", "--epochs=3", "--config.epochs"),
         (
-            finetune,
+            "finetune",
             "--lr=0.1 --epochs=3",
             "--config.optim.learning_rate --config.epochs",
         ),
-        (train, "--batch_size=8", "--config.batch_size"),
-        (transfer, "--weight_decay=0", "--config.optim.weight_decay"),
-        (finetune, "--init=deit:Ti/16", "--model"),
-        (finetune, "--pretrained=x", "--model"),
-        (finetune, "--minuets=3", "--minutes"),
-        (predict, "--top_k=3", "--topk"),
+        ("train", "--batch_size=8", "--config.batch_size"),
+        ("transfer", "--weight_decay=0", "--config.optim.weight_decay"),
+        ("finetune", "--init=deit:Ti/16", "--model"),
+        ("finetune", "--pretrained=x", "--model"),
+        ("finetune", "--minuets=3", "--minutes"),
+        ("predict", "--top_k=3", "--topk"),
     ],
 )
-def test_an_unknown_flag_leads_to_what_it_may_mean(module, word, meant, capsys):
-    parser = module.parser()
-    words = ["x"] if module in (finetune, predict) else []
+def test_an_unknown_flag_leads_to_what_it_may_mean(name, word, meant, capsys):
+    parser = command.load(name)["parser"]()
+    words = ["x"] if name in ("finetune", "predict") else []
     needed = [a for a in parser._actions if a.required and a.option_strings]
     words += [f"{action.option_strings[0]}=x" for action in needed]
     with pytest.raises(SystemExit) as ended:
@@ -216,10 +221,10 @@ def test_libtpu_is_not_heard_where_there_is_no_tpu(first):
 
 
 def test_help_lists_the_recipes_and_quick_is_told(tmp_path):
-    shown = importlib.import_module("vit_jax.train").parser().format_help()
+    shown = command.load("train")["parser"]().format_help()
     assert re.search(r"^  digits +A small ViT from scratch", shown, re.MULTILINE)
     assert "eval/probe" not in shown
-    shown = importlib.import_module("vit_jax.evaluate").parser().format_help()
+    shown = command.load("evaluate")["parser"]().format_help()
     assert "  eval/probe " in shown
     words = ("--config=mixer:quick", f"--workdir={tmp_path}/run", "--config.evals={}")
     done = subprocess.run(
@@ -359,7 +364,7 @@ def test_every_command_in_the_sources_is_one_of_its_parser(monkeypatch):
             words = [word for word in words if word != "..."]
             if not words or "--help" in words[0]:
                 continue  # The name of the command in a sentence.
-            parser = importlib.import_module(f"vit_jax.{name}").parser()
+            parser = command.load(name)["parser"]()
             try:
                 flags = cli.parse(parser, [stand_in(parser, word) for word in words])
                 config = getattr(flags, "config", None) or ""

@@ -1,7 +1,6 @@
 """The documentation: its commands run, its messages and keys are those of the code."""
 
 import ast
-import importlib
 import importlib.util
 import pathlib
 import re
@@ -268,7 +267,7 @@ def test_the_reference_of_the_command_line_has_every_flag():
         part = re.search(
             rf"^## {name}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
         )[1]
-        parser = importlib.import_module(f"vit_jax.{name}").parser()
+        parser = generated.load(name)["parser"]()
         for action in parser._actions:
             for flag in action.option_strings:
                 assert re.search(rf"{flag}\b", part), (name, flag)

@@ -13,9 +13,11 @@ import hosts
 import jax
 import numpy as np
 import pytest
+from helpers import run_command
 from PIL import Image
 
-from vit_jax import cli, evaluate, models
+from vit_jax import cli, models
+from vit_jax.__main__ import load
 from vit_jax.data import imagenet
 from vit_jax.distributed import start as distributed_start
 from vit_jax.errors import UserError
@@ -82,7 +84,7 @@ def run(place, capsys):
     """Runs the verb in this process: recipe and words -> stdout, stderr."""
 
     def start(recipe, *more, **keys):
-        evaluate.main(cli.parse(evaluate.parser(), words(place, recipe, *more, **keys)))
+        run_command("evaluate", words(place, recipe, *more, **keys))
         return capsys.readouterr()
 
     return start
@@ -545,10 +547,10 @@ def test_what_hosts_compare_is_what_decides_the_scores(
 
         monkeypatch.setattr(distributed_start, "check_agreement", check)
         line = words(place, "classification", *more)
-        flags = cli.parse(evaluate.parser(), line)
+        flags = cli.parse(load("evaluate")["parser"](), line)
         config = configuration.load_evaluation(flags.config, flags.overrides)
         with pytest.raises(UserError, match="seen"):
-            evaluate.run(flags, config)
+            load("evaluate")["run"](flags, config)
         return json.loads(json.dumps(seen))
 
     line = distributed_start.difference([compared(), compared(word)])
@@ -580,7 +582,7 @@ def test_deit_knows_flowers_from_few_examples(capsys):
         "--config.evals.fewshot.shots=(1, 10)",
         "--json",
     ]
-    evaluate.main(cli.parse(evaluate.parser(), line))
+    run_command("evaluate", line)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["fewshot"]["1"]["mean"] > 0.35
     assert found["fewshot"]["10"]["mean"] > 0.65
@@ -617,7 +619,7 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     capsys.readouterr()
     for raw, kind in ((["--no_ema"], "params"), ([], "ema")):
         arguments = words(place, "classification", "--json", *raw, model=tmp_path)
-        evaluate.main(cli.parse(evaluate.parser(), arguments))
+        run_command("evaluate", arguments)
         found = json.loads(capsys.readouterr().out.splitlines()[-1])["test"]
         assert found["loss"] == pytest.approx(trained[kind]["loss"], rel=1e-5)
         assert found["top1"] == trained[kind]["top1"]

@@ -11,11 +11,11 @@ import image_folder
 import jax
 import numpy as np
 import pytest
-from helpers import draw_params
+from helpers import draw_params, run_command
 from PIL import Image
 
 import vit_jax
-from vit_jax import cli, finetune, models
+from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
@@ -48,7 +48,7 @@ def place(tmp_path_factory):
 
 def command(place, *words, photos="photos"):
     words = [str(place / photos), f"--model={place / 'weights.safetensors'}", *words]
-    return finetune.main(cli.parse(finetune.parser(), words))
+    return run_command("finetune", words)
 
 
 def test_a_folder_becomes_a_model(place, capsys):

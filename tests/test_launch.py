@@ -14,7 +14,8 @@ import time
 import pytest
 import yaml
 
-from vit_jax import cli, train
+from vit_jax import cli
+from vit_jax.__main__ import load
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -92,7 +93,7 @@ def calls(place, name):
 def parsed(words):
     """Reads the words behind `-m vit_jax.train` as the verb does, config included."""
     words = words[words.index("vit_jax.train") + 1 :]
-    flags = cli.parse(train.parser(), words)
+    flags = cli.parse(load("train")["parser"](), words)
     return flags, cli.load_config(flags)
 
 

@@ -66,5 +66,11 @@ def test_code_is_copied_by_a_click_and_links_to_its_source(site):
     page = (site / "python.html").read_text()
     assert "copybutton.js" in page
     api = (site / "api.html").read_text()
-    for name in ("list_models", "create_model", "load_model", "train", "evaluate"):
-        assert f'href="_modules/vit_jax/api.html#{name}"' in api, name
+    for module, names in (
+        ("models", ("list_models", "create_model")),
+        ("pretrained", ("load_model", "PretrainedModel")),
+        ("training", ("train", "finetune", "evaluate")),
+    ):
+        for name in names:
+            place = f"_modules/vit_jax/api/{module}.html#{name}"
+            assert f'href="{place}"' in api, name

@@ -1,4 +1,4 @@
-"""The Vision Transformer (arXiv:2010.11929) in JAX and Flax: train, fine-tune, check.
+"""The Vision Transformer (arXiv:2010.11929) in JAX and Flax: train, fine-tune, evaluate.
 
 `python -m vit_jax` lists the commands. In Python, `list_models`, `create_model`,
 `load_model`, `train`, `train_setup`, `finetune`, `evaluate` and `Callback` are attributes of this
@@ -9,32 +9,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vit_jax.api import (
-        PretrainedModel,
-        create_model,
-        evaluate,
-        finetune,
-        list_models,
-        load_model,
-        train,
-        train_setup,
-    )
+    from vit_jax.api.models import create_model, list_models
+    from vit_jax.api.pretrained import PretrainedModel, load_model
+    from vit_jax.api.training import evaluate, finetune, train, train_setup
     from vit_jax.errors import UserError
     from vit_jax.training.callbacks import Callback
 
 __version__ = "0.1.0"
-
-_MODULES = {
-    "Callback": "vit_jax.training.callbacks",
-    "PretrainedModel": "vit_jax.api",
-    "UserError": "vit_jax.errors",
-    "create_model": "vit_jax.api",
-    "list_models": "vit_jax.api",
-    "load_model": "vit_jax.api",
-    "train_setup": "vit_jax.api",
-}
-# Modules of commands, which are called as the function of api.py of their name.
-_COMMANDS = ("evaluate", "finetune", "train")
 __all__ = [
     "Callback",
     "PretrainedModel",
@@ -47,14 +28,20 @@ __all__ = [
     "train",
     "train_setup",
 ]
+_MODULES = {
+    "vit_jax.api.models": ("create_model", "list_models"),
+    "vit_jax.api.pretrained": ("PretrainedModel", "load_model"),
+    "vit_jax.api.training": ("evaluate", "finetune", "train", "train_setup"),
+    "vit_jax.errors": ("UserError",),
+    "vit_jax.training.callbacks": ("Callback",),
+}
 
 
 def __getattr__(name: str):
-    if name in _COMMANDS:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

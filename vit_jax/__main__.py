@@ -1,15 +1,11 @@
 """Lists the commands, or runs one: python -m vit_jax [COMMAND ...]
 
-`python -m vit_jax --completion=bash` prints what bash has to read to complete commands and
-flags (or zsh, tcsh; extra `completion`). The same as `vit_jax` alone, which an install puts on the path. `vit_jax train --help` is
-`python -m vit_jax.train --help`.
+`vit_jax train --help` is `python -m vit_jax.train --help`. `--completion=bash` (or zsh,
+tcsh; extra `completion`) prints the script that completes commands and flags in a shell.
 """
 
 import argparse
-import ast
 import difflib
-import importlib
-import importlib.resources
 import os
 import runpy
 import sys
@@ -17,13 +13,27 @@ from typing import NoReturn
 
 import vit_jax
 
-# In the order in which one meets them.
 SHELLS = ("bash", "zsh", "tcsh")
-COMMANDS = (
-    *("train", "finetune", "evaluate", "transfer", "predict", "explore", "visualize"),
-    *("convert", "average", "prepare", "datasets", "show_batch", "dedup"),
-    *("summary", "compile", "study", "report"),
-)
+# The name of each command, which is its module too, and its line in --help.
+COMMANDS = {
+    "train": "Trains a model",
+    "finetune": "Fine-tunes weights on your images",
+    "evaluate": "Evaluates weights",
+    "transfer": "Fine-tunes a checkpoint on a data set as the paper does (table 4)",
+    "predict": "Classifies images",
+    "explore": "Shows where a model looks, in the browser",
+    "visualize": "Draws what a model has learned and where it looks",
+    "convert": "Converts weights",
+    "average": "Averages fine-tuned networks",
+    "prepare": "Prepares data sets as ArrayRecord",
+    "datasets": "Lists the data sets of the paper",
+    "show_batch": "Shows the images that a model trains on",
+    "dedup": "Finds near-duplicates between data sets",
+    "summary": "Shows parameters and operations of models",
+    "compile": "Compiles a training step for TPUs that are elsewhere",
+    "study": "Trains a recipe over values of its arguments",
+    "report": "Compares runs with the paper",
+}
 
 
 def main() -> None:
@@ -38,17 +48,25 @@ def main() -> None:
         print(completion(name.partition("=")[2]))
     elif name in COMMANDS:
         sys.argv = [f"{os.path.basename(sys.argv[0])} {name}", *words[1:]]
-        runpy.run_module(f"vit_jax.{name}", run_name="__main__", alter_sys=False)
+        load(name, run_name="__main__")
     else:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}? The commands are" if near else "give one of"
         _end(f"{name!r} is no command: {hint} {', '.join(COMMANDS)}")
 
 
+def load(name: str, run_name: str | None = None) -> dict:
+    """Returns the globals of a command's module after running it.
+
+    The module is not imported: `vit_jax.train` stays the function.
+    """
+    return runpy.run_module(f"vit_jax.{name}", run_name=run_name)
+
+
 def usage() -> str:
-    """Returns the commands, with what each does."""
+    """Returns the list of commands."""
     width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:{width}}{purpose(name)}" for name in COMMANDS]
+    lines = [f"  {name:{width}}{line}" for name, line in COMMANDS.items()]
     return "\n".join(
         (
             "usage: vit_jax COMMAND [flags]    or: python -m vit_jax.COMMAND [flags]",
@@ -75,23 +93,16 @@ def completion(shell: str) -> str:
         _end("--completion needs shtab: pip install -e '.[completion]'")
     parser = argparse.ArgumentParser("vit_jax")
     parser.add_argument("--version", action="store_true", help="print the version")
-    below = parser.add_subparsers()
-    for name in COMMANDS:
-        own = importlib.import_module(f"vit_jax.{name}").parser()
-        below.add_parser(name, parents=[own], add_help=False, help=purpose(name))
+    commands = parser.add_subparsers()
+    for name, line in COMMANDS.items():
+        flags = load(name)["parser"]()
+        commands.add_parser(name, parents=[flags], add_help=False, help=line)
     return shtab.complete(parser, shell)
 
 
 def _end(reason: str) -> NoReturn:
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(2)
-
-
-def purpose(command: str) -> str:
-    """Returns what a command does, the first words of its module, which is not run."""
-    file = importlib.resources.files("vit_jax") / f"{command}.py"
-    words = ast.get_docstring(ast.parse(file.read_text("utf-8"))).split("\n\n")[0]
-    return " ".join(words.split()).partition(":")[0].rstrip(".")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import gc
-import importlib
 import logging
 import os
 import pathlib
@@ -148,24 +147,6 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
 
         flags.model = workdir.at_step(flags.model, flags.step)
     return flags
-
-
-def make_callable(module: str) -> None:
-    """Lets the module of a command be called as the function of api.py of its name.
-
-    `vit_jax.train` is that module as soon as anything imports it.
-
-    Args:
-      module: its `__name__`.
-    """
-    name = module.rpartition(".")[2]
-
-    class Callable(types.ModuleType):
-        def __call__(self, *args, **kwargs):
-            api = importlib.import_module("vit_jax.api")  # It imports all there is.
-            return getattr(api, name)(*args, **kwargs)
-
-    sys.modules[module].__class__ = Callable
 
 
 def load_config(flags: argparse.Namespace):

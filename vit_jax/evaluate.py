@@ -134,5 +134,3 @@ def parser() -> cli.Parser:
 
 if __name__ == "__main__":
     cli.run(main, parser())
-else:
-    cli.make_callable(__name__)

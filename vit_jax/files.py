@@ -5,6 +5,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 
 from etils import epath
@@ -49,6 +50,13 @@ def check(thing: str, path: str | os.PathLike) -> None:
             f"{thing}={path}: is {kind}, not a file; copy its content to a file and "
             "give that"
         )
+
+
+def new_workdir(name: str) -> str:
+    """Returns a folder under runs/ that does not exist yet."""
+    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
+    return next(name for name in names if not os.path.exists(name))
 
 
 def refuse_scheme(thing: str, path: str | os.PathLike) -> None:

@@ -9,15 +9,15 @@ codes: 0 done, 2 bad input, 75 preempted.
 """
 
 import argparse
-import re
 
 from vit_jax import cli, job
-from vit_jax.printing import masked
 
 
 def main(flags: argparse.Namespace) -> int:
     """Fine-tunes as the flags say; returns the exit code."""
-    workdir = flags.workdir or default_workdir(flags.model, flags.photos)
+    from vit_jax.tools.finetuning import run as finetuning
+
+    workdir = flags.workdir or finetuning.default_workdir(flags.model, flags.photos)
     return job.run(lambda: run(flags, workdir), workdir, debug=flags.debug)
 
 
@@ -45,13 +45,6 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
     )
     for line in finetuning.summary(result):
         cli.say(line)
-
-
-def default_workdir(model: str, photos: str) -> str:
-    """Returns a folder under runs/, the same whenever the model and the images are."""
-    words = filter(None, (masked(model), photos))
-    parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in words)
-    return f"runs/finetune/{'_'.join(parts)}"
 
 
 def parser() -> cli.Parser:
@@ -99,5 +92,3 @@ def _minutes(text: str) -> float:
 
 if __name__ == "__main__":
     cli.run(main, parser(), trains=True)
-else:
-    cli.make_callable(__name__)

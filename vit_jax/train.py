@@ -8,11 +8,10 @@ command goes on; 130 Ctrl-C: saved, and a second one ends at once.
 """
 
 import argparse
-import time
-from pathlib import Path
 
 from vit_jax import cli, job, processes
 from vit_jax.errors import UserError
+from vit_jax.files import new_workdir
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -41,13 +40,6 @@ def main(flags: argparse.Namespace) -> int:
     return job.run(train, flags.workdir, debug=flags.debug)
 
 
-def new_workdir(name: str) -> str:
-    """Returns a folder under runs/ that does not exist yet."""
-    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
-    return next(name for name in names if not Path(name).exists())
-
-
 def parser() -> cli.Parser:
     """Returns the flags."""
     flags = cli.Parser(__doc__, config="TrainConfig", recipes=r"\w+")
@@ -58,5 +50,3 @@ def parser() -> cli.Parser:
 
 if __name__ == "__main__":
     cli.run(main, parser(), trains=True)
-else:
-    cli.make_callable(__name__)

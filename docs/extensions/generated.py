@@ -1,7 +1,6 @@
 """Puts what is generated into pages, and makes docstrings into what Sphinx reads."""
 
 import argparse
-import importlib
 import json
 import os
 import pathlib
@@ -13,7 +12,7 @@ from unittest import mock
 import config_reference
 import docstrings
 
-from vit_jax.__main__ import COMMANDS, purpose
+from vit_jax.__main__ import COMMANDS, load
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights.hub import mirrors
 
@@ -55,12 +54,12 @@ def commands(text: str) -> str:
 def flags() -> str:
     """Returns what --help of each command shows, without the keys of configs."""
     parts = []
-    for name in COMMANDS:
-        parser = importlib.import_module(f"vit_jax.{name}").parser()
+    for name, line in COMMANDS.items():
+        parser = load(name)["parser"]()
         parser.prog = f"vit_jax {name}"
         with mock.patch.dict(os.environ, COLUMNS="88"):
             text = argparse.ArgumentParser.format_help(parser)
-        parts.append(f"## {name}\n\n{purpose(name)}.\n\n```text\n{text.strip()}\n```")
+        parts.append(f"## {name}\n\n{line}.\n\n```text\n{text.strip()}\n```")
     return "\n\n".join(parts)
 
 

@@ -5,11 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
+from helpers import run_command
 from PIL import Image
 from sklearn import metrics
 
 import vit_jax
-from vit_jax import cli, convert, evaluate, predict
+from vit_jax import cli, convert, predict
 from vit_jax.config import lengths
 from vit_jax.errors import UserError
 from vit_jax.evaluators import multi_label
@@ -138,7 +139,7 @@ def test_a_checkpoint_is_evaluated_as_in_the_run(run, tmp_path, capsys):
         "    c.evals = dict(val=dict(kind='multi_label', split='val'))\n    return c\n"
     )
     arguments = ["--model", str(root / "run"), "--config", str(config), "--json"]
-    evaluate.main(cli.parse(evaluate.parser(), arguments))
+    run_command("evaluate", arguments)
     found = json.loads(capsys.readouterr().out)["val"]
     assert found["map"] == pytest.approx(report["final"]["val"]["params"]["map"])
 

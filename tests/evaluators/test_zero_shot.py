@@ -7,7 +7,7 @@ import pytest
 from helpers import tiny_config
 from PIL import Image
 
-from vit_jax import api
+import vit_jax
 from vit_jax.errors import UserError
 from vit_jax.evaluators import retrieval
 from vit_jax.training import loop
@@ -117,7 +117,7 @@ def test_weights_are_evaluated_as_the_run_was(place):
     config["data"]["data_dir"] = str(folder)
     config["data"]["caption_key"] = "txt"
     for use_ema, name in ((False, "params"), (True, "ema")):
-        found = api.evaluate(
+        found = vit_jax.evaluate(
             folder / "run", config, use_ema=use_ema, tell=lambda _: None
         )
         for key in evals:
@@ -132,13 +132,13 @@ def test_other_names_of_classes(place):
     config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
     config["data"]["data_dir"] = str(folder)
     with pytest.raises(UserError, match="has label 2, but 1 classes are named"):
-        api.evaluate(folder / "run", config, tell=lambda _: None)
+        vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
     evals["x"]["classes"] = tuple(f"one {name}" for name in NAMES)
-    scores = api.evaluate(folder / "run", config, tell=lambda _: None)
+    scores = vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
     assert scores["x"]["weights"]["top1"] == 1.0
     evals["x"]["prompts"] = ("a thing",)
     with pytest.raises(UserError, match="prompt 'a thing' has no {}"):
-        api.evaluate(folder / "run", config, tell=lambda _: None)
+        vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
 
 
 def test_weights_without_a_text_tower_are_refused(place, tmp_path):
@@ -147,18 +147,18 @@ def test_weights_without_a_text_tower_are_refused(place, tmp_path):
     config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
     config["data"]["data_dir"] = str(folder)
     with pytest.raises(UserError, match="evals.names compares images with texts"):
-        api.evaluate(
+        vit_jax.evaluate(
             tmp_path / "run",
             config | {"evals": {"names": evals["names"]}},
             tell=lambda _: None,
         )
     with pytest.raises(UserError, match="evals.pairs needs captions: state"):
-        api.evaluate(folder / "run", config, tell=lambda _: None)
+        vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
 
 
 def test_images_are_compared_with_texts_in_python(place):
     folder, _, _ = place
-    model = api.load_model(folder / "run", tell=lambda _: None)
+    model = vit_jax.load_model(folder / "run", tell=lambda _: None)
     paths = [str(folder / "val" / name / f"{i}.png") for i, name in enumerate(NAMES)]
     found = model.zero_shot(paths, [f"a {name}" for name in NAMES], topk=2)
     assert [best[0].name for best in found] == [f"a {name}" for name in NAMES]

@@ -13,11 +13,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import run_command, tiny_config
 from orbax.checkpoint import v1 as ocp
 from PIL import Image
 
-from vit_jax import cli, convert, evaluate, predict, weights
+from vit_jax import cli, convert, predict, weights
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
@@ -190,7 +190,7 @@ def test_what_is_handed_on_is_what_was_evaluated(run, tmp_path, capsys):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
     words = [f"--config={recipe}", f"--model={workdir}", "--json"]
-    assert not evaluate.main(cli.parse(evaluate.parser(), words))
+    assert not run_command("evaluate", words)
     scores = json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
     ended = report["final"]["val"]["ema"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)

@@ -1,0 +1,1 @@
+"""vit_jax in Python: models by name, weights that classify, training on arrays."""

@@ -1,0 +1,129 @@
+"""Models by name."""
+
+import dataclasses
+import fnmatch
+import numbers
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from vit_jax import models
+from vit_jax.config import arguments, fields
+from vit_jax.config.fields import key
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+
+# Names of other libraries for an argument of this one.
+SYNONYMS = {
+    "img_size": "image_size",
+    "input_size": "image_size",
+    "resolution": "image_size",
+    "in_chans": "channels",
+    "num_channels": "channels",
+    "num_labels": "num_classes",
+    "embed_dim": "width",
+    "hidden_size": "width",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "num_heads",
+    "drop_path": "drop_path_rate",
+    "drop_rate": "dropout",
+    "global_pool": "pool",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    pattern: str = key("", "Pattern of names.")
+    pretrained: bool = key(False, "Whether names are of weights.")
+    variant: str = key("", "Name of a network.")
+    num_classes: int = key(0, "Width of the classifier.", below=2**31)
+
+
+_checked = arguments.checked(_Arguments)
+
+
+@_checked
+def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
+    """Returns the names of the models whose numbers are published.
+
+    Args:
+      pattern: as in a shell; "*/16" are those with patches of 16 pixels.
+      pretrained: return short names of weights for `load_model`, as "deit:Ti/16".
+
+    Example:
+      >>> import vit_jax
+      >>> vit_jax.list_models("B/*")
+      ['B/8', 'B/14', 'B/16', 'B/32']
+      >>> vit_jax.list_models("deit:S*", pretrained=True)
+      ['deit:S/16', 'deit:S/16-distilled']
+    """
+    if not pretrained:
+        return fnmatch.filter(models.names(), pattern)
+    from vit_jax.weights.hub import mirrors  # A network needs no weights.
+
+    names = (name for family in mirrors.families() for name in mirrors.names(family))
+    return fnmatch.filter(names, pattern)
+
+
+@_checked
+def create_model(
+    variant: str,
+    *,
+    num_classes: int = 1_000,
+    image_size: int | Sequence[int] = 224,
+    **options,
+) -> models.Model:
+    """Builds a model, whose `init` draws parameters and whose `apply` computes.
+
+    Args:
+      variant: one of `list_models()`, or of the same form, as "S/8".
+      num_classes: width of the classifier; 0 is none.
+      image_size: side of the images in pixels, or (height, width).
+      **options: see `vit_jax.models.create`.
+
+    Raises:
+      UserError: unknown variant or option, or numbers that do not fit each other.
+
+    Example:
+      >>> import jax, vit_jax
+      >>> model = vit_jax.create_model("Ti/16", num_classes=10, image_size=64)
+      >>> params = model.init(jax.random.key(0))
+      >>> model.apply(params, jax.numpy.zeros((2, 64, 64, 3)))["logits"].shape
+      (2, 10)
+    """
+    if re.match(r"(vit|deit3?|swin(v2)?|mixer|resnetv2)_", variant):
+        raise UserError(
+            f"{variant!r} is a name of timm: load_model('timm/{variant}') opens weights, "
+            "and list_models() has the names here"
+        )
+    for name in SYNONYMS.keys() & options.keys():
+        raise UserError(
+            f"{name}={options[name]!r}: this argument is called {SYNONYMS[name]} here"
+        )
+    kind = models.VARIANTS.find(variant, "model")
+    about, defaults = fields.fields(kind), fields.defaults(kind)
+    for name in about.keys() & options.keys():
+        if not isinstance(options[name], str) or options[name] not in about[name].names:
+            of_key = name, about[name], options[name], defaults[name]
+            options[name] = arguments.take(*of_key)
+    return models.create(
+        variant, num_classes=num_classes, image_size=sides(image_size), **options
+    )
+
+
+def sides(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """Returns the height and width of images, checked as `data.image_size` is.
+
+    Args:
+      image_size: side in pixels, or (height, width).
+    """
+    whole = fields.is_number(image_size, numbers.Integral)
+    pair = (image_size, image_size) if whole else image_size
+    if not isinstance(pair, Sequence | np.ndarray) or len(pair) != 2:
+        raise UserError(
+            f"image_size={image_size!r} is neither a side nor (height, width) in pixels"
+        )
+    about, default = fields.fields(DataConfig), fields.defaults(DataConfig)
+    name = "image_size"
+    return arguments.take(name, about[name], pair, default[name])

@@ -1,0 +1,446 @@
+"""Weights of any format, which classify, embed and show their attention."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+from PIL import Image
+
+from vit_jax import models, weights
+from vit_jax.analysis.attention import attention_maps
+from vit_jax.api.models import SYNONYMS, sides
+from vit_jax.config import arguments, fields
+from vit_jax.config.fields import key
+from vit_jax.data import decode, inputs
+from vit_jax.data.transforms import device as transforms
+from vit_jax.errors import UserError
+from vit_jax.evaluators import prediction
+from vit_jax.models.text_tower import TextTower
+from vit_jax.weights import surgery, workdir
+from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image, upright
+from vit_jax.weights.text_tower import text_tower
+
+_BATCH = 32  # Images that pass through a network at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsArguments:
+    """Arguments of all functions that open weights."""
+
+    source: str = key("", "Weights.")
+    class_names: tuple[str, ...] = key((), "In label order.")
+    step: int = key(0, "Step of a checkpoint.")
+    use_ema: bool = key(True, "Whether to take averaged parameters.")
+    num_heads: int = key(0, "Attention heads.", below=2**31)
+    architecture: str = key("", "timm's name of a network.")
+    tell: Callable = key(print, "Called with lines.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments(WeightsArguments):
+    num_classes: int = key(0, "Width of the classifier.", below=2**31)
+    tokenizer: str = key("", "Tokenizer of a text tower.")
+    topk: int = key(5, "Classes per image.", at_least=1)
+    threshold: float = key(0.5, "Least probability.", at_most=1)
+    tokens: bool = key(False, "Whether features are of patches.")
+    texts: tuple[str, ...] = key((), "To compare images with.")
+    prompts: tuple[str, ...] = key(("{}",), "With {} for a class.")
+
+
+_checked = arguments.checked(_Arguments)
+
+Images = (
+    str
+    | os.PathLike
+    | bytes
+    | np.ndarray
+    | Image.Image
+    | Sequence["str | os.PathLike | bytes | np.ndarray | Image.Image"]
+)
+
+
+@_checked
+def load_model(
+    source: str | os.PathLike,
+    *,
+    image_size: int | Sequence[int] | None = None,
+    num_classes: int | None = None,
+    class_names: Sequence[str] = (),
+    step: int | None = None,
+    use_ema: bool = True,
+    num_heads: int = 0,
+    architecture: str = "",
+    tokenizer: str = "",
+    tell: Callable[[str], None] = print,
+    **preprocess,
+) -> "PretrainedModel":
+    """Opens weights of any format, ready for images.
+
+    Args:
+      source: workdir of a run; a file or folder of Google, timm, Hugging Face and others;
+        a name as "deit:Ti/16" or "timm/vit_base_patch16_224.augreg_in21k"; or a URL, as
+        "hf://owner/name".
+      image_size: side of the images in pixels, or (height, width), if not the weights'.
+      num_classes: width of a new classifier, of zeros, in place of the weights'; 0 is none.
+      class_names: in label order, if not the weights'.
+      step: of a run's checkpoint; the best, or else the last, if None.
+      use_ema: a run's averaged parameters if it has them, not its last ones.
+      num_heads: attention heads, for files that do not state them.
+      architecture: timm's name of the network, for its files without a config.json.
+      tokenizer: of a text tower if not the weights', see `config.data.tokenizer`.
+      tell: called with a line about each thing that had to be guessed.
+      **preprocess: fields of `vit_jax.weights.Preprocess`, if not the weights'.
+
+    Raises:
+      UserError: there are no such weights, or something does not fit.
+
+    Example:
+      >>> import vit_jax
+      >>> model = vit_jax.load_model("runs/digits", tell=lambda line: None)
+      >>> model
+      PretrainedModel('Ti/2' of 'runs/digits', 10 classes, images (8, 8, 1))
+    """
+    known = {field.name for field in dataclasses.fields(Preprocess)}
+    if unknown := sorted(preprocess.keys() - known):
+        hint = SYNONYMS.get(unknown[0], f"not one of {', '.join(sorted(known))}")
+        raise UserError(f"{unknown[0]}={preprocess[unknown[0]]!r}: {hint}")
+    usual = Preprocess(image_size=(1, 1))
+    for name, value in preprocess.items():
+        preprocess[name] = arguments.take(
+            name, fields.Key(help="", at_least=None), value, getattr(usual, name)
+        )
+    if image_size is not None:
+        preprocess |= {"image_size": sides(image_size), "cut": (0, 0)}
+    pretrained, how = weights.open_weights(
+        at_step(source, step),
+        preprocess,
+        use_ema=use_ema,
+        num_heads=num_heads,
+        architecture=architecture,
+        with_task=True,
+        tell=tell,
+    )
+    if tokenizer:
+        pretrained = dataclasses.replace(pretrained, tokenizer=tokenizer)
+    if num_classes is not None:
+        pretrained = surgery.replace_head(pretrained, num_classes)
+    return PretrainedModel(pretrained, upright(how), tuple(class_names))
+
+
+class PretrainedModel:
+    """A network with its parameters, which knows how its images are prepared.
+
+    Images are given as a path, the content of a file, an array of uint8 (height, width,
+    channels) or grey (height, width), a PIL image, or a list of these, which an array
+    with one more dimension is. A folder is all images in it, in the order of their paths.
+    Called with images, it returns the logits of the classes.
+
+    Args:
+      pretrained: the weights.
+      preprocess: how images are prepared.
+      class_names: in label order; those of the weights if empty.
+
+    Attributes:
+      model: the network, whose `apply` is this one's.
+      params: nested dict of arrays on the default device.
+      preprocessing: how images are prepared.
+      class_names: in label order; empty without a classifier.
+
+    Example:
+      >>> import numpy as np, vit_jax
+      >>> model = vit_jax.load_model("runs/digits", tell=lambda line: None)
+      >>> images = np.zeros((2, 8, 8, 1), np.uint8)
+      >>> best = model.predict(images, topk=3)
+      >>> len(best), len(best[0]), best[0][0].name in model.class_names
+      (2, 3, True)
+      >>> model.features(images).shape, model.attention(images).shape
+      ((2, 48), (2, 4, 3, 17, 17))
+      >>> model.features(images, tokens=True).shape
+      (2, 4, 4, 48)
+      >>> model.apply(model.params, model.preprocess(images))["logits"].shape
+      (2, 10)
+      >>> model(images).shape, len(model.predict("photos"))
+      ((2, 10), 40)
+    """
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        preprocess: Preprocess,
+        class_names: tuple[str, ...] = (),
+    ):
+        model, params = surgery.fit_network(pretrained, preprocess)
+        self.model, self.params = model, jax.device_put(params)
+        self.preprocessing, self.class_names = preprocess, ()
+        if pretrained.options["num_classes"]:
+            self.class_names = prediction.names_of(pretrained, class_names)
+        self._pretrained = pretrained
+        self._sigmoid = pretrained.loss == "sigmoid"
+        self._outputs = jax.jit(lambda p, pixels: model.apply(p, self._normed(pixels)))
+        self._patches = jax.jit(
+            lambda p, pixels: model.patch_features(p, self._normed(pixels))
+        )
+
+    def __repr__(self) -> str:
+        options = self.model.options
+        return (
+            f"PretrainedModel({options['variant']!r} of {self._pretrained.source!r}, "
+            f"{len(self.class_names)} classes, images {self.model.image_shape})"
+        )
+
+    def apply(
+        self, params: models.Params, images: Float[Array, "B Y X C"], **more
+    ) -> dict:
+        """Computes "logits" and "pre_logits", see `vit_jax.models.Model.apply`.
+
+        Args:
+          params: such as `self.params`.
+          images: prepared, as `preprocess` returns them.
+        """
+        return self.model.apply(params, images, **more)
+
+    def __call__(self, images: Images) -> Float[np.ndarray, "B K"]:
+        """Returns the logits of the classes, or the features if there is no classifier.
+
+        Args:
+          images: see the class.
+
+        Raises:
+          UserError: an image cannot be read.
+        """
+        if not self.class_names:
+            return self.features(images)
+        return self._in_batches(
+            images, lambda p, pixels: self._outputs(p, pixels)["logits"]
+        )
+
+    @_checked
+    def preprocess(self, images: Images) -> Float[Array, "B Y X C"]:
+        """Returns images as the network takes them: resized, cropped and normalised.
+
+        Args:
+          images: see the class.
+
+        Raises:
+          UserError: an image cannot be read.
+        """
+        return self._normed(np.stack([self._prepare(one) for one in _listed(images)]))
+
+    @_checked
+    def predict(
+        self, images: Images, topk: int = 5, *, threshold: float | None = None
+    ) -> list[tuple[prediction.Prediction, ...]] | tuple[prediction.Prediction, ...]:
+        """Returns the most probable classes, best first.
+
+        Args:
+          images: see the class.
+          topk: classes an image.
+          threshold: smallest probability of the classes to return, in place of `topk`;
+            0.5 by default if the network was trained on several labels an image.
+
+        Returns:
+          For each image its classes, with label, name and probability; for a single image
+          these alone.
+
+        Raises:
+          UserError: there is no classifier, or an image cannot be read.
+        """
+        if not self.class_names:
+            raise UserError(
+                f"{self._pretrained.source} has no classifier (num_classes=0): give "
+                "weights that have one, or use zero_shot if they have a text tower"
+            )
+        logits = self(images)
+        if threshold is None:
+            threshold = prediction.threshold_of(self._pretrained)
+        how = {"sigmoid": self._sigmoid, "threshold": threshold}
+        best = [prediction.rank(row, self.class_names, topk, **how) for row in logits]
+        return best[0] if _is_single(images) else best
+
+    @_checked
+    def zero_shot(
+        self,
+        images: Images,
+        texts: Sequence[str],
+        *,
+        prompts: Sequence[str] = ("{}",),
+        topk: int = 5,
+    ) -> list[tuple[prediction.Prediction, ...]] | tuple[prediction.Prediction, ...]:
+        """Returns the texts that images are most like, best first.
+
+        Args:
+          images: see the class.
+          texts: what images are compared with, as "a photo of a dog"; or classes, if
+            there are prompts.
+          prompts: texts with "{}" for a class; its embedding is the mean over them.
+          topk: texts an image.
+
+        Returns:
+          As `predict`. Probabilities sum to 1 over the texts, except of weights trained
+          with a sigmoid (SigLIP), where each text has one by itself.
+
+        Raises:
+          UserError: there is no text tower or no tokenizer, or an image cannot be read.
+        """
+        texts = tuple(texts)
+        logits = self.tower.logits(
+            self._image_embeddings(images), self.tower.classes(texts, prompts)
+        )
+        best = [
+            prediction.rank(row, texts, topk, sigmoid=self.tower.sigmoid)
+            for row in logits
+        ]
+        return best[0] if _is_single(images) else best
+
+    @_checked
+    def similarity(
+        self, images: Images, texts: Sequence[str]
+    ) -> Float[np.ndarray, "B K"]:
+        """Returns the cosine similarity of each image with each text, for retrieval.
+
+        Args:
+          images: see the class.
+          texts: see `zero_shot`.
+
+        Raises:
+          UserError: as `zero_shot`.
+        """
+        return self._image_embeddings(images) @ self.tower.embed(texts).T
+
+    @functools.cached_property
+    def tower(self) -> TextTower:
+        """The text tower; UserError if the weights have none."""
+        return text_tower(self._pretrained)
+
+    def _image_embeddings(self, images: Images) -> Float[np.ndarray, "B E"]:
+        return self.tower.embed_images(self.features(images))
+
+    @_checked
+    def features(
+        self, images: Images, *, tokens: bool = False
+    ) -> Float[np.ndarray, "B D"] | Float[np.ndarray, "B Y X D"]:
+        """Returns what the classifier sees of each image, or the features of its patches.
+
+        Args:
+          images: see the class.
+          tokens: return a grid of patch features, see `Model.patch_features`. At another
+            resolution: `load_model(..., image_size=(448, 672))`.
+
+        Raises:
+          UserError: the network has no such features, or an image cannot be read.
+        """
+        if tokens:
+            return self._in_batches(images, self._patches)
+        if not self.model.representations:
+            raise UserError(
+                f"{self._pretrained.source} has no features of whole images"
+            )
+        return self._in_batches(
+            images, lambda p, pixels: self._outputs(p, pixels)["pre_logits"]
+        )
+
+    @_checked
+    def attention(self, images: Images) -> Float[np.ndarray, "B L H N N"]:
+        """Returns the attention from each token to each, by layer and head.
+
+        Tokens are the prefix, as the class token, then the patches row by row.
+
+        Args:
+          images: see the class.
+
+        Raises:
+          UserError: the network has no attention between all tokens, or an image cannot
+            be read.
+        """
+        maps = attention_maps(self.model, self.params, self.preprocess(images))
+        return np.stack([np.asarray(layer) for layer in maps], axis=1)
+
+    def _in_batches(self, images: Images, compute: Callable) -> np.ndarray:
+        listed, results = _listed(images), []
+        for i in range(0, len(listed), _BATCH):
+            pixels = np.stack([self._prepare(one) for one in listed[i : i + _BATCH]])
+            results.append(np.asarray(compute(self.params, pixels)))
+        return np.concatenate(results)
+
+    def _normed(self, pixels):
+        how = self.preprocessing
+        images = transforms.normalize(jax.numpy.asarray(pixels), how.mean, how.std)
+        return images.astype(self.model.options["dtype"])
+
+    def _prepare(self, image) -> np.ndarray:
+        return _prepare(image, self.preprocessing, self.model.image_shape[-1])
+
+
+def at_step(source: str | os.PathLike, step: int | None) -> str:
+    """Returns the weights that a source and a run's step name."""
+    return os.fspath(source) if step is None else workdir.at_step(source, step)
+
+
+def _is_single(images: Images) -> bool:
+    if isinstance(images, np.ndarray):
+        # Three dimensions without channels are grey images, as of `train`.
+        return images.ndim < 3 or (images.ndim == 3 and images.shape[-1] in (1, 3, 4))
+    path = isinstance(images, str | os.PathLike)
+    return isinstance(images, bytes | Image.Image) or (
+        path and not os.path.isdir(images)
+    )
+
+
+def _listed(images: Images) -> list:
+    """Returns single images, with those of folders in their place."""
+    if not _is_single(images) and isinstance(images, str | os.PathLike):
+        images = [images]
+    elif _is_single(images):
+        return [images]
+    kinds = str | os.PathLike | bytes | np.ndarray | Image.Image
+    listed = list(images) if isinstance(images, np.ndarray | Iterable) else [images]
+    if not listed:
+        raise UserError("images=[]: give at least one")
+    single = []
+    for one in listed:
+        if not isinstance(one, kinds) or isinstance(images, Mapping):
+            raise UserError(
+                f"images={fields.shown(images)}: give a path, a folder, bytes, an array of uint8, a "
+                "PIL image, or a list of these"
+            )
+        if isinstance(one, str | os.PathLike) and os.path.isdir(one):
+            single += [path for _, path in inputs.find_some([os.fspath(one)])]
+        else:
+            single.append(one)
+    return single
+
+
+def _prepare(image, preprocess: Preprocess, channels: int) -> np.ndarray:
+    name, data = "the image", image
+    if isinstance(image, str | os.PathLike):
+        name = os.fspath(image)
+        try:
+            with open(name, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise UserError(f"{name} cannot be read ({error.strerror})") from error
+    elif isinstance(image, Image.Image):
+        name = f"the image of mode {image.mode}"
+        with _readable(name):
+            data = decode.to_pixels(image, channels)
+    if isinstance(data, np.ndarray):
+        data = data[..., None] if data.ndim == 2 else data
+        if data.dtype != np.uint8 or data.ndim != 3 or not data.size:
+            raise UserError(
+                f"image of {data.dtype} {data.shape}: give uint8 (height, width, channels)"
+            )
+    with _readable(name):
+        return prepare_image(data, preprocess, channels)
+
+
+@contextlib.contextmanager
+def _readable(name: str):
+    try:
+        yield
+    except (decode.DamagedImage, OSError) as error:
+        raise UserError(f"{name} {error}: give another image") from error

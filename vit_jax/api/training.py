@@ -1,0 +1,358 @@
+"""Training, fine-tuning and evaluation."""
+
+import contextlib
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from vit_jax import weights
+from vit_jax.api.pretrained import WeightsArguments, at_step
+from vit_jax.config import arguments, fields, loading
+from vit_jax.config.fields import key
+from vit_jax.data.sources.arrays import IN_MEMORY, check_pair, open_arrays
+from vit_jax.data.sources.open import opened_by
+from vit_jax.distributed import mesh as meshes
+from vit_jax.errors import UserError
+from vit_jax.evaluators import suite
+from vit_jax.files import new_workdir
+from vit_jax.printing import print_error, print_line
+from vit_jax.tools.finetuning import run as finetuning
+from vit_jax.training import loop
+from vit_jax.training.callbacks import Callback
+from vit_jax.training.config import EvaluationConfig, TrainConfig
+from vit_jax.training.timers import StartupTimer
+from vit_jax.training.train_step import TrainSetup, build_train_setup
+
+# Keys of `data` that say where files are and what is in them.
+_OF_FILES = {"data_dir", "num_examples", "exclude", "label_key", "image_key"}
+_OF_FILES |= {"image_dir", "image_suffix"}
+_BATCH = 64  # Images per batch of an evaluation without a config.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments(WeightsArguments):
+    model: str = key("", "Weights.")
+    workdir: str = key("", "Folder of a run.")
+    minutes: float = key(0.0, "Time to train in.", below=2**31)
+    folds: int = key(0, "Runs, each with another part to validate on.")
+    num_examples: int = key(1, "Images per epoch.", at_least=1)
+    callbacks: tuple[Callback, ...] = key((Callback(),), "Called during training.")
+
+
+_checked = arguments.checked(_Arguments)
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@_checked
+def train(
+    config: str | os.PathLike | Mapping | TrainConfig,
+    workdir: str | os.PathLike | None = None,
+    *,
+    data: Arrays | Mapping[str, Arrays] | None = None,
+    class_names: Sequence[str] = (),
+    callbacks: Iterable[Callback] = (),
+    **overrides,
+) -> dict:
+    """Trains, evaluates and reports; resumes where a run in `workdir` was interrupted.
+
+    Args:
+      config: file of a recipe, with its argument after a colon if it takes one; or a
+        mapping or config of the same keys.
+      workdir: folder for checkpoints, metrics and the report; a new one under runs/ if
+        None.
+      data: images, uint8 (N, height, width, channels) or grey (N, height, width), and
+        their labels, integers (N,), in place of the config's data set; or such pairs by
+        the name of their split, of which "train" is trained on and all others are
+        evaluated. Transforms of the config prepare them, as those of files.
+      class_names: of `data`, in label order.
+      callbacks: see `Callback`.
+      **overrides: config keys, as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
+
+    Returns:
+      The content of `report.json`: final accuracies, steps, seconds and more.
+
+    Raises:
+      UserError: bad input, or memory or disk is full.
+
+    Example:
+      >>> import numpy as np, vit_jax
+      >>> images = np.random.default_rng(0).integers(0, 256, (256, 8, 8), np.uint8)
+      >>> labels = np.arange(256) % 2
+      >>> pairs = {"train": (images, labels), "test": (images[:64], labels[:64])}
+      >>> report = vit_jax.train(
+      ...     "configs/digits.py",
+      ...     "runs/noise",
+      ...     data=pairs,
+      ...     epochs=2,
+      ...     **{"optim.warmup_epochs": 0},
+      ... )  # doctest: +ELLIPSIS
+         0.0 s  imported; finding the devices
+      ...
+      >>> sorted(report["final"]["test"])
+      ['ema', 'params']
+    """
+    arrays, sections = {}, {}
+    if data is not None:
+        arrays = _arrays(data, "train", class_names)
+        images, labels = map(np.asarray, arrays["train"])
+        stated = {
+            "name": IN_MEMORY,
+            "split": "train",
+            "num_classes": len(class_names) or int(labels.max(initial=0)) + 1,
+            "channels": images.shape[3] if images.ndim == 4 else 1,
+        }
+        sections = _sections(arrays, stated, arrays.keys() - {"train"})
+    complete = _config(config, overrides, sections)
+    with _opened(arrays, class_names):
+        return loop.train(
+            complete,
+            workdir or new_workdir(complete.name),
+            StartupTimer(say=print_line),
+            callbacks=callbacks,
+        )
+
+
+@_checked
+def finetune(
+    photos: str | os.PathLike | Arrays | Mapping[str, Arrays],
+    workdir: str | os.PathLike | None = None,
+    *,
+    class_names: Sequence[str] = (),
+    model: str | os.PathLike = "",
+    minutes: int | float = finetuning.MINUTES,  # noqa: PYI041 (beartype knows)
+    folds: int = 0,
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[str], None] = print,
+    **overrides,
+) -> finetuning.Result:
+    """Fine-tunes weights on images of your own; resumes where it was interrupted.
+
+    A rule chooses every setting that is not given, from the number and size of the images
+    and the speed of the device, and prints each choice with the key that changes it.
+
+    Args:
+      photos: folder with folders of classes, or of splits with those; a table of paths
+        and labels (CSV, TSV, JSON Lines, Parquet); or the name of a data set, as
+        "owner/name" on the Hugging Face hub. Or images and labels, or such pairs by the
+        name of their split, as `data` of `train`.
+      workdir: folder of the run, which is a model for `load_model`; one under
+        runs/finetune, the same for the same images and model, if None.
+      class_names: of arrays, in label order.
+      model: weights, see `load_model`; DeiT-Ti on a CPU and AugReg S/16 elsewhere if
+        empty.
+      minutes: to train and evaluate in, by the measured speed; 0 is no limit.
+      folds: train so often, each time with another part of the images to validate on, so
+        that all of a small set are scored; the first run is the model.
+      callbacks: see `Callback`.
+      tell: called with lines about the images and the choices.
+      **overrides: config keys, as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
+
+    Returns:
+      The score on the test images, or else on those that validate, with its 95 %
+      interval, and the run's report.
+
+    Raises:
+      UserError: the images or the weights cannot be read or do not fit each other.
+
+    Example:
+      >>> import vit_jax
+      >>> result = vit_jax.finetune(
+      ...     "photos", "runs/photos", model="runs/digits", epochs=2
+      ... )  # doctest: +ELLIPSIS
+      runs/digits: ...
+      >>> result.split, result.metric, result.interval[0] < result.score
+      ('val', 'top1', True)
+    """
+    arrays, place = {}, photos
+    if isinstance(photos, Mapping | tuple | list):
+        arrays, place = _arrays(photos, "train", class_names), IN_MEMORY
+    place = arguments.take("photos", fields.Key(help=""), place, "")
+    with _opened(arrays, class_names):
+        return finetuning.finetune(
+            place,
+            workdir or finetuning.default_workdir(model, place),
+            model=model,
+            minutes=minutes,
+            folds=folds,
+            overrides=overrides,
+            callbacks=callbacks,
+            say=tell,
+        )
+
+
+@_checked
+def evaluate(
+    source: str | os.PathLike,
+    config: str | os.PathLike | Mapping | EvaluationConfig | None = None,
+    *,
+    data: Arrays | Mapping[str, Arrays] | None = None,
+    class_names: Sequence[str] = (),
+    step: int | None = None,
+    use_ema: bool = True,
+    num_heads: int = 0,
+    architecture: str = "",
+    tell: Callable[[str], None] = print,
+    **overrides,
+) -> dict:
+    """Runs the evaluations of a config on weights.
+
+    Args:
+      source: weights, see `load_model`.
+      config: file of a recipe, as "configs/eval/fewshot.py:data=digits", or a mapping or
+        config of the same keys; needed unless `data` is classified.
+      data: images and labels to classify, as of `train`, in place of the config's data
+        set and evaluations; or such pairs by the name of their split.
+      class_names: of `data`, in label order.
+      step: of a run's checkpoint, see `load_model`.
+      use_ema: a run's averaged parameters if it has them, not its last ones.
+      num_heads, architecture: see `load_model`.
+      tell: called with lines about what happens.
+      **overrides: config keys, as of `train`.
+
+    Returns:
+      Metrics by evaluation, as {"test": {"params": {"top1": 0.97, ...}}}.
+
+    Raises:
+      UserError: the weights or the data cannot be read or do not fit each other.
+
+    Example:
+      >>> import numpy as np, vit_jax
+      >>> pair = np.zeros((20, 8, 8), np.uint8), np.arange(20) % 10
+      >>> scores = vit_jax.evaluate("runs/digits", data=pair, tell=lambda line: None)
+      >>> scores["test"]["weights"]["top1"]
+      0.1
+    """
+    arrays, sections = {}, {}
+    if data is not None:
+        arrays = _arrays(data, "", class_names)
+        sections = _sections(arrays, {"name": IN_MEMORY}, arrays)
+    elif config is None:
+        raise UserError(
+            "config=None: give a recipe, as 'configs/eval/fewshot.py:data=digits', or "
+            "data=(images, labels) to classify"
+        )
+    config = {"batch_size": _BATCH} if config is None else config
+    config = _config(config, overrides, sections, cls=EvaluationConfig)
+    pretrained, how = weights.open_weights(
+        at_step(source, step),
+        {},
+        use_ema=use_ema,
+        num_heads=num_heads,
+        architecture=architecture,
+        with_task=True,
+        tell=tell,
+    )
+    with _opened(arrays, class_names):
+        return suite.evaluate(pretrained, how, config, tell).scores
+
+
+@_checked
+def train_setup(
+    config: str | os.PathLike | Mapping | TrainConfig, num_examples: int, **overrides
+) -> TrainSetup:
+    """Builds the step and the initial state for a training loop of your own.
+
+    Args:
+      config: see `train`.
+      num_examples: images of an epoch, for schedules.
+      **overrides: config keys, as of `train`.
+
+    Returns:
+      Among others `initial_state()`, the jitted `train_step(state, batch)`, which returns
+      the next state and metrics, and `total_steps`.
+
+    Raises:
+      UserError: bad input.
+
+    Example:
+      >>> import numpy as np, vit_jax
+      >>> setup = vit_jax.train_setup("configs/digits.py", num_examples=1_442)
+      >>> state = setup.initial_state()
+      >>> batch = {
+      ...     "image": np.zeros((64, 8, 8, 1), np.uint8),
+      ...     "label": np.zeros(64, np.int32),
+      ...     "index": np.arange(64, dtype=np.uint32),
+      ... }
+      >>> state, metrics = setup.train_step(state, batch)
+      >>> round(float(metrics["loss"]), 3), int(state.step)
+      (2.303, 1)
+    """
+    complete = _config(config, overrides)
+    complete.task.check_without_records()
+    return build_train_setup(complete, meshes.create(complete.mesh), num_examples)
+
+
+def _sections(
+    arrays: Mapping[str, Arrays], stated: Mapping, evaluated: Iterable[str]
+) -> dict[str, Callable[[Mapping], Mapping]]:
+    """Returns what arrays make of the sections `data` and `evals`."""
+    evals = {name: {"split": name} for name in arrays if name in set(evaluated)}
+    return {
+        "data": lambda given: {k: given[k] for k in given.keys() - _OF_FILES} | stated,
+        "evals": lambda _: evals,
+    }
+
+
+def _arrays(
+    data: Arrays | Mapping[str, Arrays], main: str, class_names: Sequence[str]
+) -> dict[str, Arrays]:
+    """Returns images and labels by the name of their split, checked.
+
+    Args:
+      data: pairs by name, or one pair.
+      main: split that there has to be, and that one pair is; "" if there has to be none.
+      class_names: in label order; may be empty.
+    """
+    arrays = dict(data) if isinstance(data, Mapping) else {main or "test": data}
+    if main and main not in arrays:
+        raise UserError(f"data has no {main!r} among {', '.join(arrays) or 'nothing'}")
+    for name, pair in arrays.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            what = f"{type(pair).__name__} {fields.shown(pair)}"
+            raise UserError(f"data {name}={what}: give a pair (images, labels)")
+        check_pair(f"data {name}: ", *pair, class_names)
+    return arrays
+
+
+def _opened(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
+    """Opens arrays, if there are any, in place of every data set."""
+    if not arrays:
+        return contextlib.nullcontext()
+
+    def opener(_, split: str, __):
+        return open_arrays(arrays, split, IN_MEMORY, class_names)
+
+    return opened_by(opener)
+
+
+def _config(
+    config, overrides: Mapping, sections: Mapping | None = None, cls=TrainConfig
+):
+    """Completes a config.
+
+    Args:
+      config: recipe, mapping or config of `cls`.
+      overrides: dotted key to value.
+      sections: name of a section to a function that changes it, before overrides.
+      cls: dataclass of the config.
+    """
+    if isinstance(config, str | os.PathLike):
+        raw = loading.read(TrainConfig, os.fspath(config))
+    elif isinstance(config, Mapping):
+        raw = copy.deepcopy(dict(config))
+    elif isinstance(config, cls):
+        raw = fields.to_dict(config)
+    else:
+        raise UserError(
+            f"config={fields.shown(config)} is {type(config).__name__}: give the file of a recipe, "
+            f"a mapping of its keys or a {cls.__name__}"
+        )
+    for name, change in (sections or {}).items():
+        raw[name] = change(raw.get(name, {}))
+    for line in loading.override(TrainConfig, raw, overrides):
+        print_error(line)
+    return loading.complete(cls, raw)
